@@ -1,0 +1,36 @@
+# Everything sets itself up: `make demo` and `make test` work on a fresh clone.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-long test-gpu lint format clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+test-long: $(READY)
+	$(BIN)/python -m pytest -m long --timeout 7200
+
+test-gpu: $(READY)
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

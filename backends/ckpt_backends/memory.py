@@ -1,0 +1,69 @@
+"""Objects in this process's memory: for tests and for trying things out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from ckpt.errors import ExistsError, NotFoundError, StoreError
+from ckpt.store import Buffer, ObjectInfo, check_key
+
+
+class MemoryStore:
+    """Each instance is a place of its own. `objects` maps keys to bytes and may be looked into."""
+
+    def __init__(
+        self, url: str = "memory://", *, writable: bool = False, objects: dict[str, bytes] | None = None
+    ) -> None:
+        self.url = url
+        self.objects: dict[str, bytes] = {} if objects is None else objects
+
+    async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
+        if create and key in self.objects:
+            raise ExistsError(f"{key} exists")
+        self.objects[check_key(key)] = bytes(data)
+
+    async def upload(self, key: str, *, size: int) -> MemoryUpload:
+        if key in self.objects:
+            raise ExistsError(f"{key} exists")
+        return MemoryUpload(self, check_key(key), size)
+
+    async def get(
+        self, key: str, *, start: int = 0, length: int | None = None, into: memoryview | None = None
+    ) -> memoryview:
+        size = (await self.head(key)).size
+        end = size if length is None else start + length
+        if end > size:
+            raise StoreError(f"{key} holds {size} bytes, {end} were asked for")
+        return memoryview(self.objects[key])[start:end]
+
+    async def head(self, key: str) -> ObjectInfo:
+        if key not in self.objects:
+            raise NotFoundError(f"{key} is not in {self.url}")
+        return ObjectInfo(key, len(self.objects[key]))
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        for key in sorted(self.objects):
+            if key.startswith(prefix):
+                yield ObjectInfo(key, len(self.objects[key]))
+
+    async def delete(self, key: str) -> None:
+        self.objects.pop(key, None)
+
+    async def aclose(self) -> None:
+        pass
+
+
+class MemoryUpload:
+    def __init__(self, store: MemoryStore, key: str, size: int) -> None:
+        self._store, self._key, self._data = store, key, bytearray(size)
+
+    async def write_at(self, offset: int, view: memoryview) -> None:
+        if offset + len(view) > len(self._data):
+            raise StoreError(f"{self._key}: written past its declared size")
+        self._data[offset : offset + len(view)] = view
+
+    async def finish(self) -> None:
+        await self._store.put(self._key, self._data, create=True)
+
+    async def abort(self) -> None:
+        self._data = bytearray()

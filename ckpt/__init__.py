@@ -1,0 +1,91 @@
+"""Asynchronous tiered checkpointing for PyTorch: every step saved, no stall, nothing lost.
+
+    with ckpt.Checkpointer({"model": model, "optim": optim}, "runs/exp1") as cp:
+        for step in range(cp.restore(default=0), steps):
+            train_step()
+            cp.step(step + 1)
+
+Names are imported when they are used: `import ckpt` alone does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Checkpoint": "handle",
+    "Checkpointer": "checkpointer",
+    "Keep": "retain",
+    "Loaded": "load",
+    "Memory": "tiers",
+    "RNG": "nodes",
+    "Restored": "sources",
+    "Save": "handle",
+    "Stateful": "nodes",
+    "Tier": "tiers",
+    "load": "load",
+    "CheckpointError": "errors",
+    "ClosedError": "errors",
+    "CorruptError": "errors",
+    "DeadlineError": "errors",
+    "ExistsError": "errors",
+    "FencedError": "errors",
+    "FormatError": "errors",
+    "FullError": "errors",
+    "MismatchError": "errors",
+    "NoCheckpointError": "errors",
+    "NotFoundError": "errors",
+    "OutcomeUnknownError": "errors",
+    "SaveError": "errors",
+    "SkippedError": "errors",
+    "StateError": "errors",
+    "StoreError": "errors",
+    "UsageError": "errors",
+    "WriterError": "errors",
+}
+
+__all__ = sorted(_HOMES)
+
+if TYPE_CHECKING:
+    from ckpt.checkpointer import Checkpointer as Checkpointer
+    from ckpt.errors import CheckpointError as CheckpointError
+    from ckpt.errors import ClosedError as ClosedError
+    from ckpt.errors import CorruptError as CorruptError
+    from ckpt.errors import DeadlineError as DeadlineError
+    from ckpt.errors import ExistsError as ExistsError
+    from ckpt.errors import FencedError as FencedError
+    from ckpt.errors import FormatError as FormatError
+    from ckpt.errors import FullError as FullError
+    from ckpt.errors import MismatchError as MismatchError
+    from ckpt.errors import NoCheckpointError as NoCheckpointError
+    from ckpt.errors import NotFoundError as NotFoundError
+    from ckpt.errors import OutcomeUnknownError as OutcomeUnknownError
+    from ckpt.errors import SaveError as SaveError
+    from ckpt.errors import SkippedError as SkippedError
+    from ckpt.errors import StateError as StateError
+    from ckpt.errors import StoreError as StoreError
+    from ckpt.errors import UsageError as UsageError
+    from ckpt.errors import WriterError as WriterError
+    from ckpt.handle import Checkpoint as Checkpoint
+    from ckpt.handle import Save as Save
+    from ckpt.load import Loaded as Loaded
+    from ckpt.load import load as load
+    from ckpt.nodes import RNG as RNG
+    from ckpt.nodes import Stateful as Stateful
+    from ckpt.retain import Keep as Keep
+    from ckpt.sources import Restored as Restored
+    from ckpt.tiers import Memory as Memory
+    from ckpt.tiers import Tier as Tier
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"ckpt.{home}"), name)
+    # Set here again: importing the module `ckpt.load` binds that name to the module.
+    globals()[name] = value
+    return value

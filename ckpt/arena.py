@@ -1,0 +1,176 @@
+"""The arena: one piece of shared memory that holds the snapshots, and outlives the trainer.
+
+A memfd, passed by descriptor: no /dev/shm quota, and no leak when every process that has it is gone. Its pages are
+taken and touched before the first save, since the first touch of a fresh page can be thirty times slower than the
+next, and its size is sealed, so that no reader can ever be hit by SIGBUS.
+
+    page 0       magic, geometry, the robust mutex of the trainer's staging thread
+    page 1       the slot table: one `Label` a slot, guarded by a sequence number that is odd while it changes
+    2 MiB        slot 0, slot 1, ...
+
+A slot is EMPTY, FILLING or SEALED. One thread of the trainer makes all transitions while the trainer lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckpt.errors import CorruptError
+from ckpt.manifest import Attempt
+from ckpt.mutex import RobustMutex
+from ckpt.plan import pages
+from ckpt.store import PAGE
+
+EMPTY, FILLING, SEALED = 0, 1, 2
+MAX_SLOTS = 16
+
+_MAGIC = b"EVSTEP01"
+_HEADER = struct.Struct("<8sIIQ16s")  # magic, slots, padding, slot size, id
+_SEQUENCE = struct.Struct("<Q")
+_LABEL = struct.Struct("<IIQQQ8s32sQQd")
+_MUTEX = 256
+_TABLE = PAGE
+_ENTRY = PAGE // MAX_SLOTS
+_DATA = 2 << 20
+_HUGE = 2 << 20
+_POPULATE_WRITE = 23
+_SEALS = 0x0001 | 0x0002 | 0x0004  # no further seals, no shrinking, no growing
+_ADD_SEALS = 1033
+_CHUNK = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What a slot holds. `order` grows with every snapshot; `layout` is the digest; sizes in bytes, time in seconds."""
+
+    state: int
+    order: int = 0
+    attempt: Attempt | None = None
+    layout: str = ""
+    data_size: int = 0
+    values_size: int = 0
+    time: float = 0.0
+
+
+class Arena:
+    """A mapped arena. `create` makes one, `attach` maps another process's."""
+
+    def __init__(self, fd: int, memory: mmap.mmap) -> None:
+        self.fd, self.memory = fd, memory
+        magic, self.slots, _, self.slot_size, self.id = _HEADER.unpack_from(memory, 0)
+        if magic != _MAGIC or not 0 < self.slots <= MAX_SLOTS or _DATA + self.slots * self.slot_size > len(memory):
+            raise CorruptError("the shared memory is not an arena of this version")
+        self.mutex = RobustMutex(memory, _MUTEX)
+        self.view = memoryview(memory)
+
+    @classmethod
+    def create(cls, slots: int, slot_size: int, *, on_bytes: Callable[[int], None] | None = None) -> Arena:
+        """Reserve, touch and seal an arena. MemoryError if the memory is not there: nothing dies of it later."""
+        slot_size = -(-slot_size // _HUGE) * _HUGE if slot_size > _HUGE else pages(slot_size)
+        size = _DATA + slots * slot_size
+        fd = os.memfd_create("ckpt-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            memory = mmap.mmap(fd, size)
+            with contextlib.suppress(OSError):
+                memory.madvise(mmap.MADV_HUGEPAGE)  # refused where the kernel has them off for shared memory
+            _populate(fd, memory, size, on_bytes)
+            fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
+            _HEADER.pack_into(memory, 0, _MAGIC, slots, 0, slot_size, os.urandom(16))
+            arena = cls(fd, memory)
+            arena.mutex.initialise()
+            return arena
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def attach(cls, fd: int) -> Arena:
+        """Map an arena received as a descriptor; not inherited by forked children."""
+        memory = mmap.mmap(fd, os.fstat(fd).st_size)
+        memory.madvise(mmap.MADV_DONTFORK)
+        return cls(fd, memory)
+
+    def close(self) -> None:
+        """Give the descriptor up; the mapping goes with the last view of it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    # -- slots --
+
+    def data(self, slot: int, size: int | None = None) -> memoryview:
+        """The bytes of a slot, page-aligned."""
+        start = _DATA + slot * self.slot_size
+        return self.view[start : start + (self.slot_size if size is None else size)]
+
+    def values(self, slot: int, label: Label) -> memoryview:
+        """The plain values, behind the data."""
+        start = pages(label.data_size)
+        return self.data(slot)[start : start + label.values_size]
+
+    def fits(self, data_size: int, values_size: int) -> bool:
+        return bool(pages(data_size) + values_size <= self.slot_size)
+
+    def label(self, slot: int) -> Label | None:
+        """What a slot says, or None while it is being changed."""
+        at = _TABLE + slot * _ENTRY
+        before = _SEQUENCE.unpack_from(self.memory, at)[0]
+        state, _, order, epoch, step, nonce, layout, data, values, time = _LABEL.unpack_from(self.memory, at + 8)
+        if before % 2 or _SEQUENCE.unpack_from(self.memory, at)[0] != before:
+            return None
+        if state not in (EMPTY, FILLING, SEALED) or pages(data) + values > self.slot_size:
+            raise CorruptError(f"slot {slot} of the shared memory is damaged")
+        if state == EMPTY:
+            return Label(EMPTY)
+        return Label(state, order, Attempt(epoch, step, nonce.decode()), layout.hex(), data, values, time)
+
+    def set_label(self, slot: int, label: Label) -> None:
+        """Only the thread that holds `mutex` may call this."""
+        at = _TABLE + slot * _ENTRY
+        number: int = _SEQUENCE.unpack_from(self.memory, at)[0] | 1
+        _SEQUENCE.pack_into(self.memory, at, number)
+        attempt = label.attempt or Attempt(0, 0, "0" * 8)
+        _LABEL.pack_into(
+            self.memory,
+            at + 8,
+            label.state,
+            0,
+            label.order,
+            attempt.epoch,
+            attempt.step,
+            attempt.nonce.encode(),
+            bytes.fromhex(label.layout),
+            label.data_size,
+            label.values_size,
+            label.time,
+        )
+        _SEQUENCE.pack_into(self.memory, at, number + 1)
+
+    def sealed(self) -> list[tuple[int, Label]]:
+        """Slots that hold a whole snapshot, newest first."""
+        labels = [(slot, label) for slot in range(self.slots) if (label := self.label(slot)) is not None]
+        return sorted(((s, la) for s, la in labels if la.state == SEALED), key=lambda item: -item[1].order)
+
+
+def _populate(fd: int, memory: mmap.mmap, size: int, on_bytes: Callable[[int], None] | None) -> None:
+    """Touch every page now. Huge pages, where allowed, need the mapping to be touched and not only reserved."""
+    for start in range(0, size, _CHUNK):
+        length = min(_CHUNK, size - start)
+        try:
+            memory.madvise(_POPULATE_WRITE, start, length)
+        except OSError:
+            try:
+                os.posix_fallocate(fd, start, length)  # an old kernel: reserve, then touch
+            except OSError as error:
+                raise MemoryError(f"no memory for an arena of {size / 2**30:.1f} GiB: {error}") from None
+            for page in range(start, start + length, PAGE):
+                memory[page] = 0
+        if on_bytes is not None:
+            on_bytes(length)

@@ -1,0 +1,542 @@
+"""What the user holds: `Checkpointer`.
+
+    step() -> read the state -> stage it -> (sealed) -> have it written to the tiers that are due
+    restore() -> newest source in the history -> fill -> open a new epoch that continues from it
+
+Nothing here waits for a disk, unless asked to. Errors of the background are raised by the next call, once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, overload
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ckpt import link, read
+from ckpt.errors import (
+    CheckpointError,
+    ClosedError,
+    CorruptError,
+    DeadlineError,
+    FencedError,
+    NoCheckpointError,
+    SaveError,
+    SkippedError,
+    StoreError,
+    UsageError,
+)
+from ckpt.events import log
+from ckpt.guardian import Guardian, Written
+from ckpt.handle import Save
+from ckpt.manifest import Attempt
+from ckpt.sources import MemorySource, Restored, Skipped, Source, StoreSource, stored
+from ckpt.stage import Job, Stager
+from ckpt.state import Capture
+from ckpt.tiers import as_tiers
+
+FIRST_ARENA_S = 2.0  # the first save may wait this long for its memory, once
+MISSING: Any = object()
+T = TypeVar("T")
+
+_open: weakref.WeakValueDictionary[str, Checkpointer] = weakref.WeakValueDictionary()
+
+
+@dataclass
+class Stats:
+    """Seconds that saving took from training. `stalls`: of each of the last saves, the wait before updates included."""
+
+    saves: int = 0
+    skipped: int = 0
+    stalled_s: float = 0.0
+    stalls: deque[float] = field(default_factory=lambda: deque(maxlen=10_000))
+
+
+class Checkpointer:
+    """Saves a training run as it goes, and brings it back.
+
+    `state`: a dict of modules, optimizers, anything with state_dict and load_state_dict, tensors and plain values.
+    `tiers`: a folder or URL, or a list of `Memory` and `Tier`; None keeps snapshots in memory only, found again by
+    `name`. `on_busy`: whether a step waits for a free slot ("wait", at most `busy_timeout_s`) or is not saved ("skip").
+    `on_error`: "raise" lets the next call raise what went wrong in the background, "warn" only logs it.
+
+    Raises StateError for a state that cannot be saved, FormatError or StoreError for a place that cannot be used.
+    Use it as a context manager, or call `close()`.
+    """
+
+    def __init__(
+        self,
+        state: dict[str, Any],
+        tiers: object = None,
+        *,
+        name: str | None = None,
+        on_busy: str = "wait",
+        on_error: str = "raise",
+        busy_timeout_s: float = 600.0,
+        close_timeout_s: float = 300.0,
+    ) -> None:
+        if on_busy not in ("wait", "skip") or on_error not in ("raise", "warn"):
+            raise UsageError('on_busy is "wait" or "skip", on_error is "raise" or "warn"')
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise UsageError("this version saves training in one process: WORLD_SIZE is above 1")
+        self._memory, self._tiers = as_tiers(tiers)
+        place = self._tiers[0].url if self._tiers else f"memory:{name}"
+        if not self._tiers and name is None:
+            raise UsageError("a run that is kept in memory only needs name=, by which it is found again")
+        if place in _open:
+            raise UsageError(f"another Checkpointer in this process uses {place}: close() it first")
+        self.stats = Stats()
+        self.last_restore: Restored | None = None
+        self._on_busy, self._on_error = on_busy, on_error
+        self._busy_timeout_s, self._close_timeout_s = busy_timeout_s, close_timeout_s
+        self._capture = Capture(state)
+        self._capture.read()  # what cannot be saved is said now
+        self._lock = threading.Lock()
+        self._errors: list[tuple[CheckpointError, Save | None]] = []
+        self._fenced: FencedError | None = None
+        self._active: list[Save] = []
+        self._owed: set[int] = set()  # tiers whose due snapshot was dropped
+        self._last_step: int | None = None
+        self._last: tuple[Save, Job] | None = None
+        self._updates = 0  # optimizer steps seen
+        self._updates_before = 0  # of them, before the last call of step()
+        self._restored = False
+        self._torn = False  # a restore failed half-way
+        self._said_paused = False
+        self._forked = self._closed = False
+        self._place = place
+        self._stager = Stager()
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        try:
+            self._guardian = Guardian(link.run_key(place, local_rank), self._tiers, self._memory, self._stager)
+        except BaseException:
+            self._stager.stop()
+            raise
+        self._guardian.on_damaged = self._on_damaged
+        self._guardian.on_failure = lambda error: self._note_error(error, None)
+        self._hook = register_optimizer_step_pre_hook(self._before_update)
+        _open[place] = self
+        os.register_at_fork(after_in_child=_weakly(self._after_fork))
+        self._atexit = _weakly(self._close_at_exit)
+        atexit.register(self._atexit)
+        self._guardian.prepare(_predicted_size(self._capture), 1 << 14)
+
+    # -- saving --
+
+    def step(self, step: int) -> Save | None:
+        """Call once after every optimizer step with the number of steps done. Saves what is due; returns at once.
+
+        The handle says when the step is staged and committed; None if nothing was due.
+        """
+        self._check_usable()
+        self._check_step(step)
+        durable = [i for i, tier in enumerate(self._tiers) if step % tier.every == 0 or i in self._owed]
+        self._last_step, self._updates_before = step, self._updates
+        save = None
+        if durable or (self._memory is not None and step % self._memory.every == 0):
+            save = self._save(step, durable, explicit=False)
+        self._raise_pending()
+        return save
+
+    def save(self, step: int | None = None) -> Save:
+        """Save now, to every tier: the step given, or the one that the last `step()` named.
+
+        Without a durable tier it is staged only.
+        """
+        self._check_usable()
+        if step is None or step == self._last_step:
+            if self._last_step is None:
+                raise UsageError("say which step this is: save(step)")
+            if self._updates != self._updates_before:
+                raise UsageError(f"training went on after step {self._last_step}: call save() right after step()")
+            save = self._save_again()
+        else:
+            self._check_step(step)
+            self._last_step, self._updates_before = step, self._updates
+            save = self._save(step, list(range(len(self._tiers))), explicit=True)
+        self._raise_pending()
+        return save
+
+    def _save_again(self) -> Save:
+        """The last step is in memory already, perhaps on its way to a tier: write it to the tiers that it misses."""
+        assert self._last_step is not None
+        if self._last is None or self._last[0].step != self._last_step or self._last[1].error is not None:
+            return self._save(self._last_step, list(range(len(self._tiers))), explicit=True)
+        save, job = self._last
+        job.copied.wait(self._busy_timeout_s)
+        if job.place is None:
+            return self._save(self._last_step, list(range(len(self._tiers))), explicit=True)
+        for i, tier in enumerate(self._tiers):
+            if tier.url not in save.tiers:
+                save.add_tier(tier.url)
+                self._write(save, job, i)
+        return save
+
+    def _save(self, step: int, durable: list[int], *, explicit: bool) -> Save:
+        started = time.perf_counter()
+        owner = self._guardian.owner
+        attempt = Attempt(owner.epoch, step, owner.nonce)
+        save = Save(step, str(attempt), [self._tiers[i].url for i in durable])
+        with self._lock:
+            self._active = [s for s in self._active if s.unfinished()] + [save]
+        try:
+            reading = self._capture.read()
+            values = json.dumps(reading.values, separators=(",", ":")).encode()
+            self._guardian.tell_layout(reading.layout)
+            self._ready_memory(reading.layout.arrangement.data_size, len(values), must=explicit or bool(durable))
+        except CheckpointError as error:
+            save.set_failed(error)
+            raise
+        job = Job(
+            attempt=attempt,
+            reading=reading,
+            values=values,
+            busy="wait" if explicit else self._on_busy,
+            deadline=time.monotonic() + self._busy_timeout_s,
+            on_end=lambda job: self._on_staged(save, job, durable),
+        )
+        self._last = (save, job)
+        self._stager.submit(job)
+        self._count(time.perf_counter() - started)
+        return save
+
+    def _ready_memory(self, data_size: int, values_size: int, *, must: bool) -> None:
+        arena = self._stager.arena
+        if arena is not None and arena.fits(data_size, values_size):
+            return
+        self._guardian.prepare(data_size, values_size, again=must)
+        first = arena is None and not self._said_paused
+        try:
+            self._guardian.take_prepared(self._busy_timeout_s if must else FIRST_ARENA_S if first else 0.0)
+        except CheckpointError as error:
+            if must:
+                raise
+            self._note_error(error, None)
+        arena = self._stager.arena
+        if (arena is None or not arena.fits(data_size, values_size)) and not self._said_paused:
+            self._said_paused = True
+            log.warning("memory for snapshots is being prepared; until it is ready, steps are not kept in memory")
+
+    def _count(self, seconds: float, *, more: bool = False) -> None:
+        self.stats.stalled_s += seconds
+        if more and self.stats.stalls:
+            self.stats.stalls[-1] += seconds
+        elif not more:
+            self.stats.saves += 1
+            self.stats.stalls.append(seconds)
+
+    # -- events, from the staging thread and the receiving thread --
+
+    def _on_staged(self, save: Save, job: Job, durable: list[int]) -> None:
+        if job.error is None and job.place is None:
+            return
+        if job.error is not None:
+            save.set_failed(job.error)
+            if job.written_by_others:
+                self._owed.update(durable)  # the next step makes up for it
+                log.warning("%s", job.error)
+            elif isinstance(job.error, SkippedError):
+                self.stats.skipped += 1
+                self._owed.update(durable)
+            else:
+                self._note_error(job.error, save)
+            return
+        self._owed.difference_update(durable)
+        save.set_staged()
+        self._guardian.on_sealed()
+        for i in durable:
+            self._write(save, job, i)
+
+    def _write(self, save: Save, job: Job, tier: int) -> None:
+        assert job.place is not None
+        url = self._tiers[tier].url
+
+        def done(error: CheckpointError | None) -> None:
+            if error is None:
+                save.set_committed(url)
+                return
+            failure: CheckpointError = error
+            if not isinstance(error, FencedError):
+                failure = SaveError(f"step {save.step} was not written to {url}: {error}. It is still in memory")
+            save.set_failed(failure, url)
+            self._note_error(failure, save)
+
+        self._guardian.write(Written(job.attempt, *job.place, tier, done))
+
+    def _note_error(self, error: CheckpointError, save: Save | None) -> None:
+        with self._lock:
+            if isinstance(error, FencedError):
+                self._fenced = error
+            self._errors.append((error, save))
+        log.warning("%s", error)
+
+    def _on_damaged(self, note: dict[str, Any]) -> None:
+        problems = "; ".join(note["problems"])
+        self._note_error(SaveError(f"step {note['step']} in {note['tier']} is damaged on disk: {problems}"), None)
+
+    def _before_update(self, optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before any optimizer changes anything, or, if it is given a closure, before the closure first returns."""
+        if self._forked or self._closed:
+            return None
+        self._updates += 1
+        if self._is_captured(optimizer):
+            return None
+        closure = kwargs.get("closure") or next((a for a in args[1:2] if callable(a)), None)
+        if closure is None:
+            self._wait_for_copy()
+            return None
+
+        def first_then_wait(*a: Any, **k: Any) -> Any:
+            result = closure(*a, **k)
+            self._wait_for_copy()
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": first_then_wait}
+        return (args[0], first_then_wait, *args[2:]), kwargs
+
+    def _wait_for_copy(self) -> None:
+        waited = self._stager.before_update(self._busy_timeout_s)
+        if waited:
+            self._count(waited, more=True)
+
+    def _is_captured(self, optimizer: object) -> bool:
+        """An optimizer step inside a captured graph runs no hooks when it is replayed: copy its tensors eagerly."""
+        if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+            return False
+        self._capture.unguard(optimizer)
+        return True
+
+    # -- restoring --
+
+    @overload
+    def restore(self, *, step: int | None = None, strict: bool = True) -> int: ...
+    @overload
+    def restore(self, default: T, *, step: int | None = None, strict: bool = True) -> int | T: ...
+
+    def restore(self, default: Any = MISSING, *, step: int | None = None, strict: bool = True) -> Any:
+        """Bring the state back to the newest step there is, from the nearest place, and return the step.
+
+        Tensors are filled in place. A damaged checkpoint is passed over, loudly: `last_restore` says which and why.
+        `default` is returned only if every tier was read and none holds a checkpoint. `step` asks for that one, also
+        to go back: what was saved after it is not restored by itself any more. `strict=False` takes what fits.
+
+        Raises NoCheckpointError, CorruptError if none of the checkpoints is sound, or MismatchError, after which
+        nothing has been changed.
+        """
+        self._check_usable(restoring=True)
+        started = time.perf_counter()
+        self._settle_staging()
+        sources = self._sources(step)
+        result = Restored(step=None)
+        for source in sources:
+            try:
+                result.verified, result.nbytes = source.restore(self._capture, strict=strict, on_touch=self._touch)
+            except (CorruptError, StoreError) as error:
+                result.skipped.append(Skipped(source.attempt.step, source.tier, str(error)))
+                log.warning("step %d in %s cannot be used: %s", source.attempt.step, source.tier, error)
+                continue
+            result.step, result.attempt, result.tier = source.attempt.step, str(source.attempt), source.tier
+            self._finish_restore(source, result, started)
+            return result.step
+        self.last_restore = result
+        if result.skipped:
+            self._restored = False
+            lines = "\n  ".join(f"step {s.step} in {s.tier}: {s.reason}" for s in result.skipped)
+            touched = ". The state is partly overwritten: do not train on it" if self._torn else ""
+            raise CorruptError(f"no checkpoint could be restored{touched}\n  {lines}")
+        if default is MISSING or self._guardian.has_checkpoints or step is not None:
+            wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
+            raise NoCheckpointError(f"there is no {wanted.removeprefix('a ')} in {self._places()}")
+        self._restored = True
+        if isinstance(default, int):
+            self._last_step = default
+        return default
+
+    def _sources(self, step: int | None) -> list[Source]:
+        """Every checkpoint that may be restored, newest first, memory before disk."""
+        found: list[Source] = []
+        memory: list[MemorySource] = self._guardian.snapshots()
+        found += [s for s in memory if step is None or s.attempt.step == step]
+        for tier in self._tiers:
+            log_, commits = read.run(stored(tier.url, step))
+            history = {commit.attempt for commit in log_.state.lineage()}
+            found += [StoreSource(tier.url, commit, undone=commit.attempt not in history) for commit in commits]
+            if log_.state.damaged:
+                log.warning("%s: log records %s are damaged and were skipped", tier.url, log_.state.damaged)
+        places = {"memory": 0} | {tier.url: i for i, tier in enumerate(self._tiers, start=1)}
+        return sorted(found, key=lambda s: (s.undone, -s.attempt.epoch, -s.attempt.step, places[s.tier]))
+
+    def _touch(self) -> None:
+        self._torn = True
+
+    def _finish_restore(self, source: Source, result: Restored, started: float) -> None:
+        self._torn = False
+        self._capture.forget()
+        self._guardian.rollback(source.attempt)
+        self._last_step, self._updates_before = source.attempt.step, self._updates
+        self._restored, self._last = True, None
+        result.seconds = time.perf_counter() - started
+        self.last_restore = result
+        how = "" if result.verified else ", not yet verified by a digest"
+        log.info("restored step %d from %s in %.2f s%s", result.step, result.tier, result.seconds, how)
+        reading = self._capture.read()
+        self._guardian.prepare(reading.layout.arrangement.data_size, len(json.dumps(reading.values)))
+
+    def _settle_staging(self) -> None:
+        """No copy may be under way while the state is overwritten."""
+        self._stager.do(lambda: None, self._busy_timeout_s)
+
+    def _places(self) -> str:
+        return " or ".join([*(["memory"] if self._memory else []), *(tier.url for tier in self._tiers)])
+
+    # -- checks --
+
+    def _check_usable(self, *, restoring: bool = False) -> None:
+        if self._forked:
+            raise ClosedError("this process was forked from the trainer: only the trainer saves")
+        if self._closed:
+            raise ClosedError("this Checkpointer is closed: make a new one")
+        if self._fenced is not None:
+            raise self._fenced
+        if restoring:
+            return
+        if self._torn:
+            raise UsageError("the last restore failed half-way, so the state is not one of any step: restore again")
+        if self._guardian.has_checkpoints and not self._restored:
+            raise UsageError(
+                f"{self._places()} holds checkpoints: call restore() before the first step, or use another place"
+            )
+
+    def _check_step(self, step: int) -> None:
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
+            raise UsageError(f"a step is a number from 0, not {step!r}")
+        if self._last_step is not None and step <= self._last_step:
+            raise UsageError(f"step {step} comes after step {self._last_step}: steps only go up (restore() goes back)")
+        accumulating = self._updates > 0 and self._updates == self._updates_before and not self._capture.has_scaler
+        if accumulating and self._capture.holds_gradients():
+            raise UsageError(
+                f"no optimizer has stepped since step {self._last_step}: call step() once per optimizer step, not "
+                "in the middle of gradient accumulation. After a batch left out on purpose, drop its gradients first"
+            )
+
+    def _raise_pending(self) -> None:
+        with self._lock:
+            errors = [(error, save) for error, save in self._errors if save is None or not save.told]
+            self._errors = []
+        if not errors or self._on_error == "warn":
+            return
+        first = errors[0][0]
+        for error, _ in errors[1:]:
+            first.add_note(f"also: {error}")
+        raise first
+
+    # -- the end --
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until every save begun so far is staged and written, or has failed. DeadlineError past `timeout_s`."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._lock:
+            active = list(self._active)
+        for save in active:
+            for future in save.unfinished():
+                try:
+                    future.exception(None if end is None else max(0.0, end - time.monotonic()))
+                except TimeoutError:
+                    raise DeadlineError(f"saves are not finished after {timeout_s:g} s; they go on") from None
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Make the newest step durable, wait for all saves, let the writer leave. Harmless when called again.
+
+        DeadlineError if that takes longer than `timeout_s` (default: `close_timeout_s`); the writer finishes by itself.
+        """
+        if self._closed or self._forked:
+            return
+        timeout_s = self._close_timeout_s if timeout_s is None else timeout_s
+        end = time.monotonic() + timeout_s
+        failure: CheckpointError | None = None
+        try:
+            self._save_last()
+            self.wait(max(0.0, end - time.monotonic()))
+        except CheckpointError as error:
+            failure = error
+        self._closed = True
+        self._hook.remove()
+        atexit.unregister(self._atexit)
+        _open.pop(self._place, None)
+        try:
+            self._guardian.close(end - time.monotonic())
+        except CheckpointError as error:
+            failure = failure or error
+        self._stager.stop()
+        if failure is not None:
+            raise failure
+        self._raise_pending()
+
+    def _save_last(self) -> None:
+        """The newest step that is in memory, and not yet on its way to the nearest durable tier."""
+        if not self._tiers or self._fenced is not None or self._last is None:
+            return
+        save, job = self._last
+        job.copied.wait(self._busy_timeout_s)
+        if job.place is not None and not save.tiers:
+            save.add_tier(self._tiers[0].url)
+            self._write(save, job, 0)
+
+    def _close_at_exit(self) -> None:
+        with contextlib.suppress(CheckpointError):
+            self.close()
+
+    def _after_fork(self) -> None:
+        if not self._closed:
+            self._forked = True
+            self._guardian.forget()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except CheckpointError as failure:  # the user's own error matters more
+            error.add_note(f"besides, closing the Checkpointer failed: {failure}")
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """Calls the method if its object still lives; does not keep it alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (alive := reference()) is not None:
+            alive()
+
+    return call
+
+
+def _predicted_size(capture: Capture) -> int:
+    """Bytes of a snapshot once the optimizers have their state: so that memory can be made before the first step."""
+    size = sum(t.nbytes for t in capture.read().tensors)
+    for optimizer in capture.optimizers:
+        if optimizer.state:
+            continue
+        copies = 2
+        if isinstance(optimizer, torch.optim.SGD):
+            copies = int(any(group["momentum"] for group in optimizer.param_groups))
+        elif any(group.get("amsgrad") for group in optimizer.param_groups):
+            copies = 3
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        size += sum(copies * p.nbytes + 64 for p in params)
+    return size

@@ -1,0 +1,100 @@
+"""What a save gives back: one moment for each level of safety."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from ckpt.errors import CheckpointError, DeadlineError, SaveError
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A step that is safe at `tier`: "memory" survives the trainer, a URL survives the machine's power being cut."""
+
+    step: int
+    attempt: str
+    tier: str
+
+
+class Save:
+    """One save under way. Waiting raises what went wrong with it; DeadlineError if it takes longer than told."""
+
+    def __init__(self, step: int, attempt: str, durable: list[str]) -> None:
+        self.step, self.attempt = step, attempt
+        self.told = False  # whether an error of this save has been raised to the user already
+        self._staged: Future[Checkpoint] = Future()
+        self._durable: dict[str, Future[Checkpoint]] = {url: Future() for url in durable}
+
+    def __repr__(self) -> str:
+        return f"<Save of step {self.step}: {self.status}>"
+
+    @property
+    def status(self) -> str:
+        """ "staging", "failed", "staged" or "committed" (in at least one durable tier)."""
+        if any(f.done() and f.exception() is None for f in self._durable.values()):
+            return "committed"
+        if not self._staged.done():
+            return "staging"
+        failed = self._staged.exception() is not None or any(f.done() for f in self._durable.values())
+        return "failed" if failed else "staged"
+
+    def staged(self, timeout_s: float | None = None) -> Checkpoint:
+        """Wait until the step is in memory that survives the trainer."""
+        return self._wait(self._staged, timeout_s, f"staging step {self.step}")
+
+    def committed(self, timeout_s: float | None = None, *, tier: str | None = None) -> Checkpoint:
+        """Wait until the step is a checkpoint in the nearest durable tier, or in the one with URL `tier`."""
+        if not self._durable:
+            raise SaveError(
+                f"step {self.step} is not due in a durable tier, so it stays in memory. Use save() to write it now"
+            )
+        url = next(iter(self._durable)) if tier is None else tier
+        if url not in self._durable:
+            raise SaveError(f"step {self.step} is not being written to {url}")
+        return self._wait(self._durable[url], timeout_s, f"writing step {self.step} to {url}")
+
+    def _wait(self, future: Future[Checkpoint], timeout_s: float | None, what: str) -> Checkpoint:
+        try:
+            return future.result(timeout_s)
+        except TimeoutError as error:
+            if not isinstance(error, CheckpointError):
+                raise DeadlineError(f"{what} has not finished within {timeout_s:g} s; it goes on") from None
+            self.told = True
+            raise
+        except CheckpointError:
+            self.told = True
+            raise
+
+    # -- for the Checkpointer --
+
+    def set_staged(self) -> None:
+        _settle(self._staged, Checkpoint(self.step, self.attempt, "memory"))
+
+    def set_committed(self, url: str) -> None:
+        _settle(self._durable[url], Checkpoint(self.step, self.attempt, url))
+
+    def set_failed(self, error: CheckpointError, url: str | None = None) -> None:
+        """Of one tier, or of the whole save."""
+        futures: list[Future[Checkpoint]] = [self._durable[url]] if url else [self._staged, *self._durable.values()]
+        for future in futures:
+            _settle(future, error)
+
+    def add_tier(self, url: str) -> None:
+        self._durable[url] = Future()
+
+    @property
+    def tiers(self) -> list[str]:
+        return list(self._durable)
+
+    def unfinished(self) -> list[Future[Checkpoint]]:
+        return [f for f in (self._staged, *self._durable.values()) if not f.done()]
+
+
+def _settle(future: Future[Checkpoint], result: Checkpoint | CheckpointError) -> None:
+    if future.done():
+        return
+    if isinstance(result, CheckpointError):
+        future.set_exception(result)
+    else:
+        future.set_result(result)

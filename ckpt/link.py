@@ -1,0 +1,142 @@
+"""The wire between trainer and writer: length-prefixed JSON and descriptors over a unix socket.
+
+No pickle crosses it. Each message is a dict with `op`; one with `id` expects a reply with the same `id`.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextlib
+import getpass
+import hashlib
+import json
+import os
+import socket
+import stat
+import struct
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from ckpt.errors import UsageError, WriterError
+
+Message = dict[str, Any]
+MAX_MESSAGE = 256 << 20
+_MAX_FDS = 16
+
+
+class Channel:
+    """One end. `send` may be called from any thread, `receive` from one."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._sending = threading.Lock()
+        self._buffer = bytearray()
+        self._fds: collections.deque[int] = collections.deque()
+
+    def send(self, message: Message, fds: tuple[int, ...] = ()) -> None:
+        """OSError when the other end is gone."""
+        body = json.dumps({**message, "fds": len(fds)} if fds else message, separators=(",", ":")).encode()
+        data = memoryview(struct.pack(">I", len(body)) + body)
+        with self._sending:
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+            sent = self.sock.sendmsg([data], ancillary)
+            self.sock.sendall(data[sent:])
+
+    def receive(self) -> tuple[Message, list[int]] | None:
+        """The next message and its descriptors, None at the end."""
+        while True:
+            if len(self._buffer) >= 4:
+                size = struct.unpack_from(">I", self._buffer)[0]
+                if size > MAX_MESSAGE:
+                    raise WriterError(f"a message of {size} bytes is not ours")
+                if len(self._buffer) >= 4 + size:
+                    message: Message = json.loads(self._buffer[4 : 4 + size])
+                    del self._buffer[: 4 + size]
+                    return message, [self._fds.popleft() for _ in range(message.pop("fds", 0))]
+            try:
+                data, fds, _, _ = socket.recv_fds(self.sock, 1 << 18, _MAX_FDS)
+            except OSError:
+                return None
+            for fd in fds:
+                os.set_inheritable(fd, False)
+            self._fds.extend(fds)
+            if not data:
+                return None
+            self._buffer += data
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+        while self._fds:
+            os.close(self._fds.popleft())
+
+    def forget(self) -> None:
+        """In a forked child: close our copy without a word to the other end."""
+        self.sock.close()
+
+
+def run_key(place: str, local_rank: int) -> str:
+    """Names the writer of a run on this host, so that a restarted trainer finds it."""
+    text = "\0".join([place, getpass.getuser(), socket.gethostname(), str(local_rank)])
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def socket_path(key: str) -> str:
+    """In $XDG_RUNTIME_DIR or a folder of this user's own. UsageError if the folder could be anyone else's."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    if base and Path(base).is_dir():
+        folder = Path(base) / "everystep"
+    else:
+        folder = Path(tempfile.gettempdir()) / f"everystep-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    info = folder.lstat()
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
+        raise UsageError(f"{folder} must be a folder that only you can open: remove it, or `chmod 700` it")
+    return str(folder / f"{key}.sock")
+
+
+def _peer(sock: socket.socket) -> tuple[int, int]:
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid
+
+
+def same_user(sock: socket.socket) -> bool:
+    """Whether the other end belongs to the user of this process."""
+    return _peer(sock)[1] == os.getuid()
+
+
+def peer_pid(sock: socket.socket) -> int:
+    """The process that made the other end."""
+    return _peer(sock)[0]
+
+
+def connect(path: str) -> Channel | None:
+    """To a writer that listens there, None if there is none."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(2.0)
+    try:
+        sock.connect(path)
+        if not same_user(sock):
+            raise UsageError(f"{path} belongs to another user")
+    except OSError:
+        sock.close()
+        return None
+    sock.settimeout(None)
+    return Channel(sock)
+
+
+def listen(path: str) -> socket.socket:
+    """Take the name over, whoever had it, without a moment at which it is missing."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    temporary = f"{path}.{os.getpid()}"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary)
+    sock.bind(temporary)
+    os.chmod(temporary, 0o600)
+    sock.listen(4)
+    os.replace(temporary, path)
+    return sock

@@ -1,0 +1,296 @@
+"""The run log: numbered records, created only if absent; the state of a run is a fold over them.
+
+    log/000000000042.json    {"seq", "prev", "root", "epoch", "id", "type", "body", "digest"}
+
+`prev` is the SHA-256 of the bytes of the record before; `root` the run's id; `id` the request that made the record, so
+that a writer who lost the answer finds its own success again. Types and bodies:
+
+    ACQUIRE   epoch, nonce, restored      a job takes the run over, or goes back to `restored` (an attempt or null)
+    BEGIN     attempt, pins               packs of older checkpoints that an open attempt uses
+    COMMIT    attempt, world, parts, index, finite, reason    a checkpoint exists
+    ABORT     attempt, reason             this attempt never will
+    PLAN      retire, delete              checkpoints given up and the files that go with them
+    KEEP      attempt, note               never retire this one
+    SNAPSHOT  reserved: a fold of everything before it
+
+A damaged or missing record does not make a run unreadable: it is skipped, reported in `damaged`, and nothing is ever
+deleted from such a run, since the record might have protected it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt.codec import file_digest
+from ckpt.errors import (
+    CorruptError,
+    ExistsError,
+    FencedError,
+    FormatError,
+    FullError,
+    NotFoundError,
+    OutcomeUnknownError,
+    StoreError,
+)
+from ckpt.events import point
+from ckpt.manifest import Attempt, read_format, seal, unseal
+from ckpt.store import Store
+
+TYPES = ("ACQUIRE", "BEGIN", "COMMIT", "ABORT", "PLAN", "KEEP")
+MAX_RECORD = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Acquire:
+    """An incarnation, or a rollback inside one."""
+
+    epoch: int
+    nonce: str
+    restored: Attempt | None
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A checkpoint. `parts`: (rank, try, digest of the part) of every rank; `index`: digest of the merged table."""
+
+    attempt: Attempt
+    world: int
+    parts: tuple[tuple[int, int, str], ...]
+    index: str
+    finite: bool | None = None
+    reason: str = "due"  # or "ring": persisted because the trainer died, besides the cadence
+
+    @property
+    def step(self) -> int:
+        return self.attempt.step
+
+
+@dataclass
+class RunState:
+    """The fold of a log up to `next_seq`."""
+
+    next_seq: int = 0
+    last: str = ""  # SHA-256 of the newest record's bytes
+    acquires: list[Acquire] = field(default_factory=list)
+    commits: dict[Attempt, Commit] = field(default_factory=dict)  # live ones
+    retired: set[Attempt] = field(default_factory=set)
+    aborted: set[Attempt] = field(default_factory=set)
+    pins: dict[Attempt, tuple[str, ...]] = field(default_factory=dict)  # of open attempts
+    kept: set[Attempt] = field(default_factory=set)
+    planned: set[str] = field(default_factory=set)  # keys that landed PLANs delete
+    requests: dict[str, int] = field(default_factory=dict)
+    damaged: list[int] = field(default_factory=list)
+
+    @property
+    def epoch(self) -> int:
+        return self.acquires[-1].epoch if self.acquires else 0
+
+    def ended(self, attempt: Attempt) -> bool:
+        return attempt in self.commits or attempt in self.retired or attempt in self.aborted
+
+    def lineage(self) -> list[Commit]:
+        """Live checkpoints of the present history, newest first.
+
+        An epoch that went back to an attempt continues from there: what was saved beyond it is not part of the history
+        any more, even before the new epoch has saved anything. So a rollback cannot be undone by a restart.
+        """
+        history = in_history(self.acquires, self.commits)
+        return [self.commits[attempt] for attempt in history]
+
+
+def in_history(acquires: Iterable[Acquire], attempts: Iterable[Attempt]) -> list[Attempt]:
+    """The attempts that belong to the present history, newest first; see `RunState.lineage`."""
+    restored = {a.epoch: a.restored for a in acquires}
+    by_epoch: dict[int, list[Attempt]] = {}
+    for attempt in attempts:
+        by_epoch.setdefault(attempt.epoch, []).append(attempt)
+    found: list[Attempt] = []
+    limit: tuple[float, float] = (float("inf"), float("inf"))
+    for epoch in sorted(restored.keys() | by_epoch.keys(), reverse=True):
+        if epoch > limit[0]:
+            continue  # an incarnation that a later one went back behind
+        last_step = limit[1] if epoch == limit[0] else float("inf")
+        here = [a for a in by_epoch.get(epoch, ()) if a.step <= last_step]
+        found += sorted(here, key=lambda a: a.step, reverse=True)
+        back = restored.get(epoch)
+        if back is not None:
+            limit = min(limit, (back.epoch, back.step))
+    return found
+
+
+def fold(state: RunState, record: dict[str, Any]) -> None:
+    """Apply one record. CorruptError if its body is impossible, before anything is changed."""
+    body, kind = record["body"], record["type"]
+    try:
+        if kind == "ACQUIRE":
+            restored = None if body["restored"] is None else Attempt.parse(body["restored"])
+            acquire = Acquire(int(body["epoch"]), str(body["nonce"]), restored)
+            if acquire.epoch <= state.epoch:
+                raise CorruptError(f"epoch {acquire.epoch} after {state.epoch}")
+            state.acquires.append(acquire)
+        elif kind == "PLAN":
+            retire = [Attempt.parse(text) for text in body["retire"]]
+            state.planned.update(map(str, body["delete"]))
+            for attempt in retire:
+                state.commits.pop(attempt, None)
+                state.retired.add(attempt)
+        else:
+            attempt = Attempt.parse(body["attempt"])
+            if kind == "COMMIT":
+                parts = tuple((int(r), int(n), str(d)) for r, n, d in body["parts"])
+                index, reason = str(body["index"]), str(body["reason"])
+                commit = Commit(attempt, int(body["world"]), parts, index, body["finite"], reason)
+                if not state.ended(attempt):
+                    state.commits[attempt] = commit
+            elif kind == "ABORT" and not state.ended(attempt):
+                state.aborted.add(attempt)
+            elif kind == "KEEP":
+                state.kept.add(attempt)
+            elif kind == "BEGIN":
+                state.pins[attempt] = tuple(map(str, body["pins"]))
+            if kind in ("COMMIT", "ABORT"):
+                state.pins.pop(attempt, None)
+        state.requests[record["id"]] = record["seq"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptError(f"impossible {kind}: {error}") from None
+
+
+def record_key(seq: int) -> str:
+    return f"log/{seq:012d}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What an append wants to add. `id` names the request: the same id is never appended twice."""
+
+    type: str
+    body: dict[str, Any]
+    id: str
+
+
+class RunLog:
+    """The log of one store, and its fold. Not safe for concurrent appends from one object; use one lock or task."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.state = RunState()
+        self.root = ""
+        self._lock = asyncio.Lock()
+
+    async def open(self) -> None:
+        """Read FORMAT.json and fold the log. FormatError if this is not a run."""
+        try:
+            self.root = read_format(await self.store.get("FORMAT.json"))
+        except NotFoundError:
+            raise FormatError(f"no run at {self.store.url}: it has no FORMAT.json") from None
+        await self.refresh()
+
+    async def refresh(self) -> RunState:
+        """Fold what was appended since. Damaged and missing records are skipped and listed in `state.damaged`."""
+        listed = [info async for info in self.store.list("log/")]
+        numbers = [_sequence(info.key) for info in listed]
+        end = max((n for n in numbers if n is not None), default=-1) + 1
+        wanted = range(self.state.next_seq, end)
+        for start in range(wanted.start, wanted.stop, 64):
+            chunk = range(start, min(start + 64, wanted.stop))
+            for seq, raw in zip(chunk, await asyncio.gather(*map(self._read, chunk)), strict=True):
+                self._apply(seq, raw)
+        return self.state
+
+    async def _read(self, seq: int) -> bytes | None:
+        try:
+            return bytes(await self.store.get(record_key(seq)))
+        except NotFoundError:
+            return None
+
+    def _apply(self, seq: int, raw: bytes | None) -> None:
+        state = self.state
+        state.next_seq = seq + 1
+        try:
+            if raw is None:
+                raise CorruptError("missing")
+            record = unseal(raw, f"log record {seq}")
+            if record.get("seq") != seq or record.get("root") != self.root:
+                raise CorruptError(f"log record {seq} belongs elsewhere")
+            if record.get("prev") != state.last and (seq - 1) not in state.damaged:
+                state.damaged.append(seq - 1)  # this one is whole, so the one before is not what it was
+            if record["type"] not in TYPES:
+                raise FormatError(f"log record {seq} is a {record['type']!r}: written by a newer version, upgrade")
+            fold(state, record)
+        except (CorruptError, KeyError):
+            state.damaged.append(seq)
+        state.last = file_digest(raw or b"")
+
+    async def append(
+        self, make: Callable[[RunState], Record | None], *, owner: Acquire | None, deadline_s: float = 60.0
+    ) -> RunState:
+        """Append what `make` says of the newest state; called again whenever another record came first.
+
+        `make` returns None when there is nothing left to do. `owner` is the incarnation that writes: FencedError if a
+        newer one has taken over (None only for ACQUIRE). Returns the state with the record in it, and durable.
+        OutcomeUnknownError when the store failed after the record may have landed.
+        """
+        end = time.monotonic() + deadline_s
+        async with self._lock:
+            while True:
+                state = await self.refresh()
+                record = make(state)
+                if record is None or record.id in state.requests:
+                    return state
+                self.check_owner(owner)
+                raw = self._sealed(record, state)
+                try:
+                    await self.store.put(record_key(state.next_seq), raw, create=True)
+                except ExistsError:
+                    if time.monotonic() > end:
+                        raise
+                    await asyncio.sleep(random.uniform(0, 0.02))
+                    continue
+                except FullError:
+                    raise
+                except StoreError as error:
+                    raise OutcomeUnknownError(f"a {record.type} may or may not have landed: {error}") from error
+                self._apply(state.next_seq, raw)
+                point("log.appended")
+                return state
+
+    def check_owner(self, owner: Acquire | None) -> None:
+        if owner is None or not self.state.acquires:
+            return
+        newest = self.state.acquires[-1]
+        if (newest.epoch, newest.nonce) != (owner.epoch, owner.nonce):
+            raise FencedError(
+                f"another job took {self.store.url} over (epoch {newest.epoch}, this one has {owner.epoch}). "
+                "Stop this one, or give it a folder of its own"
+            )
+
+    def _sealed(self, record: Record, state: RunState) -> bytes:
+        return seal(
+            {
+                "seq": state.next_seq,
+                "prev": state.last,
+                "root": self.root,
+                "epoch": record.body.get("epoch", state.epoch),
+                "id": record.id,
+                "type": record.type,
+                "body": record.body,
+            }
+        )
+
+
+def _sequence(key: str) -> int | None:
+    name = key.removeprefix("log/").removesuffix(".json")
+    return int(name) if len(name) == 12 and name.isdigit() and name.isascii() else None
+
+
+def live_packs(state: RunState, packs: Iterable[str], used: Iterable[str]) -> set[str]:
+    """Of the listed packs, those that must stay: `used` by live checkpoints, pinned, or of an attempt still open."""
+    from ckpt.manifest import owner as owner_of
+
+    protected = set(used).union(*state.pins.values())
+    return {key for key in packs if key in protected or (a := owner_of(key)) is None or not state.ended(a)}

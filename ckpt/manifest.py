@@ -1,0 +1,192 @@
+"""What the small JSON files of a run say, and the names of all files.
+
+    FORMAT.json                                   this is a run of ours, version, root id
+    packs/<attempt>.<rank>.<try>.safetensors      tensor bytes
+    parts/<attempt>.<rank>.<try>.json             one rank's manifest: `Part`
+    parts/<attempt>.<rank>.<try>.safetensors      its table: shards and blobs, see `ckpt.table`
+    index/<attempt>-<digest>.safetensors          all tables of a checkpoint, merged; named by content, so that two
+                                                  committers cannot disagree about one name
+    log/<seq>.json                                records, see `ckpt.log`
+
+Every JSON file is written in one canonical form (sorted keys, no spaces) and carries the SHA-256 of itself without the
+`digest` field. A file whose bytes are not exactly the canonical form of what they parse to is damaged: one flipped bit
+anywhere is noticed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ckpt.codec import file_digest
+from ckpt.errors import CorruptError, FormatError
+
+MAJOR, MINOR = 1, 0
+MAX_JSON = 256 << 20  # bytes; refused before parsing
+_ATTEMPT = re.compile(r"([1-9]\d{0,11})\.([0-9a-f]{8})-(\d{1,18})")
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Attempt:
+    """The saving of one step by one incarnation. Text form: `<epoch>.<nonce>-<step>`."""
+
+    epoch: int
+    step: int
+    nonce: str
+
+    def __str__(self) -> str:
+        return f"{self.epoch}.{self.nonce}-{self.step}"
+
+    @classmethod
+    def parse(cls, text: object) -> Attempt:
+        found = _ATTEMPT.fullmatch(text) if isinstance(text, str) else None
+        if found is None:
+            raise CorruptError(f"not an attempt: {text!r}")
+        return cls(int(found[1]), int(found[3]), found[2])
+
+
+def new_nonce() -> str:
+    return secrets.token_hex(4)
+
+
+def pack_key(attempt: Attempt, rank: int, number: int) -> str:
+    return f"packs/{attempt}.{rank}.{number}.safetensors"
+
+
+def part_key(attempt: Attempt, rank: int, number: int) -> str:
+    return f"parts/{attempt}.{rank}.{number}.json"
+
+
+def table_key(attempt: Attempt, rank: int, number: int) -> str:
+    return f"parts/{attempt}.{rank}.{number}.safetensors"
+
+
+def index_key(attempt: Attempt, digest: str) -> str:
+    return f"index/{attempt}-{digest[:16]}.safetensors"
+
+
+_OWNED = re.compile(
+    r"(?:packs|parts|index)/(\d+\.[0-9a-f]{8}-\d+)(?:\.(\d{1,9})\.(\d{1,9})|-[0-9a-f]{16})\.(?:safetensors|json)"
+)
+
+
+def owner(key: str) -> Attempt | None:
+    """The attempt that a pack, part or index file belongs to, by its name; None if it is not ours."""
+    found = _OWNED.fullmatch(key)
+    try:
+        return Attempt.parse(found[1]) if found else None
+    except CorruptError:
+        return None
+
+
+def rank_and_try(key: str) -> tuple[int, int]:
+    found = _OWNED.fullmatch(key)
+    if found is None or found[2] is None:
+        raise CorruptError(f"not a part: {key}")
+    return int(found[2]), int(found[3])
+
+
+# -- canonical, self-digested JSON --
+
+
+def canonical(data: Any) -> bytes:
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def seal(data: Mapping[str, Any]) -> bytes:
+    """The file: the fields and their digest."""
+    return canonical({**data, "digest": file_digest(canonical(dict(data)))})
+
+
+def unseal(raw: bytes | bytearray | memoryview, what: str) -> dict[str, Any]:
+    """The fields of a sealed file. CorruptError unless every byte is as it was written."""
+    if len(raw) > MAX_JSON:
+        raise CorruptError(f"{what} is implausibly large: {len(raw)} bytes")
+    raw = bytes(raw)
+    try:
+        data = json.loads(raw)
+        claimed = data.pop("digest")
+        whole = canonical({**data, "digest": claimed}) == raw
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise CorruptError(f"{what} is damaged: not readable as JSON") from None
+    if not whole or claimed != file_digest(canonical(data)):
+        raise CorruptError(f"{what} is damaged: its digest does not match")
+    assert isinstance(data, dict)
+    return data
+
+
+# -- FORMAT.json --
+
+
+def new_format() -> bytes:
+    return seal({"format": "everystep", "major": MAJOR, "minor": MINOR, "root": secrets.token_hex(16)})
+
+
+def read_format(raw: bytes | memoryview) -> str:
+    """The root id. FormatError if it is not ours or from a newer major version."""
+    try:
+        data = unseal(raw, "FORMAT.json")
+    except CorruptError as error:
+        if b'"everystep"' in bytes(raw):
+            raise
+        raise FormatError(f"not a run of everystep: {error}") from None
+    if data.get("format") != "everystep" or not isinstance(data.get("root"), str):
+        raise FormatError("not a run of everystep: FORMAT.json says otherwise")
+    if data.get("major") != MAJOR:
+        raise FormatError(
+            f"this run has format {data.get('major')}.{data.get('minor')}, this version reads {MAJOR}.x: "
+            "upgrade with `pip install -U everystep`"
+        )
+    return str(data["root"])
+
+
+# -- parts --
+
+
+@dataclass(frozen=True, slots=True)
+class PackInfo:
+    """`size` in bytes; `header` is the SHA-256 of everything before the first tensor."""
+
+    key: str
+    size: int
+    header_size: int
+    header: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank's share of one attempt. `layout` is as `ckpt.plan.Layout.to_json`, `values` tagged plain values."""
+
+    attempt: str
+    rank: int
+    number: int
+    world: int
+    layout: dict[str, Any]
+    values: list[Any]
+    table: str
+    packs: list[PackInfo]
+    created: float
+    finite: bool | None = None
+    layout_digest: str = ""
+    reason: str = "due"  # why it was saved, see `ckpt.log.Commit`
+
+    def to_bytes(self) -> bytes:
+        return seal(asdict(self))
+
+    @classmethod
+    def from_bytes(cls, raw: bytes | memoryview, what: str) -> Part:
+        data = unseal(raw, what)
+        try:
+            packs = [PackInfo(**pack) for pack in data.pop("packs")]
+            part = cls(packs=packs, **data)
+            Attempt.parse(part.attempt)
+            for pack in packs:
+                if owner(pack.key) is None or not 0 <= pack.header_size <= pack.size:
+                    raise CorruptError(f"{what} names an impossible pack")
+        except (TypeError, KeyError, ValueError) as error:
+            raise CorruptError(f"{what} is not a part: {error}") from None
+        return part

@@ -1,0 +1,172 @@
+"""Where every byte goes, as pure values. No torch, no I/O.
+
+A `Layout` lists what a state consists of; `arrange` says where each tensor lies. The order in memory is the order in
+the pack, so a snapshot is written to disk as one run of bytes:
+
+    [ header: JSON, padded with spaces to a page ][ 8-byte dtypes ][ 4-byte ][ 2-byte ][ 1-byte ]
+
+Sorting by item size keeps every tensor aligned to its own dtype without any gap, which the safetensors format would
+refuse. Blobs, the unit of digests, are 4 MiB and end where a tensor ends.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ckpt.codec import file_digest
+from ckpt.errors import CorruptError, StateError
+from ckpt.manifest import canonical
+from ckpt.store import PAGE
+
+BLOB = 4 << 20
+MAX_HEADER = 96 << 20  # safetensors refuses 100 MB
+MAX_DIMS = 64
+
+# Item size in bits. The second table: dtypes that the safetensors reader lacks, stored as plain bytes (U8).
+NATIVE = {
+    "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16,
+    "U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "I8": 8, "U8": 8, "BOOL": 8,
+}  # fmt: skip
+FOREIGN = {"C128": 128, "C32": 32, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F4_E2M1X2": 8}
+BITS = NATIVE | FOREIGN
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor: its fully qualified name, dtype by our names, global shape, and whether it is on an accelerator."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    accelerator: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a state consists of. Two states with equal layouts can use each other's memory and checkpoints.
+
+    `tensors` are distinct; `aliases` maps further names to the tensor that they share memory with. `components` hold
+    what does not change from step to step about each entry of the state (its path, kind and such).
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    aliases: dict[str, str]
+    components: list[dict[str, Any]]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "tensors": [[t.name, t.dtype, list(t.shape), t.accelerator] for t in self.tensors],
+            "aliases": self.aliases,
+            "components": self.components,
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Layout:
+        """Checked: sizes are plausible, names are unique, aliases point at tensors."""
+        try:
+            tensors = tuple(TensorSpec(str(n), d, tuple(s), bool(a)) for n, d, s, a in data["tensors"])
+            aliases, components = dict(data["aliases"]), list(data["components"])
+            check_tensors(tensors)
+            names = {t.name for t in tensors}
+            if len(names) != len(tensors) or not all(v in names and k not in names for k, v in aliases.items()):
+                raise CorruptError("a layout names a tensor twice, or an alias of nothing")
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptError(f"not a layout: {error}") from None
+        return cls(tensors, aliases, components)
+
+    @cached_property
+    def digest(self) -> str:
+        return file_digest(canonical(self.to_json()))
+
+    @cached_property
+    def by_name(self) -> dict[str, TensorSpec]:
+        return {t.name: t for t in self.tensors}
+
+    @cached_property
+    def arrangement(self) -> Arrangement:
+        return arrange(self.tensors)
+
+
+def check_tensors(tensors: Iterable[TensorSpec]) -> None:
+    for t in tensors:
+        if t.dtype not in BITS:
+            raise CorruptError(f"{t.name}: unknown dtype {t.dtype!r}, written by a newer version?")
+        if len(t.shape) > MAX_DIMS or not all(type(n) is int and 0 <= n < 2**62 for n in t.shape):
+            raise CorruptError(f"{t.name}: impossible shape {t.shape}")
+        if t.nbytes >= 2**62:
+            raise CorruptError(f"{t.name}: implausible size")
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """`length` bytes at `offset` of the data, belonging to tensor number `tensor`."""
+
+    tensor: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """`order`: tensor numbers in pack order; `offsets`: of each tensor, by its number; sizes in bytes."""
+
+    tensors: tuple[TensorSpec, ...]
+    order: tuple[int, ...]
+    offsets: tuple[int, ...]
+    data_size: int
+
+    @cached_property
+    def blobs(self) -> tuple[Blob, ...]:
+        return tuple(_cut(self))
+
+    @cached_property
+    def header(self) -> bytes:
+        """The pack's first bytes: everything before the tensor data, a whole number of pages."""
+        return _header(self)
+
+
+def arrange(tensors: tuple[TensorSpec, ...]) -> Arrangement:
+    order = sorted(range(len(tensors)), key=lambda i: (-BITS[tensors[i].dtype], tensors[i].name))
+    offsets = [0] * len(tensors)
+    position = 0
+    for i in order:
+        offsets[i] = position
+        position += tensors[i].nbytes
+    return Arrangement(tensors, tuple(order), tuple(offsets), position)
+
+
+def _cut(arrangement: Arrangement) -> Iterator[Blob]:
+    for i in arrangement.order:
+        start, size = arrangement.offsets[i], arrangement.tensors[i].nbytes
+        for offset in range(0, size, BLOB):
+            yield Blob(i, start + offset, min(BLOB, size - offset))
+
+
+def _header(arrangement: Arrangement) -> bytes:
+    entries: dict[str, Any] = {}
+    for i in arrangement.order:
+        t, start = arrangement.tensors[i], arrangement.offsets[i]
+        dtype, shape = (t.dtype, list(t.shape)) if t.dtype in NATIVE else ("U8", [t.nbytes])
+        entries[t.name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, start + t.nbytes]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    if len(text) > MAX_HEADER:
+        raise StateError(
+            f"{len(arrangement.tensors)} tensors are too many for one pack: their header is {len(text)} bytes"
+        )
+    size = pages(8 + len(text))
+    return struct.pack("<Q", size - 8) + text.ljust(size - 8)
+
+
+def pages(size: int) -> int:
+    """`size` rounded up to whole pages."""
+    return -(-size // PAGE) * PAGE

@@ -1,0 +1,217 @@
+"""Back from a store: which checkpoints there are, what one consists of, and its bytes, each verified before use.
+
+    open_run -> choose a commit -> load_manifest -> plan_reads -> fetch
+
+Reading needs no torch: bytes are handed to a sink, which the caller gives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ckpt.codec import blob_digest, file_digest
+from ckpt.commit import load_part, load_table
+from ckpt.errors import CorruptError, FormatError, NoCheckpointError, NotFoundError
+from ckpt.log import Commit, RunLog
+from ckpt.manifest import Attempt, Part, index_key
+from ckpt.plan import Layout
+from ckpt.store import PAGE, Store, open_store
+from ckpt.table import Table
+
+T = TypeVar("T")
+READ = 8 << 20  # bytes of one read, at most (a blob is never split)
+GAP = 64 << 10  # reading over a gap this small is cheaper than another read
+PARALLEL = 8
+
+Sink = Callable[[int, int, memoryview], None]
+"""`sink(shard, offset, data)`: verified bytes of a shard, by its place in the table, from `offset` on. Called from
+several threads; the memory is reused after it returns."""
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end from plain code, also where an event loop is already running (notebooks)."""
+    with ThreadPoolExecutor(1, "ckpt-run") as pool:
+        return pool.submit(asyncio.run, work).result()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that is known of a checkpoint without reading tensors. `parts` are in rank order."""
+
+    commit: Commit
+    parts: tuple[Part, ...]
+    table: Table
+
+    @property
+    def attempt(self) -> Attempt:
+        return self.commit.attempt
+
+    def layout(self, rank: int = 0) -> Layout:
+        return Layout.from_json(self.parts[rank].layout)
+
+
+async def open_run(url: str, store: Store | None = None) -> RunLog:
+    """The log of an existing run. FormatError if there is none."""
+    log = RunLog(store if store is not None else open_store(url))
+    try:
+        await log.open()
+    except BaseException:
+        await log.store.aclose()
+        raise
+    return log
+
+
+async def is_run(store: Store) -> bool:
+    """Whether there is a run; FormatError if there is something else."""
+    try:
+        await store.head("FORMAT.json")
+        return True
+    except NotFoundError:
+        async for info in store.list():
+            raise FormatError(f"{store.url} is not a run of everystep: it holds {info.key}") from None
+        return False
+
+
+def choose(log: RunLog, step: int | None = None) -> Commit:
+    """The newest checkpoint, or that of a step. NoCheckpointError names what there is."""
+    history = log.state.lineage()
+    if step is None and history:
+        return history[0]
+    for commit in [*history, *sorted(log.state.commits.values(), key=lambda c: c.attempt, reverse=True)]:
+        if commit.step == step:
+            return commit
+    steps = ", ".join(str(c.step) for c in history[:20]) or "none"
+    wanted = "a checkpoint" if step is None else f"step {step}"
+    raise NoCheckpointError(f"{log.store.url} does not hold {wanted} (steps there: {steps})")
+
+
+async def load_manifest(store: Store, commit: Commit) -> Manifest:
+    """Parts and index of a checkpoint, all verified. CorruptError or NotFoundError if any is damaged or gone."""
+    written = await asyncio.gather(
+        *(load_part(store, commit.attempt, rank, number, expected=digest) for rank, number, digest in commit.parts)
+    )
+    table = await load_table(store, index_key(commit.attempt, commit.index), commit.index)
+    packs = {pack.key: pack.size for w in written for pack in w.part.packs}
+    for i, key in enumerate(table.packs):
+        used = table.pack == i
+        end = int((table.offset[used] + table.stored[used]).max()) if used.any() else 0
+        if key in packs and end > packs[key]:
+            raise CorruptError(f"{index_key(commit.attempt, commit.index)} points behind the end of {key}")
+    return Manifest(commit, tuple(w.part for w in written), table)
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One range of one pack, and the blobs in it: (blob number, shard, offset in the shard)."""
+
+    pack: str
+    start: int
+    length: int
+    blobs: tuple[tuple[int, int, int], ...]
+
+
+def plan_reads(table: Table, shards: Iterable[int]) -> list[Read]:
+    """Ranges that cover the given shards, near ones joined, in the order they lie on disk."""
+    wanted: list[tuple[int, int, int, int, int]] = []  # pack, offset in pack, blob, shard, offset in shard
+    for shard in shards:
+        position = 0
+        for blob in range(int(table.starts[shard]), int(table.starts[shard + 1])):
+            wanted.append((int(table.pack[blob]), int(table.offset[blob]), blob, shard, position))
+            position += int(table.length[blob])
+    wanted.sort()
+    reads: list[Read] = []
+    group: list[tuple[int, int, int]] = []
+    pack = start = end = -1
+    for p, offset, blob, shard, position in wanted:
+        last = offset + int(table.stored[blob])
+        if group and (p != pack or offset > end + GAP or max(last, end) - start > READ):
+            reads.append(Read(table.packs[pack], start, end - start, tuple(group)))
+            group = []
+        if not group:
+            pack, start, end = p, offset, last
+        group.append((blob, shard, position))
+        end = max(end, last)
+    if group:
+        reads.append(Read(table.packs[pack], start, end - start, tuple(group)))
+    return reads
+
+
+async def fetch(
+    store: Store,
+    table: Table,
+    reads: Sequence[Read],
+    sink: Sink | None,
+    *,
+    on_bytes: Callable[[int], None] | None = None,
+    damaged: list[str] | None = None,
+) -> None:
+    """Read, verify and hand over. The first damaged blob raises CorruptError before any byte of it is handed over.
+
+    With `damaged`, problems are collected there instead and reading goes on. Memory in use: PARALLEL reads.
+    """
+    queue = iter(reads)
+    failed = False
+
+    async def worker(pool: ThreadPoolExecutor) -> None:
+        nonlocal failed
+        loop = asyncio.get_running_loop()
+        scratch = memoryview(mmap.mmap(-1, READ + 2 * PAGE))
+        for read in queue:
+            if failed:
+                return
+            try:
+                data = await store.get(read.pack, start=read.start, length=read.length, into=scratch)
+                await loop.run_in_executor(pool, _deliver, table, read, data, sink, damaged)
+            except (NotFoundError, CorruptError) as error:
+                if damaged is None:
+                    failed = True
+                    raise
+                damaged.append(str(error))
+            if on_bytes is not None:
+                on_bytes(read.length)
+
+    with ThreadPoolExecutor(PARALLEL, "ckpt-verify") as pool:
+        results = await asyncio.gather(
+            *(worker(pool) for _ in range(min(PARALLEL, len(reads)))), return_exceptions=True
+        )
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+
+
+def _deliver(table: Table, read: Read, data: memoryview, sink: Sink | None, damaged: list[str] | None) -> None:
+    for blob, shard, position in read.blobs:
+        at = int(table.offset[blob]) - read.start
+        view = data[at : at + int(table.stored[blob])]
+        if blob_digest(view) != table.digest[blob].tobytes():
+            problem = (
+                f"{table.shards[shard].name} is damaged: {len(view)} bytes at {read.start + at} of {read.pack} "
+                "do not match their digest"
+            )
+            if damaged is None:
+                raise CorruptError(problem)
+            damaged.append(problem)
+        elif sink is not None:
+            sink(shard, position, view)
+
+
+async def verify(store: Store, commit: Commit, *, on_bytes: Callable[[int], None] | None = None) -> list[str]:
+    """Read every byte of a checkpoint; the problems found, none if it is sound."""
+    try:
+        manifest = await load_manifest(store, commit)
+    except (CorruptError, NotFoundError) as error:
+        return [str(error)]
+    damaged: list[str] = []
+    for part in manifest.parts:
+        for pack in part.packs:
+            head = await store.get(pack.key, start=0, length=pack.header_size)
+            if file_digest(head) != pack.header:
+                damaged.append(f"{pack.key} is damaged: its header does not match its digest")
+    reads = plan_reads(manifest.table, range(len(manifest.table.shards)))
+    await fetch(store, manifest.table, reads, None, on_bytes=on_bytes, damaged=damaged)
+    return damaged

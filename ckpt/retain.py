@@ -1,0 +1,119 @@
+"""Which checkpoints stay, and how the others go.
+
+`choose` is pure. `retire` makes it so: list the files, read the log, append PLAN at exactly the next record, and only
+delete what the landed PLAN names. A run with a damaged log record is never cleaned up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ckpt.errors import CorruptError, StoreError, UsageError
+from ckpt.events import log as logger
+from ckpt.events import point
+from ckpt.log import Acquire, Commit, Record, RunLog, RunState, live_packs
+from ckpt.manifest import Attempt, index_key, part_key, table_key
+from ckpt.read import load_manifest
+
+ALWAYS = 2  # so that one bad file can never be fatal
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Keep the newest `last` checkpoints, and every one whose step is a multiple of `every`.
+
+    The two newest are kept in any case.
+    """
+
+    last: int = 3
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.last < 1 or (self.every is not None and self.every < 1):
+            raise UsageError(f"{self} makes no sense: both numbers count from 1")
+
+
+def choose(state: RunState, keep: Keep, verified: Iterable[Attempt]) -> set[Attempt]:
+    """The checkpoints to give up: never a KEEP, the newest verified or the last finite one, nor the newest two."""
+    history = state.lineage()
+    rest = sorted((c for c in state.commits.values() if c not in history), key=lambda c: c.attempt, reverse=True)
+    ordered: list[Commit] = [*history, *rest]
+    due = [c for c in ordered if c.reason == "due"]
+    stay = {c.attempt for c in [*ordered[:ALWAYS], *due[: keep.last]]}
+    # What was persisted at a death does not push the regular ones out; it goes once a newer regular one is there.
+    stay |= {c.attempt for c in history[: history.index(due[0]) if due and due[0] in history else None]}
+    if keep.every:
+        stay |= {c.attempt for c in ordered if c.step % keep.every == 0}
+    stay |= state.kept
+    checked = set(verified)
+    stay |= {c.attempt for c in [c for c in ordered if c.attempt in checked][:1]}
+    stay |= {c.attempt for c in [c for c in ordered if c.finite is not False][:1]}
+    return {c.attempt for c in ordered} - stay
+
+
+async def retire(log: RunLog, mine: Acquire, keep: Keep, verified: Iterable[Attempt]) -> set[Attempt]:
+    """Give up what `keep` does not ask for, and delete every file that nothing needs. Returns what was given up.
+
+    Nothing happens unless a checkpoint that stays is among `verified`.
+    """
+    checked = set(verified)
+    listed = [
+        info.key for prefix in ("packs/", "parts/", "index/") for info in [i async for i in log.store.list(prefix)]
+    ]
+    # The listing comes first: a file that appears later belongs to an attempt that is not in it.
+    await log.refresh()
+    used = await _files_of(log, log.state.commits.values())
+    planned: list[tuple[set[Attempt], list[str]]] = []
+
+    def make(state: RunState) -> Record | None:
+        planned.clear()
+        retiring = choose(state, keep, checked)
+        staying = state.commits.keys() - retiring
+        if state.damaged or not staying & checked or not staying <= used.keys():
+            return None
+        live = live_packs(_without(state, retiring), listed, {key for a in staying for key in used[a]})
+        delete = [key for key in listed if key not in live]
+        if not retiring and not delete:
+            return None
+        planned.append((retiring, delete))
+        body = {"retire": sorted(map(str, retiring)), "delete": delete}
+        return Record("PLAN", body, f"plan:{mine.nonce}:{state.next_seq}")
+
+    await log.append(make, owner=mine)
+    if not planned:
+        return set()
+    point("plan.landed")
+    for key in planned[0][1]:
+        await log.store.delete(key)
+        point("sweep.deleted")
+    return planned[0][0]
+
+
+def _without(state: RunState, retiring: set[Attempt]) -> RunState:
+    """What `live_packs` looks at, as it will be once these are retired."""
+    return RunState(pins=state.pins, retired=state.retired | retiring, aborted=state.aborted, commits=state.commits)
+
+
+async def _files_of(log: RunLog, commits: Iterable[Commit]) -> dict[Attempt, set[str]]:
+    """The files that each live checkpoint needs. One that cannot be read keeps everything: it is left out."""
+    found: dict[Attempt, set[str]] = {}
+    for commit in list(commits):
+        keys = {index_key(commit.attempt, commit.index)}
+        for rank, number, _ in commit.parts:
+            keys |= {part_key(commit.attempt, rank, number), table_key(commit.attempt, rank, number)}
+        packs = _cache.get((log.root, commit.attempt))
+        if packs is None:
+            try:
+                manifest = await load_manifest(log.store, commit)
+            except (CorruptError, StoreError) as error:
+                logger.warning(
+                    "step %d cannot be read, so nothing is cleaned up while it stays: %s", commit.step, error
+                )
+                continue
+            packs = _cache[(log.root, commit.attempt)] = frozenset(manifest.table.packs)
+        found[commit.attempt] = keys | packs
+    return found
+
+
+_cache: dict[tuple[str, Attempt], frozenset[str]] = {}

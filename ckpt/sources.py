@@ -1,0 +1,181 @@
+"""Places from which one checkpoint can be restored: a snapshot in memory, or a commit in a store.
+
+Each verifies what it hands over, and takes part in one loop: try the newest, say why if it fails, try the next.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ckpt import read
+from ckpt.arena import Arena, Label
+from ckpt.codec import DIGEST_SIZE, blob_digest
+from ckpt.errors import CorruptError
+from ckpt.events import point
+from ckpt.log import Commit, RunLog
+from ckpt.manifest import Attempt
+from ckpt.plan import Blob, Layout
+from ckpt.restore import Filler, Placement
+from ckpt.state import Capture
+from ckpt.table import Table
+
+MEMORY_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A checkpoint that was newer and could not be used."""
+
+    step: int
+    tier: str
+    reason: str
+
+
+@dataclass
+class Restored:
+    """What `restore()` did. `verified` is False only for a snapshot that nobody has digested yet."""
+
+    step: int | None
+    attempt: str | None = None
+    tier: str | None = None
+    verified: bool = True
+    seconds: float = 0.0
+    nbytes: int = 0
+    skipped: list[Skipped] = field(default_factory=list)
+
+
+class Source(Protocol):
+    """One checkpoint in one place."""
+
+    attempt: Attempt
+    tier: str
+    undone: bool  # not in the present history: a later restore went back behind it
+
+    def restore(self, capture: Capture, *, strict: bool, on_touch: Callable[[], None]) -> tuple[bool, int]:
+        """Fill the state; (verified, bytes). `on_touch` is called before the first tensor is changed.
+
+        CorruptError or StoreError if this source cannot be used, MismatchError if it does not fit the state.
+        """
+
+
+class MemorySource:
+    """A sealed snapshot in an arena, ours or another process's."""
+
+    tier = "memory"
+    undone = False
+
+    def __init__(self, arena: Arena, slot: int, label: Label, layout: Layout, digests: bytes | None) -> None:
+        assert label.attempt is not None
+        self.attempt = label.attempt
+        self._arena, self._slot, self._label, self._layout, self._digests = arena, slot, label, layout, digests
+
+    def restore(self, capture: Capture, *, strict: bool, on_touch: Callable[[], None]) -> tuple[bool, int]:
+        self._check_label()
+        blobs = self._layout.arrangement.blobs
+        data = self._arena.data(self._slot, self._label.data_size)
+        if self._label.data_size != self._layout.arrangement.data_size:
+            raise CorruptError("the snapshot in memory is of another size than its layout")
+        try:
+            values = json.loads(bytes(self._arena.values(self._slot, self._label)))
+        except ValueError:
+            raise CorruptError("the plain values of the snapshot in memory are damaged") from None
+        shares = [blobs[i::MEMORY_THREADS] for i in range(MEMORY_THREADS)]
+        with ThreadPoolExecutor(MEMORY_THREADS, "ckpt-restore") as pool:
+            if self._digests is not None:
+                if len(self._digests) != len(blobs) * DIGEST_SIZE:
+                    raise CorruptError("the digests of the snapshot in memory are of another layout")
+                numbered = list(enumerate(blobs))
+                list(pool.map(lambda i: self._verify(data, numbered[i::MEMORY_THREADS]), range(MEMORY_THREADS)))
+            placement = capture.place(self._layout, values, strict=strict)
+            filler = Filler(placement.fills, self._layout.by_name)
+            point("restore.chosen")
+            on_touch()
+            wanted = set(filler.names)
+            list(pool.map(lambda share: self._fill(filler, wanted, data, share), shares))
+        self._check_label()  # another process's memory may have moved on while we read it
+        _finish(filler, placement)
+        return self._digests is not None, self._label.data_size
+
+    def _check_label(self) -> None:
+        if self._arena.label(self._slot) != self._label:
+            raise CorruptError(f"the snapshot of step {self.attempt.step} in memory was overwritten meanwhile")
+
+    def _verify(self, data: memoryview, blobs: list[tuple[int, Blob]]) -> None:
+        assert self._digests is not None
+        for i, blob in blobs:
+            digest = self._digests[i * DIGEST_SIZE : (i + 1) * DIGEST_SIZE]
+            if blob_digest(data[blob.offset : blob.offset + blob.length]) != digest:
+                name = self._layout.tensors[blob.tensor].name
+                raise CorruptError(f"{name} is damaged in memory: its bytes do not match their digest")
+
+    def _fill(self, filler: Filler, wanted: set[str], data: memoryview, blobs: tuple[Blob, ...]) -> None:
+        offsets, tensors = self._layout.arrangement.offsets, self._layout.tensors
+        for blob in blobs:
+            name = tensors[blob.tensor].name
+            if name in wanted:
+                filler.add(name, blob.offset - offsets[blob.tensor], data[blob.offset : blob.offset + blob.length])
+
+
+class StoreSource:
+    """A committed checkpoint in a store."""
+
+    def __init__(self, url: str, commit: Commit, *, undone: bool = False) -> None:
+        self.attempt, self.tier, self.undone, self._commit = commit.attempt, url, undone, commit
+
+    def restore(self, capture: Capture, *, strict: bool, on_touch: Callable[[], None]) -> tuple[bool, int]:
+        return read.run(self._restore(capture, strict, on_touch))
+
+    async def _restore(self, capture: Capture, strict: bool, on_touch: Callable[[], None]) -> tuple[bool, int]:
+        log = await read.open_run(self.tier)
+        try:
+            manifest = await read.load_manifest(log.store, self._commit)
+            part, table = manifest.parts[0], manifest.table
+            if len(manifest.parts) != 1:
+                raise CorruptError(f"step {self.attempt.step} was saved by {len(manifest.parts)} ranks, this is one")
+            layout = manifest.layout()
+            placement = capture.place(layout, part.values, strict=strict)
+            filler = Filler(placement.fills, layout.by_name)
+            shards = [shard_of(layout, table, name) for name in filler.names]
+            reads = read.plan_reads(table, shards)
+            point("restore.chosen")
+            on_touch()
+            names = [shard.name for shard in table.shards]
+            await read.fetch(log.store, table, reads, lambda shard, at, data: filler.add(names[shard], at, data))
+            _finish(filler, placement)
+            return True, sum(r.length for r in reads)
+        finally:
+            await log.store.aclose()
+
+
+def shard_of(layout: Layout, table: Table, name: str) -> int:
+    """The shard that is all of a tensor; CorruptError if table and layout do not agree about it."""
+    spec = layout.by_name.get(name)
+    found = table.by_name.get(name, [])
+    if spec is None or len(found) != 1:
+        raise CorruptError(f"{name} is not in the table of the checkpoint exactly once")
+    shard = table.shards[found[0]]
+    if (shard.dtype, shard.global_shape, shard.sizes) != (spec.dtype, spec.shape, spec.shape):
+        raise CorruptError(f"{name} is of another shape or dtype in the table than in the layout")
+    return found[0]
+
+
+def _finish(filler: Filler, placement: Placement) -> None:
+    point("restore.filled")
+    filler.finish()
+    for finish in placement.finishers:
+        finish()
+
+
+async def stored(url: str, step: int | None) -> tuple[RunLog, list[Commit]]:
+    """The checkpoints of a run, newest first; only those of `step` if one is asked for, undone history last."""
+    log = await read.open_run(url)
+    await log.store.aclose()
+    history = log.state.lineage()
+    if step is None:
+        return log, history
+    undone = sorted((c for c in log.state.commits.values() if c not in history), key=lambda c: c.attempt, reverse=True)
+    return log, [c for c in [*history, *undone] if c.step == step]

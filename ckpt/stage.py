@@ -1,0 +1,364 @@
+"""Live tensors into a slot, beside training.
+
+One thread owns the arena: it holds the robust mutex, makes all transitions of slots, and copies. A `Job` is one
+snapshot; any thread may submit one. What the caller waits for is short: `eager_done`, when everything that may change
+before the next optimizer step is in the slot. The rest is copied during the next forward and backward, and
+`before_update`, called from a hook before any optimizer changes anything, waits for that.
+
+On an accelerator the copies run on a stream of their own, which first waits for the compute stream; before an update
+the compute stream waits for the copy, and the host does not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckpt.arena import EMPTY, FILLING, SEALED, Arena, Label
+from ckpt.errors import CheckpointError, DeadlineError, SaveError, SkippedError, WriterError
+from ckpt.events import log, point
+from ckpt.manifest import Attempt
+from ckpt.mutex import Got
+from ckpt.plan import Layout, pages
+from ckpt.state import Reading
+from ckpt.tensors import TORCH_DTYPE
+
+LARGE = 1 << 20  # bytes from which one memcpy, without the GIL, beats a batched copy
+
+_memmove = ctypes.CDLL(None).memmove
+_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+@dataclass(eq=False)
+class Job:
+    """One snapshot on its way into memory."""
+
+    attempt: Attempt
+    reading: Reading
+    values: bytes
+    busy: str = "wait"  # or "skip"
+    deadline: float = float("inf")  # of waiting for a slot, monotonic
+    on_end: Callable[[Job], None] = lambda job: None
+    eager_done: threading.Event = field(default_factory=threading.Event)
+    enqueued: threading.Event = field(default_factory=threading.Event)  # all copies are on their stream
+    copied: threading.Event = field(default_factory=threading.Event)
+    error: CheckpointError | None = None
+    written_by_others: list[str] = field(default_factory=list)
+    place: tuple[Arena, int] | None = None  # where it was sealed
+    versions: list[int] = field(default_factory=list)
+    streams: dict[torch.device, Any] = field(default_factory=dict)  # the caller's compute streams
+    ready: dict[torch.device, Any] = field(default_factory=dict)  # events on them
+    done: dict[torch.device, Any] = field(default_factory=dict)  # events after the copies
+    _checking: threading.Lock = field(default_factory=threading.Lock)
+    _checked: bool = False
+
+    def __post_init__(self) -> None:
+        reading = self.reading
+        self.overlapped = [t for t, guarded in zip(reading.tensors, reading.guarded, strict=True) if guarded]
+        self.versions = [t._version for t in self.overlapped]
+        for device in {t.device for t in reading.tensors if t.device.type != "cpu"}:
+            stream = torch.get_device_module(device).current_stream(device)
+            self.streams[device], self.ready[device] = stream, stream.record_event()
+
+    def check_versions(self) -> None:
+        """Once, before any optimizer may change anything: has somebody else written to what is being copied?"""
+        with self._checking:
+            if self._checked:
+                return
+            self._checked = True
+            if [t._version for t in self.overlapped] != self.versions:
+                names = [s.name for s, g in zip(self.reading.layout.tensors, self.reading.guarded, strict=True) if g]
+                pairs = zip(names, self.overlapped, self.versions, strict=True)
+                self.written_by_others = [name for name, t, version in pairs if t._version != version]
+
+    @property
+    def ended(self) -> bool:
+        return self.place is not None or self.error is not None
+
+
+class Stager:
+    """The staging thread of one trainer."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._pinned: dict[tuple[bytes, int], int] = {}
+        self._holds = 0  # above 0 while a predecessor may still write into an adopted arena
+        self._arena: Arena | None = None
+        self._views: dict[tuple[bytes, int], tuple[Layout, list[Tensor]]] = {}
+        self._streams: dict[torch.device, Any] = {}
+        self._registered: list[int] = []
+        self._pending: Job | None = None
+        self._order = 0
+        self._thread = threading.Thread(target=self._run, name="ckpt-stage", daemon=True)
+        self._thread.start()
+
+    # -- from any thread --
+
+    @property
+    def arena(self) -> Arena | None:
+        return self._arena
+
+    def submit(self, job: Job) -> None:
+        """Begin a snapshot and wait until its eager part is in memory, or it has failed."""
+        self._pending = job
+        self._queue.put(lambda: self._stage(job))
+        job.eager_done.wait()
+
+    def before_update(self, timeout_s: float = 600.0) -> float:
+        """Called before an optimizer changes anything; returns the seconds it waited.
+
+        A copy that does not end in time costs the snapshot, never the training.
+        """
+        job = self._pending
+        if job is None or threading.current_thread() is self._thread:
+            return 0.0
+        started = time.perf_counter()
+        if job.streams:
+            job.enqueued.wait(timeout_s)
+            job.check_versions()
+            for device, event in job.done.items():
+                torch.get_device_module(device).current_stream(device).wait_event(event)
+        elif not job.copied.wait(timeout_s):
+            job.error = DeadlineError(f"copying step {job.attempt.step} took more than {timeout_s:g} s")
+        if self._pending is job:
+            self._pending = None
+        return time.perf_counter() - started
+
+    def use(self, arena: Arena, on_locked: Callable[[], None]) -> None:
+        """Stage into this arena from now on; `on_locked` is called when its mutex is held."""
+
+        def switch() -> None:
+            if self._arena is arena:
+                return
+            self._unlock()
+            end = time.monotonic() + 30.0
+            while arena.mutex.try_lock() is Got.BUSY:  # the writer, who noticed the death, is about to let go of it
+                if time.monotonic() > end:
+                    raise WriterError("the memory of the last run is still locked by another process")
+                time.sleep(0.001)
+            self._views.clear()
+            self._register(arena)
+            self._arena = arena
+            self._order = max([self._order, *(label.order for _, label in arena.sealed())])
+            on_locked()
+
+        self.do(switch)
+
+    def do(self, work: Callable[[], None], timeout_s: float = 60.0) -> None:
+        """Run something in the staging thread, between two jobs, and wait for it."""
+        finished = threading.Event()
+        failure: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                failure.append(error)
+            finished.set()
+
+        self._queue.put(run)
+        if not finished.wait(timeout_s):
+            raise DeadlineError(f"the staging thread did not answer within {timeout_s:g} s")
+        if failure:
+            raise failure[0]
+
+    def pin(self, arena: Arena, slot: int) -> None:
+        """Do not overwrite this slot until it is unpinned as often as it was pinned, in whichever order."""
+        self._count_pin((arena.id, slot), 1)
+
+    def unpin(self, arena_id: bytes, slot: int) -> None:
+        self._count_pin((arena_id, slot), -1)
+
+    def _count_pin(self, key: tuple[bytes, int], change: int) -> None:
+        with self._changed:
+            self._pinned[key] = self._pinned.get(key, 0) + change
+            if self._pinned[key] == 0:
+                del self._pinned[key]
+            self._changed.notify_all()
+
+    def hold(self, change: int) -> None:
+        """+1: overwrite nothing, a predecessor may still write into this memory; -1: it has gone."""
+        with self._changed:
+            self._holds += change
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Let go of the mutex and end. Jobs submitted before are done first."""
+        self._queue.put(None)
+        self._thread.join(60.0)
+
+    # -- in the staging thread --
+
+    def _run(self) -> None:
+        with torch.no_grad():
+            while (work := self._queue.get()) is not None:
+                work()
+                del work  # a job holds on to tensors
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._arena is not None:
+            self._unregister()
+            self._arena.mutex.unlock()
+            self._arena = None
+
+    def _stage(self, job: Job) -> None:
+        slot = None
+        try:
+            arena = self._arena
+            if arena is None:
+                raise SkippedError(f"step {job.attempt.step} was not saved: no memory is ready yet")
+            slot = self._claim(arena, job)
+            self._fill(arena, slot, job)
+            if job.error is None:
+                self._seal(arena, slot, job)
+                job.place = (arena, slot)
+        except CheckpointError as error:
+            job.error = error
+        except BaseException as error:
+            log.exception("staging step %d failed", job.attempt.step)
+            job.error = SaveError(f"step {job.attempt.step} could not be staged: {type(error).__name__}: {error}")
+        finally:
+            if job.error is not None and slot is not None and self._arena is not None:
+                self._arena.set_label(slot, Label(EMPTY))
+            for event in (job.eager_done, job.enqueued, job.copied):
+                event.set()
+            job.on_end(job)
+
+    def _claim(self, arena: Arena, job: Job) -> int:
+        """The emptiest or oldest slot. Never one being written, never the newest snapshot."""
+        size = job.reading.layout.arrangement.data_size
+        if not arena.fits(size, len(job.values)):
+            raise SkippedError(f"step {job.attempt.step} was not saved: memory for its new layout is not ready yet")
+        with self._changed:
+            while (slot := self._free(arena)) is None:
+                if job.busy == "skip":
+                    raise SkippedError(f"step {job.attempt.step} was not saved: every slot is being written")
+                if not self._changed.wait(max(0.0, min(job.deadline - time.monotonic(), 3600.0))):
+                    raise DeadlineError(
+                        f"step {job.attempt.step} was not saved: no slot became free in time. "
+                        "The disk does not keep up; save less often"
+                    )
+        self._order += 1
+        layout = job.reading.layout
+        label = Label(FILLING, self._order, job.attempt, layout.digest, size, len(job.values), time.time())
+        arena.set_label(slot, label)
+        point("stage.claimed")
+        return slot
+
+    def _free(self, arena: Arena) -> int | None:
+        if self._holds > 0:
+            return None
+        labels = [
+            (slot, arena.label(slot)) for slot in range(arena.slots) if self._pinned.get((arena.id, slot), 0) <= 0
+        ]
+        empty = [slot for slot, label in labels if label is None or label.state != SEALED]
+        if empty:
+            return empty[0]
+        newest = arena.sealed()[0][0]
+        oldest = sorted((la.order, slot) for slot, la in labels if la is not None and slot != newest)
+        return oldest[0][1] if oldest else None
+
+    def _fill(self, arena: Arena, slot: int, job: Job) -> None:
+        reading = job.reading
+        views = self._slot_views(arena, slot, reading.layout)
+        pairs = list(zip(views, reading.tensors, reading.guarded, strict=True))
+        streams = {device: self._stream(device) for device in job.streams}
+        for device, stream in streams.items():
+            stream.wait_event(job.ready[device])
+        self._copy([(d, s) for d, s, guarded in pairs if not guarded], streams)
+        start = pages(reading.layout.arrangement.data_size)
+        arena.data(slot)[start : start + len(job.values)] = job.values
+        for device, stream in streams.items():
+            job.streams[device].wait_event(stream.record_event())  # later kernels may change what we still read
+        point("stage.eager")
+        job.eager_done.set()
+        self._copy([(d, s) for d, s, guarded in pairs if guarded], streams)
+        job.done = {device: stream.record_event() for device, stream in streams.items()}
+        job.enqueued.set()
+        for event in job.done.values():
+            event.synchronize()
+        job.check_versions()
+        if job.written_by_others:
+            shown = ", ".join(job.written_by_others[:3])
+            job.error = SaveError(
+                f"step {job.attempt.step} was dropped: {shown} changed outside an optimizer step while it was copied. "
+                "From now on this is copied before step() returns"
+            )
+        point("stage.copied")
+
+    def _seal(self, arena: Arena, slot: int, job: Job) -> None:
+        layout = job.reading.layout
+        size = layout.arrangement.data_size
+        label = Label(SEALED, self._order, job.attempt, layout.digest, size, len(job.values), time.time())
+        arena.set_label(slot, label)
+        point("stage.sealed")
+
+    def _slot_views(self, arena: Arena, slot: int, layout: Layout) -> list[Tensor]:
+        """The slot as tensors of the layout's shapes, made once."""
+        key = (arena.id, slot)
+        cached = self._views.get(key)
+        if cached is not None and cached[0] is layout:
+            return cached[1]
+        whole = torch.frombuffer(arena.data(slot), dtype=torch.uint8)
+        views = [
+            whole[offset : offset + t.nbytes].view(TORCH_DTYPE[t.dtype]).view(t.shape)
+            for t, offset in zip(layout.tensors, layout.arrangement.offsets, strict=True)
+        ]
+        self._views[key] = (layout, views)
+        return views
+
+    def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]], streams: dict[torch.device, Any]) -> None:
+        """Large contiguous host tensors by memcpy without the GIL; the rest in one batched call a device."""
+        batches: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+        for target, source in pairs:
+            size = target.nbytes
+            plain = source.is_contiguous() and not source.is_conj() and not source.is_neg()
+            if size >= LARGE and plain and source.device.type == "cpu":
+                _memmove(target.data_ptr(), source.data_ptr(), size)
+                continue
+            targets, sources = batches.setdefault(source.device, ([], []))
+            targets.append(target)
+            sources.append(source)
+        for device, (targets, sources) in batches.items():
+            if device in streams:
+                with torch.get_device_module(device).stream(streams[device]):
+                    torch._foreach_copy_(targets, sources, non_blocking=True)
+            else:
+                torch._foreach_copy_(targets, sources)
+
+    # -- devices --
+
+    def _stream(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            self._streams[device] = torch.get_device_module(device).Stream(device)
+        return self._streams[device]
+
+    def _register(self, arena: Arena) -> None:
+        """Page-lock the arena for the device driver, slot by slot, where there is one: faster, asynchronous copies."""
+        if not torch.cuda.is_available():
+            return
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        for slot in range(arena.slots):
+            address = torch.frombuffer(arena.data(slot), dtype=torch.uint8).data_ptr()
+            if int(runtime.cudaHostRegister(address, arena.slot_size, 0)) == 0:
+                self._registered.append(address)
+            else:
+                log.warning("memory could not be page-locked for the device: copies will be slower (see ulimit -l)")
+                return
+
+    def _unregister(self) -> None:
+        if self._registered:
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            for address in self._registered:
+                runtime.cudaHostUnregister(address)
+        self._registered.clear()

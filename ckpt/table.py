@@ -1,0 +1,214 @@
+"""The table of a checkpoint: which shards there are and where the blobs of each lie.
+
+Kept as columns in a safetensors file, so that millions of rows load at once and any safetensors tool can look at them:
+
+    names, name_ends          UTF-8 text of all names joined, and where each ends
+    dtypes                    one byte a shard: its place in `DTYPES`
+    ranks                     the rank that wrote the shard
+    dims, dim_ends            global shape, offsets and sizes of a shard, one after the other, and where each shard ends
+    blob_ends                 shard i owns blobs blob_ends[i-1] .. blob_ends[i]
+    pack, offset, stored      which file, where in it (bytes from its start), bytes stored
+    length, codec, base       plain bytes, codec (0: raw), base blob (-1: none)
+    digest                    16 bytes a blob, of the plain bytes
+    packs                     JSON list of pack keys
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import safetensors.numpy
+
+from ckpt.codec import DIGEST_SIZE, RAW
+from ckpt.errors import CorruptError
+from ckpt.manifest import owner
+from ckpt.plan import BITS, MAX_DIMS
+
+DTYPES = (
+    "F64", "I64", "U64", "C64", "F32", "I32", "U32", "F16", "BF16", "I16", "U16", "F8_E4M3", "F8_E5M2", "I8", "U8",
+    "BOOL", "C128", "C32", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4_E2M1X2",
+)  # fmt: skip
+MAX_TABLE = 1 << 30
+
+I64 = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A rectangular piece of one global tensor."""
+
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    rank: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.sizes) * BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True)
+class Table:
+    """`shards[i]` owns blobs `starts[i]` to `starts[i + 1]` of the columns."""
+
+    shards: tuple[Shard, ...]
+    starts: I64
+    pack: I64
+    offset: I64
+    stored: I64
+    length: I64
+    codec: I64
+    base: I64
+    digest: Bytes
+    packs: tuple[str, ...]
+
+    @cached_property
+    def by_name(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for i, shard in enumerate(self.shards):
+            found.setdefault(shard.name, []).append(i)
+        return found
+
+    @property
+    def stored_bytes(self) -> int:
+        return int(self.stored.sum())
+
+    def to_bytes(self) -> bytes:
+        names = [s.name.encode() for s in self.shards]
+        dims = [[*s.global_shape, *s.offsets, *s.sizes] for s in self.shards]
+        columns: dict[str, npt.NDArray[Any]] = {
+            "names": np.frombuffer(b"".join(names), np.uint8),
+            "name_ends": _ends(names),
+            "dtypes": np.array([DTYPES.index(s.dtype) for s in self.shards], np.uint8),
+            "ranks": np.array([s.rank for s in self.shards], np.int32),
+            "dims": np.array([n for row in dims for n in row], np.int64),
+            "dim_ends": _ends(dims),
+            "blob_ends": self.starts[1:],
+            "pack": self.pack.astype(np.int32),
+            "offset": self.offset,
+            "stored": self.stored,
+            "length": self.length,
+            "codec": self.codec.astype(np.uint8),
+            "base": self.base,
+            "digest": self.digest,
+            "packs": np.frombuffer(json.dumps(self.packs).encode(), np.uint8),
+        }
+        return bytes(safetensors.numpy.save(columns))
+
+    @classmethod
+    def from_bytes(cls, raw: bytes | memoryview, what: str) -> Table:
+        """Checked: every number is plausible and consistent before anything is allocated by it."""
+        if len(raw) > MAX_TABLE:
+            raise CorruptError(f"{what} is implausibly large: {len(raw)} bytes")
+        try:
+            return _checked(safetensors.numpy.load(bytes(raw)), what)
+        except (
+            safetensors.SafetensorError,
+            KeyError,
+            ValueError,
+            TypeError,
+            IndexError,
+            OverflowError,
+        ) as error:
+            raise CorruptError(f"{what} is damaged: {error}") from None
+
+
+def merge(tables: Sequence[Table]) -> Table:
+    """One table of all ranks' tables."""
+    if len(tables) == 1:
+        return tables[0]
+    packs = tuple(dict.fromkeys(key for t in tables for key in t.packs))
+    place = {key: i for i, key in enumerate(packs)}
+    starts, blobs = [np.zeros(1, np.int64)], 0
+    for t in tables:
+        starts.append(t.starts[1:] + blobs)
+        blobs += int(t.starts[-1])
+    return Table(
+        shards=tuple(s for t in tables for s in t.shards),
+        starts=np.concatenate(starts),
+        pack=np.concatenate([np.array([place[key] for key in t.packs], np.int64)[t.pack] for t in tables]),
+        packs=packs,
+        **{
+            name: np.concatenate([getattr(t, name) for t in tables])
+            for name in ("offset", "stored", "length", "codec", "base", "digest")
+        },
+    )
+
+
+def _ends(rows: Sequence[Sequence[object]]) -> I64:
+    return np.cumsum([len(row) for row in rows], dtype=np.int64)
+
+
+def _checked(columns: dict[str, npt.NDArray[np.generic]], what: str) -> Table:
+    def numbers(name: str, count: int, low: int = 0, high: int = 2**62) -> I64:
+        column = columns[name].astype(np.int64, casting="safe")
+        if column.shape != (count,) or (count and (column.min() < low or column.max() > high)):
+            raise CorruptError(f"{what}: column {name} is out of range")
+        return column
+
+    def ends(name: str, count: int, total: int) -> list[int]:
+        column = numbers(name, count, 0, total)
+        if (np.diff(column) < 0).any() or (int(column[-1]) if count else 0) != total:
+            raise CorruptError(f"{what}: column {name} does not add up")
+        return [0, *column.tolist()]
+
+    shards, blobs = columns["dtypes"].size, columns["length"].size
+    packs = json.loads(columns["packs"].tobytes())
+    if type(packs) is not list or not all(type(k) is str and owner(k) and k.startswith("packs/") for k in packs):
+        raise CorruptError(f"{what}: names impossible packs")
+    text, dims = columns["names"].tobytes(), columns["dims"].astype(np.int64, casting="safe")
+    name_ends, dim_ends = ends("name_ends", shards, len(text)), ends("dim_ends", shards, dims.size)
+    starts = np.array(ends("blob_ends", shards, blobs), np.int64)
+    dtypes = numbers("dtypes", shards, 0, len(DTYPES) - 1).tolist()
+    ranks = numbers("ranks", shards, 0, 2**31).tolist()
+    rows = []
+    for i in range(shards):
+        row = dims[dim_ends[i] : dim_ends[i + 1]].tolist()
+        third, rest = divmod(len(row), 3)
+        if rest or third > MAX_DIMS or any(n < 0 for n in row):
+            raise CorruptError(f"{what}: impossible shape of shard {i}")
+        shape, at, sizes = row[:third], row[third : 2 * third], row[2 * third :]
+        if any(o + n > g for g, o, n in zip(shape, at, sizes, strict=True)):
+            raise CorruptError(f"{what}: shard {i} lies outside its tensor")
+        name = text[name_ends[i] : name_ends[i + 1]].decode()
+        rows.append(Shard(name, DTYPES[dtypes[i]], tuple(shape), tuple(at), tuple(sizes), ranks[i]))
+    digest = columns["digest"]
+    if digest.dtype != np.uint8 or digest.shape != (blobs, DIGEST_SIZE):
+        raise CorruptError(f"{what}: column digest is out of range")
+    table = Table(
+        shards=tuple(rows),
+        starts=starts,
+        pack=numbers("pack", blobs, 0, len(packs) - 1),
+        offset=numbers("offset", blobs),
+        stored=numbers("stored", blobs, 0, 2**31),
+        length=numbers("length", blobs, 0, 2**31),
+        codec=numbers("codec", blobs, RAW, 255),
+        base=numbers("base", blobs, -1, blobs),
+        digest=digest.astype(np.uint8),
+        packs=tuple(packs),
+    )
+    _check_sums(table, what)
+    return table
+
+
+def _check_sums(table: Table, what: str) -> None:
+    """The blobs of a shard hold exactly its bytes."""
+    sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(table.length)])
+    held = sums[table.starts[1:]] - sums[table.starts[:-1]]
+    for i, shard in enumerate(table.shards):
+        if int(held[i]) != shard.nbytes:
+            raise CorruptError(f"{what}: the blobs of {shard.name} do not add up to its size")
+    if table.codec.any():
+        raise CorruptError(f"{what}: uses an encoding of a newer version")
+    if (table.stored != table.length).any():
+        raise CorruptError(f"{what}: a raw blob is stored at another length")

@@ -1,0 +1,64 @@
+"""Where checkpoints are kept, as the user says it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckpt.errors import UsageError
+from ckpt.retain import Keep
+from ckpt.store import normalise
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Host memory, held by the writer process, so that it survives the trainer.
+
+    `every`: steps between snapshots. `keep`: snapshots held (each takes as much memory as the state; one more per
+    durable tier is added for the write in flight). `linger_s`: how long the memory is held after the trainer has died.
+    """
+
+    every: int = 1
+    keep: int = 3
+    linger_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or not 2 <= self.keep <= 12 or self.linger_s < 0:
+            raise UsageError(f"{self} makes no sense: every counts from 1, keep from 2 to 12, linger_s from 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A durable place: a folder or URL. `every`: steps between checkpoints. `keep`: how many, or a `Keep`."""
+
+    url: str
+    every: int = 100
+    keep: Keep | int = field(default=3)
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise UsageError(f"{self} makes no sense: every counts from 1")
+        object.__setattr__(self, "url", normalise(self.url))
+        if isinstance(self.keep, int):
+            object.__setattr__(self, "keep", Keep(last=self.keep))
+
+    @property
+    def keeping(self) -> Keep:
+        assert isinstance(self.keep, Keep)
+        return self.keep
+
+
+def as_tiers(tiers: object) -> tuple[Memory | None, list[Tier]]:
+    """What the user passed, as at most one memory tier and the durable ones in order, nearest first."""
+    if tiers is None:
+        return Memory(), []
+    if isinstance(tiers, (str, Path)):
+        return Memory(), [Tier(str(tiers))]
+    given = [tiers] if isinstance(tiers, (Memory, Tier)) else tiers
+    if not isinstance(given, (list, tuple)) or not all(isinstance(t, (Memory, Tier, str, Path)) for t in given):
+        raise UsageError(f"tiers must be a folder, a URL, or a list of Memory and Tier, not {tiers!r}")
+    memory = [t for t in given if isinstance(t, Memory)]
+    durable = [t if isinstance(t, Tier) else Tier(str(t)) for t in given if not isinstance(t, Memory)]
+    if len(memory) > 1 or len({t.url for t in durable}) != len(durable) or not given:
+        raise UsageError("tiers must name at least one place, at most one Memory, and each URL once")
+    return (memory[0] if memory else None), durable

@@ -1,0 +1,131 @@
+"""Plain values as JSON, and back, with every type kept.
+
+JSON alone would turn tuples into lists, int keys into strings and lose NaN. So what JSON cannot say is tagged:
+`{"$": tag, "v": ...}`. Nothing is ever evaluated or imported on the way back; an unknown tag is an error.
+
+Tensors and arrays are not stored here: `encode` hands them to its caller, who stores the bytes elsewhere and returns
+the tagged reference that stands in their place.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ckpt.errors import CorruptError, StateError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Json = Any
+Path = tuple[str | int, ...]
+MAX_DEPTH = 100
+
+
+def show(path: Path) -> str:
+    """A path as a user would write it: `model.layers.0`."""
+    return ".".join(str(part) for part in path) or "(the state itself)"
+
+
+def refuse(path: Path, value: object) -> StateError:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return StateError(
+        f"{show(path)}: a {kind} cannot be saved safely. Allowed are tensors, numpy arrays and scalars, None, bool, "
+        "int, float, str, bytes, list, tuple, dict with str or int keys, Counter and OrderedDict of these, and "
+        "objects with state_dict() and load_state_dict()."
+    )
+
+
+def encode(value: Any, path: Path = (), extern: Callable[[object, Path], Json | None] | None = None) -> Json:
+    """The value as JSON. `extern` may claim any object that is not a plain value by returning its reference."""
+    if len(path) > MAX_DEPTH:
+        raise StateError(f"{show(path[:4])}…: nested deeper than {MAX_DEPTH}, or containing itself")
+    kind = type(value)
+    if value is None or kind is bool or kind is str:
+        return value
+    if kind is int:
+        # JSON readers elsewhere round integers beyond 2**53, and Python caps decimal conversion at 4300 digits.
+        return value if -(2**53) < value < 2**53 else {"$": "int", "v": hex(value)}
+    if kind is float:
+        if math.isfinite(value):
+            return value
+        return {"$": "float", "v": struct.pack(">d", value).hex()}
+    if kind is bytes:
+        return {"$": "bytes", "v": base64.b64encode(value).decode()}
+    if kind is list:
+        return [encode(v, (*path, i), extern) for i, v in enumerate(value)]
+    if kind is tuple:
+        return {"$": "tuple", "v": [encode(v, (*path, i), extern) for i, v in enumerate(value)]}
+    if kind in (dict, OrderedDict, Counter):
+        return _encode_dict(value, path, extern)
+    if extern is not None and (reference := extern(value, path)) is not None:
+        return reference
+    numpy = sys.modules.get("numpy")  # a numpy value can only be here if numpy is
+    if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biufcmM":
+        return {"$": "scalar", "dtype": value.dtype.str, "v": value.tobytes().hex()}
+    raise refuse(path, value)
+
+
+def _encode_dict(value: dict[Any, Any], path: Path, extern: Callable[[object, Path], Json | None] | None) -> Json:
+    for key in value:
+        if type(key) is not str and type(key) is not int:
+            raise StateError(f"{show(path)}: the key {key!r} is neither str nor int")
+    if type(value) is dict and "$" not in value and all(type(key) is str for key in value):
+        return {key: encode(v, (*path, key), extern) for key, v in value.items()}
+    tag = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}[type(value)]
+    return {"$": tag, "v": [[key, encode(v, (*path, key), extern)] for key, v in value.items()]}
+
+
+def decode(data: Json, extern: Callable[[Json], object] | None = None, depth: int = 0) -> Any:
+    """The value again. `extern` turns references back into what they stand for."""
+    if depth > 2 * MAX_DEPTH:
+        raise CorruptError("plain values are nested too deeply")
+    if data is None or type(data) in (bool, int, float, str):
+        return data
+    if type(data) is list:
+        return [decode(v, extern, depth + 1) for v in data]
+    if type(data) is not dict:
+        raise CorruptError(f"not a plain value: {type(data).__name__}")
+    if "$" not in data:
+        return {key: decode(v, extern, depth + 1) for key, v in data.items()}
+    try:
+        return _decode_tagged(data, extern, depth)
+    except (KeyError, TypeError, ValueError, struct.error) as error:
+        raise CorruptError(f"damaged plain value with tag {data.get('$')!r}: {error}") from None
+
+
+def _decode_tagged(data: dict[str, Any], extern: Callable[[Json], object] | None, depth: int) -> Any:
+    tag = data["$"]
+    if tag == "int":
+        return int(data["v"], 16)
+    if tag == "float":
+        return struct.unpack(">d", bytes.fromhex(data["v"]))[0]
+    if tag == "bytes":
+        return base64.b64decode(data["v"], validate=True)
+    if tag == "tuple":
+        return tuple(decode(v, extern, depth + 1) for v in data["v"])
+    if tag in ("dict", "ordered", "counter"):
+        pairs = [(key, decode(v, extern, depth + 1)) for key, v in data["v"]]
+        if tag == "dict":
+            return dict(pairs)
+        return OrderedDict(pairs) if tag == "ordered" else Counter(dict(pairs))
+    if tag == "scalar":
+        return _numpy_scalar(data["dtype"], bytes.fromhex(data["v"]))
+    if extern is not None:
+        return extern(data)
+    raise CorruptError(f"unknown tag {tag!r}: written by a newer version?")
+
+
+def _numpy_scalar(dtype: str, raw: bytes) -> np.generic:
+    import numpy as np
+
+    kind = np.dtype(dtype)
+    if kind.kind not in "biufcmM" or kind.itemsize != len(raw):
+        raise CorruptError(f"not a numpy scalar: {dtype!r}")
+    found: np.generic = np.frombuffer(raw, kind)[0]
+    return found

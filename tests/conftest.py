@@ -1,0 +1,74 @@
+"""Fixtures that all tests share: a run folder, sockets of their own, and no process left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+REPO = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def own_sockets(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Writers of a test cannot be found by any other, and none outlives it."""
+    folder = tmp_path_factory.mktemp("xdg")
+    folder.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    yield folder
+    for process in writers(folder):
+        process.kill()
+
+
+def writers(folder: Path) -> list[psutil.Process]:
+    """The writer processes whose socket lies in a folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(str(folder) in word for word in process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> str:
+    """A folder for one run, not made yet."""
+    return str(tmp_path / "run")
+
+
+def run_script(
+    code: str, *arguments: object, fail: str = "", timeout_s: float = 120.0
+) -> subprocess.CompletedProcess[str]:
+    """Run Python code as a training process of its own; `fail` arms fail points (see ckpt/events.py)."""
+    environment = {**os.environ, "CKPT_FAIL": fail, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}:{REPO / 'tests'}"}
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:
+    """Whether a condition comes true before the deadline."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return condition()
+
+
+def killed(result: subprocess.CompletedProcess[str]) -> bool:
+    return result.returncode == -signal.SIGKILL

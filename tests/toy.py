@@ -1,0 +1,89 @@
+"""A small, deterministic training run that tests start, kill and start again.
+
+    python -c 'import toy; toy.main()' RUN STEPS [KILL_AT] [EVERY]
+
+Prints, at the end, one JSON line: the step it started at, from which tier, and a digest of everything it trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+import ckpt
+
+WIDTH = 64
+
+
+def build(seed: int = 0) -> dict[str, Any]:
+    """A state with a module, buffers that change in forward, an optimizer, a schedule, RNG and plain values."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return {
+        "model": model,
+        "optim": optim,
+        "sched": torch.optim.lr_scheduler.CosineAnnealingLR(optim, 1000),
+        "rng": ckpt.RNG(),
+        "meta": {"losses": []},
+    }
+
+
+def train_step(state: dict[str, Any]) -> None:
+    x = torch.randn(8, WIDTH)
+    loss = (state["model"](x) - x.roll(1, 1)).pow(2).mean()
+    state["optim"].zero_grad()
+    loss.backward()
+    state["optim"].step()
+    state["sched"].step()
+    state["meta"]["losses"].append(loss.item())
+
+
+def tensors(state: dict[str, Any]) -> list[torch.Tensor]:
+    found = [t.detach() for t in state["model"].state_dict().values()]
+    for values in state["optim"].state.values():
+        found += [v for v in values.values() if isinstance(v, torch.Tensor)]
+    return found
+
+
+def digest(state: dict[str, Any]) -> str:
+    """Of every bit of the state."""
+    total = hashlib.sha256(json.dumps([state["meta"], state["sched"].state_dict()["last_epoch"]]).encode())
+    for tensor in tensors(state):
+        total.update(tensor.contiguous().numpy().tobytes())
+    total.update(torch.get_rng_state().numpy().tobytes())
+    return total.hexdigest()
+
+
+def reference(steps: int) -> str:
+    """The digest after an uninterrupted run, without any checkpointing."""
+    state = build()
+    for _ in range(steps):
+        train_step(state)
+    return digest(state)
+
+
+def main() -> None:
+    run, steps = sys.argv[1], int(sys.argv[2])
+    kill_at = int(sys.argv[3]) if len(sys.argv) > 3 else 0
+    every = int(sys.argv[4]) if len(sys.argv) > 4 else 10
+    state = build()
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=every)]) as cp:
+        start = cp.restore(default=0)
+        restored = cp.last_restore
+        for step in range(start, steps):
+            train_step(state)
+            save = cp.step(step + 1)
+            if step + 1 == kill_at:
+                assert save is not None
+                save.staged(30.0)
+                os.kill(os.getpid(), signal.SIGKILL)
+    assert restored is not None
+    print(json.dumps({"start": start, "tier": restored.tier, "verified": restored.verified, "digest": digest(state)}))

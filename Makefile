@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-long test-gpu lint format clean
+.PHONY: demo test test-long test-gpu bench lint format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -19,6 +19,9 @@ test: $(READY)
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -m long --timeout 7200
+
+bench: $(READY)
+	$(BIN)/python benchmarks/core.py
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu

@@ -129,7 +129,8 @@ class Checkpointer:
         os.register_at_fork(after_in_child=_weakly(self._after_fork))
         self._atexit = _weakly(self._close_at_exit)
         atexit.register(self._atexit)
-        self._guardian.prepare(_predicted_size(self._capture), 1 << 14)
+        if not self._guardian.has_checkpoints:  # else after restore(), which has better use for the cores
+            self._guardian.prepare(_predicted_size(self._capture), 1 << 14)
 
     # -- saving --
 

@@ -22,7 +22,7 @@ from ckpt.errors import (
 )
 from ckpt.events import log as logger
 from ckpt.events import point
-from ckpt.log import Acquire, Commit, Record, RunLog, RunState
+from ckpt.log import Acquire, Commit, Record, RunLog, RunState, infer_root
 from ckpt.manifest import Attempt, Part, index_key, new_format, owner, part_key, rank_and_try, table_key
 from ckpt.store import Store
 from ckpt.table import Table, merge
@@ -37,7 +37,11 @@ async def create_run(store: Store) -> None:
     try:
         await store.get("FORMAT.json")
     except NotFoundError:
+        if (root := await infer_root(store)) is not None:
+            await store.put("FORMAT.json", new_format(root))  # lost, and the log still knows whose it is
         async for info in store.list():
+            if root is not None:
+                break
             raise FormatError(
                 f"{store.url} is not empty and not a run: it holds {info.key}, and no FORMAT.json. Choose another place"
             ) from None
@@ -171,8 +175,19 @@ async def _whole(store: Store, attempt: Attempt, keys: list[str]) -> list[Writte
     return list(newest.values())
 
 
-async def load_part(store: Store, attempt: Attempt, rank: int, number: int, *, expected: str | None = None) -> Written:
+async def load_part(
+    store: Store, attempt: Attempt, rank: int, number: int, *, expected: str | None = None
+) -> Written:
     """A part and its table, checked against their digests, and its packs against their sizes."""
+    part, digest = await read_part(store, attempt, rank, number, expected=expected)
+    table = await load_table(store, table_key(attempt, rank, number), part.table)
+    return Written(part, digest, table)
+
+
+async def read_part(
+    store: Store, attempt: Attempt, rank: int, number: int, *, expected: str | None = None
+) -> tuple[Part, str]:
+    """A part and its digest, without its table."""
     raw = await store.get(part_key(attempt, rank, number))
     digest = file_digest(raw)
     what = part_key(attempt, rank, number)
@@ -181,12 +196,11 @@ async def load_part(store: Store, attempt: Attempt, rank: int, number: int, *, e
     part = Part.from_bytes(raw, what)
     if (part.attempt, part.rank, part.number) != (str(attempt), rank, number):
         raise CorruptError(f"{what} says it is a part of {part.attempt}")
-    table = await load_table(store, table_key(attempt, rank, number), part.table)
     for pack in part.packs:
         info = await store.head(pack.key)
         if info.size != pack.size:
             raise CorruptError(f"{pack.key} holds {info.size} bytes, not {pack.size}")
-    return Written(part, digest, table)
+    return part, digest
 
 
 async def load_table(store: Store, key: str, digest: str) -> Table:

@@ -6,6 +6,7 @@ arenas from it, gives memory to a new writer when the old one dies, and sends sl
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -143,9 +144,9 @@ class Guardian:
             acquires=[[a.epoch, a.nonce, a.restored and str(a.restored)] for a in self.inherited.acquires],
             **extra,
         )
-        self.owner = Acquire(reply["epoch"], reply["nonce"], None)
-        self.inherited.acquires.append(self.owner)
         if not again:
+            self.owner = Acquire(reply["epoch"], reply["nonce"], None)
+            self.inherited.acquires.append(self.owner)
             self.has_checkpoints = any(tier["checkpoints"] or tier["damaged"] for tier in reply["tiers"])
 
     def _on_note(self, note: Message) -> None:
@@ -277,6 +278,10 @@ class Guardian:
 
     def snapshots(self) -> list[MemorySource]:
         """Sealed snapshots of the present history that can be restored, newest first."""
+        with contextlib.suppress(CheckpointError):  # the writer digests what it writes, and the ring after a death
+            reply, _ = self.client.ask("digests", timeout_s=10.0)
+            known = {Attempt.parse(attempt): bytes.fromhex(digests) for attempt, digests in reply["digests"].items()}
+            self.inherited.digests.update(known)
         arenas = {arena.id: arena for arena in (*self.inherited.arenas, *self._arenas())}
         found: dict[Attempt, MemorySource] = {}
         for arena in arenas.values():

@@ -37,6 +37,7 @@ from ckpt.errors import (
     OutcomeUnknownError,
     StoreError,
 )
+from ckpt.events import log as logger
 from ckpt.events import point
 from ckpt.manifest import Attempt, read_format, seal, unseal
 from ckpt.store import Store
@@ -186,8 +187,14 @@ class RunLog:
         """Read FORMAT.json and fold the log. FormatError if this is not a run."""
         try:
             self.root = read_format(await self.store.get("FORMAT.json"))
-        except NotFoundError:
-            raise FormatError(f"no run at {self.store.url}: it has no FORMAT.json") from None
+        except (NotFoundError, CorruptError) as error:
+            root = await infer_root(self.store)
+            if root is None and isinstance(error, NotFoundError):
+                raise FormatError(f"no run at {self.store.url}: it has no FORMAT.json") from None
+            if root is None:
+                raise
+            logger.warning("%s: FORMAT.json is lost (%s); the log says what it was", self.store.url, error)
+            self.root = root
         await self.refresh()
 
     async def refresh(self) -> RunState:
@@ -281,6 +288,18 @@ class RunLog:
                 "body": record.body,
             }
         )
+
+
+async def infer_root(store: Store) -> str | None:
+    """The id of a run by the first sound record of its log: one bad file must not make a run unreadable."""
+    async for info in store.list("log/"):
+        try:
+            root = unseal(await store.get(info.key), info.key).get("root")
+        except (CorruptError, NotFoundError):
+            continue
+        if isinstance(root, str):
+            return root
+    return None
 
 
 def _sequence(key: str) -> int | None:

@@ -122,8 +122,9 @@ def unseal(raw: bytes | bytearray | memoryview, what: str) -> dict[str, Any]:
 # -- FORMAT.json --
 
 
-def new_format() -> bytes:
-    return seal({"format": "everystep", "major": MAJOR, "minor": MINOR, "root": secrets.token_hex(16)})
+def new_format(root: str | None = None) -> bytes:
+    """`root`: the id of a run whose FORMAT.json was lost; by default a new one."""
+    return seal({"format": "everystep", "major": MAJOR, "minor": MINOR, "root": root or secrets.token_hex(16)})
 
 
 def read_format(raw: bytes | memoryview) -> str:

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ckpt.codec import blob_digest, file_digest
-from ckpt.commit import load_part, load_table
-from ckpt.errors import CorruptError, FormatError, NoCheckpointError, NotFoundError
+from ckpt.commit import load_table, read_part
+from ckpt.errors import CorruptError, NoCheckpointError, NotFoundError, StoreError
+from ckpt.events import log as logger
 from ckpt.log import Commit, RunLog
-from ckpt.manifest import Attempt, Part, index_key
+from ckpt.manifest import Attempt, Part, index_key, table_key
 from ckpt.plan import Layout
 from ckpt.store import PAGE, Store, open_store
-from ckpt.table import Table
+from ckpt.table import Table, merge
 
 T = TypeVar("T")
 READ = 8 << 20  # bytes of one read, at most (a blob is never split)
@@ -66,17 +67,6 @@ async def open_run(url: str, store: Store | None = None) -> RunLog:
     return log
 
 
-async def is_run(store: Store) -> bool:
-    """Whether there is a run; FormatError if there is something else."""
-    try:
-        await store.head("FORMAT.json")
-        return True
-    except NotFoundError:
-        async for info in store.list():
-            raise FormatError(f"{store.url} is not a run of everystep: it holds {info.key}") from None
-        return False
-
-
 def choose(log: RunLog, step: int | None = None) -> Commit:
     """The newest checkpoint, or that of a step. NoCheckpointError names what there is."""
     history = log.state.lineage()
@@ -91,18 +81,26 @@ def choose(log: RunLog, step: int | None = None) -> Commit:
 
 
 async def load_manifest(store: Store, commit: Commit) -> Manifest:
-    """Parts and index of a checkpoint, all verified. CorruptError or NotFoundError if any is damaged or gone."""
-    written = await asyncio.gather(
-        *(load_part(store, commit.attempt, rank, number, expected=digest) for rank, number, digest in commit.parts)
-    )
-    table = await load_table(store, index_key(commit.attempt, commit.index), commit.index)
-    packs = {pack.key: pack.size for w in written for pack in w.part.packs}
+    """Parts and index of a checkpoint, all verified. CorruptError or NotFoundError if one is damaged or gone.
+
+    The index says again what the parts' tables say, so a damaged one is made up for by them.
+    """
+    attempt = commit.attempt
+    read = await asyncio.gather(*(read_part(store, attempt, r, n, expected=digest) for r, n, digest in commit.parts))
+    parts = tuple(part for part, _ in read)
+    try:
+        table = await load_table(store, index_key(attempt, commit.index), commit.index)
+    except (CorruptError, NotFoundError) as error:
+        keys = [(table_key(attempt, part.rank, part.number), part.table) for part in parts]
+        table = merge(await asyncio.gather(*(load_table(store, key, digest) for key, digest in keys)))
+        logger.warning("%s; the tables of the parts are whole and used instead", error)
+    packs = {pack.key: pack.size for part in parts for pack in part.packs}
     for i, key in enumerate(table.packs):
         used = table.pack == i
         end = int((table.offset[used] + table.stored[used]).max()) if used.any() else 0
         if key in packs and end > packs[key]:
             raise CorruptError(f"{index_key(commit.attempt, commit.index)} points behind the end of {key}")
-    return Manifest(commit, tuple(w.part for w in written), table)
+    return Manifest(commit, parts, table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +165,7 @@ async def fetch(
             try:
                 data = await store.get(read.pack, start=read.start, length=read.length, into=scratch)
                 await loop.run_in_executor(pool, _deliver, table, read, data, sink, damaged)
-            except (NotFoundError, CorruptError) as error:
+            except (StoreError, CorruptError) as error:
                 if damaged is None:
                     failed = True
                     raise
@@ -204,9 +202,15 @@ async def verify(store: Store, commit: Commit, *, on_bytes: Callable[[int], None
     """Read every byte of a checkpoint; the problems found, none if it is sound."""
     try:
         manifest = await load_manifest(store, commit)
-    except (CorruptError, NotFoundError) as error:
+    except (CorruptError, StoreError) as error:
         return [str(error)]
-    damaged: list[str] = []
+    attempt, damaged = commit.attempt, list[str]()
+    tables = [(table_key(attempt, part.rank, part.number), part.table) for part in manifest.parts]
+    for key, digest in [(index_key(attempt, commit.index), commit.index), *tables]:
+        try:
+            await load_table(store, key, digest)
+        except (CorruptError, StoreError) as error:
+            damaged.append(str(error))
     for part in manifest.parts:
         for pack in part.packs:
             head = await store.get(pack.key, start=0, length=pack.header_size)

@@ -30,7 +30,7 @@ import psutil
 
 from ckpt import commit, events, link, retain
 from ckpt.arena import Arena, Label
-from ckpt.errors import CheckpointError, FencedError, SaveError, UsageError, to_wire
+from ckpt.errors import CheckpointError, FencedError, SaveError, UsageError, WriterError, to_wire
 from ckpt.link import Channel, Message
 from ckpt.log import Acquire, RunLog
 from ckpt.manifest import Attempt, new_nonce
@@ -66,6 +66,7 @@ class Writer:
         self.channel: Channel | None = channel
         self.trainer = link.peer_pid(channel.sock)
         self.dead = False  # whether that trainer has died
+        self.leaving = False
         self.previous_gone = True  # whether no earlier trainer can write to the arenas any more
         self.owner: Acquire | None = None
         self.acquires: list[Acquire] = []  # the history that the snapshots in memory belong to
@@ -88,8 +89,12 @@ class Writer:
         self._start_thread(self._accept, listener)
         self._start_thread(self._wait_gone, self.trainer)
         await self.finished.wait()
-        if os.path.exists(self.path) and os.stat(self.path).st_ino == self.inode:
-            os.unlink(self.path)
+        self._unlink_socket()
+
+    def _unlink_socket(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(self.path).st_ino == self.inode:
+                os.unlink(self.path)
 
     inode = 0  # of our socket, so that we never remove a successor's
 
@@ -182,6 +187,8 @@ class Writer:
 
     async def do_hello(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
         """A trainer introduces itself. It becomes ours unless the present one lives."""
+        if self.leaving:
+            raise WriterError("this writer is about to leave")
         pid = link.peer_pid(channel.sock)
         alive = not self.dead and pid != self.trainer and _alive(self.trainer)
         reply: Message = {
@@ -289,6 +296,10 @@ class Writer:
         self._start_thread(self._watch, self.arenas[message["arena"]], self.adoptions)
         return {}, ()
 
+    async def do_digests(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
+        """The digests of snapshots that are known so far."""
+        return {"digests": {str(attempt): digests.hex() for attempt, digests in self.digests.items()}}, ()
+
     async def do_release(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
         """This arena is not needed any more."""
         arena = self.arenas.pop(message["arena"], None)
@@ -313,6 +324,8 @@ class Writer:
 
     async def do_close(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
         """The trainer is done. Finish what was begun, clean up and leave."""
+        self.leaving = True
+        self._unlink_socket()  # the next trainer starts with a writer of its own
         while self.writing:
             await asyncio.sleep(0.01)
         for tier in self.tiers:
@@ -389,6 +402,7 @@ class Writer:
         except FencedError as error:
             events.log.warning("%s", error)  # a newer job went on without us
         if adoptions == self.adoptions:
+            self.leaving = True
             self.finished.set()
 
     def _digest_ring(self) -> None:

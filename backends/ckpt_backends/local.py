@@ -108,6 +108,9 @@ class LocalStore:
 
     async def delete(self, key: str) -> None:
         path = self._path(key)
+        with self._reading_lock:
+            if (reader := self._reading.pop(path, None)) is not None:
+                reader.release()  # or the disk space would stay taken
         with _errors(self.url, path), contextlib.suppress(FileNotFoundError):
             await self._run(self.disk.unlink, path)
 

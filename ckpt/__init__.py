@@ -21,7 +21,7 @@ _HOMES = {
     "Keep": "retain",
     "Loaded": "load",
     "Memory": "tiers",
-    "RNG": "nodes",
+    "RNG": "rng",
     "Restored": "sources",
     "Save": "handle",
     "Stateful": "nodes",
@@ -73,9 +73,9 @@ if TYPE_CHECKING:
     from ckpt.handle import Save as Save
     from ckpt.load import Loaded as Loaded
     from ckpt.load import load as load
-    from ckpt.nodes import RNG as RNG
     from ckpt.nodes import Stateful as Stateful
     from ckpt.retain import Keep as Keep
+    from ckpt.rng import RNG as RNG
     from ckpt.sources import Restored as Restored
     from ckpt.tiers import Memory as Memory
     from ckpt.tiers import Tier as Tier
@@ -85,7 +85,7 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"ckpt.{home}"), name)
-    # Set here again: importing the module `ckpt.load` binds that name to the module.
-    globals()[name] = value
-    return value
+    module = importlib.import_module(f"ckpt.{home}")
+    # All names of that home at once: importing the module `ckpt.load` has bound the name `load` to the module.
+    globals().update({n: getattr(module, n) for n, h in _HOMES.items() if h == home})
+    return globals()[name]

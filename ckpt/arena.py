@@ -18,6 +18,7 @@ import fcntl
 import mmap
 import os
 import struct
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,7 +34,7 @@ MAX_SLOTS = 16
 _MAGIC = b"EVSTEP01"
 _HEADER = struct.Struct("<8sIIQ16s")  # magic, slots, padding, slot size, id
 _SEQUENCE = struct.Struct("<Q")
-_LABEL = struct.Struct("<IIQQQ8s32sQQd")
+_LABEL = struct.Struct("<IIQQQ8s32sQQd")  # state, checksum of the rest, then as in `Label`
 _MUTEX = 256
 _TABLE = PAGE
 _ENTRY = PAGE // MAX_SLOTS
@@ -122,10 +123,13 @@ class Arena:
         """What a slot says, or None while it is being changed."""
         at = _TABLE + slot * _ENTRY
         before = _SEQUENCE.unpack_from(self.memory, at)[0]
-        state, _, order, epoch, step, nonce, layout, data, values, time = _LABEL.unpack_from(self.memory, at + 8)
+        raw = bytes(self.memory[at + 8 : at + 8 + _LABEL.size])
+        state, checksum, order, epoch, step, nonce, layout, data, values, time = _LABEL.unpack(raw)
         if before % 2 or _SEQUENCE.unpack_from(self.memory, at)[0] != before:
             return None
-        if state not in (EMPTY, FILLING, SEALED) or pages(data) + values > self.slot_size:
+        if state == EMPTY and not any(raw):
+            return Label(EMPTY)  # never used
+        if checksum != zlib.crc32(raw[8:], state) or pages(data) + values > self.slot_size:
             raise CorruptError(f"slot {slot} of the shared memory is damaged")
         if state == EMPTY:
             return Label(EMPTY)
@@ -137,11 +141,7 @@ class Arena:
         number: int = _SEQUENCE.unpack_from(self.memory, at)[0] | 1
         _SEQUENCE.pack_into(self.memory, at, number)
         attempt = label.attempt or Attempt(0, 0, "0" * 8)
-        _LABEL.pack_into(
-            self.memory,
-            at + 8,
-            label.state,
-            0,
+        fields = (
             label.order,
             attempt.epoch,
             attempt.step,
@@ -151,12 +151,19 @@ class Arena:
             label.values_size,
             label.time,
         )
+        rest = _LABEL.pack(label.state, 0, *fields)[8:]
+        _LABEL.pack_into(self.memory, at + 8, label.state, zlib.crc32(rest, label.state), *fields)
         _SEQUENCE.pack_into(self.memory, at, number + 1)
 
     def sealed(self) -> list[tuple[int, Label]]:
-        """Slots that hold a whole snapshot, newest first."""
-        labels = [(slot, label) for slot in range(self.slots) if (label := self.label(slot)) is not None]
-        return sorted(((s, la) for s, la in labels if la.state == SEALED), key=lambda item: -item[1].order)
+        """Slots that hold a whole snapshot, newest first. One with a damaged label is passed over."""
+        found: list[tuple[int, Label]] = []
+        for slot in range(self.slots):
+            with contextlib.suppress(CorruptError):
+                label = self.label(slot)
+                if label is not None and label.state == SEALED:
+                    found.append((slot, label))
+        return sorted(found, key=lambda item: -item[1].order)
 
 
 def _populate(fd: int, memory: mmap.mmap, size: int, on_bytes: Callable[[int], None] | None) -> None:

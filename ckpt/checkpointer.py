@@ -24,6 +24,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckpt import link, read
+from ckpt.arena import Arena
 from ckpt.errors import (
     CheckpointError,
     ClosedError,
@@ -43,6 +44,7 @@ from ckpt.manifest import Attempt
 from ckpt.sources import MemorySource, Restored, Skipped, Source, StoreSource, stored
 from ckpt.stage import Job, Stager
 from ckpt.state import Capture
+from ckpt.tensors import device_in_use
 from ckpt.tiers import as_tiers
 
 FIRST_ARENA_S = 2.0  # the first save may wait this long for its memory, once
@@ -106,8 +108,10 @@ class Checkpointer:
         self._fenced: FencedError | None = None
         self._active: list[Save] = []
         self._owed: set[int] = set()  # tiers whose due snapshot was dropped
+        self._exposed: set[str] = set()  # tensors that others than optimizers write to; replaced, never changed
         self._last_step: int | None = None
         self._last: tuple[Save, Job] | None = None
+        self._newest: tuple[Save, Attempt, tuple[Arena, int]] | None = None  # in memory: staged, or restored from there
         self._updates = 0  # optimizer steps seen
         self._updates_before = 0  # of them, before the last call of step()
         self._restored = False
@@ -177,10 +181,14 @@ class Checkpointer:
         job.copied.wait(self._busy_timeout_s)
         if job.place is None:
             return self._save(self._last_step, list(range(len(self._tiers))), explicit=True)
+        if save.told:  # that error is dealt with; the next one is news
+            with self._lock:
+                self._errors = [(error, of) for error, of in self._errors if of is not save]
+            save.told = False
         for i, tier in enumerate(self._tiers):
-            if tier.url not in save.tiers:
+            if tier.url not in save.tiers or save.failed(tier.url):
                 save.add_tier(tier.url)
-                self._write(save, job, i)
+                self._write(save, job.attempt, job.place, i)
         return save
 
     def _save(self, step: int, durable: list[int], *, explicit: bool) -> Save:
@@ -191,12 +199,14 @@ class Checkpointer:
         with self._lock:
             self._active = [s for s in self._active if s.unfinished()] + [save]
         try:
+            self._capture.copy_eagerly(self._exposed)
             reading = self._capture.read()
             values = json.dumps(reading.values, separators=(",", ":")).encode()
             self._guardian.tell_layout(reading.layout)
             self._ready_memory(reading.layout.arrangement.data_size, len(values), must=explicit or bool(durable))
-        except CheckpointError as error:
-            save.set_failed(error)
+        except BaseException as error:
+            what = error if isinstance(error, CheckpointError) else SaveError(f"step {step} was not saved: {error!r}")
+            save.set_failed(what)
             raise
         job = Job(
             attempt=attempt,
@@ -241,6 +251,7 @@ class Checkpointer:
     def _on_staged(self, save: Save, job: Job, durable: list[int]) -> None:
         if job.error is None and job.place is None:
             return
+        self._exposed = self._exposed.union(job.written_by_others)  # before the user hears of it
         if job.error is not None:
             save.set_failed(job.error)
             if job.written_by_others:
@@ -252,14 +263,15 @@ class Checkpointer:
             else:
                 self._note_error(job.error, save)
             return
+        assert job.place is not None
+        self._newest = (save, job.attempt, job.place)
         self._owed.difference_update(durable)
         save.set_staged()
         self._guardian.on_sealed()
         for i in durable:
-            self._write(save, job, i)
+            self._write(save, job.attempt, job.place, i)
 
-    def _write(self, save: Save, job: Job, tier: int) -> None:
-        assert job.place is not None
+    def _write(self, save: Save, attempt: Attempt, place: tuple[Arena, int], tier: int) -> None:
         url = self._tiers[tier].url
 
         def done(error: CheckpointError | None) -> None:
@@ -272,7 +284,7 @@ class Checkpointer:
             save.set_failed(failure, url)
             self._note_error(failure, save)
 
-        self._guardian.write(Written(job.attempt, *job.place, tier, done))
+        self._guardian.write(Written(attempt, *place, tier, done))
 
     def _note_error(self, error: CheckpointError, save: Save | None) -> None:
         with self._lock:
@@ -313,7 +325,7 @@ class Checkpointer:
 
     def _is_captured(self, optimizer: object) -> bool:
         """An optimizer step inside a captured graph runs no hooks when it is replayed: copy its tensors eagerly."""
-        if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+        if not device_in_use() or not torch.cuda.is_current_stream_capturing():
             return False
         self._capture.unguard(optimizer)
         return True
@@ -368,7 +380,7 @@ class Checkpointer:
         """Every checkpoint that may be restored, newest first, memory before disk."""
         found: list[Source] = []
         memory: list[MemorySource] = self._guardian.snapshots()
-        found += [s for s in memory if step is None or s.attempt.step == step]
+        found += [s for s in memory if (not s.undone if step is None else s.attempt.step == step)]
         for tier in self._tiers:
             log_, commits = read.run(stored(tier.url, step))
             history = {commit.attempt for commit in log_.state.lineage()}
@@ -386,7 +398,10 @@ class Checkpointer:
         self._capture.forget()
         self._guardian.rollback(source.attempt)
         self._last_step, self._updates_before = source.attempt.step, self._updates
-        self._restored, self._last = True, None
+        self._restored, self._last, self._newest = True, None, None
+        if isinstance(source, MemorySource) and self._guardian.holds(source.place[0]):
+            self._newest = (Save(source.attempt.step, str(source.attempt), []), source.attempt, source.place)
+            self._newest[0].set_staged()
         result.seconds = time.perf_counter() - started
         self.last_restore = result
         how = "" if result.verified else ", not yet verified by a digest"
@@ -424,7 +439,8 @@ class Checkpointer:
             raise UsageError(f"a step is a number from 0, not {step!r}")
         if self._last_step is not None and step <= self._last_step:
             raise UsageError(f"step {step} comes after step {self._last_step}: steps only go up (restore() goes back)")
-        accumulating = self._updates > 0 and self._updates == self._updates_before and not self._capture.has_scaler
+        silent = self._capture.has_scaler or self._capture.has_unguarded  # steps may be skipped, or run no hooks
+        accumulating = self._updates > 0 and self._updates == self._updates_before and not silent
         if accumulating and self._capture.holds_gradients():
             raise UsageError(
                 f"no optimizer has stepped since step {self._last_step}: call step() once per optimizer step, not "
@@ -486,13 +502,20 @@ class Checkpointer:
 
     def _save_last(self) -> None:
         """The newest step that is in memory, and not yet on its way to the nearest durable tier."""
-        if not self._tiers or self._fenced is not None or self._last is None:
+        if not self._tiers or self._fenced is not None:
             return
-        save, job = self._last
-        job.copied.wait(self._busy_timeout_s)
-        if job.place is not None and not save.tiers:
+        newest = self._newest
+        if self._last is not None:
+            save, job = self._last
+            job.copied.wait(self._busy_timeout_s)
+            if job.place is not None:  # else the one before it is the newest
+                newest = (save, job.attempt, job.place)
+        if newest is not None and not newest[0].tiers:
+            save = newest[0]
             save.add_tier(self._tiers[0].url)
-            self._write(save, job, 0)
+            with self._lock:
+                self._active.append(save)
+            self._write(*newest, 0)
 
     def _close_at_exit(self) -> None:
         with contextlib.suppress(CheckpointError):

@@ -23,9 +23,19 @@ from ckpt.errors import (
 from ckpt.events import log as logger
 from ckpt.events import point
 from ckpt.log import Acquire, Commit, Record, RunLog, RunState, infer_root
-from ckpt.manifest import Attempt, Part, index_key, new_format, owner, part_key, rank_and_try, table_key
-from ckpt.store import Store
-from ckpt.table import Table, merge
+from ckpt.manifest import (
+    MAX_JSON,
+    Attempt,
+    Part,
+    index_key,
+    new_format,
+    owner,
+    part_key,
+    rank_and_try,
+    table_key,
+)
+from ckpt.store import Store, get_small
+from ckpt.table import MAX_TABLE, Table, merge
 from ckpt.write import Written
 
 
@@ -77,6 +87,8 @@ async def acquire(log: RunLog, nonce: str, *, restored: Attempt | None = None, f
     state = await log.append(make, owner=None)
     point("acquire.done")
     mine = [a for a in state.acquires if a.nonce == nonce]
+    if not mine:
+        raise FormatError(f"the log of {log.store.url} has used up its epochs: go on in another place")
     return mine[-1]
 
 
@@ -175,9 +187,7 @@ async def _whole(store: Store, attempt: Attempt, keys: list[str]) -> list[Writte
     return list(newest.values())
 
 
-async def load_part(
-    store: Store, attempt: Attempt, rank: int, number: int, *, expected: str | None = None
-) -> Written:
+async def load_part(store: Store, attempt: Attempt, rank: int, number: int, *, expected: str | None = None) -> Written:
     """A part and its table, checked against their digests, and its packs against their sizes."""
     part, digest = await read_part(store, attempt, rank, number, expected=expected)
     table = await load_table(store, table_key(attempt, rank, number), part.table)
@@ -188,7 +198,7 @@ async def read_part(
     store: Store, attempt: Attempt, rank: int, number: int, *, expected: str | None = None
 ) -> tuple[Part, str]:
     """A part and its digest, without its table."""
-    raw = await store.get(part_key(attempt, rank, number))
+    raw = await get_small(store, part_key(attempt, rank, number), MAX_JSON)
     digest = file_digest(raw)
     what = part_key(attempt, rank, number)
     if expected is not None and digest != expected:
@@ -204,7 +214,7 @@ async def read_part(
 
 
 async def load_table(store: Store, key: str, digest: str) -> Table:
-    raw = await store.get(key)
+    raw = await get_small(store, key, MAX_TABLE)
     if file_digest(raw) != digest:
         raise CorruptError(f"{key} is damaged: its digest does not match")
     return Table.from_bytes(raw, key)

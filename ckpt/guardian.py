@@ -103,7 +103,10 @@ class Guardian:
         if hello["alive"]:
             log.warning("process %d still trains this run here: it is fenced off now", hello["trainer"])
             found.close()
-            return self._listen(WriterClient.spawn(self._key), greet=True)
+            ours = self._listen(WriterClient.spawn(self._key), greet=True)
+            for layout in self._layouts.values():  # our writer has to know what we know
+                ours.send("layout", layout=layout.to_json())
+            return ours
         log.info("took over the memory that process %d left", hello["trainer"])
         self._stager.hold(0 if hello["gone"] else 1)
         for arena, slot in hello["writing"]:
@@ -147,7 +150,8 @@ class Guardian:
         if not again:
             self.owner = Acquire(reply["epoch"], reply["nonce"], None)
             self.inherited.acquires.append(self.owner)
-            self.has_checkpoints = any(tier["checkpoints"] or tier["damaged"] for tier in reply["tiers"])
+            stored = any(tier["checkpoints"] or tier["damaged"] for tier in reply["tiers"])
+            self.has_checkpoints = stored or bool(self.snapshots())
 
     def _on_note(self, note: Message) -> None:
         if note["op"] == "gone":
@@ -160,24 +164,11 @@ class Guardian:
     def _on_lost(self, client: WriterClient) -> None:
         """The writer died: the memory is ours as well, so a new one gets it, and the writes begin again."""
         with self._lock:
-            if self._closing or client is not self.client:
+            if self._closing or self.failure is not None or client is not self.client:
                 return
-            now = time.monotonic()
-            self._deaths = [t for t in self._deaths if now - t < RESPAWN_WINDOW_S] + [now]
-            if len(self._deaths) > RESPAWN_LIMIT:
-                self._fail(WriterError(f"the writer died {len(self._deaths)} times within {RESPAWN_WINDOW_S:g} s"))
-                return
-            self._respawns += 1
             try:
-                self.client = WriterClient.spawn(self._key)
-                self._listen(self.client, greet=True)
-                for layout in self._layouts.values():
-                    self.client.ask("layout", layout=layout.to_json())
-                for arena in self._arenas():
-                    self.client.ask("attach", fds=(arena.fd,))
-                if (current := self._stager.arena) is not None:
-                    self.client.ask("watch", arena=current.id.hex())
-                self._open(again=True)
+                while not self._replace():
+                    log.warning("the new writer died as well")
             except CheckpointError as error:
                 self._fail(error)
                 return
@@ -186,6 +177,27 @@ class Guardian:
             for write in list(self._writes):
                 self._send(write)
 
+    def _replace(self) -> bool:
+        """Start a writer and give it all that it needs; False if it died of that."""
+        now = time.monotonic()
+        self._deaths = [t for t in self._deaths if now - t < RESPAWN_WINDOW_S] + [now]
+        if len(self._deaths) > RESPAWN_LIMIT:
+            raise WriterError(f"the writer died {len(self._deaths)} times within {RESPAWN_WINDOW_S:g} s")
+        self._respawns += 1
+        self.client = WriterClient.spawn(self._key)
+        try:
+            self._listen(self.client, greet=True)
+            for layout in self._layouts.values():
+                self.client.ask("layout", layout=layout.to_json())
+            for arena in self._arenas():
+                self.client.ask("attach", fds=(arena.fd,))
+            if (current := self._stager.arena) is not None:
+                self.client.ask("watch", arena=current.id.hex())
+            self._open(again=True)
+        except WriterError:
+            return False
+        return True
+
     def _fail(self, error: CheckpointError) -> None:
         self.failure = WriterError(f"there is no writer any more, so nothing is saved: {error}")
         self.on_failure(self.failure)
@@ -193,6 +205,10 @@ class Guardian:
             self._stager.unpin(write.arena.id, write.slot)
             write.done(self.failure)
         self._writes.clear()
+
+    def holds(self, arena: Arena) -> bool:
+        """Whether our writer has this arena; it does not have that of another job that still lives."""
+        return any(arena is mine for mine in self._arenas())
 
     def _arenas(self) -> list[Arena]:
         current = self._stager.arena
@@ -225,7 +241,7 @@ class Guardian:
         if future is None:
             return
         try:
-            _, fds = future.result(timeout_s)
+            made, fds = future.result(timeout_s)
         except CheckpointError:
             with self._lock:
                 self._preparing, self._refused_size = None, self._asked_size
@@ -237,7 +253,14 @@ class Guardian:
                 return
             self._preparing = None
             previous = self._stager.arena
-            self._adopt(Arena.attach(fds[0]), self.client)
+            try:
+                arena = Arena.attach(fds[0])
+            except OSError as error:
+                os.close(fds[0])
+                self.client.send("release", arena=made["arena"])
+                self._refused_size = self._asked_size
+                raise SaveError(f"the memory for snapshots cannot be mapped: {error}. See ulimit -v") from error
+            self._adopt(arena, self.client)
             if previous is not None:
                 self._spares.append(previous)
 
@@ -273,11 +296,11 @@ class Guardian:
 
     def _forget_layouts(self) -> None:
         """A state whose shapes keep changing must not fill the memory with layouts."""
-        used = {label.layout for arena in self._arenas() for _, label in arena.sealed()}
+        used = {label.layout for arena in self._arenas() for _, label in arena.sealed()} | {*list(self._layouts)[-8:]}
         self._layouts = {digest: layout for digest, layout in self._layouts.items() if digest in used}
 
     def snapshots(self) -> list[MemorySource]:
-        """Sealed snapshots of the present history that can be restored, newest first."""
+        """Sealed snapshots that can be restored: those of the present history, and marked as such those undone."""
         with contextlib.suppress(CheckpointError):  # the writer digests what it writes, and the ring after a death
             reply, _ = self.client.ask("digests", timeout_s=10.0)
             known = {Attempt.parse(attempt): bytes.fromhex(digests) for attempt, digests in reply["digests"].items()}
@@ -290,7 +313,10 @@ class Guardian:
                 if layout is not None and label.attempt is not None:
                     digests = self.inherited.digests.get(label.attempt)
                     found[label.attempt] = MemorySource(arena, slot, label, layout, digests)
-        return [found[attempt] for attempt in in_history(self.inherited.acquires, found)]
+        history = set(in_history(self.inherited.acquires, found))
+        for attempt, source in found.items():
+            source.undone = attempt not in history
+        return list(found.values())
 
     # -- writing --
 

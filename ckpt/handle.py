@@ -81,7 +81,12 @@ class Save:
             _settle(future, error)
 
     def add_tier(self, url: str) -> None:
+        """To be written there, for the first time or again."""
         self._durable[url] = Future()
+
+    def failed(self, url: str) -> bool:
+        future = self._durable[url]
+        return future.done() and future.exception() is not None
 
     @property
     def tiers(self) -> list[str]:

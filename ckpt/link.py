@@ -8,7 +8,6 @@ from __future__ import annotations
 import array
 import collections
 import contextlib
-import getpass
 import hashlib
 import json
 import os
@@ -17,10 +16,11 @@ import stat
 import struct
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ckpt.errors import UsageError, WriterError
+from ckpt.errors import UsageError
 
 Message = dict[str, Any]
 MAX_MESSAGE = 256 << 20
@@ -46,16 +46,14 @@ class Channel:
             self.sock.sendall(data[sent:])
 
     def receive(self) -> tuple[Message, list[int]] | None:
-        """The next message and its descriptors, None at the end."""
+        """The next message and its descriptors, None at the end, or where something comes that is not a message."""
         while True:
             if len(self._buffer) >= 4:
                 size = struct.unpack_from(">I", self._buffer)[0]
                 if size > MAX_MESSAGE:
-                    raise WriterError(f"a message of {size} bytes is not ours")
+                    return None
                 if len(self._buffer) >= 4 + size:
-                    message: Message = json.loads(self._buffer[4 : 4 + size])
-                    del self._buffer[: 4 + size]
-                    return message, [self._fds.popleft() for _ in range(message.pop("fds", 0))]
+                    return self._take(size)
             try:
                 data, fds, _, _ = socket.recv_fds(self.sock, 1 << 18, _MAX_FDS)
             except OSError:
@@ -66,6 +64,17 @@ class Channel:
             if not data:
                 return None
             self._buffer += data
+
+    def _take(self, size: int) -> tuple[Message, list[int]] | None:
+        try:
+            message = json.loads(self._buffer[4 : 4 + size])
+            del self._buffer[: 4 + size]
+            count = message.pop("fds", 0) if type(message) is dict else -1
+        except (ValueError, RecursionError):
+            return None
+        if type(count) is not int or not 0 <= count <= len(self._fds):
+            return None
+        return message, [self._fds.popleft() for _ in range(count)]
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -81,7 +90,7 @@ class Channel:
 
 def run_key(place: str, local_rank: int) -> str:
     """Names the writer of a run on this host, so that a restarted trainer finds it."""
-    text = "\0".join([place, getpass.getuser(), socket.gethostname(), str(local_rank)])
+    text = "\0".join([place, str(os.getuid()), socket.gethostname(), str(local_rank)])
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
@@ -92,7 +101,8 @@ def socket_path(key: str) -> str:
         folder = Path(base) / "everystep"
     else:
         folder = Path(tempfile.gettempdir()) / f"everystep-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
     info = folder.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
         raise UsageError(f"{folder} must be a folder that only you can open: remove it, or `chmod 700` it")
@@ -114,12 +124,24 @@ def peer_pid(sock: socket.socket) -> int:
     return _peer(sock)[0]
 
 
+@contextlib.contextmanager
+def _short(path: str) -> Iterator[str]:
+    """The same file by a name that fits into a socket address, which ends at 107 bytes."""
+    folder, name = os.path.split(path)
+    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{name}"
+    finally:
+        os.close(fd)
+
+
 def connect(path: str) -> Channel | None:
     """To a writer that listens there, None if there is none."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(2.0)
     try:
-        sock.connect(path)
+        with _short(path) as address:
+            sock.connect(address)
         if not same_user(sock):
             raise UsageError(f"{path} belongs to another user")
     except OSError:
@@ -135,7 +157,8 @@ def listen(path: str) -> socket.socket:
     temporary = f"{path}.{os.getpid()}"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(temporary)
-    sock.bind(temporary)
+    with _short(temporary) as address:
+        sock.bind(address)
     os.chmod(temporary, 0o600)
     sock.listen(4)
     os.replace(temporary, path)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -39,11 +40,13 @@ from ckpt.errors import (
 )
 from ckpt.events import log as logger
 from ckpt.events import point
-from ckpt.manifest import Attempt, read_format, seal, unseal
-from ckpt.store import Store
+from ckpt.manifest import MAX_EPOCH, MAX_FORMAT, Attempt, read_format, seal, unseal
+from ckpt.store import Store, get_small
 
 TYPES = ("ACQUIRE", "BEGIN", "COMMIT", "ABORT", "PLAN", "KEEP")
 MAX_RECORD = 256 << 20
+MAX_GAP = 100_000  # missing records before one that is believed to belong to the log
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +129,12 @@ def in_history(acquires: Iterable[Acquire], attempts: Iterable[Attempt]) -> list
 
 def fold(state: RunState, record: dict[str, Any]) -> None:
     """Apply one record. CorruptError if its body is impossible, before anything is changed."""
-    body, kind = record["body"], record["type"]
     try:
+        body, kind, request, seq = record["body"], record["type"], str(record["id"]), record["seq"]
         if kind == "ACQUIRE":
             restored = None if body["restored"] is None else Attempt.parse(body["restored"])
-            acquire = Acquire(int(body["epoch"]), str(body["nonce"]), restored)
-            if acquire.epoch <= state.epoch:
+            acquire = Acquire(body["epoch"], str(body["nonce"]), restored)
+            if type(acquire.epoch) is not int or not state.epoch < acquire.epoch < MAX_EPOCH:
                 raise CorruptError(f"epoch {acquire.epoch} after {state.epoch}")
             state.acquires.append(acquire)
         elif kind == "PLAN":
@@ -143,9 +146,7 @@ def fold(state: RunState, record: dict[str, Any]) -> None:
         else:
             attempt = Attempt.parse(body["attempt"])
             if kind == "COMMIT":
-                parts = tuple((int(r), int(n), str(d)) for r, n, d in body["parts"])
-                index, reason = str(body["index"]), str(body["reason"])
-                commit = Commit(attempt, int(body["world"]), parts, index, body["finite"], reason)
+                commit = _commit(attempt, body)
                 if not state.ended(attempt):
                     state.commits[attempt] = commit
             elif kind == "ABORT" and not state.ended(attempt):
@@ -154,11 +155,31 @@ def fold(state: RunState, record: dict[str, Any]) -> None:
                 state.kept.add(attempt)
             elif kind == "BEGIN":
                 state.pins[attempt] = tuple(map(str, body["pins"]))
+            elif kind not in TYPES:
+                raise CorruptError(f"not a record: {kind!r}")
             if kind in ("COMMIT", "ABORT"):
                 state.pins.pop(attempt, None)
-        state.requests[record["id"]] = record["seq"]
+        state.requests[request] = seq
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptError(f"impossible {kind}: {error}") from None
+        raise CorruptError(f"impossible record: {error}") from None
+
+
+def _commit(attempt: Attempt, body: dict[str, Any]) -> Commit:
+    """Checked: one part of every rank, numbers and digests that can be made into names."""
+    parts = tuple((rank, number, digest) for rank, number, digest in body["parts"])
+    for i, (rank, number, digest) in enumerate(parts):
+        if (type(rank), type(number), rank) != (int, int, i) or not 0 <= number < 10**9 or not _is_digest(digest):
+            raise CorruptError(f"impossible part {i} of attempt {attempt}")
+    world, index, finite = body["world"], body["index"], body["finite"]
+    if type(world) is not int or world != len(parts) or world < 1 or not _is_digest(index):
+        raise CorruptError(f"attempt {attempt} is not whole")
+    if finite is not None and type(finite) is not bool:
+        raise CorruptError(f"impossible finite: {finite!r}")
+    return Commit(attempt, world, parts, index, finite, str(body["reason"]))
+
+
+def _is_digest(text: object) -> bool:
+    return isinstance(text, str) and _DIGEST.fullmatch(text) is not None
 
 
 def record_key(seq: int) -> str:
@@ -186,30 +207,41 @@ class RunLog:
     async def open(self) -> None:
         """Read FORMAT.json and fold the log. FormatError if this is not a run."""
         try:
-            self.root = read_format(await self.store.get("FORMAT.json"))
+            self.root = read_format(await get_small(self.store, "FORMAT.json", MAX_FORMAT))
         except (NotFoundError, CorruptError) as error:
             root = await infer_root(self.store)
             if root is None and isinstance(error, NotFoundError):
                 raise FormatError(f"no run at {self.store.url}: it has no FORMAT.json") from None
             if root is None:
-                raise
+                raise FormatError(f"{self.store.url} is not a run, or nothing of its log is whole: {error}") from None
             logger.warning("%s: FORMAT.json is lost (%s); the log says what it was", self.store.url, error)
             self.root = root
         await self.refresh()
 
     async def refresh(self) -> RunState:
         """Fold what was appended since. Damaged and missing records are skipped and listed in `state.damaged`."""
-        listed = [info async for info in self.store.list("log/")]
-        numbers = [_sequence(info.key) for info in listed]
-        end = max((n for n in numbers if n is not None), default=-1) + 1
+        async with self._lock:
+            return await self._refresh()
+
+    async def _refresh(self) -> RunState:
+        sizes = {n: i.size async for i in self.store.list("log/") if (n := _sequence(i.key)) is not None}
+        end = self.state.next_seq
+        for seq in sorted(sizes):
+            if end <= seq <= end + MAX_GAP:
+                end = seq + 1
+            elif seq >= end and seq not in self.state.damaged:
+                self.state.damaged.append(seq)  # so far off that it cannot be one of ours
         wanted = range(self.state.next_seq, end)
         for start in range(wanted.start, wanted.stop, 64):
             chunk = range(start, min(start + 64, wanted.stop))
-            for seq, raw in zip(chunk, await asyncio.gather(*map(self._read, chunk)), strict=True):
+            raws = await asyncio.gather(*(self._read(seq, sizes.get(seq)) for seq in chunk))
+            for seq, raw in zip(chunk, raws, strict=True):
                 self._apply(seq, raw)
         return self.state
 
-    async def _read(self, seq: int) -> bytes | None:
+    async def _read(self, seq: int, size: int | None) -> bytes | None:
+        if size is None or size > MAX_RECORD:
+            return None
         try:
             return bytes(await self.store.get(record_key(seq)))
         except NotFoundError:
@@ -217,7 +249,6 @@ class RunLog:
 
     def _apply(self, seq: int, raw: bytes | None) -> None:
         state = self.state
-        state.next_seq = seq + 1
         try:
             if raw is None:
                 raise CorruptError("missing")
@@ -231,7 +262,7 @@ class RunLog:
             fold(state, record)
         except (CorruptError, KeyError):
             state.damaged.append(seq)
-        state.last = file_digest(raw or b"")
+        state.next_seq, state.last = seq + 1, file_digest(raw or b"")
 
     async def append(
         self, make: Callable[[RunState], Record | None], *, owner: Acquire | None, deadline_s: float = 60.0
@@ -245,7 +276,7 @@ class RunLog:
         end = time.monotonic() + deadline_s
         async with self._lock:
             while True:
-                state = await self.refresh()
+                state = await self._refresh()
                 record = make(state)
                 if record is None or record.id in state.requests:
                     return state
@@ -294,7 +325,7 @@ async def infer_root(store: Store) -> str | None:
     """The id of a run by the first sound record of its log: one bad file must not make a run unreadable."""
     async for info in store.list("log/"):
         try:
-            root = unseal(await store.get(info.key), info.key).get("root")
+            root = unseal(await get_small(store, info.key, MAX_RECORD), info.key).get("root")
         except (CorruptError, NotFoundError):
             continue
         if isinstance(root, str):

@@ -27,7 +27,11 @@ from ckpt.errors import CorruptError, FormatError
 
 MAJOR, MINOR = 1, 0
 MAX_JSON = 256 << 20  # bytes; refused before parsing
-_ATTEMPT = re.compile(r"([1-9]\d{0,11})\.([0-9a-f]{8})-(\d{1,18})")
+MAX_FORMAT = 1 << 20
+MAX_EPOCH = 10**12
+MAX_WORLD = 1 << 20
+MAX_HEADER = 100 << 20  # of a pack; safetensors refuses more
+_ATTEMPT = re.compile(r"([1-9][0-9]{0,11})\.([0-9a-f]{8})-(0|[1-9][0-9]{0,17})")
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -70,7 +74,8 @@ def index_key(attempt: Attempt, digest: str) -> str:
 
 
 _OWNED = re.compile(
-    r"(?:packs|parts|index)/(\d+\.[0-9a-f]{8}-\d+)(?:\.(\d{1,9})\.(\d{1,9})|-[0-9a-f]{16})\.(?:safetensors|json)"
+    r"(?:packs|parts|index)/([0-9]+\.[0-9a-f]{8}-[0-9]+)"
+    r"(?:\.([0-9]{1,9})\.([0-9]{1,9})|-[0-9a-f]{16})\.(?:safetensors|json)"
 )
 
 
@@ -128,13 +133,8 @@ def new_format(root: str | None = None) -> bytes:
 
 
 def read_format(raw: bytes | memoryview) -> str:
-    """The root id. FormatError if it is not ours or from a newer major version."""
-    try:
-        data = unseal(raw, "FORMAT.json")
-    except CorruptError as error:
-        if b'"everystep"' in bytes(raw):
-            raise
-        raise FormatError(f"not a run of everystep: {error}") from None
+    """The root id. CorruptError if it is damaged, FormatError if it is not ours or from a newer major version."""
+    data = unseal(raw, "FORMAT.json")
     if data.get("format") != "everystep" or not isinstance(data.get("root"), str):
         raise FormatError("not a run of everystep: FORMAT.json says otherwise")
     if data.get("major") != MAJOR:
@@ -178,16 +178,32 @@ class Part:
     def to_bytes(self) -> bytes:
         return seal(asdict(self))
 
+    def check(self, what: str) -> None:
+        """CorruptError unless every field is of its type and every number plausible."""
+        Attempt.parse(self.attempt)
+        numbers = (self.rank, self.number, self.world)
+        if any(type(n) is not int for n in numbers) or not 0 <= self.rank < self.world <= MAX_WORLD or self.number < 0:
+            raise CorruptError(f"{what} is of an impossible rank, try or world")
+        kinds = (
+            (self.layout, dict), (self.values, list), (self.table, str), (self.layout_digest, str), (self.reason, str),
+            (self.finite, (bool, type(None))), (self.created, (int, float)),
+        )  # fmt: skip
+        if not all(isinstance(value, kind) for value, kind in kinds):
+            raise CorruptError(f"{what} has a field of the wrong type")
+        for pack in self.packs:
+            sizes = (pack.header_size, pack.size)
+            if owner(pack.key) is None or not pack.key.startswith("packs/") or any(type(n) is not int for n in sizes):
+                raise CorruptError(f"{what} names an impossible pack")
+            if not 0 <= pack.header_size <= min(pack.size, MAX_HEADER):
+                raise CorruptError(f"{what} names a pack of impossible size")
+
     @classmethod
     def from_bytes(cls, raw: bytes | memoryview, what: str) -> Part:
         data = unseal(raw, what)
         try:
             packs = [PackInfo(**pack) for pack in data.pop("packs")]
             part = cls(packs=packs, **data)
-            Attempt.parse(part.attempt)
-            for pack in packs:
-                if owner(pack.key) is None or not 0 <= pack.header_size <= pack.size:
-                    raise CorruptError(f"{what} names an impossible pack")
+            part.check(what)
         except (TypeError, KeyError, ValueError) as error:
             raise CorruptError(f"{what} is not a part: {error}") from None
         return part

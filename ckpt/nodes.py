@@ -8,8 +8,7 @@ sets plain values and attaches what had to be created.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from ckpt.errors import StateError
 from ckpt.restore import Placement, SavedNode
+from ckpt.rng import RNG
 from ckpt.tensors import check, from_array
 from ckpt.values import Json, Path, encode, show
 
@@ -95,7 +95,8 @@ class ModuleNode:
     def __init__(self, path: Path, module: nn.Module) -> None:
         self.path, self.module = path, unwrap(module)
         self._sizes: list[tuple[dict[str, Any], int]] = []
-        self._places: list[tuple[dict[str, Any], str, Tensor, int]] = []
+        self._children: list[tuple[dict[str, Any], str, nn.Module | None]] = []
+        self._places: list[tuple[dict[str, Any], str, Tensor, int, object]] = []
         self._piece: Piece | None = None
 
     def read(self, names: dict[int, str]) -> Piece:
@@ -107,22 +108,26 @@ class ModuleNode:
         for owner, size in self._sizes:
             if len(owner) != size:
                 return True
-        for owner, key, tensor, pointer in self._places:
-            if owner.get(key) is not tensor or tensor.data_ptr() != pointer:
+        for owner, key, child in self._children:
+            if owner.get(key) is not child:
+                return True
+        for owner, key, tensor, pointer, form in self._places:
+            if owner.get(key) is not tensor or tensor.data_ptr() != pointer or _form(tensor) != form:
                 return True
         return False
 
     def _read(self) -> Piece:
-        self._sizes, self._places = [], []
+        self._sizes, self._children, self._places = [], [], []
         live: dict[str, Tensor] = {}
         for prefix, module in self.module.named_modules(remove_duplicate=False):
             members: tuple[dict[str, Any], ...] = (module._modules, module._parameters, module._buffers)
             self._sizes += [(owner, len(owner)) for owner in members]
+            self._children += [(module._modules, key, child) for key, child in module._modules.items()]
             for owner in members[1:]:
                 for key, tensor in owner.items():
                     if tensor is not None and key not in module._non_persistent_buffers_set:
                         live[f"{prefix}.{key}" if prefix else key] = check(tensor, (*self.path, prefix, key))
-                        self._places.append((owner, key, tensor, tensor.data_ptr()))
+                        self._places.append((owner, key, tensor, tensor.data_ptr(), _form(tensor)))
         return Piece([Entry(self._name(key), tensor, isinstance(tensor, nn.Parameter)) for key, tensor in live.items()])
 
     def _name(self, key: str) -> str:
@@ -131,6 +136,11 @@ class ModuleNode:
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         live = {entry.name: entry.tensor for entry in self.read({}).fixed}
         placement.match(self.path, saved.names, live)
+
+
+def _form(tensor: Tensor) -> object:
+    """Differs when `.data` was set to another view of the same memory."""
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 class CustomModuleNode:
@@ -150,7 +160,8 @@ class CustomModuleNode:
 
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         live = {entry.name: entry.tensor for entry in self.read({}).loose}
-        placement.compare(self.path, saved.names, live)
+        for name in placement.compare(self.path, saved.names, live):
+            placement.watch(name, live[name])
         state = placement.build(saved.values)
 
         def finish() -> None:
@@ -208,7 +219,8 @@ class OptimizerNode:
         for values, key, tensor, pointer in self._places:
             if values.get(key) is not tensor or tensor.data_ptr() != pointer:
                 return True
-        return False
+        # A key that was None may have become a tensor.
+        return any(isinstance(values.get(key), Tensor) for _, values, key in self._others)
 
     def _read(self, names: dict[int, str]) -> None:
         self._names, self._state = names, self.optimizer.state
@@ -312,7 +324,8 @@ class StatefulNode:
 
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         build = placement.build(saved.values)
-        placement.finishers.append(lambda: self.target.load_state_dict(build()))
+        finishers = placement.last if isinstance(self.target, RNG) else placement.finishers
+        finishers.append(lambda: self.target.load_state_dict(build()))
 
 
 class PlainNode:
@@ -356,59 +369,6 @@ def _write_back(live: Any, value: Any) -> Any:
         np.copyto(live, value)
         return live
     return value
-
-
-class RNG:
-    """Random number generators: Python's, numpy's global one, torch's, and every accelerator's."""
-
-    def state_dict(self) -> dict[str, Any]:
-        version, numbers, gauss = random.getstate()
-        name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-        state: dict[str, Any] = {
-            "python": (version, np.array(numbers, np.uint64), gauss),
-            "numpy": (name, keys, int(position), int(has_gauss), float(cached)),
-            "torch": torch.get_rng_state(),
-        }
-        if torch.accelerator.is_available():
-            module = torch.get_device_module()
-            state["accelerator"] = [module.get_rng_state(i) for i in range(torch.accelerator.device_count())]
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        version, numbers, gauss = state["python"]
-        random.setstate((version, tuple(int(n) for n in numbers), gauss))
-        np.random.set_state(state["numpy"])
-        torch.set_rng_state(state["torch"].cpu())
-        saved = state.get("accelerator", [])
-        if saved and torch.accelerator.is_available():
-            module = torch.get_device_module()
-            for i, one in enumerate(saved[: torch.accelerator.device_count()]):
-                module.set_rng_state(one.cpu(), i)
-
-
-class _Generator:
-    """One generator object as a Stateful."""
-
-    def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
-        self._get, self._put = get, put
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"state": self._get()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._put(state["state"])
-
-
-def adapt(value: object) -> Stateful | None:
-    """Generators have states of their own kind; None for anything else."""
-    if isinstance(value, torch.Generator):
-        return _Generator(value.get_state, lambda state: value.set_state(state.cpu()))
-    if isinstance(value, np.random.Generator):
-        bits = value.bit_generator
-        return _Generator(lambda: bits.state, lambda state: setattr(bits, "state", state))
-    if isinstance(value, random.Random):
-        return _Generator(value.getstate, value.setstate)
-    return None
 
 
 def unwrap(module: nn.Module) -> nn.Module:

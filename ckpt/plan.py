@@ -77,6 +77,7 @@ class Layout:
             tensors = tuple(TensorSpec(str(n), d, tuple(s), bool(a)) for n, d, s, a in data["tensors"])
             aliases, components = dict(data["aliases"]), list(data["components"])
             check_tensors(tensors)
+            check_components(components, {t.name for t in tensors} | aliases.keys())
             names = {t.name for t in tensors}
             if len(names) != len(tensors) or not all(v in names and k not in names for k, v in aliases.items()):
                 raise CorruptError("a layout names a tensor twice, or an alias of nothing")
@@ -103,8 +104,19 @@ def check_tensors(tensors: Iterable[TensorSpec]) -> None:
             raise CorruptError(f"{t.name}: unknown dtype {t.dtype!r}, written by a newer version?")
         if len(t.shape) > MAX_DIMS or not all(type(n) is int and 0 <= n < 2**62 for n in t.shape):
             raise CorruptError(f"{t.name}: impossible shape {t.shape}")
-        if t.nbytes >= 2**62:
+        # Empty dimensions do not count here: torch multiplies the others all the same.
+        if math.prod(n for n in t.shape if n) * BITS[t.dtype] // 8 >= 2**62:
             raise CorruptError(f"{t.name}: implausible size")
+
+
+def check_components(components: list[Any], names: set[str]) -> None:
+    """Each says its path, its kind, facts about it, and which of `names` are its own."""
+    for one in components:
+        path, own = one["path"], one["names"]
+        if type(one["kind"]) is not str or type(one["facts"]) is not dict or type(path) is not list:
+            raise CorruptError("a component of a layout is not one")
+        if not all(type(key) in (str, int) for key in path) or type(own) is not list or not names.issuperset(own):
+            raise CorruptError("a component of a layout has an impossible path, or tensors that are not in the layout")
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,10 @@ class Manifest:
         return self.commit.attempt
 
     def layout(self, rank: int = 0) -> Layout:
-        return Layout.from_json(self.parts[rank].layout)
+        layout = Layout.from_json(self.parts[rank].layout)
+        if layout.digest != self.parts[rank].layout_digest:
+            raise CorruptError(f"the layout of rank {rank} at step {self.commit.step} does not match its digest")
+        return layout
 
 
 async def open_run(url: str, store: Store | None = None) -> RunLog:
@@ -213,7 +216,11 @@ async def verify(store: Store, commit: Commit, *, on_bytes: Callable[[int], None
             damaged.append(str(error))
     for part in manifest.parts:
         for pack in part.packs:
-            head = await store.get(pack.key, start=0, length=pack.header_size)
+            try:
+                head = await store.get(pack.key, start=0, length=pack.header_size)
+            except StoreError as error:
+                damaged.append(str(error))
+                continue
             if file_digest(head) != pack.header:
                 damaged.append(f"{pack.key} is damaged: its header does not match its digest")
     reads = plan_reads(manifest.table, range(len(manifest.table.shards)))

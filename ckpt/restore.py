@@ -40,7 +40,10 @@ class Placement:
     fills: dict[str, list[Tensor]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     finishers: list[Callable[[], object]] = field(default_factory=list)
+    last: list[Callable[[], object]] = field(default_factory=list)  # after all finishers: they may draw random numbers
     _created: dict[str, Tensor] = field(default_factory=dict)
+    _handed: set[str] = field(default_factory=set)  # created only to be handed to a load_state_dict, which copies
+    _watched: dict[str, list[Tensor]] = field(default_factory=dict)  # live tensors that such a call will fill
 
     def __post_init__(self) -> None:
         self.accelerated = any(t.accelerator for t in self.layout.tensors)
@@ -87,6 +90,10 @@ class Placement:
     def fill(self, name: str, target: Tensor) -> None:
         self.fills.setdefault(self.canonical(name), []).append(target)
 
+    def watch(self, name: str, live: Tensor) -> None:
+        """The user's own code will fill this tensor: only what it shares memory with matters here."""
+        self._watched.setdefault(self.canonical(name), []).append(live)
+
     def create(self, name: str, device: torch.device) -> Tensor:
         """A new tensor for `name`; the same one for its aliases."""
         name = self.canonical(name)
@@ -105,6 +112,8 @@ class Placement:
                 tensors[name] = have
             else:
                 tensors[name] = self.create(name, saved_device(self.spec(name)))
+                if live is None:
+                    self._handed.add(self.canonical(name))
 
         def extern(reference: Json) -> object:
             if reference["$"] == "tensor":
@@ -129,7 +138,9 @@ class Placement:
     def _check_sharing(self) -> None:
         """Tied weights must be tied on both sides: silently untying them would change the training."""
         owners: dict[Any, str] = {}
-        for name, targets in self.fills.items():
+        for name in [*self.fills, *(self._watched.keys() - self.fills.keys())]:
+            handed = self._created.get(name) if name in self._handed else None
+            targets = [t for t in self.fills.get(name, ()) if t is not handed] + self._watched.get(name, [])
             memories = {m for t in targets if (m := memory_of(t)) is not None}
             if len(memories) > 1:
                 names = [name, *(a for a, n in self.layout.aliases.items() if n == name)]

@@ -63,34 +63,38 @@ class Source(Protocol):
 
 
 class MemorySource:
-    """A sealed snapshot in an arena, ours or another process's."""
+    """A sealed snapshot in an arena, ours or another process's. `digests`: of all blobs, then of the plain values."""
 
     tier = "memory"
-    undone = False
+    undone: bool = False
 
     def __init__(self, arena: Arena, slot: int, label: Label, layout: Layout, digests: bytes | None) -> None:
         assert label.attempt is not None
         self.attempt = label.attempt
         self._arena, self._slot, self._label, self._layout, self._digests = arena, slot, label, layout, digests
+        self.place = (arena, slot)
 
     def restore(self, capture: Capture, *, strict: bool, on_touch: Callable[[], None]) -> tuple[bool, int]:
         self._check_label()
-        blobs = self._layout.arrangement.blobs
-        data = self._arena.data(self._slot, self._label.data_size)
         if self._label.data_size != self._layout.arrangement.data_size:
             raise CorruptError("the snapshot in memory is of another size than its layout")
+        blobs = self._layout.arrangement.blobs
+        data = self._arena.data(self._slot, self._label.data_size)
+        raw = bytes(self._arena.values(self._slot, self._label))
+        if self._digests is not None and self._digests[-DIGEST_SIZE:] != blob_digest(raw):
+            raise CorruptError("the plain values of the snapshot in memory do not match their digest")
         try:
-            values = json.loads(bytes(self._arena.values(self._slot, self._label)))
-        except ValueError:
+            values = json.loads(raw)
+        except (ValueError, RecursionError):
             raise CorruptError("the plain values of the snapshot in memory are damaged") from None
         shares = [blobs[i::MEMORY_THREADS] for i in range(MEMORY_THREADS)]
         with ThreadPoolExecutor(MEMORY_THREADS, "ckpt-restore") as pool:
             if self._digests is not None:
-                if len(self._digests) != len(blobs) * DIGEST_SIZE:
+                if len(self._digests) != (len(blobs) + 1) * DIGEST_SIZE:
                     raise CorruptError("the digests of the snapshot in memory are of another layout")
                 numbered = list(enumerate(blobs))
                 list(pool.map(lambda i: self._verify(data, numbered[i::MEMORY_THREADS]), range(MEMORY_THREADS)))
-            placement = capture.place(self._layout, values, strict=strict)
+            placement = _place(capture, self._layout, values, strict)
             filler = Filler(placement.fills, self._layout.by_name)
             point("restore.chosen")
             on_touch()
@@ -137,7 +141,9 @@ class StoreSource:
             if len(manifest.parts) != 1:
                 raise CorruptError(f"step {self.attempt.step} was saved by {len(manifest.parts)} ranks, this is one")
             layout = manifest.layout()
-            placement = capture.place(layout, part.values, strict=strict)
+            for name in layout.by_name:
+                shard_of(layout, table, name)  # before anything is allocated by what the layout says
+            placement = _place(capture, layout, part.values, strict)
             filler = Filler(placement.fills, layout.by_name)
             shards = [shard_of(layout, table, name) for name in filler.names]
             reads = read.plan_reads(table, shards)
@@ -163,10 +169,19 @@ def shard_of(layout: Layout, table: Table, name: str) -> int:
     return found[0]
 
 
+def _place(capture: Capture, layout: Layout, values: object, strict: bool) -> Placement:
+    if not isinstance(values, list) or len(values) != len(layout.components):
+        raise CorruptError("the plain values do not belong to the layout")
+    try:
+        return capture.place(layout, values, strict=strict)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        raise CorruptError(f"what was saved does not describe a state: {type(error).__name__}: {error}") from error
+
+
 def _finish(filler: Filler, placement: Placement) -> None:
     point("restore.filled")
     filler.finish()
-    for finish in placement.finishers:
+    for finish in (*placement.finishers, *placement.last):
         finish()
 
 

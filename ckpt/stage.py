@@ -29,7 +29,7 @@ from ckpt.manifest import Attempt
 from ckpt.mutex import Got
 from ckpt.plan import Layout, pages
 from ckpt.state import Reading
-from ckpt.tensors import TORCH_DTYPE
+from ckpt.tensors import TORCH_DTYPE, device_in_use
 
 LARGE = 1 << 20  # bytes from which one memcpy, without the GIL, beats a batched copy
 
@@ -62,7 +62,8 @@ class Job:
 
     def __post_init__(self) -> None:
         reading = self.reading
-        self.overlapped = [t for t, guarded in zip(reading.tensors, reading.guarded, strict=True) if guarded]
+        self.sources = reading.tensors
+        self.overlapped = [t for t, guarded in zip(self.sources, reading.guarded, strict=True) if guarded]
         self.versions = [t._version for t in self.overlapped]
         for device in {t.device for t in reading.tensors if t.device.type != "cpu"}:
             stream = torch.get_device_module(device).current_stream(device)
@@ -78,6 +79,12 @@ class Job:
                 names = [s.name for s, g in zip(self.reading.layout.tensors, self.reading.guarded, strict=True) if g]
                 pairs = zip(names, self.overlapped, self.versions, strict=True)
                 self.written_by_others = [name for name, t, version in pairs if t._version != version]
+
+    def let_go(self) -> None:
+        """Hold no memory of the state any longer."""
+        with self._checking:
+            self._checked = True
+            self.sources, self.overlapped = [], []
 
     @property
     def ended(self) -> bool:
@@ -230,6 +237,7 @@ class Stager:
         finally:
             if job.error is not None and slot is not None and self._arena is not None:
                 self._arena.set_label(slot, Label(EMPTY))
+            job.let_go()
             for event in (job.eager_done, job.enqueued, job.copied):
                 event.set()
             job.on_end(job)
@@ -271,7 +279,7 @@ class Stager:
     def _fill(self, arena: Arena, slot: int, job: Job) -> None:
         reading = job.reading
         views = self._slot_views(arena, slot, reading.layout)
-        pairs = list(zip(views, reading.tensors, reading.guarded, strict=True))
+        pairs = list(zip(views, job.sources, reading.guarded, strict=True))
         streams = {device: self._stream(device) for device in job.streams}
         for device, stream in streams.items():
             stream.wait_event(job.ready[device])
@@ -345,7 +353,7 @@ class Stager:
 
     def _register(self, arena: Arena) -> None:
         """Page-lock the arena for the device driver, slot by slot, where there is one: faster, asynchronous copies."""
-        if not torch.cuda.is_available():
+        if not device_in_use():  # a run on the CPU must not wake the device up
             return
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         for slot in range(arena.slots):

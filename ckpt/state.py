@@ -25,18 +25,21 @@ from ckpt.nodes import (
     PlainNode,
     Stateful,
     StatefulNode,
-    adapt,
     speaks_for_itself,
 )
 from ckpt.plan import Layout, TensorSpec
 from ckpt.restore import Placement, SavedNode
+from ckpt.rng import adapt
 from ckpt.tensors import Memory, memory_of, spec
-from ckpt.values import MAX_DEPTH, Json, Path, show
+from ckpt.values import MAX_DEPTH, Json, Path, is_text, show
 
 
 @dataclass(frozen=True)
 class Reading:
-    """`tensors[i]` is `layout.tensors[i]`, live. `guarded[i]`: it changes only inside optimizer steps."""
+    """`tensors[i]` is `layout.tensors[i]`, live. `guarded[i]`: it changes only inside optimizer steps.
+
+    The tensors are detached: they hold on to the memory itself, so `p.data = ...` cannot free what is being copied.
+    """
 
     layout: Layout
     tensors: list[Tensor]
@@ -51,7 +54,8 @@ class Capture:
         if type(state) is not dict:
             raise StateError(f"the state must be a dict such as {{'model': model, 'optim': optim}}, not {type(state)}")
         self.state = state
-        self._shape: list[tuple[Any, int]] = []
+        self._shape: list[tuple[Any, list[Any]]] = []
+        self._objects: list[tuple[Any, Any, object]] = []
         self.nodes: list[Node] = []
         self._names: dict[int, str] = {}
         self._named: list[list[Entry]] = []
@@ -73,6 +77,11 @@ class Capture:
         """A GradScaler skips optimizer steps on its own account."""
         return any(isinstance(n, StatefulNode) and isinstance(n.target, torch.amp.GradScaler) for n in self.nodes)
 
+    @property
+    def has_unguarded(self) -> bool:
+        """Some optimizer's steps run no hooks: they cannot be counted."""
+        return any(isinstance(node, OptimizerNode) and node.unguarded for node in self.nodes)
+
     def unguard(self, optimizer: object) -> None:
         """This optimizer changes its tensors without saying so: copy them before step() returns, from now on."""
         for node in self.nodes:
@@ -85,6 +94,12 @@ class Capture:
         params = (p for o in self.optimizers for group in o.param_groups for p in group["params"])
         return any(p.grad is not None for p in params)
 
+    def copy_eagerly(self, names: set[str]) -> None:
+        """Something besides optimizers writes to these: copy them before step() returns, from now on."""
+        if not names <= self.eager:
+            self.eager |= names
+            self.forget()
+
     def forget(self) -> None:
         """Build the layout anew at the next reading."""
         self._last = None
@@ -92,7 +107,7 @@ class Capture:
     # -- walking --
 
     def _walk(self) -> None:
-        self._shape = []
+        self._shape, self._objects = [], []
         self.nodes = list(self._find(self.state, ()))
         seen: dict[int, Path] = {}
         for node in self.nodes:
@@ -105,7 +120,7 @@ class Capture:
         """A node for everything in a dict or list; containers of stateful things are walked into."""
         if len(path) > MAX_DEPTH:
             raise StateError(f"{show(path[:4])}…: nested deeper than {MAX_DEPTH}, or containing itself")
-        self._shape.append((container, len(container)))
+        self._shape.append((container, list(_keys(container))))
         for key, value in container.items() if isinstance(container, dict) else enumerate(container):
             if type(key) not in (str, int):
                 raise StateError(f"{show(path)}: the key {key!r} is neither str nor int")
@@ -124,12 +139,20 @@ class Capture:
                 raise StateError(f"{show(here)}: cannot be set again in a tuple beside objects; use a list")
             else:
                 yield PlainNode(here, container, key)
+                continue
+            self._objects.append((container, key, value))
+
+    def _moved(self) -> bool:
+        """Whether the user has put other objects into the state."""
+        return any(list(_keys(container)) != keys for container, keys in self._shape) or any(
+            container[key] is not value for container, key, value in self._objects
+        )
 
     # -- reading --
 
     def read(self) -> Reading:
         """The state as it is now."""
-        if any(len(container) != size for container, size in self._shape):
+        if self._moved():
             self._walk()
         pieces = self._pieces()
         loose = [entry for piece in pieces for entry in piece.loose]
@@ -137,7 +160,7 @@ class Capture:
             return self._build(pieces, loose)
         last = self._last
         fixed = len(last.tensors) - self._loose_count
-        tensors = last.tensors[:fixed] + [e.tensor for e in loose if e.name not in last.layout.aliases]
+        tensors = last.tensors[:fixed] + [e.tensor.detach() for e in loose if e.name not in last.layout.aliases]
         return Reading(last.layout, tensors, last.guarded, [piece.values for piece in pieces])
 
     def _pieces(self) -> list[Piece]:
@@ -154,7 +177,7 @@ class Capture:
             or any(a is not b for a, b in zip(sources, self._named, strict=True))
         ):
             self._named, names = sources, dict[int, str]()
-            for entry in [*(e for fixed in sources for e in fixed if e.tensor.requires_grad), *loose]:
+            for entry in [*(e for fixed in sources for e in fixed), *loose]:  # frozen ones too: they may thaw
                 names.setdefault(id(entry.tensor), entry.name)
             if names != self._names:  # optimizers look at the identity of this dict
                 self._names = names
@@ -196,8 +219,8 @@ class Capture:
         memory: dict[Memory, str] = {}
         self._memory = {}
         for entry in [*fixed, *loose]:
-            if entry.name in names or entry.name == "__metadata__":
-                raise StateError(f"{entry.name}: two entries of the state get this name, or it is reserved")
+            if entry.name in names or entry.name == "__metadata__" or not is_text(entry.name):
+                raise StateError(f"{entry.name!r}: two entries of the state get this name, or it is reserved")
             names.add(entry.name)
             key = memory_of(entry.tensor)
             owner = entry.name if key is None else memory.setdefault(key, entry.name)
@@ -205,7 +228,7 @@ class Capture:
                 aliases[entry.name] = owner
                 continue
             specs.append(spec(entry.name, entry.tensor))
-            tensors.append(entry.tensor)
+            tensors.append(entry.tensor.detach())
             exposed = any(entry.name.startswith(prefix) for prefix in unguarded)
             guarded.append(entry.guarded and not exposed and self._may_overlap(entry, stepped))
         self._loose_count = sum(entry.name not in aliases for entry in loose)
@@ -231,7 +254,7 @@ class Capture:
 
     def place(self, layout: Layout, values: list[Json], *, strict: bool = True) -> Placement:
         """Where the tensors of a saved state go. Changes nothing; MismatchError lists everything that does not fit."""
-        if any(len(container) != size for container, size in self._shape):
+        if self._moved():
             self._walk()
         self._pieces()
         placement = Placement(layout, strict, self._names)
@@ -250,6 +273,10 @@ class Capture:
             placement.problem(f"{show(path)} is not in the checkpoint")
         placement.check()
         return placement
+
+
+def _keys(container: Any) -> Any:
+    return container if isinstance(container, dict) else range(len(container))
 
 
 def _own(piece: Piece) -> list[str]:

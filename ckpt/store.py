@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ckpt.errors import UsageError
+from ckpt.errors import CorruptError, UsageError
 
 Buffer = bytes | bytearray | memoryview
 PAGE = 4096
@@ -29,7 +29,7 @@ class ObjectInfo:
 
 
 class Upload(Protocol):
-    """A large object being written; it appears under its key only as a whole, at `finish`."""
+    """A large object being written. Until `finish` it means nothing, though a store may list it by then."""
 
     async def write_at(self, offset: int, view: memoryview) -> None:
         """Write bytes at an offset; calls may overlap in time. The view is not kept after the call returns."""
@@ -79,6 +79,14 @@ def check_key(key: str) -> str:
     if not _KEY.fullmatch(key) or len(key) > 512:
         raise UsageError(f"not a valid object key: {key!r}")
     return key
+
+
+async def get_small(store: Store, key: str, limit: int) -> memoryview:
+    """A whole object, unless it is implausibly large: then CorruptError, and nothing of it is read."""
+    size = (await store.head(key)).size
+    if size > limit:
+        raise CorruptError(f"{key} is implausibly large: {size} bytes")
+    return await store.get(key)
 
 
 _BUILT_IN = {

@@ -36,6 +36,7 @@ DTYPES = (
     "BOOL", "C128", "C32", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4_E2M1X2",
 )  # fmt: skip
 MAX_TABLE = 1 << 30
+MAX_BLOB = 64 << 20  # bytes read at once; we cut at 4 MiB
 
 I64 = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
@@ -119,6 +120,8 @@ class Table:
             TypeError,
             IndexError,
             OverflowError,
+            AttributeError,
+            RecursionError,
         ) as error:
             raise CorruptError(f"{what} is damaged: {error}") from None
 
@@ -190,8 +193,8 @@ def _checked(columns: dict[str, npt.NDArray[np.generic]], what: str) -> Table:
         starts=starts,
         pack=numbers("pack", blobs, 0, len(packs) - 1),
         offset=numbers("offset", blobs),
-        stored=numbers("stored", blobs, 0, 2**31),
-        length=numbers("length", blobs, 0, 2**31),
+        stored=numbers("stored", blobs, 0, MAX_BLOB),
+        length=numbers("length", blobs, 0, MAX_BLOB),
         codec=numbers("codec", blobs, RAW, 255),
         base=numbers("base", blobs, -1, blobs),
         digest=digest.astype(np.uint8),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ckpt.errors import StateError
 from ckpt.plan import TensorSpec
-from ckpt.values import Json, Path, show
+from ckpt.values import Json, Path, plain_dtype, show
 
 _NAMES = {
     "float64": "F64", "int64": "I64", "uint64": "U64", "complex64": "C64", "float32": "F32", "int32": "I32",
@@ -42,11 +42,22 @@ def check(tensor: Tensor, path: Path) -> Tensor:
         problem = "is on the meta device: it has no values"
     elif tensor.dtype not in DTYPE_NAME:
         problem = f"has dtype {tensor.dtype}, which cannot be stored"
-    elif any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+    elif not tensor.is_contiguous() and _overlaps_itself(tensor):
         problem = "is expanded, so its elements share memory: use .contiguous()"
     if problem:
         raise StateError(f"{show(path)}: this tensor {problem}")
     return tensor
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements may lie at one address: such a tensor cannot be written to."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def spec(name: str, tensor: Tensor) -> TensorSpec:
@@ -74,6 +85,11 @@ def saved_device(of: TensorSpec) -> torch.device:
     return torch.device("cpu")
 
 
+def device_in_use() -> bool:
+    """Whether CUDA has been woken up by somebody; asking does not wake it."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """A contiguous tensor's memory as one row of bytes."""
     return tensor.detach().reshape(-1).view(torch.uint8)
@@ -92,8 +108,6 @@ def from_array(array: npt.NDArray[Any], path: Path) -> tuple[Tensor, Json]:
 
 
 def to_array(tensor: Tensor, reference: Json) -> npt.NDArray[Any]:
-    dtype = np.dtype(str(reference["dtype"]))
-    if dtype.hasobject or dtype.names is not None:
-        raise ValueError(f"not a plain array: {dtype}")
+    dtype = plain_dtype(reference["dtype"])
     found: npt.NDArray[Any] = tensor.numpy().view(dtype).reshape(reference["shape"])
     return found

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 import struct
 import sys
 from collections import Counter, OrderedDict
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 Json = Any
 Path = tuple[str | int, ...]
 MAX_DEPTH = 100
+_DTYPE = re.compile(r"[<>|=][biufcmMSUV][0-9]{1,9}(\[[0-9]{0,9}[A-Za-z]{1,7}\])?")
 
 
 def show(path: Path) -> str:
@@ -46,8 +48,10 @@ def encode(value: Any, path: Path = (), extern: Callable[[object, Path], Json | 
     if len(path) > MAX_DEPTH:
         raise StateError(f"{show(path[:4])}…: nested deeper than {MAX_DEPTH}, or containing itself")
     kind = type(value)
-    if value is None or kind is bool or kind is str:
+    if value is None or kind is bool:
         return value
+    if kind is str:
+        return value if is_text(value) else {"$": "str", "v": value.encode("utf-32-be", "surrogatepass").hex()}
     if kind is int:
         # JSON readers elsewhere round integers beyond 2**53, and Python caps decimal conversion at 4300 digits.
         return value if -(2**53) < value < 2**53 else {"$": "int", "v": hex(value)}
@@ -75,10 +79,20 @@ def _encode_dict(value: dict[Any, Any], path: Path, extern: Callable[[object, Pa
     for key in value:
         if type(key) is not str and type(key) is not int:
             raise StateError(f"{show(path)}: the key {key!r} is neither str nor int")
-    if type(value) is dict and "$" not in value and all(type(key) is str for key in value):
+    plain = type(value) is dict and "$" not in value and all(type(key) is str and is_text(key) for key in value)
+    if plain and list(value) == sorted(value):  # the files' canonical JSON sorts keys: other orders need pairs
         return {key: encode(v, (*path, key), extern) for key, v in value.items()}
     tag = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}[type(value)]
-    return {"$": tag, "v": [[key, encode(v, (*path, key), extern)] for key, v in value.items()]}
+    return {"$": tag, "v": [[encode(key), encode(v, (*path, key), extern)] for key, v in value.items()]}
+
+
+def is_text(value: str) -> bool:
+    """False with surrogates inside: two of them side by side would come back from JSON as one character."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def decode(data: Json, extern: Callable[[Json], object] | None = None, depth: int = 0) -> Any:
@@ -95,12 +109,16 @@ def decode(data: Json, extern: Callable[[Json], object] | None = None, depth: in
         return {key: decode(v, extern, depth + 1) for key, v in data.items()}
     try:
         return _decode_tagged(data, extern, depth)
-    except (KeyError, TypeError, ValueError, struct.error) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, struct.error) as error:
         raise CorruptError(f"damaged plain value with tag {data.get('$')!r}: {error}") from None
 
 
 def _decode_tagged(data: dict[str, Any], extern: Callable[[Json], object] | None, depth: int) -> Any:
     tag = data["$"]
+    if tag in ("tuple", "dict", "ordered", "counter") and type(data["v"]) is not list:
+        raise CorruptError(f"a {tag} is not a list of what is in it")
+    if tag == "str":
+        return bytes.fromhex(data["v"]).decode("utf-32-be", "surrogatepass")
     if tag == "int":
         return int(data["v"], 16)
     if tag == "float":
@@ -110,7 +128,9 @@ def _decode_tagged(data: dict[str, Any], extern: Callable[[Json], object] | None
     if tag == "tuple":
         return tuple(decode(v, extern, depth + 1) for v in data["v"])
     if tag in ("dict", "ordered", "counter"):
-        pairs = [(key, decode(v, extern, depth + 1)) for key, v in data["v"]]
+        pairs = [(decode(key, None, depth + 1), decode(v, extern, depth + 1)) for key, v in data["v"]]
+        if not all(type(key) in (str, int) for key, _ in pairs):
+            raise CorruptError("a key is neither str nor int")
         if tag == "dict":
             return dict(pairs)
         return OrderedDict(pairs) if tag == "ordered" else Counter(dict(pairs))
@@ -121,10 +141,19 @@ def _decode_tagged(data: dict[str, Any], extern: Callable[[Json], object] | None
     raise CorruptError(f"unknown tag {tag!r}: written by a newer version?")
 
 
-def _numpy_scalar(dtype: str, raw: bytes) -> np.generic:
+def plain_dtype(text: object) -> np.dtype[Any]:
+    """The dtype that numpy calls so. Only the plain form: numpy itself also reads structures and expressions."""
     import numpy as np
 
-    kind = np.dtype(dtype)
+    if not isinstance(text, str) or not _DTYPE.fullmatch(text):
+        raise CorruptError(f"not a plain numpy dtype: {text!r:.80}")
+    return np.dtype(text)
+
+
+def _numpy_scalar(dtype: object, raw: bytes) -> np.generic:
+    import numpy as np
+
+    kind = plain_dtype(dtype)
     if kind.kind not in "biufcmM" or kind.itemsize != len(raw):
         raise CorruptError(f"not a numpy scalar: {dtype!r}")
     found: np.generic = np.frombuffer(raw, kind)[0]

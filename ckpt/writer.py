@@ -30,6 +30,7 @@ import psutil
 
 from ckpt import commit, events, link, retain
 from ckpt.arena import Arena, Label
+from ckpt.codec import blob_digest
 from ckpt.errors import CheckpointError, FencedError, SaveError, UsageError, WriterError, to_wire
 from ckpt.link import Channel, Message
 from ckpt.log import Acquire, RunLog
@@ -42,6 +43,7 @@ from ckpt.write import Snapshot, digest_blobs, write_part
 
 NICE = 10
 RETRY_S = 5.0
+MAX_LAYOUTS = 256  # far more than a trainer believes us to have
 MEMORY_SHARE = 0.8  # of the available memory, that an arena may take
 
 
@@ -95,6 +97,9 @@ class Writer:
         with contextlib.suppress(FileNotFoundError):
             if os.stat(self.path).st_ino == self.inode:
                 os.unlink(self.path)
+                output = self.path.removesuffix(".sock") + ".log"
+                if os.path.getsize(output) == 0:
+                    os.unlink(output)
 
     inode = 0  # of our socket, so that we never remove a successor's
 
@@ -310,6 +315,10 @@ class Writer:
     async def do_layout(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
         layout = Layout.from_json(message["layout"])
         self.layouts[layout.digest] = layout
+        if len(self.layouts) > MAX_LAYOUTS:  # shapes that keep changing; the trainer sends again what it forgot
+            used = {label.layout for arena in self.arenas.values() for _, label in arena.sealed()}
+            recent = list(self.layouts)[-MAX_LAYOUTS // 2 :]
+            self.layouts = {key: self.layouts[key] for key in self.layouts if key in used or key in recent}
         return {}, ()
 
     async def do_write(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
@@ -345,6 +354,8 @@ class Writer:
         tier.in_flight.add(attempt)
         try:
             async with tier.busy:
+                if attempt in tier.log.state.commits:
+                    return  # a predecessor did it, and could not say so
                 number = self.tries.get(attempt, self.first_try)
                 self.tries[attempt] = number + 1
                 values = json.loads(bytes(arena.values(slot, label)))
@@ -352,7 +363,7 @@ class Writer:
                 tier.log.check_owner(self._mine())
                 written = await write_part(tier.log.store, snapshot, number=number, reason=reason)
                 await commit.commit(tier.log, self._mine(), [written])
-            self.digests[attempt] = written.table.digest.tobytes()
+            self.digests[attempt] = written.table.digest.tobytes() + blob_digest(arena.values(slot, label))
             events.log.info("step %d is a checkpoint in %s", attempt.step, tier.url)
         finally:
             tier.in_flight.discard(attempt)
@@ -410,7 +421,8 @@ class Writer:
             for slot, label in arena.sealed():
                 layout = self.layouts.get(label.layout)
                 if layout is not None and label.attempt is not None and label.attempt not in self.digests:
-                    self.digests[label.attempt] = digest_blobs(layout, arena.data(slot, label.data_size))
+                    blobs = digest_blobs(layout, arena.data(slot, label.data_size))
+                    self.digests[label.attempt] = blobs + blob_digest(arena.values(slot, label))
 
     async def _drain(self, adoptions: int) -> bool:
         """Write every sealed snapshot that is not durable yet to the nearest tier, newest first. False: try again."""

@@ -16,11 +16,12 @@ import ckpt
 
 STEPS = 1500
 
+torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128))
 optim = torch.optim.AdamW(model.parameters())
 state = {"model": model, "optim": optim, "rng": ckpt.RNG()}
 
-with ckpt.Checkpointer(state, sys.argv[1]) as cp:
+with ckpt.Checkpointer(state, sys.argv[1] if sys.argv[1:] else "runs/plain") as cp:
     start = cp.restore(default=0)
     print(f"starts at step {start}", flush=True)
     for step in range(start, STEPS):
@@ -31,6 +32,6 @@ with ckpt.Checkpointer(state, sys.argv[1]) as cp:
         optim.step()
         cp.step(step + 1)
         if (step + 1) % 100 == 0:
-            print(f"step {step + 1}: loss {loss.item():.4f}", flush=True)
+            print(f"step {step + 1}: loss {loss.item():.6f}", flush=True)
 
 print(f"done: {STEPS} steps")

@@ -64,6 +64,7 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
         nn.init.normal_(self.embed.weight, std=0.02)
+        nn.init.normal_(self.place.weight, std=0.02)
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ class Disk:
     """Plain system calls, blocking. Raises OSError."""
 
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
-        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+        # O_NONBLOCK means nothing to a file, and keeps us from waiting for the other end of a pipe with a file's name.
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
 
     def mkdir(self, path: str) -> None:
         os.mkdir(path, 0o700)

@@ -17,6 +17,7 @@ import errno
 import mmap
 import os
 import secrets
+import stat
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
@@ -55,6 +56,7 @@ class LocalStore:
         if writable:
             with _errors(self.url, self.root):
                 self._make_root()
+                self._sync_folders()
 
     # -- small objects --
 
@@ -63,7 +65,9 @@ class LocalStore:
         try:
             await self._put(path, data, create)
         except FullError:
-            if not key.startswith("log/") or not await self._run(self._give_up_reserve):
+            # FORMAT.json as well: a run is opened by trying to create it, also where the disk is full.
+            vital = key.startswith("log/") or key == "FORMAT.json"
+            if not vital or not await self._run(self._give_up_reserve):
                 raise
             await self._put(path, data, create)
         else:
@@ -86,7 +90,12 @@ class LocalStore:
                     await self._run(self.disk.fsync, file.fileno())
                 if log:
                     point("log.synced")
-                await self._run(self.disk.link if create else self.disk.replace, temporary, path)
+                try:
+                    await self._run(self.disk.link if create else self.disk.replace, temporary, path)
+                except FileExistsError:
+                    await self._run(self.disk.fsync_dir, folder)  # perhaps our own: the caller will take it for durable
+                    raise
+                self._forget_reader(path)
                 if log:
                     point("log.linked")
                 await self._run(self.disk.fsync_dir, folder)
@@ -100,7 +109,10 @@ class LocalStore:
     async def head(self, key: str) -> ObjectInfo:
         path = self._path(key)
         with _errors(self.url, path):
-            return ObjectInfo(key, (await self._run(os.lstat, path)).st_size)
+            found = await self._run(os.lstat, path)
+        if not stat.S_ISREG(found.st_mode):
+            raise NotFoundError(f"{path} is not a file")
+        return ObjectInfo(key, found.st_size)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         for info in await self._run(self._scan, prefix):
@@ -108,9 +120,7 @@ class LocalStore:
 
     async def delete(self, key: str) -> None:
         path = self._path(key)
-        with self._reading_lock:
-            if (reader := self._reading.pop(path, None)) is not None:
-                reader.release()  # or the disk space would stay taken
+        self._forget_reader(path)  # or the disk space would stay taken
         with _errors(self.url, path), contextlib.suppress(FileNotFoundError):
             await self._run(self.disk.unlink, path)
 
@@ -131,7 +141,8 @@ class LocalStore:
             direct = self._try_direct(path, os.O_WRONLY)
         except BaseException:
             self.disk.close(buffered)
-            self.disk.unlink(path)
+            with contextlib.suppress(OSError):
+                self.disk.unlink(path)
             raise
         return LocalUpload(self, path, size, buffered, direct)
 
@@ -152,6 +163,8 @@ class LocalStore:
         with _errors(self.url, path):
             if length is None:
                 async with aiofiles.open(path, "rb", buffering=0, opener=self._opener) as file:
+                    if start > os.fstat(file.fileno()).st_size:
+                        raise StoreError(f"{path} ends before byte {start}")
                     await file.seek(start)
                     return memoryview(await file.read())
             return await self._run(self._read_range, path, start, length, into)
@@ -175,6 +188,12 @@ class LocalStore:
             reader.users += 1
             return reader
 
+    def _forget_reader(self, path: str) -> None:
+        """The name means another file now, or none."""
+        with self._reading_lock:
+            if (reader := self._reading.pop(path, None)) is not None:
+                reader.release()
+
     # -- folders and the reserve --
 
     def _path(self, key: str) -> str:
@@ -193,8 +212,17 @@ class LocalStore:
         if not Path(self.root).is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "not a folder", self.root)
 
+    def _sync_folders(self) -> None:
+        """Names that a killed process left unsynced are visible: make them stay before anything builds on them."""
+        with contextlib.suppress(OSError):  # not ours, perhaps; it matters only if the root was made a moment ago
+            self.disk.fsync_dir(os.path.dirname(self.root))
+        self.disk.fsync_dir(self.root)
+        for entry in list(os.scandir(self.root)):
+            if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+                self.disk.fsync_dir(entry.path)
+
     def _make_folders(self, folder: str) -> None:
-        if folder in self._known_folders:
+        if folder in self._known_folders and os.path.isdir(folder):  # somebody may have removed it beneath us
             return
         try:
             self.disk.mkdir(folder)
@@ -265,7 +293,10 @@ class LocalUpload:
     def __init__(self, store: LocalStore, path: str, size: int, buffered: int, direct: int | None) -> None:
         self._store, self._path, self._size = store, path, size
         self._buffered, self._direct = buffered, direct
+        self._files = [fd for fd in (buffered, direct) if fd is not None]
+        self._users = 1  # this object, and each write in progress: the last one closes the files
         self._open = True
+        self._lock = threading.Lock()
 
     async def write_at(self, offset: int, view: memoryview) -> None:
         if offset + len(view) > self._size:
@@ -274,15 +305,27 @@ class LocalUpload:
             await self._store._run(self._write, offset, view)
 
     def _write(self, offset: int, view: memoryview) -> None:
+        """In a thread, which may outlast the upload: a cancelled write goes on, and must not meet a closed descriptor,
+        whose number may be another file's by then."""
+        with self._lock:
+            if not self._open:
+                return  # given up meanwhile
+            self._users += 1
+        try:
+            self._write_all(offset, view)
+        finally:
+            self._release()
+
+    def _write_all(self, offset: int, view: memoryview) -> None:
         while view:
             pages = len(view) // PAGE * PAGE if offset % PAGE == 0 else 0
-            if pages and self._direct is not None and _address(view) % PAGE == 0:
+            direct = self._direct
+            if pages and direct is not None and _address(view) % PAGE == 0:
                 try:
-                    written = self._store.disk.pwrite(self._direct, view[:pages], offset)
+                    written = self._store.disk.pwrite(direct, view[:pages], offset)
                 except OSError as error:
                     if error.errno != errno.EINVAL:  # EINVAL: this disk wants a coarser alignment
                         raise
-                    self._store.disk.close(self._direct)
                     self._direct = None
                     continue
             else:
@@ -309,17 +352,23 @@ class LocalUpload:
         await self._store._run(self._abort)
 
     def _abort(self) -> None:
-        if self._open:
-            self._close()
+        self._close()
         with contextlib.suppress(OSError):  # gone already, or a disk beyond help: clean-up will find it
             self._store.disk.unlink(self._path)
 
     def _close(self) -> None:
-        self._open = False
-        for fd in (self._buffered, self._direct):
-            if fd is not None:
-                with contextlib.suppress(OSError):
-                    self._store.disk.close(fd)
+        with self._lock:
+            was_open, self._open = self._open, False
+        if was_open:
+            self._release()
+
+    def _release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            last = self._users == 0
+        for fd in self._files if last else ():
+            with contextlib.suppress(OSError):
+                self._store.disk.close(fd)
 
 
 class _Reader:
@@ -369,7 +418,7 @@ class _Reader:
             if count <= 0:
                 raise StoreError(f"{self._path} ended early, at {offset + done} of {self._size} bytes")
             done += count
-            if done < needed and done % PAGE:  # a direct read that stops inside a page cannot be continued
+            if fd == self._direct and done < needed and done % PAGE:  # a direct read that stops inside a page cannot be continued
                 raise OSError(errno.EINVAL, "short direct read", self._path)
 
 

@@ -32,12 +32,12 @@ class MemoryStore:
     ) -> memoryview:
         size = (await self.head(key)).size
         end = size if length is None else start + length
-        if end > size:
+        if end > size or start > size:
             raise StoreError(f"{key} holds {size} bytes, {end} were asked for")
         return memoryview(self.objects[key])[start:end]
 
     async def head(self, key: str) -> ObjectInfo:
-        if key not in self.objects:
+        if check_key(key) not in self.objects:
             raise NotFoundError(f"{key} is not in {self.url}")
         return ObjectInfo(key, len(self.objects[key]))
 
@@ -47,7 +47,7 @@ class MemoryStore:
                 yield ObjectInfo(key, len(self.objects[key]))
 
     async def delete(self, key: str) -> None:
-        self.objects.pop(key, None)
+        self.objects.pop(check_key(key), None)
 
     async def aclose(self) -> None:
         pass

@@ -1,0 +1,441 @@
+"""The command `ckpt`: look at runs from a shell. It needs no torch and changes nothing.
+
+Exit codes: 0 fine or equal; 1 damaged or different; 2 wrong usage, or it cannot be read (stderr says why).
+
+What a checkpoint contains is not trusted: `safe` takes control characters out of all that a person gets to see, and
+rich gets it as plain text, never as markup. JSON is one document on stdout, in ASCII, without tensor data; what JSON
+cannot say (NaN, bytes) is text in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fnmatch
+import json
+import logging
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckpt import __version__
+from ckpt.codec import file_digest
+from ckpt.errors import CheckpointError, CorruptError, FormatError, NotFoundError, StoreError
+from ckpt.events import log as logger
+from ckpt.log import Commit, RunLog
+from ckpt.manifest import MAX_JSON, pack_key, part_key, read_format
+from ckpt.store import get_small, open_store
+
+if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
+    from ckpt.read import Manifest
+
+OnBytes = Callable[[int], None] | None
+
+PARALLEL = 64  # small files read at once
+SHOWN, WIDTH = 20, 60  # how many problems, and how much of a value, a person gets to see
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="ckpt")
+def cli() -> None:
+    """Look at runs of everystep. URL is what a Checkpointer was given: a folder, or a URL such as file:///data/run1."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code."""
+    logger.addHandler(SAYING)  # once, however often this is called
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a name need not fit the terminal's encoding
+    try:
+        status = cli.main(arguments, prog_name="ckpt", standalone_mode=False)
+        print(end="", flush=True)
+        return int(status or 0)
+    except click.ClickException as error:
+        error.show()
+    except click.Abort:
+        return 130
+    except SystemExit:  # click's way of leaving when a pipe is closed
+        return 141  # as a shell says of SIGPIPE
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails as well
+        return 141
+    except CheckpointError as error:
+        say(str(error))
+    except MemoryError:
+        say("not enough memory: comparing a tensor takes twice its size, so use a larger machine")
+    return 2
+
+
+class Saying(logging.Handler):
+    """What the library warns about while it reads."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"WARNING: {record.getMessage()}")
+
+
+SAYING = Saying(logging.WARNING)
+
+
+def example(*lines: str) -> str:
+    return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+step_option = click.option("--step", type=click.IntRange(min=0), help="This step instead of the newest.")
+
+
+@cli.command(epilog=example("ckpt ls runs/exp1", "ckpt ls runs/exp1 --json | jq '.checkpoints[0].step'"))
+@click.argument("url")
+@json_option
+def ls(url: str, as_json: bool) -> int:
+    """List the checkpoints of a run, newest first."""
+    found = asyncio.run(_ls(url))
+    if as_json:
+        return print_json(found)
+    rows = []
+    for row in found["checkpoints"]:
+        when = datetime.fromisoformat(row["created"]).astimezone().strftime("%F %T") if row["created"] else "?"
+        history = "newest" if row["newest"] else "" if row["in_history"] else "undone by a rollback"
+        rows.append((row["step"], row["attempt"], when, human(row["bytes"]), row["ranks"], row["reason"], history))
+    print(safe(found["url"]))
+    print_table(("step", "attempt", "when", "size", "ranks", "why", "history"), rows)
+    return 0
+
+
+async def _ls(url: str) -> dict[str, Any]:
+    async with opened(url) as log:
+        commits, created = newest_first(log), []
+        for start in range(0, len(commits), PARALLEL):
+            created += await asyncio.gather(*(created_at(log, c) for c in commits[start : start + PARALLEL]))
+        history = {c.attempt: i for i, c in enumerate(log.state.lineage())}
+        rows = [
+            {
+                "step": c.step,
+                "attempt": str(c.attempt),
+                "created": when,
+                "bytes": size,
+                "ranks": c.world,
+                "reason": c.reason,
+                "newest": history.get(c.attempt) == 0,
+                "in_history": c.attempt in history,
+            }
+            for c, when, size in zip(commits, created, await sizes_of(log, commits), strict=True)
+            if c.attempt in log.state.commits  # not retired while we looked
+        ]
+        return {"url": log.store.url, "damaged_records": log.state.damaged, "checkpoints": rows}
+
+
+async def created_at(log: RunLog, commit: Commit) -> str | None:
+    """When rank 0 finished its part, in UTC; None, and a word about it, if the part cannot tell."""
+    try:
+        rank, number, digest = commit.parts[0]
+        key = part_key(commit.attempt, rank, number)
+        raw = await get_small(log.store, key, MAX_JSON)
+        if file_digest(raw) != digest:  # with the right digest, the part needs no check field by field
+            raise CorruptError(f"{key} is not the part that was committed: its digest differs")
+        return datetime.fromtimestamp(json.loads(bytes(raw))["created"], UTC).isoformat(timespec="seconds")
+    except (StoreError, CorruptError, LookupError, OSError, OverflowError, TypeError, ValueError) as error:
+        if await still_live(log, commit):
+            say(f"WARNING: step {commit.step} is damaged: {error}. `ckpt verify --all` says more")
+        return None
+
+
+@cli.command(epilog=example("ckpt show runs/exp1", "ckpt show runs/exp1 --step 500 --only 'model.*.weight'"))
+@click.argument("url")
+@step_option
+@click.option("--only", metavar="PATTERN", help="Only tensors whose name matches this shell pattern.")
+@json_option
+def show(url: str, step: int | None, only: str | None, as_json: bool) -> int:
+    """Say what a checkpoint consists of: tensors, plain values, files."""
+    found = asyncio.run(_show(url, step, only))
+    if as_json:
+        return print_json(found)
+    print(safe(f"step {found['step']} of {found['url']}, attempt {found['attempt']}, ranks: {found['ranks']}"))
+    tensors = [(t["name"], t["dtype"], t["shape"], human(t["bytes"]), t["alias_of"] or "") for t in found["tensors"]]
+    print_table(("tensor", "dtype", "shape", "size", "same memory as"), tensors)
+    if only is None:
+        print_table(("component", "kind"), [(c["path"], c["kind"]) for c in found["components"]])
+        print_table(("value", "type", "is"), [(v["path"], v["type"], short(v["value"])) for v in found["values"]])
+        print_table(("pack", "size"), [(p["key"], human(p["size"])) for p in found["packs"]])
+    print(f"{found['distinct_tensors']} tensors, {human(found['tensor_bytes'])}")
+    return 0
+
+
+async def _show(url: str, step: int | None, only: str | None) -> dict[str, Any]:
+    from ckpt import compare
+
+    async with opened(url) as log:
+        manifest = await manifest_of(log, step)
+        tensors = [
+            t for t in compare.tensors_of(manifest).values() if only is None or fnmatch.fnmatchcase(t.name, only)
+        ]
+        if only is not None and not tensors:
+            raise click.UsageError(f"no tensor of step {manifest.commit.step} matches {only!r}; * stands for anything")
+        distinct, entries = [t for t in tensors if t.alias_of is None], compare.entries_of(manifest)
+        return {
+            "url": log.store.url,
+            "damaged_records": log.state.damaged,
+            "step": manifest.commit.step,
+            "attempt": str(manifest.attempt),
+            "ranks": manifest.commit.world,
+            "tensors": [asdict(t) for t in tensors],
+            "distinct_tensors": len(distinct),
+            "tensor_bytes": sum(t.bytes for t in distinct),
+            "components": [{"path": path, "kind": str(facts.get("kind"))} for path, (facts, _) in entries.items()],
+            "values": [
+                {"path": path, "type": type(value).__name__, "value": compare.jsonable(value)}
+                for start in entries
+                for path, value in compare.leaves_of(entries, start)
+            ],
+            "packs": [asdict(pack) for part in manifest.parts for pack in part.packs],
+        }
+
+
+@cli.command(epilog=example("ckpt verify runs/exp1", "ckpt verify runs/exp1 --all --json"))
+@click.argument("url")
+@step_option
+@click.option("--all", "every", is_flag=True, help="Every checkpoint instead of the newest.")
+@json_option
+def verify(url: str, step: int | None, every: bool, as_json: bool) -> int:
+    """Read every byte of a checkpoint and check it. Exit code 1 if anything is damaged, the log included."""
+    if every and step is not None:
+        raise click.UsageError("--step and --all exclude each other")
+    found = asyncio.run(_verify(url, step, every))
+    if as_json:
+        print_json(found)
+    else:
+        print_table(("step", "attempt", "verdict"), [tuple(c.values())[:3] for c in found["checkpoints"]])
+        for problems in (found["problems"], *(c["problems"] for c in found["checkpoints"])):
+            print("".join(f"{safe(problem)}\n" for problem in problems[:SHOWN]), end="")
+            if len(problems) > SHOWN:
+                print(f"and {len(problems) - SHOWN} more; --json shows all")
+    return 1 if found["problems"] or any(c["problems"] for c in found["checkpoints"]) else 0
+
+
+async def _verify(url: str, step: int | None, every: bool) -> dict[str, Any]:
+    async with opened(url) as log:
+        problems = [f"log record {seq} is damaged or missing" for seq in log.state.damaged]
+        try:
+            read_format(await log.store.get("FORMAT.json"))
+        except (CorruptError, StoreError) as error:  # the log made up for it
+            problems.append(str(error))
+        commits = to_verify(log, step, every)
+        with progress("verifying", sum(await sizes_of(log, commits))) as on_bytes:
+            checkpoints = [await examine(log, commit, on_bytes) for commit in commits]
+        return {"url": log.store.url, "problems": problems, "checkpoints": checkpoints}
+
+
+def to_verify(log: RunLog, step: int | None, every: bool) -> list[Commit]:
+    """NoCheckpointError if there is none; but if log records are damaged, that is what has to be said."""
+    from ckpt import read
+
+    if every and log.state.commits:
+        return newest_first(log)
+    if step is None and log.state.damaged and not log.state.lineage():
+        return []
+    return [read.choose(log, step)]
+
+
+async def examine(log: RunLog, commit: Commit, on_bytes: OnBytes = None) -> dict[str, Any]:
+    """One checkpoint's verdict: sound, damaged, or retired while we looked."""
+    from ckpt import read
+
+    problems = await read.verify(log.store, commit, on_bytes=on_bytes)
+    verdict = "damaged" if problems else "sound"
+    if problems and not await still_live(log, commit):
+        problems, verdict = [], "retired"
+    return {"step": commit.step, "attempt": str(commit.attempt), "verdict": verdict, "problems": problems}
+
+
+@cli.command(epilog=example("ckpt diff runs/exp1@500 runs/exp1@600", "ckpt diff runs/exp1 runs/exp2 --json"))
+@click.argument("a")
+@click.argument("b")
+@json_option
+def diff(a: str, b: str, as_json: bool) -> int:
+    """Compare two checkpoints, each given as URL or URL@STEP. Exit code 1 if they differ in anything.
+
+    Only tensors whose digests differ are read, one at a time.
+    """
+    found = asyncio.run(_diff(a, b))
+    if as_json:
+        print_json(found)
+    else:
+        if not found["equal"]:
+            print_table(("difference", "name", "A", "B"), list(diff_rows(found)))
+        print("equal" if found["equal"] else "different")
+    return 0 if found["equal"] else 1
+
+
+async def _diff(a: str, b: str) -> dict[str, Any]:
+    from ckpt import compare
+
+    (url_a, step_a), (url_b, step_b) = split_step(a), split_step(b)
+    async with opened(url_a) as log_a, opened(url_b) as log_b:
+        one, two = await manifest_of(log_a, step_a), await manifest_of(log_b, step_b)
+        here, there = compare.tensors_of(one), compare.tensors_of(two)
+        shared = [t for name, t in here.items() if name in there]
+        alike = [t for t in shared if t == there[t.name] and t.alias_of is None]
+        suspects = [t for t in alike if compare.digests_of(one, t) != compare.digests_of(two, t)]
+        with progress("comparing", 2 * sum(t.bytes for t in suspects)) as on_bytes:
+            differing = await compare.differing_tensors((log_a, one), (log_b, two), suspects, on_bytes)
+        found: dict[str, Any] = {
+            "only_in_a": [name for name in here if name not in there],
+            "only_in_b": [name for name in there if name not in here],
+            "changed": [
+                {"name": t.name, "a": asdict(t), "b": asdict(there[t.name])} for t in shared if t != there[t.name]
+            ],
+            "tensors": differing,
+            "values": list(compare.differing_values(compare.entries_of(one), compare.entries_of(two))),
+        }
+        sides = {
+            side: {"url": log.store.url, "step": manifest.commit.step, "attempt": str(manifest.attempt)}
+            for side, log, manifest in (("a", log_a, one), ("b", log_b, two))
+        }
+        return {**sides, "equal": not any(found.values()), **found}
+
+
+def diff_rows(found: dict[str, Any]) -> Iterator[tuple[object, ...]]:
+    """What a person reads: difference, name, A, B."""
+    yield from (("only in A", name, "", "") for name in found["only_in_a"])
+    yield from (("only in B", name, "", "") for name in found["only_in_b"])
+    for row in found["changed"]:
+        yield "changed", row["name"], *(f"{t['dtype']} {t['shape']}" + same_as(t) for t in (row["a"], row["b"]))
+    for row in found["tensors"]:
+        most = "" if row["max_abs_difference"] is None else f"by at most {row['max_abs_difference']}"
+        yield "bytes", row["name"], f"{row['differing']} of {row['elements']} elements", most
+    for row in found["values"]:
+        yield "value", row["path"], *("" if row["only_in"] not in (None, side) else short(row[side]) for side in "ab")
+
+
+def same_as(tensor: dict[str, Any]) -> str:
+    return f", the same memory as {tensor['alias_of']}" if tensor["alias_of"] else ""
+
+
+# -- what commands share --
+
+
+@contextlib.asynccontextmanager
+async def opened(url: str) -> AsyncIterator[RunLog]:
+    """A run's log. FormatError if there is no run; damaged records are said on stderr."""
+    log = RunLog(open_store(url))
+    try:
+        try:
+            await log.open()
+        except FormatError as error:
+            there = [info async for info in log.store.list("FORMAT.json")]
+            raise (
+                error if there else FormatError(f"{error}. Give the folder or URL that a Checkpointer saves to")
+            ) from None
+        if damaged := log.state.damaged:
+            records = ", ".join(map(str, damaged[:SHOWN])) + ", …" * (len(damaged) > SHOWN)
+            say(f"WARNING: damaged or missing log records in {log.store.url}: {records}. Checkpoints may be missing")
+        yield log
+    finally:
+        await log.store.aclose()
+
+
+async def manifest_of(log: RunLog, step: int | None) -> Manifest:
+    from ckpt import read
+
+    commit = read.choose(log, step)
+    try:
+        manifest = await read.load_manifest(log.store, commit)
+    except (CorruptError, NotFoundError) as error:
+        what = f"is damaged ({error})" if await still_live(log, commit) else "was retired while it was read"
+        raise CorruptError(f"step {commit.step} {what}: choose another, see `ckpt ls`") from None
+    if commit.world != 1:
+        raise FormatError(f"step {commit.step} was saved by {commit.world} ranks: this version cannot look into it")
+    return manifest
+
+
+async def still_live(log: RunLog, commit: Commit) -> bool:
+    """Whether what could not be read ought to be there; a running job may have retired it."""
+    return commit.attempt in (await log.refresh()).commits
+
+
+def newest_first(log: RunLog) -> list[Commit]:
+    return sorted(log.state.commits.values(), key=lambda c: c.attempt, reverse=True)
+
+
+async def sizes_of(log: RunLog, commits: list[Commit]) -> list[int]:
+    """Bytes of the packs that each checkpoint wrote."""
+    found = {info.key: info.size async for info in log.store.list("packs/")}
+    return [sum(found.get(pack_key(c.attempt, rank, number), 0) for rank, number, _ in c.parts) for c in commits]
+
+
+def split_step(text: str) -> tuple[str, int | None]:
+    """URL or URL@STEP. A folder whose name itself ends like that is given with a slash behind it."""
+    url, _, step = text.rpartition("@")
+    return (url, int(step)) if url and step.isascii() and step.isdigit() else (text, None)
+
+
+# -- what people see --
+
+
+def safe(text: object) -> str:
+    """Without anything that a terminal would obey."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def say(text: str) -> None:
+    click.echo(f"ckpt: {safe(text)}", err=True)
+
+
+def short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= WIDTH else f"{text[:WIDTH]}…"
+
+
+def human(size: int) -> str:
+    from rich import filesize
+
+    return filesize.decimal(size)
+
+
+def print_json(found: dict[str, Any]) -> int:
+    print(json.dumps(found, indent=2, allow_nan=False))
+    return 0
+
+
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """On a terminal, long cells go on in the next line; in a pipe, a row is a line."""
+    from rich.console import Console
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    columns = [
+        Column(t, overflow="fold", justify="right" if t in ("step", "size", "ranks") else "left") for t in titles
+    ]
+    table = Table(*columns, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*(Text(safe(cell)) for cell in row))
+    console = Console(width=None if sys.stdout.isatty() else 1 << 20)
+    with console.capture() as captured:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()), end="\n\n")
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int) -> Iterator[OnBytes]:
+    """A bar on stderr, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich import progress as parts
+    from rich.console import Console
+
+    columns = (parts.TextColumn(what), parts.BarColumn(), parts.DownloadColumn(), parts.TransferSpeedColumn())
+    console = Console(stderr=True)
+    with parts.Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

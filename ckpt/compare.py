@@ -1,0 +1,168 @@
+"""What a checkpoint consists of, and how two of them differ: plain values out of manifests, without torch."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt import read, values
+from ckpt.errors import CorruptError
+from ckpt.log import RunLog
+from ckpt.manifest import canonical
+from ckpt.plan import BITS
+from ckpt.read import Manifest
+
+Rows = npt.NDArray[np.uint8]  # one row of bytes an element
+OnBytes = Callable[[int], None] | None
+Entries = dict[str, tuple[dict[str, Any], Any]]  # by path: what never changes about it, and its plain values as stored
+
+CHUNK = 1 << 20  # elements compared at once
+FLOATING = {"F16": "<f2", "BF16": "", "F32": "<f4", "F64": "<f8", "C64": "<c8", "C128": "<c16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A name; `alias_of`: the tensor that it shares memory with and under which its bytes are stored."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    alias_of: str | None
+
+
+class Reference(str):
+    """Stands among plain values for the tensor of that name."""
+
+    __repr__ = str.__str__
+
+
+def tensors_of(manifest: Manifest) -> dict[str, Tensor]:
+    """All names, those that stand for another's memory included."""
+    layout = manifest.layout()
+    own = {t.name: Tensor(t.name, t.dtype, t.shape, t.nbytes, None) for t in layout.tensors}
+    return own | {name: replace(own[of], name=name, alias_of=of) for name, of in layout.aliases.items()}
+
+
+def shard_of(manifest: Manifest, tensor: Tensor) -> int:
+    """The shard that is all of a tensor; CorruptError if table and layout do not agree about it."""
+    found = manifest.table.by_name.get(tensor.name, [])
+    shard = manifest.table.shards[found[0]] if len(found) == 1 else None
+    if shard is None or (shard.dtype, shard.global_shape, shard.sizes) != (tensor.dtype, tensor.shape, tensor.shape):
+        raise CorruptError(f"{tensor.name} is not in the table of step {manifest.commit.step} as the layout has it")
+    return found[0]
+
+
+def digests_of(manifest: Manifest, tensor: Tensor) -> bytes:
+    """Of a tensor's blobs: equal ones mean equal bytes."""
+    shard, starts = shard_of(manifest, tensor), manifest.table.starts
+    blobs = slice(int(starts[shard]), int(starts[shard + 1]))
+    return manifest.table.length[blobs].tobytes() + manifest.table.digest[blobs].tobytes()
+
+
+async def differing_tensors(
+    one: tuple[RunLog, Manifest], two: tuple[RunLog, Manifest], suspects: list[Tensor], on_bytes: OnBytes = None
+) -> list[dict[str, Any]]:
+    """How much tensors differ that are alike in dtype and shape, and not in their digests."""
+    found = []
+    for t in suspects:
+        a, b = await asyncio.gather(rows_of(*one, t, on_bytes), rows_of(*two, t, on_bytes))
+        count, most = difference(a, b, t.dtype)
+        row = {"name": t.name, "dtype": t.dtype, "elements": len(a), "differing": count}
+        found.append({**row, "max_abs_difference": jsonable(most)})
+    return found
+
+
+async def rows_of(log: RunLog, manifest: Manifest, tensor: Tensor, on_bytes: OnBytes) -> Rows:
+    """A verified tensor: one row of bytes an element."""
+    whole, reads = np.empty(tensor.bytes, np.uint8), read.plan_reads(manifest.table, [shard_of(manifest, tensor)])
+
+    def sink(_: int, offset: int, data: memoryview) -> None:
+        whole[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+
+    await read.fetch(log.store, manifest.table, reads, sink, on_bytes=on_bytes)
+    return whole.reshape(-1, BITS[tensor.dtype] // 8)
+
+
+def difference(a: Rows, b: Rows, dtype: str) -> tuple[int, float | None]:
+    """How many elements differ in any bit, and by how much at most: None where numpy cannot tell."""
+    count, most = 0, None
+    for start in range(0, len(a), CHUNK):
+        x, y = a[start : start + CHUNK], b[start : start + CHUNK]
+        where = (x != y).any(axis=1)
+        count += int(where.sum())
+        if where.any() and dtype in FLOATING:
+            with np.errstate(all="ignore"):
+                here = np.abs(as_floats(x[where], dtype) - as_floats(y[where], dtype)).max()
+            most = float(here if most is None else np.maximum(most, here))  # NaN stays NaN
+    return count, most
+
+
+def as_floats(rows: Rows, dtype: str) -> npt.NDArray[Any]:
+    if dtype == "BF16":  # the upper half of a float32
+        return (rows.view("<u2").astype("<u4") << 16).view("<f4").astype("<f8")
+    return rows.view(FLOATING[dtype]).astype("<c16" if dtype.startswith("C") else "<f8")
+
+
+def entries_of(manifest: Manifest) -> Entries:
+    """What the state consists of, by path."""
+    found: Entries = {}
+    try:
+        for component, raw in zip(manifest.layout().components, manifest.parts[0].values, strict=True):
+            facts = {key: value for key, value in component.items() if key != "names"}
+            found[values.show(tuple(component["path"]))] = (facts, raw)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptError(f"the layout of step {manifest.commit.step} is damaged: {error}") from None
+    return found
+
+
+def leaves_of(entries: Entries, start: str, *, apart: bool = False) -> Iterator[tuple[str, Any]]:
+    """The plain values of an entry, decoded, by path; tensors among them as references."""
+    facts, raw = entries.get(start, ({}, None))
+    if raw is not None or facts.get("kind") == "plain":
+        decoded = values.decode(raw, lambda tagged: Reference(f"<{tagged['$']} {tagged['name']}>"))
+        yield from leaves(start, decoded, apart)
+
+
+def leaves(path: str, value: Any, apart: bool) -> Iterator[tuple[str, Any]]:
+    """All that is not a container, by path. Flat lists are left whole, unless to be taken apart."""
+    nested = isinstance(value, (list, tuple)) and (apart or any(isinstance(v, (dict, list, tuple)) for v in value))
+    if not value or not (nested or isinstance(value, dict)):
+        yield path, value
+        return
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from leaves(f"{path}.{key}", item, apart)
+
+
+def differing_values(a: Entries, b: Entries) -> Iterator[dict[str, Any]]:
+    """Plain values that differ, by path."""
+    for start in dict.fromkeys([*a, *b]):
+        if start in a and start in b and canonical(a[start]) == canonical(b[start]):
+            continue
+        here, there = [
+            {path: (type(v).__name__, jsonable(v)) for path, v in leaves_of(e, start, apart=True)} for e in (a, b)
+        ]
+        paths = [path for path in dict.fromkeys([*here, *there]) if here.get(path) != there.get(path)]
+        for path in paths:
+            only_in = None if path in here and path in there else "a" if path in here else "b"
+            sides = {side: found.get(path, ("", None))[1] for side, found in (("a", here), ("b", there))}
+            yield {"path": path, "only_in": only_in, **sides}
+        if not paths:  # alike in every value and yet not the same: another kind of object, or another order
+            yield {"path": start, "only_in": None, "a": a.get(start), "b": b.get(start)}
+
+
+def jsonable(value: Any) -> Any:
+    """The value if JSON can say it, else text."""
+    if isinstance(value, (list, tuple)):
+        return [jsonable(v) for v in value]
+    if type(value) is float:
+        return value if math.isfinite(value) else str(value)
+    if type(value) is int:
+        return value if abs(value) < 2**53 else hex(value)  # of any length, where decimals have a limit
+    return value if value is None or type(value) in (bool, str) else repr(value)

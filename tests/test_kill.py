@@ -1,0 +1,495 @@
+"""Death at every point: of the trainer, of the writer, of both; and of every kind.
+
+A run is a chain of training processes, each of which is killed somewhere and says, before that, which steps are safe.
+The next one must never start before a step that was said to be safe, and the last must end with the very bits of a run
+that nobody killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import toy
+from conftest import REPO, eventually, killed, run_script, writers
+
+from ckpt import read
+from ckpt.arena import Arena
+from ckpt.events import TRAINER_POINTS, WRITER_POINTS
+from ckpt.mutex import Got
+
+STEPS = 60
+EVERY = 3
+MEMORY, DISK = "memory", "disk"
+OPENING = ("acquire.done", "recover.done")  # where a writer is before training starts
+
+TRAIN = """
+import logging, os, sys
+import ckpt, toy
+
+run, steps, every = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+spares = sys.argv[4:]  # what the writers that replace a killed one are armed with
+
+class NextWriter(logging.Handler):
+    def emit(self, record):
+        if "a new writer has taken over" in record.getMessage():
+            print("replaced", 1, flush=True)
+            os.environ["CKPT_FAIL"] = spares.pop(0) if spares else ""
+
+logging.getLogger("ckpt").addHandler(NextWriter())
+state, open_saves = toy.build(), []
+with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=every, keep=2)]) as cp:
+    os.environ["CKPT_FAIL"] = spares.pop(0) if spares else ""
+    start = cp.restore(default=0)
+    print("start", start, flush=True)
+    for step in range(start + 1, steps + 1):
+        toy.train_step(state)
+        save = cp.step(step)
+        save.staged(60)
+        print("staged", step, flush=True)
+        open_saves += [save] if save.tiers else []
+        for save in [s for s in open_saves if s.status == "committed"]:
+            print("committed", save.step, flush=True)
+            open_saves.remove(save)
+print("closed", steps, flush=True)
+print("digest", toy.digest(state), flush=True)
+"""
+
+
+@dataclass
+class Told:
+    """What the processes of a run have said so far: the newest steps that are safe, and how the last one ended."""
+
+    start: int = 0
+    staged: int = 0
+    committed: int = 0
+    replaced: int = 0
+    digest: str = ""
+
+    def hear(self, output: str) -> None:
+        for line in output.splitlines():
+            word, _, value = line.partition(" ")
+            if word in ("staged", "committed"):
+                setattr(self, word, max(getattr(self, word), int(value)))
+            elif word == "closed":
+                self.committed = self.staged = int(value)
+            elif word == "start":
+                self.start = int(value)
+            elif word == "replaced":
+                self.replaced += 1
+            elif word == "digest":
+                self.digest = value
+
+    def safe(self, tier: str) -> int:
+        """The step that must be there if this tier, and nothing nearer, is left."""
+        return max(self.staged, self.committed) if tier == MEMORY else self.committed
+
+
+@dataclass
+class Chain:
+    """One run, and the processes that train it, one after the other."""
+
+    run: str
+    told: Told
+    left: str = MEMORY  # the nearest tier that the last death has left
+
+    def train(
+        self, fail: str = "", *, steps: int = STEPS, left: str = MEMORY, spares: tuple[str, ...] = ()
+    ) -> subprocess.CompletedProcess[str]:
+        """Train until the end or a death that leaves the tier `left`; the start must not be before what was safe."""
+        safe = self.told.safe(self.left)
+        result = run_script(TRAIN, self.run, steps, EVERY, *spares, fail=fail)
+        self.told.start = -1
+        self.told.hear(result.stdout)
+        if self.told.start >= 0:
+            assert not lost(self.told.start, safe), f"{fail}: {safe} was safe, went on at {self.told.start}"
+        self.left = left if self.told.start >= 0 or left == DISK else self.left
+        return result
+
+    def finish(self, folder: Path) -> None:
+        """Train to the end and look at everything."""
+        result = self.train()
+        assert result.returncode == 0, result.stderr
+        assert self.told.digest == toy.reference(STEPS)
+        assert problems(self.run) == []
+        assert eventually(lambda: not writers(folder)), "a process is left"
+
+
+def lost(start: int, safe: int) -> bool:
+    """Whether a run went on before a step that was acknowledged (oracle O1)."""
+    return start < safe
+
+
+def problems(run: str) -> list[str]:
+    """Damaged log records, and all that is wrong with the bytes of live checkpoints (oracle O2)."""
+
+    async def look() -> list[str]:
+        log = await read.open_run(f"file://{run}")
+        found = [f"log record {seq} is damaged" for seq in log.state.damaged]
+        for commit in log.state.commits.values():
+            found += await read.verify(log.store, commit)
+        await log.store.aclose()
+        return found
+
+    return read.run(look())
+
+
+def steps_on_disk(run: str) -> list[int]:
+    """The checkpoints of the present history, newest first."""
+
+    async def look() -> list[int]:
+        log = await read.open_run(f"file://{run}")
+        await log.store.aclose()
+        return [commit.step for commit in log.state.lineage()]
+
+    return read.run(look())
+
+
+class Trainer:
+    """A training process that one talks to, line by line."""
+
+    def __init__(self, code: str, *arguments: object, fail: str = "", path: str = "") -> None:
+        folders = [*filter(None, [path]), REPO, REPO / "backends", REPO / "tests"]
+        environment = {**os.environ, "CKPT_FAIL": fail, "PYTHONPATH": ":".join(map(str, folders))}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=open("/tmp/p/stderr", "a"),
+            text=True,
+        )
+
+    def read_until(self, word: str) -> str:
+        """Everything that it says up to the line that starts with `word`, or the end."""
+        assert self.process.stdout is not None
+        said = ""
+        for line in self.process.stdout:
+            said += line
+            if line.startswith(word):
+                break
+        return said
+
+    def say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(30)
+
+
+def kill_all(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        process.kill()
+    psutil.wait_procs(processes, 10)
+
+
+@pytest.fixture
+def chain(run_dir: str) -> Chain:
+    return Chain(run_dir, Told())
+
+
+# -- the trainer --
+
+
+def test_trainer_killed_at_every_point(chain: Chain, own_sockets: Path) -> None:
+    """A SIGKILL at any named point loses no staged step, and the finished run has the bits of one never killed."""
+    visits = {"restore.chosen": 1, "restore.filled": 1, "stage.claimed": 7, "save.requested": 2}
+    # Where nothing is restored, the points of a restore are not visited: begin with the others.
+    for i, point in enumerate(sorted(TRAINER_POINTS, key=lambda p: p.startswith("restore."))):
+        assert killed(chain.train(f"trainer/{point}:kill:{visits.get(point, 4 + i)}")), point
+    chain.finish(own_sockets)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("nth", [1, 2, 8])
+@pytest.mark.parametrize("point", TRAINER_POINTS)
+def test_trainer_killed_often_at_a_point(chain: Chain, own_sockets: Path, point: str, nth: int) -> None:
+    """The same, for several visits of each point, twice in a row."""
+    chain.train("trainer/stage.sealed:kill:5")
+    for _ in range(2):
+        assert killed(chain.train(f"trainer/{point}:kill:{1 if point.startswith('restore.') else nth}"))
+    chain.finish(own_sockets)
+
+
+# -- the writer --
+
+
+def test_writer_killed_at_every_point_while_training(run_dir: str, own_sockets: Path) -> None:
+    """However a writer dies, another one takes the memory over and writes again; training notices nothing."""
+    points = [p for p in WRITER_POINTS if p not in (*OPENING, "drain.started")]
+    for part, group in enumerate(points[i::4] for i in range(4)):  # four runs: a trainer gives up on the 4th death
+        chain = Chain(f"{run_dir}{part}", Told())
+        fails = [f"writer/{point}:kill:{nth}" for point, nth in zip(group, (2, 3, 1), strict=False)]
+        result = chain.train(fails[0], spares=tuple(fails[1:]))
+        assert result.returncode == 0, result.stderr
+        assert chain.told.replaced == len(group), f"{fails}: {result.stderr}"
+        assert chain.told.digest == toy.reference(STEPS)
+        assert problems(chain.run) == []
+        assert eventually(lambda: not writers(own_sockets))
+
+
+def test_writer_killed_while_the_run_is_opened(chain: Chain, own_sockets: Path) -> None:
+    """A writer that dies before training has begun: it is replaced or the job fails; the next one loses nothing."""
+    assert killed(chain.train("trainer/stage.sealed:kill:8"))
+    for fail in ("writer/acquire.done:kill:1", "writer/recover.done:kill:1", "writer/acquire.done:kill:2"):
+        kill_all(writers(own_sockets))  # an adopted one would not be armed
+        chain.left = DISK
+        chain.train(fail, steps=chain.told.committed + 8, left=DISK)
+    chain.finish(own_sockets)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("nth", [1, 2, 5])
+@pytest.mark.parametrize("point", [p for p in WRITER_POINTS if p not in (*OPENING, "drain.started")])
+def test_writer_killed_often_at_a_point(chain: Chain, own_sockets: Path, point: str, nth: int) -> None:
+    """The same, three times in a row in one run, for several visits of each point."""
+    fail = f"writer/{point}:kill:{nth}"
+    result = chain.train(fail, spares=(fail, fail))
+    assert result.returncode == 0, result.stderr
+    assert chain.told.replaced >= 1
+    chain.finish(own_sockets)
+
+
+# -- both --
+
+
+def test_both_killed_together(chain: Chain, own_sockets: Path) -> None:
+    """When memory is gone too, the run goes on from the newest committed step: killed while saving, and at a death."""
+    together = [
+        "trainer/stage.copied:kill:9,writer/drain.started:kill",
+        "trainer/save.requested:kill:3,writer/pack.written:kill:3",
+        "trainer/save.requested:kill:2,writer/log.linked:kill:5",  # ACQUIRE, its rollback, PLANs and COMMITs
+        "trainer/stage.sealed:kill:8,writer/part.stored:kill:4",
+    ]
+    for fail in together:
+        assert killed(chain.train(fail, left=DISK)), fail
+        kill_all(writers(own_sockets))
+    chain.finish(own_sockets)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("trainer", ["stage.claimed", "stage.copied", "stage.sealed", "save.requested"])
+@pytest.mark.parametrize("point", [p for p in WRITER_POINTS if p not in OPENING])
+def test_both_killed_at_points(chain: Chain, own_sockets: Path, trainer: str, point: str) -> None:
+    """The same for every pair of points, twice in a row."""
+    for nth in (2, 4):
+        assert killed(chain.train(f"trainer/{trainer}:kill:{nth + 4},writer/{point}:kill:{nth}", left=DISK))
+        kill_all(writers(own_sockets))
+    chain.finish(own_sockets)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(60))
+def test_killed_at_random_moments(chain: Chain, own_sockets: Path, seed: int) -> None:
+    """Trainer, writer or both, at any moment after the run was opened."""
+    dice = random.Random(seed)
+    for _ in range(4):
+        victim = dice.choice(["trainer", "writer", "both"])
+        safe = chain.told.safe(chain.left)
+        trainer = Trainer(TRAIN, chain.run, 100_000, EVERY)
+        said = trainer.read_until(dice.choice(["start", "staged", "committed"]))
+        eventually(lambda: False, dice.uniform(0, 0.5))
+        if victim != "trainer":
+            kill_all(writers(own_sockets))
+        if victim != "both":
+            eventually(lambda: False, dice.uniform(0, 1.0))
+        trainer.kill()
+        chain.told.start = -1
+        chain.told.hear(said + trainer.read_until("the end"))
+        assert not lost(chain.told.start, safe)
+        chain.left = MEMORY if victim == "trainer" else DISK
+        if victim == "both":
+            kill_all(writers(own_sockets))
+    at = max(chain.told.staged, chain.told.start)
+    result = chain.train(steps=at + 5)
+    assert result.returncode == 0, result.stderr
+    assert chain.told.digest == toy.reference(max(at + 5, chain.told.start))
+    assert problems(chain.run) == []
+
+
+# -- other deaths --
+
+DIE = """
+import ctypes, os, signal, sys, threading
+import ckpt, toy
+
+run, more, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+state = toy.build()
+cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=1000)])
+start = cp.restore(default=0)
+print("start", start, flush=True)
+for step in range(start + 1, start + more + 1):
+    toy.train_step(state)
+    cp.step(step).staged(60)
+    print("staged", step, flush=True)
+print("digest", toy.digest(state), flush=True)
+
+def fail():
+    raise RuntimeError("in a thread")
+
+def thread():
+    t = threading.Thread(target=fail)
+    t.start()
+    t.join()
+
+ways = {
+    "exit": lambda: os._exit(3),
+    "segfault": lambda: ctypes.string_at(0),
+    "abort": os.abort,
+    "segfault in a thread": lambda: threading.Thread(target=ctypes.string_at, args=(0,)).start() or signal.pause(),
+    "terminated": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "sys.exit": lambda: sys.exit(5),
+    "exception": lambda: 1 / 0,
+    "exception in a thread": thread,
+}
+ways[how]()
+"""
+
+
+def test_every_kind_of_death_keeps_memory(chain: Chain, own_sockets: Path) -> None:
+    """A death that runs no code of ours leaves the last staged step in memory, whatever kind it is."""
+    for how, code in {
+        "exit": 3,
+        "segfault": -signal.SIGSEGV,
+        "abort": -signal.SIGABRT,
+        "segfault in a thread": -signal.SIGSEGV,
+        "terminated": -signal.SIGTERM,
+    }.items():
+        safe = chain.told.staged
+        result = run_script(DIE, chain.run, 3, how)
+        chain.told.hear(result.stdout)
+        assert result.returncode == code, result.stderr
+        assert chain.told.start == safe, f"before {how}"
+    assert chain.told.digest == toy.reference(15)
+    assert writers(own_sockets), "the memory is held"
+
+
+def test_every_orderly_end_makes_the_last_step_durable(chain: Chain, own_sockets: Path) -> None:
+    """Python's own exit, after sys.exit or an exception and without close(), ends the run as close() does."""
+    for how, code in {"sys.exit": 5, "exception": 1, "exception in a thread": 0}.items():
+        safe = chain.told.staged
+        result = run_script(DIE, chain.run, 3, how)
+        chain.told.hear(result.stdout)
+        assert result.returncode == code, result.stderr
+        assert chain.told.start == safe, f"before {how}"
+        assert steps_on_disk(chain.run)[0] == safe + 3
+        assert eventually(lambda: not writers(own_sockets)), "a process is left"
+    assert chain.told.digest == toy.reference(9)
+
+
+# -- how a death is noticed --
+
+FORKING = """
+import ctypes, os, sys
+import ckpt, toy
+
+state, libc = toy.build(), ctypes.CDLL(None)
+cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(sys.argv[1], every=1000)])
+for step in range(1, 6):
+    toy.train_step(state)
+    cp.step(step).staged(60)
+child = libc.fork()  # behind Python's back: the child keeps every descriptor that we have
+if child == 0:
+    for fd in (0, 1, 2):
+        libc.close(fd)
+    while True:
+        libc.pause()
+print("child", child, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_death_is_noticed_though_a_child_holds_the_socket(run_dir: str) -> None:
+    """The writer drains when the trainer dies, and not before, whoever still holds the other end of the connection."""
+    trainer = Trainer(FORKING, run_dir)
+    child = psutil.Process(int(trainer.read_until("child").split()[-1]))
+    try:
+        held = [c for c in child.net_connections("unix") if c.status is not None]
+        assert held, "the child must hold the connection, or this shows nothing"
+        assert not eventually(lambda: steps_on_disk(run_dir) != [], 0.7), "drained while the trainer lives"
+        trainer.kill()
+        assert eventually(lambda: 5 in steps_on_disk(run_dir))
+        assert child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+    finally:
+        child.kill()
+
+
+HOLDER = """
+import sys
+from ckpt.arena import Arena
+
+arena = Arena.attach(int(sys.argv[1]))
+print("got", arena.mutex.lock(), flush=True)
+if sys.argv[2] == "unlock":
+    arena.mutex.unlock()
+    print("unlocked", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(("manner", "expected"), [("hold", Got.OWNER_DIED), ("unlock", Got.FREE)])
+def test_mutex_tells_of_a_death_and_of_nothing_else(manner: str, expected: Got) -> None:
+    """Who waits for the mutex hears that its owner died; of one that had let go of it before, nothing."""
+    arena = Arena.create(2, 4096)
+    os.set_inheritable(arena.fd, True)
+    environment = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(arena.fd), manner],
+        env=environment,
+        pass_fds=(arena.fd,),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None
+    assert "FREE" in holder.stdout.readline()
+    if manner == "unlock":
+        holder.stdout.readline()
+    else:
+        assert arena.mutex.try_lock() is Got.BUSY
+    holder.kill()
+    assert arena.mutex.lock() is expected
+    arena.mutex.unlock()
+    holder.wait(10)
+    arena.close()
+
+
+# -- the oracles themselves --
+
+
+def test_negative_control_a_lost_commit_is_seen(chain: Chain, own_sockets: Path) -> None:
+    """O1 goes red when the newest checkpoint is taken away behind the run's back."""
+    assert chain.train(steps=2 * EVERY).returncode == 0
+    for path in Path(chain.run, "log").iterdir():
+        record = json.loads(path.read_text())
+        if str(record["body"].get("attempt")).endswith(f"-{2 * EVERY}"):
+            path.unlink()
+    for path in Path(chain.run).rglob(f"*-{2 * EVERY}.*.*"):
+        path.unlink()  # or recovery would make the checkpoint again
+    with pytest.raises(AssertionError, match=f"{2 * EVERY} was safe, went on at {EVERY}"):
+        chain.train(steps=2 * EVERY)
+
+
+def test_negative_control_a_wrong_byte_is_seen(chain: Chain) -> None:
+    """O2 goes red when one byte of a live checkpoint changes, and when a file of it is gone."""
+    assert chain.train(steps=2 * EVERY).returncode == 0
+    assert problems(chain.run) == []
+    first, second = sorted(Path(chain.run, "packs").iterdir())
+    content = bytearray(first.read_bytes())
+    content[len(content) // 2] ^= 1
+    first.write_bytes(content)
+    second.unlink()
+    found = problems(chain.run)
+    assert any("damaged" in text for text in found)
+    assert any("No such file" in text for text in found)

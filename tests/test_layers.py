@@ -1,0 +1,197 @@
+"""Who may import whom. Imports go down only, so that each part can be understood, tested and replaced by itself."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import REPO
+
+import ckpt
+
+LAYERS = (
+    ("errors", "events", "mutex", "rng"),  # words everyone shares, a lock, random numbers
+    ("store",),  # the byte interface of a place
+    ("codec", "values", "link"),  # digests, plain values as JSON, the wire to the writer
+    ("manifest",),  # the small files, and the names of all files
+    ("plan",),  # where every byte goes
+    ("table", "log", "arena", "tensors"),  # what things are
+    ("write", "restore"),  # a snapshot becomes files; bytes become tensors
+    ("commit", "nodes"),  # files become a checkpoint; what a state is made of
+    ("read", "state"),  # back from a store; the state as a whole
+    ("retain", "stage", "sources"),  # how long; tensors into memory; where to restore from
+    ("tiers", "handle", "load", "compare"),  # what users hold in their hands
+    ("writer", "client"),  # the two ends of the process boundary
+    ("guardian",),  # who holds memory and writer
+    ("checkpointer",),
+    ("cli",),
+)
+"""Bottom first. A module imports from the rows below its own only, never from its own row."""
+
+BACKENDS_MAY_USE = {"errors", "events", "store"}
+NO_TORCH = {
+    "errors", "events", "mutex", "store", "codec", "values", "link", "manifest", "plan", "table", "log", "arena",
+    "write", "commit", "read", "retain", "tiers", "handle", "writer", "compare",
+}  # fmt: skip
+"""What the writer process or a light `import ckpt` needs: none of these imports torch, not even for types."""
+
+RANK = {name: i for i, row in enumerate(LAYERS) for name in row}
+PACKAGES = (REPO / "ckpt", REPO / "backends" / "ckpt_backends")
+
+
+def modules(package: Path) -> list[Path]:
+    return [path for path in sorted(package.glob("*.py")) if path.stem != "__init__"]
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Every module that is imported anywhere: at the top, inside functions, and for type checkers only."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide where a name comes from"
+            yield str(node.module)
+            if node.module in ("ckpt", "ckpt_backends"):
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def own(tree: ast.AST, package: str = "ckpt") -> set[str]:
+    """The modules of one of our packages among them."""
+    names = {name.split(".")[1] for name in imported(tree) if name.startswith(f"{package}.")}
+    return names & {path.stem for folder in PACKAGES for path in modules(folder)}
+
+
+def wrong_way(name: str, tree: ast.AST) -> set[str]:
+    return {other for other in own(tree) if RANK[other] >= RANK[name]}
+
+
+def parse(path: Path) -> ast.AST:
+    return ast.parse(path.read_text())
+
+
+def test_every_module_has_its_layer() -> None:
+    """The table above is complete and names nothing twice."""
+    names = [name for row in LAYERS for name in row]
+    assert len(names) == len(set(names))
+    assert {path.stem for path in modules(PACKAGES[0])} <= set(names)
+
+
+@pytest.mark.parametrize("path", modules(PACKAGES[0]), ids=lambda path: path.stem)
+def test_imports_go_down_only(path: Path) -> None:
+    """Also inside functions, and those for type checkers."""
+    assert wrong_way(path.stem, parse(path)) == set()
+
+
+def test_negative_control_an_import_upwards_is_seen() -> None:
+    """In each of the forms an import can take."""
+    for text in (
+        "from ckpt.commit import commit",
+        "import ckpt.read",
+        "from ckpt import read",
+        "def f():\n import ckpt.log",
+    ):
+        assert wrong_way("plan", ast.parse(text)), text
+    assert not wrong_way("plan", ast.parse("from ckpt.store import PAGE"))
+
+
+@pytest.mark.parametrize("path", modules(PACKAGES[1]), ids=lambda path: path.stem)
+def test_stores_know_only_the_contract(path: Path) -> None:
+    """A store imports the contract, errors and events, and other stores; so anybody could have written it."""
+    assert own(parse(path)) <= BACKENDS_MAY_USE
+
+
+@pytest.mark.parametrize("path", modules(PACKAGES[0]), ids=lambda path: path.stem)
+def test_the_core_knows_no_store(path: Path) -> None:
+    """Stores are found by name; only the process that starts the writer needs to know where the package lies."""
+    names = {name.split(".")[0] for name in imported(parse(path))}
+    assert "ckpt_backends" not in names or path.stem == "client"
+    assert ("torch" not in names) or path.stem not in NO_TORCH
+
+
+@pytest.mark.parametrize("path", [p for folder in PACKAGES for p in modules(folder)], ids=lambda path: path.stem)
+def test_nothing_that_runs_code_or_forks(path: Path) -> None:
+    """No pickle in any guise, no eval, no fork, no named shared memory."""
+    tree = parse(path)
+    banned = {
+        "pickle",
+        "cPickle",
+        "dill",
+        "cloudpickle",
+        "marshal",
+        "shelve",
+        "multiprocessing",
+        "joblib",
+        "runpy",
+        "code",
+    }
+    assert {name.split(".")[0] for name in imported(tree)} & banned == set()
+    called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    bad = {
+        "eval",
+        "exec",
+        "compile",
+        "__import__",
+        "os.fork",
+        "os.forkpty",
+        "os.system",
+        "torch.load",
+        "torch.save",
+        "np.load",
+    }
+    assert called & bad == set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "shell"):
+            assert ast.unparse(node.value) == "False"
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The top-level modules in memory after a statement, in a process of its own."""
+    code = f"import sys; sys.path[:0] = {[str(REPO), str(REPO / 'backends')]!r}; {statement}; print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return {name.split(".")[0] for name in result.stdout.split()}
+
+
+def test_import_ckpt_is_light() -> None:
+    """`import ckpt` alone pays for nothing heavy."""
+    assert loaded_by("import ckpt") & {"torch", "numpy", "click", "rich", "fsspec", "asyncio", "safetensors"} == set()
+
+
+def test_the_writer_has_no_torch() -> None:
+    """Neither at its start nor once it has opened a store: seconds of start-up, and hundreds of MB."""
+    statement = "import ckpt.writer, ckpt.store; ckpt.store.open_store('memory://x'); import ckpt_backends.local"
+    loaded = loaded_by(statement)
+    assert "numpy" in loaded and loaded & {"torch", "click", "rich", "fsspec"} == set()
+
+
+def test_every_public_name_is_there() -> None:
+    """Each name of `__all__` resolves, to what its home defines, and `__all__` has no other."""
+    for name in ckpt.__all__:
+        value = getattr(ckpt, name)
+        assert value is getattr(importlib.import_module(f"ckpt.{ckpt._HOMES[name]}"), name)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = ckpt.no_such_name
+
+
+def test_a_name_that_a_module_has_too_stays_what_it_is() -> None:
+    """`ckpt.load` is the function, also after something else of its module was used first."""
+    for first in ("ckpt.Loaded", "ckpt.load"):
+        loaded_by(f"import ckpt; {first}; assert callable(ckpt.load)")
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    """The imports for type checkers list exactly the names that are resolved lazily."""
+    tree = ast.parse((REPO / "ckpt" / "__init__.py").read_text())
+    listed = {
+        alias.asname: str(node.module)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert listed == {name: f"ckpt.{home}" for name, home in ckpt._HOMES.items()}

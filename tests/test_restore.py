@@ -1,0 +1,560 @@
+"""Restoring: every bit, in place, from memory and from disk alike; or an error that tells all and changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import run_script
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_state import Loader, State, differences, fill, freeze, raw
+from test_values import values as plain_values
+from torch import Tensor, nn
+
+import ckpt
+from ckpt.arena import Arena
+from ckpt.codec import blob_digest
+from ckpt.commit import acquire, commit, create_run
+from ckpt.errors import CorruptError, MismatchError, NoCheckpointError, UsageError
+from ckpt.log import Acquire, RunLog
+from ckpt.manifest import Attempt
+from ckpt.plan import pages
+from ckpt.sources import MemorySource, Source, StoreSource
+from ckpt.stage import Job, Stager
+from ckpt.state import Capture
+from ckpt.store import open_store
+from ckpt.tensors import DTYPE_NAME
+from ckpt.write import Snapshot, digest_blobs, write_part
+
+# -- a place to save in, without a writer process --
+
+
+class Bench:
+    """Stages states into shared memory, and commits them to a folder, by the library's own parts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.url = f"file://{folder}"
+        self._step = 0
+        self._stager = Stager()
+        self._owner: Acquire = asyncio.run(self._open())
+
+    async def _open(self) -> Acquire:
+        store = open_store(self.url, writable=True)
+        await create_run(store)
+        log = RunLog(store)
+        await log.open()
+        owner = await acquire(log, "0badcafe")
+        await store.aclose()
+        return owner
+
+    def memory(self, state: State, *, verified: bool = True) -> MemorySource:
+        reading = Capture(state).read()
+        layout, text = reading.layout, json.dumps(reading.values).encode()
+        size = layout.arrangement.data_size
+        arena = Arena.create(2, pages(size) + len(text) + 4096)
+        self._stager.use(arena, lambda: None)
+        self._step += 1
+        job = Job(Attempt(self._owner.epoch, self._step, self._owner.nonce), reading, text)
+        self._stager.submit(job)
+        assert job.copied.wait(30.0) and job.error is None, job.error
+        assert job.place is not None
+        label = arena.label(job.place[1])
+        assert label is not None
+        digests = digest_blobs(layout, arena.data(job.place[1], size)) + blob_digest(text)
+        return MemorySource(arena, job.place[1], label, layout, digests if verified else None)
+
+    def disk(self, state: State) -> StoreSource:
+        source = self.memory(state)
+        layout, attempt = source._layout, source.attempt
+        data = source._arena.data(source._slot, layout.arrangement.data_size)
+        values = json.loads(bytes(source._arena.values(source._slot, source._label)))
+
+        async def write() -> Any:
+            log = RunLog(open_store(self.url, writable=True))
+            await log.open()
+            try:
+                written = await write_part(log.store, Snapshot(attempt, layout, data, values))
+                return await commit(log, self._owner, [written])
+            finally:
+                await log.store.aclose()
+
+        return StoreSource(self.url, asyncio.run(write()))
+
+    def close(self) -> None:
+        self._stager.stop()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path / "bench")
+    yield made
+    made.close()
+
+
+def restore(source: Source, state: State, *, strict: bool = True) -> bool:
+    touched: list[bool] = []
+    verified, _ = source.restore(Capture(state), strict=strict, on_touch=lambda: touched.append(True))
+    assert touched
+    return verified
+
+
+PLACES = ["memory", "disk"]
+
+
+def model(seed: int, *, tied: bool = True) -> nn.Module:
+    torch.manual_seed(seed)
+    net = nn.ModuleDict({"a": nn.Linear(6, 6), "norm": nn.BatchNorm1d(6), "b": nn.Linear(6, 6)})
+    if tied:
+        net["b"].weight = net["a"].weight
+    return net
+
+
+def build(seed: int, steps: int = 2, net: nn.Module | None = None) -> State:
+    net = model(seed) if net is None else net
+    optim = torch.optim.AdamW(net.parameters(), lr=1e-2 * (seed + 1))
+    for _ in range(steps):
+        for p in net.parameters():
+            p.grad = torch.randn_like(p)
+        optim.step()
+    return {
+        "model": net,
+        "optim": optim,
+        "sched": torch.optim.lr_scheduler.StepLR(optim, seed + 1),
+        "loader": Loader({"at": seed, "order": torch.arange(4) + seed}),
+        "rng": ckpt.RNG(),
+        "mine": {"losses": [seed * 0.5, float("nan")], "t": torch.randn(3), "a": np.arange(3) + seed, seed: "key"},
+    }
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_everything_returns_in_place(place: str, steps: int, bench: Bench) -> None:
+    """Used or fresh, the twin becomes the same in every bit; tensors it has keep their memory, containers theirs."""
+    state, twin = build(0), build(1, steps)
+    rng = torch.get_rng_state()
+    wanted, source = freeze(state), getattr(bench, place)(state)
+    held = [*twin["model"].state_dict().values(), twin["mine"]["t"]]
+    held += [v for values in twin["optim"].state.values() for v in values.values()]
+    pointers = [t.data_ptr() for t in held]
+    containers = [twin["mine"], twin["mine"]["losses"], twin["mine"]["a"], twin["optim"].param_groups]
+    torch.rand(5)
+    assert restore(source, twin) is True
+    assert differences(freeze(twin), wanted) == []
+    assert torch.equal(torch.get_rng_state(), rng)
+    again = [*twin["model"].state_dict().values(), twin["mine"]["t"]]
+    again += [v for values in twin["optim"].state.values() for v in values.values()]
+    assert [t.data_ptr() for t in again][: len(held)] == pointers
+    now = [twin["mine"], twin["mine"]["losses"], twin["mine"]["a"], twin["optim"].param_groups]
+    assert all(a is b for a, b in zip(containers, now, strict=True))
+
+
+def test_memory_that_nobody_digested_says_so(bench: Bench) -> None:
+    """A snapshot without digests is restored as unverified."""
+    state, twin = build(0), build(1)
+    wanted = freeze(state)
+    assert restore(bench.memory(state, verified=False), twin) is False
+    assert differences(freeze(twin), wanted) == []
+
+
+def test_one_flipped_bit_in_memory_is_seen_before_anything_changes(bench: Bench) -> None:
+    """In any tensor or in the plain values. Negative control: without digests the wrong bit comes through."""
+    for at in ("first", "last", "values"):
+        state, twin = build(0), build(1)
+        del state["rng"], twin["rng"]  # which they share
+        source = bench.memory(state)
+        size = source._label.data_size
+        place = {"first": 0, "last": size - 1, "values": pages(size) + 10}[at]
+        source._arena.data(source._slot)[place] ^= 1
+        before = freeze(twin)
+        with pytest.raises(CorruptError):
+            source.restore(Capture(twin), strict=True, on_touch=lambda: pytest.fail("touched"))
+        assert differences(freeze(twin), before) == []
+        if at != "values":
+            source._digests = None
+            restore(source, twin)
+            assert differences(freeze(twin), freeze(state))
+
+
+def narrower() -> nn.Module:
+    net = model(1)
+    net["b"] = nn.Linear(6, 5)
+    return net
+
+
+MISFITS: dict[str, tuple[Callable[[], State], list[str]]] = {
+    "shape": (lambda: build(1, net=narrower()), ["model.b.bias has shape [6] in the checkpoint and [5] here"]),
+    "dtype": (lambda: build(1, net=model(1).double()), ["model.a.weight has dtype F32 in the checkpoint and F64 here"]),
+    "missing": (
+        lambda: build(1, net=nn.ModuleDict({**model(1), "late": nn.Linear(2, 2)})),
+        ["model.late.weight is not in the checkpoint", "model.late.bias is not in the checkpoint"],
+    ),
+    "unexpected": (
+        lambda: build(1, net=nn.ModuleDict({"a": nn.Linear(6, 6), "norm": nn.BatchNorm1d(6)})),
+        ["model.b.weight is in the checkpoint, and not in model", "model.b.bias is in the checkpoint"],
+    ),
+    "untied": (lambda: build(1, net=model(1, tied=False)), ["model.a.weight and model.b.weight were one tensor"]),
+    "groups": (
+        lambda: {**(s := build(1)), "optim": torch.optim.AdamW([{"params": [p]} for p in s["model"].parameters()])},
+        ["optim: the parameter groups differ (5 groups here, 1 saved"],
+    ),
+    "entry missing": (lambda: {**build(1), "late": 1}, ["late is not in the checkpoint"]),
+    "entry unexpected": (
+        lambda: {k: v for k, v in build(1).items() if k != "loader"},
+        ["loader is in the checkpoint, and not in the state"],
+    ),
+    "kind": (lambda: {**build(1), "loader": 5}, ["loader is a stateful in the checkpoint and a plain here"]),
+    "several": (
+        lambda: {**build(1, net=narrower().double()), "late": 1},
+        ["[5] here", "dtype F32 in the checkpoint and F64 here", "late is not"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_what_does_not_fit_is_listed_whole_and_nothing_is_changed(place: str, misfit: str, bench: Bench) -> None:
+    """One error says everything that differs; the state, generators included, is as it was."""
+    make, expected = MISFITS[misfit]
+    source, twin = getattr(bench, place)(build(0)), make()
+    before = freeze(twin)
+    with pytest.raises(MismatchError) as caught:
+        source.restore(Capture(twin), strict=True, on_touch=lambda: pytest.fail("touched"))
+    assert [text for text in expected if text not in str(caught.value)] == []
+    assert differences(freeze(twin), before) == []
+
+
+def test_a_tied_model_does_not_take_an_untied_checkpoint(bench: Bench) -> None:
+    """Nor the other way round, which is above."""
+    with pytest.raises(MismatchError, match="one tensor here, and were not when they were saved"):
+        restore(bench.memory(build(0, net=model(0, tied=False))), build(1))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_lenient_restores_take_what_fits(place: str, bench: Bench) -> None:
+    """Names and shapes that fit are taken, dtypes cast; everything else stays as it is here."""
+    net = nn.ModuleDict({"a": nn.Linear(6, 6).double(), "norm": nn.BatchNorm1d(6), "b": nn.Linear(6, 5)})
+    net["late"] = nn.Linear(2, 2)
+    state: State = {"model": model(0, tied=False), "n": 1, "gone": 5}
+    twin: State = {"model": net, "n": 2, "late": [7]}
+    kept = freeze([net["b"], net["late"], twin["late"]])
+    restore(getattr(bench, place)(state), twin, strict=False)
+    assert differences(freeze([net["b"], net["late"], twin["late"]]), kept) == []
+    assert net["a"].weight.dtype == torch.float64
+    assert torch.equal(net["a"].weight, state["model"]["a"].weight.double())
+    assert differences(freeze(net["norm"]), freeze(state["model"]["norm"])) == []
+    assert twin["n"] == 1 and "gone" not in twin
+
+
+def test_plain_values_are_written_back_into_the_users_own_containers(bench: Bench) -> None:
+    """Dicts, lists and arrays keep their identity; entries are added, removed and ordered as they were saved."""
+    state: State = {"p": {"b": 1, "a": [1, 2, 3], "new": {"x": 1}, "arr": np.arange(3), "kind": [1]}, "n": 5, "l": [1]}
+    inner: dict[str, Any] = {"a": [9], "gone": 1, "b": 0, "arr": np.zeros(3, int), "kind": {"was": "a dict"}}
+    twin: State = {"p": inner, "n": 0, "l": [4, 5]}
+    containers = (inner, inner["a"], inner["arr"], twin["l"])
+    wanted = freeze(state)
+    restore(bench.disk(state), twin)
+    assert differences(freeze(twin), wanted) == []
+    assert all(a is b for a, b in zip(containers, (twin["p"], inner["a"], inner["arr"], twin["l"]), strict=True))
+
+
+# -- through a Checkpointer --
+
+
+def train(state: State, seed: int) -> None:
+    for i, p in enumerate(state["model"].parameters()):
+        p.grad = torch.full_like(p, float(seed + i))
+    state["optim"].step()
+    state["mine"]["losses"].append(float(seed))
+
+
+def saved_run(tiers: Any, steps: int) -> list[Any]:
+    """Train, commit every step everywhere, close. The frozen state at every step, from 0."""
+    state = build(0)
+    frozen = [freeze(state)]
+    with ckpt.Checkpointer(state, tiers) as cp:
+        cp.restore(default=0)
+        for step in range(1, steps + 1):
+            train(state, step)
+            frozen.append(freeze(state))
+            cp.step(step)
+            cp.save()
+            cp.wait(60.0)
+    return frozen
+
+
+def flip(folder: str, attempt_step: int) -> None:
+    """One bit, in the middle of the tensors of the pack of a step."""
+    (pack,) = [p for p in Path(folder, "packs").iterdir() if f"-{attempt_step}.0." in p.name]
+    data = bytearray(pack.read_bytes())
+    data[len(data) - 40] ^= 4
+    pack.chmod(0o600)
+    pack.write_bytes(data)
+
+
+def test_memory_and_disk_bring_back_the_same(run_dir: str) -> None:
+    """The newest step from memory in place, then from the folder into a fresh state: both equal to the bit."""
+    state = build(0)
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=2)]) as cp:
+        assert cp.restore(default=0) == 0
+        train(state, 1)
+        wanted = freeze(state)
+        save = cp.step(2)
+        assert save is not None
+        save.committed(60.0)
+        train(state, 2)
+        state["mine"].clear()
+        assert differences(freeze(state), wanted)
+        assert cp.restore() == 2
+        assert cp.last_restore is not None and cp.last_restore.tier == "memory"
+        assert differences(freeze(state), wanted) == []
+    fresh = build(1, 0)
+    with ckpt.Checkpointer(fresh, run_dir) as cp:
+        assert cp.restore() == 2
+        assert cp.last_restore is not None and cp.last_restore.tier == f"file://{run_dir}" and cp.last_restore.verified
+        assert differences(freeze(fresh), wanted) == []
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(run_dir: str) -> None:
+    """The one before is restored, whole, and `last_restore` says what was wrong with the newest."""
+    frozen = saved_run(run_dir, 3)
+    flip(run_dir, 3)
+    twin = build(1)
+    with ckpt.Checkpointer(twin, run_dir) as cp:
+        assert cp.restore() == 2
+        assert cp.last_restore is not None
+        (skipped,) = cp.last_restore.skipped
+        assert (skipped.step, skipped.tier) == (3, f"file://{run_dir}")
+        assert "damaged" in skipped.reason
+        assert differences(freeze(twin), frozen[2]) == []
+
+
+def test_another_tier_has_the_same_step(tmp_path: Path) -> None:
+    """What is damaged in the first folder comes from the second, at the same step."""
+    near, far = str(tmp_path / "near"), str(tmp_path / "far")
+    frozen = saved_run([near, far], 2)
+    flip(near, 2)
+    twin = build(1)
+    with ckpt.Checkpointer(twin, [near, far]) as cp:
+        assert cp.restore() == 2
+        assert cp.last_restore is not None and cp.last_restore.tier == f"file://{far}"
+        assert [s.tier for s in cp.last_restore.skipped] == [f"file://{near}"]
+        assert differences(freeze(twin), frozen[2]) == []
+
+
+def test_when_all_are_damaged_training_cannot_go_on(run_dir: str) -> None:
+    """CorruptError names every checkpoint; the half-restored state is not accepted by step() or save()."""
+    saved_run(run_dir, 2)
+    flip(run_dir, 1)
+    flip(run_dir, 2)
+    twin = build(1)
+    with ckpt.Checkpointer(twin, run_dir) as cp:
+        with pytest.raises(CorruptError, match="partly overwritten") as caught:
+            cp.restore(default=0)
+        assert "step 1 in" in str(caught.value) and "step 2 in" in str(caught.value)
+        for call in (cp.step, cp.save):
+            with pytest.raises(UsageError, match="half-way"):
+                call(3)
+
+
+def test_a_mismatch_leaves_the_run_and_the_state_usable(run_dir: str) -> None:
+    """After MismatchError nothing has changed; a lenient restore, or the right state, still works."""
+    frozen = saved_run(run_dir, 1)
+    twin = build(1, net=narrower())
+    before = freeze(twin)
+    with ckpt.Checkpointer(twin, run_dir) as cp:
+        with pytest.raises(MismatchError):
+            cp.restore()
+        assert differences(freeze(twin), before) == []
+        with pytest.raises(UsageError, match="call restore"):
+            cp.step(1)
+    twin = build(1)
+    with ckpt.Checkpointer(twin, run_dir) as cp:
+        assert cp.restore() == 1
+        assert differences(freeze(twin), frozen[1]) == []
+
+
+PEAK = """
+import resource, sys, threading, torch, ckpt
+MB = 1 << 20
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+state = {"w": [torch.full((16 * MB // 4,), float(i)) for i in range(16)]}
+cp = ckpt.Checkpointer(state, [ckpt.Tier(sys.argv[1], every=1)] if sys.argv[2] == "save" else sys.argv[1])
+if sys.argv[2] == "save":
+    cp.restore(default=0)
+    cp.save(1).committed(120)
+    cp.close()
+else:
+    before = peak()
+    for t in state["w"]: t.zero_()
+    assert cp.restore() == 1
+    assert [t[-1].item() for t in state["w"]] == list(range(16))
+    if sys.argv[2] == "control":
+        state["w"] = [t.clone() for t in state["w"] for _ in range(2)][:32]
+    print(peak() - before)
+"""
+
+
+def test_restoring_does_not_hold_the_state_twice(run_dir: str) -> None:
+    """256 MiB come back through a few buffers of 8 MiB. Negative control: a copy of the state is seen."""
+    assert run_script(PEAK, run_dir, "save").returncode == 0
+    growth = {}
+    for mode in ("restore", "control"):
+        result = run_script(PEAK, run_dir, mode)
+        assert result.returncode == 0, result.stderr
+        growth[mode] = int(result.stdout)
+    assert growth["restore"] < 200 < growth["control"]
+
+
+# -- ckpt.load --
+
+
+def test_load_reads_what_is_asked_for_when_it_is_asked(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, by pattern, below a prefix; plain values by path; ties kept; a tensor is read once, and alone."""
+    state = build(0)
+    bench.disk(state)
+    read: list[str] = []
+    fetch = ckpt.Loaded._fetch
+
+    async def counted(self: ckpt.Loaded, names: list[str]) -> dict[str, Tensor]:
+        read.extend(names)
+        return await fetch(self, names)
+
+    monkeypatch.setattr(ckpt.Loaded, "_fetch", counted)
+    loaded = ckpt.load(bench.url)
+    assert loaded.step == 1 and not read
+    weights = state["model"].state_dict()
+    assert {n for n in loaded if n.startswith("model.")} == {f"model.{k}" for k in weights}
+    assert raw(loaded["model.b.weight"]) == raw(weights["b.weight"])
+    assert raw(loaded["model.a.weight"]) == raw(weights["a.weight"])
+    assert read == ["model.a.weight"]
+    everything = loaded.all()
+    assert everything["model.a.weight"] is everything["model.b.weight"]
+    part = ckpt.load(bench.url, step=1, only="model.a.*")
+    assert set(part) == {"model.a.weight", "model.a.bias"} and "model.b.weight" not in part
+    other = model(5)
+    other.load_state_dict(loaded.sub("model"))
+    assert differences(freeze(other), freeze(state["model"])) == []
+    assert differences(freeze(loaded.plain("mine")), freeze(state["mine"])) == []
+    assert differences(freeze(loaded.plain("loader")), freeze(state["loader"].state)) == []
+
+
+def test_load_says_what_is_not_there(bench: Bench, tmp_path: Path) -> None:
+    """Wrong places, steps, patterns, prefixes and paths are errors of their own kinds."""
+    bench.disk(build(0))
+    loaded = ckpt.load(bench.url)
+    with pytest.raises(NoCheckpointError, match="steps there: 1"):
+        ckpt.load(bench.url, step=7)
+    with pytest.raises(ckpt.FormatError):
+        ckpt.load(tmp_path / "nothing")
+    with pytest.raises(UsageError, match="matches"):
+        ckpt.load(bench.url, only="nobody.*")
+    with pytest.raises(UsageError, match="starts with"):
+        loaded.sub("nobody")
+    for call in (loaded.plain, loaded.__getitem__):
+        with pytest.raises(KeyError):
+            call("nobody")
+
+
+def test_load_refuses_a_damaged_tensor_and_gives_the_others(bench: Bench) -> None:
+    """Every tensor is verified by itself."""
+    state: State = {"a": torch.randn(100), "b": torch.randn(100)}
+    bench.disk(state)
+    flip(bench.url.removeprefix("file://"), 1)
+    loaded = ckpt.load(bench.url)
+    assert raw(loaded["a"]) == raw(state["a"])
+    with pytest.raises(CorruptError, match="b is damaged"):
+        loaded["b"]
+
+
+# -- any state at all --
+
+QUICK = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+LONG = settings(QUICK, max_examples=5_000)
+# Not every operation that the oracle needs is there for the smallest floats.
+DTYPES = sorted((d for d in DTYPE_NAME if "float4" not in str(d) and d != torch.complex32), key=str)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> list[Tensor]:
+    """A tensor of random bits and its twin: the same form, other bits."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 5), max_size=4))
+    seed = draw(st.integers(0, 2**31))
+    pair = [fill(torch.empty(shape, dtype=dtype), seed + i) for i in range(2)]
+    change = draw(st.sampled_from(["plain", "transposed", "sliced", "parameter", "frozen"]))
+    if change == "transposed" and shape:
+        return [t.transpose(0, -1) for t in pair]
+    if change == "sliced" and shape:
+        return [t[::2] for t in pair]
+    if change in ("parameter", "frozen"):
+        grad = change == "parameter" and (dtype.is_floating_point or dtype.is_complex)
+        return [nn.Parameter(t, requires_grad=grad) for t in pair]
+    return pair
+
+
+@st.composite
+def states(draw: st.DrawFn) -> tuple[State, State]:
+    """A state and a twin of the same form: tensors, ties between them, modules, optimizer state, plain values."""
+    one: State = {}
+    two: State = {}
+    pool = draw(st.lists(tensors(), min_size=1, max_size=6))
+    count = draw(st.integers(0, 8))
+    for side, state in enumerate((one, two)):
+        state["loose"] = {f"t{i}": pair[side] for i, pair in enumerate(pool)}
+        net = nn.Module()
+        for i in range(count):
+            tensor = pool[i % len(pool)][side]  # each again, and again: aliases
+            if isinstance(tensor, nn.Parameter):
+                net.register_parameter(f"p{i}", tensor)
+            else:
+                net.register_buffer(f"b{i}", tensor)
+        state["deep"] = [{"net": net}]
+        floats = [p for p in net.parameters() if p.requires_grad]
+        if floats:
+            optim = torch.optim.SGD(floats, lr=0.5 + side)
+            state["optim"] = optim
+    if "optim" in one:
+        for p in one["optim"].param_groups[0]["params"]:
+            if draw(st.booleans()):
+                one["optim"].state[p] = {"buffer": draw(tensors())[0].detach(), "note": draw(plain_values)}
+    one["plain"], two["plain"] = draw(plain_values), draw(plain_values)
+    return one, two
+
+
+def check_any_state(bench: Bench, pair: tuple[State, State], place: str) -> None:
+    state, twin = pair
+    wanted, source = freeze(state), getattr(bench, place)(state)
+    pointers = {k: t.data_ptr() for k, t in twin["loose"].items()}
+    restore(source, twin)
+    assert differences(freeze(twin), wanted) == []
+    assert {k: t.data_ptr() for k, t in twin["loose"].items()} == pointers
+    assert differences(freeze(state), wanted) == []
+
+
+@QUICK
+@given(states(), st.sampled_from(PLACES))
+def test_any_state_returns(tmp_path_factory: pytest.TempPathFactory, pair: tuple[State, State], place: str) -> None:
+    """Odd dtypes, strides, ties, empty and 0-d tensors, optimizer state of any kind, plain values of any kind."""
+    bench = Bench(tmp_path_factory.mktemp("any"))
+    try:
+        check_any_state(bench, pair, place)
+    finally:
+        bench.close()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@LONG
+@given(states(), st.sampled_from(PLACES))
+def test_any_state_returns_long(
+    tmp_path_factory: pytest.TempPathFactory, pair: tuple[State, State], place: str
+) -> None:
+    """The same, many times."""
+    test_any_state_returns.hypothesis.inner_test(tmp_path_factory, pair, place)

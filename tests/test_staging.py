@@ -1,0 +1,496 @@
+"""A snapshot is the step boundary and nothing later, whatever training does while it is copied.
+
+Every test here reads the snapshot back out of shared memory into a twin, and compares all of it, bit for bit, with a
+copy that was made at the boundary by other means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_state import State, differences, freeze
+from torch import Tensor, nn
+
+import ckpt
+from ckpt.errors import CheckpointError, SaveError
+from ckpt.stage import Stager
+from ckpt.state import Capture
+
+LARGE = 1500  # a square of this side takes some milliseconds to copy: training has time to interfere
+
+
+@pytest.fixture
+def open_run() -> Iterator[Callable[..., ckpt.Checkpointer]]:
+    """A Checkpointer in memory only, closed at the end whatever became of it."""
+    with contextlib.ExitStack() as stack:
+
+        def open_run(state: State, **settings: Any) -> ckpt.Checkpointer:
+            cp = ckpt.Checkpointer(state, name="staging", **settings)
+            stack.callback(close, cp)
+            cp.restore(default=0)
+            return cp
+
+        yield open_run
+
+
+def close(cp: ckpt.Checkpointer) -> None:
+    with contextlib.suppress(CheckpointError):
+        cp.close()
+
+
+def read_back(cp: ckpt.Checkpointer, step: int, twin: State) -> Any:
+    """The snapshot of a step, taken out of shared memory into another state; frozen."""
+    source = next(s for s in cp._guardian.snapshots() if s.attempt.step == step)
+    source.restore(Capture(twin), strict=True, on_touch=lambda: None)
+    return freeze(twin)
+
+
+class Run:
+    """A state, how to train it by one step, and a twin."""
+
+    def __init__(self, build: Callable[[], State], move: Callable[[State, int], None]) -> None:
+        torch.manual_seed(0)
+        self.state = build()
+        torch.manual_seed(1)
+        self.twin = build()
+        self.move = move
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """While it is cleared, the copy that overlaps training does not begin: what happens meanwhile is certain."""
+    opened, copy = threading.Event(), Stager._copy
+
+    def held(self: Stager, pairs: Any, streams: Any) -> None:
+        if self._pending is not None and self._pending.eager_done.is_set():
+            assert opened.wait(30.0)
+        copy(self, pairs, streams)
+
+    monkeypatch.setattr(Stager, "_copy", held)
+    opened.set()
+    return opened
+
+
+def check_boundaries(cp: ckpt.Checkpointer, run: Run, steps: int, *, first: int = 1) -> list[str]:
+    """Save every step and train on at once; what differs from the boundaries, and which steps were dropped."""
+    found: list[str] = []
+    skipped = 0
+    for step in range(first, first + steps):
+        run.move(run.state, step)
+        boundary = freeze(run.state)
+        save = cp.step(step)
+        run.move(run.state, -step)  # at once, in the middle of the copy
+        assert save is not None
+        try:
+            save.staged(30.0)
+        except ckpt.SkippedError:  # more memory, for optimizer state, is on its way
+            cp._guardian.take_prepared(30.0)
+            skipped += 1
+        except SaveError as error:
+            found.append(f"step {step} dropped: {error}")
+        else:
+            found += [f"step {step}: {d}" for d in differences(read_back(cp, step, run.twin), boundary)]
+    assert skipped < steps / 2
+    return found
+
+
+def gradients(model: nn.Module, seed: int) -> None:
+    """New gradients by the seed, without a forward pass: the update follows at once."""
+    for i, p in enumerate(model.parameters()):
+        if p.grad is None:
+            p.grad = torch.empty_like(p)
+        p.grad.fill_((seed % 7) + i + 1.0)
+
+
+def adamw(**settings: Any) -> Run:
+    def build() -> State:
+        model = nn.Linear(LARGE, LARGE)
+        return {"model": model, "optim": torch.optim.AdamW(model.parameters(), lr=0.1, **settings)}
+
+    def move(state: State, step: int) -> None:
+        gradients(state["model"], abs(step))
+        state["optim"].step()
+
+    return Run(build, move)
+
+
+@pytest.mark.parametrize("settings", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
+def test_training_that_goes_on_at_once_never_leaks_in(settings: Any, open_run: Any) -> None:
+    """The next update comes right after step(): it waits for the copy, and every snapshot is its boundary."""
+    run = adamw(**settings)
+    cp = open_run(run.state)
+    assert check_boundaries(cp, run, 25) == []
+
+
+def test_negative_control_without_waiting_the_update_leaks_in(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the wait taken out, a fused update, which leaves no trace in version counters, tears snapshots."""
+    run = adamw(fused=True)
+    cp = open_run(run.state)
+    monkeypatch.setattr(Stager, "before_update", lambda self, timeout_s=0.0: 0.0)
+    assert any("optim" in line or "model" in line for line in check_boundaries(cp, run, 25))
+
+
+def test_version_counters_are_a_second_guard(
+    open_run: Any, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the wait, an ordinary update is still noticed: the snapshot is dropped, not torn."""
+    run = adamw(foreach=False)
+    cp = open_run(run.state)
+    monkeypatch.setattr(Stager, "before_update", lambda self, timeout_s=0.0: 0.0)
+    run.move(run.state, 1)
+    gate.clear()
+    save = cp.step(1)
+    run.move(run.state, 2)
+    gate.set()
+    with pytest.raises(SaveError, match="changed outside an optimizer step"):
+        save.staged(30.0)
+
+
+def test_several_optimizers_wait_each(open_run: Any) -> None:
+    """Two optimizers take turns, as in adversarial training: the first to step waits, whichever it is."""
+
+    def build() -> State:
+        models = [nn.Linear(LARGE, LARGE), nn.Linear(LARGE, LARGE)]
+        return {
+            "nets": models,
+            "optims": [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models],
+        }
+
+    def move(state: State, step: int) -> None:
+        for i in [(step + 1) % 2, step % 2][: 1 + (abs(step) % 3 == 0)]:
+            gradients(state["nets"][i], abs(step))
+            state["optims"][i].step()
+            state["optims"][i].zero_grad()
+
+    run = Run(build, move)
+    assert check_boundaries(open_run(run.state), run, 20) == []
+
+
+def test_an_optimizer_that_is_not_in_the_state_waits_too(open_run: Any) -> None:
+    """The hook is on all optimizers: one that nobody listed may step the same parameters."""
+    hidden: dict[int, torch.optim.Optimizer] = {}
+
+    def build() -> State:
+        model = nn.Linear(LARGE, LARGE)
+        hidden[id(model)] = torch.optim.SGD(model.parameters(), lr=0.1)
+        return {"model": model, "optim": torch.optim.SGD(model.parameters(), lr=0.0)}
+
+    def move(state: State, step: int) -> None:
+        gradients(state["model"], abs(step))
+        hidden[id(state["model"])].step()
+
+    run = Run(build, move)
+    assert check_boundaries(open_run(run.state), run, 15) == []
+
+
+@pytest.mark.parametrize("place", ["argument", "keyword"])
+def test_closures_run_before_the_wait_and_updates_after_it(place: str, open_run: Any) -> None:
+    """With a closure the pre-step hook comes before forward: the copy overlaps that, and the update waits."""
+
+    def build() -> State:
+        model = nn.Sequential(nn.Linear(LARGE, LARGE), nn.BatchNorm1d(LARGE))
+        return {"model": model, "optim": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)}
+
+    def move(state: State, step: int) -> None:
+        def closure() -> Tensor:
+            state["model"][1].running_mean += 1  # buffers change in forward
+            gradients(state["model"], abs(step))
+            return torch.zeros(())
+
+        state["optim"].step(closure) if place == "argument" else state["optim"].step(closure=closure)
+
+    run = Run(build, move)
+    assert check_boundaries(open_run(run.state), run, 15) == []
+
+
+def test_lbfgs_evaluates_its_closure_many_times(open_run: Any) -> None:
+    """Updates and evaluations alternate inside one step of LBFGS; its state holds lists of tensors."""
+
+    def build() -> State:
+        model = nn.Linear(600, 600)
+        return {"model": model, "optim": torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=4, history_size=3)}
+
+    def move(state: State, step: int) -> None:
+        x = torch.full((2, 600), abs(step) / 10)
+
+        def closure() -> Tensor:
+            state["optim"].zero_grad()
+            loss: Tensor = (state["model"](x) - x).pow(2).mean()
+            loss.backward()
+            return loss
+
+        state["optim"].step(closure)
+
+    run = Run(build, move)
+    assert check_boundaries(open_run(run.state), run, 8) == []
+
+
+def test_an_optimizer_that_changes_weights_before_its_closure_is_found_out(
+    open_run: Any, gate: threading.Event
+) -> None:
+    """Sharpness-aware steps climb first and evaluate then: such snapshots are dropped, later ones copied eagerly."""
+
+    class Climbing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            with torch.no_grad():
+                for p in self.param_groups[0]["params"]:
+                    p.add_(1.0)
+            return super().step(closure)
+
+    def build() -> State:
+        model = nn.Linear(LARGE, LARGE)
+        return {"model": model, "optim": Climbing(model.parameters(), lr=0.1)}
+
+    def move(state: State, step: int) -> None:
+        def closure() -> Tensor:
+            gate.set()
+            gradients(state["model"], abs(step))
+            return torch.zeros(())
+
+        state["optim"].step(closure)
+
+    run = Run(build, move)
+    cp = open_run(run.state)
+    move(run.state, 1)
+    gate.clear()
+    save = cp.step(1)
+    move(run.state, 2)
+    with pytest.raises(SaveError, match=r"model\.weight"):
+        save.staged(30.0)
+    assert check_boundaries(cp, run, 12, first=2) == []
+
+
+def test_buffers_of_the_next_forward_stay_out(open_run: Any) -> None:
+    """BatchNorm's means, in-place plain tensors and arrays change right after step(): they were copied before."""
+
+    def build() -> State:
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        model.register_buffer("large", torch.zeros(LARGE, LARGE))
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        return {"model": model, "optim": optim, "mine": {"t": torch.zeros(LARGE, 64), "a": torch.zeros(3).numpy()}}
+
+    def move(state: State, step: int) -> None:
+        loss = state["model"](torch.full((4, 8), float(step)) + torch.arange(4)[:, None]).sum()
+        state["model"].large += step
+        state["mine"]["t"].add_(step)
+        state["mine"]["a"] += step
+        state["optim"].zero_grad()
+        loss.backward()
+        state["optim"].step()
+
+    run = Run(build, move)
+    assert check_boundaries(open_run(run.state), run, 15) == []
+
+
+def test_a_moving_average_is_copied_eagerly(open_run: Any) -> None:
+    """Parameters that no listed optimizer steps may change at any time, also through .data."""
+
+    def build() -> State:
+        model, average = nn.Linear(LARGE, LARGE), nn.Linear(LARGE, LARGE)
+        return {"model": model, "average": average, "optim": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+    def move(state: State, step: int) -> None:
+        for a, p in zip(state["average"].parameters(), state["model"].parameters(), strict=True):
+            a.data.mul_(0.5).add_(p.data, alpha=0.5)
+        gradients(state["model"], abs(step))
+        state["optim"].step()
+
+    run = Run(build, move)
+    assert check_boundaries(open_run(run.state), run, 15) == []
+
+
+def write(state: State, step: int) -> None:
+    with torch.no_grad():
+        state["model"].weight.mul_(0.5)  # weight clipping, say, in the middle of the copy
+
+
+def frozen(state: State, step: int) -> None:
+    with torch.no_grad():
+        torch._foreach_lerp_(list(state["average"].parameters()), list(state["model"].parameters()), 0.5)
+
+
+@pytest.mark.parametrize(("who", "name"), [(write, "model.weight"), (frozen, "average.weight")])
+def test_writes_outside_an_optimizer_are_noticed_then_copied_eagerly(
+    who: Callable[[State, int], None],
+    name: str,
+    open_run: Any,
+    gate: threading.Event,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The snapshot is dropped and the user told which tensor it was; from then on the copy comes before training."""
+
+    def build() -> State:
+        model, average = nn.Linear(LARGE, LARGE), nn.Linear(LARGE, LARGE).requires_grad_(False)
+        return {"model": model, "average": average, "optim": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+    def move(state: State, step: int) -> None:
+        who(state, step)
+        gradients(state["model"], abs(step))
+        state["optim"].step()
+
+    run = Run(build, move)
+    cp = open_run(run.state)
+    move(run.state, 1)
+    gate.clear()
+    save = cp.step(1)
+    who(run.state, 2)
+    gate.set()
+    with pytest.raises(SaveError, match=name):
+        save.staged(30.0)
+    assert check_boundaries(cp, run, 15, first=2) == []
+    assert caplog.text.count("was dropped") == 1 and name in caplog.text
+
+
+def test_an_optimizer_whose_steps_run_no_hooks_is_copied_eagerly(open_run: Any) -> None:
+    """As inside a captured graph: once that is known, its tensors are copied before training goes on."""
+
+    def build() -> State:
+        model = nn.Linear(LARGE, LARGE)
+        return {"model": model, "optim": torch.optim.AdamW(model.parameters(), lr=0.1)}
+
+    def move(state: State, step: int) -> None:
+        gradients(state["model"], abs(step))
+        for p in state["model"].parameters():
+            p.data += step  # leaves no trace in version counters
+
+    run = Run(build, move)
+    gradients(run.state["model"], 1)
+    run.state["optim"].step()
+    cp = open_run(run.state)
+    cp._capture.unguard(run.state["optim"])
+    reading = cp._capture.read()
+    assert not any(reading.guarded)
+    assert check_boundaries(cp, run, 10) == []
+
+
+def test_weights_swapped_through_data_are_not_seen(open_run: Any) -> None:
+    """`p.data = other` right after step(), which no counter shows: the snapshot holds the memory that was there."""
+
+    def build() -> State:
+        model = nn.Linear(LARGE, LARGE)
+        return {"model": model, "optim": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+    def move(state: State, step: int) -> None:
+        for p in state["model"].parameters():
+            p.data = torch.full_like(p, float(step))
+
+    run = Run(build, move)
+    assert check_boundaries(open_run(run.state), run, 15) == []
+
+
+def test_tensors_deleted_while_they_are_copied(open_run: Any) -> None:
+    """The user may drop or replace anything after step(): the copy holds on to what it reads, then lets go of it."""
+
+    def build() -> State:
+        model = nn.ModuleList([nn.Linear(LARGE, LARGE)])
+        optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return {"model": model, "optim": optim, "extra": {"t": torch.randn(LARGE, LARGE)}}
+
+    def move(state: State, step: int) -> None:
+        state["optim"].state.clear()
+        del state["model"][0].weight
+        del state["extra"]["t"]
+        gc.collect()
+        torch.full((LARGE, LARGE), 7.0)  # takes the memory, if it was given back
+        state["model"][0].weight = nn.Parameter(torch.full((LARGE, LARGE), float(step)))
+        state["extra"]["t"] = torch.full((LARGE, LARGE), float(step))
+        state["optim"].param_groups[0]["params"] = list(state["model"].parameters())
+
+    run = Run(build, move)
+    move(run.twin, 0)  # the order of names is as in the state from the first move on
+    assert check_boundaries(open_run(run.state), run, 10) == []
+
+
+def test_a_scaler_is_not_disturbed(open_run: Any) -> None:
+    """GradScaler skips steps with infinite gradients; scale, weights and skipping are as in a run without us."""
+
+    def build() -> State:
+        model = nn.Linear(16, 16)
+        return {
+            "model": model,
+            "optim": torch.optim.AdamW(model.parameters()),
+            "scaler": torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3),
+        }
+
+    def move(state: State, step: int) -> None:
+        x = torch.full((2, 16), float(step))
+        loss = state["model"](x).pow(2).mean() * (float("inf") if step % 4 == 0 else 1.0)
+        state["optim"].zero_grad()
+        state["scaler"].scale(loss).backward()
+        state["scaler"].step(state["optim"])
+        state["scaler"].update()
+
+    run = Run(build, move)
+    torch.manual_seed(0)
+    alone = build()
+    assert check_boundaries(open_run(run.state), run, 12) == []
+    for step in range(1, 13):
+        move(alone, step)
+        move(alone, -step)
+    assert differences(freeze(alone), freeze(run.state)) == []
+    assert {int(s["step"]) for s in alone["optim"].state.values()} == {18}  # of 24: six were skipped
+
+
+def test_a_layout_that_changes_every_step(open_run: Any) -> None:
+    """Parameters added and groups growing while snapshots are taken: whatever is staged is exact."""
+
+    def build(count: int = 1) -> State:
+        model = nn.ModuleList([nn.Linear(64, 64) for _ in range(count)])
+        optim = torch.optim.AdamW(model[0].parameters())
+        for module in list(model)[1:]:
+            optim.add_param_group({"params": list(module.parameters())})
+        return {"model": model, "optim": optim}
+
+    torch.manual_seed(0)
+    state = build()
+    cp = open_run(state, on_error="warn")
+    staged = 0
+    for step in range(1, 13):
+        gradients(state["model"], step)
+        state["optim"].step()
+        boundary = freeze(state)
+        save = cp.step(step)
+        assert save is not None
+        state["model"].append(nn.Linear(64, 64))
+        state["optim"].add_param_group({"params": list(state["model"][-1].parameters())})
+        try:
+            save.staged(30.0)
+        except ckpt.SkippedError:
+            cp._guardian.take_prepared(30.0)  # memory for more was on its way
+            continue
+        staged += 1
+        assert differences(read_back(cp, step, build(step)), boundary) == []
+    assert staged >= 6
+
+
+def test_a_hundred_saves_without_pause(open_run: Any) -> None:
+    """A ring, reused a hundred times without pause: snapshots are whole, and older ones give way in order."""
+    run = adamw(fused=True)
+    cp = open_run(run.state)
+    for step in range(1, 101):
+        run.move(run.state, step)
+        boundary = freeze(run.state) if step % 10 == 0 else None
+        save = cp.step(step)
+        assert save is not None
+        if step % 10 == 0:
+            save.staged(30.0)
+            assert differences(read_back(cp, step, run.twin), boundary) == []
+    steps = [s.attempt.step for s in cp._guardian.snapshots()]
+    assert steps == sorted(steps, reverse=True) and steps[0] == 100 and len(steps) >= 3
+
+
+def test_nothing_is_held_after_the_copy(open_run: Any) -> None:
+    """A job that is done keeps no tensor of the state alive."""
+    state: State = {"t": torch.zeros(LARGE, LARGE)}
+    cp = open_run(state)
+    save = cp.step(1)
+    assert save is not None
+    save.staged(30.0)
+    assert cp._last is not None
+    assert cp._last[1].sources == [] == cp._last[1].overlapped

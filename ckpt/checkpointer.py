@@ -120,6 +120,7 @@ class Checkpointer:
         self._forked = self._closed = False
         self._place = place
         self._stager = Stager()
+        self._stager.on_spoilt = self._on_spoilt
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         try:
             self._guardian = Guardian(link.run_key(place, local_rank), self._tiers, self._memory, self._stager)
@@ -216,6 +217,7 @@ class Checkpointer:
             deadline=time.monotonic() + self._busy_timeout_s,
             on_end=lambda job: self._on_staged(save, job, durable),
         )
+        save.on_staged = self._stager.prove  # whoever waits for it is not writing meanwhile
         self._last = (save, job)
         self._stager.submit(job)
         self._count(time.perf_counter() - started)
@@ -253,15 +255,13 @@ class Checkpointer:
             return
         self._exposed = self._exposed.union(job.written_by_others)  # before the user hears of it
         if job.error is not None:
-            save.set_failed(job.error)
-            if job.written_by_others:
+            if job.written_by_others or isinstance(job.error, SkippedError):
                 self._owed.update(durable)  # the next step makes up for it
-                log.warning("%s", job.error)
-            elif isinstance(job.error, SkippedError):
                 self.stats.skipped += 1
-                self._owed.update(durable)
+                log.warning("%s", job.error)
             else:
                 self._note_error(job.error, save)
+            save.set_failed(job.error)
             return
         assert job.place is not None
         self._newest = (save, job.attempt, job.place)
@@ -270,6 +270,24 @@ class Checkpointer:
         self._guardian.on_sealed()
         for i in durable:
             self._write(save, job.attempt, job.place, i)
+
+    def _on_spoilt(self, job: Job) -> None:
+        """A sealed snapshot may mix two moments, because somebody wrote while it was copied: take it back."""
+        shown = ", ".join(job.written_by_others[:3])
+        error = SaveError(
+            f"step {job.attempt.step} was taken back: {shown} changed outside an optimizer step, perhaps while it "
+            "was copied. From now on this is copied before step() returns; to change weights by hand, wait for staged()"
+        )
+        log.warning("%s", error)
+        self._exposed = self._exposed.union(job.written_by_others)
+        if self._newest is not None and self._newest[1] == job.attempt:
+            self._newest = None
+        if self._last is not None and self._last[1] is job:
+            self._last[0].spoilt = error
+            self._owed.update(i for i, tier in enumerate(self._tiers) if tier.url in self._last[0].tiers)
+        self._stager.clear(job)
+        self._guardian.retract(job.attempt)
+        job.error = error
 
     def _write(self, save: Save, attempt: Attempt, place: tuple[Arena, int], tier: int) -> None:
         url = self._tiers[tier].url

@@ -45,7 +45,7 @@ async def create_run(store: Store) -> None:
     FormatError if the place holds somebody else's files.
     """
     try:
-        await store.get("FORMAT.json")
+        await store.head("FORMAT.json")
     except NotFoundError:
         if (root := await infer_root(store)) is not None:
             await store.put("FORMAT.json", new_format(root))  # lost, and the log still knows whose it is
@@ -123,6 +123,7 @@ async def commit(log: RunLog, mine: Acquire, parts: list[Written]) -> Commit:
     state = await log.append(make, owner=mine)
     found = state.commits.get(attempt)
     if found is None:
+        log.check_owner(mine)  # a newer job ended it
         raise SaveError(f"attempt {attempt} was aborted or retired before it could be committed")
     return found
 
@@ -133,6 +134,16 @@ async def abort(log: RunLog, mine: Acquire, attempt: Attempt, reason: str) -> No
     def make(state: RunState) -> Record | None:
         body = {"attempt": str(attempt), "reason": reason[:500]}
         return None if state.ended(attempt) else Record("ABORT", body, f"abort:{attempt}")
+
+    await log.append(make, owner=mine)
+
+
+async def retract(log: RunLog, mine: Acquire, attempt: Attempt) -> None:
+    """Give one checkpoint up, whatever the retention says: it is known not to be what it claims."""
+
+    def make(state: RunState) -> Record | None:
+        body = {"retire": [str(attempt)], "delete": []}
+        return Record("PLAN", body, f"retract:{attempt}") if attempt in state.commits else None
 
     await log.append(make, owner=mine)
 

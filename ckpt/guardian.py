@@ -352,6 +352,10 @@ class Guardian:
             error = SaveError(str(error))
         write.done(error)
 
+    def retract(self, attempt: Attempt) -> None:
+        """This snapshot must not become a checkpoint, or not stay one."""
+        self.client.send("retract", attempt=str(attempt))
+
     def rollback(self, restored: Attempt) -> None:
         """Open the epoch that continues from a restored attempt."""
         reply, _ = self.client.ask("rollback", restored=str(restored))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ class Save:
     def __init__(self, step: int, attempt: str, durable: list[str]) -> None:
         self.step, self.attempt = step, attempt
         self.told = False  # whether an error of this save has been raised to the user already
+        self.spoilt: SaveError | None = None  # found not to be of one moment after it was staged
+        self.on_staged: Callable[[], None] = lambda: None
         self._staged: Future[Checkpoint] = Future()
         self._durable: dict[str, Future[Checkpoint]] = {url: Future() for url in durable}
 
@@ -41,7 +44,10 @@ class Save:
 
     def staged(self, timeout_s: float | None = None) -> Checkpoint:
         """Wait until the step is in memory that survives the trainer."""
-        return self._wait(self._staged, timeout_s, f"staging step {self.step}")
+        found = self._wait(self._staged, timeout_s, f"staging step {self.step}")
+        self.on_staged()
+        self._check_spoilt()
+        return found
 
     def committed(self, timeout_s: float | None = None, *, tier: str | None = None) -> Checkpoint:
         """Wait until the step is a checkpoint in the nearest durable tier, or in the one with URL `tier`."""
@@ -52,7 +58,15 @@ class Save:
         url = next(iter(self._durable)) if tier is None else tier
         if url not in self._durable:
             raise SaveError(f"step {self.step} is not being written to {url}")
-        return self._wait(self._durable[url], timeout_s, f"writing step {self.step} to {url}")
+        found = self._wait(self._durable[url], timeout_s, f"writing step {self.step} to {url}")
+        self.on_staged()
+        self._check_spoilt()
+        return found
+
+    def _check_spoilt(self) -> None:
+        if self.spoilt is not None:
+            self.told = True
+            raise self.spoilt
 
     def _wait(self, future: Future[Checkpoint], timeout_s: float | None, what: str) -> Checkpoint:
         try:

@@ -8,7 +8,7 @@ sets plain values and attaches what had to be created.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Container, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ckpt.errors import StateError
+from ckpt.errors import CorruptError, StateError
 from ckpt.restore import Placement, SavedNode
 from ckpt.rng import RNG
 from ckpt.tensors import check, from_array
@@ -268,11 +268,13 @@ class OptimizerNode:
         prefix = show((*self.path, "state")) + "."
         fresh: dict[str, dict[str, Any]] = {name: {} for name in saved.facts["with_state"] if name in params}
         for full in saved.names:
-            name, _, key = full.removeprefix(prefix).rpartition(".")
+            name, key = _split(full.removeprefix(prefix), fresh)
             if full.startswith(prefix) and name in fresh:
                 fresh[name][key] = self._target(full, key, *params[name], placement)
+        if any(type(group) is not dict or group.keys() & {"$", "params"} for group in saved.values["groups"]):
+            raise CorruptError(f"{show(self.path)}: the settings of its parameter groups are damaged")
         groups = [placement.build(group) for group in saved.values["groups"]]
-        others = [(name, key, placement.build(value)) for name, key, value in saved.values["state"]]
+        others = [(str(name), str(key), placement.build(value)) for name, key, value in saved.values["state"]]
 
         def finish() -> None:
             for name, key, value in others:
@@ -298,6 +300,15 @@ class OptimizerNode:
         elif not placement.spec(full).accelerator and placement.accelerated:
             device = torch.device("cpu")  # an offloaded optimizer
         return placement.create(full, device)
+
+
+def _split(text: str, names: Container[str]) -> tuple[str, str]:
+    """`text` as the longest of `names` and, behind a dot, a key: both may have dots of their own."""
+    end = len(text)
+    while (end := text.rfind(".", 0, end)) >= 0:
+        if text[:end] in names:
+            return text[:end], text[end + 1 :]
+    return "", text
 
 
 def _update_group(group: dict[str, Any], saved: dict[str, Any]) -> None:

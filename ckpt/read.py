@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ckpt.codec import blob_digest, file_digest
 from ckpt.commit import load_table, read_part
 from ckpt.errors import CorruptError, NoCheckpointError, NotFoundError, StoreError
@@ -56,6 +58,8 @@ class Manifest:
         layout = Layout.from_json(self.parts[rank].layout)
         if layout.digest != self.parts[rank].layout_digest:
             raise CorruptError(f"the layout of rank {rank} at step {self.commit.step} does not match its digest")
+        if len(layout.components) != len(self.parts[rank].values):
+            raise CorruptError(f"the plain values of rank {rank} at step {self.commit.step} are not of its layout")
         return layout
 
 
@@ -91,6 +95,8 @@ async def load_manifest(store: Store, commit: Commit) -> Manifest:
     attempt = commit.attempt
     read = await asyncio.gather(*(read_part(store, attempt, r, n, expected=digest) for r, n, digest in commit.parts))
     parts = tuple(part for part, _ in read)
+    if any(part.world != commit.world for part in parts):
+        raise CorruptError(f"the parts of step {commit.step} are of another number of ranks than its record says")
     try:
         table = await load_table(store, index_key(attempt, commit.index), commit.index)
     except (CorruptError, NotFoundError) as error:
@@ -98,9 +104,9 @@ async def load_manifest(store: Store, commit: Commit) -> Manifest:
         table = merge(await asyncio.gather(*(load_table(store, key, digest) for key, digest in keys)))
         logger.warning("%s; the tables of the parts are whole and used instead", error)
     packs = {pack.key: pack.size for part in parts for pack in part.packs}
-    for i, key in enumerate(table.packs):
-        used = table.pack == i
-        end = int((table.offset[used] + table.stored[used]).max()) if used.any() else 0
+    ends = np.zeros(len(table.packs), np.int64)
+    np.maximum.at(ends, table.pack, table.offset + table.stored)
+    for key, end in zip(table.packs, ends.tolist(), strict=True):
         if key in packs and end > packs[key]:
             raise CorruptError(f"{index_key(commit.attempt, commit.index)} points behind the end of {key}")
     return Manifest(commit, parts, table)

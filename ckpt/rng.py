@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ckpt.errors import CorruptError
+
 
 class RNG:
     """Random number generators: Python's, numpy's global one, torch's, and every accelerator's."""
@@ -27,6 +29,12 @@ class RNG:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        try:
+            self._load(state)
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
+            raise CorruptError(f"not the state of random number generators: {error}") from error
+
+    def _load(self, state: dict[str, Any]) -> None:
         version, numbers, gauss = state["python"]
         random.setstate((version, tuple(int(n) for n in numbers), gauss))
         np.random.set_state(state["numpy"])

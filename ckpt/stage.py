@@ -58,7 +58,7 @@ class Job:
     ready: dict[torch.device, Any] = field(default_factory=dict)  # events on them
     done: dict[torch.device, Any] = field(default_factory=dict)  # events after the copies
     _checking: threading.Lock = field(default_factory=threading.Lock)
-    _checked: bool = False
+    _proven: bool = False
 
     def __post_init__(self) -> None:
         reading = self.reading
@@ -69,22 +69,25 @@ class Job:
             stream = torch.get_device_module(device).current_stream(device)
             self.streams[device], self.ready[device] = stream, stream.record_event()
 
-    def check_versions(self) -> None:
-        """Once, before any optimizer may change anything: has somebody else written to what is being copied?"""
+    def check_versions(self) -> bool:
+        """Has somebody else written to what is being copied? Only before an optimizer may change anything."""
         with self._checking:
-            if self._checked:
-                return
-            self._checked = True
-            if [t._version for t in self.overlapped] != self.versions:
+            if not self._proven and [t._version for t in self.overlapped] != self.versions:
                 names = [s.name for s, g in zip(self.reading.layout.tensors, self.reading.guarded, strict=True) if g]
                 pairs = zip(names, self.overlapped, self.versions, strict=True)
                 self.written_by_others = [name for name, t, version in pairs if t._version != version]
+            return bool(self.written_by_others)
 
-    def let_go(self) -> None:
-        """Hold no memory of the state any longer."""
+    def prove(self) -> bool:
+        """The last check, by the thread that trains: True if the snapshot turns out to be spoilt after it was sealed.
+
+        A version is counted up only after the write, so the check at the end of the copy can miss a write that is
+        still going on. The thread that writes cannot: when it is here, its writes have ended.
+        """
+        spoilt = self.check_versions() and self.error is None
         with self._checking:
-            self._checked = True
-            self.sources, self.overlapped = [], []
+            self._proven, self.overlapped = True, []
+        return spoilt
 
     @property
     def ended(self) -> bool:
@@ -105,6 +108,7 @@ class Stager:
         self._registered: list[int] = []
         self._pending: Job | None = None
         self._order = 0
+        self.on_spoilt: Callable[[Job], None] = lambda job: None
         self._thread = threading.Thread(target=self._run, name="ckpt-stage", daemon=True)
         self._thread.start()
 
@@ -116,6 +120,7 @@ class Stager:
 
     def submit(self, job: Job) -> None:
         """Begin a snapshot and wait until its eager part is in memory, or it has failed."""
+        self.prove()
         self._pending = job
         self._queue.put(lambda: self._stage(job))
         job.eager_done.wait()
@@ -131,14 +136,30 @@ class Stager:
         started = time.perf_counter()
         if job.streams:
             job.enqueued.wait(timeout_s)
-            job.check_versions()
             for device, event in job.done.items():
                 torch.get_device_module(device).current_stream(device).wait_event(event)
         elif not job.copied.wait(timeout_s):
             job.error = DeadlineError(f"copying step {job.attempt.step} took more than {timeout_s:g} s")
-        if self._pending is job:
-            self._pending = None
+        self.prove()
         return time.perf_counter() - started
+
+    def prove(self) -> None:
+        """Called by the thread that trains while it changes nothing: see `Job.prove`."""
+        job, self._pending = self._pending, None
+        if job is not None and job.prove() and job.copied.is_set() and job.place is not None:
+            self.on_spoilt(job)
+
+    def clear(self, job: Job) -> None:
+        """Take a sealed snapshot back."""
+
+        def clear() -> None:
+            arena, slot = job.place or (None, 0)
+            if arena is not None and arena is self._arena:
+                label = arena.label(slot)
+                if label is not None and label.attempt == job.attempt:
+                    arena.set_label(slot, Label(EMPTY))
+
+        self.do(clear)
 
     def use(self, arena: Arena, on_locked: Callable[[], None]) -> None:
         """Stage into this arena from now on; `on_locked` is called when its mutex is held."""
@@ -237,10 +258,13 @@ class Stager:
         finally:
             if job.error is not None and slot is not None and self._arena is not None:
                 self._arena.set_label(slot, Label(EMPTY))
-            job.let_go()
+            job.sources = []
             for event in (job.eager_done, job.enqueued, job.copied):
                 event.set()
-            job.on_end(job)
+            try:
+                job.on_end(job)
+            except Exception:  # must not end the thread that holds the mutex
+                log.exception("after step %d was staged", job.attempt.step)
 
     def _claim(self, arena: Arena, job: Job) -> int:
         """The emptiest or oldest slot. Never one being written, never the newest snapshot."""
@@ -266,15 +290,12 @@ class Stager:
     def _free(self, arena: Arena) -> int | None:
         if self._holds > 0:
             return None
-        labels = [
-            (slot, arena.label(slot)) for slot in range(arena.slots) if self._pinned.get((arena.id, slot), 0) <= 0
-        ]
-        empty = [slot for slot, label in labels if label is None or label.state != SEALED]
-        if empty:
-            return empty[0]
-        newest = arena.sealed()[0][0]
-        oldest = sorted((la.order, slot) for slot, la in labels if la is not None and slot != newest)
-        return oldest[0][1] if oldest else None
+        free = [slot for slot in range(arena.slots) if self._pinned.get((arena.id, slot), 0) <= 0]
+        sealed = arena.sealed()  # newest first
+        held = {slot for slot, _ in sealed}
+        empty = [slot for slot in free if slot not in held]
+        oldest = [slot for slot, _ in reversed(sealed[1:]) if slot in free]
+        return next(iter([*empty, *oldest]), None)
 
     def _fill(self, arena: Arena, slot: int, job: Job) -> None:
         reading = job.reading

@@ -244,11 +244,11 @@ class Capture:
         return self._last
 
     def _may_overlap(self, entry: Entry, stepped: set[int]) -> bool:
-        """Optimizer state, the parameters it steps, and frozen ones; another optimizer's may change at any time."""
+        """Optimizer state and the parameters it steps. Whatever else writes, such as an average, may do so any time."""
         if entry.name in self.eager:
             return False
         tensor = entry.tensor
-        return not isinstance(tensor, nn.Parameter) or id(tensor) in stepped or not tensor.requires_grad
+        return not isinstance(tensor, nn.Parameter) or id(tensor) in stepped
 
     # -- putting back --
 

@@ -36,6 +36,7 @@ DTYPES = (
     "BOOL", "C128", "C32", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4_E2M1X2",
 )  # fmt: skip
 MAX_TABLE = 1 << 30
+MAX_TABLE_HEADER = 1 << 16  # of fifteen columns
 MAX_BLOB = 64 << 20  # bytes read at once; we cut at 4 MiB
 
 I64 = npt.NDArray[np.int64]
@@ -111,6 +112,8 @@ class Table:
         """Checked: every number is plausible and consistent before anything is allocated by it."""
         if len(raw) > MAX_TABLE:
             raise CorruptError(f"{what} is implausibly large: {len(raw)} bytes")
+        if int.from_bytes(raw[:8], "little") > MAX_TABLE_HEADER:
+            raise CorruptError(f"{what} is not a table: its header is implausibly large")
         try:
             return _checked(safetensors.numpy.load(bytes(raw)), what)
         except (

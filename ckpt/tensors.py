@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ckpt.errors import StateError
+from ckpt.errors import CheckpointError, StateError
 from ckpt.plan import TensorSpec
 from ckpt.values import Json, Path, plain_dtype, show
 
@@ -73,7 +73,10 @@ def memory_of(tensor: Tensor) -> Memory | None:
 
 def empty(of: TensorSpec, device: torch.device | str) -> Tensor:
     """A new tensor to restore into."""
-    return torch.empty(of.shape, dtype=TORCH_DTYPE[of.dtype], device=device)
+    try:
+        return torch.empty(of.shape, dtype=TORCH_DTYPE[of.dtype], device=device)
+    except RuntimeError as error:
+        raise CheckpointError(f"no memory for {of.name}, {of.nbytes / 2**20:.0f} MiB: {error}") from error
 
 
 def saved_device(of: TensorSpec) -> torch.device:
@@ -92,7 +95,8 @@ def device_in_use() -> bool:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """A contiguous tensor's memory as one row of bytes."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    # An empty tensor, or one of a single element, is contiguous with any stride; only stride 1 can be viewed.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 # -- numpy arrays: stored as tensors, returned as arrays --
@@ -108,6 +112,8 @@ def from_array(array: npt.NDArray[Any], path: Path) -> tuple[Tensor, Json]:
 
 
 def to_array(tensor: Tensor, reference: Json) -> npt.NDArray[Any]:
-    dtype = plain_dtype(reference["dtype"])
-    found: npt.NDArray[Any] = tensor.numpy().view(dtype).reshape(reference["shape"])
+    dtype, shape = plain_dtype(reference["dtype"]), reference["shape"]
+    if type(shape) is not list or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"not a shape: {shape!r:.80}")
+    found: npt.NDArray[Any] = tensor.numpy().view(dtype).reshape(shape)
     return found

@@ -78,6 +78,7 @@ class Writer:
         self.digests: dict[Attempt, bytes] = {}
         self.writing: dict[tuple[str, int], int] = {}  # (arena, slot) -> writes in progress
         self.tries: dict[Attempt, int] = {}
+        self.retracted: set[Attempt] = set()
         self.first_try = 0
         self.linger_s = 600.0
         self.finished = asyncio.Event()
@@ -331,6 +332,15 @@ class Writer:
         await self._write(tier, arena, slot, label)
         return {"seconds": time.monotonic() - started, "bytes": label.data_size}, ()
 
+    async def do_retract(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
+        """A snapshot turned out not to be of one moment: it must not be committed, or not stay so."""
+        attempt = Attempt.parse(message["attempt"])
+        self.retracted.add(attempt)
+        for tier in self.tiers:
+            async with tier.busy:
+                await commit.retract(tier.log, self._mine(), attempt)
+        return {}, ()
+
     async def do_close(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
         """The trainer is done. Finish what was begun, clean up and leave."""
         self.leaving = True
@@ -362,6 +372,8 @@ class Writer:
                 snapshot = Snapshot(attempt, self.layouts[label.layout], arena.data(slot, label.data_size), values)
                 tier.log.check_owner(self._mine())
                 written = await write_part(tier.log.store, snapshot, number=number, reason=reason)
+                if attempt in self.retracted:
+                    raise SaveError(f"step {attempt.step} was taken back while it was written")
                 await commit.commit(tier.log, self._mine(), [written])
             self.digests[attempt] = written.table.digest.tobytes() + blob_digest(arena.values(slot, label))
             events.log.info("step %d is a checkpoint in %s", attempt.step, tier.url)
@@ -408,13 +420,16 @@ class Writer:
         try:
             while adoptions == self.adoptions and not await self._drain(adoptions) and time.monotonic() < deadline:
                 await asyncio.sleep(min(RETRY_S, self.linger_s))
-            while adoptions == self.adoptions and time.monotonic() < deadline:
+            while adoptions == self.adoptions and time.monotonic() < deadline and self._holds_something():
                 await asyncio.sleep(min(0.2, self.linger_s))
         except FencedError as error:
             events.log.warning("%s", error)  # a newer job went on without us
         if adoptions == self.adoptions:
             self.leaving = True
             self.finished.set()
+
+    def _holds_something(self) -> bool:
+        return any(arena.sealed() for arena in self.arenas.values())
 
     def _digest_ring(self) -> None:
         for arena in list(self.arenas.values()):
@@ -435,7 +450,8 @@ class Writer:
             for tier in self.tiers[:1]:
                 if adoptions != self.adoptions:
                     return True  # the next incarnation has the memory now, and decides
-                if label.attempt is None or label.attempt in tier.in_flight or tier.log.state.ended(label.attempt):
+                done = label.attempt in tier.in_flight or label.attempt in self.retracted
+                if label.attempt is None or done or tier.log.state.ended(label.attempt):
                     continue
                 adopted = self.adoptions
                 try:

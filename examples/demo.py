@@ -154,7 +154,7 @@ class Demo:
         with self.live if self.console.is_terminal else contextlib.nullcontext():
             self.say(f"Training a small GPT for {self.steps} steps, without checkpoints: the reference.")
             self._train(self.alone, "--outcome", self.folder / "alone.json")
-            self.say(f"The same with everystep: every step into memory, every {self.every}th to disk.")
+            self.say(f"The same with everystep: each step into memory, one in {self.every} to disk.")
             with_run = (self.run, "--every", self.every, "--linger-s", LINGER_S)
             for share, what, extra in (
                 (FIRST_KILL, "trainer", ()),
@@ -207,7 +207,7 @@ class Demo:
             return
         incident = self.incidents[-1]
         incident.tier, incident.restored, incident.seconds = line["tier"], line["step"], line["seconds"]
-        lost = f"{incident.lost} steps lost" if incident.lost else "nothing lost"
+        lost = f"{count(incident.lost)} lost" if incident.lost else "nothing lost"
         self.say(
             f"Restored step {incident.restored} from {incident.place} in {show_s(incident.seconds)}, {lost}.", "green"
         )
@@ -233,7 +233,7 @@ class Demo:
         return self.folder / "trainer.log"
 
     def say(self, text: str, style: str = "") -> None:
-        self.console.print(text, style=style, highlight=False)
+        self.console.print(text, style=style, highlight=False, soft_wrap=True)
 
     def stop(self) -> None:
         """Leave no process behind."""
@@ -255,15 +255,15 @@ class Demo:
         median, worst = statistics.median(self.saved.stalls), max(self.saved.stalls)
         self.say(f"Of each step, saving took {median * 1e3:.1f} ms (median; at most {worst * 1e3:.1f} ms).")
         ms = [statistics.median(track.seconds) * 1e3 for track in (self.alone, self.saved)]
-        self.say(f"A step took {ms[0]:.0f} ms alone, and {ms[1]:.0f} ms with everystep (medians; other load included).")
+        self.say(f"A step took {ms[0]:.0f} ms alone, and {ms[1]:.0f} ms with everystep (medians, other load included).")
         broken = [f"step {i.acknowledged}, acknowledged and lost" for i in self.incidents if not i.kept_its_word]
         return verdict(self.console, self.folder, broken)
 
     def _table(self) -> Table:
         table = Table("killed", "after", "restored", "from", "lost", "took")
         for i in self.incidents:
-            lost = f"{i.lost} step{'' if i.lost == 1 else 's'}"
-            table.add_row(i.killed, f"step {i.reached}", f"step {i.restored}", i.place, lost, show_s(i.seconds))
+            after, restored = f"step {i.reached}", f"step {i.restored}"
+            table.add_row(i.killed, after, restored, i.place, count(i.lost), show_s(i.seconds))
         return table
 
 
@@ -317,6 +317,10 @@ def none_left(run: Path, timeout_s: float = 10.0) -> bool:
     return True
 
 
+def count(steps: int) -> str:
+    return "1 step" if steps == 1 else f"{steps} steps"
+
+
 def show_s(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
 
@@ -343,7 +347,7 @@ def main() -> int:
         demo.play()
         return demo.judge()
     except DemoError as error:
-        console.print(f"FAILED: {error}", style="bold red", highlight=False, markup=False)
+        console.print(f"FAILED: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
         console.print("Stopped.")

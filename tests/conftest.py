@@ -49,7 +49,9 @@ def run_script(
     code: str, *arguments: object, fail: str = "", timeout_s: float = 120.0
 ) -> subprocess.CompletedProcess[str]:
     """Run Python code as a training process of its own; `fail` arms fail points (see ckpt/events.py)."""
-    environment = {**os.environ, "CKPT_FAIL": fail, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}:{REPO / 'tests'}"}
+    # OpenMP's threads spin while they wait, which starves everything else on a machine with few cores.
+    path = f"{REPO}:{REPO / 'backends'}:{REPO / 'tests'}"
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "CKPT_FAIL": fail, "PYTHONPATH": path}
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         env=environment,

@@ -558,7 +558,7 @@ def volume(folder: Path, kind: str, size_mb: int) -> Iterator[Volume]:
 
 
 class CuttingDisk(Disk):
-    """Cuts the power of its volume right before operation number `at`. `lazy` leaves out every fsync."""
+    """Cuts the power of its volume right before the change number `at`. `lazy` leaves out every fsync."""
 
     def __init__(self, place: Volume, at: int, *, lazy: bool = False) -> None:
         self._place, self._left, self._lazy = place, at, lazy
@@ -571,7 +571,8 @@ class CuttingDisk(Disk):
                 self._place.cut_power()
 
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
-        self._step()
+        if flags & os.O_CREAT:
+            self._step()
         return super().open(path, flags, mode)
 
     def pwrite(self, fd: int, view: memoryview, offset: int) -> int:

@@ -42,7 +42,7 @@ for line in sys.stdin:  # how many steps to train, or "close"
                 print("committed", step, flush=True)
         print("done", step, flush=True)
     except ckpt.CheckpointError as error:
-        print("error", type(error).__name__, file=sys.stderr if 0 else sys.stdout, flush=True); import traceback; traceback.print_exc(file=open("/tmp/p/job.err","a"))
+        print("error", type(error).__name__, flush=True)
 """
 
 
@@ -151,7 +151,7 @@ def test_zombie_writer_that_wakes(run_dir: str, own_sockets: Path, jobs: list[Jo
 def test_jobs_that_race(run_dir: str, own_sockets: Path, jobs: list[Job]) -> None:
     """Jobs that take over from one another at full speed, each cleaning up after itself, leave a whole run."""
     jobs.append(Job(run_dir, every=1))
-    for _ in range(3):
+    for _ in range(2):
         old = jobs[-1]
         old.say("1000000")
         safe = int(old.read_until("committed").split()[1])

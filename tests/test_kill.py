@@ -164,7 +164,7 @@ class Trainer:
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=open("/tmp/p/stderr", "a"),
+            stderr=subprocess.DEVNULL,
             text=True,
         )
 

@@ -15,13 +15,13 @@ from conftest import REPO
 import ckpt
 
 LAYERS = (
-    ("errors", "events", "mutex", "rng"),  # words everyone shares, a lock, random numbers
+    ("errors", "events", "mutex"),  # words everyone shares, a lock, random numbers
     ("store",),  # the byte interface of a place
     ("codec", "values", "link"),  # digests, plain values as JSON, the wire to the writer
     ("manifest",),  # the small files, and the names of all files
     ("plan",),  # where every byte goes
     ("table", "log", "arena", "tensors"),  # what things are
-    ("write", "restore"),  # a snapshot becomes files; bytes become tensors
+    ("write", "restore", "rng"),  # a snapshot becomes files; bytes become tensors; random numbers
     ("commit", "nodes"),  # files become a checkpoint; what a state is made of
     ("read", "state"),  # back from a store; the state as a whole
     ("retain", "stage", "sources"),  # how long; tensors into memory; where to restore from

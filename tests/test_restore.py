@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import run_script
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from test_state import Loader, State, differences, fill, freeze, raw
 from test_values import values as plain_values
@@ -530,6 +530,11 @@ def states(draw: st.DrawFn) -> tuple[State, State]:
 
 def check_any_state(bench: Bench, pair: tuple[State, State], place: str) -> None:
     state, twin = pair
+    try:
+        Capture(state).read()
+    except ckpt.StateError as error:  # keys such as 1 and "1" with an array under each
+        assert "get this name" in str(error)
+        assume(False)
     wanted, source = freeze(state), getattr(bench, place)(state)
     pointers = {k: t.data_ptr() for k, t in twin["loose"].items()}
     restore(source, twin)

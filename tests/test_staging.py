@@ -310,20 +310,62 @@ def write(state: State, step: int) -> None:
         state["model"].weight.mul_(0.5)  # weight clipping, say, in the middle of the copy
 
 
-def frozen(state: State, step: int) -> None:
-    with torch.no_grad():
-        torch._foreach_lerp_(list(state["average"].parameters()), list(state["model"].parameters()), 0.5)
+def test_a_frozen_average_is_copied_before_step_returns(open_run: Any) -> None:
+    """Parameters that no optimizer steps may be written at once after step(), with or without a trace."""
+
+    def build() -> State:
+        model, average = nn.Linear(LARGE, LARGE), nn.Linear(LARGE, LARGE).requires_grad_(False)
+        return {"model": model, "average": average, "optim": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+    def move(state: State, step: int) -> None:
+        pairs = list(state["average"].parameters()), list(state["model"].parameters())
+        if step % 2:
+            with torch.no_grad():
+                torch._foreach_lerp_(*pairs, 0.5)
+        else:
+            pairs[0][0].data.mul_(0.5)
+        gradients(state["model"], abs(step))
+        state["optim"].step()
+
+    run = Run(build, move)
+    assert check_boundaries(open_run(run.state), run, 15) == []
 
 
-@pytest.mark.parametrize(("who", "name"), [(write, "model.weight"), (frozen, "average.weight")])
+def test_a_write_that_the_copy_overtakes_is_noticed_too(open_run: Any) -> None:
+    """A version is counted up after the write: a copy that ends meanwhile must not pass for a whole one."""
+
+    def build() -> State:
+        model = nn.Linear(LARGE, LARGE)
+        return {"model": model, "optim": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+    def move(state: State, step: int) -> None:
+        gradients(state["model"], abs(step))
+        state["optim"].step()
+
+    run = Run(build, move)
+    for step in range(1, 9):
+        cp = open_run(run.state)
+        move(run.state, step)
+        save = cp.step(step)
+        with torch.no_grad():
+            torch._foreach_mul_(list(run.state["model"].parameters()), 0.5)
+        with pytest.raises(SaveError, match=r"model\.weight"):
+            save.staged(30.0)
+        move(run.state, step)
+        save = cp.save(step + 100)  # copied before it returns from now on
+        boundary = freeze(run.state)
+        with torch.no_grad():
+            torch._foreach_mul_(list(run.state["model"].parameters()), 0.5)
+        save.staged(30.0)
+        assert differences(read_back(cp, step + 100, run.twin), boundary) == []
+        close(cp)
+
+
 def test_writes_outside_an_optimizer_are_noticed_then_copied_eagerly(
-    who: Callable[[State, int], None],
-    name: str,
-    open_run: Any,
-    gate: threading.Event,
-    caplog: pytest.LogCaptureFixture,
+    open_run: Any, gate: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The snapshot is dropped and the user told which tensor it was; from then on the copy comes before training."""
+    who, name = write, "model.weight"
 
     def build() -> State:
         model, average = nn.Linear(LARGE, LARGE), nn.Linear(LARGE, LARGE).requires_grad_(False)

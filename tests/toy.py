@@ -84,6 +84,8 @@ def main() -> None:
             if step + 1 == kill_at:
                 assert save is not None
                 save.staged(30.0)
+                if save.tiers:
+                    save.committed(30.0)
                 os.kill(os.getpid(), signal.SIGKILL)
     assert restored is not None
     print(json.dumps({"start": start, "tier": restored.tier, "verified": restored.verified, "digest": digest(state)}))

@@ -418,7 +418,7 @@ class _Reader:
             if count <= 0:
                 raise StoreError(f"{self._path} ended early, at {offset + done} of {self._size} bytes")
             done += count
-            if fd == self._direct and done < needed and done % PAGE:  # a direct read that stops inside a page cannot be continued
+            if fd == self._direct and done < needed and done % PAGE:  # it cannot be continued inside a page
                 raise OSError(errno.EINVAL, "short direct read", self._path)
 
 

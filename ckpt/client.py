@@ -71,6 +71,10 @@ class WriterClient:
                 raise WriterError(f"the writer process cannot be started: {error}") from error
         return cls(Channel(ours), process)
 
+    @property
+    def alive(self) -> bool:
+        return not self._lost
+
     # -- asking --
 
     def send(self, op: str, *, fds: tuple[int, ...] = (), **fields: Any) -> Future[Reply]:

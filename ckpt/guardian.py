@@ -7,6 +7,7 @@ arenas from it, gives memory to a new writer when the old one dies, and sends sl
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import time
@@ -16,11 +17,11 @@ from dataclasses import dataclass, field
 
 from ckpt.arena import Arena
 from ckpt.client import Reply, WriterClient
-from ckpt.errors import CheckpointError, SaveError, WriterError
+from ckpt.errors import CheckpointError, DeadlineError, SaveError, StoreError, WriterError
 from ckpt.events import log, point
 from ckpt.link import Message
 from ckpt.log import Acquire, in_history
-from ckpt.manifest import Attempt
+from ckpt.manifest import Attempt, new_nonce
 from ckpt.plan import Layout
 from ckpt.sources import MemorySource
 from ckpt.stage import Stager
@@ -66,6 +67,7 @@ class Guardian:
         self._deaths: list[float] = []
         self._respawns = 0
         self._closing = False
+        self._mourned: WriterClient | None = None  # the last one whose death was seen to
         self._asked_size = 0
         self._refused_size = float("inf")
         self._preparing: Future[Reply] | None = None
@@ -78,7 +80,7 @@ class Guardian:
         self._spares: list[Arena] = []  # inherited or outgrown, kept until a newer snapshot is sealed
         self.client = self._find_or_spawn()
         try:
-            self._open()
+            self._open(self.client)
         except BaseException:
             self._closing = True
             if not self.inherited.arenas:  # memory of an earlier run stays with its writer, for a better try
@@ -134,11 +136,11 @@ class Guardian:
         )
         self._layouts = dict(self.inherited.layouts)
 
-    def _open(self, *, again: bool = False) -> None:
+    def _open(self, client: WriterClient, *, again: bool = False) -> None:
         specs = [{"url": t.url, "last": t.keeping.last, "every": t.keeping.every} for t in self._tiers]
         floor = max([0, *(a.epoch for a in self.inherited.acquires)])
         extra = {"owner": [self.owner.epoch, self.owner.nonce]} if again else {"floor": floor}
-        reply, _ = self.client.ask(
+        reply, _ = client.ask(
             "open",
             timeout_s=OPEN_S,
             tiers=specs,
@@ -162,41 +164,62 @@ class Guardian:
             self.on_damaged(note)
 
     def _on_lost(self, client: WriterClient) -> None:
-        """The writer died: the memory is ours as well, so a new one gets it, and the writes begin again."""
-        with self._lock:
-            if self._closing or self.failure is not None or client is not self.client:
-                return
-            try:
-                while not self._replace():
-                    log.warning("the new writer died as well")
-            except CheckpointError as error:
-                self._fail(error)
-                return
-            log.warning("a new writer has taken over; training was not affected")
-            self._preparing = None
-            for write in list(self._writes):
-                self._send(write)
+        """The writer died: the memory is ours as well, so a new one gets it, and the writes begin again.
 
-    def _replace(self) -> bool:
-        """Start a writer and give it all that it needs; False if it died of that."""
+        The new one is made ready without the lock, so that staging goes on; what is to be written waits in `_writes`.
+        """
+        with self._lock:
+            if self._closing or self.failure is not None or client is not self.client or client is self._mourned:
+                return
+            self._mourned = client
+        try:
+            while (fresh := self._start_another()) is None:
+                log.warning("the new writer cannot go on either")
+        except CheckpointError as error:
+            with self._lock:
+                self._fail(error)
+            return
+        with self._lock:
+            if self._closing:
+                fresh.send("close")
+                fresh.close()
+                return
+            self.client = fresh
+            self._hand_over(fresh)
+        if fresh.alive:
+            log.warning("a new writer has taken over; training was not affected")
+        else:
+            self._on_lost(fresh)
+
+    def _start_another(self) -> WriterClient | None:
+        """A writer that has opened the run, or None if it died of that or the store did not answer."""
         now = time.monotonic()
         self._deaths = [t for t in self._deaths if now - t < RESPAWN_WINDOW_S] + [now]
         if len(self._deaths) > RESPAWN_LIMIT:
             raise WriterError(f"the writer died {len(self._deaths)} times within {RESPAWN_WINDOW_S:g} s")
         self._respawns += 1
-        self.client = WriterClient.spawn(self._key)
+        fresh = WriterClient.spawn(self._key)
         try:
-            self._listen(self.client, greet=True)
-            for layout in self._layouts.values():
-                self.client.ask("layout", layout=layout.to_json())
-            for arena in self._arenas():
-                self.client.ask("attach", fds=(arena.fd,))
-            if (current := self._stager.arena) is not None:
-                self.client.ask("watch", arena=current.id.hex())
-            self._open(again=True)
-        except WriterError:
-            return False
-        return True
+            self._listen(fresh, greet=True)
+            self._open(fresh, again=True)
+        except (WriterError, StoreError, DeadlineError) as error:
+            log.warning("%s", error)
+            fresh.send("close")
+            fresh.close()
+            return None
+        return fresh
+
+    def _hand_over(self, client: WriterClient) -> None:
+        """All that a new writer needs to know; in this order, and without waiting for it."""
+        for layout in self._layouts.values():
+            client.send("layout", layout=layout.to_json())
+        for arena in self._arenas():
+            client.send("attach", fds=(arena.fd,))
+        if (current := self._stager.arena) is not None:
+            client.send("watch", arena=current.id.hex())
+        self._preparing = None
+        for write in list(self._writes):
+            self._send(write)
 
     def _fail(self, error: CheckpointError) -> None:
         self.failure = WriterError(f"there is no writer any more, so nothing is saved: {error}")
@@ -358,7 +381,15 @@ class Guardian:
 
     def rollback(self, restored: Attempt) -> None:
         """Open the epoch that continues from a restored attempt."""
-        reply, _ = self.client.ask("rollback", restored=str(restored))
+        nonce = new_nonce()  # the same if it has to be asked again: then it is done at most once
+        for tries in itertools.count():
+            try:
+                reply, _ = self.client.ask("rollback", restored=str(restored), nonce=nonce)
+                break
+            except WriterError:
+                if self.failure is not None or tries > 100 * RESPAWN_LIMIT:
+                    raise
+                time.sleep(0.1)  # until the next writer is there
         with self._lock:
             self.owner = Acquire(reply["epoch"], reply["nonce"], restored)
             self.inherited.acquires.append(self.owner)
@@ -371,7 +402,8 @@ class Guardian:
             self._closing = True
         try:
             if self.failure is None:
-                self.client.ask("close", timeout_s=max(timeout_s, 0.1))
+                with contextlib.suppress(WriterError):  # it died; what it had to write was waited for before
+                    self.client.ask("close", timeout_s=max(timeout_s, 0.1))
         finally:
             self.client.close()
             for arena in {a.id: a for a in (*self.inherited.arenas, *self._arenas())}.values():

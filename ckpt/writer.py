@@ -255,16 +255,19 @@ class Writer:
             raise
         return Tier(url, keep, log)
 
-    async def _acquire(self, floor: int, restored: Attempt | None) -> None:
+    async def _acquire(self, floor: int, restored: Attempt | None, nonce: str | None = None) -> None:
         while True:
-            nonce = new_nonce()
+            nonce = nonce or new_nonce()
             floor = max([floor, *(t.log.state.epoch for t in self.tiers)])
             taken = [await commit.acquire(t.log, nonce, restored=restored, floor=floor) for t in self.tiers]
             self.owner = taken[0] if taken else Acquire(floor + 1, nonce, restored)
             self.acquires.append(self.owner)
             if len({a.epoch for a in taken}) <= 1:
                 return
-            floor = max(a.epoch for a in taken)  # another job came between: agree on one epoch for all places
+            nonce, floor = (
+                None,
+                max(a.epoch for a in taken),
+            )  # another job came between: agree on one epoch for all places
 
     def _mine(self) -> Acquire:
         if self.owner is None:
@@ -273,9 +276,12 @@ class Writer:
 
     async def do_rollback(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
         """A restore opens an epoch that continues from the attempt it came from."""
+        nonce = str(message["nonce"])
         for tier in self.tiers:
-            tier.log.check_owner(self._mine())
-        await self._acquire(self._mine().epoch, Attempt.parse(message["restored"]))
+            await tier.log.refresh()
+            if all(acquire.nonce != nonce for acquire in tier.log.state.acquires):
+                tier.log.check_owner(self._mine())
+        await self._acquire(self._mine().epoch, Attempt.parse(message["restored"]), nonce)
         return {"epoch": self._mine().epoch, "nonce": self._mine().nonce}, ()
 
     async def do_arena(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:

@@ -15,7 +15,7 @@ from conftest import REPO
 import ckpt
 
 LAYERS = (
-    ("errors", "events", "mutex"),  # words everyone shares, a lock, random numbers
+    ("errors", "events", "mutex"),  # words everyone shares, and a lock
     ("store",),  # the byte interface of a place
     ("codec", "values", "link"),  # digests, plain values as JSON, the wire to the writer
     ("manifest",),  # the small files, and the names of all files

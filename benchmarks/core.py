@@ -141,7 +141,9 @@ def main() -> None:
     found["durable_of_torch_save"] = found["committed_s"] / found["torch_save_s"]
     found["restore_of_torch_load"] = found["restore_disk_s"] / found["torch_load_s"]
     if arguments.json:
-        print(json.dumps({**found, "cpus": os.cpu_count(), "torch": torch.__version__, "python": sys.version.split()[0]}))
+        print(
+            json.dumps({**found, "cpus": os.cpu_count(), "torch": torch.__version__, "python": sys.version.split()[0]})
+        )
         return
     for name, value in found.items():
         print(f"{name:24s} {value:12.4f}")

@@ -19,14 +19,14 @@ _HOMES = {
     "Checkpoint": "handle",
     "Checkpointer": "checkpointer",
     "Keep": "retain",
-    "Loaded": "load",
+    "Loaded": "loaded",
     "Memory": "tiers",
     "RNG": "rng",
     "Restored": "sources",
     "Save": "handle",
     "Stateful": "nodes",
     "Tier": "tiers",
-    "load": "load",
+    "load": "loaded",
     "CheckpointError": "errors",
     "ClosedError": "errors",
     "CorruptError": "errors",
@@ -71,8 +71,8 @@ if TYPE_CHECKING:
     from ckpt.errors import WriterError as WriterError
     from ckpt.handle import Checkpoint as Checkpoint
     from ckpt.handle import Save as Save
-    from ckpt.load import Loaded as Loaded
-    from ckpt.load import load as load
+    from ckpt.loaded import Loaded as Loaded
+    from ckpt.loaded import load as load
     from ckpt.nodes import Stateful as Stateful
     from ckpt.retain import Keep as Keep
     from ckpt.rng import RNG as RNG
@@ -85,7 +85,6 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
-    module = importlib.import_module(f"ckpt.{home}")
-    # All names of that home at once: importing the module `ckpt.load` has bound the name `load` to the module.
-    globals().update({n: getattr(module, n) for n, h in _HOMES.items() if h == home})
-    return globals()[name]
+    value = getattr(importlib.import_module(f"ckpt.{home}"), name)
+    globals()[name] = value
+    return value

@@ -12,7 +12,6 @@ from typing import Any
 
 from ckpt.codec import file_digest
 from ckpt.errors import (
-    CheckpointError,
     CorruptError,
     ExistsError,
     FormatError,
@@ -139,13 +138,14 @@ async def abort(log: RunLog, mine: Acquire, attempt: Attempt, reason: str) -> No
 
 
 async def retract(log: RunLog, mine: Acquire, attempt: Attempt) -> None:
-    """Give one checkpoint up, whatever the retention says: it is known not to be what it claims."""
+    """Give one attempt up, committed or not, whatever the retention says: it is known not to be what it claims."""
 
     def make(state: RunState) -> Record | None:
         body = {"retire": [str(attempt)], "delete": []}
         return Record("PLAN", body, f"retract:{attempt}") if attempt in state.commits else None
 
     await log.append(make, owner=mine)
+    await abort(log, mine, attempt, "taken back")  # or a restart would roll it forward
 
 
 @dataclass
@@ -169,7 +169,11 @@ async def recover(log: RunLog, mine: Acquire, in_flight: frozenset[Attempt] = fr
     for attempt in sorted(found):
         if state.ended(attempt) or attempt in in_flight:
             continue
-        parts = await _whole(log.store, attempt, found[attempt])
+        try:
+            parts = await _whole(log.store, attempt, found[attempt])
+        except StoreError as error:
+            logger.warning("attempt %s stays open, since it cannot be read now: %s", attempt, error)
+            continue
         if parts is None:
             await abort(log, mine, attempt, "not whole when the run was opened")
             done.aborted.append(attempt)
@@ -182,7 +186,10 @@ async def recover(log: RunLog, mine: Acquire, in_flight: frozenset[Attempt] = fr
 
 
 async def _whole(store: Store, attempt: Attempt, keys: list[str]) -> list[Written] | None:
-    """The parts of an attempt if all are there and sound, the highest try of each rank first; else None."""
+    """The parts of an attempt if all are there and sound, the highest try of each rank first; else None.
+
+    StoreError if the store failed, so that nobody can say.
+    """
     newest: dict[int, Written] = {}
     tries = sorted((rank_and_try(k) for k in keys if k.startswith("parts/") and k.endswith(".json")), reverse=True)
     for rank, number in tries:
@@ -190,7 +197,7 @@ async def _whole(store: Store, attempt: Attempt, keys: list[str]) -> list[Writte
             continue
         try:
             newest[rank] = await load_part(store, attempt, rank, number)
-        except CheckpointError as error:
+        except (CorruptError, FormatError, NotFoundError) as error:
             logger.warning("attempt %s, rank %d, try %d does not count: %s", attempt, rank, number, error)
     worlds = {w.part.world for w in newest.values()}
     if len(worlds) != 1 or set(newest) != set(range(worlds.pop())):

@@ -31,10 +31,11 @@ import psutil
 from ckpt import commit, events, link, retain
 from ckpt.arena import Arena, Label
 from ckpt.codec import blob_digest
-from ckpt.errors import CheckpointError, FencedError, SaveError, UsageError, WriterError, to_wire
+from ckpt.errors import CheckpointError, FencedError, FullError, SaveError, StoreError, UsageError, WriterError, to_wire
 from ckpt.link import Channel, Message
 from ckpt.log import Acquire, RunLog
 from ckpt.manifest import Attempt, new_nonce
+from ckpt.manifest import owner as owner_of
 from ckpt.mutex import Got
 from ckpt.plan import Layout
 from ckpt.read import verify
@@ -120,7 +121,11 @@ class Writer:
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
-            sock, _ = listener.accept()
+            try:
+                sock, _ = listener.accept()
+            except OSError:  # out of descriptors, say: the next incarnation will try again
+                time.sleep(1.0)
+                continue
             if link.same_user(sock):
                 self._start_thread(self._read, Channel(sock))
             else:
@@ -264,10 +269,7 @@ class Writer:
             self.acquires.append(self.owner)
             if len({a.epoch for a in taken}) <= 1:
                 return
-            nonce, floor = (
-                None,
-                max(a.epoch for a in taken),
-            )  # another job came between: agree on one epoch for all places
+            nonce, floor = None, max(a.epoch for a in taken)  # another job came between: one epoch for all places
 
     def _mine(self) -> Acquire:
         if self.owner is None:
@@ -380,7 +382,11 @@ class Writer:
                 written = await write_part(tier.log.store, snapshot, number=number, reason=reason)
                 if attempt in self.retracted:
                     raise SaveError(f"step {attempt.step} was taken back while it was written")
-                await commit.commit(tier.log, self._mine(), [written])
+                try:
+                    await commit.commit(tier.log, self._mine(), [written])
+                except FullError:
+                    await self._make_room(tier, attempt)
+                    raise
             self.digests[attempt] = written.table.digest.tobytes() + blob_digest(arena.values(slot, label))
             events.log.info("step %d is a checkpoint in %s", attempt.step, tier.url)
         finally:
@@ -391,6 +397,16 @@ class Writer:
         self._forget_old()
         if tier.sweeping is None or tier.sweeping.done():
             tier.sweeping = self._spawn(self._sweep(tier))
+
+    async def _make_room(self, tier: Tier, attempt: Attempt) -> None:
+        """All of it was written, and then the disk was full: give the attempt up, and its space back."""
+        with contextlib.suppress(CheckpointError):
+            await commit.abort(tier.log, self._mine(), attempt, "no space left")
+            if attempt in tier.log.state.aborted:
+                for prefix in ("packs/", "parts/", "index/"):
+                    for key in [i.key async for i in tier.log.store.list(f"{prefix}{attempt}")]:
+                        if owner_of(key) == attempt:
+                            await tier.log.store.delete(key)
 
     def _forget_old(self) -> None:
         held = {label.attempt for arena in self.arenas.values() for _, label in arena.sealed()}
@@ -426,13 +442,24 @@ class Writer:
         try:
             while adoptions == self.adoptions and not await self._drain(adoptions) and time.monotonic() < deadline:
                 await asyncio.sleep(min(RETRY_S, self.linger_s))
+            looked = float("-inf")
             while adoptions == self.adoptions and time.monotonic() < deadline and self._holds_something():
+                if time.monotonic() > looked + RETRY_S:
+                    looked = time.monotonic()
+                    await self._check_owner()
                 await asyncio.sleep(min(0.2, self.linger_s))
         except FencedError as error:
             events.log.warning("%s", error)  # a newer job went on without us
         if adoptions == self.adoptions:
             self.leaving = True
             self.finished.set()
+
+    async def _check_owner(self) -> None:
+        """FencedError once another job has taken the run over: nobody will come for this memory then."""
+        for tier in self.tiers:
+            with contextlib.suppress(StoreError):
+                await tier.log.refresh()
+                tier.log.check_owner(self._mine())
 
     def _holds_something(self) -> bool:
         return any(arena.sealed() for arena in self.arenas.values())

@@ -25,7 +25,7 @@ LAYERS = (
     ("commit", "nodes"),  # files become a checkpoint; what a state is made of
     ("read", "state"),  # back from a store; the state as a whole
     ("retain", "stage", "sources"),  # how long; tensors into memory; where to restore from
-    ("tiers", "handle", "load", "compare"),  # what users hold in their hands
+    ("tiers", "handle", "loaded", "compare"),  # what users hold in their hands
     ("writer", "client"),  # the two ends of the process boundary
     ("guardian",),  # who holds memory and writer
     ("checkpointer",),

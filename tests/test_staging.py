@@ -228,7 +228,7 @@ def test_lbfgs_evaluates_its_closure_many_times(open_run: Any) -> None:
         state["optim"].step(closure)
 
     run = Run(build, move)
-    assert check_boundaries(open_run(run.state), run, 8) == []
+    assert check_boundaries(open_run(run.state), run, 14) == []
 
 
 def test_an_optimizer_that_changes_weights_before_its_closure_is_found_out(

@@ -21,9 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckpt import link, read
+from ckpt import link
 from ckpt.arena import Arena
 from ckpt.errors import (
     CheckpointError,
@@ -34,17 +33,16 @@ from ckpt.errors import (
     NoCheckpointError,
     SaveError,
     SkippedError,
-    StoreError,
     UsageError,
 )
 from ckpt.events import log
 from ckpt.guardian import Guardian, Written
 from ckpt.handle import Save
+from ckpt.hooks import UpdateHook
 from ckpt.manifest import Attempt
-from ckpt.sources import MemorySource, Restored, Skipped, Source, StoreSource, stored
+from ckpt.sources import MemorySource, Restored, Source, gather, restore_first
 from ckpt.stage import Job, Stager
 from ckpt.state import Capture
-from ckpt.tensors import device_in_use
 from ckpt.tiers import as_tiers
 
 FIRST_ARENA_S = 2.0  # the first save may wait this long for its memory, once
@@ -112,8 +110,7 @@ class Checkpointer:
         self._last_step: int | None = None
         self._last: tuple[Save, Job] | None = None
         self._newest: tuple[Save, Attempt, tuple[Arena, int]] | None = None  # in memory: staged, or restored from there
-        self._updates = 0  # optimizer steps seen
-        self._updates_before = 0  # of them, before the last call of step()
+        self._updates_before = 0  # optimizer steps before the last call of step()
         self._restored = False
         self._torn = False  # a restore failed half-way
         self._said_paused = False
@@ -129,7 +126,7 @@ class Checkpointer:
             raise
         self._guardian.on_damaged = self._on_damaged
         self._guardian.on_failure = lambda error: self._note_error(error, None)
-        self._hook = register_optimizer_step_pre_hook(self._before_update)
+        self._hook = UpdateHook(self._wait_for_copy, self._capture.unguard)
         _open[place] = self
         os.register_at_fork(after_in_child=_weakly(self._after_fork))
         self._atexit = _weakly(self._close_at_exit)
@@ -147,7 +144,7 @@ class Checkpointer:
         self._check_usable()
         self._check_step(step)
         durable = [i for i, tier in enumerate(self._tiers) if step % tier.every == 0 or i in self._owed]
-        self._last_step, self._updates_before = step, self._updates
+        self._last_step, self._updates_before = step, self._hook.count
         save = None
         if durable or (self._memory is not None and step % self._memory.every == 0):
             save = self._save(step, durable, explicit=False)
@@ -163,12 +160,12 @@ class Checkpointer:
         if step is None or step == self._last_step:
             if self._last_step is None:
                 raise UsageError("say which step this is: save(step)")
-            if self._updates != self._updates_before:
+            if self._hook.count != self._updates_before:
                 raise UsageError(f"training went on after step {self._last_step}: call save() right after step()")
             save = self._save_again()
         else:
             self._check_step(step)
-            self._last_step, self._updates_before = step, self._updates
+            self._last_step, self._updates_before = step, self._hook.count
             save = self._save(step, list(range(len(self._tiers))), explicit=True)
         self._raise_pending()
         return save
@@ -315,38 +312,10 @@ class Checkpointer:
         problems = "; ".join(note["problems"])
         self._note_error(SaveError(f"step {note['step']} in {note['tier']} is damaged on disk: {problems}"), None)
 
-    def _before_update(self, optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before any optimizer changes anything, or, if it is given a closure, before the closure first returns."""
-        if self._forked or self._closed:
-            return None
-        self._updates += 1
-        if self._is_captured(optimizer):
-            return None
-        closure = kwargs.get("closure") or next((a for a in args[1:2] if callable(a)), None)
-        if closure is None:
-            self._wait_for_copy()
-            return None
-
-        def first_then_wait(*a: Any, **k: Any) -> Any:
-            result = closure(*a, **k)
-            self._wait_for_copy()
-            return result
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": first_then_wait}
-        return (args[0], first_then_wait, *args[2:]), kwargs
-
     def _wait_for_copy(self) -> None:
         waited = self._stager.before_update(self._busy_timeout_s)
         if waited:
             self._count(waited, more=True)
-
-    def _is_captured(self, optimizer: object) -> bool:
-        """An optimizer step inside a captured graph runs no hooks when it is replayed: copy its tensors eagerly."""
-        if not device_in_use() or not torch.cuda.is_current_stream_capturing():
-            return False
-        self._capture.unguard(optimizer)
-        return True
 
     # -- restoring --
 
@@ -368,16 +337,10 @@ class Checkpointer:
         self._check_usable(restoring=True)
         started = time.perf_counter()
         self._settle_staging()
-        sources = self._sources(step)
+        sources = gather(self._guardian.snapshots(), [tier.url for tier in self._tiers], step)
         result = Restored(step=None)
-        for source in sources:
-            try:
-                result.verified, result.nbytes = source.restore(self._capture, strict=strict, on_touch=self._touch)
-            except (CorruptError, StoreError) as error:
-                result.skipped.append(Skipped(source.attempt.step, source.tier, str(error)))
-                log.warning("step %d in %s cannot be used: %s", source.attempt.step, source.tier, error)
-                continue
-            result.step, result.attempt, result.tier = source.attempt.step, str(source.attempt), source.tier
+        source = restore_first(sources, self._capture, result, strict=strict, on_touch=self._touch)
+        if source is not None:
             self._finish_restore(source, result, started)
             return result.step
         self.last_restore = result
@@ -387,26 +350,12 @@ class Checkpointer:
             touched = ". The state is partly overwritten: do not train on it" if self._torn else ""
             raise CorruptError(f"no checkpoint could be restored{touched}\n  {lines}")
         if default is MISSING or self._guardian.has_checkpoints or step is not None:
-            wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
-            raise NoCheckpointError(f"there is no {wanted.removeprefix('a ')} in {self._places()}")
+            wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+            raise NoCheckpointError(f"there is no {wanted} in {self._places()}")
         self._restored = True
         if isinstance(default, int):
             self._last_step = default
         return default
-
-    def _sources(self, step: int | None) -> list[Source]:
-        """Every checkpoint that may be restored, newest first, memory before disk."""
-        found: list[Source] = []
-        memory: list[MemorySource] = self._guardian.snapshots()
-        found += [s for s in memory if (not s.undone if step is None else s.attempt.step == step)]
-        for tier in self._tiers:
-            log_, commits = read.run(stored(tier.url, step))
-            history = {commit.attempt for commit in log_.state.lineage()}
-            found += [StoreSource(tier.url, commit, undone=commit.attempt not in history) for commit in commits]
-            if log_.state.damaged:
-                log.warning("%s: log records %s are damaged and were skipped", tier.url, log_.state.damaged)
-        places = {"memory": 0} | {tier.url: i for i, tier in enumerate(self._tiers, start=1)}
-        return sorted(found, key=lambda s: (s.undone, -s.attempt.epoch, -s.attempt.step, places[s.tier]))
 
     def _touch(self) -> None:
         self._torn = True
@@ -415,7 +364,7 @@ class Checkpointer:
         self._torn = False
         self._capture.forget()
         self._guardian.rollback(source.attempt)
-        self._last_step, self._updates_before = source.attempt.step, self._updates
+        self._last_step, self._updates_before = source.attempt.step, self._hook.count
         self._restored, self._last, self._newest = True, None, None
         if isinstance(source, MemorySource) and self._guardian.holds(source.place[0]):
             self._newest = (Save(source.attempt.step, str(source.attempt), []), source.attempt, source.place)
@@ -458,7 +407,7 @@ class Checkpointer:
         if self._last_step is not None and step <= self._last_step:
             raise UsageError(f"step {step} comes after step {self._last_step}: steps only go up (restore() goes back)")
         silent = self._capture.has_scaler or self._capture.has_unguarded  # steps may be skipped, or run no hooks
-        accumulating = self._updates > 0 and self._updates == self._updates_before and not silent
+        accumulating = 0 < self._hook.count == self._updates_before and not silent
         if accumulating and self._capture.holds_gradients():
             raise UsageError(
                 f"no optimizer has stepped since step {self._last_step}: call step() once per optimizer step, not "
@@ -542,6 +491,7 @@ class Checkpointer:
     def _after_fork(self) -> None:
         if not self._closed:
             self._forked = True
+            self._hook.silence()
             self._guardian.forget()
 
     def __enter__(self) -> Checkpointer:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ckpt.errors import CorruptError, StateError
-from ckpt.restore import Placement, SavedNode
+from ckpt.restore import Placement, SavedNode, references
 from ckpt.rng import RNG
 from ckpt.tensors import check, from_array
 from ckpt.values import Json, Path, encode, show
@@ -267,7 +267,10 @@ class OptimizerNode:
         params = {called[id(p)]: (p, g) for g in self.optimizer.param_groups for p in g["params"]}
         prefix = show((*self.path, "state")) + "."
         fresh: dict[str, dict[str, Any]] = {name: {} for name in saved.facts["with_state"] if name in params}
+        nested = set(references(saved.values["state"]))  # inside lists and such, not values of their own
         for full in saved.names:
+            if full in nested:
+                continue
             name, key = _split(full.removeprefix(prefix), fresh)
             if full.startswith(prefix) and name in fresh:
                 fresh[name][key] = self._target(full, key, *params[name], placement)

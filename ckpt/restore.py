@@ -105,7 +105,7 @@ class Placement:
     def build(self, values: Json, live: Mapping[str, Tensor] | None = None) -> Callable[[], Any]:
         """Plain values again, to be called when the tensors in them are filled: into `live` ones, or new ones."""
         tensors: dict[str, Tensor] = {}
-        for name in _references(values):
+        for name in references(values):
             have = (live or {}).get(name)
             if have is not None and self._comparable(name, have):
                 self.fill(name, have)
@@ -150,7 +150,7 @@ class Placement:
                     self.problem(f"{owners[memory]} and {name} are one tensor here, and were not when they were saved")
 
 
-def _references(values: Json) -> list[str]:
+def references(values: Json) -> list[str]:
     """The names of all tensors that plain values refer to."""
     found: list[str] = []
     pending = [values]

@@ -6,6 +6,7 @@ Each verifies what it hands over, and takes part in one loop: try the newest, sa
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ from typing import Protocol
 from ckpt import read
 from ckpt.arena import Arena, Label
 from ckpt.codec import DIGEST_SIZE, blob_digest
-from ckpt.errors import CorruptError
+from ckpt.errors import CorruptError, StoreError
+from ckpt.events import log as logger
 from ckpt.events import point
 from ckpt.log import Commit, RunLog
 from ckpt.manifest import Attempt
@@ -24,6 +26,7 @@ from ckpt.state import Capture
 from ckpt.table import Table
 
 MEMORY_THREADS = 4
+RETRY_AFTER_S = (0.2, 1.0)
 
 
 @dataclass(frozen=True)
@@ -185,12 +188,44 @@ def _finish(filler: Filler, placement: Placement) -> None:
         finish()
 
 
-async def stored(url: str, step: int | None) -> tuple[RunLog, list[Commit]]:
-    """The checkpoints of a run, newest first; only those of `step` if one is asked for, undone history last."""
+def gather(snapshots: list[MemorySource], urls: list[str], step: int | None) -> list[Source]:
+    """Every checkpoint that may be restored, newest first, memory before disk, what was undone last.
+
+    With `step` only those of that step, and without it nothing that was undone.
+    """
+    found: list[Source] = [s for s in snapshots if (not s.undone if step is None else s.attempt.step == step)]
+    for url in urls:
+        log = read.run(_log_of(url))
+        history = {commit.attempt for commit in log.state.lineage()}
+        sources = [StoreSource(url, c, undone=c.attempt not in history) for c in log.state.commits.values()]
+        found += [s for s in sources if (not s.undone if step is None else s.attempt.step == step)]
+        if log.state.damaged:
+            logger.warning("%s: log records %s are damaged and were skipped", url, log.state.damaged)
+    places = ["memory", *urls]
+    return sorted(found, key=lambda s: (s.undone, -s.attempt.epoch, -s.attempt.step, places.index(s.tier)))
+
+
+async def _log_of(url: str) -> RunLog:
     log = await read.open_run(url)
     await log.store.aclose()
-    history = log.state.lineage()
-    if step is None:
-        return log, history
-    undone = sorted((c for c in log.state.commits.values() if c not in history), key=lambda c: c.attempt, reverse=True)
-    return log, [c for c in [*history, *undone] if c.step == step]
+    return log
+
+
+def restore_first(
+    sources: list[Source], capture: Capture, result: Restored, *, strict: bool, on_touch: Callable[[], None]
+) -> Source | None:
+    """Restore from the first source that is sound; why others were not is said, and noted in `result`."""
+    for source in sources:
+        for patience in (*RETRY_AFTER_S, None):
+            try:
+                result.verified, result.nbytes = source.restore(capture, strict=strict, on_touch=on_touch)
+            except (CorruptError, StoreError) as error:
+                if error.retryable and patience is not None:
+                    time.sleep(patience)  # to fall back for a passing fault would cost steps for good
+                    continue
+                result.skipped.append(Skipped(source.attempt.step, source.tier, str(error)))
+                logger.warning("step %d in %s cannot be used: %s", source.attempt.step, source.tier, error)
+                break
+            result.step, result.attempt, result.tier = source.attempt.step, str(source.attempt), source.tier
+            return source
+    return None

@@ -48,7 +48,7 @@ from ckpt.log import RunLog, record_key
 from ckpt.manifest import Attempt, index_key, new_nonce, part_key, seal, table_key
 from ckpt.plan import Layout
 from ckpt.retain import Keep
-from ckpt.sources import StoreSource, stored
+from ckpt.sources import gather
 from ckpt.state import Capture
 from ckpt.store import open_store
 from ckpt.table import Table
@@ -198,17 +198,15 @@ def restored(folder: Path) -> int:
     """As `Checkpointer.restore` does it: the newest checkpoint that can be used. The step, and the state is right."""
     live = state(1)
     with confined(folder):
-        _, commits = read.run(stored(f"file://{folder}", None))
         problems = []
-        for found in commits:
-            source = StoreSource(f"file://{folder}", found)
+        for source in gather([], [f"file://{folder}"], None):
             try:
                 source.restore(Capture(live), strict=True, on_touch=lambda: None)
             except (CorruptError, StoreError, MismatchError) as error:
                 problems.append(str(error))
                 continue
-            assert found.step != 10 or same(live, state(10))
-            return found.step
+            assert source.attempt.step != 10 or same(live, state(10))
+            return source.attempt.step
         raise NoCheckpointError(f"nothing could be restored: {problems}")
 
 
@@ -849,9 +847,9 @@ def test_what_is_no_file_is_passed_over(
         shutil.rmtree(folder / "index")
     replace(folder / key, tmp_path / "moved")
     live = state(1)
-    _, commits = read.run(stored(f"file://{folder}", None))
+    newest = gather([], [f"file://{folder}"], None)[0]
     with pytest.raises((CorruptError, StoreError)):
-        StoreSource(f"file://{folder}", commits[0]).restore(Capture(live), strict=True, on_touch=lambda: None)
+        newest.restore(Capture(live), strict=True, on_touch=lambda: None)
     survives(folder)
 
 

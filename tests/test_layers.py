@@ -21,7 +21,7 @@ LAYERS = (
     ("manifest",),  # the small files, and the names of all files
     ("plan",),  # where every byte goes
     ("table", "log", "arena", "tensors"),  # what things are
-    ("write", "restore", "rng"),  # a snapshot becomes files; bytes become tensors; random numbers
+    ("write", "restore", "rng", "hooks"),  # files; tensors again; random numbers; before an update
     ("commit", "nodes"),  # files become a checkpoint; what a state is made of
     ("read", "state"),  # back from a store; the state as a whole
     ("retain", "stage", "sources"),  # how long; tensors into memory; where to restore from

@@ -296,8 +296,8 @@ class Checkpointer:
             failure: CheckpointError = error
             if not isinstance(error, FencedError):
                 failure = SaveError(f"step {save.step} was not written to {url}: {error}. It is still in memory")
+            self._note_error(failure, save)  # before anybody who waits for the save goes on
             save.set_failed(failure, url)
-            self._note_error(failure, save)
 
         self._guardian.write(Written(attempt, *place, tier, done))
 

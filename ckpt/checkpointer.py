@@ -87,7 +87,7 @@ class Checkpointer:
     ) -> None:
         if on_busy not in ("wait", "skip") or on_error not in ("raise", "warn"):
             raise UsageError('on_busy is "wait" or "skip", on_error is "raise" or "warn"')
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if os.environ.get("WORLD_SIZE", "1").strip() not in ("", "0", "1"):
             raise UsageError("this version saves training in one process: WORLD_SIZE is above 1")
         self._memory, self._tiers = as_tiers(tiers)
         place = self._tiers[0].url if self._tiers else f"memory:{name}"
@@ -112,13 +112,14 @@ class Checkpointer:
         self._newest: tuple[Save, Attempt, tuple[Arena, int]] | None = None  # in memory: staged, or restored from there
         self._updates_before = 0  # optimizer steps before the last call of step()
         self._restored = False
+        self._restored_place: tuple[Arena, int] | None = None
         self._torn = False  # a restore failed half-way
         self._said_paused = False
         self._forked = self._closed = False
         self._place = place
         self._stager = Stager()
         self._stager.on_spoilt = self._on_spoilt
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        local_rank = 0
         try:
             self._guardian = Guardian(link.run_key(place, local_rank), self._tiers, self._memory, self._stager)
         except BaseException:
@@ -162,6 +163,8 @@ class Checkpointer:
                 raise UsageError("say which step this is: save(step)")
             if self._hook.count != self._updates_before:
                 raise UsageError(f"training went on after step {self._last_step}: call save() right after step()")
+            if self._last is not None and self._last[0].step == self._last_step and self._last[0].spoilt is not None:
+                raise self._last[0].spoilt
             save = self._save_again()
         else:
             self._check_step(step)
@@ -214,7 +217,7 @@ class Checkpointer:
             deadline=time.monotonic() + self._busy_timeout_s,
             on_end=lambda job: self._on_staged(save, job, durable),
         )
-        save.on_staged = self._stager.prove  # whoever waits for it is not writing meanwhile
+        save.on_staged = lambda: self._stager.prove(job)  # the training waits for it, so it is not writing meanwhile
         self._last = (save, job)
         self._stager.submit(job)
         self._count(time.perf_counter() - started)
@@ -224,14 +227,22 @@ class Checkpointer:
         arena = self._stager.arena
         if arena is not None and arena.fits(data_size, values_size):
             return
-        self._guardian.prepare(data_size, values_size, again=must)
         first = arena is None and not self._said_paused
-        try:
-            self._guardian.take_prepared(self._busy_timeout_s if must else FIRST_ARENA_S if first else 0.0)
-        except CheckpointError as error:
-            if must:
-                raise
-            self._note_error(error, None)
+        end = time.monotonic() + (self._busy_timeout_s if must else FIRST_ARENA_S if first else 0.0)
+        while True:
+            self._guardian.prepare(data_size, values_size, again=must)
+            try:
+                self._guardian.take_prepared(max(0.0, end - time.monotonic()))
+            except CheckpointError as error:
+                if must:
+                    raise
+                self._note_error(error, None)
+                break
+            arena = self._stager.arena
+            ready = arena is not None and arena.fits(data_size, values_size)
+            if ready or self._guardian.failure is not None or time.monotonic() >= end:
+                break
+            time.sleep(0.02)  # the writer died meanwhile, and the next one is asked
         arena = self._stager.arena
         if (arena is None or not arena.fits(data_size, values_size)) and not self._said_paused:
             self._said_paused = True
@@ -263,6 +274,7 @@ class Checkpointer:
         assert job.place is not None
         self._newest = (save, job.attempt, job.place)
         self._owed.difference_update(durable)
+        self._unpin_restored()
         save.set_staged()
         self._guardian.on_sealed()
         for i in durable:
@@ -366,9 +378,13 @@ class Checkpointer:
         self._guardian.rollback(source.attempt)
         self._last_step, self._updates_before = source.attempt.step, self._hook.count
         self._restored, self._last, self._newest = True, None, None
+        self._unpin_restored()
         if isinstance(source, MemorySource) and self._guardian.holds(source.place[0]):
             self._newest = (Save(source.attempt.step, str(source.attempt), []), source.attempt, source.place)
             self._newest[0].set_staged()
+            # After a rollback it may be the oldest in the ring, and still it is the one that must not be lost.
+            self._restored_place = source.place
+            self._stager.pin(*source.place)
         result.seconds = time.perf_counter() - started
         self.last_restore = result
         how = "" if result.verified else ", not yet verified by a digest"
@@ -376,9 +392,16 @@ class Checkpointer:
         reading = self._capture.read()
         self._guardian.prepare(reading.layout.arrangement.data_size, len(json.dumps(reading.values)))
 
+    def _unpin_restored(self) -> None:
+        if self._restored_place is not None:
+            arena, slot = self._restored_place
+            self._restored_place = None
+            self._stager.unpin(arena.id, slot)
+
     def _settle_staging(self) -> None:
         """No copy may be under way while the state is overwritten."""
         self._stager.do(lambda: None, self._busy_timeout_s)
+        self._stager.prove()  # before what is restored looks like somebody's writing
 
     def _places(self) -> str:
         return " or ".join([*(["memory"] if self._memory else []), *(tier.url for tier in self._tiers)])
@@ -405,7 +428,9 @@ class Checkpointer:
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
             raise UsageError(f"a step is a number from 0, not {step!r}")
         if self._last_step is not None and step <= self._last_step:
-            raise UsageError(f"step {step} comes after step {self._last_step}: steps only go up (restore() goes back)")
+            raise UsageError(
+                f"step {step} cannot follow step {self._last_step}: steps only go up (restore() goes back)"
+            )
         silent = self._capture.has_scaler or self._capture.has_unguarded  # steps may be skipped, or run no hooks
         accumulating = 0 < self._hook.count == self._updates_before and not silent
         if accumulating and self._capture.holds_gradients():
@@ -450,7 +475,7 @@ class Checkpointer:
         end = time.monotonic() + timeout_s
         failure: CheckpointError | None = None
         try:
-            self._save_last()
+            self._save_last(end)
             self.wait(max(0.0, end - time.monotonic()))
         except CheckpointError as error:
             failure = error
@@ -458,23 +483,30 @@ class Checkpointer:
         self._hook.remove()
         atexit.unregister(self._atexit)
         _open.pop(self._place, None)
+        untouched = not self._restored and self._newest is None
         try:
-            self._guardian.close(end - time.monotonic())
+            if (untouched and self._guardian.inherits) or self._is_only_in_memory():
+                # An earlier run's memory that was neither restored nor replaced, or a disk that would not take the
+                # last step: the writer keeps it, and goes on trying, as after a death.
+                self._guardian.leave()
+            else:
+                self._guardian.close(end - time.monotonic())
         except CheckpointError as error:
             failure = failure or error
-        self._stager.stop()
+        self._stager.stop(max(1.0, end - time.monotonic()))
+        self._last = self._newest = None
         if failure is not None:
             raise failure
         self._raise_pending()
 
-    def _save_last(self) -> None:
+    def _save_last(self, end: float) -> None:
         """The newest step that is in memory, and not yet on its way to the nearest durable tier."""
         if not self._tiers or self._fenced is not None:
             return
         newest = self._newest
         if self._last is not None:
             save, job = self._last
-            job.copied.wait(self._busy_timeout_s)
+            job.copied.wait(max(0.0, end - time.monotonic()))
             if job.place is not None:  # else the one before it is the newest
                 newest = (save, job.attempt, job.place)
         if newest is not None and not newest[0].tiers:
@@ -483,6 +515,13 @@ class Checkpointer:
             with self._lock:
                 self._active.append(save)
             self._write(*newest, 0)
+
+    def _is_only_in_memory(self) -> bool:
+        """Whether the newest step should be on disk by now, and is not."""
+        if not self._tiers or self._fenced is not None or self._newest is None or self._guardian.failure is not None:
+            return False
+        save = self._newest[0]
+        return all(save.failed(url) for url in save.tiers)
 
     def _close_at_exit(self) -> None:
         with contextlib.suppress(CheckpointError):

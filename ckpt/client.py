@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import socket
@@ -86,8 +85,10 @@ class WriterClient:
                 future.set_exception(WriterError("the writer is gone"))
                 return future
             self._waiting[number] = future
-        with contextlib.suppress(OSError):  # the receiving thread notices too, and fails the future
+        try:
             self._channel.send({"op": op, "id": number, **fields}, fds)
+        except OSError:
+            self._channel.hang_up()  # the receiving thread notices, and fails the future
         return future
 
     def ask(self, op: str, *, timeout_s: float = REQUEST_S, fds: tuple[int, ...] = (), **fields: Any) -> Reply:
@@ -120,8 +121,11 @@ class WriterClient:
         for future in waiting.values():
             future.set_exception(WriterError("the writer died"))
         if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            try:
                 self._process.wait(5.0)
+            except subprocess.TimeoutExpired:
+                if not self._closing:
+                    self._process.kill()  # it stands still, and another takes over
         if not self._closing:
             log.warning("the writer is gone")
             self.on_lost()

@@ -67,6 +67,7 @@ class Guardian:
         self._deaths: list[float] = []
         self._respawns = 0
         self._closing = False
+        self._adopted = False
         self._mourned: WriterClient | None = None  # the last one whose death was seen to
         self._asked_size = 0
         self._refused_size = float("inf")
@@ -110,6 +111,7 @@ class Guardian:
                 ours.send("layout", layout=layout.to_json())
             return ours
         log.info("took over the memory that process %d left", hello["trainer"])
+        self._adopted = True
         self._stager.hold(0 if hello["gone"] else 1)
         for arena, slot in hello["writing"]:
             for mine in self.inherited.arenas:
@@ -265,6 +267,10 @@ class Guardian:
             return
         try:
             made, fds = future.result(timeout_s)
+        except WriterError:
+            with self._lock:
+                self._preparing = None  # not a refusal: the next writer is asked again
+            return
         except CheckpointError:
             with self._lock:
                 self._preparing, self._refused_size = None, self._asked_size
@@ -395,6 +401,17 @@ class Guardian:
             self.inherited.acquires.append(self.owner)
 
     # -- the end --
+
+    @property
+    def inherits(self) -> bool:
+        """Whether the writer holds snapshots of an earlier incarnation."""
+        return self._adopted and any(arena.sealed() for arena in self._arenas())
+
+    def leave(self) -> None:
+        """Hang up, and let the writer treat the end of this process as a death: it keeps the memory and persists it."""
+        with self._lock:
+            self._closing = True
+        self.client.close()
 
     def close(self, timeout_s: float) -> None:
         """Let the writer finish and leave. DeadlineError if it has not within `timeout_s`; it goes on by itself."""

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ckpt.errors import CheckpointError, DeadlineError, SaveError
+from ckpt.store import normalise
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +54,12 @@ class Save:
         """Wait until the step is a checkpoint in the nearest durable tier, or in the one with URL `tier`."""
         if not self._durable:
             raise SaveError(
-                f"step {self.step} is not due in a durable tier, so it stays in memory. Use save() to write it now"
+                f"step {self.step} is not due in a durable tier, so it stays in memory. Use save() to write it now, or "
+                "give the Checkpointer a folder if it has none"
             )
-        url = next(iter(self._durable)) if tier is None else tier
+        url = next(iter(self._durable)) if tier is None else normalise(tier)
         if url not in self._durable:
-            raise SaveError(f"step {self.step} is not being written to {url}")
+            raise SaveError(f"step {self.step} is not being written to {url}, only to {', '.join(self._durable)}")
         found = self._wait(self._durable[url], timeout_s, f"writing step {self.step} to {url}")
         self.on_staged()
         self._check_spoilt()

@@ -25,6 +25,7 @@ from ckpt.errors import UsageError
 Message = dict[str, Any]
 MAX_MESSAGE = 256 << 20
 _MAX_FDS = 16
+SEND_S = 10
 
 
 class Channel:
@@ -32,6 +33,8 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
+        # A reader that stands still must not hold up the sender for ever; what was cut off ends the connection.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
         self._sending = threading.Lock()
         self._buffer = bytearray()
         self._fds: collections.deque[int] = collections.deque()
@@ -76,9 +79,13 @@ class Channel:
             return None
         return message, [self._fds.popleft() for _ in range(count)]
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
+        """End the connection in both directions; whoever is in `receive` gets the end."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.hang_up()
         self.sock.close()
         while self._fds:
             os.close(self._fds.popleft())
@@ -97,7 +104,7 @@ def run_key(place: str, local_rank: int) -> str:
 def socket_path(key: str) -> str:
     """In $XDG_RUNTIME_DIR or a folder of this user's own. UsageError if the folder could be anyone else's."""
     base = os.environ.get("XDG_RUNTIME_DIR")
-    if base and Path(base).is_dir():
+    if base and Path(base).is_absolute() and os.access(base, os.W_OK | os.X_OK):
         folder = Path(base) / "everystep"
     else:
         folder = Path(tempfile.gettempdir()) / f"everystep-{os.getuid()}"

@@ -117,6 +117,7 @@ class ModuleNode:
         return False
 
     def _read(self) -> Piece:
+        self._piece = None  # should reading fail half-way, what is noted below must not pass for unchanged
         self._sizes, self._children, self._places = [], [], []
         live: dict[str, Tensor] = {}
         for prefix, module in self.module.named_modules(remove_duplicate=False):
@@ -223,6 +224,7 @@ class OptimizerNode:
         return any(isinstance(values.get(key), Tensor) for _, values, key in self._others)
 
     def _read(self, names: dict[int, str]) -> None:
+        self._piece = None  # as in ModuleNode
         self._names, self._state = names, self.optimizer.state
         self._groups = [(group["params"], len(group["params"])) for group in self.optimizer.param_groups]
         self._dicts, self._places, self._others = [], [], []

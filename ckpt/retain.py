@@ -41,8 +41,10 @@ def choose(state: RunState, keep: Keep, verified: Iterable[Attempt]) -> set[Atte
     ordered: list[Commit] = [*history, *rest]
     due = [c for c in ordered if c.reason == "due"]
     stay = {c.attempt for c in [*ordered[:ALWAYS], *due[: keep.last]]}
-    # What was persisted at a death does not push the regular ones out; it goes once a newer regular one is there.
-    stay |= {c.attempt for c in history[: history.index(due[0]) if due and due[0] in history else None]}
+    # What was persisted at a death does not push the regular ones out; it goes once a newer regular one is there,
+    # or enough of its own kind, in a storm of restarts.
+    ring = history[: history.index(due[0]) if due and due[0] in history else None]
+    stay |= {c.attempt for c in ring[: max(keep.last, ALWAYS)]}
     if keep.every:
         stay |= {c.attempt for c in ordered if c.step % keep.every == 0}
     stay |= state.kept

@@ -61,6 +61,7 @@ class Job:
     _proven: bool = False
 
     def __post_init__(self) -> None:
+        self.thread = threading.get_ident()
         reading = self.reading
         self.sources = reading.tensors
         self.overlapped = [t for t, guarded in zip(self.sources, reading.guarded, strict=True) if guarded]
@@ -94,6 +95,13 @@ class Job:
         return self.place is not None or self.error is not None
 
 
+def _end(job: Job) -> None:
+    for event in (job.eager_done, job.enqueued, job.copied):
+        event.set()
+    if job.place is None:
+        job.on_end(job)
+
+
 class Stager:
     """The staging thread of one trainer."""
 
@@ -120,10 +128,16 @@ class Stager:
 
     def submit(self, job: Job) -> None:
         """Begin a snapshot and wait until its eager part is in memory, or it has failed."""
-        self.prove()
-        self._pending = job
-        self._queue.put(lambda: self._stage(job))
-        job.eager_done.wait()
+        before, self._pending = self._pending, job
+        try:
+            self._queue.put(lambda: self._stage(job))
+            job.eager_done.wait()
+        except BaseException:  # Ctrl-C: whether it was begun or not, nobody shall wait for it
+            job.error = job.error or SaveError(f"saving step {job.attempt.step} was interrupted")
+            self._queue.put(lambda: _end(job))
+            raise
+        if before is not None:
+            self._prove(before)  # its copy has ended, since jobs are done in turn
 
     def before_update(self, timeout_s: float = 600.0) -> float:
         """Called before an optimizer changes anything; returns the seconds it waited.
@@ -135,18 +149,28 @@ class Stager:
             return 0.0
         started = time.perf_counter()
         if job.streams:
-            job.enqueued.wait(timeout_s)
+            in_time = job.enqueued.wait(timeout_s)
             for device, event in job.done.items():
                 torch.get_device_module(device).current_stream(device).wait_event(event)
-        elif not job.copied.wait(timeout_s):
+        else:
+            in_time = job.copied.wait(timeout_s)
+        if not in_time:
             job.error = DeadlineError(f"copying step {job.attempt.step} took more than {timeout_s:g} s")
-        self.prove()
+        self._pending = None
+        self._prove(job)
         return time.perf_counter() - started
 
-    def prove(self) -> None:
-        """Called by the thread that trains while it changes nothing: see `Job.prove`."""
-        job, self._pending = self._pending, None
-        if job is not None and job.prove() and job.copied.is_set() and job.place is not None:
+    def prove(self, job: Job | None = None) -> None:
+        """Called by the thread that trains, between its writes, when this job (or the pending one) has been copied."""
+        job = job or self._pending
+        if job is None or job is not self._pending or not job.copied.is_set():
+            return  # proven already, or still to be waited for by `before_update`
+        if job.thread == threading.get_ident():  # any other thread cannot know what the training writes just now
+            self._pending = None
+            self._prove(job)
+
+    def _prove(self, job: Job) -> None:
+        if job.prove() and job.copied.is_set() and job.place is not None:
             self.on_spoilt(job)
 
     def clear(self, job: Job) -> None:
@@ -219,10 +243,12 @@ class Stager:
             self._holds += change
             self._changed.notify_all()
 
-    def stop(self) -> None:
-        """Let go of the mutex and end. Jobs submitted before are done first."""
+    def stop(self, timeout_s: float = 60.0) -> None:
+        """Let go of the mutex and of the memory, and end. Jobs submitted before are done first."""
         self._queue.put(None)
-        self._thread.join(60.0)
+        self._thread.join(timeout_s)
+        self._views.clear()
+        self._pending = None
 
     # -- in the staging thread --
 
@@ -276,10 +302,12 @@ class Stager:
                 if job.busy == "skip":
                     raise SkippedError(f"step {job.attempt.step} was not saved: every slot is being written")
                 if not self._changed.wait(max(0.0, min(job.deadline - time.monotonic(), 3600.0))):
-                    raise DeadlineError(
-                        f"step {job.attempt.step} was not saved: no slot became free in time. "
-                        "The disk does not keep up; save less often"
+                    why = (
+                        "the last trainer is still leaving the memory it had"
+                        if self._holds > 0
+                        else "the disk does not keep up; save less often"
                     )
+                    raise DeadlineError(f"step {job.attempt.step} was not saved: no slot became free in time: {why}")
         self._order += 1
         layout = job.reading.layout
         label = Label(FILLING, self._order, job.attempt, layout.digest, size, len(job.values), time.time())

@@ -107,6 +107,7 @@ class Capture:
     # -- walking --
 
     def _walk(self) -> None:
+        self._stale = True  # until all of it has been walked
         self._shape, self._objects = [], []
         self.nodes = list(self._find(self.state, ()))
         seen: dict[int, Path] = {}
@@ -115,6 +116,7 @@ class Capture:
                 if one is not None and seen.setdefault(id(one), node.path) is not node.path:
                     raise StateError(f"{show(node.path)} is the same object as {show(seen[id(one)])}: list it once")
         self._last = None
+        self._stale = False
 
     def _find(self, container: Any, path: Path) -> Iterator[Node]:
         """A node for everything in a dict or list; containers of stateful things are walked into."""
@@ -144,8 +146,10 @@ class Capture:
 
     def _moved(self) -> bool:
         """Whether the user has put other objects into the state."""
-        return any(list(_keys(container)) != keys for container, keys in self._shape) or any(
-            container[key] is not value for container, key, value in self._objects
+        return (
+            self._stale
+            or any(list(_keys(container)) != keys for container, keys in self._shape)
+            or any(container[key] is not value for container, key, value in self._objects)
         )
 
     # -- reading --

@@ -104,7 +104,7 @@ def normalise(url: str | Path) -> str:
     if not rest:
         raise UsageError(f"no place named in {text!r}: give a folder or a URL such as file:///data/run1")
     if scheme == "file":
-        return "file://" + str(Path(rest).expanduser().absolute())
+        return "file://" + str(Path(rest).expanduser().resolve())  # one name for one folder, links or not
     return text
 
 

@@ -23,7 +23,8 @@ class Memory:
     linger_s: float = 600.0
 
     def __post_init__(self) -> None:
-        if self.every < 1 or not 2 <= self.keep <= 12 or self.linger_s < 0:
+        numbers = type(self.every) is int and type(self.keep) is int and isinstance(self.linger_s, (int, float))
+        if not numbers or self.every < 1 or not 2 <= self.keep <= 12 or self.linger_s < 0:
             raise UsageError(f"{self} makes no sense: every counts from 1, keep from 2 to 12, linger_s from 0")
 
 
@@ -36,8 +37,8 @@ class Tier:
     keep: Keep | int = field(default=3)
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise UsageError(f"{self} makes no sense: every counts from 1")
+        if type(self.every) is not int or self.every < 1 or not isinstance(self.keep, (int, Keep)):
+            raise UsageError(f"{self} makes no sense: every is a number from 1, keep a number or a Keep")
         object.__setattr__(self, "url", normalise(self.url))
         if isinstance(self.keep, int):
             object.__setattr__(self, "keep", Keep(last=self.keep))

@@ -33,14 +33,14 @@ from ckpt.arena import Arena, Label
 from ckpt.codec import blob_digest
 from ckpt.errors import CheckpointError, FencedError, FullError, SaveError, StoreError, UsageError, WriterError, to_wire
 from ckpt.link import Channel, Message
-from ckpt.log import Acquire, RunLog
+from ckpt.log import Acquire, RunLog, in_history
 from ckpt.manifest import Attempt, new_nonce
 from ckpt.manifest import owner as owner_of
 from ckpt.mutex import Got
 from ckpt.plan import Layout
 from ckpt.read import verify
 from ckpt.store import open_store
-from ckpt.write import Snapshot, digest_blobs, write_part
+from ckpt.write import Snapshot, Written, digest_blobs, write_part
 
 NICE = 10
 RETRY_S = 5.0
@@ -78,6 +78,7 @@ class Writer:
         self.layouts: dict[str, Layout] = {}
         self.digests: dict[Attempt, bytes] = {}
         self.writing: dict[tuple[str, int], int] = {}  # (arena, slot) -> writes in progress
+        self.ownership = asyncio.Lock()  # held while the run is taken over by us
         self.tries: dict[Attempt, int] = {}
         self.retracted: set[Attempt] = set()
         self.first_try = 0
@@ -206,7 +207,7 @@ class Writer:
             "pid": os.getpid(),
             "alive": alive,
             "trainer": self.trainer,
-            "gone": self.previous_gone and not _alive(self.trainer),
+            "gone": self.previous_gone and (pid == self.trainer or not _alive(self.trainer)),
             "arenas": list(self.arenas),
             "layouts": {digest: layout.to_json() for digest, layout in self.layouts.items()},
             "digests": {str(attempt): digests.hex() for attempt, digests in self.digests.items()},
@@ -261,6 +262,10 @@ class Writer:
         return Tier(url, keep, log)
 
     async def _acquire(self, floor: int, restored: Attempt | None, nonce: str | None = None) -> None:
+        async with self.ownership:
+            await self._acquire_alone(floor, restored, nonce)
+
+    async def _acquire_alone(self, floor: int, restored: Attempt | None, nonce: str | None) -> None:
         while True:
             nonce = nonce or new_nonce()
             floor = max([floor, *(t.log.state.epoch for t in self.tiers)])
@@ -353,13 +358,16 @@ class Writer:
         """The trainer is done. Finish what was begun, clean up and leave."""
         self.leaving = True
         self._unlink_socket()  # the next trainer starts with a writer of its own
-        while self.writing:
-            await asyncio.sleep(0.01)
-        for tier in self.tiers:
-            if tier.sweeping is not None:
-                await tier.sweeping
-            await tier.log.store.aclose()
-        self.loop.call_later(0.05, self.finished.set)  # after the reply has left
+        try:
+            while self.writing:
+                await asyncio.sleep(0.01)
+            for tier in self.tiers:
+                if tier.sweeping is not None:
+                    await asyncio.gather(tier.sweeping, return_exceptions=True)
+                    await self._sweep(tier)  # it may have lagged behind the last commits
+                await tier.log.store.aclose()
+        finally:
+            self.loop.call_later(0.05, self.finished.set)  # after the reply has left
         return {}, ()
 
     # -- writing --
@@ -378,12 +386,13 @@ class Writer:
                 self.tries[attempt] = number + 1
                 values = json.loads(bytes(arena.values(slot, label)))
                 snapshot = Snapshot(attempt, self.layouts[label.layout], arena.data(slot, label.data_size), values)
-                tier.log.check_owner(self._mine())
+                async with self.ownership:
+                    tier.log.check_owner(self._mine())
                 written = await write_part(tier.log.store, snapshot, number=number, reason=reason)
                 if attempt in self.retracted:
                     raise SaveError(f"step {attempt.step} was taken back while it was written")
                 try:
-                    await commit.commit(tier.log, self._mine(), [written])
+                    await self._commit(tier, written)
                 except FullError:
                     await self._make_room(tier, attempt)
                     raise
@@ -397,6 +406,18 @@ class Writer:
         self._forget_old()
         if tier.sweeping is None or tier.sweeping.done():
             tier.sweeping = self._spawn(self._sweep(tier))
+
+    async def _commit(self, tier: Tier, written: Written) -> None:
+        """Commit as whoever we are by then: a restore may open our next epoch while a checkpoint is on its way."""
+        while True:
+            mine = self._mine()
+            try:
+                await commit.commit(tier.log, mine, [written])
+                return
+            except FencedError:
+                async with self.ownership:  # is it we ourselves who are taking over?
+                    if self._mine() == mine:
+                        raise
 
     async def _make_room(self, tier: Tier, attempt: Attempt) -> None:
         """All of it was written, and then the disk was full: give the attempt up, and its space back."""
@@ -419,7 +440,10 @@ class Writer:
             doomed = retain.choose(tier.log.state, tier.keep, tier.verified)
             if not doomed and not tier.log.state.aborted:
                 return
-            newest = tier.log.state.lineage()[0]
+            history = tier.log.state.lineage()
+            if not history:
+                return  # all there is was undone by a rollback; the next checkpoint will make it superfluous
+            newest = history[0]
             if newest.attempt not in tier.verified:
                 problems = await verify(tier.log.store, newest)
                 if problems:
@@ -450,9 +474,10 @@ class Writer:
                 await asyncio.sleep(min(0.2, self.linger_s))
         except FencedError as error:
             events.log.warning("%s", error)  # a newer job went on without us
-        if adoptions == self.adoptions:
-            self.leaving = True
-            self.finished.set()
+        finally:
+            if adoptions == self.adoptions:
+                self.leaving = True
+                self.finished.set()
 
     async def _check_owner(self) -> None:
         """FencedError once another job has taken the run over: nobody will come for this memory then."""
@@ -479,7 +504,10 @@ class Writer:
             ((label.order, arena, slot, label) for arena in self.arenas.values() for slot, label in arena.sealed()),
             key=lambda item: -item[0],
         )
+        history = set(in_history(self.acquires, (la.attempt for _, _, _, la in ring if la.attempt is not None)))
         for _, arena, slot, label in ring:
+            if label.attempt not in history:
+                continue  # undone by a rollback
             for tier in self.tiers[:1]:
                 if adoptions != self.adoptions:
                     return True  # the next incarnation has the memory now, and decides
@@ -515,7 +543,11 @@ def available_memory() -> int:
     ):
         with contextlib.suppress(OSError, ValueError):
             with open(limit) as a, open(used) as b:
-                free = min(free, max(0, int(a.read()) - int(b.read())))
+                left = int(a.read()) - int(b.read())
+            with contextlib.suppress(OSError), open(os.path.dirname(used) + "/memory.stat") as stat:
+                cache = dict(line.split() for line in stat)  # pages of files that are given back when memory is short
+                left += int(cache.get("total_inactive_file", cache.get("inactive_file", 0)))
+            free = min(free, max(0, left))
     return free
 
 

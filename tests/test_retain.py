@@ -67,7 +67,7 @@ def wrongly_given_up(state: RunState, keep: Keep, verified: Iterable[Attempt], g
     lost("one of every", [c for c in every if keep.every and c.step % keep.every == 0])
     due = [c.attempt for c in state.lineage() if c.reason == "due"]
     newer = [c for c in state.lineage() if c.reason == "ring" and (not due or c.attempt > due[0])]
-    lost("a ring commit newer than the newest regular one", newer)
+    lost("one of the last that a death persisted after the newest regular one", newer[: max(keep.last, ALWAYS)])
     if gone - state.commits.keys():
         problems.append("what is not there")
     return problems

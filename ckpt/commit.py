@@ -2,7 +2,7 @@
 
 A checkpoint exists from the moment its COMMIT record is durable. Before that, W verified parts of one attempt already
 *are* a consistent checkpoint, since attempts are named alike on all ranks; so recovery rolls a whole attempt forward
-and aborts the rest, and no attempt stays open.
+and aborts the rest. Only an attempt that the store cannot read at that moment stays open.
 """
 
 from __future__ import annotations

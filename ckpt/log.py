@@ -13,6 +13,8 @@ that a writer who lost the answer finds its own success again. Types and bodies:
     KEEP      attempt, note               never retire this one
     SNAPSHOT  reserved: a fold of everything before it
 
+BEGIN and KEEP are understood, and not written yet.
+
 A damaged or missing record does not make a run unreadable: it is skipped, reported in `damaged`, and nothing is ever
 deleted from such a run, since the record might have protected it.
 """

@@ -15,7 +15,6 @@ import mmap
 import os
 from enum import Enum
 
-SIZE = 64  # bytes reserved; glibc needs 40 on x86-64 and 48 on arm64
 _SHARED = 1
 _ROBUST = 1
 

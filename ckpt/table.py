@@ -81,10 +81,6 @@ class Table:
             found.setdefault(shard.name, []).append(i)
         return found
 
-    @property
-    def stored_bytes(self) -> int:
-        return int(self.stored.sum())
-
     def to_bytes(self) -> bytes:
         names = [s.name.encode() for s in self.shards]
         dims = [[*s.global_shape, *s.offsets, *s.sizes] for s in self.shards]

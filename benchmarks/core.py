@@ -75,6 +75,7 @@ def saving(state: dict[str, Any], folder: str, steps: int) -> dict[str, float]:
         cp.wait(120.0)
         stalls = sorted(list(cp.stats.stalls)[first:])
         for _ in range(3):
+            time.sleep(1.0)  # let the clean-up after the last one end: it reads a whole checkpoint back
             train_step(state)
             step += 1
             started = time.perf_counter()

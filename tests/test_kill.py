@@ -78,7 +78,8 @@ class Told:
         for line in output.splitlines():
             word, _, value = line.partition(" ")
             if word in ("staged", "committed"):
-                setattr(self, word, max(getattr(self, word), int(value)))
+                if value:  # else the kill cut the line off
+                    setattr(self, word, max(getattr(self, word), int(value)))
             elif word == "closed":
                 self.committed = self.staged = int(value)
             elif word == "start":

@@ -22,7 +22,7 @@ _HOMES = {
     "Loaded": "loaded",
     "Memory": "tiers",
     "RNG": "rng",
-    "Restored": "sources",
+    "Restored": "resume",
     "Save": "handle",
     "Stateful": "nodes",
     "Tier": "tiers",
@@ -44,6 +44,7 @@ _HOMES = {
     "StateError": "errors",
     "StoreError": "errors",
     "UsageError": "errors",
+    "PeerError": "errors",
     "WriterError": "errors",
 }
 
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from ckpt.errors import NoCheckpointError as NoCheckpointError
     from ckpt.errors import NotFoundError as NotFoundError
     from ckpt.errors import OutcomeUnknownError as OutcomeUnknownError
+    from ckpt.errors import PeerError as PeerError
     from ckpt.errors import SaveError as SaveError
     from ckpt.errors import SkippedError as SkippedError
     from ckpt.errors import StateError as StateError
@@ -74,9 +76,9 @@ if TYPE_CHECKING:
     from ckpt.loaded import Loaded as Loaded
     from ckpt.loaded import load as load
     from ckpt.nodes import Stateful as Stateful
+    from ckpt.resume import Restored as Restored
     from ckpt.retain import Keep as Keep
     from ckpt.rng import RNG as RNG
-    from ckpt.sources import Restored as Restored
     from ckpt.tiers import Memory as Memory
     from ckpt.tiers import Tier as Tier
 

@@ -18,12 +18,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar, overload
 
 import torch
 
-from ckpt import link
+from ckpt import link, replicas
 from ckpt.arena import Arena
+from ckpt.commit import Role
 from ckpt.errors import (
     CheckpointError,
     ClosedError,
@@ -35,16 +37,22 @@ from ckpt.errors import (
     SkippedError,
     UsageError,
 )
-from ckpt.events import log
+from ckpt.events import log, point
 from ckpt.guardian import Guardian, Written
 from ckpt.handle import Save
 from ckpt.hooks import UpdateHook
-from ckpt.manifest import Attempt
-from ckpt.sources import MemorySource, Restored, Source, gather, restore_first
+from ckpt.log import Acquire
+from ckpt.manifest import Attempt, new_nonce
+from ckpt.resume import Restored, gather, restore_first, together
+from ckpt.share import Seat, partner
+from ckpt.sources import MemorySource, Source
 from ckpt.stage import Job, Stager
 from ckpt.state import Capture
 from ckpt.tiers import as_tiers
+from ckpt.world import Mailbox, World
 
+COMPARE_S = 120.0  # until the digests of other ranks' replicas are there
+CLOSE_AGREE_S = 60.0  # the other ranks are waited for at close
 FIRST_ARENA_S = 2.0  # the first save may wait this long for its memory, once
 MISSING: Any = object()
 T = TypeVar("T")
@@ -69,6 +77,7 @@ class Checkpointer:
     `tiers`: a folder or URL, or a list of `Memory` and `Tier`; None keeps snapshots in memory only, found again by
     `name`. `on_busy`: whether a step waits for a free slot ("wait", at most `busy_timeout_s`) or is not saved ("skip").
     `on_error`: "raise" lets the next call raise what went wrong in the background, "warn" only logs it.
+    `agree_timeout_s`: how long the other ranks are waited for where all must come: here, in restore() and in close().
 
     Raises StateError for a state that cannot be saved, FormatError or StoreError for a place that cannot be used.
     Use it as a context manager, or call `close()`.
@@ -84,11 +93,15 @@ class Checkpointer:
         on_error: str = "raise",
         busy_timeout_s: float = 600.0,
         close_timeout_s: float = 300.0,
+        agree_timeout_s: float = 300.0,
     ) -> None:
         if on_busy not in ("wait", "skip") or on_error not in ("raise", "warn"):
             raise UsageError('on_busy is "wait" or "skip", on_error is "raise" or "warn"')
-        if os.environ.get("WORLD_SIZE", "1").strip() not in ("", "0", "1"):
-            raise UsageError("this version saves training in one process: WORLD_SIZE is above 1")
+        self._world = World.detect(link.node_id(), timeout_s=agree_timeout_s)
+        if on_busy == "skip" and self._world.size > 1:
+            raise UsageError(
+                'on_busy="skip" is for one rank only: a rank that skips alone leaves no step that all have'
+            )
         self._memory, self._tiers = as_tiers(tiers)
         place = self._tiers[0].url if self._tiers else f"memory:{name}"
         if not self._tiers and name is None:
@@ -99,8 +112,6 @@ class Checkpointer:
         self.last_restore: Restored | None = None
         self._on_busy, self._on_error = on_busy, on_error
         self._busy_timeout_s, self._close_timeout_s = busy_timeout_s, close_timeout_s
-        self._capture = Capture(state)
-        self._capture.read()  # what cannot be saved is said now
         self._lock = threading.Lock()
         self._errors: list[tuple[CheckpointError, Save | None]] = []
         self._fenced: FencedError | None = None
@@ -113,27 +124,125 @@ class Checkpointer:
         self._updates_before = 0  # optimizer steps before the last call of step()
         self._restored = False
         self._restored_place: tuple[Arena, int] | None = None
+        self._differing: set[str] = set()  # tensors that ranks should hold alike, and do not; replaced, never changed
+        self._compared: int | None = None  # the epoch in which replicas were compared first
         self._torn = False  # a restore failed half-way
         self._said_paused = False
         self._forked = self._closed = False
+        self._post: Mailbox | None = None
+        self._sealed_since = 0  # snapshots since the restored one
         self._place = place
         self._stager = Stager()
         self._stager.on_spoilt = self._on_spoilt
-        local_rank = 0
         try:
-            self._guardian = Guardian(link.run_key(place, local_rank), self._tiers, self._memory, self._stager)
+            self._open_run(state)
         except BaseException:
             self._stager.stop()
             raise
         self._guardian.on_damaged = self._on_damaged
+        self._guardian.on_held = self._on_held
         self._guardian.on_failure = lambda error: self._note_error(error, None)
         self._hook = UpdateHook(self._wait_for_copy, self._capture.unguard)
         _open[place] = self
         os.register_at_fork(after_in_child=_weakly(self._after_fork))
         self._atexit = _weakly(self._close_at_exit)
         atexit.register(self._atexit)
-        if not self._guardian.has_checkpoints:  # else after restore(), which has better use for the cores
+        if not self._has_checkpoints:  # else after restore(), which has better use for the cores
             self._guardian.prepare(_predicted_size(self._capture), 1 << 14)
+
+    # -- opening --
+
+    def _open_run(self, state: dict[str, Any]) -> None:
+        """Find out what there is, agree with the other ranks, and take the run over."""
+        world = self._world
+
+        def prepare() -> Any:
+            self._capture = Capture(state, Seat(world.rank, world.size))
+            self._capture.read()  # what cannot be saved is said now
+            key = link.run_key(self._place, world.local_rank)
+            commit_s = self._busy_timeout_s
+            self._guardian = Guardian(key, self._tiers, self._memory, self._stager, world, commit_s)
+            opened = self._guardian.opened
+            settings = [[tier.url, tier.every] for tier in self._tiers]
+            settings.append([self._place, self._memory.every if self._memory else 0])
+            return {
+                "settings": settings,
+                "roots": opened.roots,
+                "epoch": opened.epoch,
+                "has": opened.has_checkpoints,
+            }
+
+        try:
+            found = together(world, "open", prepare, _open_together)
+            self._roots: list[list[int]] = found["roots"]
+            self._has_checkpoints: bool = found["has"]
+            for i, roots in enumerate(self._roots):
+                group = [rank for rank in range(world.size) if roots[rank] == roots[world.rank]]
+                self._guardian.roles[i] = Role(tuple(group), group.index(world.rank), world.size)
+            self._take_over(found["epoch"], None)
+            self._find_partner()
+        except BaseException:
+            if hasattr(self, "_guardian"):
+                self._guardian.give_up()
+            raise
+
+    def _find_partner(self) -> None:
+        """With `Memory(replicas=2)` a writer on another node keeps a copy of this rank's memory."""
+        world = self._world
+        if self._memory is None or self._memory.replicas < 2 or world.size == 1:
+            return
+        other = partner(world.rank, world.nodes)
+        if other is None:
+            log.warning("Memory(replicas=2) needs a second node: all ranks are on one, so memory is kept once")
+            return
+        contacts = together(world, "partners", self._guardian.serve)
+        self._guardian.copy_to(contacts[other])
+
+    def _agree_nonce(self) -> str:
+        """Of the incarnation to be. All writers know it before any log does."""
+        nonce: str = together(self._world, "nonce", new_nonce, lambda nonces: nonces[0])
+        together(self._world, "heir", partial(self._guardian.announce, nonce))
+        return nonce
+
+    def _take_over(self, floor: int, restored: Attempt | None) -> None:
+        """Open an epoch, the same in all places; with `restored` one that continues from there."""
+        world, guardian = self._world, self._guardian
+        nonce = self._agree_nonce()
+        while True:
+            epochs = together(world, "acquire", partial(guardian.acquire, nonce, floor, restored), _union)
+            if len(epochs) == 1:
+                break
+            floor = max(epochs)  # another job came between: one epoch for all places
+            nonce = self._agree_nonce()
+        point("run.taken")
+        owner = Acquire(epochs[0], nonce, restored)
+        complete = together(world, "own", partial(guardian.own, owner, recover=restored is None), _complete)
+        for i in range(len(self._tiers)):
+            attempts = [Attempt.parse(text) for number, text in complete if number == i]
+            if attempts and guardian.roles[i].place == 0:
+                guardian.complete(i, attempts)
+
+    def _on_held(self, tier: int, attempt: Attempt) -> None:
+        """The parts that belong on this node's disk are there: a checkpoint once those of all nodes are."""
+        if self._guardian.roles[tier].place > 0:
+            return
+        mailbox, roots = self._mailbox(), sorted(set(self._roots[tier]))
+
+        def tell() -> None:
+            try:
+                mailbox.put(f"held/{tier}/{attempt}/{self._world.rank}", True)
+                mailbox.wait([f"held/{tier}/{attempt}/{root}" for root in roots], self._busy_timeout_s)
+                self._guardian.complete(tier, [attempt])
+            except CheckpointError as error:
+                log.warning("step %d is on this node's disk only: %s", attempt.step, error)
+
+        threading.Thread(target=tell, name="ckpt-held", daemon=True).start()
+
+    def _mailbox(self) -> Mailbox:
+        with self._lock:
+            if self._post is None:
+                self._post = self._world.mailbox()
+            return self._post
 
     # -- saving --
 
@@ -201,6 +310,7 @@ class Checkpointer:
             self._active = [s for s in self._active if s.unfinished()] + [save]
         try:
             self._capture.copy_eagerly(self._exposed)
+            self._capture.keep_apart(self._differing)
             reading = self._capture.read()
             values = json.dumps(reading.values, separators=(",", ":")).encode()
             self._guardian.tell_layout(reading.layout)
@@ -208,6 +318,8 @@ class Checkpointer:
         except BaseException as error:
             what = error if isinstance(error, CheckpointError) else SaveError(f"step {step} was not saved: {error!r}")
             save.set_failed(what)
+            if durable and self._world.size > 1:  # the others wait for this rank's part
+                self._guardian.retract(attempt, f"rank {self._world.rank}: {what}")
             raise
         job = Job(
             attempt=attempt,
@@ -217,11 +329,43 @@ class Checkpointer:
             deadline=time.monotonic() + self._busy_timeout_s,
             on_end=lambda job: self._on_staged(save, job, durable),
         )
+        self._compare_replicas(job)
         save.on_staged = lambda: self._stager.prove(job)  # the training waits for it, so it is not writing meanwhile
         self._last = (save, job)
         self._stager.submit(job)
         self._count(time.perf_counter() - started)
         return save
+
+    def _compare_replicas(self, job: Job) -> None:
+        """At the first save of an epoch, and now and then: see `ckpt.replicas`. Nobody waits for the answer."""
+        step, epoch, size = job.attempt.step, job.attempt.epoch, self._world.size
+        due = self._compared != epoch or step % replicas.EVERY == 0
+        if size == 1 or not due or self._closed:
+            return
+        self._compared = epoch
+        comparison, mailbox = replicas.Comparison(self._capture.replicated), self._mailbox()
+
+        def compare() -> None:
+            if not job.copied.wait(self._busy_timeout_s) or job.error is not None:
+                return
+            try:
+                key = f"{job.attempt}"
+                names = replicas.differing(mailbox, key, self._world.rank, size, comparison.digests(), COMPARE_S)
+            except CheckpointError as error:
+                log.warning("the replicas of step %d could not be compared: %s", step, error)
+                return
+            if names:
+                shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+                log.error(
+                    "%s: ranks that should hold the same hold different values at step %d. Steps saved until now mix "
+                    "them; from the next one on each rank's own are saved. Look for what lets the replicas drift",
+                    shown,
+                    step,
+                )
+                self._differing = self._differing.union(names)
+
+        job.beside = comparison.look
+        threading.Thread(target=compare, name="ckpt-replicas", daemon=True).start()
 
     def _ready_memory(self, data_size: int, values_size: int, *, must: bool) -> None:
         arena = self._stager.arena
@@ -264,21 +408,30 @@ class Checkpointer:
         self._exposed = self._exposed.union(job.written_by_others)  # before the user hears of it
         if job.error is not None:
             if job.written_by_others or isinstance(job.error, SkippedError):
-                self._owed.update(durable)  # the next step makes up for it
+                self._owe(durable)
                 self.stats.skipped += 1
                 log.warning("%s", job.error)
             else:
                 self._note_error(job.error, save)
+            if durable and self._world.size > 1:  # the others wait for this rank's part
+                self._guardian.retract(job.attempt, f"rank {self._world.rank}: {job.error}")
             save.set_failed(job.error)
             return
         assert job.place is not None
         self._newest = (save, job.attempt, job.place)
         self._owed.difference_update(durable)
-        self._unpin_restored()
+        self._sealed_since += 1
+        if self._sealed_since >= self._guardian.enough:
+            self._unpin_restored()
         save.set_staged()
         self._guardian.on_sealed()
         for i in durable:
             self._write(save, job.attempt, job.place, i)
+
+    def _owe(self, tiers: list[int]) -> None:
+        """The next step makes up for it. Not where there are other ranks: they would not save that one."""
+        if self._world.size == 1:
+            self._owed.update(tiers)
 
     def _on_spoilt(self, job: Job) -> None:
         """A sealed snapshot may mix two moments, because somebody wrote while it was copied: take it back."""
@@ -293,9 +446,9 @@ class Checkpointer:
             self._newest = None
         if self._last is not None and self._last[1] is job:
             self._last[0].spoilt = error
-            self._owed.update(i for i, tier in enumerate(self._tiers) if tier.url in self._last[0].tiers)
+            self._owe([i for i, tier in enumerate(self._tiers) if tier.url in self._last[0].tiers])
         self._stager.clear(job)
-        self._guardian.retract(job.attempt)
+        self._guardian.retract(job.attempt, f"rank {self._world.rank}: {error}")
         job.error = error
 
     def _write(self, save: Save, attempt: Attempt, place: tuple[Arena, int], tier: int) -> None:
@@ -349,9 +502,12 @@ class Checkpointer:
         self._check_usable(restoring=True)
         started = time.perf_counter()
         self._settle_staging()
-        sources = gather(self._guardian.snapshots(), [tier.url for tier in self._tiers], step)
         result = Restored(step=None)
-        source = restore_first(sources, self._capture, result, strict=strict, on_touch=self._touch)
+        urls = [tier.url for tier in self._tiers]
+        with self._guardian.snapshots() as snapshots:
+            acquires = self._guardian.inherited.acquires
+            sources = gather(self._world, snapshots, acquires, urls, self._roots, step)
+            source = restore_first(self._world, sources, self._capture, result, strict=strict, on_touch=self._touch)
         if source is not None:
             self._finish_restore(source, result, started)
             return result.step
@@ -361,9 +517,10 @@ class Checkpointer:
             lines = "\n  ".join(f"step {s.step} in {s.tier}: {s.reason}" for s in result.skipped)
             touched = ". The state is partly overwritten: do not train on it" if self._torn else ""
             raise CorruptError(f"no checkpoint could be restored{touched}\n  {lines}")
-        if default is MISSING or self._guardian.has_checkpoints or step is not None:
+        if default is MISSING or self._has_checkpoints or step is not None:
             wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-            raise NoCheckpointError(f"there is no {wanted} in {self._places()}")
+            lost = "" if self._world.size == 1 else ", at least none of which the parts of all ranks can be reached"
+            raise NoCheckpointError(f"there is no {wanted} in {self._places()}{lost}")
         self._restored = True
         if isinstance(default, int):
             self._last_step = default
@@ -375,16 +532,20 @@ class Checkpointer:
     def _finish_restore(self, source: Source, result: Restored, started: float) -> None:
         self._torn = False
         self._capture.forget()
-        self._guardian.rollback(source.attempt)
+        self._take_over(self._guardian.owner.epoch, source.attempt)
         self._last_step, self._updates_before = source.attempt.step, self._hook.count
         self._restored, self._last, self._newest = True, None, None
         self._unpin_restored()
-        if isinstance(source, MemorySource) and self._guardian.holds(source.place[0]):
-            self._newest = (Save(source.attempt.step, str(source.attempt), []), source.attempt, source.place)
-            self._newest[0].set_staged()
+        self._sealed_since = 0
+        memory = source if isinstance(source, MemorySource) else None
+        place = memory.place_of(self._world.rank) if memory is not None else None
+        if memory is not None and place is not None and self._guardian.holds(place[0]):
+            if memory.world == self._world.size:  # else it is not a share of what this rank has now
+                self._newest = (Save(source.attempt.step, str(source.attempt), []), source.attempt, place)
+                self._newest[0].set_staged()
             # After a rollback it may be the oldest in the ring, and still it is the one that must not be lost.
-            self._restored_place = source.place
-            self._stager.pin(*source.place)
+            self._restored_place = place
+            self._stager.pin(*place)
         result.seconds = time.perf_counter() - started
         self.last_restore = result
         how = "" if result.verified else ", not yet verified by a digest"
@@ -401,6 +562,8 @@ class Checkpointer:
     def _settle_staging(self) -> None:
         """No copy may be under way while the state is overwritten."""
         self._stager.do(lambda: None, self._busy_timeout_s)
+        if self._world.size > 1:  # the owner changes for all ranks at once: what is under way must not be fenced off
+            self.wait(self._busy_timeout_s)
         self._stager.prove()  # before what is restored looks like somebody's writing
 
     def _places(self) -> str:
@@ -419,7 +582,7 @@ class Checkpointer:
             return
         if self._torn:
             raise UsageError("the last restore failed half-way, so the state is not one of any step: restore again")
-        if self._guardian.has_checkpoints and not self._restored:
+        if self._has_checkpoints and not self._restored:
             raise UsageError(
                 f"{self._places()} holds checkpoints: call restore() before the first step, or use another place"
             )
@@ -468,24 +631,27 @@ class Checkpointer:
         """Make the newest step durable, wait for all saves, let the writer leave. Harmless when called again.
 
         DeadlineError if that takes longer than `timeout_s` (default: `close_timeout_s`); the writer finishes by itself.
+        DeadlineError or PeerError if other ranks do not come to close: memory stays with the writer as after a death.
         """
         if self._closed or self._forked:
             return
         timeout_s = self._close_timeout_s if timeout_s is None else timeout_s
         end = time.monotonic() + timeout_s
         failure: CheckpointError | None = None
+        agreed = False
         try:
+            if self._world.size > 1:
+                self._agree_last(end)
+            agreed = True
             self._save_last(end)
             self.wait(max(0.0, end - time.monotonic()))
         except CheckpointError as error:
             failure = error
-        self._closed = True
-        self._hook.remove()
-        atexit.unregister(self._atexit)
-        _open.pop(self._place, None)
-        untouched = not self._restored and self._newest is None
+        self._end()
+        # What was restored by another number of ranks than saved it cannot be saved by these.
+        untouched = self._newest is None and (not self._restored or self._restored_place is not None)
         try:
-            if (untouched and self._guardian.inherits) or self._is_only_in_memory():
+            if (untouched and self._guardian.inherits) or self._is_only_in_memory() or not agreed:
                 # An earlier run's memory that was neither restored nor replaced, or a disk that would not take the
                 # last step: the writer keeps it, and goes on trying, as after a death.
                 self._guardian.leave()
@@ -494,10 +660,29 @@ class Checkpointer:
         except CheckpointError as error:
             failure = failure or error
         self._stager.stop(max(1.0, end - time.monotonic()))
+        if agreed or self._world.rank > 0:  # rank 0 would wait for those that did not come
+            self._world.farewell()
         self._last = self._newest = None
         if failure is not None:
             raise failure
         self._raise_pending()
+
+    def _agree_last(self, end: float) -> None:
+        """The newest step that all ranks have in memory becomes the newest here; none if they have none in common.
+
+        DeadlineError or PeerError if the others do not come: they have died, or go on training.
+        """
+        if self._last is not None:
+            self._last[1].copied.wait(max(0.0, end - time.monotonic()))
+        arena, sealed = self._stager.arena, self._guardian.sealed()
+        timeout_s = max(0.1, min(CLOSE_AGREE_S, self._world.timeout_s, end - time.monotonic()))
+        newest = self._world.agree("close", [str(a) for a in sealed], _newest_common, timeout_s=timeout_s)
+        attempt = None if newest is None else Attempt.parse(newest)
+        if attempt is not None and self._newest is not None and self._newest[1] == attempt:
+            return
+        self._last = self._newest = None
+        if attempt is not None and arena is not None:
+            self._newest = (Save(attempt.step, str(attempt), []), attempt, (arena, sealed[attempt]))
 
     def _save_last(self, end: float) -> None:
         """The newest step that is in memory, and not yet on its way to the nearest durable tier."""
@@ -523,6 +708,19 @@ class Checkpointer:
         save = self._newest[0]
         return all(save.failed(url) for url in save.tiers)
 
+    def _abandon(self) -> None:
+        """Leave everything to the writer, as if this process had died."""
+        if not self._closed and not self._forked:
+            self._stager.do(lambda: None, self._busy_timeout_s)  # a copy under way is finished
+            self._guardian.leave()
+            self._end()
+
+    def _end(self) -> None:
+        self._closed = True
+        self._hook.remove()
+        atexit.unregister(self._atexit)
+        _open.pop(self._place, None)
+
     def _close_at_exit(self) -> None:
         with contextlib.suppress(CheckpointError):
             self.close()
@@ -539,6 +737,9 @@ class Checkpointer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
+            return
+        if self._world.size > 1:  # the other ranks may be in a collective, and never come to close
+            self._abandon()
             return
         try:
             self.close()
@@ -557,9 +758,46 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
     return call
 
 
+def _open_together(posts: list[Any]) -> dict[str, Any]:
+    """What the ranks found, as one: of each tier, for every rank the lowest rank that sees the same place. Pure."""
+    for rank, post in enumerate(posts):
+        for theirs, ours in zip(post["settings"], posts[0]["settings"], strict=False):
+            if theirs != ours:
+                raise UsageError(
+                    f"rank {rank} saves to {theirs[0]} every {theirs[1]} steps, rank 0 to {ours[0]} every {ours[1]}"
+                )
+        if len(post["settings"]) != len(posts[0]["settings"]):
+            raise UsageError(f"rank {rank} saves to {len(post['settings']) - 1} tiers, rank 0 to another number")
+    tiers = len(posts[0]["roots"])
+    ids = [[post["roots"][i] for post in posts] for i in range(tiers)]
+    roots = [[mine.index(root) for root in mine] for mine in ids]
+    return {"roots": roots, "epoch": max(p["epoch"] for p in posts), "has": any(p["has"] for p in posts)}
+
+
+def _union(lists: list[Any]) -> list[Any]:
+    return sorted({one for each in lists for one in each})
+
+
+def _complete(posts: list[Any]) -> list[tuple[int, str]]:
+    """Of what the disks of single nodes hold: (tier, attempt) of which all parts are there. Pure."""
+    found: dict[tuple[int, str], tuple[int, set[int]]] = {}
+    for part in (part for post in posts for part in post):
+        found.setdefault((part["tier"], part["attempt"]), (part["world"], set()))[1].update(part["ranks"])
+    return [key for key, (world, ranks) in found.items() if len(ranks) == world]
+
+
+def _newest_common(posts: list[Any]) -> str | None:
+    common = set.intersection(*(set(post) for post in posts))
+    return max(common, key=Attempt.parse, default=None)
+
+
 def _predicted_size(capture: Capture) -> int:
     """Bytes of a snapshot once the optimizers have their state: so that memory can be made before the first step."""
-    size = sum(t.nbytes for t in capture.read().tensors)
+    layout = capture.read().layout
+    staged: dict[str, int] = {}
+    for tensor in layout.tensors:
+        staged[tensor.name] = staged.get(tensor.name, 0) + tensor.nbytes
+    size = sum(staged.values())
     for optimizer in capture.optimizers:
         if optimizer.state:
             continue
@@ -569,5 +807,5 @@ def _predicted_size(capture: Capture) -> int:
         elif any(group.get("amsgrad") for group in optimizer.param_groups):
             copies = 3
         params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        size += sum(copies * p.nbytes + 64 for p in params)
+        size += sum(copies * staged.get(capture.name_of(p), 0) + 64 for p in params)
     return size

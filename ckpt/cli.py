@@ -173,7 +173,9 @@ async def _show(url: str, step: int | None, only: str | None) -> dict[str, Any]:
     async with opened(url) as log:
         manifest = await manifest_of(log, step)
         tensors = [
-            t for t in compare.tensors_of(manifest).values() if only is None or fnmatch.fnmatchcase(t.name, only)
+            t
+            for t in compare.tensors_of(manifest.saved()).values()
+            if only is None or fnmatch.fnmatchcase(t.name, only)
         ]
         if only is not None and not tensors:
             raise click.UsageError(f"no tensor of step {manifest.commit.step} matches {only!r}; * stands for anything")
@@ -278,12 +280,14 @@ async def _diff(a: str, b: str) -> dict[str, Any]:
     (url_a, step_a), (url_b, step_b) = split_step(a), split_step(b)
     async with opened(url_a) as log_a, opened(url_b) as log_b:
         one, two = await manifest_of(log_a, step_a), await manifest_of(log_b, step_b)
-        here, there = compare.tensors_of(one), compare.tensors_of(two)
+        saved_a, saved_b = one.saved(), two.saved()
+        here, there = compare.tensors_of(saved_a), compare.tensors_of(saved_b)
         shared = [t for name, t in here.items() if name in there]
         alike = [t for t in shared if t == there[t.name] and t.alias_of is None]
-        suspects = [t for t in alike if compare.digests_of(one, t) != compare.digests_of(two, t)]
+        keys_a, keys_b = saved_a.labels, saved_b.labels
+        suspects = [t for t in alike if saved_a.content(keys_a[t.name]) != saved_b.content(keys_b[t.name])]
         with progress("comparing", 2 * sum(t.bytes for t in suspects)) as on_bytes:
-            differing = await compare.differing_tensors((log_a, one), (log_b, two), suspects, on_bytes)
+            differing = await compare.differing_tensors((log_a, saved_a), (log_b, saved_b), suspects, on_bytes)
         found: dict[str, Any] = {
             "only_in_a": [name for name in here if name not in there],
             "only_in_b": [name for name in there if name not in here],
@@ -349,8 +353,6 @@ async def manifest_of(log: RunLog, step: int | None) -> Manifest:
     except (CorruptError, NotFoundError) as error:
         what = f"is damaged ({error})" if await still_live(log, commit) else "was retired while it was read"
         raise CorruptError(f"step {commit.step} {what}: choose another, see `ckpt ls`") from None
-    if commit.world != 1:
-        raise FormatError(f"step {commit.step} was saved by {commit.world} ranks: this version cannot look into it")
     return manifest
 
 

@@ -7,6 +7,10 @@ and aborts the rest. Only an attempt that the store cannot read at that moment s
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,9 +37,14 @@ from ckpt.manifest import (
     rank_and_try,
     table_key,
 )
+from ckpt.plan import Layout
+from ckpt.saved import Saved
 from ckpt.store import Store, get_small
 from ckpt.table import MAX_TABLE, Table, merge
 from ckpt.write import Written
+
+STAGGER_S = 5.0  # the writer of each further rank waits so much longer before it commits for the first one
+POLL_S = (0.01, 0.5)  # seconds between two looks, at first and in the end
 
 
 async def create_run(store: Store) -> None:
@@ -49,8 +58,8 @@ async def create_run(store: Store) -> None:
         if (root := await infer_root(store)) is not None:
             await store.put("FORMAT.json", new_format(root))  # lost, and the log still knows whose it is
         async for info in store.list():
-            if root is not None:
-                break
+            if root is not None or info.key == "FORMAT.json":
+                break  # another rank or job was quicker
             raise FormatError(
                 f"{store.url} is not empty and not a run: it holds {info.key}, and no FORMAT.json. Choose another place"
             ) from None
@@ -91,15 +100,28 @@ async def acquire(log: RunLog, nonce: str, *, restored: Attempt | None = None, f
     return mine[-1]
 
 
-async def commit(log: RunLog, mine: Acquire, parts: list[Written]) -> Commit:
+@dataclass(frozen=True, slots=True)
+class Role:
+    """Whose parts belong into one place, and how soon a writer may commit them: the first at once, others later."""
+
+    ranks: tuple[int, ...] = (0,)
+    place: int = 0
+    world: int = 1
+
+    @property
+    def partial(self) -> bool:
+        """A disk that only some of the ranks see."""
+        return len(self.ranks) < self.world
+
+
+async def commit(log: RunLog, mine: Acquire, parts: list[Written], *, kind: str = "COMMIT") -> Commit:
     """Make a checkpoint of the parts of one attempt, one a rank. Doing it twice is harmless.
 
-    SaveError if the attempt was aborted meanwhile; FencedError if a newer job has taken over.
+    SaveError if the attempt was aborted meanwhile, or the ranks saved what does not fit together; FencedError if a
+    newer job has taken over.
     """
     attempt = Attempt.parse(parts[0].part.attempt)
     parts = sorted(parts, key=lambda w: w.part.rank)
-    if [w.part.rank for w in parts] != list(range(parts[0].part.world)):
-        raise SaveError(f"attempt {attempt} is not whole: it has ranks {[w.part.rank for w in parts]}")
     raw_index = merge([w.table for w in parts]).to_bytes()
     digest = file_digest(raw_index)
     log.check_owner(mine)
@@ -107,45 +129,161 @@ async def commit(log: RunLog, mine: Acquire, parts: list[Written]) -> Commit:
     point("index.stored")
 
     def make(state: RunState) -> Record | None:
-        if state.ended(attempt):
+        if state.ended(attempt) or (kind == "HELD" and attempt in state.held):
             return None
         body: dict[str, Any] = {
             "attempt": str(attempt),
-            "world": len(parts),
+            "world": parts[0].part.world,
             "parts": [[w.part.rank, w.part.number, w.digest] for w in parts],
             "index": digest,
             "finite": parts[0].part.finite,
-            "reason": parts[0].part.reason,
+            "reason": next((w.part.reason for w in parts if w.part.reason != "due"), "due"),
         }
-        return Record("COMMIT", body, f"commit:{attempt}")
+        return Record(kind, body, f"{kind.lower()}:{attempt}")
 
     state = await log.append(make, owner=mine)
-    found = state.commits.get(attempt)
+    found = state.commits.get(attempt) or (state.held.get(attempt) if kind == "HELD" else None)
     if found is None:
         log.check_owner(mine)  # a newer job ended it
-        raise SaveError(f"attempt {attempt} was aborted or retired before it could be committed")
+        why = state.reasons.get(attempt, "retired")
+        raise SaveError(f"attempt {attempt} was given up before it could be committed: {why}")
     return found
 
 
-async def abort(log: RunLog, mine: Acquire, attempt: Attempt, reason: str) -> None:
-    """End an attempt that will never be a checkpoint, so that its files can be cleaned up."""
+async def complete(log: RunLog, mine: Acquire, attempt: Attempt) -> None:
+    """All other places hold their parts too: what is HELD here is a checkpoint."""
+
+    def make(state: RunState) -> Record | None:
+        held = state.held.get(attempt)
+        if held is None or state.ended(attempt):
+            return None
+        body: dict[str, Any] = {
+            "attempt": str(attempt),
+            "world": held.world,
+            "parts": [list(part) for part in held.parts],
+            "index": held.index,
+            "finite": held.finite,
+            "reason": held.reason,
+        }
+        return Record("COMMIT", body, f"commit:{attempt}")
+
+    await log.append(make, owner=mine)
+
+
+def check_fit(parts: list[Written]) -> None:
+    """SaveError if the ranks do not agree about what they saved: some of it twice, or by nobody."""
+    ordered = sorted(parts, key=lambda w: w.part.rank)
+    try:
+        layouts = [Layout.from_json(w.part.layout) for w in ordered]
+        Saved(layouts, [w.part.values for w in ordered], merge([w.table for w in ordered]))
+    except CorruptError as error:
+        raise SaveError(str(error)) from error
+
+
+async def settle(
+    log: RunLog,
+    owner: Callable[[], Acquire],
+    own: Written,
+    role: Role,
+    *,
+    deadline_s: float,
+    on_held: Callable[[], None] = lambda: None,
+) -> None:
+    """From a part to a checkpoint: commit when all ranks' parts are there, or wait until another rank's writer has.
+
+    No rank asks another: the parts in the store are the truth. SaveError if the attempt is given up, or parts are
+    missing after `deadline_s`. `on_held` is called when all that belongs into this place is there, and the checkpoint
+    needs those of other places as well.
+    """
+    attempt = Attempt.parse(own.part.attempt)
+    started, pause, told = time.monotonic(), POLL_S[0], False
+    while True:
+        waited = time.monotonic() - started
+        if waited >= role.place * STAGGER_S:
+            parts = await _present(log.store, attempt, own, role)
+            if parts is not None and attempt not in log.state.held:
+                if role.partial:
+                    await commit(log, owner(), parts, kind="HELD")
+                else:
+                    await _commit_fitting(log, owner(), parts)
+        elif role.world > 1:
+            await log.refresh()
+        state = log.state
+        if attempt in state.commits or (attempt in state.retired and attempt not in state.reasons):
+            return  # perhaps so long ago that newer ones have taken its place
+        if state.ended(attempt):
+            raise SaveError(f"step {attempt.step} was given up: {state.reasons[attempt]}")
+        log.check_owner(owner())
+        if attempt in state.held and not told:
+            told = True
+            on_held()
+        if waited > deadline_s:
+            await _too_late(log, owner(), own, role, deadline_s)
+        await asyncio.sleep(pause)
+        pause = min(pause * 1.3, POLL_S[1])
+        if role.place * STAGGER_S <= waited:
+            await log.refresh()
+
+
+async def _commit_fitting(log: RunLog, mine: Acquire, parts: list[Written]) -> None:
+    if len(parts) > 1:
+        try:
+            await asyncio.to_thread(check_fit, parts)
+        except SaveError as error:
+            await abort(log, mine, Attempt.parse(parts[0].part.attempt), str(error))
+            raise
+    await commit(log, mine, parts)
+
+
+async def _present(store: Store, attempt: Attempt, own: Written, role: Role) -> list[Written] | None:
+    """The parts of all ranks that belong here, None while some are missing."""
+    if role.ranks == (own.part.rank,):
+        return [own]
+    keys = [info.key async for info in store.list(f"parts/{attempt}.")]
+    ready = {rank for rank, _ in _tries(keys)}
+    if not ready.issuperset(role.ranks):
+        return None
+    found = await _sound(store, attempt, keys, own)
+    return [found[rank] for rank in role.ranks] if found.keys() >= set(role.ranks) else None
+
+
+async def _too_late(log: RunLog, mine: Acquire, own: Written, role: Role, deadline_s: float) -> None:
+    attempt = Attempt.parse(own.part.attempt)
+    keys = [info.key async for info in log.store.list(f"parts/{attempt}.")]
+    ready = (await _sound(log.store, attempt, keys, own)).keys()  # a damaged one has not come
+    missing = ", ".join(map(str, sorted(set(role.ranks) - ready)[:8]))
+    what = f"the parts of ranks {missing}" if missing else "the word that the disks of other nodes hold theirs"
+    reason = f"{what} did not come within {deadline_s:g} s"
+    if not role.partial:
+        await abort(log, mine, attempt, reason)
+        if attempt in log.state.commits:
+            return  # at the last moment
+    raise SaveError(f"step {attempt.step} was not committed: {reason}")
+
+
+async def abort(log: RunLog, mine: Acquire, attempt: Attempt, reason: str, *, held: bool = False) -> None:
+    """End an attempt that will never be a checkpoint, so that its files can be cleaned up.
+
+    One that is HELD here may be a checkpoint in other places by now: it is ended only with `held`.
+    """
 
     def make(state: RunState) -> Record | None:
         body = {"attempt": str(attempt), "reason": reason[:500]}
-        return None if state.ended(attempt) else Record("ABORT", body, f"abort:{attempt}")
+        kept = state.ended(attempt) or (attempt in state.held and not held)
+        return None if kept else Record("ABORT", body, f"abort:{attempt}")
 
     await log.append(make, owner=mine)
 
 
-async def retract(log: RunLog, mine: Acquire, attempt: Attempt) -> None:
+async def retract(log: RunLog, mine: Acquire, attempt: Attempt, reason: str) -> None:
     """Give one attempt up, committed or not, whatever the retention says: it is known not to be what it claims."""
 
     def make(state: RunState) -> Record | None:
-        body = {"retire": [str(attempt)], "delete": []}
+        body = {"retire": [str(attempt)], "delete": [], "reason": reason[:500]}
         return Record("PLAN", body, f"retract:{attempt}") if attempt in state.commits else None
 
     await log.append(make, owner=mine)
-    await abort(log, mine, attempt, "taken back")  # or a restart would roll it forward
+    await abort(log, mine, attempt, reason, held=True)  # or a restart would roll it forward
 
 
 @dataclass
@@ -156,8 +294,14 @@ class Recovery:
     aborted: list[Attempt] = field(default_factory=list)
 
 
-async def recover(log: RunLog, mine: Acquire, in_flight: frozenset[Attempt] = frozenset()) -> Recovery:
-    """End every open attempt: commit it if it is whole, else abort it. `in_flight`: being written by us right now."""
+async def recover(
+    log: RunLog, mine: Acquire, in_flight: frozenset[Attempt] = frozenset(), *, partial: bool = False
+) -> Recovery:
+    """End every open attempt: commit it if it is whole, else abort it. `in_flight`: being written by us right now.
+
+    `partial`: this place holds the parts of some ranks only. There an attempt is left HELD with what is sound of it,
+    since the disks of other nodes may have the rest.
+    """
     found: dict[Attempt, list[str]] = {}
     for prefix in ("packs/", "parts/"):
         async for info in log.store.list(prefix):
@@ -167,42 +311,62 @@ async def recover(log: RunLog, mine: Acquire, in_flight: frozenset[Attempt] = fr
     state = await log.refresh()
     done = Recovery()
     for attempt in sorted(found):
-        if state.ended(attempt) or attempt in in_flight:
+        if state.ended(attempt) or attempt in in_flight or attempt in state.held:
             continue
         try:
-            parts = await _whole(log.store, attempt, found[attempt])
+            parts = list((await _sound(log.store, attempt, found[attempt])).values())
+            whole = _is_whole(parts)
+            if whole or (partial and parts):
+                await (_commit_fitting(log, mine, parts) if whole else commit(log, mine, parts, kind="HELD"))
+                done.rolled_forward.append(attempt)
+                logger.info("rolled step %d forward: all of it had been written before the crash", attempt.step)
+                continue
+        except SaveError as error:
+            logger.warning("%s", error)
         except StoreError as error:
             logger.warning("attempt %s stays open, since it cannot be read now: %s", attempt, error)
             continue
-        if parts is None:
-            await abort(log, mine, attempt, "not whole when the run was opened")
-            done.aborted.append(attempt)
-        else:
-            await commit(log, mine, parts)
-            done.rolled_forward.append(attempt)
-            logger.info("rolled step %d forward: all of it had been written before the crash", attempt.step)
+        await abort(log, mine, attempt, "not whole when the run was opened")
+        done.aborted.append(attempt)
     point("recover.done")
     return done
 
 
-async def _whole(store: Store, attempt: Attempt, keys: list[str]) -> list[Written] | None:
-    """The parts of an attempt if all are there and sound, the highest try of each rank first; else None.
+def _is_whole(parts: list[Written]) -> bool:
+    worlds = {w.part.world for w in parts}
+    return len(worlds) == 1 and {w.part.rank for w in parts} == set(range(worlds.pop()))
+
+
+async def _sound(store: Store, attempt: Attempt, keys: list[str], own: Written | None = None) -> dict[int, Written]:
+    """The parts of an attempt that are sound, by rank: of each the highest try. `own`: what needs no reading.
 
     StoreError if the store failed, so that nobody can say.
     """
-    newest: dict[int, Written] = {}
-    tries = sorted((rank_and_try(k) for k in keys if k.startswith("parts/") and k.endswith(".json")), reverse=True)
-    for rank, number in tries:
+    newest: dict[int, Written] = {} if own is None else {own.part.rank: own}
+    for rank, number in _tries(keys):
         if rank in newest:
             continue
         try:
             newest[rank] = await load_part(store, attempt, rank, number)
         except (CorruptError, FormatError, NotFoundError) as error:
             logger.warning("attempt %s, rank %d, try %d does not count: %s", attempt, rank, number, error)
-    worlds = {w.part.world for w in newest.values()}
-    if len(worlds) != 1 or set(newest) != set(range(worlds.pop())):
-        return None
-    return list(newest.values())
+    return newest
+
+
+def _tries(keys: Iterable[str]) -> list[tuple[int, int]]:
+    """(rank, try) of every part among some files, the highest first; what is called otherwise is nobody's."""
+    found = []
+    for key in keys:
+        if key.startswith("parts/") and key.endswith(".json"):
+            with contextlib.suppress(CorruptError):
+                found.append(rank_and_try(key))
+    return sorted(found, reverse=True)
+
+
+async def stored_part(store: Store, attempt: Attempt, rank: int) -> Written | None:
+    """What a rank has stored of an attempt, if it is sound."""
+    keys = [info.key async for info in store.list(f"parts/{attempt}.{rank}.")]
+    return (await _sound(store, attempt, keys)).get(rank)
 
 
 async def load_part(store: Store, attempt: Attempt, rank: int, number: int, *, expected: str | None = None) -> Written:

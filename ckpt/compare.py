@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from ckpt.log import RunLog
 from ckpt.manifest import canonical
 from ckpt.plan import BITS
 from ckpt.read import Manifest
+from ckpt.saved import Saved, scatter
 
 Rows = npt.NDArray[np.uint8]  # one row of bytes an element
 OnBytes = Callable[[int], None] | None
@@ -43,51 +44,41 @@ class Reference(str):
     __repr__ = str.__str__
 
 
-def tensors_of(manifest: Manifest) -> dict[str, Tensor]:
+def tensors_of(saved: Saved) -> dict[str, Tensor]:
     """All names, those that stand for another's memory included."""
-    layout = manifest.layout()
-    own = {t.name: Tensor(t.name, t.dtype, t.shape, t.nbytes, None) for t in layout.tensors}
-    return own | {name: replace(own[of], name=name, alias_of=of) for name, of in layout.aliases.items()}
-
-
-def shard_of(manifest: Manifest, tensor: Tensor) -> int:
-    """The shard that is all of a tensor; CorruptError if table and layout do not agree about it."""
-    found = manifest.table.by_name.get(tensor.name, [])
-    shard = manifest.table.shards[found[0]] if len(found) == 1 else None
-    if shard is None or (shard.dtype, shard.global_shape, shard.sizes) != (tensor.dtype, tensor.shape, tensor.shape):
-        raise CorruptError(f"{tensor.name} is not in the table of step {manifest.commit.step} as the layout has it")
-    return found[0]
-
-
-def digests_of(manifest: Manifest, tensor: Tensor) -> bytes:
-    """Of a tensor's blobs: equal ones mean equal bytes."""
-    shard, starts = shard_of(manifest, tensor), manifest.table.starts
-    blobs = slice(int(starts[shard]), int(starts[shard + 1]))
-    return manifest.table.length[blobs].tobytes() + manifest.table.digest[blobs].tobytes()
+    names = {key: label for label, key in reversed(saved.labels.items()) if label.partition("#")[0] == key[0]}
+    found: dict[str, Tensor] = {}
+    for label, key in saved.labels.items():
+        spec = saved.tensors[key].spec
+        of = names.get(key, label)
+        found[label] = Tensor(label, spec.dtype, spec.shape, spec.nbytes, None if of == label else of)
+    return found
 
 
 async def differing_tensors(
-    one: tuple[RunLog, Manifest], two: tuple[RunLog, Manifest], suspects: list[Tensor], on_bytes: OnBytes = None
+    one: tuple[RunLog, Saved], two: tuple[RunLog, Saved], suspects: list[Tensor], on_bytes: OnBytes = None
 ) -> list[dict[str, Any]]:
     """How much tensors differ that are alike in dtype and shape, and not in their digests."""
     found = []
     for t in suspects:
         a, b = await asyncio.gather(rows_of(*one, t, on_bytes), rows_of(*two, t, on_bytes))
         count, most = difference(a, b, t.dtype)
+        if not count:
+            continue  # the same, and only cut in another way
         row = {"name": t.name, "dtype": t.dtype, "elements": len(a), "differing": count}
         found.append({**row, "max_abs_difference": jsonable(most)})
     return found
 
 
-async def rows_of(log: RunLog, manifest: Manifest, tensor: Tensor, on_bytes: OnBytes) -> Rows:
+async def rows_of(log: RunLog, saved: Saved, tensor: Tensor, on_bytes: OnBytes) -> Rows:
     """A verified tensor: one row of bytes an element."""
-    whole, reads = np.empty(tensor.bytes, np.uint8), read.plan_reads(manifest.table, [shard_of(manifest, tensor)])
-
-    def sink(_: int, offset: int, data: memoryview) -> None:
-        whole[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
-
-    await read.fetch(log.store, manifest.table, reads, sink, on_bytes=on_bytes)
-    return whole.reshape(-1, BITS[tensor.dtype] // 8)
+    key, item = saved.labels[tensor.name], BITS[tensor.dtype] // 8
+    whole = np.empty((*tensor.shape, item), np.uint8)
+    reads = read.plan_reads(saved.table, saved.blobs(key))
+    await read.fetch(
+        log.store, saved.table, reads, lambda blob, data: scatter(saved, blob, data, whole), on_bytes=on_bytes
+    )
+    return whole.reshape(-1, item)
 
 
 def difference(a: Rows, b: Rows, dtype: str) -> tuple[int, float | None]:
@@ -111,12 +102,17 @@ def as_floats(rows: Rows, dtype: str) -> npt.NDArray[Any]:
 
 
 def entries_of(manifest: Manifest) -> Entries:
-    """What the state consists of, by path."""
+    """What the state consists of, by path; of other ranks than the first only what differs from its entries."""
     found: Entries = {}
     try:
-        for component, raw in zip(manifest.layout().components, manifest.parts[0].values, strict=True):
-            facts = {key: value for key, value in component.items() if key != "names"}
-            found[values.show(tuple(component["path"]))] = (facts, raw)
+        for part in manifest.parts:
+            for component, raw in zip(manifest.layout(part.rank).components, part.values, strict=True):
+                facts = {key: value for key, value in component.items() if key != "names"}
+                path = values.show(tuple(component["path"]))
+                if path not in found:
+                    found[path] = (facts, raw)
+                elif canonical(raw) != canonical(found[path][1]):
+                    found[f"{path} (rank {part.rank})"] = (facts, raw)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptError(f"the layout of step {manifest.commit.step} is damaged: {error}") from None
     return found

@@ -10,6 +10,7 @@
     ├── SaveError             one save failed; training and later saves are unaffected
     │   └── SkippedError      a save was skipped because every slot was busy
     ├── WriterError           the writer process cannot be started
+    ├── PeerError             another rank of the job failed, is gone, or disagrees
     ├── DeadlineError         a wait ran past its deadline (also a TimeoutError)
     ├── CorruptError          stored bytes do not match their digest
     ├── FormatError           not a run of ours, or written by a newer version
@@ -17,12 +18,15 @@
         ├── NotFoundError     no such object
         ├── ExistsError       create-if-absent found it present
         ├── FullError         no space left
+        ├── TransferError     bytes did not get from one rank to another
         └── OutcomeUnknownError   a commit may or may not have landed
 
 Two questions matter about an error: is it the user's to fix (`UsageError`), and is it worth a retry (`retryable`)?
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class CheckpointError(Exception):
@@ -67,6 +71,10 @@ class WriterError(CheckpointError):
     """The writer process cannot be started or keeps dying."""
 
 
+class PeerError(CheckpointError):
+    """Another rank of the job failed, is gone, or wants something else than this one."""
+
+
 class DeadlineError(CheckpointError, TimeoutError):
     """A wait ran past its deadline."""
 
@@ -101,21 +109,26 @@ class FullError(StoreError):
     """No space left."""
 
 
+class TransferError(StoreError):
+    """Bytes that one rank had read did not get to another that wants them."""
+
+
 class OutcomeUnknownError(StoreError):
     """A commit was sent and no answer came in time: it may or may not have landed. Nothing was deleted."""
 
 
-def to_wire(error: BaseException) -> dict[str, str]:
-    """The error as JSON, to cross from the writer to the trainer."""
+def to_wire(error: BaseException) -> dict[str, Any]:
+    """The error as JSON, to cross from the writer to the trainer, or to another rank."""
     message = str(error) or type(error).__name__
     if not isinstance(error, CheckpointError):
         message = f"{type(error).__name__}: {message}"
-    return {"error": type(error).__name__, "message": message}
+    return {"error": type(error).__name__, "message": message, "retryable": getattr(error, "retryable", False) is True}
 
 
-def from_wire(message: dict[str, str]) -> CheckpointError:
+def from_wire(message: dict[str, Any]) -> CheckpointError:
     """The other end of `to_wire`; an unknown class becomes a plain CheckpointError."""
     found = globals().get(message["error"])
-    if isinstance(found, type) and issubclass(found, CheckpointError):
-        return found(message["message"])
-    return CheckpointError(message["message"])
+    known = isinstance(found, type) and issubclass(found, CheckpointError)
+    error: CheckpointError = (found if known else CheckpointError)(message["message"])  # type: ignore[misc]
+    error.retryable = bool(message.get("retryable", False))
+    return error

@@ -28,6 +28,7 @@ TRAINER_POINTS = (
     "save.requested",  # the writer was told to write
     "restore.chosen",  # a checkpoint was chosen, nothing written to the state
     "restore.filled",  # tensors are filled, values not yet
+    "run.taken",  # the log says that the run is ours, the writers have not been told
 )
 WRITER_POINTS = (
     "pack.opened",
@@ -44,6 +45,7 @@ WRITER_POINTS = (
     "plan.landed",
     "sweep.deleted",
     "drain.started",
+    "mirror.taken",  # another rank's snapshot is in our memory, not sealed yet
 )
 POINTS = TRAINER_POINTS + WRITER_POINTS
 

@@ -11,23 +11,28 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+from ckpt import link
 from ckpt.arena import Arena
-from ckpt.client import Reply, WriterClient
+from ckpt.client import REQUEST_S, Reply, WriterClient
+from ckpt.commit import Role
 from ckpt.errors import CheckpointError, DeadlineError, SaveError, StoreError, WriterError
 from ckpt.events import log, point
 from ckpt.link import Message
 from ckpt.log import Acquire, in_history
-from ckpt.manifest import Attempt, new_nonce
+from ckpt.manifest import Attempt
 from ckpt.plan import Layout
-from ckpt.sources import MemorySource
+from ckpt.sources import Snapshot
 from ckpt.stage import Stager
 from ckpt.tiers import Memory, Tier
+from ckpt.world import World
 
 OPEN_S = 300.0
+T = TypeVar("T")
 RESPAWN_LIMIT = 3  # writers that die within RESPAWN_WINDOW_S, before we stop trying
 RESPAWN_WINDOW_S = 60.0
 
@@ -42,6 +47,7 @@ class Written:
     tier: int
     done: Callable[[CheckpointError | None], None]
     tries: int = 0
+    stored: bool = False  # its bytes are in the store: the slot may be used again
 
 
 @dataclass
@@ -50,15 +56,27 @@ class Inherited:
 
     arenas: list[Arena] = field(default_factory=list)
     layouts: dict[str, Layout] = field(default_factory=dict)
-    digests: dict[Attempt, bytes] = field(default_factory=dict)
+    digests: dict[tuple[Attempt, int], bytes] = field(default_factory=dict)  # by attempt and rank
     acquires: list[Acquire] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What the durable tiers, and the memory of earlier incarnations, look like to this rank."""
+
+    roots: tuple[str, ...]  # of every tier, the id of what is there; equal ids are one shared place
+    epoch: int  # the highest that is known
+    has_checkpoints: bool
 
 
 class Guardian:
     """Owns the connection to the writer. Methods may be called from any thread."""
 
-    def __init__(self, key: str, tiers: list[Tier], memory: Memory | None, stager: Stager) -> None:
-        self._key, self._tiers, self._stager = key, tiers, stager
+    def __init__(
+        self, key: str, tiers: list[Tier], memory: Memory | None, stager: Stager, world: World, commit_s: float
+    ) -> None:
+        self._key, self._tiers, self._stager, self._world = key, tiers, stager, world
+        self._commit_s = commit_s
         self._linger_s = memory.linger_s if memory is not None else 0.0
         self._ring = memory.keep if memory is not None else 1
         self._lock = threading.RLock()
@@ -74,20 +92,29 @@ class Guardian:
         self._preparing: Future[Reply] | None = None
         self.on_damaged: Callable[[Message], None] = lambda note: None
         self.on_failure: Callable[[CheckpointError], None] = lambda error: None
+        self.on_held: Callable[[int, Attempt], None] = lambda tier, attempt: None
         self.failure: CheckpointError | None = None  # why there is no writer any more
         self.owner = Acquire(0, "", None)
-        self.has_checkpoints = False
+        self._heir = ""
+        self.roles: list[Role] = [Role((world.rank,), 0, world.size) for _ in tiers]
         self.inherited = Inherited()
+        self._contact: Message | None = None  # of the writer that keeps a copy of our memory
+        self._newer = 0  # snapshots sealed since the memory was inherited, outgrown or restored
         self._spares: list[Arena] = []  # inherited or outgrown, kept until a newer snapshot is sealed
         self.client = self._find_or_spawn()
         try:
-            self._open(self.client)
+            self._take_orphans()
+            self.opened = self._open(self.client)
         except BaseException:
-            self._closing = True
-            if not self.inherited.arenas:  # memory of an earlier run stays with its writer, for a better try
-                self.client.send("close")
-            self.client.close()
+            self.give_up()
             raise
+
+    def give_up(self) -> None:
+        """The run could not be opened. Memory of an earlier run stays with its writer, for a better try."""
+        self._closing = True
+        if not self.inherited.arenas:
+            self.client.send("close")
+        self.client.close()
 
     # -- the writer --
 
@@ -130,40 +157,137 @@ class Guardian:
         return client
 
     def _inherit(self, hello: Message, fds: list[int]) -> None:
-        self.inherited = Inherited(
-            [Arena.attach(fd) for fd in fds],
-            {digest: Layout.from_json(layout) for digest, layout in hello["layouts"].items()},
-            {Attempt.parse(attempt): bytes.fromhex(digests) for attempt, digests in hello["digests"].items()},
-            [Acquire(e, n, None if r is None else Attempt.parse(r)) for e, n, r in hello["acquires"]],
-        )
+        self.inherited = Inherited([Arena.attach(fd) for fd in fds], *_known(hello))
         self._layouts = dict(self.inherited.layouts)
 
-    def _open(self, client: WriterClient, *, again: bool = False) -> None:
+    def _take_orphans(self) -> None:
+        """Writers of local ranks that are no more still have memory: the ranks that are there now share it out."""
+        world = self._world
+        for number, key in link.siblings(self._key).items():
+            if number < world.local_size or number % world.local_size != world.local_rank:
+                continue
+            for arena, layouts, digests, acquires in self._visit(key):
+                self.inherited.layouts.update(layouts)
+                self.inherited.digests.update(digests)
+                self.inherited.acquires += [a for a in acquires if a not in self.inherited.acquires]
+                for digest, layout in layouts.items():
+                    if digest not in self._layouts:
+                        self._layouts[digest] = layout
+                        self.client.send("layout", layout=layout.to_json())
+                self.inherited.arenas.append(arena)
+                self._spares.append(arena)
+                self.client.send("attach", fds=(arena.fd,))
+
+    def _visit(self, key: str) -> Iterator[tuple[Arena, *Known]]:
+        """What another writer of this run on this node holds; it keeps its trainer."""
+        channel = link.connect(link.socket_path(key))
+        if channel is None:
+            return
+        client = WriterClient(channel, None)
+        try:
+            if self._must_compare():
+                client.ask("digests", all=True)
+            hello, fds = client.ask("hello", visit=True, timeout_s=30.0)
+            known = _known(hello)
+            for fd in fds:
+                yield Arena.attach(fd), *known
+        except CheckpointError as error:
+            log.warning("a writer on this node does not say what it holds: %s", error)
+        finally:
+            client.close()
+
+    def _must_compare(self) -> bool:
+        """Whether it matters what is the same in snapshots of several ranks: their digests have to be known then."""
+        return any(layout.world not in (1, self._world.size) for layout in self._layouts.values())
+
+    def _open(self, client: WriterClient) -> Opened:
+        """Have the durable places opened; nothing in them is changed."""
         specs = [{"url": t.url, "last": t.keeping.last, "every": t.keeping.every} for t in self._tiers]
-        floor = max([0, *(a.epoch for a in self.inherited.acquires)])
-        extra = {"owner": [self.owner.epoch, self.owner.nonce]} if again else {"floor": floor}
         reply, _ = client.ask(
             "open",
             timeout_s=OPEN_S,
             tiers=specs,
             linger_s=self._linger_s,
+            commit_s=self._commit_s,
             first_try=1000 * self._respawns,
+            heir=self._heir,
             acquires=[[a.epoch, a.nonce, a.restored and str(a.restored)] for a in self.inherited.acquires],
-            **extra,
         )
-        if not again:
-            self.owner = Acquire(reply["epoch"], reply["nonce"], None)
-            self.inherited.acquires.append(self.owner)
-            stored = any(tier["checkpoints"] or tier["damaged"] for tier in reply["tiers"])
-            self.has_checkpoints = stored or bool(self.snapshots())
+        tiers = reply["tiers"]
+        epochs = [*(a.epoch for a in self.inherited.acquires), *(tier["epoch"] for tier in tiers)]
+        stored = any(tier["checkpoints"] or tier["damaged"] for tier in tiers)
+        snapshots = any(arena.sealed() for arena in self.inherited.arenas)
+        return Opened(tuple(tier["root"] for tier in tiers), max([0, *epochs]), stored or snapshots)
+
+    def announce(self, nonce: str) -> None:
+        """Before any rank takes the run over by this nonce: our writer must not take us for another job."""
+        self._heir = nonce
+        self._insist(lambda client: client.ask("heir", nonce=nonce))
+
+    def acquire(self, nonce: str, floor: int, restored: Attempt | None) -> list[int]:
+        """Take over the places that this rank speaks for; the epochs that they gave. All have to be the same."""
+        mine = [i for i, role in enumerate(self.roles) if role.place == 0]
+        if not mine and (self.roles or self._world.rank > 0):
+            return []  # others speak for all of them
+        back = restored and str(restored)
+        # Asked again with the same nonce it is done at most once.
+        reply, _ = self._insist(
+            lambda client: client.ask("acquire", nonce=nonce, floor=floor, restored=back, tiers=mine)
+        )
+        return list(reply["epochs"])
+
+    def own(self, owner: Acquire, *, recover: bool) -> list[Message]:
+        """All ranks agree on the owner. Of the tiers that this rank recovers: what only parts are here of."""
+        with self._lock:
+            self.owner = owner
+            self.inherited.acquires.append(owner)
+        self._newer = 0
+        return self._insist(lambda client: self._own(client, recover=recover))
+
+    def _insist(self, work: Callable[[WriterClient], T]) -> T:
+        """Ask the writer, and if it dies of it the next one."""
+        for tries in itertools.count():
+            try:
+                return work(self.client)
+            except WriterError:
+                if self.failure is not None or tries > 100 * RESPAWN_LIMIT:
+                    raise
+                time.sleep(0.1)  # until the next writer is there
+        raise AssertionError
+
+    def _own(self, client: WriterClient, *, recover: bool) -> list[Message]:
+        owner = self.owner
+        reply, _ = client.ask(
+            "own",
+            timeout_s=OPEN_S,
+            owner=[owner.epoch, owner.nonce, owner.restored and str(owner.restored)],
+            roles=[[list(role.ranks), role.place, role.world] for role in self.roles],
+            recover=[i for i, role in enumerate(self.roles) if role.place == 0] if recover else [],
+        )
+        return list(reply["parts"])
+
+    def complete(self, tier: int, attempts: list[Attempt]) -> None:
+        """All places hold their parts of these."""
+        self.client.send("complete", tier=tier, attempts=[str(a) for a in attempts])
 
     def _on_note(self, note: Message) -> None:
         if note["op"] == "gone":
             self._stager.hold(-1)
         elif note["op"] == "unpinned":
             self._stager.unpin(bytes.fromhex(note["arena"]), int(note["slot"]))
+        elif note["op"] == "stored":
+            self._on_stored(int(note["tier"]), Attempt.parse(note["attempt"]))
+        elif note["op"] == "held":
+            self.on_held(int(note["tier"]), Attempt.parse(note["attempt"]))
         elif note["op"] == "damaged":
             self.on_damaged(note)
+
+    def _on_stored(self, tier: int, attempt: Attempt) -> None:
+        with self._lock:
+            for write in self._writes:
+                if (write.tier, write.attempt) == (tier, attempt) and not write.stored:
+                    write.stored = True
+                    self._stager.unpin(write.arena.id, write.slot)
 
     def _on_lost(self, client: WriterClient) -> None:
         """The writer died: the memory is ours as well, so a new one gets it, and the writes begin again.
@@ -203,7 +327,9 @@ class Guardian:
         fresh = WriterClient.spawn(self._key)
         try:
             self._listen(fresh, greet=True)
-            self._open(fresh, again=True)
+            self._open(fresh)
+            if self.owner.epoch:
+                self._own(fresh, recover=False)
         except (WriterError, StoreError, DeadlineError) as error:
             log.warning("%s", error)
             fresh.send("close")
@@ -219,6 +345,8 @@ class Guardian:
             client.send("attach", fds=(arena.fd,))
         if (current := self._stager.arena) is not None:
             client.send("watch", arena=current.id.hex())
+        if self._contact is not None:
+            client.send("partner", contact=self._contact, rank=self._world.rank)
         self._preparing = None
         for write in list(self._writes):
             self._send(write)
@@ -227,13 +355,22 @@ class Guardian:
         self.failure = WriterError(f"there is no writer any more, so nothing is saved: {error}")
         self.on_failure(self.failure)
         for write in self._writes:
-            self._stager.unpin(write.arena.id, write.slot)
+            self._release(write)
             write.done(self.failure)
         self._writes.clear()
 
     def holds(self, arena: Arena) -> bool:
         """Whether our writer has this arena; it does not have that of another job that still lives."""
         return any(arena is mine for mine in self._arenas())
+
+    def sealed(self) -> dict[Attempt, int]:
+        """Slots of the present arena that hold what these ranks took, and no rollback has undone."""
+        arena, found = self._stager.arena, dict[Attempt, int]()
+        for slot, label in arena.sealed() if arena is not None else ():
+            layout = self._layouts.get(label.layout)
+            if label.attempt is not None and layout is not None and layout.world == self._world.size:
+                found[label.attempt] = slot
+        return {attempt: found[attempt] for attempt in in_history(self.inherited.acquires, found)}
 
     def _arenas(self) -> list[Arena]:
         current = self._stager.arena
@@ -300,8 +437,16 @@ class Guardian:
         self._stager.use(arena, watch)
 
     def on_sealed(self) -> None:
-        """A snapshot was sealed in the present arena: older ones are not needed any more."""
-        if not self._spares and not self.inherited.arenas:
+        """A snapshot was sealed in the present arena. When there are enough, older memory is not needed any more.
+
+        Another rank may be one step behind, and die: then the step before is the newest that all have.
+        """
+        self._newer += 1
+        arena = self._stager.arena
+        if self._contact is not None and arena is not None:
+            for slot, label in arena.sealed()[:1]:
+                self.client.send("push", arena=arena.id.hex(), slot=slot, attempt=str(label.attempt))
+        if (not self._spares and not self.inherited.arenas) or self._newer < self.enough:
             return
         with self._lock:
             busy = {write.arena.id for write in self._writes}
@@ -311,6 +456,20 @@ class Guardian:
                 arena.close()
             self._spares = [a for a in self._spares if a.id in busy]
             self.inherited.arenas = []
+
+    @property
+    def enough(self) -> int:
+        """So many newer snapshots make older ones superfluous."""
+        return 1 if self._world.size == 1 else 2
+
+    def serve(self) -> Message:
+        """Have the writer take copies of another rank's memory; how it is reached."""
+        return dict(self.client.ask("serve")[0]["contact"])
+
+    def copy_to(self, contact: Message) -> None:
+        """Have the writer send a copy of each snapshot to another one."""
+        self._contact = contact
+        self.client.send("partner", contact=contact, rank=self._world.rank)
 
     def tell_layout(self, layout: Layout) -> None:
         """Before a slot is sealed with it."""
@@ -328,24 +487,29 @@ class Guardian:
         used = {label.layout for arena in self._arenas() for _, label in arena.sealed()} | {*list(self._layouts)[-8:]}
         self._layouts = {digest: layout for digest, layout in self._layouts.items() if digest in used}
 
-    def snapshots(self) -> list[MemorySource]:
-        """Sealed snapshots that can be restored: those of the present history, and marked as such those undone."""
+    @contextlib.contextmanager
+    def snapshots(self) -> Iterator[list[Snapshot]]:
+        """Sealed snapshots in the memory of this node, of all its ranks; valid inside the context."""
         with contextlib.suppress(CheckpointError):  # the writer digests what it writes, and the ring after a death
-            reply, _ = self.client.ask("digests", timeout_s=10.0)
-            known = {Attempt.parse(attempt): bytes.fromhex(digests) for attempt, digests in reply["digests"].items()}
-            self.inherited.digests.update(known)
+            reply, _ = self.client.ask("digests", timeout_s=REQUEST_S, all=self._must_compare())
+            self.inherited.digests.update(_digests(reply))
         arenas = {arena.id: arena for arena in (*self.inherited.arenas, *self._arenas())}
-        found: dict[Attempt, MemorySource] = {}
-        for arena in arenas.values():
-            for slot, label in arena.sealed():
-                layout = self._layouts.get(label.layout)
-                if layout is not None and label.attempt is not None:
-                    digests = self.inherited.digests.get(label.attempt)
-                    found[label.attempt] = MemorySource(arena, slot, label, layout, digests)
-        history = set(in_history(self.inherited.acquires, found))
-        for attempt, source in found.items():
-            source.undone = attempt not in history
-        return list(found.values())
+        known = {**self.inherited.layouts, **self._layouts}
+        found = {
+            (s.attempt, s.layout.rank): s for a in arenas.values() for s in _sealed(a, known, self.inherited.digests)
+        }
+        visited: list[Arena] = []
+        try:
+            for key in link.siblings(self._key).values() if self._world.size > 1 else ():
+                for arena, layouts, digests, acquires in self._visit(key):
+                    visited.append(arena)
+                    self.inherited.acquires += [a for a in acquires if a not in self.inherited.acquires]
+                    for snapshot in _sealed(arena, layouts, digests):
+                        found.setdefault((snapshot.attempt, snapshot.layout.rank), snapshot)
+            yield list(found.values())
+        finally:
+            for arena in visited:
+                arena.close()
 
     # -- writing --
 
@@ -376,29 +540,19 @@ class Guardian:
             if write not in self._writes:
                 return
             self._writes.remove(write)
-            self._stager.unpin(write.arena.id, write.slot)
+            self._release(write)
         if error is not None and not isinstance(error, CheckpointError):
             error = SaveError(str(error))
         write.done(error)
 
-    def retract(self, attempt: Attempt) -> None:
-        """This snapshot must not become a checkpoint, or not stay one."""
-        self.client.send("retract", attempt=str(attempt))
+    def _release(self, write: Written) -> None:
+        if not write.stored:
+            write.stored = True
+            self._stager.unpin(write.arena.id, write.slot)
 
-    def rollback(self, restored: Attempt) -> None:
-        """Open the epoch that continues from a restored attempt."""
-        nonce = new_nonce()  # the same if it has to be asked again: then it is done at most once
-        for tries in itertools.count():
-            try:
-                reply, _ = self.client.ask("rollback", restored=str(restored), nonce=nonce)
-                break
-            except WriterError:
-                if self.failure is not None or tries > 100 * RESPAWN_LIMIT:
-                    raise
-                time.sleep(0.1)  # until the next writer is there
-        with self._lock:
-            self.owner = Acquire(reply["epoch"], reply["nonce"], restored)
-            self.inherited.acquires.append(self.owner)
+    def retract(self, attempt: Attempt, reason: str) -> None:
+        """This snapshot must not become a checkpoint, or not stay one."""
+        self.client.send("retract", attempt=str(attempt), reason=reason)
 
     # -- the end --
 
@@ -408,9 +562,10 @@ class Guardian:
         return self._adopted and any(arena.sealed() for arena in self._arenas())
 
     def leave(self) -> None:
-        """Hang up, and let the writer treat the end of this process as a death: it keeps the memory and persists it."""
+        """Hang up, and let the writer treat that as our death: it keeps the memory and persists it."""
         with self._lock:
             self._closing = True
+        self.client.send("leave")
         self.client.close()
 
     def close(self, timeout_s: float) -> None:
@@ -432,3 +587,26 @@ class Guardian:
         for arena in {a.id: a for a in (*self.inherited.arenas, *self._arenas())}.values():
             os.close(arena.fd)
             arena.fd = -1
+
+
+Known = tuple[dict[str, Layout], dict[tuple[Attempt, int], bytes], list[Acquire]]
+
+
+def _known(hello: Message) -> Known:
+    """What a writer says about the memory that it holds."""
+    layouts = {digest: Layout.from_json(layout) for digest, layout in hello["layouts"].items()}
+    acquires = [Acquire(e, n, None if r is None else Attempt.parse(r)) for e, n, r in hello["acquires"]]
+    return layouts, _digests(hello), acquires
+
+
+def _digests(reply: Message) -> dict[tuple[Attempt, int], bytes]:
+    return {(Attempt.parse(attempt), rank): bytes.fromhex(found) for attempt, rank, found in reply["digests"]}
+
+
+def _sealed(
+    arena: Arena, layouts: Mapping[str, Layout], digests: Mapping[tuple[Attempt, int], bytes]
+) -> Iterator[Snapshot]:
+    for slot, label in arena.sealed():
+        layout = layouts.get(label.layout)
+        if layout is not None and label.attempt is not None:
+            yield Snapshot(arena, slot, label, layout, digests.get((label.attempt, layout.rank)))

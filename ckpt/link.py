@@ -97,8 +97,22 @@ class Channel:
 
 def run_key(place: str, local_rank: int) -> str:
     """Names the writer of a run on this host, so that a restarted trainer finds it."""
-    text = "\0".join([place, str(os.getuid()), socket.gethostname(), str(local_rank)])
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
+    text = "\0".join([place, str(os.getuid()), socket.gethostname()])
+    return f"{hashlib.sha256(text.encode()).hexdigest()[:24]}-{local_rank}"
+
+
+def siblings(key: str) -> dict[int, str]:
+    """The keys of all writers of the same run on this host, by local rank; one may be gone by now."""
+    run, folder = key.rpartition("-")[0], Path(socket_path(key)).parent
+    found = (path.stem.rpartition("-") for path in folder.glob(f"{run}-*.sock"))
+    return {int(number): f"{run}-{number}" for _, _, number in found if number.isdigit()}
+
+
+def node_id() -> str:
+    """Equal for processes that can hand each other memory: those that see the same folder of sockets."""
+    folder = os.stat(Path(socket_path("x")).parent)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{folder.st_dev}:{folder.st_ino}"
 
 
 def socket_path(key: str) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
 import fnmatch
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,9 @@ from torch import Tensor
 
 from ckpt import read
 from ckpt.errors import CorruptError, UsageError
-from ckpt.plan import Layout
-from ckpt.restore import Filler
-from ckpt.sources import shard_of
+from ckpt.geometry import Box
+from ckpt.restore import Filler, Target
+from ckpt.saved import Key, Saved
 from ckpt.store import normalise
 from ckpt.tensors import empty, to_array
 from ckpt.values import Json, decode, show
@@ -26,10 +28,9 @@ class Loaded(Mapping[str, Tensor]):
     `step` and `url` say what it is. `values(…)` is the Mapping's; plain values are under `plain(path)`.
     """
 
-    def __init__(self, url: str, manifest: read.Manifest, names: dict[str, str], layout: Layout) -> None:
-        self.url, self.step = url, manifest.commit.step
-        self._manifest, self._names, self._layout = manifest, names, layout
-        self._cache: dict[str, Tensor] = {}
+    def __init__(self, url: str, step: int, saved: Saved, names: dict[str, Key]) -> None:
+        self.url, self.step, self._saved, self._names = url, step, saved, names
+        self._cache: dict[Key, Tensor] = {}
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -50,57 +51,90 @@ class Loaded(Mapping[str, Tensor]):
     def all(self) -> dict[str, Tensor]:
         """Every tensor, read in one go; names that shared memory when they were saved share it again."""
         tensors = self._read(list(dict.fromkeys(self._names.values())))
-        return {name: tensors[canonical] for name, canonical in self._names.items()}
+        return {name: tensors[key] for name, key in self._names.items()}
+
+    def slice(self, name: str, *index: builtins.slice | int) -> Tensor:
+        """A part of a tensor, of which only the blobs that hold some of it are read: `loaded.slice("w", slice(0, 8))`.
+
+        One index a dimension, from the first on; those left out are taken whole. Steps other than 1 are refused.
+        """
+        key = self._names[name]
+        spec = self._saved.tensors[key].spec
+        box, dropped = _box(name, spec.shape, index)
+        tensor = empty(replace(spec, shape=box[1]), "cpu")
+        read.run(self._fetch({key: [Target(tensor, box)]}))
+        return tensor[tuple(0 if d in dropped else builtins.slice(None) for d in range(len(spec.shape)))]
 
     def sub(self, prefix: str) -> Loaded:
         """What lies under a prefix, without it: `load(url).sub("model")` suits `model.load_state_dict`."""
         start = prefix.rstrip(".") + "."
-        names = {name.removeprefix(start): own for name, own in self._names.items() if name.startswith(start)}
+        names = {name.removeprefix(start): key for name, key in self._names.items() if name.startswith(start)}
         if not names:
             raise UsageError(f"no tensor of step {self.step} has a name that starts with {start!r}")
-        return Loaded(self.url, self._manifest, names, self._layout)
+        return Loaded(self.url, self.step, self._saved, names)
 
-    def plain(self, path: str) -> Any:
-        """The plain values under one entry of the state, such as `plain("epoch")`. KeyError if there is none."""
-        for component, values in zip(self._layout.components, self._manifest.parts[0].values, strict=True):
-            if show(tuple(component["path"])) == path:
-                return decode(values, self._extern)
+    def plain(self, path: str, *, rank: int = 0) -> Any:
+        """The plain values that a rank had under one entry of the state, such as `plain("epoch")`. KeyError if none."""
+        if not 0 <= rank < self._saved.world:
+            raise UsageError(f"step {self.step} was saved by ranks 0 to {self._saved.world - 1}, not by rank {rank}")
+        for node in self._saved.nodes(rank):
+            if show(node.path) == path:
+                return decode(node.values, lambda reference: self._extern(reference, rank))
         raise KeyError(path)
 
-    def _extern(self, reference: Json) -> object:
-        name = self._layout.aliases.get(reference["name"], reference["name"])
-        tensor = self._read([name])[name]
+    def _extern(self, reference: Json, rank: int) -> object:
+        key = self._saved.resolve(reference["name"], rank, self._saved.world, None, lenient=True)
+        if not isinstance(key, tuple):
+            raise CorruptError(f"{reference['name']} is not in step {self.step}")
+        tensor = self._read([key])[key]
         return tensor if reference["$"] == "tensor" else to_array(tensor, reference)
 
-    def _read(self, names: list[str]) -> dict[str, Tensor]:
+    def _read(self, keys: list[Key]) -> dict[Key, Tensor]:
         with self._lock:
-            missing = [name for name in names if name not in self._cache]
+            missing = [key for key in keys if key not in self._cache]
             if missing:
-                self._cache.update(read.run(self._fetch(missing)))
-            return {name: self._cache[name] for name in names}
+                made = {key: empty(self._saved.tensors[key].spec, "cpu") for key in missing}
+                fills = {key: [Target(t, ((0,) * t.dim(), tuple(t.shape)))] for key, t in made.items()}
+                read.run(self._fetch(fills))
+                self._cache.update(made)
+            return {key: self._cache[key] for key in keys}
 
-    async def _fetch(self, names: list[str]) -> dict[str, Tensor]:
-        table, specs = self._manifest.table, self._layout.by_name
-        for name in names:
-            if name not in specs:
-                raise CorruptError(f"{name} is not in the layout of step {self.step}")
-        shards = [shard_of(self._layout, table, name) for name in names]
-        tensors = {name: empty(specs[name], "cpu") for name in names}
-        filler = Filler({name: [tensor] for name, tensor in tensors.items()}, specs)
+    async def _fetch(self, fills: dict[Key, list[Target]]) -> None:
+        filler = Filler(self._saved, fills)
         log = await read.open_run(self.url)
         try:
-            reads = read.plan_reads(table, shards)
-            await read.fetch(log.store, table, reads, lambda i, at, data: filler.add(table.shards[i].name, at, data))
+            reads = read.plan_reads(self._saved.table, filler.blobs)
+            await read.fetch(log.store, self._saved.table, reads, filler.add)
         finally:
             await log.store.aclose()
-        return tensors
+
+
+def _box(name: str, shape: tuple[int, ...], index: tuple[builtins.slice | int, ...]) -> tuple[Box, set[int]]:
+    """An index as a box, and the dimensions that an int takes away."""
+    if len(index) > len(shape):
+        raise UsageError(f"{name} has {len(shape)} dimensions, not {len(index)}")
+    starts, sizes, dropped = [], [], set()
+    for dim, size in enumerate(shape):
+        at: builtins.slice | int = index[dim] if dim < len(index) else builtins.slice(None)
+        if isinstance(at, int):
+            if not -size <= at < size:
+                raise UsageError(f"{name}: index {at} is outside dimension {dim}, which has {size}")
+            dropped.add(dim)
+            at = builtins.slice(at % size, at % size + 1)
+        start, stop, step = at.indices(size)
+        if step != 1:
+            raise UsageError(f"{name}: only slices with step 1 can be read, not {at}")
+        starts.append(start)
+        sizes.append(max(0, stop - start))
+    return (tuple(starts), tuple(sizes)), dropped
 
 
 def load(url: str | Path, *, step: int | None = None, only: str | None = None) -> Loaded:
-    """The newest checkpoint of a run, or that of `step`, as tensors by name.
+    """The newest checkpoint of a run, or that of `step`, as tensors by name, however many ranks saved it.
 
-    `only`: a shell pattern such as "model.*". Raises FormatError if there is no run, NoCheckpointError if there is no
-    such checkpoint, CorruptError if what is read is damaged.
+    `only`: a shell pattern such as "model.*". A tensor that ranks have for themselves, and not alike, is called
+    `name#rank`. Raises FormatError if there is no run, NoCheckpointError if there is no such checkpoint, CorruptError
+    if what is read is damaged.
     """
     place = normalise(url)
 
@@ -112,9 +146,8 @@ def load(url: str | Path, *, step: int | None = None, only: str | None = None) -
             await log.store.aclose()
 
     found = read.run(manifest())
-    layout = found.layout()
-    every = {t.name: t.name for t in layout.tensors} | layout.aliases
-    names = {n: own for n, own in sorted(every.items()) if only is None or fnmatch.fnmatchcase(n, only)}
+    saved = found.saved()
+    names = {n: key for n, key in sorted(saved.labels.items()) if only is None or fnmatch.fnmatchcase(n, only)}
     if not names and only is not None:
         raise UsageError(f"no tensor of step {found.commit.step} in {place} matches {only!r}")
-    return Loaded(place, found, names, layout)
+    return Loaded(place, found.commit.step, saved, names)

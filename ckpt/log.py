@@ -7,9 +7,10 @@ that a writer who lost the answer finds its own success again. Types and bodies:
 
     ACQUIRE   epoch, nonce, restored      a job takes the run over, or goes back to `restored` (an attempt or null)
     BEGIN     attempt, pins               packs of older checkpoints that an open attempt uses
-    COMMIT    attempt, world, parts, index, finite, reason    a checkpoint exists
+    HELD      as COMMIT                   on a disk that only some ranks see: their parts are here
+    COMMIT    attempt, world, parts, index, finite, reason    a checkpoint exists (there: its other parts do too)
     ABORT     attempt, reason             this attempt never will
-    PLAN      retire, delete              checkpoints given up and the files that go with them
+    PLAN      retire, delete, reason      checkpoints given up and the files that go with them; why, if not by retention
     KEEP      attempt, note               never retire this one
     SNAPSHOT  reserved: a fold of everything before it
 
@@ -42,10 +43,10 @@ from ckpt.errors import (
 )
 from ckpt.events import log as logger
 from ckpt.events import point
-from ckpt.manifest import MAX_EPOCH, MAX_FORMAT, Attempt, read_format, seal, unseal
+from ckpt.manifest import MAX_EPOCH, MAX_FORMAT, MAX_WORLD, Attempt, read_format, seal, unseal
 from ckpt.store import Store, get_small
 
-TYPES = ("ACQUIRE", "BEGIN", "COMMIT", "ABORT", "PLAN", "KEEP")
+TYPES = ("ACQUIRE", "BEGIN", "HELD", "COMMIT", "ABORT", "PLAN", "KEEP")
 MAX_RECORD = 256 << 20
 MAX_GAP = 100_000  # missing records before one that is believed to belong to the log
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -62,7 +63,8 @@ class Acquire:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A checkpoint. `parts`: (rank, try, digest of the part) of every rank; `index`: digest of the merged table."""
+    """A checkpoint. `parts`: (rank, try, digest of the part) of every rank whose part is in this place, of `world`
+    ranks that saved; `index`: digest of the merged table."""
 
     attempt: Attempt
     world: int
@@ -75,6 +77,11 @@ class Commit:
     def step(self) -> int:
         return self.attempt.step
 
+    @property
+    def whole(self) -> bool:
+        """Whether this place has the parts of all ranks."""
+        return len(self.parts) == self.world
+
 
 @dataclass
 class RunState:
@@ -84,8 +91,10 @@ class RunState:
     last: str = ""  # SHA-256 of the newest record's bytes
     acquires: list[Acquire] = field(default_factory=list)
     commits: dict[Attempt, Commit] = field(default_factory=dict)  # live ones
+    held: dict[Attempt, Commit] = field(default_factory=dict)  # our parts of it are here; not known of the others
     retired: set[Attempt] = field(default_factory=set)
     aborted: set[Attempt] = field(default_factory=set)
+    reasons: dict[Attempt, str] = field(default_factory=dict)  # why they were aborted, or taken back
     pins: dict[Attempt, tuple[str, ...]] = field(default_factory=dict)  # of open attempts
     kept: set[Attempt] = field(default_factory=set)
     planned: set[str] = field(default_factory=set)  # keys that landed PLANs delete
@@ -144,14 +153,18 @@ def fold(state: RunState, record: dict[str, Any]) -> None:
             state.planned.update(map(str, body["delete"]))
             for attempt in retire:
                 state.commits.pop(attempt, None)
+                state.held.pop(attempt, None)
                 state.retired.add(attempt)
+                if "reason" in body:
+                    state.reasons[attempt] = str(body["reason"])[:500]
         else:
             attempt = Attempt.parse(body["attempt"])
-            if kind == "COMMIT":
+            if kind in ("COMMIT", "HELD"):
                 commit = _commit(attempt, body)
                 if not state.ended(attempt):
-                    state.commits[attempt] = commit
+                    (state.commits if kind == "COMMIT" else state.held)[attempt] = commit
             elif kind == "ABORT" and not state.ended(attempt):
+                state.reasons[attempt] = str(body["reason"])[:500]
                 state.aborted.add(attempt)
             elif kind == "KEEP":
                 state.kept.add(attempt)
@@ -161,20 +174,25 @@ def fold(state: RunState, record: dict[str, Any]) -> None:
                 raise CorruptError(f"not a record: {kind!r}")
             if kind in ("COMMIT", "ABORT"):
                 state.pins.pop(attempt, None)
+                state.held.pop(attempt, None)
         state.requests[request] = seq
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptError(f"impossible record: {error}") from None
 
 
 def _commit(attempt: Attempt, body: dict[str, Any]) -> Commit:
-    """Checked: one part of every rank, numbers and digests that can be made into names."""
+    """Checked: parts in the order of ranks, numbers and digests that can be made into names."""
     parts = tuple((rank, number, digest) for rank, number, digest in body["parts"])
-    for i, (rank, number, digest) in enumerate(parts):
-        if (type(rank), type(number), rank) != (int, int, i) or not 0 <= number < 10**9 or not _is_digest(digest):
-            raise CorruptError(f"impossible part {i} of attempt {attempt}")
     world, index, finite = body["world"], body["index"], body["finite"]
-    if type(world) is not int or world != len(parts) or world < 1 or not _is_digest(index):
+    if type(world) is not int or not 1 <= len(parts) <= world <= MAX_WORLD or not _is_digest(index):
         raise CorruptError(f"attempt {attempt} is not whole")
+    last = -1
+    for rank, number, digest in parts:
+        if (type(rank), type(number)) != (int, int) or not 0 <= number < 10**9 or not _is_digest(digest):
+            raise CorruptError(f"impossible part of attempt {attempt}")
+        if not last < rank < world:
+            raise CorruptError(f"impossible rank {rank} in attempt {attempt}")
+        last = rank
     if finite is not None and type(finite) is not bool:
         raise CorruptError(f"impossible finite: {finite!r}")
     return Commit(attempt, world, parts, index, finite, str(body["reason"]))
@@ -303,7 +321,8 @@ class RunLog:
         if owner is None or not self.state.acquires:
             return
         newest = self.state.acquires[-1]
-        if (newest.epoch, newest.nonce) != (owner.epoch, owner.nonce):
+        # An older one only means that what we have read of the log is older than we are.
+        if newest.epoch >= owner.epoch and (newest.epoch, newest.nonce) != (owner.epoch, owner.nonce):
             raise FencedError(
                 f"another job took {self.store.url} over (epoch {newest.epoch}, this one has {owner.epoch}). "
                 "Stop this one, or give it a folder of its own"

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ckpt.errors import CorruptError, StateError
-from ckpt.restore import Placement, SavedNode, references
+from ckpt.restore import Names, Placement, references
 from ckpt.rng import RNG
+from ckpt.saved import SavedNode
+from ckpt.sharding import Entry, Replicas, belongs_to_torch, clean, is_dtensor, local, replicas_of, reshard, unwrap
 from ckpt.tensors import check, from_array
 from ckpt.values import Json, Path, encode, show
 
@@ -32,23 +34,24 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """`guarded`: changes only inside optimizer steps, so its copy may overlap the next forward and backward."""
-
-    name: str
-    tensor: Tensor
-    guarded: bool = False
-
-
 @dataclass
-class Piece:
+class Contents:
     """What a node consists of now. `fixed` is the same object as before if nothing in it changed."""
 
     fixed: list[Entry]
     loose: list[Entry] = field(default_factory=list)  # made anew by every reading
     values: Json = None
     facts: dict[str, Any] = field(default_factory=dict)  # plain, and part of the layout
+
+
+@runtime_checkable
+class Resizable(Stateful, Protocol):
+    """Something whose state has to be divided anew when the number of ranks changes, such as a data loader.
+
+    `load_state_dicts` is called instead of `load_state_dict`, with the states of all ranks that saved, in rank order.
+    """
+
+    def load_state_dicts(self, states: list[dict[str, Any]], rank: int, world: int, /) -> Any: ...
 
 
 _NOTHING: list[Entry] = []  # one object, so that "nothing fixed" is seen as unchanged
@@ -60,8 +63,8 @@ class Node(Protocol):
     path: Path
     kind: str
 
-    def read(self, names: dict[int, str]) -> Piece:
-        """`names`: by id, what parameters are called."""
+    def read(self, names: Names) -> Contents:
+        """`names`: what is known of parameters."""
 
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         """Say where tensors go. Problems are noted in the placement, not raised."""
@@ -93,15 +96,18 @@ class ModuleNode:
     kind = "module"
 
     def __init__(self, path: Path, module: nn.Module) -> None:
-        self.path, self.module = path, unwrap(module)
+        self.path = path
+        self.module, self._ddp = unwrap(module)
         self._sizes: list[tuple[dict[str, Any], int]] = []
         self._children: list[tuple[dict[str, Any], str, nn.Module | None]] = []
         self._places: list[tuple[dict[str, Any], str, Tensor, int, object]] = []
-        self._piece: Piece | None = None
+        self._piece: Contents | None = None
 
-    def read(self, names: dict[int, str]) -> Piece:
+    def read(self, names: Names) -> Contents:
         if self._piece is None or self._changed():
-            self._piece = self._read()
+            reshard(self.module)
+            if self._piece is None or self._changed():
+                self._piece = self._read()
         return self._piece
 
     def _changed(self) -> bool:
@@ -112,15 +118,16 @@ class ModuleNode:
             if owner.get(key) is not child:
                 return True
         for owner, key, tensor, pointer, form in self._places:
-            if owner.get(key) is not tensor or tensor.data_ptr() != pointer or _form(tensor) != form:
+            if owner.get(key) is not tensor or local(tensor).data_ptr() != pointer or _form(tensor) != form:
                 return True
         return False
 
-    def _read(self) -> Piece:
+    def _read(self) -> Contents:
         self._piece = None  # should reading fail half-way, what is noted below must not pass for unchanged
         self._sizes, self._children, self._places = [], [], []
         live: dict[str, Tensor] = {}
-        for prefix, module in self.module.named_modules(remove_duplicate=False):
+        for full, module in self.module.named_modules(remove_duplicate=False):
+            prefix = clean(full)
             members: tuple[dict[str, Any], ...] = (module._modules, module._parameters, module._buffers)
             self._sizes += [(owner, len(owner)) for owner in members]
             self._children += [(module._modules, key, child) for key, child in module._modules.items()]
@@ -128,20 +135,34 @@ class ModuleNode:
                 for key, tensor in owner.items():
                     if tensor is not None and key not in module._non_persistent_buffers_set:
                         live[f"{prefix}.{key}" if prefix else key] = check(tensor, (*self.path, prefix, key))
-                        self._places.append((owner, key, tensor, tensor.data_ptr(), _form(tensor)))
-        return Piece([Entry(self._name(key), tensor, isinstance(tensor, nn.Parameter)) for key, tensor in live.items()])
+                        self._places.append((owner, key, tensor, local(tensor).data_ptr(), _form(tensor)))
+        return Contents([self._entry(key, tensor) for key, tensor in live.items()])
+
+    def _entry(self, key: str, tensor: Tensor) -> Entry:
+        return Entry(self._name(key), tensor, isinstance(tensor, nn.Parameter), alike(self._ddp, key, tensor))
 
     def _name(self, key: str) -> str:
         return show((*self.path, key))
 
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
-        live = {entry.name: entry.tensor for entry in self.read({}).fixed}
-        placement.match(self.path, saved.names, live)
+        placement.match(self.path, saved.names, {entry.name: entry for entry in self.read({}).fixed})
+
+
+def alike(ddp: nn.parallel.DistributedDataParallel | None, key: str, tensor: Tensor) -> Replicas | None:
+    """The ranks that hold a parameter or buffer of a module alike, by DDP's rules."""
+    replicas = replicas_of(ddp)
+    if ddp is None or replicas is None or key in ddp.parameters_to_ignore:
+        return None
+    if isinstance(tensor, nn.Parameter):
+        return replicas
+    # The first rank's buffers overwrite the others' before each forward; without that they go their own ways.
+    return Replicas(replicas.ranks, first_only=True) if ddp.broadcast_buffers else None
 
 
 def _form(tensor: Tensor) -> object:
     """Differs when `.data` was set to another view of the same memory."""
-    return tensor.shape, tensor.stride(), tensor.dtype
+    mine = local(tensor)
+    return mine.shape, mine.stride(), mine.dtype
 
 
 class CustomModuleNode:
@@ -150,20 +171,25 @@ class CustomModuleNode:
     kind = "custom module"
 
     def __init__(self, path: Path, module: nn.Module) -> None:
-        self.path, self.module = path, unwrap(module)
+        self.path = path
+        self.module, self._ddp = unwrap(module)
 
-    def read(self, names: dict[int, str]) -> Piece:
+    def read(self, names: Names) -> Contents:
         collect = Collector()
         state = dict(self.module.state_dict(keep_vars=True))
         values = encode(state, self.path, collect)
-        loose = [Entry(e.name, e.tensor, isinstance(e.tensor, nn.Parameter)) for e in collect.entries]
-        return Piece(_NOTHING, loose, values)
+        keys = {id(tensor): key for key, tensor in (*self.module.named_parameters(), *self.module.named_buffers())}
+        loose = []
+        for e in collect.entries:
+            mine = alike(self._ddp, keys[id(e.tensor)], e.tensor) if id(e.tensor) in keys else None
+            loose.append(Entry(e.name, e.tensor, isinstance(e.tensor, nn.Parameter), mine))
+        return Contents(_NOTHING, loose, values)
 
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
-        live = {entry.name: entry.tensor for entry in self.read({}).loose}
+        live = {entry.name: entry for entry in self.read({}).loose}
         for name in placement.compare(self.path, saved.names, live):
             placement.watch(name, live[name])
-        state = placement.build(saved.values)
+        state = placement.build(saved.values, like=live)
 
         def finish() -> None:
             self.module.load_state_dict(state(), strict=placement.strict)
@@ -179,15 +205,15 @@ class OptimizerNode:
     def __init__(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
         self.path, self.optimizer = path, optimizer
         self.unguarded = False  # its steps run no hooks
-        self._names: dict[int, str] | None = None
-        self._piece: Piece | None = None
+        self._names: Names | None = None
+        self._piece: Contents | None = None
         self._state: object = None
         self._groups: list[tuple[list[Tensor], int]] = []
         self._dicts: list[tuple[Tensor, dict[str, Any], int]] = []
         self._places: list[tuple[dict[str, Any], str, Tensor, int]] = []
         self._others: list[tuple[str, dict[str, Any], str]] = []
 
-    def read(self, names: dict[int, str]) -> Piece:
+    def read(self, names: Names) -> Contents:
         if self._piece is None or names is not self._names or self._changed():
             self._read(names)
         assert self._piece is not None
@@ -202,7 +228,7 @@ class OptimizerNode:
                 for name, state, key in self._others
             ],
         }
-        return Piece(self._piece.fixed, collect.entries, values, self._piece.facts)
+        return Contents(self._piece.fixed, collect.entries, values, self._piece.facts)
 
     def _changed(self) -> bool:
         optimizer = self.optimizer
@@ -218,12 +244,12 @@ class OptimizerNode:
             if state.get(param) is not values or len(values) != size:
                 return True
         for values, key, tensor, pointer in self._places:
-            if values.get(key) is not tensor or tensor.data_ptr() != pointer:
+            if values.get(key) is not tensor or local(tensor).data_ptr() != pointer:
                 return True
         # A key that was None may have become a tensor.
         return any(isinstance(values.get(key), Tensor) for _, values, key in self._others)
 
-    def _read(self, names: dict[int, str]) -> None:
+    def _read(self, names: Names) -> None:
         self._piece = None  # as in ModuleNode
         self._names, self._state = names, self.optimizer.state
         self._groups = [(group["params"], len(group["params"])) for group in self.optimizer.param_groups]
@@ -240,17 +266,19 @@ class OptimizerNode:
                     raise StateError(f"{show(self.path)}: the key {key!r} in the state of {name} is not a str")
                 if isinstance(value, Tensor):
                     path = (*self.path, "state", name, key)
-                    fixed.append(Entry(show(path), check(value, path), True))
-                    self._places.append((values, key, value, value.data_ptr()))
+                    fixed.append(Entry(show(path), check(value, path), True, _beside(param, names)))
+                    self._places.append((values, key, value, local(value).data_ptr()))
                 else:
                     self._others.append((name, values, key))
         params = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
-        self._piece = Piece(fixed, facts={"params": params, "with_state": [called[id(p)] for p, _, _ in self._dicts]})
+        self._piece = Contents(
+            fixed, facts={"params": params, "with_state": [called[id(p)] for p, _, _ in self._dicts]}
+        )
 
-    def param_names(self, names: dict[int, str]) -> dict[int, str]:
+    def param_names(self, names: Names) -> dict[int, str]:
         """By id; a parameter that no module or tensor of the state names is called by its place."""
         return {
-            id(p): names.get(id(p), f"{i}.{j}")
+            id(p): names[id(p)].name if id(p) in names else f"{i}.{j}"
             for i, group in enumerate(self.optimizer.param_groups)
             for j, p in enumerate(group["params"])
         }
@@ -258,14 +286,7 @@ class OptimizerNode:
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         called = self.param_names(placement.names)
         mine = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
-        theirs: list[list[str]] = saved.facts["params"]
-        if mine != theirs:
-            have, want = {n for g in mine for n in g}, {n for g in theirs for n in g}
-            odd = sorted(have ^ want)[:5]
-            placement.problem(
-                f"{show(self.path)}: the parameter groups differ ({len(mine)} groups here, {len(theirs)} saved; "
-                f"{'not in both: ' + ', '.join(odd) if odd else 'other order'})"
-            )
+        self._compare_groups(mine, saved.facts["params"], placement)
         params = {called[id(p)]: (p, g) for g in self.optimizer.param_groups for p in g["params"]}
         prefix = show((*self.path, "state")) + "."
         fresh: dict[str, dict[str, Any]] = {name: {} for name in saved.facts["with_state"] if name in params}
@@ -279,12 +300,13 @@ class OptimizerNode:
         if any(type(group) is not dict or group.keys() & {"$", "params"} for group in saved.values["groups"]):
             raise CorruptError(f"{show(self.path)}: the settings of its parameter groups are damaged")
         groups = [placement.build(group) for group in saved.values["groups"]]
-        others = [(str(name), str(key), placement.build(value)) for name, key, value in saved.values["state"]]
+        others = [
+            (str(name), str(key), placement.build(value)) for name, key, value in saved.values["state"] if name in fresh
+        ]
 
         def finish() -> None:
             for name, key, value in others:
-                if name in fresh:
-                    fresh[name][key] = value()
+                fresh[name][key] = value()
             self.optimizer.state.clear()
             for name, values in fresh.items():
                 self.optimizer.state[params[name][0]] = values
@@ -293,18 +315,44 @@ class OptimizerNode:
 
         placement.finishers.append(finish)
 
+    def _compare_groups(self, mine: list[list[str]], theirs: list[list[str]], placement: Placement) -> None:
+        """Where several ranks saved or restore, one rank's groups hold some of the parameters of all."""
+        if mine == theirs or (not placement.alone and _fit(mine, theirs)):
+            return
+        have, want = {n for g in mine for n in g}, {n for g in theirs for n in g}
+        odd = sorted(have ^ want if placement.alone else have - want)[:5]
+        placement.problem(
+            f"{show(self.path)}: the parameter groups differ ({len(mine)} groups here, {len(theirs)} saved; "
+            f"{'not in both: ' + ', '.join(odd) if odd else 'other order'})"
+        )
+
     def _target(self, full: str, key: str, param: Tensor, group: dict[str, Any], placement: Placement) -> Tensor:
         """The live tensor if there is one that fits, else a new one, where torch itself would put it."""
         live = self.optimizer.state[param].get(key) if param in self.optimizer.state else None
-        if isinstance(live, Tensor) and placement.fits(full, live):
-            placement.fill(full, live)
-            return live
-        device = param.device
+        beside = _beside(param, placement.names)
+        if isinstance(live, Tensor):
+            entry = Entry(full, live, True, beside)
+            if placement.fits(full, entry):
+                placement.fill(full, entry)
+                return live
+        device = local(param).device
         if key == "step" and not (group.get("capturable") or group.get("fused")):
             device = torch.device("cpu")
         elif not placement.spec(full).accelerator and placement.accelerated:
             device = torch.device("cpu")  # an offloaded optimizer
-        return placement.create(full, device)
+        return placement.create(full, device, beside)
+
+
+def _beside(param: Tensor, names: Names) -> Replicas | Tensor | None:
+    """Optimizer state lies on the ranks like the parameter it belongs to."""
+    if is_dtensor(param):
+        return param
+    entry = names.get(id(param))
+    return None if entry is None else entry.alike
+
+
+def _fit(mine: list[list[str]], theirs: list[list[str]]) -> bool:
+    return len(mine) == len(theirs) and all(set(a) <= set(b) for a, b in zip(mine, theirs, strict=True))
 
 
 def _split(text: str, names: Container[str]) -> tuple[str, str]:
@@ -333,14 +381,19 @@ class StatefulNode:
     def __init__(self, path: Path, target: Stateful) -> None:
         self.path, self.target = path, target
 
-    def read(self, names: dict[int, str]) -> Piece:
+    def read(self, names: Names) -> Contents:
         collect = Collector()
         values = encode(self.target.state_dict(), self.path, collect)
-        return Piece(_NOTHING, collect.entries, values)
+        return Contents(_NOTHING, collect.entries, values)
 
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
-        build = placement.build(saved.values)
         finishers = placement.last if isinstance(self.target, RNG) else placement.finishers
+        if placement.resized and isinstance(self.target, Resizable):
+            target, seat = self.target, placement.seat
+            builds = [placement.build(values, rank=rank) for rank, values in placement.saved.values_of(self.path)]
+            finishers.append(lambda: target.load_state_dicts([build() for build in builds], seat.rank, seat.size))
+            return
+        build = placement.build(saved.values)
         finishers.append(lambda: self.target.load_state_dict(build()))
 
 
@@ -352,15 +405,15 @@ class PlainNode:
     def __init__(self, path: Path, parent: Any, key: str | int) -> None:
         self.path, self.parent, self.key = path, parent, key
 
-    def read(self, names: dict[int, str]) -> Piece:
+    def read(self, names: Names) -> Contents:
         collect = Collector()
         values = encode(self.parent[self.key], self.path, collect)
-        return Piece(_NOTHING, collect.entries, values)
+        return Contents(_NOTHING, collect.entries, values)
 
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         collect = Collector()
         encode(self.parent[self.key], self.path, collect)
-        live = {name: value for name, value in collect.objects.items() if isinstance(value, Tensor)}
+        live = {e.name: e for e in collect.entries if isinstance(collect.objects[e.name], Tensor)}
         build = placement.build(saved.values, live)
 
         def finish() -> None:
@@ -387,19 +440,14 @@ def _write_back(live: Any, value: Any) -> Any:
     return value
 
 
-def unwrap(module: nn.Module) -> nn.Module:
-    """Inside torch.compile's wrapper, so that compiled and plain runs use the same names."""
-    inner = getattr(module, "_orig_mod", None)
-    return inner if isinstance(inner, nn.Module) else module
-
-
 def speaks_for_itself(module: nn.Module) -> bool:
     """Whether state_dict() of this module may say something else than its parameters and buffers."""
-    for m in module.modules():
+    for m in unwrap(module)[0].modules():
         hooks = (
-            m._state_dict_hooks, m._state_dict_pre_hooks, m._load_state_dict_pre_hooks, m._load_state_dict_post_hooks
+            *m._state_dict_hooks.values(), *m._state_dict_pre_hooks.values(), *m._load_state_dict_pre_hooks.values(),
+            *m._load_state_dict_post_hooks.values(),
         )  # fmt: skip
-        if any(hooks) or type(m).get_extra_state is not nn.Module.get_extra_state:
+        if not all(map(belongs_to_torch, hooks)) or type(m).get_extra_state is not nn.Module.get_extra_state:
             return True
         for name in ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict"):
             owner = next(c for c in type(m).__mro__ if name in vars(c))

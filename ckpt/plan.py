@@ -15,13 +15,13 @@ import json
 import math
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from ckpt.codec import file_digest
 from ckpt.errors import CorruptError, StateError
-from ckpt.manifest import canonical
+from ckpt.manifest import MAX_WORLD, canonical
 from ckpt.store import PAGE
 
 BLOB = 4 << 20
@@ -39,51 +39,107 @@ BITS = NATIVE | FOREIGN
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor: its fully qualified name, dtype by our names, global shape, and whether it is on an accelerator."""
+    """A tensor, or the piece of it that one rank stages.
+
+    `name` is the fully qualified one, `dtype` by our names, `shape` of the piece; `whole`, `offsets`: the shape of the
+    tensor and where the piece lies in it, None and () if it is all of it. `instance` tells apart tensors of one name
+    that different ranks have for themselves (see `ckpt.share`).
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     accelerator: bool = False
+    whole: tuple[int, ...] | None = None
+    offsets: tuple[int, ...] = ()
+    instance: int = -1
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * BITS[self.dtype] // 8
 
+    @property
+    def full(self) -> tuple[int, ...]:
+        return self.shape if self.whole is None else self.whole
+
+    @property
+    def at(self) -> tuple[int, ...]:
+        return (0,) * len(self.shape) if self.whole is None else self.offsets
+
+    @property
+    def key(self) -> str:
+        """What it is called in a pack: the name; with the rank it belongs to, and where it lies, if need be."""
+        instance = "" if self.instance < 0 else f"#{self.instance}"
+        return self.name + instance + ("" if self.whole is None else "@" + ",".join(map(str, self.offsets)))
+
+    def to_json(self) -> list[Any]:
+        row = [self.name, self.dtype, list(self.shape), self.accelerator]
+        if self.whole is None and self.instance < 0:
+            return row
+        whole = None if self.whole is None else list(self.whole)
+        return [*row, whole, list(self.offsets), self.instance]
+
+    @classmethod
+    def from_json(cls, row: Any) -> TensorSpec:
+        name, dtype, shape, accelerator, *rest = row
+        whole, offsets, instance = rest or (None, (), -1)
+        whole = None if whole is None else tuple(whole)
+        return cls(str(name), dtype, tuple(shape), bool(accelerator), whole, tuple(offsets), instance)
+
 
 @dataclass(frozen=True)
 class Layout:
-    """What a state consists of. Two states with equal layouts can use each other's memory and checkpoints.
+    """What one rank's state consists of, and what it stages of it.
 
-    `tensors` are distinct; `aliases` maps further names to the tensor that they share memory with. `components` hold
-    what does not change from step to step about each entry of the state (its path, kind and such).
+    `tensors` are distinct pieces; `aliases` maps further names to the tensor that they share memory with. `components`
+    hold what does not change from step to step about each entry of the state (its path, kind and such), with the names
+    of all its tensors, those too that other ranks stage. `instances`: of tensors that not all ranks hold together.
+    `elsewhere`: dtype and shape of tensors that all ranks hold together, and of which only others stage anything.
     """
 
     tensors: tuple[TensorSpec, ...]
     aliases: dict[str, str]
     components: list[dict[str, Any]]
+    rank: int = 0
+    world: int = 1
+    instances: dict[str, int] = field(default_factory=dict)
+    elsewhere: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "tensors": [[t.name, t.dtype, list(t.shape), t.accelerator] for t in self.tensors],
+            "tensors": [t.to_json() for t in self.tensors],
             "aliases": self.aliases,
             "components": self.components,
+            "rank": self.rank,
+            "world": self.world,
+            "instances": self.instances,
+            "elsewhere": {name: [dtype, list(shape)] for name, (dtype, shape) in self.elsewhere.items()},
         }
 
     @classmethod
     def from_json(cls, data: Any) -> Layout:
-        """Checked: sizes are plausible, names are unique, aliases point at tensors."""
+        """Checked: sizes are plausible, pieces are distinct and inside their tensors, aliases point at tensors."""
         try:
-            tensors = tuple(TensorSpec(str(n), d, tuple(s), bool(a)) for n, d, s, a in data["tensors"])
+            tensors = tuple(TensorSpec.from_json(row) for row in data["tensors"])
             aliases, components = dict(data["aliases"]), list(data["components"])
-            check_tensors(tensors)
-            check_components(components, {t.name for t in tensors} | aliases.keys())
+            rank, world, instances = data["rank"], data["world"], dict(data["instances"])
+            elsewhere = {str(n): (dtype, tuple(shape)) for n, (dtype, shape) in data["elsewhere"].items()}
+            check_tensors([*tensors, *(TensorSpec(n, *form) for n, form in elsewhere.items())])
+            if (type(rank), type(world)) != (int, int) or not 0 <= rank < world <= MAX_WORLD:
+                raise CorruptError("a layout of an impossible rank")
+            if not all(type(n) is int and 0 <= n < world for n in instances.values()):
+                raise CorruptError("a layout with impossible instances")
             names = {t.name for t in tensors}
-            if len(names) != len(tensors) or not all(v in names and k not in names for k, v in aliases.items()):
-                raise CorruptError("a layout names a tensor twice, or an alias of nothing")
-        except (KeyError, TypeError, ValueError) as error:
+            if world > 1:  # what other ranks stage is named by the components only
+                names = names.union(*(c["names"] for c in components)) - aliases.keys()
+            check_components(components, names | aliases.keys())
+            if len({t.key for t in tensors}) != len(tensors):
+                raise CorruptError("a layout names a tensor twice")
+            if not all(v in names and k not in names for k, v in aliases.items()):
+                raise CorruptError("a layout has an alias of nothing")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptError(f"not a layout: {error}") from None
-        return cls(tensors, aliases, components)
+        return cls(tensors, aliases, components, rank, world, instances, elsewhere)
 
     @cached_property
     def digest(self) -> str:
@@ -105,8 +161,16 @@ def check_tensors(tensors: Iterable[TensorSpec]) -> None:
         if len(t.shape) > MAX_DIMS or not all(type(n) is int and 0 <= n < 2**62 for n in t.shape):
             raise CorruptError(f"{t.name}: impossible shape {t.shape}")
         # Empty dimensions do not count here: torch multiplies the others all the same.
-        if math.prod(n for n in t.shape if n) * BITS[t.dtype] // 8 >= 2**62:
+        if math.prod(n for n in t.full if n) * BITS[t.dtype] // 8 >= 2**62:
             raise CorruptError(f"{t.name}: implausible size")
+        if t.whole is not None:
+            if not len(t.whole) == len(t.offsets) == len(t.shape):
+                raise CorruptError(f"{t.name}: a piece of other dimensions than its tensor")
+            places = zip(t.offsets, t.shape, t.whole, strict=True)
+            if not all(type(i) is int and type(n) is int and i >= 0 and i + k <= n < 2**62 for i, k, n in places):
+                raise CorruptError(f"{t.name}: a piece outside its tensor")
+        if type(t.instance) is not int or not -1 <= t.instance < MAX_WORLD:
+            raise CorruptError(f"{t.name}: an impossible instance")
 
 
 def check_components(components: list[Any], names: set[str]) -> None:
@@ -148,7 +212,7 @@ class Arrangement:
 
 
 def arrange(tensors: tuple[TensorSpec, ...]) -> Arrangement:
-    order = sorted(range(len(tensors)), key=lambda i: (-BITS[tensors[i].dtype], tensors[i].name))
+    order = sorted(range(len(tensors)), key=lambda i: (-BITS[tensors[i].dtype], tensors[i].key))
     offsets = [0] * len(tensors)
     position = 0
     for i in order:
@@ -169,7 +233,9 @@ def _header(arrangement: Arrangement) -> bytes:
     for i in arrangement.order:
         t, start = arrangement.tensors[i], arrangement.offsets[i]
         dtype, shape = (t.dtype, list(t.shape)) if t.dtype in NATIVE else ("U8", [t.nbytes])
-        entries[t.name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, start + t.nbytes]}
+        if t.key in entries:
+            raise StateError(f"{t.key!r}: two pieces of the state get this name")
+        entries[t.key] = {"dtype": dtype, "shape": shape, "data_offsets": [start, start + t.nbytes]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     if len(text) > MAX_HEADER:
         raise StateError(

@@ -8,8 +8,9 @@ Reading needs no torch: bytes are handed to a sink, which the caller gives.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mmap
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,17 +24,20 @@ from ckpt.events import log as logger
 from ckpt.log import Commit, RunLog
 from ckpt.manifest import Attempt, Part, index_key, table_key
 from ckpt.plan import Layout
+from ckpt.saved import Saved
 from ckpt.store import PAGE, Store, open_store
 from ckpt.table import Table, merge
 
+S = TypeVar("S")
 T = TypeVar("T")
+AT_ONCE = 64  # parts or tables
 READ = 8 << 20  # bytes of one read, at most (a blob is never split)
 GAP = 64 << 10  # reading over a gap this small is cheaper than another read
 PARALLEL = 8
 
-Sink = Callable[[int, int, memoryview], None]
-"""`sink(shard, offset, data)`: verified bytes of a shard, by its place in the table, from `offset` on. Called from
-several threads; the memory is reused after it returns."""
+Sink = Callable[[int, memoryview], None]
+"""`sink(blob, data)`: verified bytes of a blob, by its number in the table. Called from several threads; the memory is
+reused after it returns."""
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
@@ -55,12 +59,22 @@ class Manifest:
         return self.commit.attempt
 
     def layout(self, rank: int = 0) -> Layout:
-        layout = Layout.from_json(self.parts[rank].layout)
-        if layout.digest != self.parts[rank].layout_digest:
+        part = next(part for part in self.parts if part.rank == rank)
+        layout = Layout.from_json(part.layout)
+        if layout.digest != part.layout_digest:
             raise CorruptError(f"the layout of rank {rank} at step {self.commit.step} does not match its digest")
-        if len(layout.components) != len(self.parts[rank].values):
+        if len(layout.components) != len(part.values):
             raise CorruptError(f"the plain values of rank {rank} at step {self.commit.step} are not of its layout")
         return layout
+
+    def saved(self) -> Saved:
+        """The checkpoint as one state. CorruptError if only some of the ranks' parts are in this place."""
+        if len(self.parts) != self.commit.world:
+            raise CorruptError(
+                f"this place holds {len(self.parts)} of the {self.commit.world} parts of step {self.commit.step}: the "
+                "others are on the disks of other nodes"
+            )
+        return Saved([self.layout(part.rank) for part in self.parts], [part.values for part in self.parts], self.table)
 
 
 async def open_run(url: str, store: Store | None = None) -> RunLog:
@@ -72,6 +86,16 @@ async def open_run(url: str, store: Store | None = None) -> RunLog:
         await log.store.aclose()
         raise
     return log
+
+
+@contextlib.asynccontextmanager
+async def opened(url: str) -> AsyncIterator[Store]:
+    """The store of a run whose log has been read already."""
+    store = open_store(url)
+    try:
+        yield store
+    finally:
+        await store.aclose()
 
 
 def choose(log: RunLog, step: int | None = None) -> Commit:
@@ -87,13 +111,23 @@ def choose(log: RunLog, step: int | None = None) -> Commit:
     raise NoCheckpointError(f"{log.store.url} does not hold {wanted} (steps there: {steps})")
 
 
+async def _some_at_a_time(items: Sequence[S], work: Callable[[S], Coroutine[Any, Any, T]]) -> list[T]:
+    """There may be as many parts as a record says, and none of them there."""
+    found: list[T] = []
+    for start in range(0, len(items), AT_ONCE):
+        found += await asyncio.gather(*(work(item) for item in items[start : start + AT_ONCE]))
+    return found
+
+
 async def load_manifest(store: Store, commit: Commit) -> Manifest:
     """Parts and index of a checkpoint, all verified. CorruptError or NotFoundError if one is damaged or gone.
 
     The index says again what the parts' tables say, so a damaged one is made up for by them.
     """
     attempt = commit.attempt
-    read = await asyncio.gather(*(read_part(store, attempt, r, n, expected=digest) for r, n, digest in commit.parts))
+    read = await _some_at_a_time(
+        commit.parts, lambda part: read_part(store, attempt, part[0], part[1], expected=part[2])
+    )
     parts = tuple(part for part, _ in read)
     if any(part.world != commit.world for part in parts):
         raise CorruptError(f"the parts of step {commit.step} are of another number of ranks than its record says")
@@ -101,7 +135,7 @@ async def load_manifest(store: Store, commit: Commit) -> Manifest:
         table = await load_table(store, index_key(attempt, commit.index), commit.index)
     except (CorruptError, NotFoundError) as error:
         keys = [(table_key(attempt, part.rank, part.number), part.table) for part in parts]
-        table = merge(await asyncio.gather(*(load_table(store, key, digest) for key, digest in keys)))
+        table = merge(await _some_at_a_time(keys, lambda key: load_table(store, *key)))
         logger.warning("%s; the tables of the parts are whole and used instead", error)
     packs = {pack.key: pack.size for part in parts for pack in part.packs}
     ends = np.zeros(len(table.packs), np.int64)
@@ -114,34 +148,28 @@ async def load_manifest(store: Store, commit: Commit) -> Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One range of one pack, and the blobs in it: (blob number, shard, offset in the shard)."""
+    """One range of one pack, and the numbers of the blobs in it."""
 
     pack: str
     start: int
     length: int
-    blobs: tuple[tuple[int, int, int], ...]
+    blobs: tuple[int, ...]
 
 
-def plan_reads(table: Table, shards: Iterable[int]) -> list[Read]:
-    """Ranges that cover the given shards, near ones joined, in the order they lie on disk."""
-    wanted: list[tuple[int, int, int, int, int]] = []  # pack, offset in pack, blob, shard, offset in shard
-    for shard in shards:
-        position = 0
-        for blob in range(int(table.starts[shard]), int(table.starts[shard + 1])):
-            wanted.append((int(table.pack[blob]), int(table.offset[blob]), blob, shard, position))
-            position += int(table.length[blob])
-    wanted.sort()
+def plan_reads(table: Table, blobs: Iterable[int]) -> list[Read]:
+    """Ranges that cover the given blobs, near ones joined, in the order they lie on disk."""
+    wanted = sorted((int(table.pack[blob]), int(table.offset[blob]), blob) for blob in blobs)
     reads: list[Read] = []
-    group: list[tuple[int, int, int]] = []
+    group: list[int] = []
     pack = start = end = -1
-    for p, offset, blob, shard, position in wanted:
+    for p, offset, blob in wanted:
         last = offset + int(table.stored[blob])
         if group and (p != pack or offset > end + GAP or max(last, end) - start > READ):
             reads.append(Read(table.packs[pack], start, end - start, tuple(group)))
             group = []
         if not group:
             pack, start, end = p, offset, last
-        group.append((blob, shard, position))
+        group.append(blob)
         end = max(end, last)
     if group:
         reads.append(Read(table.packs[pack], start, end - start, tuple(group)))
@@ -192,10 +220,11 @@ async def fetch(
 
 
 def _deliver(table: Table, read: Read, data: memoryview, sink: Sink | None, damaged: list[str] | None) -> None:
-    for blob, shard, position in read.blobs:
+    for blob in read.blobs:
         at = int(table.offset[blob]) - read.start
         view = data[at : at + int(table.stored[blob])]
         if blob_digest(view) != table.digest[blob].tobytes():
+            shard = int(np.searchsorted(table.starts, blob, "right")) - 1
             problem = (
                 f"{table.shards[shard].name} is damaged: {len(view)} bytes at {read.start + at} of {read.pack} "
                 "do not match their digest"
@@ -204,7 +233,7 @@ def _deliver(table: Table, read: Read, data: memoryview, sink: Sink | None, dama
                 raise CorruptError(problem)
             damaged.append(problem)
         elif sink is not None:
-            sink(shard, position, view)
+            sink(blob, view)
 
 
 async def verify(store: Store, commit: Commit, *, on_bytes: Callable[[int], None] | None = None) -> list[str]:
@@ -229,6 +258,6 @@ async def verify(store: Store, commit: Commit, *, on_bytes: Callable[[int], None
                 continue
             if file_digest(head) != pack.header:
                 damaged.append(f"{pack.key} is damaged: its header does not match its digest")
-    reads = plan_reads(manifest.table, range(len(manifest.table.shards)))
+    reads = plan_reads(manifest.table, range(len(manifest.table.length)))
     await fetch(store, manifest.table, reads, None, on_bytes=on_bytes, damaged=damaged)
     return damaged

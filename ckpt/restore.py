@@ -1,11 +1,13 @@
 """Where the tensors of a checkpoint go: matched against the live state first, filled afterwards.
 
 `Placement` is built without changing anything and lists every mismatch, so that one error tells all. `Filler` then
-takes verified bytes, from whichever tier, straight into the tensors: no second copy of the state is ever made.
+takes verified bytes, from whichever tier, straight into the tensors: no second copy of the state is ever made. What was
+saved in pieces, and is wanted in other pieces, meets here: each overlap of a saved box and a wanted box is copied.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,106 +16,190 @@ import torch
 from torch import Tensor
 
 from ckpt.errors import CorruptError, MismatchError
-from ckpt.plan import Layout, TensorSpec
-from ckpt.tensors import DTYPE_NAME, as_bytes, empty, memory_of, saved_device, to_array
+from ckpt.geometry import Box, boxes_of_run, intersect, run_of, within
+from ckpt.plan import BITS, TensorSpec
+from ckpt.saved import Ambiguous, Key, Saved
+from ckpt.sharding import Entry, Piece, Replicas, is_dtensor, local, pieces, slices
+from ckpt.share import Seat
+from ckpt.tensors import DTYPE_NAME, TORCH_DTYPE, as_bytes, empty, memory_of, saved_device, to_array
 from ckpt.values import Json, Path, decode, show
 
+Names = dict[int, Entry]
+"""Parameters and plain tensors that optimizers may step, by id."""
 
-@dataclass(frozen=True)
-class SavedNode:
-    """One entry of a saved state. `names`: of its tensors, aliases too."""
 
-    path: Path
-    kind: str
-    facts: dict[str, Any]
-    values: Json
-    names: tuple[str, ...]
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Memory to fill with a box of a saved tensor."""
+
+    tensor: Tensor
+    box: Box
 
 
 @dataclass
 class Placement:
-    """`fills`: for every saved tensor (never an alias), the live or new tensors that it goes to."""
+    """`fills`: for every saved tensor that this rank wants, the live or new tensors that it goes to."""
 
-    layout: Layout
+    saved: Saved
     strict: bool
-    names: dict[int, str] = field(default_factory=dict)
-    fills: dict[str, list[Tensor]] = field(default_factory=dict)
+    names: Names = field(default_factory=dict)
+    seat: Seat = field(default_factory=Seat)
+    fills: dict[Key, list[Target]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     finishers: list[Callable[[], object]] = field(default_factory=list)
     last: list[Callable[[], object]] = field(default_factory=list)  # after all finishers: they may draw random numbers
-    _created: dict[str, Tensor] = field(default_factory=dict)
-    _handed: set[str] = field(default_factory=set)  # created only to be handed to a load_state_dict, which copies
-    _watched: dict[str, list[Tensor]] = field(default_factory=dict)  # live tensors that such a call will fill
+    _keys: dict[tuple[str, int | None], Key | None] = field(default_factory=dict)
+    _reader: int | None = None
+    _cut: dict[tuple[str, int], tuple[Entry, list[Piece]]] = field(default_factory=dict)
+    _created: dict[Key, Tensor] = field(default_factory=dict)
+    _handed: set[Key] = field(default_factory=set)  # created only to be handed to a load_state_dict, which copies
+    _live: dict[Key, list[Tensor]] = field(default_factory=dict)  # what is filled, and what such a call will fill
+    _called: dict[Key, set[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.accelerated = any(t.accelerator for t in self.layout.tensors)
+        self.accelerated = any(t.spec.accelerator for t in self.saved.tensors.values())
 
-    def canonical(self, name: str) -> str:
-        return self.layout.aliases.get(name, name)
+    @property
+    def alone(self) -> bool:
+        """One rank saved this and one restores it: then everything must be there on both sides."""
+        return self.saved.world == self.seat.size == 1
+
+    @property
+    def resized(self) -> bool:
+        """Whether the number of ranks has changed."""
+        return self.saved.world != self.seat.size
+
+    def key(self, name: str, instance: int | None = None, *, lenient: bool = True) -> Key | None:
+        """The saved tensor that a name means here; None, and a problem, if that is not clear."""
+        if self._reader is not None:  # as that rank saw it
+            found = self.saved.resolve(name, self._reader, self.saved.world, instance, lenient=True)
+            return found if isinstance(found, tuple) else None
+        if (name, instance) not in self._keys:
+            found = self.saved.resolve(name, self.seat.rank, self.seat.size, instance, lenient=lenient)
+            if found is None:
+                raise CorruptError(f"the checkpoint refers to {name}, which it does not hold")
+            if isinstance(found, Ambiguous):
+                ranks = ", ".join(map(str, found.ranks[:8]))
+                self.problem(
+                    f"{name} was saved by ranks {ranks} with values of their own, which differ: it is not clear what "
+                    f"this rank should take. {self.saved.world} ranks saved it, and {self.seat.size} restore it"
+                )
+                found = None
+            self._keys[name, instance] = found
+        return self._keys[name, instance]
 
     def spec(self, name: str) -> TensorSpec:
-        found = self.layout.by_name.get(self.canonical(name))
-        if found is None:
-            raise CorruptError(f"the checkpoint refers to {name}, which it does not hold")
-        return found
+        """Of the saved tensor, whole."""
+        key = self.key(name)
+        found = key if key is not None else (name, self.saved.instances(self.saved.canonical(name, self.seat.rank))[0])
+        return self.saved.tensors[found].spec
 
     def problem(self, text: str) -> None:
         self.problems.append(text)
 
-    def fits(self, name: str, live: Tensor) -> bool:
-        spec = self.spec(name)
-        return spec.shape == tuple(live.shape) and spec.dtype == DTYPE_NAME.get(live.dtype)
+    def fits(self, name: str, entry: Entry) -> bool:
+        key = self._key_for(name, entry)
+        return key is not None and self._form(entry) == (self.saved.tensors[key].spec.shape, self.spec(name).dtype)
 
-    def match(self, path: Path, saved: Iterable[str], live: Mapping[str, Tensor]) -> None:
+    def _form(self, entry: Entry) -> tuple[tuple[int, ...], str | None]:
+        """The shape of the whole tensor, and the dtype."""
+        here = self._pieces(entry)
+        shape = here[0].holding.full if here else tuple(entry.tensor.shape)
+        return shape, DTYPE_NAME.get(entry.tensor.dtype)
+
+    def _pieces(self, entry: Entry) -> list[Piece]:
+        """Of a live tensor, worked out once. None of one whose dtype cannot be saved."""
+        key = entry.name, id(entry.tensor)  # kept alive by the entry
+        if key not in self._cut:
+            self._cut[key] = entry, pieces(entry, self.seat) if DTYPE_NAME.get(entry.tensor.dtype) else []
+        return self._cut[key][1]
+
+    def match(self, path: Path, saved: Iterable[str], live: Mapping[str, Entry]) -> None:
         """Fill live tensors by name; what is missing, unexpected or different is a problem."""
         for name in self.compare(path, saved, live):
             self.fill(name, live[name])
 
-    def compare(self, path: Path, saved: Iterable[str], live: Mapping[str, Tensor]) -> list[str]:
+    def compare(self, path: Path, saved: Iterable[str], live: Mapping[str, Entry]) -> list[str]:
         """Note every difference; the names that can be filled."""
         names = set(saved)
         for name in sorted(live.keys() - names):
             self.problem(f"{name} is not in the checkpoint")
-        for name in sorted(names - live.keys()):
+        for name in sorted(names - live.keys()) if self.alone else ():
             self.problem(f"{name} is in the checkpoint, and not in {show(path)}")
         return [name for name in live if name in names and self._comparable(name, live[name])]
 
-    def _comparable(self, name: str, live: Tensor) -> bool:
-        spec, dtype = self.spec(name), DTYPE_NAME.get(live.dtype)
-        if spec.shape != tuple(live.shape):
-            self.problem(f"{name} has shape {list(spec.shape)} in the checkpoint and {list(live.shape)} here")
+    def _comparable(self, name: str, entry: Entry) -> bool:
+        key = self._key_for(name, entry)
+        if key is None:
+            return False
+        spec, (shape, dtype) = self.saved.tensors[key].spec, self._form(entry)
+        if spec.shape != shape:
+            self.problem(f"{name} has shape {list(spec.shape)} in the checkpoint and {list(shape)} here")
             return False
         if spec.dtype != dtype:
-            self.problem(f"{name} has dtype {spec.dtype} in the checkpoint and {dtype} here")
+            self.problem(f"{name} has dtype {spec.dtype} in the checkpoint and {dtype} here")  # cast, if lenient
         return True
 
-    def fill(self, name: str, target: Tensor) -> None:
-        self.fills.setdefault(self.canonical(name), []).append(target)
+    def _key_for(self, name: str, entry: Entry) -> Key | None:
+        here = self._pieces(entry)
+        instance = here[0].holding.instance if here else None
+        return self.key(name, instance, lenient=not entry.guarded)
 
-    def watch(self, name: str, live: Tensor) -> None:
+    def fill(self, name: str, entry: Entry) -> None:
+        """Fill what this rank has of a tensor."""
+        key = self._key_for(name, entry)
+        if key is None:
+            return
+        self.watch(name, entry)
+        for piece in self._pieces(entry):
+            self.fills.setdefault(key, []).append(Target(piece.tensor, _box(piece)))
+
+    def watch(self, name: str, entry: Entry) -> None:
         """The user's own code will fill this tensor: only what it shares memory with matters here."""
-        self._watched.setdefault(self.canonical(name), []).append(live)
+        key = self._key_for(name, entry)
+        if key is not None:
+            self._live.setdefault(key, []).append(local(entry.tensor))
+            self._called.setdefault(key, set()).add(name)
 
-    def create(self, name: str, device: torch.device) -> Tensor:
-        """A new tensor for `name`; the same one for its aliases."""
-        name = self.canonical(name)
-        if name not in self._created:
-            self._created[name] = empty(self.spec(name), device)
-            self.fill(name, self._created[name])
-        return self._created[name]
-
-    def build(self, values: Json, live: Mapping[str, Tensor] | None = None) -> Callable[[], Any]:
-        """Plain values again, to be called when the tensors in them are filled: into `live` ones, or new ones."""
-        tensors: dict[str, Tensor] = {}
-        for name in references(values):
-            have = (live or {}).get(name)
-            if have is not None and self._comparable(name, have):
-                self.fill(name, have)
-                tensors[name] = have
+    def create(self, name: str, device: torch.device, beside: Replicas | Tensor | None = None) -> Tensor:
+        """A new tensor for `name`; the same one for its aliases. Optimizer state of a DTensor is one like it."""
+        key = self.key(name)
+        spec = self.spec(name)
+        if key is None:
+            return empty(spec, device)  # a problem has been noted
+        if key not in self._created:
+            like: Any = beside
+            if like is not None and is_dtensor(like) and tuple(like.shape) == spec.shape and not name.endswith(".step"):
+                made = torch.empty_like(like, dtype=TORCH_DTYPE[spec.dtype], requires_grad=False)
             else:
-                tensors[name] = self.create(name, saved_device(self.spec(name)))
-                if live is None:
-                    self._handed.add(self.canonical(name))
+                made = empty(spec, device)
+            self._created[key] = made
+            entry = Entry(name, made, True, beside)
+            if isinstance(beside, Replicas) or not is_dtensor(made):
+                self.fills.setdefault(key, []).append(Target(made, ((0,) * made.dim(), tuple(made.shape))))
+                self._live.setdefault(key, []).append(made)
+            else:
+                self.fill(name, entry)
+        return self._created[key]
+
+    def build(
+        self,
+        values: Json,
+        live: Mapping[str, Entry] | None = None,
+        like: Mapping[str, Entry] | None = None,
+        *,
+        rank: int | None = None,
+    ) -> Callable[[], Any]:
+        """Plain values again, to be called when the tensors in them are filled: into `live` ones, or new ones.
+
+        `like`: live tensors that the new ones will be copied into; a DTensor gets a DTensor. `rank`: that saved these
+        values, if they are not those that this rank takes.
+        """
+        self._reader = rank
+        try:
+            tensors = self._tensors_of(values, live, like)
+        finally:
+            self._reader = None
 
         def extern(reference: Json) -> object:
             if reference["$"] == "tensor":
@@ -124,30 +210,55 @@ class Placement:
 
         return lambda: decode(values, extern)
 
+    def _tensors_of(
+        self, values: Json, live: Mapping[str, Entry] | None, like: Mapping[str, Entry] | None
+    ) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for name in references(values):
+            have = (live or {}).get(name)
+            if have is not None and self._comparable(name, have):
+                self.fill(name, have)
+                tensors[name] = have.tensor
+            else:
+                model = (like or {}).get(name)
+                tensors[name] = self.create(name, saved_device(self.spec(name)), model.tensor if model else None)
+                key = self.key(name)
+                if live is None and key is not None:
+                    self._handed.add(key)
+        return tensors
+
     def check(self) -> None:
         """MismatchError that lists every problem, unless told to be lenient."""
-        self._check_sharing()
         if self.problems and self.strict:
-            shown = "\n  ".join(self.problems[:20])
-            more = f"\n  and {len(self.problems) - 20} more" if len(self.problems) > 20 else ""
-            raise MismatchError(
-                f"the checkpoint does not fit this state, so nothing was changed:\n  {shown}{more}\n"
-                "Make the state as it was, or pass strict=False to take what fits"
-            )
+            raise mismatch(self.problems)
 
-    def _check_sharing(self) -> None:
+    def check_sharing(self) -> None:
         """Tied weights must be tied on both sides: silently untying them would change the training."""
-        owners: dict[Any, str] = {}
-        for name in [*self.fills, *(self._watched.keys() - self.fills.keys())]:
-            handed = self._created.get(name) if name in self._handed else None
-            targets = [t for t in self.fills.get(name, ()) if t is not handed] + self._watched.get(name, [])
-            memories = {m for t in targets if (m := memory_of(t)) is not None}
+        owners: dict[Any, Key] = {}
+        for key, tensors in self._live.items():
+            handed = self._created.get(key) if key in self._handed else None
+            memories = {m for t in tensors if t is not handed and (m := memory_of(t)) is not None}
             if len(memories) > 1:
-                names = [name, *(a for a, n in self.layout.aliases.items() if n == name)]
+                aliases = (a for la in self.saved.layouts for a, n in la.aliases.items() if n == key[0])
+                names = dict.fromkeys([key[0], *aliases])
                 self.problem(f"{' and '.join(names)} were one tensor when they were saved, and are not here")
             for memory in memories:
-                if owners.setdefault(memory, name) != name:
-                    self.problem(f"{owners[memory]} and {name} are one tensor here, and were not when they were saved")
+                other = owners.setdefault(memory, key)
+                if not self.saved.same(other, key):
+                    self.problem(f"{other[0]} and {key[0]} are one tensor here, and were not when they were saved")
+
+
+def mismatch(problems: list[str]) -> MismatchError:
+    shown = "\n  ".join(problems[:20])
+    more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+    return MismatchError(
+        f"the checkpoint does not fit this state, so nothing was changed:\n  {shown}{more}\n"
+        "Make the state as it was, or pass strict=False to take what fits"
+    )
+
+
+def _box(piece: Piece) -> Box:
+    return piece.holding.offsets, piece.holding.sizes
 
 
 def references(values: Json) -> list[str]:
@@ -166,35 +277,106 @@ def references(values: Json) -> list[str]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Overlap:
+    """Where a shard and a target meet. `region`: in the shard; `view`: of the target, of the same shape.
+
+    `run`: the bytes of the shard that are the region, if they are one run and the target takes them as one.
+    """
+
+    region: Box
+    view: Tensor
+    run: tuple[int, int] | None
+
+
 class Filler:
-    """Puts bytes into tensors. `add` may be called from several threads for different ranges."""
+    """Puts verified blobs into tensors. `add` may be called from several threads for different blobs.
 
-    def __init__(self, fills: Mapping[str, list[Tensor]], specs: Mapping[str, TensorSpec]) -> None:
-        self._rows: dict[str, list[Tensor]] = {}
+    `blobs`: the numbers of all that are wanted, ascending.
+    """
+
+    def __init__(self, saved: Saved, fills: Mapping[Key, list[Target]]) -> None:
+        self._saved = saved
         self._later: list[tuple[Tensor, Tensor]] = []
-        for name, targets in fills.items():
-            rows = self._rows[name] = []
-            for target in targets:
-                spec = specs[name]
-                direct = target.is_contiguous() and DTYPE_NAME[target.dtype] == spec.dtype
-                direct = direct and not target.is_conj() and not target.is_neg()
-                whole = target if direct else empty(spec, "cpu")
-                if not direct:
-                    self._later.append((target, whole))
-                rows.append(as_bytes(whole))
+        self._overlaps: dict[int, list[_Overlap]] = {}
+        wanted: set[int] = set()
+        for key, targets in fills.items():
+            tensor = saved.tensors[key]
+            ready = [self._ready(target, tensor.spec) for target in targets]
+            for number in tensor.shards:
+                found = [o for target in ready if (o := _overlap(saved.table.shards[number].box, target)) is not None]
+                if found:
+                    self._overlaps[number] = found
+                    wanted.update(b for o in found for b in self._needed(number, o))
+        self.blobs = sorted(wanted)
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._rows)
+    def _ready(self, target: Target, spec: TensorSpec) -> Target:
+        """A target that takes bytes as they are; one of another dtype (under strict=False) is filled at the end."""
+        tensor = target.tensor.detach()
+        if DTYPE_NAME[tensor.dtype] == spec.dtype and not tensor.is_conj() and not tensor.is_neg():
+            return Target(tensor, target.box)
+        whole = torch.empty(tensor.shape, dtype=TORCH_DTYPE[spec.dtype])
+        self._later.append((tensor, whole))
+        return Target(whole, target.box)
 
-    def add(self, name: str, offset: int, data: memoryview) -> None:
-        source = torch.frombuffer(data, dtype=torch.uint8) if len(data) else None
-        for row in self._rows[name]:
-            if source is not None:
-                row[offset : offset + len(data)].copy_(source)
+    def _needed(self, number: int, overlap: _Overlap) -> Iterable[int]:
+        """The blobs of a shard that hold something of an overlap."""
+        shard, saved = self._saved.table.shards[number], self._saved
+        item = BITS[shard.dtype] // 8
+        low, high = overlap.run or tuple(item * n for n in run_of(overlap.region, shard.sizes))
+        for blob in saved.table.blobs(number):
+            start, length = int(saved.position[blob]), int(saved.table.length[blob])
+            if start < high and start + length > low:
+                boxes = boxes_of_run(shard.sizes, start // item, (start + length) // item)
+                if overlap.run or any(intersect(box, overlap.region) for box in boxes):
+                    yield blob
+
+    def add(self, blob: int, data: memoryview) -> None:
+        number = int(self._saved.shard_of_blob[blob])
+        shard, start = self._saved.table.shards[number], int(self._saved.position[blob])
+        if not len(data):
+            return
+        source = torch.frombuffer(data, dtype=torch.uint8)
+        for overlap in self._overlaps.get(number, ()):
+            if overlap.run is not None:
+                low, high = overlap.run
+                first, last = max(low, start), min(high, start + len(data))
+                if first < last:
+                    overlap.view[first - low : last - low].copy_(source[first - start : last - start])
+            else:
+                _scatter(source, start, shard.sizes, BITS[shard.dtype] // 8, overlap)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Tensors that could not take bytes as they are: other strides, or another dtype under strict=False."""
+        """Tensors that could not take bytes as they are."""
         for target, whole in self._later:
-            target.detach().copy_(whole)
+            target.copy_(whole)
+
+
+_ITEM = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def _overlap(box: Box, target: Target) -> _Overlap | None:
+    common = intersect(box, target.box)
+    if common is None:
+        return None
+    region = within(common, box)
+    view = target.tensor[slices(within(common, target.box))]
+    item = view.element_size()
+    start, stop = run_of(region, box[1])
+    if view.is_contiguous() and stop - start == math.prod(region[1]):
+        return _Overlap(region, as_bytes(view), (start * item, stop * item))
+    return _Overlap(region, view.view(_ITEM[item]), None)
+
+
+def _scatter(source: Tensor, start: int, sizes: tuple[int, ...], item: int, overlap: _Overlap) -> None:
+    """The elements of one blob that belong to a region, into a view of another order in memory."""
+    elements = source.view(_ITEM[item]) if source.data_ptr() % item == 0 else source.clone().view(_ITEM[item])
+    place = 0
+    for box in boxes_of_run(sizes, start // item, (start + len(source)) // item):
+        count = math.prod(box[1])
+        common = intersect(box, overlap.region)
+        if common is not None:
+            piece = elements[place : place + count].view(box[1])
+            overlap.view[slices(within(common, overlap.region))].copy_(piece[slices(within(common, box))])
+        place += count

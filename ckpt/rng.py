@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +35,20 @@ class RNG:
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
             raise CorruptError(f"not the state of random number generators: {error}") from error
 
+    def load_state_dicts(self, states: list[dict[str, Any]], rank: int, world: int) -> None:
+        """When the number of ranks has changed: a rank goes on where the rank of its number stopped.
+
+        Ranks beyond those that saved start streams of their own, made from the saved ones; but if all ranks had the
+        same stream, they have it as well.
+        """
+        self.load_state_dict(states[rank % len(states)])
+        marks = {_mark(state) for state in states}
+        if rank >= len(states) and len(marks) > 1:
+            seed = int.from_bytes(hashlib.sha256(_mark(states[rank % len(states)]) + b"%d" % rank).digest()[:8], "big")
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            torch.manual_seed(seed % 2**63)
+
     def _load(self, state: dict[str, Any]) -> None:
         version, numbers, gauss = state["python"]
         random.setstate((version, tuple(int(n) for n in numbers), gauss))
@@ -44,6 +59,18 @@ class RNG:
             module = torch.get_device_module()
             for i, one in enumerate(saved[: torch.accelerator.device_count()]):
                 module.set_rng_state(one.cpu(), i)
+
+
+def _mark(state: dict[str, Any]) -> bytes:
+    """Differs if two states do."""
+    found = hashlib.sha256(
+        repr((state["python"][0], state["python"][2], state["numpy"][0], state["numpy"][2:])).encode()
+    )
+    for array in (state["python"][1], state["numpy"][1]):
+        found.update(np.asarray(array).tobytes())
+    for tensor in (state["torch"], *state.get("accelerator", ())):
+        found.update(tensor.cpu().numpy().tobytes())
+    return found.digest()
 
 
 class _Generator:

@@ -1,231 +1,249 @@
-"""Places from which one checkpoint can be restored: a snapshot in memory, or a commit in a store.
+"""Places from which a checkpoint can be restored: snapshots in the memory of this node, or a store.
 
-Each verifies what it hands over, and takes part in one loop: try the newest, say why if it fails, try the next.
+A source is opened to what was saved (`Saved`) and reads blobs of it, each verified before it is handed over. Where no
+rank can see all of a checkpoint by itself (memory, and disks of single nodes), each describes what it has first.
 """
 
 from __future__ import annotations
 
+import base64
 import json
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from ckpt import read
 from ckpt.arena import Arena, Label
 from ckpt.codec import DIGEST_SIZE, blob_digest
-from ckpt.errors import CorruptError, StoreError
-from ckpt.events import log as logger
-from ckpt.events import point
-from ckpt.log import Commit, RunLog
-from ckpt.manifest import Attempt
-from ckpt.plan import Blob, Layout
-from ckpt.restore import Filler, Placement
-from ckpt.state import Capture
-from ckpt.table import Table
+from ckpt.errors import CorruptError
+from ckpt.log import Commit
+from ckpt.manifest import Attempt, pack_key, rank_and_try
+from ckpt.plan import Layout
+from ckpt.saved import Saved
+from ckpt.table import Table, merge
+from ckpt.values import Json
+from ckpt.write import build_table
 
 MEMORY_THREADS = 4
-RETRY_AFTER_S = (0.2, 1.0)
 
-
-@dataclass(frozen=True)
-class Skipped:
-    """A checkpoint that was newer and could not be used."""
-
-    step: int
-    tier: str
-    reason: str
-
-
-@dataclass
-class Restored:
-    """What `restore()` did. `verified` is False only for a snapshot that nobody has digested yet."""
-
-    step: int | None
-    attempt: str | None = None
-    tier: str | None = None
-    verified: bool = True
-    seconds: float = 0.0
-    nbytes: int = 0
-    skipped: list[Skipped] = field(default_factory=list)
+Mask = npt.NDArray[np.bool_]
+Sink = Callable[[int, memoryview], None]
+"""`sink(blob, bytes)`: called from several threads; the memory is only valid until it returns."""
 
 
 class Source(Protocol):
-    """One checkpoint in one place."""
+    """One checkpoint in one place, as this rank sees it."""
 
     attempt: Attempt
     tier: str
     undone: bool  # not in the present history: a later restore went back behind it
 
-    def restore(self, capture: Capture, *, strict: bool, on_touch: Callable[[], None]) -> tuple[bool, int]:
-        """Fill the state; (verified, bytes). `on_touch` is called before the first tensor is changed.
+    @property
+    def partial(self) -> bool:
+        """Whether ranks see different parts of it, and must tell each other."""
 
-        CorruptError or StoreError if this source cannot be used, MismatchError if it does not fit the state.
-        """
+    def describe(self) -> Json:
+        """What this rank sees, for those who do not."""
+
+    def open(self, described: Sequence[Json]) -> None:
+        """With what all ranks described. CorruptError or StoreError if this source cannot be used."""
+
+    @property
+    def saved(self) -> Saved: ...
+
+    def readable(self) -> Mask:
+        """The blobs that this rank can read."""
+
+    def read(self, blobs: Sequence[int], sink: Sink) -> None:
+        """Read, verify, hand over."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A sealed slot of an arena on this node. `digests`: of all blobs, then of the plain values; None: not known."""
+
+    arena: Arena
+    slot: int
+    label: Label
+    layout: Layout
+    digests: bytes | None
+
+    @property
+    def attempt(self) -> Attempt:
+        assert self.label.attempt is not None
+        return self.label.attempt
+
+    def values(self) -> bytes:
+        return bytes(self.arena.values(self.slot, self.label))
+
+    def check(self) -> None:
+        """CorruptError if it was overwritten, or is not what its layout says."""
+        if self.arena.label(self.slot) != self.label:
+            raise CorruptError(f"the snapshot of step {self.attempt.step} in memory was overwritten meanwhile")
+        if self.label.data_size != self.layout.arrangement.data_size:
+            raise CorruptError("the snapshot in memory is of another size than its layout")
 
 
 class MemorySource:
-    """A sealed snapshot in an arena, ours or another process's. `digests`: of all blobs, then of the plain values."""
+    """The snapshots of one attempt that are in the memory of this node, of any of the ranks that saved it."""
 
     tier = "memory"
-    undone: bool = False
 
-    def __init__(self, arena: Arena, slot: int, label: Label, layout: Layout, digests: bytes | None) -> None:
-        assert label.attempt is not None
-        self.attempt = label.attempt
-        self._arena, self._slot, self._label, self._layout, self._digests = arena, slot, label, layout, digests
-        self.place = (arena, slot)
+    def __init__(self, attempt: Attempt, snapshots: Sequence[Snapshot], *, alone: bool, undone: bool = False) -> None:
+        self.attempt, self.undone, self.partial = attempt, undone, not alone
+        self._here = {s.layout.rank: s for s in snapshots}
+        self._saved: Saved | None = None
 
-    def restore(self, capture: Capture, *, strict: bool, on_touch: Callable[[], None]) -> tuple[bool, int]:
-        self._check_label()
-        if self._label.data_size != self._layout.arrangement.data_size:
-            raise CorruptError("the snapshot in memory is of another size than its layout")
-        blobs = self._layout.arrangement.blobs
-        data = self._arena.data(self._slot, self._label.data_size)
-        raw = bytes(self._arena.values(self._slot, self._label))
-        if self._digests is not None and self._digests[-DIGEST_SIZE:] != blob_digest(raw):
-            raise CorruptError("the plain values of the snapshot in memory do not match their digest")
-        try:
-            values = json.loads(raw)
-        except (ValueError, RecursionError):
-            raise CorruptError("the plain values of the snapshot in memory are damaged") from None
-        shares = [blobs[i::MEMORY_THREADS] for i in range(MEMORY_THREADS)]
+    def describe(self) -> Json:
+        return [
+            {
+                "layout": snapshot.layout.to_json(),
+                "values": snapshot.values().decode("utf-8", "replace"),
+                "digests": None if snapshot.digests is None else base64.b64encode(snapshot.digests).decode(),
+            }
+            for snapshot in self._here.values()
+        ]
+
+    def open(self, described: Sequence[Json]) -> None:
+        for snapshot in self._here.values():
+            snapshot.check()
+        seen: dict[int, tuple[Layout, list[Any], bytes | None]] = {}
+        for one in [d for each in described or [self.describe()] for d in each or ()]:
+            layout = Layout.from_json(one["layout"])
+            if layout.rank not in seen:
+                digests = None if one["digests"] is None else base64.b64decode(one["digests"])
+                seen[layout.rank] = (layout, _values(one["values"], digests, layout), digests)
+        world = max(layout.world for layout, _, _ in seen.values())
+        if missing := sorted(set(range(world)) - seen.keys()):
+            raise CorruptError(f"the snapshots of ranks {', '.join(map(str, missing[:8]))} are not in memory any more")
+        ranks = [seen[rank] for rank in range(world)]
+        tables = [build_table(la, pack_key(self.attempt, la.rank, 0), digests) for la, _, digests in ranks]
+        digested = all(digests is not None for _, _, digests in ranks)
+        layouts = [layout for layout, _, _ in ranks]
+        self._saved = Saved(layouts, [values for _, values, _ in ranks], merge(tables), digested=digested)
+
+    @property
+    def saved(self) -> Saved:
+        assert self._saved is not None
+        return self._saved
+
+    def readable(self) -> Mask:
+        table = self.saved.table
+        here = np.array([rank_and_try(key)[0] in self._here for key in table.packs], np.bool_)
+        return here[table.pack]
+
+    def read(self, blobs: Sequence[int], sink: Sink) -> None:
         with ThreadPoolExecutor(MEMORY_THREADS, "ckpt-restore") as pool:
-            if self._digests is not None:
-                if len(self._digests) != (len(blobs) + 1) * DIGEST_SIZE:
-                    raise CorruptError("the digests of the snapshot in memory are of another layout")
-                numbered = list(enumerate(blobs))
-                list(pool.map(lambda i: self._verify(data, numbered[i::MEMORY_THREADS]), range(MEMORY_THREADS)))
-            placement = _place(capture, self._layout, values, strict)
-            filler = Filler(placement.fills, self._layout.by_name)
-            point("restore.chosen")
-            on_touch()
-            wanted = set(filler.names)
-            list(pool.map(lambda share: self._fill(filler, wanted, data, share), shares))
-        self._check_label()  # another process's memory may have moved on while we read it
-        _finish(filler, placement)
-        return self._digests is not None, self._label.data_size
+            list(pool.map(lambda i: self._read(blobs[i::MEMORY_THREADS], sink), range(MEMORY_THREADS)))
+        for snapshot in self._here.values():
+            snapshot.check()  # another process's memory may have moved on while we read it
 
-    def _check_label(self) -> None:
-        if self._arena.label(self._slot) != self._label:
-            raise CorruptError(f"the snapshot of step {self.attempt.step} in memory was overwritten meanwhile")
-
-    def _verify(self, data: memoryview, blobs: list[tuple[int, Blob]]) -> None:
-        assert self._digests is not None
-        for i, blob in blobs:
-            digest = self._digests[i * DIGEST_SIZE : (i + 1) * DIGEST_SIZE]
-            if blob_digest(data[blob.offset : blob.offset + blob.length]) != digest:
-                name = self._layout.tensors[blob.tensor].name
-                raise CorruptError(f"{name} is damaged in memory: its bytes do not match their digest")
-
-    def _fill(self, filler: Filler, wanted: set[str], data: memoryview, blobs: tuple[Blob, ...]) -> None:
-        offsets, tensors = self._layout.arrangement.offsets, self._layout.tensors
+    def _read(self, blobs: Sequence[int], sink: Sink) -> None:
+        table = self.saved.table
         for blob in blobs:
-            name = tensors[blob.tensor].name
-            if name in wanted:
-                filler.add(name, blob.offset - offsets[blob.tensor], data[blob.offset : blob.offset + blob.length])
+            snapshot = self._here[rank_and_try(table.packs[int(table.pack[blob])])[0]]
+            at = int(table.offset[blob]) - len(snapshot.layout.arrangement.header)
+            data = snapshot.arena.data(snapshot.slot)[at : at + int(table.length[blob])]
+            if snapshot.digests is not None and blob_digest(data) != table.digest[blob].tobytes():
+                name = table.shards[int(self.saved.shard_of_blob[blob])].name
+                raise CorruptError(f"{name} is damaged in memory: its bytes do not match their digest")
+            sink(blob, data)
+
+    @property
+    def world(self) -> int:
+        """How many ranks took this snapshot."""
+        return next((s.layout.world for s in self._here.values()), 0)
+
+    def place_of(self, rank: int) -> tuple[Arena, int] | None:
+        """Where the snapshot of a rank lies."""
+        found = self._here.get(rank)
+        return None if found is None else (found.arena, found.slot)
+
+    def close(self) -> None:
+        self._saved = None
+
+
+def _values(text: str, digests: bytes | None, layout: Layout) -> list[Any]:
+    if digests is not None:
+        if len(digests) != (len(layout.arrangement.blobs) + 1) * DIGEST_SIZE:
+            raise CorruptError("the digests of the snapshot in memory are of another layout")
+        if digests[-DIGEST_SIZE:] != blob_digest(text.encode()):
+            raise CorruptError("the plain values of the snapshot in memory do not match their digest")
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        raise CorruptError("the plain values of the snapshot in memory are damaged") from None
+    if not isinstance(values, list):
+        raise CorruptError("the plain values do not belong to the layout")
+    return values
 
 
 class StoreSource:
-    """A committed checkpoint in a store."""
+    """A committed checkpoint in a store. `commit` is None if the disk of this node has nothing of it."""
 
-    def __init__(self, url: str, commit: Commit, *, undone: bool = False) -> None:
-        self.attempt, self.tier, self.undone, self._commit = commit.attempt, url, undone, commit
+    def __init__(
+        self, url: str, attempt: Attempt, commit: Commit | None, *, partial: bool = False, undone: bool = False
+    ) -> None:
+        self.attempt, self.tier, self.undone, self.partial = attempt, url, undone, partial
+        self._commit = commit
+        self._saved: Saved | None = None
 
-    def restore(self, capture: Capture, *, strict: bool, on_touch: Callable[[], None]) -> tuple[bool, int]:
-        return read.run(self._restore(capture, strict, on_touch))
+    def describe(self) -> Json:
+        """Of a disk that only this node sees: its parts and its table."""
+        if not self.partial or self._commit is None:
+            return None
+        manifest = read.run(self._load(self._commit))
+        parts = [{"layout": manifest.layout(part.rank).to_json(), "values": part.values} for part in manifest.parts]
+        return {"parts": parts, "table": base64.b64encode(manifest.table.to_bytes()).decode()}
 
-    async def _restore(self, capture: Capture, strict: bool, on_touch: Callable[[], None]) -> tuple[bool, int]:
-        log = await read.open_run(self.tier)
-        try:
-            manifest = await read.load_manifest(log.store, self._commit)
-            part, table = manifest.parts[0], manifest.table
-            if len(manifest.parts) != 1:
-                raise CorruptError(f"step {self.attempt.step} was saved by {len(manifest.parts)} ranks, this is one")
-            layout = manifest.layout()
-            for name in layout.by_name:
-                shard_of(layout, table, name)  # before anything is allocated by what the layout says
-            placement = _place(capture, layout, part.values, strict)
-            filler = Filler(placement.fills, layout.by_name)
-            shards = [shard_of(layout, table, name) for name in filler.names]
-            reads = read.plan_reads(table, shards)
-            point("restore.chosen")
-            on_touch()
-            names = [shard.name for shard in table.shards]
-            await read.fetch(log.store, table, reads, lambda shard, at, data: filler.add(names[shard], at, data))
-            _finish(filler, placement)
-            return True, sum(r.length for r in reads)
-        finally:
-            await log.store.aclose()
+    def open(self, described: Sequence[Json]) -> None:
+        if not self.partial:
+            self._saved = read.run(self._load(self._commit)).saved()
+            return
+        parts, tables = dict[int, Json](), dict[bytes, Table]()
+        for one in described:
+            for part in one["parts"] if one is not None else ():
+                parts[part["layout"]["rank"]] = part
+            if one is not None:
+                raw = base64.b64decode(one["table"])
+                tables[raw] = Table.from_bytes(raw, f"the index of step {self.attempt.step}")
+        layouts = [Layout.from_json(parts[rank]["layout"]) for rank in sorted(parts)]
+        if not layouts or len(layouts) != layouts[0].world:
+            raise CorruptError(f"the disks that can be reached hold {len(layouts)} parts of step {self.attempt.step}")
+        self._saved = Saved(layouts, [parts[rank]["values"] for rank in sorted(parts)], merge(list(tables.values())))
 
+    async def _load(self, commit: Commit | None) -> read.Manifest:
+        async with read.opened(self.tier) as store:
+            if commit is None:  # another rank saw it committed, a moment after this one had looked
+                commit = (await read.open_run(self.tier, store)).state.commits.get(self.attempt)
+            if commit is None:
+                raise CorruptError(f"step {self.attempt.step} is not in {self.tier} any more")
+            return await read.load_manifest(store, commit)
 
-def shard_of(layout: Layout, table: Table, name: str) -> int:
-    """The shard that is all of a tensor; CorruptError if table and layout do not agree about it."""
-    spec = layout.by_name.get(name)
-    found = table.by_name.get(name, [])
-    if spec is None or len(found) != 1:
-        raise CorruptError(f"{name} is not in the table of the checkpoint exactly once")
-    shard = table.shards[found[0]]
-    if (shard.dtype, shard.global_shape, shard.sizes) != (spec.dtype, spec.shape, spec.shape):
-        raise CorruptError(f"{name} is of another shape or dtype in the table than in the layout")
-    return found[0]
+    @property
+    def saved(self) -> Saved:
+        assert self._saved is not None
+        return self._saved
 
+    def readable(self) -> Mask:
+        table = self.saved.table
+        if not self.partial:
+            return np.ones(len(table.length), np.bool_)
+        mine = {rank for rank, _, _ in self._commit.parts} if self._commit is not None else set()
+        return np.array([rank_and_try(key)[0] in mine for key in table.packs], np.bool_)[table.pack]
 
-def _place(capture: Capture, layout: Layout, values: object, strict: bool) -> Placement:
-    if not isinstance(values, list) or len(values) != len(layout.components):
-        raise CorruptError("the plain values do not belong to the layout")
-    try:
-        return capture.place(layout, values, strict=strict)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-        raise CorruptError(f"what was saved does not describe a state: {type(error).__name__}: {error}") from error
+    def read(self, blobs: Sequence[int], sink: Sink) -> None:
+        read.run(self._read(blobs, sink))
 
+    async def _read(self, blobs: Sequence[int], sink: Sink) -> None:
+        async with read.opened(self.tier) as store:
+            await read.fetch(store, self.saved.table, read.plan_reads(self.saved.table, blobs), sink)
 
-def _finish(filler: Filler, placement: Placement) -> None:
-    point("restore.filled")
-    filler.finish()
-    for finish in (*placement.finishers, *placement.last):
-        finish()
-
-
-def gather(snapshots: list[MemorySource], urls: list[str], step: int | None) -> list[Source]:
-    """Every checkpoint that may be restored, newest first, memory before disk, what was undone last.
-
-    With `step` only those of that step, and without it nothing that was undone.
-    """
-    found: list[Source] = [s for s in snapshots if (not s.undone if step is None else s.attempt.step == step)]
-    for url in urls:
-        log = read.run(_log_of(url))
-        history = {commit.attempt for commit in log.state.lineage()}
-        sources = [StoreSource(url, c, undone=c.attempt not in history) for c in log.state.commits.values()]
-        found += [s for s in sources if (not s.undone if step is None else s.attempt.step == step)]
-        if log.state.damaged:
-            logger.warning("%s: log records %s are damaged and were skipped", url, log.state.damaged)
-    places = ["memory", *urls]
-    return sorted(found, key=lambda s: (s.undone, -s.attempt.epoch, -s.attempt.step, places.index(s.tier)))
-
-
-async def _log_of(url: str) -> RunLog:
-    log = await read.open_run(url)
-    await log.store.aclose()
-    return log
-
-
-def restore_first(
-    sources: list[Source], capture: Capture, result: Restored, *, strict: bool, on_touch: Callable[[], None]
-) -> Source | None:
-    """Restore from the first source that is sound; why others were not is said, and noted in `result`."""
-    for source in sources:
-        for patience in (*RETRY_AFTER_S, None):
-            try:
-                result.verified, result.nbytes = source.restore(capture, strict=strict, on_touch=on_touch)
-            except (CorruptError, StoreError) as error:
-                if error.retryable and patience is not None:
-                    time.sleep(patience)  # to fall back for a passing fault would cost steps for good
-                    continue
-                result.skipped.append(Skipped(source.attempt.step, source.tier, str(error)))
-                logger.warning("step %d in %s cannot be used: %s", source.attempt.step, source.tier, error)
-                break
-            result.step, result.attempt, result.tier = source.attempt.step, str(source.attempt), source.tier
-            return source
-    return None
+    def close(self) -> None:
+        self._saved = None

@@ -11,6 +11,7 @@ the compute stream waits for the copy, and the host does not.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import queue
 import threading
@@ -47,6 +48,7 @@ class Job:
     busy: str = "wait"  # or "skip"
     deadline: float = float("inf")  # of waiting for a slot, monotonic
     on_end: Callable[[Job], None] = lambda job: None
+    beside: Callable[[], None] | None = None  # to be done as well while the guarded tensors do not change
     eager_done: threading.Event = field(default_factory=threading.Event)
     enqueued: threading.Event = field(default_factory=threading.Event)  # all copies are on their stream
     copied: threading.Event = field(default_factory=threading.Event)
@@ -340,6 +342,11 @@ class Stager:
         point("stage.eager")
         job.eager_done.set()
         self._copy([(d, s) for d, s, guarded in pairs if guarded], streams)
+        if job.beside is not None:
+            with contextlib.ExitStack() as stack:
+                for device, stream in streams.items():
+                    stack.enter_context(torch.get_device_module(device).stream(stream))
+                job.beside()
         job.done = {device: stream.record_event() for device, stream in streams.items()}
         job.enqueued.set()
         for event in job.done.values():

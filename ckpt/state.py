@@ -8,7 +8,7 @@ layout, live tensors in the layout's order, and plain values. Nothing is copied 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,27 +16,30 @@ from torch import Tensor, nn
 
 from ckpt.errors import StateError
 from ckpt.nodes import (
+    Contents,
     CustomModuleNode,
-    Entry,
     ModuleNode,
     Node,
     OptimizerNode,
-    Piece,
     PlainNode,
     Stateful,
     StatefulNode,
     speaks_for_itself,
 )
 from ckpt.plan import Layout, TensorSpec
-from ckpt.restore import Placement, SavedNode
+from ckpt.restore import Names, Placement
 from ckpt.rng import adapt
-from ckpt.tensors import Memory, memory_of, spec
+from ckpt.saved import Saved
+from ckpt.sharding import Entry, Piece, is_dtensor, local, slices, unsupported
+from ckpt.sharding import pieces as of_rank
+from ckpt.share import GLOBAL, Cut, Holding, Seat, share
+from ckpt.tensors import Memory, memory_of
 from ckpt.values import MAX_DEPTH, Json, Path, is_text, show
 
 
 @dataclass(frozen=True)
 class Reading:
-    """`tensors[i]` is `layout.tensors[i]`, live. `guarded[i]`: it changes only inside optimizer steps.
+    """`tensors[i]` is `layout.tensors[i]`, live: what this rank stages. `guarded[i]`: only optimizer steps change it.
 
     The tensors are detached: they hold on to the memory itself, so `p.data = ...` cannot free what is being copied.
     """
@@ -47,23 +50,28 @@ class Reading:
     values: list[Json]
 
 
+SINGLE = Seat()
+
+
 class Capture:
     """Reads one state again and again. StateError names the path of anything that cannot be saved."""
 
-    def __init__(self, state: dict[str, Any]) -> None:
+    def __init__(self, state: dict[str, Any], seat: Seat = SINGLE) -> None:
         if type(state) is not dict:
             raise StateError(f"the state must be a dict such as {{'model': model, 'optim': optim}}, not {type(state)}")
-        self.state = state
+        self.state, self.seat = state, seat
         self._shape: list[tuple[Any, list[Any]]] = []
         self._objects: list[tuple[Any, Any, object]] = []
         self.nodes: list[Node] = []
-        self._names: dict[int, str] = {}
+        self._names: Names = {}
         self._named: list[list[Entry]] = []
         self._fixed: list[list[Entry]] = []
         self._facts: list[dict[str, Any]] = []
         self._signature: object = None
         self._last: Reading | None = None
         self._memory: dict[Memory, str] = {}
+        self.replicated: list[Piece] = []  # what other ranks hold as well
+        self.apart: set[str] = set()  # names that ranks should hold alike, and do not
         self.eager: set[str] = set()  # names whose copy may not overlap training: something else writes to them
         self._walk()
 
@@ -71,6 +79,11 @@ class Capture:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers whose steps change the guarded tensors."""
         return [node.optimizer for node in self.nodes if isinstance(node, OptimizerNode)]
+
+    def name_of(self, param: Tensor) -> str:
+        """What a parameter is called, "" if nothing in the state names it."""
+        entry = self._names.get(id(param))
+        return "" if entry is None else entry.name
 
     @property
     def has_scaler(self) -> bool:
@@ -127,6 +140,8 @@ class Capture:
             if type(key) not in (str, int):
                 raise StateError(f"{show(path)}: the key {key!r} is neither str nor int")
             here = (*path, key)
+            if isinstance(value, (nn.Module, torch.optim.Optimizer)) and (instead := unsupported(value)):
+                raise StateError(f"{show(here)}: {instead}")
             if isinstance(value, nn.Module):
                 yield CustomModuleNode(here, value) if speaks_for_itself(value) else ModuleNode(here, value)
             elif isinstance(value, torch.optim.Optimizer):
@@ -163,13 +178,16 @@ class Capture:
         if self._last is None or not self._same(pieces, loose):
             return self._build(pieces, loose)
         last = self._last
-        fixed = len(last.tensors) - self._loose_count
-        tensors = last.tensors[:fixed] + [e.tensor.detach() for e in loose if e.name not in last.layout.aliases]
+        tensors = last.tensors[: self._fixed_count]
+        for entry in loose:
+            if cuts := self._cuts.get(entry.name):
+                views = [piece.tensor.detach() for piece in self._pieces_of(entry)]
+                tensors += [views[number][index] for number, index in cuts]
         return Reading(last.layout, tensors, last.guarded, [piece.values for piece in pieces])
 
-    def _pieces(self) -> list[Piece]:
+    def _pieces(self) -> list[Contents]:
         """Modules and plain tensors first: optimizers need to know what parameters are called."""
-        found: dict[int, Piece] = {}
+        found: dict[int, Contents] = {}
         for i, node in enumerate(self.nodes):
             if not isinstance(node, OptimizerNode):
                 found[i] = node.read(self._names)
@@ -180,17 +198,17 @@ class Capture:
             or len(sources) != len(self._named)
             or any(a is not b for a, b in zip(sources, self._named, strict=True))
         ):
-            self._named, names = sources, dict[int, str]()
+            self._named, names = sources, dict[int, Entry]()
             for entry in [*(e for fixed in sources for e in fixed), *loose]:  # frozen ones too: they may thaw
-                names.setdefault(id(entry.tensor), entry.name)
-            if names != self._names:  # optimizers look at the identity of this dict
+                names.setdefault(id(entry.tensor), entry)
+            if _who(names) != _who(self._names):  # optimizers look at the identity of this dict
                 self._names = names
         for i, node in enumerate(self.nodes):
             if isinstance(node, OptimizerNode):
                 found[i] = node.read(self._names)
         return [found[i] for i in range(len(self.nodes))]
 
-    def _same(self, pieces: list[Piece], loose: list[Entry]) -> bool:
+    def _same(self, pieces: list[Contents], loose: list[Entry]) -> bool:
         return (
             len(pieces) == len(self._fixed)
             and all(p.fixed is f for p, f in zip(pieces, self._fixed, strict=True))
@@ -203,49 +221,85 @@ class Capture:
         memory: dict[Memory, str] = {}
         found = []
         for entry in loose:
-            key = memory_of(entry.tensor)
+            key = memory_of(local(entry.tensor))
             owner = None if key is None else self._memory.get(key) or memory.setdefault(key, entry.name)
-            found.append((spec(entry.name, entry.tensor), owner, entry.guarded))
+            found.append(([p.holding for p in of_rank(entry, self.seat)], owner, entry.guarded))
         return found
 
-    def _build(self, pieces: list[Piece], loose: list[Entry]) -> Reading:
+    def _build(self, pieces: list[Contents], loose: list[Entry]) -> Reading:
         fixed = [entry for piece in pieces for entry in piece.fixed]
         stepped: set[int] = set()
         for node in self.nodes:
             if isinstance(node, OptimizerNode) and not node.unguarded:
                 stepped |= {id(p) for group in node.optimizer.param_groups for p in group["params"]}
         unguarded = [show(n.path) + "." for n in self.nodes if isinstance(n, OptimizerNode) and n.unguarded]
-        specs: list[TensorSpec] = []
-        tensors: list[Tensor] = []
-        guarded: list[bool] = []
+        parts: list[Piece] = []
+        guards: dict[str, bool] = {}
         aliases: dict[str, str] = {}
-        names: set[str] = set()
-        memory: dict[Memory, str] = {}
-        self._memory = {}
+        memory: dict[Memory | int, str] = {}
         for entry in [*fixed, *loose]:
-            if entry.name in names or entry.name == "__metadata__" or not is_text(entry.name):
+            if entry.name in guards or entry.name == "__metadata__" or not is_text(entry.name):
                 raise StateError(f"{entry.name!r}: two entries of the state get this name, or it is reserved")
-            names.add(entry.name)
-            key = memory_of(entry.tensor)
+            key = memory_of(local(entry.tensor)) or (id(entry.tensor) if is_dtensor(entry.tensor) else None)
             owner = entry.name if key is None else memory.setdefault(key, entry.name)
+            exposed = any(entry.name.startswith(prefix) for prefix in unguarded)
+            guards[entry.name] = entry.guarded and not exposed and self._may_overlap(entry, stepped)
             if owner != entry.name:
                 aliases[entry.name] = owner
-                continue
-            specs.append(spec(entry.name, entry.tensor))
-            tensors.append(entry.tensor.detach())
-            exposed = any(entry.name.startswith(prefix) for prefix in unguarded)
-            guarded.append(entry.guarded and not exposed and self._may_overlap(entry, stepped))
-        self._loose_count = sum(entry.name not in aliases for entry in loose)
+            else:
+                parts += self._pieces_of(entry)
         self._fixed, self._facts = [p.fixed for p in pieces], [p.facts for p in pieces]
-        self._memory = {k: name for e in fixed if (k := memory_of(e.tensor)) is not None for name in [memory[k]]}
+        self._memory = {k: memory[k] for e in fixed if (k := memory_of(local(e.tensor))) is not None}
         self._signature = self._sign(loose)
         components = [
             {"path": list(node.path), "kind": node.kind, "facts": piece.facts, "names": _own(piece)}
             for node, piece in zip(self.nodes, pieces, strict=True)
         ]
-        layout = Layout(tuple(specs), aliases, components)
+        cuts = share([part.holding for part in parts], self.seat)
+        self.replicated = [part for part in parts if len(part.holding.replicas) > 1]
+        self._note_loose(parts, cuts, {e.name for e in loose})
+        layout = Layout(
+            tuple(_spec(parts[cut.holding].holding, cut) for cut in cuts),
+            aliases,
+            components,
+            self.seat.rank,
+            self.seat.size,
+            {p.holding.name: p.holding.instance for p in parts if p.holding.instance != GLOBAL},
+            _elsewhere(parts, cuts),
+        )
+        tensors = [parts[cut.holding].tensor.detach()[_index(parts[cut.holding].holding, cut)] for cut in cuts]
+        guarded = [guards[parts[cut.holding].holding.name] for cut in cuts]
         self._last = Reading(layout, tensors, guarded, [piece.values for piece in pieces])
         return self._last
+
+    def _pieces_of(self, entry: Entry) -> list[Piece]:
+        """What this rank has of an entry. What differs from rank to rank is its own, whatever it should be."""
+        found = of_rank(entry, self.seat)
+        if entry.name in self.apart:
+            rank = self.seat.rank
+            if all(p.holding.sizes == p.holding.full for p in found):
+                found = [Piece(replace(p.holding, replicas=(rank,), instance=rank), p.tensor) for p in found]
+        return found
+
+    def keep_apart(self, names: set[str]) -> None:
+        """Save these for each rank by itself from now on."""
+        if not names <= self.apart:
+            self.apart |= names
+            self.forget()
+
+    def _note_loose(self, parts: list[Piece], cuts: list[Cut], loose: set[str]) -> None:
+        """How to take the same slices of tensors that are made anew each time; they come last."""
+        self._cuts: dict[str, list[tuple[int, tuple[slice, ...]]]] = {}
+        first: dict[str, int] = {}
+        for i, part in enumerate(parts):
+            first.setdefault(part.holding.name, i)
+        self._fixed_count = len(cuts)
+        for cut in reversed(cuts):
+            holding = parts[cut.holding].holding
+            if holding.name in loose:
+                self._fixed_count -= 1
+                where = (cut.holding - first[holding.name], _index(holding, cut))
+                self._cuts.setdefault(holding.name, []).insert(0, where)
 
     def _may_overlap(self, entry: Entry, stepped: set[int]) -> bool:
         """Optimizer state and the parameters it steps. Whatever else writes, such as an average, may do so any time."""
@@ -256,34 +310,63 @@ class Capture:
 
     # -- putting back --
 
-    def place(self, layout: Layout, values: list[Json], *, strict: bool = True) -> Placement:
-        """Where the tensors of a saved state go. Changes nothing; MismatchError lists everything that does not fit."""
+    def place(self, saved: Saved, *, strict: bool = True) -> Placement:
+        """Where the tensors of a saved state go. Changes nothing; what does not fit is among its `problems`."""
         if self._moved():
             self._walk()
         self._pieces()
-        placement = Placement(layout, strict, self._names)
+        placement = Placement(saved, strict, self._names, self.seat)
         live = {node.path: node for node in self.nodes}
-        for component, value in zip(layout.components, values, strict=True):
-            path = tuple(component["path"])
-            saved = SavedNode(path, component["kind"], component["facts"], value, tuple(component["names"]))
-            node = live.pop(path, None)
+        for one in saved.nodes(self.seat.rank):
+            node = live.pop(one.path, None)
             if node is None:
-                placement.problem(f"{show(path)} is in the checkpoint, and not in the state")
-            elif node.kind != saved.kind:
-                placement.problem(f"{show(path)} is a {saved.kind} in the checkpoint and a {node.kind} here")
+                placement.problem(f"{show(one.path)} is in the checkpoint, and not in the state")
+            elif node.kind != one.kind:
+                placement.problem(f"{show(one.path)} is a {one.kind} in the checkpoint and a {node.kind} here")
             else:
-                node.prepare(saved, placement)
+                node.prepare(one, placement)
         for path in live:
             placement.problem(f"{show(path)} is not in the checkpoint")
-        placement.check()
+        placement.check_sharing()
         return placement
+
+
+def _who(names: Names) -> dict[int, tuple[str, object]]:
+    return {key: (entry.name, entry.alike) for key, entry in names.items()}
+
+
+def _index(holding: Holding, cut: Cut) -> tuple[slice, ...]:
+    """What to take of a piece; nothing to do if it is all of it."""
+    return () if cut.box[1] == holding.sizes else slices(cut.box)
+
+
+def _elsewhere(parts: list[Piece], cuts: list[Cut]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """What this rank holds like all others, and stages nothing of."""
+    staged = {parts[cut.holding].holding.name for cut in cuts}
+    rest = (p.holding for p in parts if p.holding.instance == GLOBAL and p.holding.name not in staged)
+    return {holding.name: (holding.dtype, holding.full) for holding in rest}
+
+
+def _spec(holding: Holding, cut: Cut) -> TensorSpec:
+    at = tuple(i + j for i, j in zip(holding.offsets, cut.box[0], strict=True))
+    sizes = cut.box[1]
+    whole, offsets = (None, ()) if sizes == holding.full else (holding.full, at)
+    return TensorSpec(
+        holding.name,
+        holding.dtype,
+        sizes,
+        holding.accelerator,
+        whole,
+        offsets,
+        holding.instance,
+    )
 
 
 def _keys(container: Any) -> Any:
     return container if isinstance(container, dict) else range(len(container))
 
 
-def _own(piece: Piece) -> list[str]:
+def _own(piece: Contents) -> list[str]:
     return [entry.name for entry in (*piece.fixed, *piece.loose)]
 
 

@@ -5,6 +5,7 @@ Kept as columns in a safetensors file, so that millions of rows load at once and
     names, name_ends          UTF-8 text of all names joined, and where each ends
     dtypes                    one byte a shard: its place in `DTYPES`
     ranks                     the rank that wrote the shard
+    instances                 whose tensor of that name it belongs to, -1: one that all ranks hold together
     dims, dim_ends            global shape, offsets and sizes of a shard, one after the other, and where each shard ends
     blob_ends                 shard i owns blobs blob_ends[i-1] .. blob_ends[i]
     pack, offset, stored      which file, where in it (bytes from its start), bytes stored
@@ -19,7 +20,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,8 @@ import safetensors.numpy
 
 from ckpt.codec import DIGEST_SIZE, RAW
 from ckpt.errors import CorruptError
-from ckpt.manifest import owner
+from ckpt.geometry import Box
+from ckpt.manifest import MAX_WORLD, owner
 from ckpt.plan import BITS, MAX_DIMS
 
 DTYPES = (
@@ -53,6 +54,11 @@ class Shard:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     rank: int = 0
+    instance: int = -1
+
+    @property
+    def box(self) -> Box:
+        return self.offsets, self.sizes
 
     @property
     def nbytes(self) -> int:
@@ -74,12 +80,8 @@ class Table:
     digest: Bytes
     packs: tuple[str, ...]
 
-    @cached_property
-    def by_name(self) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
-        for i, shard in enumerate(self.shards):
-            found.setdefault(shard.name, []).append(i)
-        return found
+    def blobs(self, shard: int) -> range:
+        return range(int(self.starts[shard]), int(self.starts[shard + 1]))
 
     def to_bytes(self) -> bytes:
         names = [s.name.encode() for s in self.shards]
@@ -89,6 +91,7 @@ class Table:
             "name_ends": _ends(names),
             "dtypes": np.array([DTYPES.index(s.dtype) for s in self.shards], np.uint8),
             "ranks": np.array([s.rank for s in self.shards], np.int32),
+            "instances": np.array([s.instance for s in self.shards], np.int32),
             "dims": np.array([n for row in dims for n in row], np.int64),
             "dim_ends": _ends(dims),
             "blob_ends": self.starts[1:],
@@ -172,7 +175,8 @@ def _checked(columns: dict[str, npt.NDArray[np.generic]], what: str) -> Table:
     name_ends, dim_ends = ends("name_ends", shards, len(text)), ends("dim_ends", shards, dims.size)
     starts = np.array(ends("blob_ends", shards, blobs), np.int64)
     dtypes = numbers("dtypes", shards, 0, len(DTYPES) - 1).tolist()
-    ranks = numbers("ranks", shards, 0, 2**31).tolist()
+    ranks = numbers("ranks", shards, 0, MAX_WORLD).tolist()
+    instances = numbers("instances", shards, -1, MAX_WORLD).tolist()
     rows = []
     for i in range(shards):
         row = dims[dim_ends[i] : dim_ends[i + 1]].tolist()
@@ -180,10 +184,10 @@ def _checked(columns: dict[str, npt.NDArray[np.generic]], what: str) -> Table:
         if rest or third > MAX_DIMS or any(n < 0 for n in row):
             raise CorruptError(f"{what}: impossible shape of shard {i}")
         shape, at, sizes = row[:third], row[third : 2 * third], row[2 * third :]
-        if any(o + n > g for g, o, n in zip(shape, at, sizes, strict=True)):
-            raise CorruptError(f"{what}: shard {i} lies outside its tensor")
         name = text[name_ends[i] : name_ends[i + 1]].decode()
-        rows.append(Shard(name, DTYPES[dtypes[i]], tuple(shape), tuple(at), tuple(sizes), ranks[i]))
+        if any(o + n > g for g, o, n in zip(shape, at, sizes, strict=True)):
+            raise CorruptError(f"{what}: shard {i}, of {name}, lies outside its tensor")
+        rows.append(Shard(name, DTYPES[dtypes[i]], tuple(shape), tuple(at), tuple(sizes), ranks[i], instances[i]))
     digest = columns["digest"]
     if digest.dtype != np.uint8 or digest.shape != (blobs, DIGEST_SIZE):
         raise CorruptError(f"{what}: column digest is out of range")
@@ -204,12 +208,15 @@ def _checked(columns: dict[str, npt.NDArray[np.generic]], what: str) -> Table:
 
 
 def _check_sums(table: Table, what: str) -> None:
-    """The blobs of a shard hold exactly its bytes."""
+    """The blobs of a shard hold exactly its bytes, and each a whole number of elements."""
     sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(table.length)])
     held = sums[table.starts[1:]] - sums[table.starts[:-1]]
     for i, shard in enumerate(table.shards):
         if int(held[i]) != shard.nbytes:
             raise CorruptError(f"{what}: the blobs of {shard.name} do not add up to its size")
+    sizes = np.array([BITS[shard.dtype] // 8 for shard in table.shards], np.int64)
+    if (table.length % np.repeat(sizes, np.diff(table.starts))).any():
+        raise CorruptError(f"{what}: a blob ends within an element")
     if table.codec.any():
         raise CorruptError(f"{what}: uses an encoding of a newer version")
     if (table.stored != table.length).any():

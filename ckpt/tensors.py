@@ -29,6 +29,10 @@ _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 def check(tensor: Tensor, path: Path) -> Tensor:
     """The tensor, or StateError naming its path if its bytes would not be the whole truth about it."""
+    inner = getattr(tensor, "_local_tensor", None)
+    if isinstance(inner, Tensor) and hasattr(tensor, "placements"):  # a DTensor: what this rank has of it counts
+        check(inner, path)
+        return tensor
     problem = None
     if torch.nn.parameter.is_lazy(tensor):
         problem = "has no shape yet: run the model once before it is saved"

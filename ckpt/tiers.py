@@ -16,16 +16,22 @@ class Memory:
 
     `every`: steps between snapshots. `keep`: snapshots held (each takes as much memory as the state; one more per
     durable tier is added for the write in flight). `linger_s`: how long the memory is held after the trainer has died.
+    `replicas`: 2 has a writer on another node keep a copy of each snapshot, sent over the network in the background,
+    so that memory survives the loss of a node.
     """
 
     every: int = 1
     keep: int = 3
     linger_s: float = 600.0
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         numbers = type(self.every) is int and type(self.keep) is int and isinstance(self.linger_s, (int, float))
+        numbers = numbers and self.replicas in (1, 2)
         if not numbers or self.every < 1 or not 2 <= self.keep <= 12 or self.linger_s < 0:
-            raise UsageError(f"{self} makes no sense: every counts from 1, keep from 2 to 12, linger_s from 0")
+            raise UsageError(
+                f"{self} makes no sense: every counts from 1, keep from 2 to 12, linger_s from 0, replicas is 1 or 2"
+            )
 
 
 @dataclass(frozen=True, slots=True)

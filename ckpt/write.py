@@ -19,7 +19,7 @@ from ckpt.codec import DIGEST_SIZE, blob_digest, file_digest
 from ckpt.errors import StoreError
 from ckpt.events import point
 from ckpt.manifest import Attempt, PackInfo, Part, pack_key, part_key, table_key
-from ckpt.plan import Layout, pages
+from ckpt.plan import BLOB, Layout, pages
 from ckpt.store import Store
 from ckpt.table import Shard, Table
 
@@ -50,18 +50,15 @@ async def write_part(
     store: Store,
     snapshot: Snapshot,
     *,
-    rank: int = 0,
     number: int = 0,
-    world: int = 1,
     reason: str = "due",
     on_bytes: Callable[[int], None] | None = None,
 ) -> Written:
     """Store one rank's share of an attempt. After an error nothing of it counts; write again with a higher `number`."""
-    key = pack_key(snapshot.attempt, rank, number)
-    header = snapshot.layout.arrangement.header
-    await _write_pack(store, key, header, snapshot.data, on_bytes)
+    key = pack_key(snapshot.attempt, snapshot.layout.rank, number)
+    await _write_pack(store, key, snapshot.layout.arrangement.header, snapshot.data, on_bytes)
     try:
-        return await _write_part(store, snapshot, key, rank, number, world, reason)
+        return await _write_part(store, snapshot, key, number, reason)
     except BaseException:
         # Without its part no record can ever name the pack; do not leave gigabytes on a disk that may be full.
         with contextlib.suppress(StoreError):
@@ -69,12 +66,11 @@ async def write_part(
         raise
 
 
-async def _write_part(
-    store: Store, snapshot: Snapshot, key: str, rank: int, number: int, world: int, reason: str
-) -> Written:
-    header = snapshot.layout.arrangement.header
-    digests = await asyncio.to_thread(digest_blobs, snapshot.layout, snapshot.data)
-    table = build_table(snapshot.layout, key, digests, rank)
+async def _write_part(store: Store, snapshot: Snapshot, key: str, number: int, reason: str) -> Written:
+    layout, data = snapshot.layout, snapshot.data
+    rank, header = layout.rank, layout.arrangement.header
+    digests = await asyncio.to_thread(digest_blobs, layout, data)
+    table = build_table(layout, key, digests)
     raw_table = table.to_bytes()
     await store.put(table_key(snapshot.attempt, rank, number), raw_table, create=True)
     point("table.stored")
@@ -82,12 +78,12 @@ async def _write_part(
         attempt=str(snapshot.attempt),
         rank=rank,
         number=number,
-        world=world,
-        layout=snapshot.layout.to_json(),
-        layout_digest=snapshot.layout.digest,
+        world=layout.world,
+        layout=layout.to_json(),
+        layout_digest=layout.digest,
         values=snapshot.values,
         table=file_digest(raw_table),
-        packs=[PackInfo(key, len(header) + len(snapshot.data), len(header), file_digest(header))],
+        packs=[PackInfo(key, len(header) + len(data), len(header), file_digest(header))],
         created=time.time(),
         reason=reason,
     )
@@ -135,24 +131,22 @@ def digest_blobs(layout: Layout, data: memoryview) -> bytes:
     return b"".join(blob_digest(data[b.offset : b.offset + b.length]) for b in layout.arrangement.blobs)
 
 
-def build_table(layout: Layout, pack: str, digests: bytes, rank: int = 0) -> Table:
-    """The table of a part that holds whole tensors in one raw pack."""
+def build_table(layout: Layout, pack: str, digests: bytes | None) -> Table:
+    """The table of one rank's pieces in one raw pack. `digests`: None if nobody has digested them, then zeros."""
     arrangement = layout.arrangement
+    pieces = [layout.tensors[i] for i in arrangement.order]
     blobs = arrangement.blobs
-    shards = [layout.tensors[i] for i in arrangement.order]
-    counts = np.zeros(len(layout.tensors), np.int64)
-    owners = np.array([b.tensor for b in blobs], np.int64)
-    np.add.at(counts, owners, 1)
     length = np.array([b.length for b in blobs], np.int64)
+    raw = bytes(len(blobs) * DIGEST_SIZE) if digests is None else digests[: len(blobs) * DIGEST_SIZE]
     return Table(
-        shards=tuple(Shard(t.name, t.dtype, t.shape, (0,) * len(t.shape), t.shape, rank) for t in shards),
-        starts=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts[list(arrangement.order)], dtype=np.int64)]),
+        shards=tuple(Shard(t.name, t.dtype, t.full, t.at, t.shape, layout.rank, t.instance) for t in pieces),
+        starts=np.cumsum([0, *(-(-t.nbytes // BLOB) for t in pieces)], dtype=np.int64),
         pack=np.zeros(len(blobs), np.int64),
         offset=np.array([b.offset for b in blobs], np.int64) + len(arrangement.header),
         stored=length,
         length=length,
         codec=np.zeros(len(blobs), np.int64),
         base=np.full(len(blobs), -1, np.int64),
-        digest=np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_SIZE),
+        digest=np.frombuffer(raw, np.uint8).reshape(-1, DIGEST_SIZE),
         packs=(pack,),
     )

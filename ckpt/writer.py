@@ -34,8 +34,9 @@ from ckpt.codec import blob_digest
 from ckpt.errors import CheckpointError, FencedError, FullError, SaveError, StoreError, UsageError, WriterError, to_wire
 from ckpt.link import Channel, Message
 from ckpt.log import Acquire, RunLog, in_history
-from ckpt.manifest import Attempt, new_nonce
+from ckpt.manifest import Attempt, part_key, table_key
 from ckpt.manifest import owner as owner_of
+from ckpt.mirror import Mirror
 from ckpt.mutex import Got
 from ckpt.plan import Layout
 from ckpt.read import verify
@@ -55,6 +56,7 @@ class Tier:
     url: str
     keep: retain.Keep
     log: RunLog
+    role: commit.Role = field(default_factory=commit.Role)
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
     verified: set[Attempt] = field(default_factory=set)
     in_flight: set[Attempt] = field(default_factory=set)
@@ -72,20 +74,23 @@ class Writer:
         self.leaving = False
         self.previous_gone = True  # whether no earlier trainer can write to the arenas any more
         self.owner: Acquire | None = None
+        self.heir = ""  # the nonce of the owner that our trainer is about to be
         self.acquires: list[Acquire] = []  # the history that the snapshots in memory belong to
         self.tiers: list[Tier] = []
         self.arenas: dict[str, Arena] = {}
         self.layouts: dict[str, Layout] = {}
-        self.digests: dict[Attempt, bytes] = {}
+        self.digests: dict[tuple[Attempt, int], bytes] = {}  # by attempt, and rank that took the snapshot
         self.writing: dict[tuple[str, int], int] = {}  # (arena, slot) -> writes in progress
         self.ownership = asyncio.Lock()  # held while the run is taken over by us
         self.tries: dict[Attempt, int] = {}
         self.retracted: set[Attempt] = set()
         self.first_try = 0
         self.linger_s = 600.0
+        self.commit_s = 600.0  # how long the parts of other ranks are waited for
         self.finished = asyncio.Event()
         self.adoptions = 0
         self.loop = asyncio.get_running_loop()
+        self.mirror = Mirror(check_room, self._keep_layout)
         self.tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, listener: socket.socket) -> None:
@@ -198,33 +203,36 @@ class Writer:
                 channel.send({**reply, "op": "reply", "id": message["id"]}, out)
 
     async def do_hello(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
-        """A trainer introduces itself. It becomes ours unless the present one lives."""
-        if self.leaving:
+        """A trainer introduces itself. It becomes ours unless the present one lives, or it is only a `visit`."""
+        if self.leaving and not message.get("visit"):
             raise WriterError("this writer is about to leave")
         pid = link.peer_pid(channel.sock)
+        copies = self.mirror.arenas.values() if message.get("visit") else ()  # no trainer goes on in them
+        shown = [*self.arenas.values(), *copies]
         alive = not self.dead and pid != self.trainer and _alive(self.trainer)
         reply: Message = {
             "pid": os.getpid(),
             "alive": alive,
             "trainer": self.trainer,
             "gone": self.previous_gone and (pid == self.trainer or not _alive(self.trainer)),
-            "arenas": list(self.arenas),
+            "arenas": [arena.id.hex() for arena in shown],
             "layouts": {digest: layout.to_json() for digest, layout in self.layouts.items()},
-            "digests": {str(attempt): digests.hex() for attempt, digests in self.digests.items()},
+            "digests": self._known_digests(),
             "writing": [list(key) for key in self.writing],
             "acquires": [[a.epoch, a.nonce, a.restored and str(a.restored)] for a in self.acquires],
         }
-        if not alive and channel is not self.channel:
+        if not alive and channel is not self.channel and not message.get("visit"):
             self.adoptions += 1
             self.previous_gone = reply["gone"]
             self.channel, self.trainer, self.dead = channel, pid, False
             self._start_thread(self._wait_gone, pid)
-        return reply, tuple(arena.fd for arena in self.arenas.values())
+        return reply, tuple(arena.fd for arena in shown)
 
     async def do_open(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
-        """Open the durable places. Without `owner` become the owner and recover; with it go on as that incarnation."""
-        self.linger_s = float(message["linger_s"])
+        """Open the durable places, without changing anything in them."""
+        self.linger_s, self.commit_s = float(message["linger_s"]), float(message["commit_s"])
         self.first_try = int(message.get("first_try", 0))
+        self.heir = str(message.get("heir", ""))
         self.acquires = [Acquire(e, n, None if r is None else Attempt.parse(r)) for e, n, r in message["acquires"]]
         known = {tier.url: tier for tier in self.tiers}  # one of them may be writing the ring at this moment
         tiers = []
@@ -235,20 +243,76 @@ class Writer:
             await tier.log.refresh()
             tiers.append(tier)
         self.tiers = tiers
-        if message.get("owner"):
-            epoch, nonce = message["owner"]
-            self.owner = Acquire(epoch, nonce, None)
-        else:
-            await self._acquire(int(message.get("floor", 0)), None)
-            for tier in self.tiers:
-                await commit.recover(tier.log, self._mine(), frozenset(tier.in_flight))
-        owner = self._mine()
         reply: Message = {
-            "epoch": owner.epoch,
-            "nonce": owner.nonce,
-            "tiers": [{"checkpoints": len(t.log.state.commits), "damaged": t.log.state.damaged} for t in self.tiers],
+            "tiers": [
+                {
+                    "root": t.log.root,
+                    "epoch": t.log.state.epoch,
+                    "checkpoints": len(t.log.state.commits) + len(t.log.state.held),
+                    "damaged": t.log.state.damaged,
+                }
+                for t in self.tiers
+            ],
         }
         return reply, ()
+
+    async def do_acquire(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
+        """Take the places numbered `tiers` over, for all ranks. With `restored` as a rollback of the present owner."""
+        nonce, restored = str(message["nonce"]), message["restored"]
+        back = None if restored is None else Attempt.parse(restored)
+        tiers = [self.tiers[i] for i in message["tiers"]]
+        for tier in tiers if back is not None else ():
+            await tier.log.refresh()
+            if all(acquire.nonce != nonce for acquire in tier.log.state.acquires):
+                tier.log.check_owner(self._mine())
+        floor = max([int(message["floor"]), *(t.log.state.epoch for t in tiers)])
+        taken = [await commit.acquire(t.log, nonce, restored=back, floor=floor) for t in tiers]
+        return {"epochs": sorted({a.epoch for a in taken} or {floor + 1})}, ()
+
+    async def do_own(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
+        """All ranks have agreed who the owner is, and this writer's part in committing."""
+        epoch, nonce, restored = message["owner"]
+        owner = Acquire(epoch, nonce, None if restored is None else Attempt.parse(restored))
+        async with self.ownership:
+            for tier in self.tiers:
+                await tier.log.refresh()  # the writer of another rank appended it: by an older log we would be fenced
+            self._become(owner)
+        for tier, (ranks, place, world) in zip(self.tiers, message["roles"], strict=True):
+            tier.role = commit.Role(tuple(ranks), place, world)
+            await tier.log.refresh()  # another rank's writer has appended who the owner is
+        for i in message.get("recover", ()):
+            tier = self.tiers[i]
+            await commit.recover(tier.log, self._mine(), frozenset(tier.in_flight), partial=tier.role.partial)
+        parts = []
+        for i in message.get("recover", ()):
+            state = self.tiers[i].log.state
+            if self.tiers[i].role.partial:
+                for attempt, one in {**state.held, **state.commits}.items():
+                    ranks = [rank for rank, _, _ in one.parts]
+                    parts.append({"tier": i, "attempt": str(attempt), "world": one.world, "ranks": ranks})
+        return {"parts": parts}, ()
+
+    async def do_heir(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
+        """By this nonce our trainer, or another rank, is about to take the run over: that is no other job."""
+        self.heir = str(message["nonce"])
+        return {}, ()
+
+    def _succeed(self, log: RunLog) -> None:
+        """Go on as the owner that the log names, if it is the heir: the trainer may die before it can say so."""
+        if log.state.acquires and log.state.acquires[-1].nonce == self.heir:
+            self._become(log.state.acquires[-1])
+
+    def _become(self, owner: Acquire) -> None:
+        if self.owner is None or (owner.epoch, owner.nonce) != (self.owner.epoch, self.owner.nonce):
+            self.owner = owner
+            self.acquires.append(owner)
+
+    async def do_complete(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
+        """The other places hold their parts of these attempts too."""
+        tier = self.tiers[message["tier"]]
+        for attempt in message["attempts"]:
+            await commit.complete(tier.log, self._mine(), Attempt.parse(attempt))
+        return {}, ()
 
     async def _open_tier(self, url: str, keep: retain.Keep) -> Tier:
         store = open_store(url, writable=True)
@@ -261,45 +325,15 @@ class Writer:
             raise
         return Tier(url, keep, log)
 
-    async def _acquire(self, floor: int, restored: Attempt | None, nonce: str | None = None) -> None:
-        async with self.ownership:
-            await self._acquire_alone(floor, restored, nonce)
-
-    async def _acquire_alone(self, floor: int, restored: Attempt | None, nonce: str | None) -> None:
-        while True:
-            nonce = nonce or new_nonce()
-            floor = max([floor, *(t.log.state.epoch for t in self.tiers)])
-            taken = [await commit.acquire(t.log, nonce, restored=restored, floor=floor) for t in self.tiers]
-            self.owner = taken[0] if taken else Acquire(floor + 1, nonce, restored)
-            self.acquires.append(self.owner)
-            if len({a.epoch for a in taken}) <= 1:
-                return
-            nonce, floor = None, max(a.epoch for a in taken)  # another job came between: one epoch for all places
-
     def _mine(self) -> Acquire:
         if self.owner is None:
             raise UsageError("the run has not been opened")
         return self.owner
 
-    async def do_rollback(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
-        """A restore opens an epoch that continues from the attempt it came from."""
-        nonce = str(message["nonce"])
-        for tier in self.tiers:
-            await tier.log.refresh()
-            if all(acquire.nonce != nonce for acquire in tier.log.state.acquires):
-                tier.log.check_owner(self._mine())
-        await self._acquire(self._mine().epoch, Attempt.parse(message["restored"]), nonce)
-        return {"epoch": self._mine().epoch, "nonce": self._mine().nonce}, ()
-
     async def do_arena(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
         """Make an arena, in the background, since touching its pages takes a while."""
         slots, slot_size = int(message["slots"]), int(message["slot_size"])
-        free = available_memory()
-        if slots * slot_size > MEMORY_SHARE * free:
-            raise SaveError(
-                f"{slots} snapshots of {slot_size / 2**20:.0f} MiB do not fit into {free / 2**20:.0f} MiB of memory: "
-                "lower Memory(keep=), or give the job more memory"
-            )
+        check_room(slots, slot_size)
         arena = await asyncio.to_thread(Arena.create, slots, slot_size)
         self.arenas[arena.id.hex()] = arena
         return {"arena": arena.id.hex()}, (arena.fd,)
@@ -316,8 +350,13 @@ class Writer:
         return {}, ()
 
     async def do_digests(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
-        """The digests of snapshots that are known so far."""
-        return {"digests": {str(attempt): digests.hex() for attempt, digests in self.digests.items()}}, ()
+        """The digests of snapshots that are known so far; of all, if told."""
+        if message.get("all"):
+            await asyncio.to_thread(self._digest_ring)
+        return {"digests": self._known_digests()}, ()
+
+    def _known_digests(self) -> list[list[Any]]:
+        return [[str(attempt), rank, digests.hex()] for (attempt, rank), digests in list(self.digests.items())]
 
     async def do_release(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
         """This arena is not needed any more."""
@@ -327,31 +366,64 @@ class Writer:
         return {}, ()
 
     async def do_layout(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
-        layout = Layout.from_json(message["layout"])
+        self._keep_layout(Layout.from_json(message["layout"]))
+        return {}, ()
+
+    def _keep_layout(self, layout: Layout) -> None:
         self.layouts[layout.digest] = layout
         if len(self.layouts) > MAX_LAYOUTS:  # shapes that keep changing; the trainer sends again what it forgot
-            used = {label.layout for arena in self.arenas.values() for _, label in arena.sealed()}
+            arenas = (*self.arenas.values(), *self.mirror.arenas.values())
+            used = {label.layout for arena in arenas for _, label in arena.sealed()}
             recent = list(self.layouts)[-MAX_LAYOUTS // 2 :]
             self.layouts = {key: self.layouts[key] for key in self.layouts if key in used or key in recent}
+
+    async def do_serve(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
+        """Be ready to keep a copy of another rank's memory."""
+        return {"contact": self.mirror.serve()}, ()
+
+    async def do_partner(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
+        """Who keeps a copy of ours."""
+        self.mirror.send_to(message["contact"], int(message["rank"]))
+        return {}, ()
+
+    async def do_push(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
+        """A snapshot was sealed: have it copied to the partner."""
+        arena, slot = self.arenas[message["arena"]], int(message["slot"])
+        label = arena.label(slot)
+        if label is not None and str(label.attempt) == message["attempt"] and label.layout in self.layouts:
+            self.mirror.push(arena, slot, label, self.layouts[label.layout])
         return {}, ()
 
     async def do_write(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
         """Make a checkpoint of a sealed slot in one tier; replies when it is durable."""
-        tier, arena, slot = self.tiers[message["tier"]], self.arenas[message["arena"]], int(message["slot"])
+        number, slot = message["tier"], int(message["slot"])
+        tier, arena = self.tiers[number], self.arenas[message["arena"]]
         label = arena.label(slot)
-        if label is None or str(label.attempt) != message["attempt"]:
-            raise SaveError(f"slot {slot} does not hold {message['attempt']} any more")
-        started = time.monotonic()
-        await self._write(tier, arena, slot, label)
-        return {"seconds": time.monotonic() - started, "bytes": label.data_size}, ()
+        if label is not None and str(label.attempt) == message["attempt"]:
+            written = await self._store(tier, arena, slot, label)
+        else:  # a predecessor stored it, and died before it was committed: since then the slot was used again
+            attempt = Attempt.parse(message["attempt"])
+            written = await commit.stored_part(tier.log.store, attempt, tier.role.ranks[tier.role.place])
+            if written is None:
+                raise SaveError(f"slot {slot} does not hold {attempt} any more")
+            tier.in_flight.add(attempt)
+        if written is not None:
+            self._tell({"op": "stored", "tier": number, "attempt": message["attempt"]})
+            await self._settle(tier, written)
+        return {}, ()
 
     async def do_retract(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
-        """A snapshot turned out not to be of one moment: it must not be committed, or not stay so."""
-        attempt = Attempt.parse(message["attempt"])
+        """A snapshot failed, or turned out not to be of one moment: it must not be committed, or not stay so."""
+        attempt, reason = Attempt.parse(message["attempt"]), str(message["reason"])
         self.retracted.add(attempt)
         for tier in self.tiers:
             async with tier.busy:
-                await commit.retract(tier.log, self._mine(), attempt)
+                await commit.retract(tier.log, self._mine(), attempt, reason)
+        return {}, ()
+
+    async def do_leave(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
+        """The trainer lets go of everything, and may go on living: as if it had died."""
+        self._on_death(self.adoptions)
         return {}, ()
 
     async def do_close(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
@@ -372,50 +444,84 @@ class Writer:
 
     # -- writing --
 
-    async def _write(self, tier: Tier, arena: Arena, slot: int, label: Label, reason: str = "due") -> None:
-        """A failed attempt stays open: it may be written again by a higher try, and recovery ends what is left."""
-        attempt, key = label.attempt, (arena.id.hex(), slot)
+    async def _store(self, tier: Tier, arena: Arena, slot: int, label: Label, reason: str = "due") -> Written | None:
+        """Write this rank's part; None if the attempt is a checkpoint already.
+
+        Alone, a failed attempt stays open: it may be written again by a higher try, and recovery ends what is left.
+        With others it is given up at once, so that they need not wait.
+        """
+        attempt, key, layout = label.attempt, (arena.id.hex(), slot), self.layouts[label.layout]
         assert attempt is not None
         self.writing[key] = self.writing.get(key, 0) + 1
         tier.in_flight.add(attempt)
         try:
             async with tier.busy:
                 if attempt in tier.log.state.commits:
-                    return  # a predecessor did it, and could not say so
+                    tier.in_flight.discard(attempt)
+                    return None  # a predecessor did it, and could not say so
                 number = self.tries.get(attempt, self.first_try)
                 self.tries[attempt] = number + 1
                 values = json.loads(bytes(arena.values(slot, label)))
-                snapshot = Snapshot(attempt, self.layouts[label.layout], arena.data(slot, label.data_size), values)
+                snapshot = Snapshot(attempt, layout, arena.data(slot, label.data_size), values)
                 async with self.ownership:
+                    self._succeed(tier.log)
                     tier.log.check_owner(self._mine())
                 written = await write_part(tier.log.store, snapshot, number=number, reason=reason)
                 if attempt in self.retracted:
                     raise SaveError(f"step {attempt.step} was taken back while it was written")
-                try:
-                    await self._commit(tier, written)
-                except FullError:
-                    await self._make_room(tier, attempt)
-                    raise
-            self.digests[attempt] = written.table.digest.tobytes() + blob_digest(arena.values(slot, label))
-            events.log.info("step %d is a checkpoint in %s", attempt.step, tier.url)
-        finally:
+            values_digest = blob_digest(arena.values(slot, label))
+            self.digests[attempt, layout.rank] = written.table.digest.tobytes() + values_digest
+            return written
+        except BaseException as error:
             tier.in_flight.discard(attempt)
+            given_up = reason == "due" and not isinstance(error, FencedError)
+            if layout.world > 1 and given_up and isinstance(error, Exception):
+                with contextlib.suppress(CheckpointError):
+                    await commit.abort(tier.log, self._mine(), attempt, f"rank {layout.rank}: {error}")
+                if attempt in tier.log.state.commits:
+                    return None  # the part was whole, and others were quick
+            raise
+        finally:
             self.writing[key] -= 1
             if not self.writing[key]:
                 del self.writing[key]
+
+    async def _settle(self, tier: Tier, written: Written) -> None:
+        """From a part to a checkpoint: with the parts of the other ranks, if there are any."""
+        attempt = Attempt.parse(written.part.attempt)
+        try:
+            await self._commit(tier, written)
+            events.log.info("step %d is a checkpoint in %s", attempt.step, tier.url)
+        except FullError:
+            await self._make_room(tier, attempt)
+            raise
+        except Exception as error:
+            if written.part.world > 1:
+                await self._give_up(tier, written, error)
+            raise
+        finally:
+            tier.in_flight.discard(attempt)
         self._forget_old()
-        if tier.sweeping is None or tier.sweeping.done():
+        if tier.role.place == 0 and (tier.sweeping is None or tier.sweeping.done()):
             tier.sweeping = self._spawn(self._sweep(tier))
 
     async def _commit(self, tier: Tier, written: Written) -> None:
         """Commit as whoever we are by then: a restore may open our next epoch while a checkpoint is on its way."""
+        part, number = written.part, self.tiers.index(tier) if tier in self.tiers else -1
+        role = (
+            tier.role if part.world == tier.role.world else commit.Role(tuple(range(part.world)), part.rank, part.world)
+        )
+        held: Message = {"op": "held", "tier": number, "attempt": part.attempt}
         while True:
             mine = self._mine()
             try:
-                await commit.commit(tier.log, mine, [written])
+                await commit.settle(
+                    tier.log, self._mine, written, role, deadline_s=self.commit_s, on_held=lambda: self._tell(held)
+                )
                 return
             except FencedError:
                 async with self.ownership:  # is it we ourselves who are taking over?
+                    self._succeed(tier.log)
                     if self._mine() == mine:
                         raise
 
@@ -429,14 +535,27 @@ class Writer:
                         if owner_of(key) == attempt:
                             await tier.log.store.delete(key)
 
+    async def _give_up(self, tier: Tier, written: Written, error: Exception) -> None:
+        """The others need not wait for a committer that failed; and our part of what they gave up takes no space."""
+        part, attempt = written.part, Attempt.parse(written.part.attempt)
+        with contextlib.suppress(CheckpointError):
+            if not isinstance(error, FencedError) and part.reason == "due":
+                await commit.abort(tier.log, self._mine(), attempt, f"rank {part.rank}: {error}")
+            if attempt in tier.log.state.aborted:
+                keys = [*(pack.key for pack in part.packs), part_key(attempt, part.rank, part.number)]
+                for key in [*keys, table_key(attempt, part.rank, part.number)]:
+                    await tier.log.store.delete(key)
+
     def _forget_old(self) -> None:
-        held = {label.attempt for arena in self.arenas.values() for _, label in arena.sealed()}
-        self.digests = {attempt: d for attempt, d in self.digests.items() if attempt in held}
+        arenas = (*self.arenas.values(), *self.mirror.arenas.values())
+        held = {label.attempt for arena in arenas for _, label in arena.sealed()}
+        self.digests = {(attempt, rank): d for (attempt, rank), d in self.digests.items() if attempt in held}
         self.tries = {attempt: n for attempt, n in self.tries.items() if attempt in held}
 
     async def _sweep(self, tier: Tier) -> None:
         """Retention: older checkpoints may only go once a newer one has been read back and found sound."""
         try:
+            await self._give_up_old(tier)
             doomed = retain.choose(tier.log.state, tier.keep, tier.verified)
             if not doomed and not tier.log.state.aborted:
                 return
@@ -455,6 +574,13 @@ class Writer:
             pass  # the next save says so
         except CheckpointError as error:
             events.log.warning("clean-up of %s has to wait: %s", tier.url, error)
+
+    async def _give_up_old(self, tier: Tier) -> None:
+        """What is HELD since long, while newer steps became checkpoints, will never be one."""
+        history = tier.log.state.lineage()
+        for attempt in list(tier.log.state.held) if len(history) >= retain.ALWAYS else ():
+            if attempt not in tier.in_flight and attempt < history[retain.ALWAYS - 1].attempt:
+                await commit.abort(tier.log, self._mine(), attempt, "other nodes do not hold their parts", held=True)
 
     # -- after the trainer's death --
 
@@ -484,18 +610,22 @@ class Writer:
         for tier in self.tiers:
             with contextlib.suppress(StoreError):
                 await tier.log.refresh()
+                self._succeed(tier.log)
                 tier.log.check_owner(self._mine())
 
     def _holds_something(self) -> bool:
-        return any(arena.sealed() for arena in self.arenas.values())
+        return any(arena.sealed() for arena in (*self.arenas.values(), *self.mirror.arenas.values()))
 
     def _digest_ring(self) -> None:
-        for arena in list(self.arenas.values()):
+        for arena in (*self.arenas.values(), *self.mirror.arenas.values()):
             for slot, label in arena.sealed():
                 layout = self.layouts.get(label.layout)
-                if layout is not None and label.attempt is not None and label.attempt not in self.digests:
-                    blobs = digest_blobs(layout, arena.data(slot, label.data_size))
-                    self.digests[label.attempt] = blobs + blob_digest(arena.values(slot, label))
+                if layout is None or label.attempt is None or (label.attempt, layout.rank) in self.digests:
+                    continue
+                blobs = digest_blobs(layout, arena.data(slot, label.data_size))
+                found = blobs + blob_digest(arena.values(slot, label))
+                if arena.label(slot) == label:  # the trainer may be alive, and go on
+                    self.digests[label.attempt, layout.rank] = found
 
     async def _drain(self, adoptions: int) -> bool:
         """Write every sealed snapshot that is not durable yet to the nearest tier, newest first. False: try again."""
@@ -514,18 +644,35 @@ class Writer:
                 done = label.attempt in tier.in_flight or label.attempt in self.retracted
                 if label.attempt is None or done or tier.log.state.ended(label.attempt):
                     continue
-                adopted = self.adoptions
-                try:
-                    await self._write(tier, arena, slot, label, "ring")
-                except FencedError:
-                    raise
-                except Exception as error:
-                    events.log.warning("step %d is not durable yet: %s", label.attempt.step, error)
-                    complete = False
-                finally:
-                    if adopted != self.adoptions:  # the new trainer was told that this slot is being written
-                        self._tell({"op": "unpinned", "arena": arena.id.hex(), "slot": slot})
+                complete &= await self._save_late(tier, arena, slot, label)
         return complete
+
+    async def _save_late(self, tier: Tier, arena: Arena, slot: int, label: Label) -> bool:
+        """One snapshot of the ring, after the trainer's death. False: it has to be tried again."""
+        assert label.attempt is not None
+        adopted, stored = self.adoptions, False
+        try:
+            written = await self._store(tier, arena, slot, label, "ring")
+            stored = True
+            if written is not None and written.part.world == 1:
+                await self._settle(tier, written)
+            elif written is not None:  # other ranks may never have taken this step: do not wait for them here
+                self._spawn(self._settle_late(tier, written))
+        except FencedError:
+            raise
+        except Exception as error:
+            events.log.warning("step %d is not durable yet: %s", label.attempt.step, error)
+            return stored and self.layouts[label.layout].world > 1
+        finally:
+            if adopted != self.adoptions:  # the new trainer was told that this slot is being written
+                self._tell({"op": "unpinned", "arena": arena.id.hex(), "slot": slot})
+        return True
+
+    async def _settle_late(self, tier: Tier, written: Written) -> None:
+        try:
+            await self._settle(tier, written)
+        except CheckpointError as error:
+            events.log.warning("step %d is in memory only: %s", Attempt.parse(written.part.attempt).step, error)
 
 
 def _alive(pid: int) -> bool:
@@ -549,6 +696,16 @@ def available_memory() -> int:
                 left += int(cache.get("total_inactive_file", cache.get("inactive_file", 0)))
             free = min(free, max(0, left))
     return free
+
+
+def check_room(slots: int, slot_size: int) -> None:
+    """SaveError if an arena of this size would take memory that is not free."""
+    free = available_memory()
+    if slots * slot_size > MEMORY_SHARE * free:
+        raise SaveError(
+            f"{slots} snapshots of {slot_size / 2**20:.0f} MiB do not fit into {free / 2**20:.0f} MiB of memory: "
+            "lower Memory(keep=), or give the job more memory"
+        )
 
 
 def _be_modest() -> None:

@@ -97,15 +97,16 @@ class Run:
 async def restored(log: RunLog, attempt: Attempt) -> bytes:
     """The bytes of a checkpoint, verified by the reader, in the order of the layout."""
     manifest = await read.load_manifest(log.store, log.state.commits[attempt])
-    layout = manifest.layout()
+    layout, saved = manifest.layout(), manifest.saved()
     data = bytearray(layout.arrangement.data_size)
     number = {t.name: i for i, t in enumerate(layout.tensors)}
 
-    def sink(shard: int, offset: int, view: memoryview) -> None:
-        at = layout.arrangement.offsets[number[manifest.table.shards[shard].name]] + offset
+    def sink(blob: int, view: memoryview) -> None:
+        name = manifest.table.shards[int(saved.shard_of_blob[blob])].name
+        at = layout.arrangement.offsets[number[name]] + int(saved.position[blob])
         data[at : at + len(view)] = view
 
-    reads = read.plan_reads(manifest.table, range(len(manifest.table.shards)))
+    reads = read.plan_reads(manifest.table, range(len(manifest.table.length)))
     await read.fetch(log.store, manifest.table, reads, sink)
     return bytes(data)
 

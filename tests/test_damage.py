@@ -12,7 +12,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -24,9 +24,12 @@ from ckpt.errors import CheckpointError, CorruptError, NoCheckpointError
 from ckpt.log import Acquire, Commit, RunLog
 from ckpt.manifest import Attempt, new_nonce
 from ckpt.plan import BLOB, Layout, TensorSpec
+from ckpt.resume import Restored, restore_first
 from ckpt.retain import Keep
-from ckpt.sources import MemorySource, shard_of
+from ckpt.sources import MemorySource
+from ckpt.sources import Snapshot as Sealed
 from ckpt.state import Capture
+from ckpt.world import World
 from ckpt.write import Snapshot, digest_blobs, write_part
 from ckpt_backends.memory import MemoryStore
 
@@ -95,19 +98,19 @@ class Read:
 async def read_one(store: MemoryStore, found: Commit) -> Read:
     """One checkpoint, by the same steps as `ckpt.sources.StoreSource`."""
     whole = await read.load_manifest(store, found)
-    of = whole.layout()
+    of, saved = whole.layout(), whole.saved()
     offsets = dict(zip((t.name for t in of.tensors), of.arrangement.offsets, strict=True))
     data = bytearray(of.arrangement.data_size)
-    shards = [shard_of(of, whole.table, name) for name in of.by_name]
+    blobs = [blob for key in saved.tensors for blob in saved.blobs(key)]
     seen = 0
 
-    def sink(shard: int, at: int, view: memoryview) -> None:
+    def sink(blob: int, view: memoryview) -> None:
         nonlocal seen
-        start = offsets[whole.table.shards[shard].name] + at
+        start = offsets[whole.table.shards[int(saved.shard_of_blob[blob])].name] + int(saved.position[blob])
         data[start : start + len(view)] = view
         seen += len(view)
 
-    await read.fetch(store, whole.table, read.plan_reads(whole.table, shards), sink)
+    await read.fetch(store, whole.table, read.plan_reads(whole.table, blobs), sink)
     assert seen == len(data)
     return Read(found.step, bytes(data), whole.parts[0].values)
 
@@ -459,8 +462,8 @@ def test_negative_control_without_digests_of_small_files(small: Objects, monkeyp
 # -- memory --
 
 
-def snapshot_in_memory() -> tuple[Arena, int, Label, Layout, bytes]:
-    """A sealed slot of a real state, its layout, and the digests that the writer would have of it."""
+def snapshot_in_memory() -> Sealed:
+    """A sealed slot of a real state, with the digests that the writer would have of it."""
     state = live_state()
     reading = Capture(state).read()
     of, values = reading.layout, json.dumps(reading.values).encode()
@@ -470,7 +473,7 @@ def snapshot_in_memory() -> tuple[Arena, int, Label, Layout, bytes]:
     label = Label(SEALED, 1, Attempt(1, 1, "0" * 8), of.digest, len(data), len(values), 0.0)
     arena.set_label(0, label)
     arena.values(0, label)[:] = values
-    return arena, 0, label, of, digest_blobs(of, memoryview(data)) + blob_digest(values)
+    return Sealed(arena, 0, label, of, digest_blobs(of, memoryview(data)) + blob_digest(values))
 
 
 def live_state() -> dict[str, Any]:
@@ -479,31 +482,54 @@ def live_state() -> dict[str, Any]:
     return {"x": torch.zeros(300), "y": torch.zeros(7, dtype=torch.int64), "meta": {"lr": 0.125, "seen": [1, 2, 3]}}
 
 
-def restore_memory(source: MemorySource, of: Layout) -> bytes:
-    """Into a fresh state; the bytes that it then has."""
+def restore_memory(snapshot: Sealed, into: dict[str, Any], on_touch: Callable[[], None] = lambda: None) -> Restored:
+    """As `Checkpointer.restore` does it; CorruptError where it would go on to another source."""
+    result = Restored(step=None)
+    source = MemorySource(snapshot.attempt, [snapshot], alone=True)
+    if restore_first(World(), [source], Capture(into), result, strict=True, on_touch=on_touch) is None:
+        raise CorruptError(result.skipped[0].reason)
+    assert into["meta"] == live_state()["meta"], "wrong values"
+    return result
+
+
+def held(of: Layout, state: dict[str, Any]) -> bytes:
+    """The bytes of a state, in the order of its layout."""
+    return b"".join(state[of.tensors[i].name].numpy().tobytes() for i in of.arrangement.order)
+
+
+def restored_bytes(snapshot: Sealed) -> bytes:
     state = live_state()
-    assert source.restore(Capture(state), strict=True, on_touch=lambda: None) == (True, of.arrangement.data_size)
-    assert state["meta"] == live_state()["meta"], "wrong values"
-    tensors = {"x": state["x"], "y": state["y"]}
-    return b"".join(tensors[of.tensors[i].name].numpy().tobytes() for i in of.arrangement.order)
+    result = restore_memory(snapshot, state)
+    assert (result.verified, result.nbytes) == (True, snapshot.label.data_size)
+    return held(snapshot.layout, state)
 
 
 def test_a_flip_in_memory_after_it_was_digested_is_noticed() -> None:
-    """Data, plain values, label: a flipped bit in a sealed slot is a CorruptError, and nothing is handed over."""
-    arena, slot, label, of, digests = snapshot_in_memory()
-    assert restore_memory(MemorySource(arena, slot, label, of, digests), of) == content(of, 1)
+    """Data, plain values, label: a flipped bit in a sealed slot is a CorruptError, and nothing damaged is handed over.
+
+    Values and label are checked before the state is touched, data as it is filled: what of it is damaged never is.
+    """
+    snapshot = snapshot_in_memory()
+    arena, slot, label, of = snapshot.arena, snapshot.slot, snapshot.label, snapshot.layout
+    assert restored_bytes(snapshot) == content(of, 1)
     dice = random.Random(11)
-    views = (arena.data(slot, label.data_size), arena.values(slot, label), arena.view[LABEL])
-    for view, positions in zip(views, (range(0, label.data_size, 3), range(label.values_size), range(96)), strict=True):
+    data = arena.data(slot, label.data_size)
+    for view, positions in ((arena.values(slot, label), range(label.values_size)), (arena.view[LABEL], range(96))):
         for position in positions:
             bit = 1 << dice.randrange(8)
             view[position] ^= bit
             with pytest.raises(CorruptError):
-                MemorySource(arena, slot, label, of, digests).restore(
-                    Capture(live_state()), strict=True, on_touch=lambda: pytest.fail("the state was touched")
-                )
+                restore_memory(snapshot, live_state(), lambda: pytest.fail("the state was touched"))
             view[position] ^= bit
-    assert restore_memory(MemorySource(arena, slot, label, of, digests), of) == content(of, 1)
+    for position in range(0, label.data_size, 3):
+        bit, state = 1 << dice.randrange(8), live_state()
+        data[position] ^= bit
+        with pytest.raises(CorruptError):
+            restore_memory(snapshot, state)
+        data[position] ^= bit
+        blob = next(b for b in of.arrangement.blobs if b.offset <= position < b.offset + b.length)
+        assert not state[of.tensors[blob.tensor].name].any(), "a damaged tensor was handed over"
+    assert restored_bytes(snapshot) == content(of, 1)
 
 
 def test_a_damaged_label_hides_its_slot_only() -> None:
@@ -520,9 +546,8 @@ def test_a_damaged_label_hides_its_slot_only() -> None:
 
 def test_negative_control_memory_without_digests_comes_back_wrong() -> None:
     """A snapshot that nobody digested says that it is unverified; a flip in it is not seen."""
-    arena, slot, label, of, _ = snapshot_in_memory()
-    arena.data(slot)[-8 + label.data_size] ^= 1
+    snapshot = replace(snapshot_in_memory(), digests=None)
+    snapshot.arena.data(snapshot.slot)[-8 + snapshot.label.data_size] ^= 1
     state = live_state()
-    source = MemorySource(arena, slot, label, of, None)
-    verified, _ = source.restore(Capture(state), strict=True, on_touch=lambda: None)
-    assert not verified and state["x"].numpy().tobytes() not in content(of, 1)
+    result = restore_memory(snapshot, state)
+    assert not result.verified and held(snapshot.layout, state) != content(snapshot.layout, 1)

@@ -1,8 +1,9 @@
 """Files made by somebody who knows the format: every digest is right, and what they say is evil.
 
 One genuine run of two checkpoints is forged in its newest: part, table, index and log record are made anew, digests and
-all. No code of theirs runs, no path outside the root is opened, memory stays bounded, nothing hangs, and every error is
-one of ours; a restore passes over such a checkpoint like over any other damaged one and takes the older.
+all; another one, that two ranks saved, in the part of its second rank. No code of theirs runs, no path outside the root
+is opened, memory stays bounded, nothing hangs, and every error is one of ours; a restore passes over such a checkpoint
+like over any other damaged one and takes the older.
 """
 
 from __future__ import annotations
@@ -14,16 +15,20 @@ import io
 import json
 import os
 import pickle
+import random
 import shutil
 import socket
 import struct
 import sys
+import time
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import safetensors.numpy
 import torch
@@ -34,7 +39,7 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt import commit, link, read, retain
-from ckpt.codec import file_digest
+from ckpt.codec import blob_digest, file_digest
 from ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -44,19 +49,24 @@ from ckpt.errors import (
     StoreError,
     UsageError,
 )
+from ckpt.geometry import Box
 from ckpt.log import RunLog, record_key
 from ckpt.manifest import Attempt, index_key, new_nonce, part_key, seal, table_key
-from ckpt.plan import Layout
+from ckpt.plan import Layout, TensorSpec
+from ckpt.resume import Restored, gather, restore_first
 from ckpt.retain import Keep
-from ckpt.sources import gather
+from ckpt.saved import Saved
+from ckpt.sources import Source
 from ckpt.state import Capture
 from ckpt.store import open_store
-from ckpt.table import Table
+from ckpt.table import Shard, Table, merge
 from ckpt.values import decode
+from ckpt.world import World
 from ckpt.write import Snapshot, write_part
 from ckpt_backends.memory import MemoryStore
 
 Objects = dict[str, bytes]
+Run = tuple[Objects, Attempt]
 Json = Any
 Change = Callable[[Json], object]
 pytestmark = pytest.mark.timeout(60)  # a hang is a failure
@@ -88,7 +98,26 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return whole and all(one["meta"][key] == other["meta"][key] for key in ("lr", "pair", "s"))
 
 
-async def _built() -> tuple[Objects, Attempt]:
+def divided(layout: Layout, raw: list[bytes], rank: int, world: int) -> tuple[Layout, bytes]:
+    """The layout and data of one rank of several that hold a state alike: rows of every tensor, some of the rest."""
+    pieces, data, elsewhere = list[TensorSpec](), list[bytes](), {}
+    for i, (t, whole) in enumerate(zip(layout.tensors, raw, strict=True)):
+        rows = t.shape[0] if t.shape else 0
+        if world > 1 and rows >= world:
+            low, high = rows * rank // world, rows * (rank + 1) // world
+            size, at = len(whole) // rows, (low, *(0 for _ in t.shape[1:]))
+            pieces.append(replace(t, shape=(high - low, *t.shape[1:]), whole=t.shape, offsets=at))
+            data.append(whole[low * size : high * size])
+        elif i % world == rank:
+            pieces.append(t)
+            data.append(whole)
+        else:
+            elsewhere[t.name] = (t.dtype, t.shape)
+    mine = replace(layout, tensors=tuple(pieces), rank=rank, world=world, elsewhere=elsewhere)
+    return mine, b"".join(data[i] for i in mine.arrangement.order)
+
+
+async def _built(world: int) -> Run:
     store = MemoryStore()
     await commit.create_run(store)
     log = RunLog(store)
@@ -97,26 +126,41 @@ async def _built() -> tuple[Objects, Attempt]:
     for step in (10, 20):
         reading = Capture(state(step)).read()
         raw = [t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in reading.tensors]
-        data = b"".join(raw[i] for i in reading.layout.arrangement.order)
         attempt = Attempt(mine.epoch, step, mine.nonce)
-        snapshot = Snapshot(attempt, reading.layout, memoryview(data), reading.values)
-        await commit.commit(log, mine, [await write_part(store, snapshot)])
+        shares = [divided(reading.layout, raw, rank, world) for rank in range(world)]
+        snapshots = [Snapshot(attempt, layout, memoryview(data), reading.values) for layout, data in shares]
+        await commit.commit(log, mine, [await write_part(store, snapshot) for snapshot in snapshots])
     return store.objects, attempt
 
 
 @pytest.fixture(scope="module")
-def genuine() -> tuple[Objects, Attempt]:
+def genuine() -> Run:
     """The objects of a run with steps 10 and 20, and the attempt of step 20, which is to be forged."""
-    return asyncio.run(_built())
+    return asyncio.run(_built(1))
+
+
+@pytest.fixture(scope="module")
+def of_two() -> Run:
+    """The same, saved by two ranks, each of them some of every tensor."""
+    return asyncio.run(_built(2))
 
 
 def sealed(document: Json) -> bytes:
     return seal({k: v for k, v in document.items() if k != "digest"})
 
 
+def indexed(tables: list[bytes]) -> bytes:
+    """The index of a checkpoint whose parts have these tables; some table where that cannot be."""
+    try:
+        return merge([Table.from_bytes(raw, "a table") for raw in tables]).to_bytes() if len(tables) > 1 else tables[0]
+    except CorruptError:
+        return tables[-1]
+
+
 def forge(
-    run: tuple[Objects, Attempt],
+    run: Run,
     *,
+    rank: int = 0,
     part: Change = lambda document: None,
     columns: Change = lambda columns: None,
     table: bytes | None = None,
@@ -124,9 +168,9 @@ def forge(
     body: Change = lambda body: None,
     record: Change = lambda record: None,
 ) -> Objects:
-    """The run with its newest checkpoint changed as told, and every digest made anew."""
+    """The run with its newest checkpoint changed as told, in what one rank saved, and every digest made anew."""
     objects, attempt = dict(run[0]), run[1]
-    keys = part_key(attempt, 0, 0), table_key(attempt, 0, 0)
+    keys = part_key(attempt, rank, 0), table_key(attempt, rank, 0)
     found = safetensors.numpy.load(objects[keys[1]])
     columns(found)
     if table is None:
@@ -141,15 +185,14 @@ def forge(
     raw_part = raw_part or sealed(document)
     last = max(k for k in objects if k.startswith("log/"))
     log_record = json.loads(objects[last])
-    log_record["body"] |= {"parts": [[0, 0, file_digest(raw_part)]], "index": file_digest(table)}
+    objects |= {keys[0]: raw_part, keys[1]: table}
+    parts = log_record["body"]["parts"]
+    parts[rank] = [rank, 0, file_digest(raw_part)]
+    index = indexed([objects[table_key(attempt, r, 0)] for r, _, _ in parts])
+    log_record["body"] |= {"index": file_digest(index)}
     body(log_record["body"])
     record(log_record)
-    objects |= {
-        keys[0]: raw_part,
-        keys[1]: table,
-        index_key(attempt, file_digest(table)): table,
-        last: sealed(log_record),
-    }
+    objects |= {index_key(attempt, file_digest(index)): index, last: sealed(log_record)}
     return objects
 
 
@@ -194,18 +237,33 @@ def confined(root: Path) -> Iterator[None]:
     assert beside == []
 
 
-def restored(folder: Path) -> int:
-    """As `Checkpointer.restore` does it: the newest checkpoint that can be used. The step, and the state is right."""
+def sources(folder: Path) -> list[Source]:
+    return gather(World(), [], [], [f"file://{folder}"], [[0]], None)
+
+
+def restore_from(source: Source, live: dict[str, Any]) -> None:
+    """As `Checkpointer.restore` does it; CorruptError where it would go on to another source."""
+    result = Restored(step=None)
+    if restore_first(World(), [source], Capture(live), result, strict=True, on_touch=lambda: None) is None:
+        raise CorruptError(result.skipped[0].reason)
+
+
+def restored(folder: Path, *, exact: bool = False) -> int:
+    """As `Checkpointer.restore` does it: the newest checkpoint that can be used. The step, and the state is right.
+
+    `exact`: that of the newest too, of which not a value was forged.
+    """
     live = state(1)
     with confined(folder):
         problems = []
-        for source in gather([], [f"file://{folder}"], None):
+        for source in sources(folder):
             try:
-                source.restore(Capture(live), strict=True, on_touch=lambda: None)
+                restore_from(source, live)
             except (CorruptError, StoreError, MismatchError) as error:
                 problems.append(str(error))
                 continue
             assert source.attempt.step != 10 or same(live, state(10))
+            assert not exact or same(live, state(source.attempt.step))
             return source.attempt.step
         raise NoCheckpointError(f"nothing could be restored: {problems}")
 
@@ -249,7 +307,7 @@ def survives(folder: Path) -> None:
             act(folder)  # type: ignore[operator]
 
 
-def test_what_is_not_forged_is_taken(genuine: tuple[Objects, Attempt], tmp_path: Path) -> None:
+def test_what_is_not_forged_is_taken(genuine: Run, tmp_path: Path) -> None:
     """The forger makes valid files: unchanged, or with another learning rate, they are restored."""
     assert restored(put(forge(genuine), tmp_path / "run")) == 20
 
@@ -453,7 +511,7 @@ EVIL_PARTS: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("name", EVIL_PARTS)
-def test_an_evil_part_is_passed_over(genuine: tuple[Objects, Attempt], name: str, tmp_path: Path) -> None:
+def test_an_evil_part_is_passed_over(genuine: Run, name: str, tmp_path: Path) -> None:
     """The older checkpoint comes back; nobody who opens the run sees an error that is not ours."""
     folder = put(forge(genuine, part=EVIL_PARTS[name]), tmp_path / "run")
     assert restored(folder) == 10
@@ -481,7 +539,20 @@ def text(value: str | bytes) -> Callable[[Any], Any]:
 
 def doubled(columns: Json) -> None:
     """Every shard twice."""
-    for key in ("dtypes", "ranks", "pack", "offset", "stored", "length", "codec", "base", "digest", "dims", "names"):
+    for key in (
+        "dtypes",
+        "ranks",
+        "instances",
+        "pack",
+        "offset",
+        "stored",
+        "length",
+        "codec",
+        "base",
+        "digest",
+        "dims",
+        "names",
+    ):
         columns[key] = np.concatenate([columns[key], columns[key]])
     for key in ("name_ends", "dim_ends", "blob_ends"):
         columns[key] = np.concatenate([columns[key], columns[key] + columns[key][-1]])
@@ -552,13 +623,13 @@ WRONG_KINDS: dict[str, Callable[[Any], Any]] = {
     "one more": lambda a: np.concatenate([a.reshape(-1), a.reshape(-1)[-1:]]),
 }
 COLUMNS = (
-    "names", "name_ends", "dtypes", "ranks", "dims", "dim_ends", "blob_ends", "pack", "offset", "stored", "length",
-    "codec", "base", "digest", "packs",
+    "names", "name_ends", "dtypes", "ranks", "instances", "dims", "dim_ends", "blob_ends", "pack", "offset", "stored",
+    "length", "codec", "base", "digest", "packs",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EVIL_TABLES)
-def test_an_evil_table_is_passed_over(genuine: tuple[Objects, Attempt], name: str, tmp_path: Path) -> None:
+def test_an_evil_table_is_passed_over(genuine: Run, name: str, tmp_path: Path) -> None:
     """The same for the table, of which the index is a copy."""
     folder = put(forge(genuine, columns=EVIL_TABLES[name]), tmp_path / "run")
     assert restored(folder) == 10
@@ -566,9 +637,7 @@ def test_an_evil_table_is_passed_over(genuine: tuple[Objects, Attempt], name: st
 
 
 @pytest.mark.parametrize("name", COLUMNS)
-def test_a_column_of_another_kind_is_an_error_of_ours(
-    genuine: tuple[Objects, Attempt], name: str, tmp_path: Path
-) -> None:
+def test_a_column_of_another_kind_is_an_error_of_ours(genuine: Run, name: str, tmp_path: Path) -> None:
     """Missing, of another dtype, shape or length: CorruptError, or a table with the same meaning."""
     objects, attempt = genuine
     raw = objects[table_key(attempt, 0, 0)]
@@ -589,7 +658,7 @@ def test_a_column_of_another_kind_is_an_error_of_ours(
     assert restored(folder) == 10
 
 
-def test_blobs_that_overlap_give_what_their_digests_say(genuine: tuple[Objects, Attempt], tmp_path: Path) -> None:
+def test_blobs_that_overlap_give_what_their_digests_say(genuine: Run, tmp_path: Path) -> None:
     """Two shards may share bytes (that is deduplication); no more memory is used than the shapes declare."""
 
     def overlap(columns: Json) -> None:
@@ -600,6 +669,316 @@ def test_blobs_that_overlap_give_what_their_digests_say(genuine: tuple[Objects, 
     folder = put(forge(genuine, columns=overlap), tmp_path / "run")
     assert restored(folder) == 20
     survives(folder)
+
+
+# -- what several ranks saved --
+
+
+def piece(position: int, value: Json) -> Change:
+    """A field of the first piece: name, dtype, shape, accelerator, whole, offsets, instance."""
+
+    def change(document: Json) -> None:
+        next(row for row in document["layout"]["tensors"] if len(row) > 4)[position] = value
+
+    return change
+
+
+def cut_row(length: int) -> Change:
+    def change(document: Json) -> None:
+        rows = document["layout"]["tensors"]
+        at = next(i for i, row in enumerate(rows) if len(row) > 4)
+        rows[at] = [*rows[at], 0][:length]
+
+    return change
+
+
+def of_kind(kind: str, **changes: Json) -> Change:
+    """In what a component says."""
+
+    def change(document: Json) -> None:
+        next(c for c in document["layout"]["components"] if c["kind"] == kind)["facts"].update(changes)
+
+    return change
+
+
+def of_optimizer(**changes: Json) -> Change:
+    def change(document: Json) -> None:
+        at = [c["kind"] for c in document["layout"]["components"]].index("optimizer")
+        document["values"][at].update(changes)
+
+    return change
+
+
+def elsewhere(form: Json) -> Change:
+    def change(document: Json) -> None:
+        found = document["layout"]["elsewhere"]
+        found[next(iter(found))] = form
+
+    return change
+
+
+EVIL_SHARES: dict[str, Change] = {
+    "whole of other dimensions": piece(4, [2, 3, 1]),
+    "whole of nothing": piece(4, []),
+    "whole smaller than the piece": piece(4, [1, 1]),
+    "whole another": piece(4, [200, 300]),
+    "whole huge": piece(4, [2**62, 2**62]),
+    "whole negative": piece(4, [-2, -3]),
+    "whole of floats": piece(4, [2.0, 3.0]),
+    "whole of bools": piece(4, [True, True]),
+    "whole a number": piece(4, 6),
+    "whole text": piece(4, "23"),
+    "whole null": piece(4, None),
+    "whole null, and a shape of its own": lambda d: (piece(2, [5, 5])(d), piece(4, None)(d)),
+    "offsets of other dimensions": piece(5, [0]),
+    "offsets null": piece(5, None),
+    "offsets text": piece(5, "00"),
+    "offsets negative": piece(5, [-1, 0]),
+    "offsets beyond": piece(5, [2**40, 0]),
+    "offsets of floats": piece(5, [1.0, 0.0]),
+    "offsets of bools": piece(5, [True, False]),
+    "piece larger than its rows": piece(2, [2, 3]),
+    "piece of negative size": piece(2, [-1, 3]),
+    "instance that nobody has": piece(6, 1),
+    "instance below all": piece(6, -2),
+    "instance of a huge rank": piece(6, 10**12),
+    "instance text": piece(6, "0"),
+    "instance null": piece(6, None),
+    "instance a bool": piece(6, True),
+    "instance a fraction": piece(6, 0.5),
+    "row cut after the whole": cut_row(5),
+    "row cut after the offsets": cut_row(6),
+    "row too long": cut_row(8),
+    "piece twice": lambda d: d["layout"]["tensors"].append(d["layout"]["tensors"][0]),
+    "piece twice, as another instance": lambda d: d["layout"]["tensors"].append(
+        [*next(row for row in d["layout"]["tensors"] if len(row) > 4)[:6], 0]
+    ),
+    "another dtype than the other rank's": piece(1, "I32"),
+    "another name than the other rank's": piece(0, "model.weights"),
+    "layout of the other rank": of_layout("rank", 0),
+    "layout of a rank beyond": of_layout("rank", 2),
+    "layout of a negative rank": of_layout("rank", -1),
+    "layout of a rank in text": of_layout("rank", "1"),
+    "layout of rank true": of_layout("rank", True),
+    "layout of one rank": of_layout("world", 1),
+    "layout of three ranks": of_layout("world", 3),
+    "layout of a million ranks": of_layout("world", 1 << 20),
+    "layout of too many ranks": of_layout("world", 1 << 40),
+    "layout of a fractional world": of_layout("world", 2.0),
+    "instances of a rank beyond": of_layout("instances", {"model.weight": 2}),
+    "instances of a negative rank": of_layout("instances", {"model.weight": -1}),
+    "instances of true": of_layout("instances", {"model.weight": True}),
+    "instances are a list": of_layout("instances", [1]),
+    "instances are null": of_layout("instances", None),
+    "no instances": lambda d: d["layout"].pop("instances"),
+    "elsewhere of another shape": elsewhere(["F32", [7, 7]]),
+    "elsewhere of another dtype": elsewhere(["C128", []]),
+    "elsewhere of no dtype": elsewhere(["PICKLE", []]),
+    "elsewhere of a huge shape": elsewhere(["F32", [2**40, 2**40]]),
+    "elsewhere of a shape of text": elsewhere(["F32", "xx"]),
+    "elsewhere of triples": elsewhere(["F32", [], 1]),
+    "elsewhere of nothing": elsewhere(None),
+    "elsewhere is a list": of_layout("elsewhere", [["x", "F32"]]),
+    "elsewhere is null": of_layout("elsewhere", None),
+    "no elsewhere": lambda d: d["layout"].pop("elsewhere"),
+    "aliases to what is nowhere": of_layout("aliases", {"x": "nothing"}),
+    "components that do not know what all hold": lambda d: d["layout"]["components"][0].update(names=[]),
+    "components that name nothing": lambda d: d["layout"]["components"][0]["names"].append("nothing"),
+    "component names are text": component("names", "model.weight"),
+    "no components": lambda d: (of_layout("components", [])(d), field("values", [])(d)),
+    "part of the other rank": field("rank", 0),
+    "part of a rank beyond": field("rank", 2),
+    "part of one rank": field("world", 1),
+    "part of three ranks": field("world", 3),
+    "values of another number": field("values", []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EVIL_SHARES)
+def test_an_evil_share_of_one_rank_is_passed_over(of_two: Run, name: str, tmp_path: Path) -> None:
+    """What one rank says of its pieces, or of the others': the older checkpoint comes back, and no error but ours."""
+    folder = put(forge(of_two, rank=1, part=EVIL_SHARES[name]), tmp_path / "run")
+    assert restored(folder) == 10
+    survives(folder)
+
+
+@pytest.mark.parametrize("change", [piece(5, [0, 0]), piece(2, [0, 3])], ids=["elsewhere", "empty"])
+def test_where_a_piece_lies_is_what_the_table_says(of_two: Run, change: Change, tmp_path: Path) -> None:
+    """A layout that says otherwise, and fits together with the table in all else, changes nothing."""
+    folder = put(forge(of_two, rank=1, part=change), tmp_path / "run")
+    assert restored(folder, exact=True) == 20
+    survives(folder)
+
+
+def test_what_two_ranks_saved_is_taken(of_two: Run, tmp_path: Path) -> None:
+    """The forger makes valid files here too; and rank 0's word on plain values is the one that counts."""
+    assert restored(put(forge(of_two, rank=1), tmp_path / "run"), exact=True) == 20
+    folder = put(forge(of_two, rank=0, part=some_value(7.5)), tmp_path / "run")
+    assert restored(folder) == 20
+    assert ckpt.load(folder).plain("meta")["lr"] == 7.5
+    loaded(folder)
+    read.run(taken_over(folder))
+
+
+ODD_COMPONENTS: dict[str, Change] = {
+    "groups a number": of_kind("optimizer", params=5),
+    "groups of numbers": of_kind("optimizer", params=[1, 2]),
+    "groups of lists": of_kind("optimizer", params=[[["model.weight"]]]),
+    "groups of unknown tensors": of_kind("optimizer", params=[["nothing"]]),
+    "more groups": of_kind("optimizer", params=[[], [], []]),
+    "with state a number": of_kind("optimizer", with_state=5),
+    "with state of lists": of_kind("optimizer", with_state=[["x"]]),
+    "values' groups a number": of_optimizer(groups=5),
+    "values' state a number": of_optimizer(state=5),
+    "values' state of pairs": of_optimizer(state=[["a", "b"]]),
+    "values' state of lists": of_optimizer(state=[[[], [], 1]]),
+    "values are null": every_value(None),
+    "values are lists": every_value([]),
+    "kind of another": lambda d: [c.update(kind="plain") for c in d["layout"]["components"]],
+    "all modules": lambda d: [c.update(kind="module") for c in d["layout"]["components"]],
+    "all optimizers": lambda d: [c.update(kind="optimizer") for c in d["layout"]["components"]],
+    "all in one place": lambda d: [c.update(path=["model"]) for c in d["layout"]["components"]],
+    "places swapped": lambda d: d["layout"]["components"].reverse(),
+    "own instances of everything": lambda d: d["layout"].update(
+        instances={row[0]: 1 for row in d["layout"]["tensors"]}
+    ),
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", ODD_COMPONENTS)
+def test_components_that_do_not_go_together_are_errors_of_ours(
+    of_two: Run, name: str, rank: int, tmp_path: Path
+) -> None:
+    """What one rank says of a module or an optimizer is merged with the others' word: taken, or passed over."""
+    folder = put(forge(of_two, rank=rank, part=ODD_COMPONENTS[name]), tmp_path / "run")
+    assert restored(folder) in (10, 20)
+    survives(folder)
+
+
+EVIL_INDEXES: dict[str, Change] = {
+    "instances of nobody": column("instances", lambda a: a + 1),
+    "instances of a huge rank": column("instances", lambda a: a + 10**9),
+    "instances below all": column("instances", lambda a: a - 1),
+    "one instance": column("instances", put_at(0, 1)),
+    "too few instances": column("instances", lambda a: a[:-1]),
+    "no instances": lambda c: c.pop("instances"),
+    "instances in floats": column("instances", lambda a: a.astype(np.float32)),
+    "negative ranks": column("ranks", lambda a: a - 5),
+    "huge ranks": column("ranks", lambda a: a + 10**9),
+    "pieces moved": column("dims", lambda a: a[::-1].copy()),
+}
+
+
+@pytest.mark.parametrize("name", EVIL_INDEXES)
+def test_an_evil_table_of_one_rank_is_passed_over(of_two: Run, name: str, tmp_path: Path) -> None:
+    """The columns that several ranks need."""
+    folder = put(forge(of_two, rank=1, columns=EVIL_INDEXES[name]), tmp_path / "run")
+    assert restored(folder) == 10
+    survives(folder)
+
+
+def in_body(**changes: Json) -> Change:
+    return lambda body: body.update(changes)
+
+
+def cut_at(run: Run, byte: int) -> Change:
+    """The first blob of the newest checkpoint becomes two; their digests are right."""
+    pack = run[0][f"packs/{run[1]}.0.0.safetensors"]
+
+    def change(columns: Json) -> None:
+        start, length = int(columns["offset"][0]), int(columns["length"][0])
+        for key in ("pack", "offset", "stored", "length", "codec", "base", "digest"):
+            columns[key] = np.insert(columns[key], 0, columns[key][0], axis=0)
+        for i, (low, high) in enumerate([(start, start + byte), (start + byte, start + length)]):
+            columns["offset"][i] = low
+            columns["stored"][i] = columns["length"][i] = high - low
+            columns["digest"][i] = np.frombuffer(blob_digest(pack[low:high]), np.uint8)
+        columns["blob_ends"] += 1
+
+    return change
+
+
+@pytest.mark.parametrize(("byte", "expected"), [(16, 20), (8, 20), (3, 10), (12, 10)])
+def test_a_blob_ends_where_a_number_does(genuine: Run, byte: int, expected: int, tmp_path: Path) -> None:
+    """Of eight-byte numbers: blobs of any other length are refused, for no reader could place their elements."""
+    folder = put(forge(genuine, columns=cut_at(genuine, byte)), tmp_path / "run")
+    assert restored(folder, exact=True) == expected
+    survives(folder)
+
+
+EVIL_WORLDS: dict[str, Change] = {
+    "a world of one": in_body(world=1),
+    "a world of three": in_body(world=3),
+    "a world of a million": in_body(world=1 << 20),
+    "one part": lambda body: body.update(parts=body["parts"][:1]),
+    "the other part": lambda body: body.update(parts=body["parts"][1:]),
+    "one part in a world of one": lambda body: body.update(parts=body["parts"][:1], world=1),
+    "a part twice": lambda body: body.update(parts=[body["parts"][0]] * 2),
+    "a part three times": lambda body: body.update(parts=[*body["parts"], body["parts"][1]], world=3),
+    "parts in another order": lambda body: body["parts"].reverse(),
+    "parts swapped": lambda body: body.update(parts=[[0, 0, body["parts"][1][2]], [1, 0, body["parts"][0][2]]]),
+    "a part of a rank beyond": lambda body: body["parts"][1].__setitem__(0, 2),
+    "a part of rank true": lambda body: body["parts"][1].__setitem__(0, True),
+    "a part of another try": lambda body: body["parts"][1].__setitem__(1, 1),
+    "index of one part": lambda body: body.update(index="0" * 64),
+}
+
+
+@pytest.mark.parametrize("name", EVIL_WORLDS)
+def test_an_evil_commit_of_two_ranks_is_passed_over(of_two: Run, name: str, tmp_path: Path) -> None:
+    """A record that names other ranks' parts than there are. Without its index, the parts' tables say the same."""
+    folder = put(forge(of_two, body=EVIL_WORLDS[name]), tmp_path / "run")
+    assert restored(folder) == (20 if name == "index of one part" else 10)
+    survives(folder)
+
+
+@pytest.mark.parametrize("kind", ["HELD", "COMMIT", "ABORT"])
+def test_records_of_other_ranks_parts_are_taken_at_their_word_only(of_two: Run, kind: str, tmp_path: Path) -> None:
+    """HELD is no checkpoint; none of them undoes a COMMIT, or makes one of an attempt that has no files."""
+    body = json.loads(of_two[0][max(k for k in of_two[0] if k.startswith("log/"))])["body"] | {"reason": "x" * 10**6}
+    objects = appended(of_two, type=kind, body={**body, "world": 3}, id="other")
+    folder = put(objects, tmp_path / "run")
+    assert restored(folder) == 20
+    survives(folder)
+    nobody = {**body, "attempt": str(Attempt(of_two[1].epoch, 30, of_two[1].nonce))}
+    folder = put(appended(of_two, type=kind, body=nobody), tmp_path / "run")
+    assert restored(folder) == 20
+    survives(folder)
+
+
+def test_a_commit_of_a_hundred_thousand_parts_is_no_flood(of_two: Run, tmp_path: Path) -> None:
+    """Parts that are not there are not all looked for at once, nor one after the other for ever."""
+    parts = [[rank, 0, "0" * 64] for rank in range(100_000)]
+    folder = put(forge(of_two, body=in_body(parts=parts, world=len(parts))), tmp_path / "run")
+    before = resident()
+    assert restored(folder) == 10
+    assert resident() - before < 300 << 20
+    survives(folder)
+
+
+def resident() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def tangled(count: int, dimensions: int) -> list[Box]:
+    dice = random.Random(1)
+    starts = [tuple(dice.randrange(400) for _ in range(dimensions)) for _ in range(count)]
+    return [(at, tuple(dice.randrange(300, 600) for _ in at)) for at in starts]
+
+
+@pytest.mark.parametrize(("count", "dimensions"), [(20, 20), (60, 5), (3000, 3), (20_000, 2)])
+def test_boxes_that_overlap_in_every_way_are_no_hang(count: int, dimensions: int) -> None:
+    """Whether pieces fit together is asked of boxes made to take for ever: CorruptError within seconds."""
+    boxes, shape = tangled(count, dimensions), (1000,) * dimensions
+    specs = tuple(TensorSpec("x", "U8", size, whole=shape, offsets=at) for at, size in dict(boxes).items())
+    columns = {name: np.zeros(0, np.int64) for name in ("pack", "offset", "stored", "length", "codec", "base")}
+    shards = tuple(Shard("x", "U8", shape, at, size) for at, size in boxes)
+    table = Table(shards, np.zeros(count + 1, np.int64), digest=np.zeros((0, 16), np.uint8), packs=(), **columns)
+    started = time.process_time()
+    with pytest.raises(CorruptError, match="do not agree about x"):
+        Saved([Layout(specs, {}, [])], [[]], table)
+    assert time.process_time() - started < 30, "a bound, not a measure: without one it takes days"
 
 
 class Bomb:
@@ -655,14 +1034,14 @@ RAW_TABLES: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", RAW_TABLES)
-def test_what_is_no_table_is_passed_over(genuine: tuple[Objects, Attempt], name: str, tmp_path: Path) -> None:
+def test_what_is_no_table_is_passed_over(genuine: Run, name: str, tmp_path: Path) -> None:
     """Bombs and rubbish in place of the safetensors file, with the right digest."""
     folder = put(forge(genuine, table=RAW_TABLES[name]), tmp_path / "run")
     assert restored(folder) == 10
     survives(folder)
 
 
-def test_a_pickle_is_never_run(genuine: tuple[Objects, Attempt], tmp_path: Path) -> None:
+def test_a_pickle_is_never_run(genuine: Run, tmp_path: Path) -> None:
     """In place of any file of the run, plain and in torch's zip form; the control shows that it would have run."""
     marker = tmp_path / "ran"
     pickled = pickle.dumps(Bomb(marker))
@@ -684,10 +1063,6 @@ def test_a_pickle_is_never_run(genuine: tuple[Objects, Attempt], tmp_path: Path)
 
 
 # -- the log --
-
-
-def in_body(**changes: Json) -> Change:
-    return lambda body: body.update(changes)
 
 
 EVIL_COMMITS: dict[str, Change] = {
@@ -721,14 +1096,14 @@ EVIL_COMMITS: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("name", EVIL_COMMITS)
-def test_an_evil_commit_is_passed_over(genuine: tuple[Objects, Attempt], name: str, tmp_path: Path) -> None:
+def test_an_evil_commit_is_passed_over(genuine: Run, name: str, tmp_path: Path) -> None:
     """A COMMIT with a right digest that says impossible things."""
     folder = put(forge(genuine, body=EVIL_COMMITS[name]), tmp_path / "run")
     assert restored(folder) == 10
     survives(folder)
 
 
-def appended(run: tuple[Objects, Attempt], **fields: Json) -> Objects:
+def appended(run: Run, **fields: Json) -> Objects:
     """The run with one more record, its chain and digest right."""
     objects = dict(run[0])
     last = max(k for k in objects if k.startswith("log/"))
@@ -736,6 +1111,12 @@ def appended(run: tuple[Objects, Attempt], **fields: Json) -> Objects:
     record = {**before, "seq": before["seq"] + 1, "prev": file_digest(objects[last]), "id": "evil", **fields}
     objects[record_key(before["seq"] + 1)] = sealed(record)
     return objects
+
+
+def held(**changes: Json) -> Json:
+    """The body of a record of one of two ranks' parts, of an attempt that has no files."""
+    body = {"attempt": "1.00000000-30", "world": 2, "parts": [[0, 0, "0" * 64]], "index": "0" * 64}
+    return {**body, "finite": None, "reason": "due", **changes}
 
 
 EVIL_RECORDS: dict[str, dict[str, Json]] = {
@@ -767,18 +1148,26 @@ EVIL_RECORDS: dict[str, dict[str, Json]] = {
     "pins outside": {"type": "BEGIN", "body": {"attempt": "1.00000000-30", "pins": ["../../x"]}},
     "pins numbers": {"type": "BEGIN", "body": {"attempt": "1.00000000-30", "pins": 5}},
     "aborts a list": {"type": "ABORT", "body": {"attempt": []}},
+    "aborts without a reason": {"type": "ABORT", "body": {"attempt": "1.00000000-30"}},
+    "aborts for an odd reason": {"type": "ABORT", "body": {"attempt": "1.00000000-30", "reason": [{}]}},
+    "holds null": {"type": "HELD", "body": None},
+    "holds nothing": {"type": "HELD", "body": {}},
+    "holds a path": {"type": "HELD", "body": {"attempt": "../x"}},
+    "holds no parts": {"type": "HELD", "body": held(parts=[])},
+    "holds more parts than ranks": {"type": "HELD", "body": held(world=1, parts=[[0, 0, "0" * 64], [1, 0, "0" * 64]])},
+    "holds a rank twice": {"type": "HELD", "body": held(parts=[[1, 0, "0" * 64]] * 2)},
+    "holds what is not there": {"type": "HELD", "body": held()},
+    "holds all there is": {"type": "HELD", "body": held(world=1)},
 }
 
 
 @pytest.mark.parametrize("name", EVIL_RECORDS)
-def test_an_evil_record_does_not_hide_the_checkpoints(
-    genuine: tuple[Objects, Attempt], name: str, tmp_path: Path
-) -> None:
+def test_an_evil_record_does_not_hide_the_checkpoints(genuine: Run, name: str, tmp_path: Path) -> None:
     """The newest is still restored and the run can be gone on with; only a type of a newer version is a FormatError."""
     fields = EVIL_RECORDS[name]
     folder = put(appended(genuine, **fields), tmp_path / "run")
     (tmp_path / "outside").write_text("x")
-    if "type" in fields and fields["type"] not in ("ACQUIRE", "PLAN", "KEEP", "BEGIN", "ABORT"):
+    if "type" in fields and fields["type"] not in ("ACQUIRE", "PLAN", "KEEP", "BEGIN", "HELD", "ABORT"):
         with pytest.raises(FormatError):
             restored(folder)
         return
@@ -789,7 +1178,23 @@ def test_an_evil_record_does_not_hide_the_checkpoints(
     assert all(key.startswith(("packs/", "parts/", "index/")) and "-10" in key for key in deleted)
 
 
-def test_a_stray_record_far_off_is_no_hang(genuine: tuple[Objects, Attempt], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "parts/{0}-0123456789abcdef.json", "parts/{0}-0123456789abcdef.safetensors", "parts/{0}.0.json",
+        "parts/{0}.0.0.0.json", "parts/{0}.999999999.999999999.json", "parts/{0}.x.y.json", "parts/x.json",
+        "packs/{0}-0123456789abcdef.json", "packs/{0}.0.0.json", "packs/{0}", "index/{0}.0.0.json", "index/x",
+    ],
+)  # fmt: skip
+def test_a_stray_file_does_not_close_a_run(of_two: Run, name: str, tmp_path: Path) -> None:
+    """Of an attempt that is a checkpoint, and of one that never became any: whoever opens the run passes over it."""
+    for attempt in (of_two[1], Attempt(1, 30, "00000000")):
+        folder = put({**of_two[0], name.format(attempt): b"{}"}, tmp_path / "run")
+        assert restored(folder) == 20
+        read.run(taken_over(folder))
+
+
+def test_a_stray_record_far_off_is_no_hang(genuine: Run, tmp_path: Path) -> None:
     """Names are cheap: record number 10**12 - 1 does not make anybody look for the others."""
     for number in (10**12 - 1, 10**6, 90_000):
         folder = put({**genuine[0], record_key(number): b"{}"}, tmp_path / "run")
@@ -805,7 +1210,7 @@ def test_a_stray_record_far_off_is_no_hang(genuine: tuple[Objects, Attempt], tmp
     ],
     ids=lambda raw: repr(raw[:12]),
 )  # fmt: skip
-def test_rubbish_in_place_of_json(genuine: tuple[Objects, Attempt], raw: bytes, tmp_path: Path) -> None:
+def test_rubbish_in_place_of_json(genuine: Run, raw: bytes, tmp_path: Path) -> None:
     """In FORMAT.json, in a record, in a part."""
     objects, attempt = genuine
     assert restored(put({**objects, "FORMAT.json": raw}, tmp_path / "run")) == 20
@@ -835,7 +1240,7 @@ def replace_by_pipe(path: Path, outside: Path) -> None:
 @pytest.mark.parametrize("replace", [replace_by_link, replace_by_folder, replace_by_pipe])
 @pytest.mark.parametrize("kind", ["part", "table", "pack"])
 def test_what_is_no_file_is_passed_over(
-    genuine: tuple[Objects, Attempt], replace: Callable[[Path, Path], None], kind: str, tmp_path: Path
+    genuine: Run, replace: Callable[[Path, Path], None], kind: str, tmp_path: Path
 ) -> None:
     """Links are not followed, folders not read, pipes not waited for."""
     attempt = genuine[1]
@@ -847,15 +1252,15 @@ def test_what_is_no_file_is_passed_over(
         shutil.rmtree(folder / "index")
     replace(folder / key, tmp_path / "moved")
     live = state(1)
-    newest = gather([], [f"file://{folder}"], None)[0]
+    newest = sources(folder)[0]
     with pytest.raises((CorruptError, StoreError)):
-        newest.restore(Capture(live), strict=True, on_touch=lambda: None)
+        restore_from(newest, live)
     survives(folder)
 
 
 @pytest.mark.parametrize("replace", [replace_by_link, replace_by_folder, replace_by_pipe])
 def test_a_format_file_that_is_no_file_is_an_error_of_ours(
-    genuine: tuple[Objects, Attempt], replace: Callable[[Path, Path], None], tmp_path: Path
+    genuine: Run, replace: Callable[[Path, Path], None], tmp_path: Path
 ) -> None:
     """No hang, no link followed."""
     folder = put(forge(genuine), tmp_path / "run")
@@ -880,7 +1285,7 @@ for name in sorted(p.name for p in folder.iterdir()):
 """
 
 
-def test_memory_is_bounded_by_what_is_checked_first(genuine: tuple[Objects, Attempt], tmp_path: Path) -> None:
+def test_memory_is_bounded_by_what_is_checked_first(genuine: Run, tmp_path: Path) -> None:
     """With 1 GiB more than it has after its imports, a process gets through the worst: sparse files, bombs, lies."""
     runs = tmp_path / "runs"
     objects, attempt = genuine
@@ -927,7 +1332,6 @@ def repeated(columns: Json) -> None:
 
 def test_a_tensor_that_does_not_fit_into_memory_is_an_error_of_ours(tmp_path: Path) -> None:
     """A consistent lie about a size ends in a message, not in a RuntimeError of torch."""
-    from ckpt.plan import TensorSpec
     from ckpt.tensors import empty
 
     with pytest.raises(CheckpointError, match="no memory for x"):
@@ -981,33 +1385,34 @@ def corpus(count: int) -> settings:
     return settings(max_examples=count, deadline=None, suppress_health_check=quiet)
 
 
-def check_mutated(data: st.DataObject, run: tuple[Objects, Attempt], folder: Path) -> None:
+def check_mutated(data: st.DataObject, one: Run, two: Run, folder: Path) -> None:
     """Any change to a part or to the newest record, sealed again: it is taken, or there is an error of ours."""
     what = data.draw(st.sampled_from(["part", "record"]))
-    survives(put(forge(run, **{what: lambda document: mutate(data.draw, document)}), folder))
+    run, rank = data.draw(st.sampled_from([(one, 0), (two, 0), (two, 1)]))
+    survives(put(forge(run, rank=rank, **{what: lambda document: mutate(data.draw, document)}), folder))
 
 
 @given(data=st.data())
 @corpus(100)
-def test_mutated_documents(genuine: tuple[Objects, Attempt], data: st.DataObject, tmp_path: Path) -> None:
-    """Restored, loaded, taken over: a hundred changed documents."""
-    check_mutated(data, genuine, tmp_path / "run")
+def test_mutated_documents(genuine: Run, of_two: Run, data: st.DataObject, tmp_path: Path) -> None:
+    """Restored, loaded, taken over: a hundred changed documents, of one rank alone or of one of two."""
+    check_mutated(data, genuine, of_two, tmp_path / "run")
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @given(data=st.data())
 @corpus(10_000)
-def test_mutated_documents_long(genuine: tuple[Objects, Attempt], data: st.DataObject, tmp_path: Path) -> None:
+def test_mutated_documents_long(genuine: Run, of_two: Run, data: st.DataObject, tmp_path: Path) -> None:
     """Ten thousand of them."""
-    check_mutated(data, genuine, tmp_path / "run")
+    check_mutated(data, genuine, of_two, tmp_path / "run")
 
 
 @given(data=st.data())
 @settings(max_examples=1000, deadline=None)
-def test_mutated_layouts_and_values(genuine: tuple[Objects, Attempt], data: st.DataObject) -> None:
+def test_mutated_layouts_and_values(of_two: Run, data: st.DataObject) -> None:
     """The same for the parsers alone, which is faster."""
-    document = json.loads(genuine[0][part_key(genuine[1], 0, 0)])
+    document = json.loads(of_two[0][part_key(of_two[1], 1, 0)])
     subject = data.draw(st.sampled_from([document["layout"], document["values"]]))
     mutate(data.draw, subject)
     with contextlib.suppress(CheckpointError):
@@ -1027,7 +1432,7 @@ def test_random_bytes_are_no_table(raw: bytes) -> None:
 # -- a real restore --
 
 
-def test_a_checkpointer_passes_over_a_forged_checkpoint(genuine: tuple[Objects, Attempt], tmp_path: Path) -> None:
+def test_a_checkpointer_passes_over_a_forged_checkpoint(genuine: Run, tmp_path: Path) -> None:
     """From the outside: `restore()` returns the older step, says why, and training goes on."""
     folder = put(forge(genuine, part=EVIL_PARTS["scalar of an unclosed expression"]), tmp_path / "run")
     live = state(1)
@@ -1079,7 +1484,18 @@ HOSTILE_MESSAGES: dict[str, bytes] = {
     "write of a far slot": message(b'{"op":"write","id":1,"tier":99,"arena":"00","slot":99999,"attempt":"x"}'),
     "watch nothing": message(b'{"op":"watch","id":1,"arena":"00"}'),
     "layout of nonsense": message(b'{"op":"layout","id":1,"layout":{"tensors":[["x","F32",[-1],false]]}}'),
-    "rollback to nonsense": message(b'{"op":"rollback","id":1,"restored":"../x"}'),
+    "rollback to nonsense": message(b'{"op":"acquire","id":1,"nonce":"x","restored":"../x","floor":0,"tiers":[0]}'),
+    "acquire far places": message(b'{"op":"acquire","id":1,"nonce":"x","restored":null,"floor":0,"tiers":[99]}'),
+    "heir of nothing": message(b'{"op":"heir","id":1}'),
+    "own without fields": message(b'{"op":"own","id":1}'),
+    "own of nonsense": message(b'{"op":"own","id":1,"owner":[1,"x","../x"],"roles":[]}'),
+    "own of text": message(b'{"op":"own","id":1,"owner":"owner","roles":[]}'),
+    "complete nonsense": message(b'{"op":"complete","id":1,"tier":0,"attempts":["../x"]}'),
+    "complete what nobody holds": message(b'{"op":"complete","id":1,"tier":0,"attempts":["1.00000000-5"]}'),
+    "complete far places": message(b'{"op":"complete","id":1,"tier":99,"attempts":["1.00000000-5"]}'),
+    "retract nonsense": message(b'{"op":"retract","id":1,"attempt":"../x"}'),
+    "partner of nothing": message(b'{"op":"partner","id":1}'),
+    "push nothing": message(b'{"op":"push","id":1,"arena":"00","slot":0,"attempt":"x"}'),
     "open without fields": message(b'{"op":"open","id":1}'),
     "hello and nothing else": message(b'{"op":"hello","id":1}'),
 }

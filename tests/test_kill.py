@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -23,13 +24,16 @@ from conftest import REPO, eventually, killed, run_script, writers
 
 from ckpt import read
 from ckpt.arena import Arena
-from ckpt.events import TRAINER_POINTS, WRITER_POINTS
+from ckpt.events import POINTS, TRAINER_POINTS, WRITER_POINTS
 from ckpt.mutex import Got
 
 STEPS = 60
 EVERY = 3
 MEMORY, DISK = "memory", "disk"
 OPENING = ("acquire.done", "recover.done")  # where a writer is before training starts
+TRAINING = [p for p in WRITER_POINTS if p not in (*OPENING, "drain.started", "mirror.taken")]
+DRAINING = [p for p in WRITER_POINTS if p not in (*OPENING, "mirror.taken")]
+RESTORING = ("restore.chosen", "restore.filled", "run.taken")
 
 TRAIN = """
 import logging, os, sys
@@ -205,10 +209,23 @@ def chain(run_dir: str) -> Chain:
 
 def test_trainer_killed_at_every_point(chain: Chain, own_sockets: Path) -> None:
     """A SIGKILL at any named point loses no staged step, and the finished run has the bits of one never killed."""
-    visits = {"restore.chosen": 1, "restore.filled": 1, "stage.claimed": 7, "save.requested": 2}
+    visits = {"restore.chosen": 1, "restore.filled": 1, "run.taken": 2, "stage.claimed": 7, "save.requested": 2}
     # Where nothing is restored, the points of a restore are not visited: begin with the others.
-    for i, point in enumerate(sorted(TRAINER_POINTS, key=lambda p: p.startswith("restore."))):
+    for i, point in enumerate(sorted(TRAINER_POINTS, key=lambda p: p in RESTORING)):
         assert killed(chain.train(f"trainer/{point}:kill:{visits.get(point, 4 + i)}")), point
+    chain.finish(own_sockets)
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_trainer_killed_while_it_takes_the_run_over(chain: Chain, own_sockets: Path, nth: int) -> None:
+    """Between the record that says whose the run is and the writer's word of it, at the start and after a restore:
+    the memory stays, for its writer must not take the next incarnation of its own trainer for another job."""
+    assert killed(chain.train("trainer/stage.sealed:kill:8"))
+    (writer,) = writers(own_sockets)
+    for _ in range(2):
+        assert killed(chain.train(f"trainer/run.taken:kill:{nth}"))
+        assert chain.told.start == -1
+        assert not eventually(lambda: not writer.is_running(), 2.0), "the writer left, and the memory with it"
     chain.finish(own_sockets)
 
 
@@ -219,7 +236,7 @@ def test_trainer_killed_often_at_a_point(chain: Chain, own_sockets: Path, point:
     """The same, for several visits of each point, twice in a row."""
     chain.train("trainer/stage.sealed:kill:5")
     for _ in range(2):
-        assert killed(chain.train(f"trainer/{point}:kill:{1 if point.startswith('restore.') else nth}"))
+        assert killed(chain.train(f"trainer/{point}:kill:{1 if point in RESTORING else nth}"))
     chain.finish(own_sockets)
 
 
@@ -228,8 +245,7 @@ def test_trainer_killed_often_at_a_point(chain: Chain, own_sockets: Path, point:
 
 def test_writer_killed_at_every_point_while_training(run_dir: str, own_sockets: Path) -> None:
     """However a writer dies, another one takes the memory over and writes again; training notices nothing."""
-    points = [p for p in WRITER_POINTS if p not in (*OPENING, "drain.started")]
-    for part, group in enumerate(points[i::4] for i in range(4)):  # four runs: a trainer gives up on the 4th death
+    for part, group in enumerate(TRAINING[i::4] for i in range(4)):  # four runs: a trainer gives up on the 4th death
         chain = Chain(f"{run_dir}{part}", Told())
         fails = [f"writer/{point}:kill:{nth}" for point, nth in zip(group, (2, 3, 1), strict=False)]
         result = chain.train(fails[0], spares=tuple(fails[1:]))
@@ -253,7 +269,7 @@ def test_writer_killed_while_the_run_is_opened(chain: Chain, own_sockets: Path) 
 
 @pytest.mark.long
 @pytest.mark.parametrize("nth", [1, 2, 5])
-@pytest.mark.parametrize("point", [p for p in WRITER_POINTS if p not in (*OPENING, "drain.started")])
+@pytest.mark.parametrize("point", TRAINING)
 def test_writer_killed_often_at_a_point(chain: Chain, own_sockets: Path, point: str, nth: int) -> None:
     """The same, three times in a row in one run, for several visits of each point."""
     fail = f"writer/{point}:kill:{nth}"
@@ -282,7 +298,7 @@ def test_both_killed_together(chain: Chain, own_sockets: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("trainer", ["stage.claimed", "stage.copied", "stage.sealed", "save.requested"])
-@pytest.mark.parametrize("point", [p for p in WRITER_POINTS if p not in OPENING])
+@pytest.mark.parametrize("point", DRAINING)
 def test_both_killed_at_points(chain: Chain, own_sockets: Path, trainer: str, point: str) -> None:
     """The same for every pair of points, twice in a row."""
     for nth in (2, 4):
@@ -468,6 +484,13 @@ def test_mutex_tells_of_a_death_and_of_nothing_else(manner: str, expected: Got) 
 
 
 # -- the oracles themselves --
+
+
+def test_every_point_is_listed() -> None:
+    """The names above are those that the code marks, each once, so that no moment is left out."""
+    sources = [p.read_text() for folder in ("ckpt", "backends/ckpt_backends") for p in (REPO / folder).glob("*.py")]
+    marked = [name for source in sources for name in re.findall(r'^ +(?:events\.)?point\("([^"]+)"\)', source, re.M)]
+    assert sorted(marked) == sorted(POINTS)
 
 
 def test_negative_control_a_lost_commit_is_seen(chain: Chain, own_sockets: Path) -> None:

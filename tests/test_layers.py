@@ -15,18 +15,20 @@ from conftest import REPO
 import ckpt
 
 LAYERS = (
-    ("errors", "events", "mutex"),  # words everyone shares, and a lock
+    ("errors", "events", "mutex", "geometry"),  # words everyone shares, a lock, boxes
     ("store",),  # the byte interface of a place
-    ("codec", "values", "link"),  # digests, plain values as JSON, the wire to the writer
+    ("codec", "values", "link", "world"),  # digests, plain values as JSON, the wire to the writer, other ranks
     ("manifest",),  # the small files, and the names of all files
     ("plan",),  # where every byte goes
-    ("table", "log", "arena", "tensors"),  # what things are
-    ("write", "restore", "rng", "hooks"),  # files; tensors again; random numbers; before an update
-    ("commit", "nodes"),  # files become a checkpoint; what a state is made of
-    ("read", "state"),  # back from a store; the state as a whole
-    ("retain", "stage", "sources"),  # how long; tensors into memory; where to restore from
-    ("tiers", "handle", "loaded", "compare"),  # what users hold in their hands
-    ("writer", "client"),  # the two ends of the process boundary
+    ("share", "table", "log", "arena", "tensors"),  # what things are
+    ("exchange", "sharding", "saved", "write", "rng", "hooks"),  # pieces of tensors; files; before an update
+    ("commit", "restore"),  # files become a checkpoint; tensors again
+    ("nodes", "read"),  # what a state is made of; back from a store
+    ("state", "retain"),  # the state as a whole; how long
+    ("stage", "sources", "tiers"),  # tensors into memory; where to restore from, and to save to
+    ("resume", "handle", "loaded", "compare"),  # what all ranks agree to restore; what users hold in their hands
+    ("mirror", "client", "replicas"),  # a copy on another node; the trainer's end of the process boundary
+    ("writer",),  # the other end
     ("guardian",),  # who holds memory and writer
     ("checkpointer",),
     ("cli",),
@@ -35,7 +37,8 @@ LAYERS = (
 
 BACKENDS_MAY_USE = {"errors", "events", "store"}
 NO_TORCH = {
-    "errors", "events", "mutex", "store", "codec", "values", "link", "manifest", "plan", "table", "log", "arena",
+    "errors", "events", "mutex", "geometry", "share", "saved", "exchange", "mirror",
+    "store", "codec", "values", "link", "manifest", "plan", "table", "log", "arena",
     "write", "commit", "read", "retain", "tiers", "handle", "writer", "compare",
 }  # fmt: skip
 """What the writer process or a light `import ckpt` needs: none of these imports torch, not even for types."""

@@ -136,7 +136,7 @@ def test_pins_live_as_long_as_their_attempt_is_open() -> None:
         acquired(10**12),
         record("ACQUIRE", {"epoch": 2.5, "nonce": "x", "restored": None}),
         record("ACQUIRE", {"epoch": 2, "nonce": "x", "restored": "../1"}),
-        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 2}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 0}),
         record("COMMIT", committed(attempt(1, 1))["body"] | {"parts": []}),
         record("COMMIT", committed(attempt(1, 1))["body"] | {"parts": [[1, 0, DIGEST]]}),
         record("COMMIT", committed(attempt(1, 1))["body"] | {"parts": [[0, -1, DIGEST]]}),

@@ -19,8 +19,11 @@ from torch import Tensor, nn
 
 import ckpt
 from ckpt.errors import CheckpointError, SaveError
+from ckpt.resume import Restored, restore_first
+from ckpt.sources import MemorySource
 from ckpt.stage import Stager
 from ckpt.state import Capture
+from ckpt.world import World
 
 LARGE = 1500  # a square of this side takes some milliseconds to copy: training has time to interfere
 
@@ -46,8 +49,12 @@ def close(cp: ckpt.Checkpointer) -> None:
 
 def read_back(cp: ckpt.Checkpointer, step: int, twin: State) -> Any:
     """The snapshot of a step, taken out of shared memory into another state; frozen."""
-    source = next(s for s in cp._guardian.snapshots() if s.attempt.step == step)
-    source.restore(Capture(twin), strict=True, on_touch=lambda: None)
+    result = Restored(step=None)
+    with cp._guardian.snapshots() as snapshots:
+        snapshot = next(s for s in snapshots if s.attempt.step == step)
+        source = MemorySource(snapshot.attempt, [snapshot], alone=True)
+        restore_first(World(), [source], Capture(twin), result, strict=True, on_touch=lambda: None)
+    assert result.step == step, result.skipped
     return freeze(twin)
 
 
@@ -523,7 +530,8 @@ def test_a_hundred_saves_without_pause(open_run: Any) -> None:
         if step % 10 == 0:
             save.staged(30.0)
             assert differences(read_back(cp, step, run.twin), boundary) == []
-    steps = [s.attempt.step for s in cp._guardian.snapshots()]
+    with cp._guardian.snapshots() as snapshots:
+        steps = [s.attempt.step for s in snapshots]
     assert steps == sorted(steps, reverse=True) and steps[0] == 100 and len(steps) >= 3
 
 

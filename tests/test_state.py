@@ -22,8 +22,10 @@ import ckpt
 from ckpt.errors import MismatchError, StateError
 from ckpt.plan import Layout
 from ckpt.restore import Filler
+from ckpt.saved import Saved as SavedState
 from ckpt.state import Capture, Reading
 from ckpt.tensors import DTYPE_NAME, TORCH_DTYPE
+from ckpt.write import build_table
 
 State = dict[str, Any]
 
@@ -76,14 +78,21 @@ class Saved:
     def __init__(self, reading: Reading) -> None:
         self.layout = json.dumps(reading.layout.to_json())
         self.values = json.dumps(reading.values)
-        self.data = {s.name: raw(t) for s, t in zip(reading.layout.tensors, reading.tensors, strict=True)}
+        self.data = {s.key: raw(t) for s, t in zip(reading.layout.tensors, reading.tensors, strict=True)}
 
     def restore(self, state: State, *, strict: bool = True) -> None:
         layout = Layout.from_json(json.loads(self.layout))
-        placement = Capture(state).place(layout, json.loads(self.values), strict=strict)
-        filler = Filler(placement.fills, layout.by_name)
-        for name in filler.names:
-            filler.add(name, 0, memoryview(bytearray(self.data[name])))
+        table = build_table(layout, "packs/1.0badcafe-1.0.0.safetensors", None)
+        saved = SavedState([layout], [json.loads(self.values)], table, digested=False)
+        placement = Capture(state).place(saved, strict=strict)
+        placement.check()
+        filler = Filler(saved, placement.fills)
+        in_order = (layout.tensors[i] for i in layout.arrangement.order)
+        shards = [self.data[spec.key] for spec in in_order]
+        for blob in filler.blobs:
+            start, length = int(saved.position[blob]), int(table.length[blob])
+            data = shards[int(saved.shard_of_blob[blob])][start : start + length]
+            filler.add(blob, memoryview(bytearray(data)))
         filler.finish()
         for finish in (*placement.finishers, *placement.last):
             finish()

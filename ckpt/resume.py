@@ -1,0 +1,409 @@
+"""Going on from a checkpoint: which one, agreed by all ranks, and its bytes from whoever can read them.
+
+    candidates -> for each, newest first: describe -> open -> place -> share the reading -> fill -> all agree
+
+Every rank restores the same checkpoint or none does. Ranks agree through `World`, with deadlines; bytes that several
+ranks want are read once per node and passed on (`ckpt.exchange`). One rank alone does the same without any of that.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import gc
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ckpt import errors, read
+from ckpt.codec import blob_digest
+from ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    DeadlineError,
+    PeerError,
+    StoreError,
+    TransferError,
+    UsageError,
+    from_wire,
+    to_wire,
+)
+from ckpt.events import log as logger
+from ckpt.events import point
+from ckpt.exchange import Exchange, assign
+from ckpt.log import Acquire, Commit, RunLog, in_history
+from ckpt.manifest import Attempt
+from ckpt.restore import Filler, Placement, mismatch
+from ckpt.saved import Saved
+from ckpt.sources import Mask, MemorySource, Snapshot, Source, StoreSource
+from ckpt.state import Capture
+from ckpt.values import Json
+from ckpt.world import World
+
+RETRY_AFTER_S = (0.2, 1.0)
+TRANSFER_S = 600.0
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A checkpoint that was newer and could not be used."""
+
+    step: int
+    tier: str
+    reason: str
+
+
+@dataclass
+class Restored:
+    """What `restore()` did on this rank. Bytes that it read itself, and that other ranks read for it.
+
+    `verified` is False only for a snapshot that nobody has digested yet.
+    """
+
+    step: int | None
+    attempt: str | None = None
+    tier: str | None = None
+    verified: bool = True
+    seconds: float = 0.0
+    nbytes: int = 0
+    nbytes_received: int = 0
+    skipped: list[Skipped] = field(default_factory=list)
+
+
+# -- which there are --
+
+
+def gather(
+    world: World,
+    snapshots: Iterable[Snapshot],
+    acquires: Iterable[Acquire],
+    urls: Sequence[str],
+    roots: Sequence[Sequence[int]],
+    step: int | None,
+) -> list[Source]:
+    """Every checkpoint that all ranks together can restore, newest first, memory before disk, what was undone last.
+
+    `snapshots`: on this node; `acquires`: the history as far as memory knows it; `roots`: for each of the tiers `urls`,
+    which root each rank has (by the lowest rank that has it). With `step` only checkpoints of that step, and without it
+    nothing that was undone. All ranks get the same list.
+    """
+    here: dict[Attempt, list[Snapshot]] = {}
+    for snapshot in snapshots:
+        here.setdefault(snapshot.attempt, []).append(snapshot)
+    logs: list[RunLog] = []
+
+    def look() -> Json:
+        logs.extend(read.run(_log_of(url)) for url in urls)
+        known = {*acquires, *(a for log in logs for a in log.state.acquires)}
+        return {
+            "step": step,
+            "memory": [[str(a), parts[0].layout.world, [s.layout.rank for s in parts]] for a, parts in here.items()],
+            "acquires": [[a.epoch, a.nonce, None if a.restored is None else str(a.restored)] for a in known],
+            "tiers": [_commits(log) if roots[i][world.rank] == world.rank else None for i, log in enumerate(logs)],
+        }
+
+    agreed = together(world, "candidates", look, _candidates)
+    found: list[Source] = []
+    for text, place, undone in agreed:
+        attempt = Attempt.parse(text)
+        if place == 0:
+            found.append(MemorySource(attempt, here.get(attempt, ()), alone=world.size == 1, undone=undone))
+            continue
+        log, partial = logs[place - 1], len(set(roots[place - 1])) > 1
+        commit = log.state.commits.get(attempt) or log.state.held.get(attempt)
+        found.append(StoreSource(urls[place - 1], attempt, commit, partial=partial, undone=undone))
+    return found
+
+
+def _candidates(posts: list[Any]) -> list[tuple[str, int, bool]]:
+    """(attempt, place, undone) of what is whole in one place; place 0 is memory. Pure.
+
+    What was undone is what any place knows to be undone: another may have been away when a job went back.
+    """
+    step = posts[0]["step"]
+    for rank, post in enumerate(posts):
+        if post["step"] != step:
+            raise UsageError(f"rank {rank} asks for {_asked(post['step'])}, rank 0 for {_asked(step)}")
+    acquires = {(e, n): Acquire(e, n, r and Attempt.parse(r)) for post in posts for e, n, r in post["acquires"]}
+    found: list[tuple[Attempt, int]] = []
+    for place in range(1 + len(posts[0]["tiers"])):
+        parts: dict[Attempt, tuple[int, set[int]]] = {}
+        for post in posts:
+            for text, size, ranks in (post["tiers"][place - 1] if place else post["memory"]) or ():
+                parts.setdefault(Attempt.parse(text), (size, set()))[1].update(ranks)
+        found += [(attempt, place) for attempt, (size, ranks) in parts.items() if len(ranks) == size]
+    history = set(in_history(sorted(acquires.values(), key=lambda a: a.epoch), {attempt for attempt, _ in found}))
+    known = [(attempt, place, attempt not in history) for attempt, place in found]
+    wanted = [one for one in known if (not one[2] if step is None else one[0].step == step)]
+    wanted.sort(key=lambda one: (one[2], -one[0].epoch, -one[0].step, one[1]))
+    return [(str(attempt), place, undone) for attempt, place, undone in wanted]
+
+
+def _asked(step: int | None) -> str:
+    return "the newest checkpoint" if step is None else f"step {step}"
+
+
+def _commits(log: RunLog) -> list[Json]:
+    """What a root has, whole or in part: attempt, ranks that saved, ranks whose part is here."""
+    state = log.state
+    if state.damaged:
+        logger.warning("%s: log records %s are damaged and were skipped", log.store.url, state.damaged)
+    every: dict[Attempt, Commit] = {**state.held, **state.commits}
+    return [[str(a), c.world, [rank for rank, _, _ in c.parts]] for a, c in every.items()]
+
+
+async def _log_of(url: str) -> RunLog:
+    log = await read.open_run(url)
+    await log.store.aclose()
+    return log
+
+
+# -- one of them --
+
+
+def restore_first(
+    world: World,
+    sources: Sequence[Source],
+    capture: Capture,
+    result: Restored,
+    *,
+    strict: bool,
+    on_touch: Callable[[], None],
+) -> Source | None:
+    """Restore from the first source that is sound for all ranks; why others were not is said, and noted in `result`.
+
+    Raises MismatchError, after which nothing has been changed.
+    """
+    for source in sources:
+        direct = False
+        for patience in (*RETRY_AFTER_S, None):
+            try:
+                with _no_collecting():
+                    _restore(world, source, capture, result, strict=strict, on_touch=on_touch, direct=direct)
+            except (CorruptError, StoreError) as error:
+                if error.retryable and patience is not None:
+                    time.sleep(patience)  # to fall back for a passing fault would cost steps for good
+                    direct = direct or isinstance(error, TransferError)
+                    continue
+                result.skipped.append(Skipped(source.attempt.step, source.tier, str(error)))
+                logger.warning("step %d in %s cannot be used: %s", source.attempt.step, source.tier, error)
+                break
+            finally:
+                source.close()
+            result.step, result.attempt, result.tier = source.attempt.step, str(source.attempt), source.tier
+            return source
+    return None
+
+
+@contextlib.contextmanager
+def _no_collecting() -> Iterator[None]:
+    """To search all objects of torch for garbage takes as long as all the rest of a restore, which leaves none."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _restore(
+    world: World,
+    source: Source,
+    capture: Capture,
+    result: Restored,
+    *,
+    strict: bool,
+    on_touch: Callable[[], None],
+    direct: bool,
+) -> None:
+    described = together(world, "describe", source.describe) if source.partial else []
+    exchange: Exchange | None = None
+    incoming: list[Callable[[int, memoryview], None]] = []
+    if world.size > 1:
+        exchange = Exchange(world.rank, lambda blob, data: incoming[0](blob, data))
+    try:
+        ready: list[tuple[Placement, Filler]] = []
+
+        def prepare() -> Json:
+            source.open(described)
+            placement = _place(capture, source.saved, strict)
+            filler = Filler(source.saved, placement.fills)
+            incoming.append(_verified(source.saved, filler))
+            ready.append((placement, filler))
+            return {
+                "problems": placement.problems if strict else [],
+                "wants": _pack(_mask(filler.blobs, len(source.saved.table.length))),
+                "can": _pack(source.readable()),
+                "contact": exchange.contact if exchange is not None else None,
+            }
+
+        posts = together(world, "place", prepare, lambda posts: _fitting(posts, source.saved if strict else None))
+        placement, filler = ready[0]
+        point("restore.chosen")
+        on_touch()
+        together(world, "fill", lambda: _fill(world, source, filler, exchange, posts, result, direct))
+        point("restore.filled")
+        together(world, "finish", lambda: _finish(filler, placement))
+        result.verified = source.saved.digested
+    finally:
+        if exchange is not None:
+            exchange.close()
+
+
+def together(
+    world: World, topic: str, work: Callable[[], Json], decide: Callable[[list[Json]], Json] | None = None
+) -> Any:
+    """Do something on every rank. If it failed anywhere, all raise the same error: all must go on in the same way."""
+    post: dict[str, Json] = {}
+    failure: Exception | None = None
+    try:
+        post["value"] = work()
+    except Exception as error:
+        failure, post["error"] = error, to_wire(error)
+    verdict = world.agree(topic, post, lambda posts: _verdict(posts, decide))
+    if "error" not in verdict:
+        return verdict["value"]
+    if failure is not None and (world.size == 1 or not isinstance(failure, CheckpointError)):
+        raise failure
+    raise from_wire(verdict["error"]) from failure
+
+
+def _verdict(posts: list[Any], decide: Callable[[list[Json]], Json] | None) -> dict[str, Json]:
+    """What failed first counts, not what failed since a rank failed."""
+    failed = [(rank, post["error"]) for rank, post in enumerate(posts) if "error" in post]
+    failed.sort(key=lambda one: (one[1]["error"] == TransferError.__name__, one[0]))
+    for rank, error in failed[:1]:
+        known = error["error"] in vars(errors)  # somebody else's exception is raised by the rank that met it
+        message = f"rank {rank}: {error['message']}" if len(posts) > 1 else error["message"]
+        return {"error": {**error, "message": message, **({} if known else {"error": "PeerError"})}}
+    values = [post["value"] for post in posts]
+    try:
+        return {"value": values if decide is None else decide(values)}
+    except CheckpointError as error:
+        return {"error": to_wire(error)}
+
+
+def _place(capture: Capture, saved: Saved, strict: bool) -> Placement:
+    try:
+        return capture.place(saved, strict=strict)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        raise CorruptError(f"what was saved does not describe a state: {type(error).__name__}: {error}") from error
+
+
+def _fitting(posts: list[Any], saved: Saved | None) -> list[Any]:
+    """The posts, or MismatchError. What a rank of many does not want, another must (`saved`: if that matters)."""
+    problems: dict[str, list[int]] = {}
+    for rank, post in enumerate(posts):
+        for problem in post["problems"]:
+            problems.setdefault(problem, []).append(rank)
+    if problems:
+        shown = [p if len(r) == len(posts) else f"rank {', '.join(map(str, r[:8]))}: {p}" for p, r in problems.items()]
+        raise mismatch(shown)
+    if saved is not None and (len(posts) > 1 or saved.world > 1):
+        wanted = np.any([_unpack(post["wants"], len(saved.table.length)) for post in posts], axis=0)
+        if lost := _unclaimed(saved, wanted):
+            raise mismatch(
+                [f"{name} was saved by {_who(saved, name)}, and is in the state of no rank here" for name in lost]
+            )
+    return posts
+
+
+def _unclaimed(saved: Saved, wanted: Mask) -> list[str]:
+    """Tensors of modules and optimizers that no rank wants: without them the training would not be the same."""
+    lost = []
+    for name in sorted(saved.shared_names()):
+        blobs = [blob for instance in saved.instances(name) for blob in saved.blobs((name, instance))]
+        if blobs and not wanted[blobs].any():
+            lost.append(name)
+    return lost
+
+
+def _who(saved: Saved, name: str) -> str:
+    instances = saved.instances(name)
+    return "all ranks" if instances[0] < 0 else "rank " + ", ".join(map(str, instances[:8]))
+
+
+def _verified(saved: Saved, filler: Filler) -> Callable[[int, memoryview], None]:
+    """Takes what another rank has read: it came over a network, so it is checked once more."""
+
+    def take(blob: int, data: memoryview) -> None:
+        expected = int(saved.table.length[blob])
+        if len(data) != expected or (saved.digested and blob_digest(data) != saved.table.digest[blob].tobytes()):
+            raise CorruptError(f"blob {blob} was damaged on its way from another rank")
+        filler.add(blob, data)
+
+    return take
+
+
+def _fill(
+    world: World,
+    source: Source,
+    filler: Filler,
+    exchange: Exchange | None,
+    posts: list[Any],
+    result: Restored,
+    direct: bool,
+) -> None:
+    """Read this rank's share, keep what it wants, pass on what others want, and wait for what they pass on."""
+    table = source.saved.table
+    result.nbytes = result.nbytes_received = 0
+    if exchange is None:
+        source.read(filler.blobs, filler.add)
+        result.nbytes = int(table.length[filler.blobs].sum())
+        return
+    count = len(table.length)
+    wants = np.array([_unpack(post["wants"], count) for post in posts])
+    can = np.array([_unpack(post["can"], count) for post in posts])
+    # With `direct` nobody passes anything on that all can read: the network between the ranks did not work.
+    nodes = range(world.size) if direct else world.nodes
+    share = assign(world.rank, table.length, wants, can, nodes)
+    recipients = dict(zip(share.reads.tolist(), share.recipients, strict=True))
+    mine = wants[world.rank]
+
+    def sink(blob: int, data: memoryview) -> None:
+        if mine[blob]:
+            filler.add(blob, data)
+        for rank in recipients[blob]:
+            exchange.send(rank, blob, data)
+
+    try:
+        exchange.expect(share.expects.tolist())
+        others = {rank for each in share.recipients for rank in each}
+        exchange.connect([post["contact"] for post in posts], sorted(others), world.nodes, timeout_s=30.0)
+        source.read(share.reads.tolist(), sink)
+        exchange.finish_sending()
+        exchange.wait(share.expects.tolist(), TRANSFER_S)
+    except (PeerError, DeadlineError) as error:
+        exchange.fail(str(error))
+        raise TransferError(str(error), retryable=True) from error
+    except BaseException as error:
+        exchange.fail(str(error))
+        raise
+    result.nbytes = int(table.length[share.reads].sum())
+    result.nbytes_received = int(table.length[share.expects].sum())
+
+
+def _finish(filler: Filler, placement: Placement) -> None:
+    filler.finish()
+    for finish in (*placement.finishers, *placement.last):
+        finish()
+
+
+def _mask(blobs: Sequence[int], count: int) -> Mask:
+    found = np.zeros(count, np.bool_)
+    found[list(blobs)] = True
+    return found
+
+
+def _pack(mask: Mask) -> str:
+    return base64.b64encode(zlib.compress(np.packbits(mask).tobytes(), 1)).decode()
+
+
+def _unpack(text: str, count: int) -> Mask:
+    bits = np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8)
+    return np.unpackbits(bits, count=count).astype(np.bool_)

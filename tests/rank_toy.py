@@ -1,0 +1,551 @@
+"""Ranks of a small job of which every bit is known, for tests that kill, starve, confuse and deceive them.
+
+    RANK=0 WORLD_SIZE=2 … python -c 'import rank_toy; rank_toy.main()' '[["train", {"run": "/some/where"}], …]'
+
+Each rank does the named things one after the other and prints a JSON line for whatever happens. All tensors follow from
+a step, a salt that each job brings, and, of what is a rank's own, the rank: whatever is restored can be checked against
+what it must be, and a mixture of two moments, of two jobs or of two ranks is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import ckpt
+from ckpt import events, read, stage
+from ckpt import world as worlds
+
+SHAPES: dict[str, tuple[int, ...]] = {"wide": (40, 1024), "odd": (7, 3), "single": (1,), "empty": (0, 4)}
+LOSSES = 3  # plain numbers in the state
+
+
+def bits(name: str, step: int, salt: int, shape: tuple[int, ...]) -> Tensor:
+    """What a tensor is at a step."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step} {salt}".encode()))
+    return torch.randn(shape, generator=generator)
+
+
+def cut(whole: Tensor, rank: int, world: int) -> Tensor:
+    """The rows that a rank has of a tensor that is divided among all."""
+    rows = -(-whole.shape[0] // world)
+    return whole[rank * rows : (rank + 1) * rows]
+
+
+class Tensors(nn.Module):
+    """Nothing but parameters."""
+
+    def __init__(self, **parameters: Tensor) -> None:
+        super().__init__()
+        for name, tensor in parameters.items():
+            self.register_parameter(name, nn.Parameter(tensor))
+
+
+class Clock(torch.optim.Optimizer):
+    """Sets what it optimizes, and a moment of each, to what they are at a step."""
+
+    def __init__(self, set_to: dict[str, nn.Parameter]) -> None:
+        super().__init__(list(set_to.values()), {"lr": 0.0})
+        self.set_to = set_to
+
+    @torch.no_grad()
+    def step(self, step: int, salt: int) -> None:  # type: ignore[override]
+        for name, param in self.set_to.items():
+            moment = self.state[param].setdefault("moment", torch.zeros_like(param))
+            put(param, name, step, salt)
+            put(moment, f"{name} moment", step, salt)
+
+
+def here(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # type: ignore[return-value]
+
+
+def expected(tensor: Tensor, name: str, step: int, salt: int) -> Tensor:
+    """What this rank must have of it."""
+    whole = bits(name, step, salt, tuple(tensor.shape))
+    return cut(whole, dist.get_rank(), dist.get_world_size()) if isinstance(tensor, DTensor) else whole
+
+
+def put(tensor: Tensor, name: str, step: int, salt: int) -> None:
+    here(tensor).copy_(expected(tensor, name, step, salt))
+
+
+class Toy:
+    """A state with all ways of holding a tensor: alike on all ranks (DDP), divided among them (DTensor), one's own."""
+
+    def __init__(self) -> None:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        mesh = init_device_mesh("cpu", (world,))
+        alike = Tensors(**{name: torch.zeros(shape) for name, shape in SHAPES.items()})
+        divided = Tensors(
+            **{
+                name: distribute_tensor(torch.zeros(shape), mesh, [Shard(0)], src_data_rank=None)
+                for name, shape in SHAPES.items()
+            }
+        )
+        self.ddp = nn.parallel.DistributedDataParallel(alike)
+        set_to = {f"alike {name}": p for name, p in alike.named_parameters()}
+        set_to |= {f"divided {name}": p for name, p in divided.named_parameters()}
+        self.clock = Clock(set_to)
+        self.own: dict[str, Any] = {"rank": rank, "world": world, "step": 0, "salt": 0, "tensor": torch.zeros(33)}
+        self.state: dict[str, Any] = {"alike": self.ddp, "divided": divided, "clock": self.clock, "own": self.own}
+
+    def advance(self, step: int, salt: int) -> None:
+        """One step of training."""
+        self.clock.step(step, salt)
+        rank, world = dist.get_rank(), dist.get_world_size()
+        self.own |= {"rank": rank, "world": world, "step": step, "salt": salt}
+        self.own["tensor"].copy_(bits(f"own {rank}", step, salt, (33,)))
+
+    def wrong(self, step: int) -> list[str]:
+        """What is not, bit for bit, what it was at that step, when one job saved it."""
+        rank, own = dist.get_rank(), self.own
+        found = [] if own["step"] == step else [f"it says that it is step {own['step']}"]
+        if own["rank"] != rank % own["world"]:
+            found.append(f"rank {own['rank']} of {own['world']} where it should be that of rank {rank}")
+        tensors = {f"own {own['rank']}": self.own["tensor"], **self.clock.set_to}
+        for name, param in self.clock.set_to.items():
+            tensors[f"{name} moment"] = self.clock.state[param]["moment"]
+        return found + [
+            name for name, t in tensors.items() if not torch.equal(here(t), expected(t, name, step, own["salt"]))
+        ]
+
+
+def say(what: str, **fields: Any) -> None:
+    print(json.dumps({"say": what, **fields}), flush=True)
+
+
+def together(timeout_s: float = 60.0) -> None:
+    """All ranks have come this far."""
+    dist.monitored_barrier(timeout=datetime.timedelta(seconds=timeout_s))
+
+
+def told(restored: ckpt.Restored | None) -> dict[str, Any]:
+    assert restored is not None
+    return {"tier": restored.tier, "skipped": [[s.step, s.tier, s.reason] for s in restored.skipped]}
+
+
+# -- training --
+
+
+class NextWriter(logging.Handler):
+    """Arms the writer after next once the next one has taken over."""
+
+    def __init__(self, spares: list[str]) -> None:
+        super().__init__()
+        self.spares = spares
+        self.arm()
+
+    def arm(self) -> None:
+        os.environ["CKPT_FAIL"] = self.spares.pop(0) if self.spares else ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "a new writer has taken over" in record.getMessage():
+            say("replaced")
+            self.arm()
+
+
+def train(
+    run: str | None,
+    *,
+    steps: int,
+    every: int = 3,
+    salt: int = 0,
+    spares: dict[str, list[str]] | None = None,
+    crash: dict[str, int] | None = None,
+    at_least: int = 0,
+    close: bool = True,
+) -> None:
+    """Restore and train `steps` further steps, all ranks in step. `run`: None for a run in memory only.
+
+    `spares`: what the writers of each rank that follow are armed with. `crash`: the step at which a rank raises.
+    """
+    rank = dist.get_rank()
+    toy, open_saves = Toy(), list[ckpt.Save]()
+    place = dict(name="toy", tiers=None) if run is None else dict(tiers=[ckpt.Memory(), ckpt.Tier(run, every, 2)])
+    with ckpt.Checkpointer(toy.state, **place) as cp:  # type: ignore[arg-type]
+        logging.getLogger("ckpt").addHandler(NextWriter((spares or {}).get(str(rank), [])))
+        start = cp.restore(default=0)
+        say("start", step=start, wrong=toy.wrong(start) if start else [], **told(cp.last_restore))
+        for step in range(start + 1, max(at_least, start + steps) + 1):
+            if (crash or {}).get(str(rank)) == step:
+                raise RuntimeError("the training of this rank has a bug")
+            toy.advance(step, salt)
+            together()
+            save = cp.step(step)
+            assert save is not None
+            save.staged(60)
+            say("staged", step=step)
+            open_saves += [save] if save.tiers else []
+            for save in [s for s in open_saves if s.status != "staged"]:
+                save.committed(0)
+                say("committed", step=save.step)
+                open_saves.remove(save)
+        if not close:
+            os._exit(0)
+    say("closed", step=step)
+
+
+# -- what else may go wrong, each in a folder of its own --
+
+Scenario = Callable[..., Any]
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(function: Scenario) -> Scenario:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def failure(call: Callable[[], Any]) -> str:
+    """The error that a call raises, "" if none."""
+    try:
+        call()
+    except ckpt.CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def checkpointer(toy: Toy, root: str, **settings: Any) -> ckpt.Checkpointer:
+    every = settings.pop("every", 1)
+    return ckpt.Checkpointer(toy.state, [ckpt.Memory(), ckpt.Tier(root, every)], **settings)
+
+
+def go(toy: Toy, cp: ckpt.Checkpointer, step: int, salt: int = 0) -> ckpt.Save:
+    toy.advance(step, salt)
+    save = cp.step(step)
+    assert save is not None
+    save.staged(60)
+    return save
+
+
+def again(root: str, **settings: Any) -> dict[str, Any]:
+    """All ranks restore, each into a state that it has just made, and train a step."""
+    together()
+    toy = Toy()
+    with checkpointer(toy, root, **settings) as cp:
+        start = cp.restore(default=0)
+        found = {"step": start, "wrong": toy.wrong(start) if start else [], **told(cp.last_restore)}
+        go(toy, cp, start + 1, salt=1).committed(60)
+    return found
+
+
+@contextlib.contextmanager
+def armed(fail: str, *, on: int) -> Iterator[None]:
+    """The writer that this rank starts inside is armed, if it is the rank that is meant."""
+    if dist.get_rank() == on:
+        os.environ["CKPT_FAIL"] = fail
+    try:
+        yield
+    finally:
+        os.environ.pop("CKPT_FAIL", None)
+
+
+def steps_of(root: str) -> Iterator[int]:
+    """The checkpoints that there are, newest first."""
+    log = read.run(read.open_run(f"file://{root}"))
+    yield from (commit.step for commit in log.state.lineage())
+
+
+def impatient() -> dict[str, float]:
+    worlds.GRACE_S = 1.0
+    return {"agree_timeout_s": 1.0}
+
+
+@scenario
+def absent_at_opening(root: str, missing: int) -> dict[str, Any]:
+    """One rank does not make a Checkpointer while the others do; then it comes, when the others have given up."""
+    toy, present = Toy(), dist.get_rank() != missing
+    first = failure(lambda: checkpointer(toy, root, **impatient())) if present else ""
+    together()
+    late = failure(lambda: checkpointer(toy, root, **impatient())) if not present else ""
+    return {"first": first, "late": late, "again": again(root)}
+
+
+@scenario
+def absent_at_restoring(root: str, missing: int) -> dict[str, Any]:
+    toy, present = Toy(), dist.get_rank() != missing
+    cp = checkpointer(toy, root, **impatient())
+    first = failure(lambda: cp.restore(default=0)) if present else ""
+    together()
+    late = failure(lambda: cp.restore(default=0)) if not present else ""
+    together()
+    closing = failure(cp.close)
+    return {"first": first, "late": late, "closing": closing, "again": again(root)}
+
+
+@scenario
+def absent_at_closing(root: str, missing: int) -> dict[str, Any]:
+    """The step that all had in memory is there for whoever comes next."""
+    toy, present = Toy(), dist.get_rank() != missing
+    cp = checkpointer(toy, root, every=1000, **impatient())
+    cp.restore(default=0)
+    go(toy, cp, 1)
+    first = failure(cp.close) if present else ""
+    together()
+    late = failure(cp.close) if not present else ""
+    return {"first": first, "late": late, "again": again(root)}
+
+
+@scenario
+def other_place(root: str) -> dict[str, Any]:
+    rank = dist.get_rank()
+    return {"error": failure(lambda: checkpointer(Toy(), f"{root}/{rank}")), "again": again(root + "-again")}
+
+
+@scenario
+def other_cadence(root: str) -> dict[str, Any]:
+    rank = dist.get_rank()
+    return {"error": failure(lambda: checkpointer(Toy(), root, every=2 + rank)), "again": again(root)}
+
+
+@scenario
+def other_step(root: str) -> dict[str, Any]:
+    """Rank 1 has counted one step more."""
+    toy, rank = Toy(), dist.get_rank()
+    with checkpointer(toy, root, on_error="warn", busy_timeout_s=3.0) as cp:
+        cp.restore(default=0)
+        go(toy, cp, 3).committed(60)
+        together()
+        save = go(toy, cp, 4 + rank)
+        error = failure(lambda: save.committed(60))
+        together()
+        go(toy, cp, 6).committed(60)
+    return {"error": error, "again": again(root)}
+
+
+@scenario
+def other_tensors(root: str, how: str) -> dict[str, Any]:
+    """Rank 1 changes the model that all of them hold alike, and changes it back."""
+    rank = dist.get_rank()
+    net = Tensors(first=torch.zeros(3), odd=torch.zeros(7, 3), wide=torch.zeros(40, 1024))
+    kept = net.odd
+    odd = {"shape": torch.zeros(7, 4), "dtype": torch.zeros(7, 3, dtype=torch.float64)}
+    with ckpt.Checkpointer({"net": nn.parallel.DistributedDataParallel(net)}, root, on_error="warn") as cp:
+        cp.restore(default=0)
+        cp.save(1).committed(60)
+        together()
+        if rank == 1 and how == "more":
+            net.register_parameter("another", nn.Parameter(torch.zeros(5, 5)))
+        elif rank == 1:
+            net.odd = nn.Parameter(odd[how])
+        save = cp.save(2)
+        error = failure(lambda: save.committed(60))
+        together()
+        net._parameters.pop("another", None)
+        net.odd = kept
+        cp.save(3).committed(60)
+    return {"error": error, "steps": list(steps_of(root))}
+
+
+@scenario
+def writer_stalls(root: str) -> dict[str, Any]:
+    """The writer of rank 0 stands still for a while, and then has many steps to write at once."""
+    toy = Toy()
+    before = set(psutil.Process().children())
+    with ckpt.Checkpointer(toy.state, [ckpt.Memory(keep=8), ckpt.Tier(root, 1, 2)], on_error="warn") as cp:
+        cp.restore(default=0)
+        go(toy, cp, 1).committed(60)
+        together()
+        (writer,) = set(psutil.Process().children()) - before
+        if dist.get_rank() == 0:
+            writer.suspend()
+        saves = [go(toy, cp, step) for step in range(2, 9)]
+        time.sleep(3.0)  # the writer of rank 1 has all its parts stored, and looks for a commit less and less often
+        writer.resume()
+        errors = [failure(lambda save=save: save.committed(60)) for save in saves]  # type: ignore[misc]
+    return {"errors": errors, "again": again(root)}
+
+
+@scenario
+def other_restore(root: str) -> dict[str, Any]:
+    """Rank 1 asks for a certain step, rank 0 for the newest; one asks for a restore, the other ends the run."""
+    toy, rank = Toy(), dist.get_rank()
+    with checkpointer(toy, root, **impatient()) as cp:
+        cp.restore(default=0)
+        for step in (1, 2, 3):
+            go(toy, cp, step).committed(60)
+        together()
+        error = failure(lambda: cp.restore(step=2 if rank == 1 else None))
+        unchanged = toy.wrong(3)
+    together()
+    toy = Toy()
+    cp = checkpointer(toy, root, **impatient())
+    mixed = failure(cp.restore if rank == 0 else cp.close)
+    together()
+    failure(cp.close)
+    return {"error": error, "unchanged": unchanged, "mixed": mixed, "again": again(root)}
+
+
+DAMAGE: dict[str, Callable[[Path, Path], object]] = {
+    "nothing": lambda newer, older: None,
+    "part missing": lambda newer, older: of(newer, "parts", "json").unlink(),
+    "part of another attempt": lambda newer, older: shutil.copy(of(older, "parts", "json"), of(newer, "parts", "json")),
+    "part damaged": lambda newer, older: flip(of(newer, "parts", "json")),
+    "pack missing": lambda newer, older: of(newer, "packs", "safetensors").unlink(),
+    "pack of another attempt": lambda newer, older: shutil.copy(
+        of(older, "packs", "safetensors"), of(newer, "packs", "safetensors")
+    ),
+    "pack damaged": lambda newer, older: flip(of(newer, "packs", "safetensors")),
+    "pack cut short": lambda newer, older: os.truncate(of(newer, "packs", "safetensors"), 5000),
+}
+
+
+def of(attempt: Path, folder: str, ending: str) -> Path:
+    """A file of rank 1 of an attempt; that is written like a path, <root>/<attempt>."""
+    (found,) = attempt.parent.glob(f"{folder}/{attempt.name}.1.*.{ending}")
+    return found
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) * 3 // 4] ^= 4
+    path.write_bytes(content)
+
+
+@scenario
+def damaged(root: str) -> dict[str, Any]:
+    """One file of rank 1 in the newest of two checkpoints, in every way."""
+    toy, found = Toy(), {}
+    with checkpointer(toy, root) as cp:
+        cp.restore(default=0)
+        attempts = [go(toy, cp, step).committed(60).attempt for step in (1, 2)]
+    together()
+    for number, (how, damage) in enumerate(DAMAGE.items()):
+        copy = Path(f"{root}-{number}")
+        if dist.get_rank() == 0:
+            shutil.copytree(root, copy)
+            damage(copy / attempts[1], copy / attempts[0])
+        together()
+        found[how] = again(str(copy))
+    return found
+
+
+@scenario
+def disk_fails(root: str, victim: int, fail: str, steps: int) -> dict[str, Any]:
+    """The disk fails the writer of one rank again and again; `fail` says where. What became of each step."""
+    toy, errors = Toy(), []
+    with armed(fail, on=victim):
+        cp = checkpointer(toy, root, on_error="warn")
+    with cp:
+        cp.restore(default=0)
+        for step in range(1, steps + 1):
+            save = go(toy, cp, step)
+            errors.append(failure(lambda save=save: save.committed(60)))  # type: ignore[misc]
+            together()
+    return {"errors": errors, "again": again(root)}
+
+
+@scenario
+def staging_fails(root: str, how: str) -> dict[str, Any]:
+    """Rank 1 cannot stage a step: copying fails, or somebody writes into what is copied, noticed sooner or later."""
+    toy, rank = Toy(), dist.get_rank()
+    wide = here(toy.clock.set_to["divided wide"])
+    at = {"written while it is copied": "stage.eager", "written after it was copied": "stage.copied"}.get(how)
+
+    def meddle(name: str) -> None:
+        if name == at:
+            with torch.no_grad():
+                wide.zero_()
+
+    with checkpointer(toy, root, on_error="warn") as cp:
+        cp.restore(default=0)
+        go(toy, cp, 1).committed(60)
+        together()
+        if rank == 1 and at is None:
+            events._armed = events._parse("trainer/stage.copied:eio")
+        elif rank == 1:
+            stage.point = meddle  # type: ignore[assignment]
+        toy.advance(2, 0)
+        save = cp.step(2)
+        assert save is not None
+        error = failure(lambda: save.committed(60))
+        together()
+        stage.point, events._armed = events.point, None
+        go(toy, cp, 3).committed(60)
+    return {"error": error, "again": again(root)}
+
+
+@scenario
+def goes_back_and_closes(root: str) -> dict[str, Any]:
+    """A rollback to a step that is in memory only; nothing is trained after it."""
+    toy = Toy()
+    with checkpointer(toy, root, every=1000) as cp:
+        cp.restore(default=0)
+        for step in (1, 2, 3):
+            go(toy, cp, step)
+        together()
+        back = cp.restore(step=2)
+        wrong = toy.wrong(2)
+    return {"back": back, "wrong": wrong, "again": again(root)}
+
+
+def own_model() -> dict[str, Any]:
+    """A model that each rank has for itself, under one name."""
+    rank = dist.get_rank()
+    return {"net": Tensors(weight=bits(f"stage {rank}", 0, 0, (4, 4)), bias=torch.ones(3))}
+
+
+def save_unlike(root: str) -> None:
+    """What later does not fit: models that ranks have for themselves, and one that all hold alike."""
+    own, alike = own_model(), {"net": nn.parallel.DistributedDataParallel(Tensors(weight=torch.ones(4, 5)))}
+    for name, state in (("own", own), ("alike", alike)):
+        with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(f"{root}/{name}", 1)]) as cp:
+            cp.restore(default=0)
+            cp.step(1)
+    say("saved")
+
+
+@scenario
+def cannot_hold(root: str) -> dict[str, Any]:
+    """What `save_unlike` of more ranks saved, into states that cannot take it."""
+    found = {}
+    own, alike = own_model(), {"net": nn.parallel.DistributedDataParallel(Tensors(weight=torch.zeros(4, 6)))}
+    for name, state in (("own", own), ("alike", alike)):
+        before = [t.detach().clone() for t in state["net"].state_dict().values()]
+        with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(f"{root}/{name}", 1)]) as cp:
+            found[name] = failure(cp.restore)
+        after = state["net"].state_dict().values()
+        found[f"{name} unchanged"] = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    return found
+
+
+# -- the process --
+
+ACTIONS: dict[str, Callable[..., Any]] = {"train": train, "save_unlike": save_unlike}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    for name, arguments in json.loads(sys.argv[1]):
+        if name in ACTIONS:
+            ACTIONS[name](**arguments)
+            continue
+        started = time.monotonic()
+        try:
+            result = SCENARIOS[name](**arguments)
+        except Exception as error:
+            traceback.print_exc()
+            result = {"broken": f"{type(error).__name__}: {error}"}
+        say("result", scenario=name, arguments=arguments, result=result, seconds=round(time.monotonic() - started, 2))
+        together(120)
+    dist.destroy_process_group()

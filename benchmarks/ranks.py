@@ -6,8 +6,9 @@ Every rank is a process of this machine, over gloo on the CPU; the libraries tak
 
   * what each rank stages and writes of a state that all ranks hold alike (DDP), against its share of it
   * what a save takes from training: the call, and the wait before the next optimizer step
-  * the time to restore, with as many ranks as saved it or others, from when all are ready until the last rank is done;
-    how often a byte is read, and how much comes from other ranks. What was restored is compared bit for bit
+  * the time to restore, with as many ranks as saved it or others, from when all are ready until the last rank is done,
+    and the CPU time of all ranks meanwhile, which other work on the machine disturbs less; how often a byte is read,
+    and how much comes from other ranks. What was restored is compared bit for bit
 
 torch_checkpointing is measured where it is installed, and runs. Absolute times depend on the machine and on what else
 it does; the ratios, taken in one run, say more. Needs 6 GB of disk and of memory.
@@ -431,9 +432,10 @@ def timed(folder: str, facts: dict[str, Any]) -> Iterator[None]:
     if dist.get_rank() == 0:
         facts["cold"] = drop_caches(folder)
     dist.barrier()
-    before, started = bytes_read(), time.monotonic()
+    before, cpu, started = bytes_read(), time.process_time(), time.monotonic()
     yield
-    facts["moments"], facts["read"] = [started, time.monotonic()], bytes_read() - before
+    facts["moments"], facts["cpu_s"] = [started, time.monotonic()], time.process_time() - cpu
+    facts["read"] = bytes_read() - before
     dist.barrier()
 
 
@@ -607,6 +609,7 @@ def figures_of_restoring(told: Told, name: str, world: int, workload: Workload) 
     return {
         "seconds": seconds,
         "median_s": statistics.median(seconds),
+        "cpu_s": statistics.median(sum(one["cpu_s"] for one in turn) for turn in turns),
         "read_of_state": most("counted" if name == OURS else "read"),
         "sent_of_state": most("received") if name == OURS else 0.0,
         "opening_s": statistics.median(max(one["opening_s"] for one in turn) for turn in turns),
@@ -627,7 +630,11 @@ def table(title: str, columns: dict[str, Callable[[Figures], str]], found: dict[
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print(f"\n{title}\n")
     for row in rows:
-        print("  ".join(f"{cell:<{w}}" if i < 2 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths))))
+        print(
+            "  ".join(
+                f"{cell:<{w}}" if i < 2 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            )
+        )
     for i, why in enumerate(whys):
         print(f"({i + 1}) {why}")
 
@@ -675,10 +682,11 @@ def show(found: dict[str, Any]) -> None:
     table(
         "Restoring with cold caches, until the last rank has its state",
         {
-            "median": ms("median_s"),
+            "median": lambda f: f"{f['median_s'] * 1e3:.0f} ms",
             "least": lambda f: f"{min(f['seconds']) * 1e3:.0f}",
             "most": lambda f: f"{max(f['seconds']) * 1e3:.0f}",
             "/ DCP": ratio("of_dcp", 2),
+            "CPU": lambda f: f"{f['cpu_s'] * 1e3:.0f} ms",
             "read / state": ratio("read_of_state"),
             "from ranks / state": ratio("sent_of_state", 2),
             "right": yes("right"),

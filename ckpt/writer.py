@@ -81,6 +81,7 @@ class Writer:
         self.layouts: dict[str, Layout] = {}
         self.digests: dict[tuple[Attempt, int], bytes] = {}  # by attempt, and rank that took the snapshot
         self.writing: dict[tuple[str, int], int] = {}  # (arena, slot) -> writes in progress
+        self.settling = 0  # parts that the trainer had written, and that are not committed yet
         self.ownership = asyncio.Lock()  # held while the run is taken over by us
         self.tries: dict[Attempt, int] = {}
         self.retracted: set[Attempt] = set()
@@ -409,7 +410,11 @@ class Writer:
             tier.in_flight.add(attempt)
         if written is not None:
             self._tell({"op": "stored", "tier": number, "attempt": message["attempt"]})
-            await self._settle(tier, written)
+            self.settling += 1
+            try:
+                await self._settle(tier, written)
+            finally:
+                self.settling -= 1
         return {}, ()
 
     async def do_retract(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
@@ -431,7 +436,7 @@ class Writer:
         self.leaving = True
         self._unlink_socket()  # the next trainer starts with a writer of its own
         try:
-            while self.writing:
+            while self.writing or self.settling:
                 await asyncio.sleep(0.01)
             for tier in self.tiers:
                 if tier.sweeping is not None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt import commit as commits
+from ckpt import log as run_log
 from ckpt import retain
+from ckpt.commit import Role
 from ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -32,13 +36,13 @@ from ckpt.errors import (
     SaveError,
     StoreError,
 )
-from ckpt.log import MAX_GAP, Acquire, Record, RunLog, RunState, fold, in_history, record_key
-from ckpt.manifest import Attempt, new_nonce, seal
+from ckpt.log import MAX_GAP, Acquire, Commit, Record, RunLog, RunState, fold, in_history, record_key
+from ckpt.manifest import Attempt, new_nonce, part_key, seal, table_key
 from ckpt.plan import Layout, TensorSpec
 from ckpt.read import load_manifest, verify
 from ckpt.retain import Keep
 from ckpt.store import ObjectInfo, Store
-from ckpt.write import Snapshot, write_part
+from ckpt.write import Snapshot, Written, write_part
 from ckpt_backends.local import LocalStore
 from ckpt_backends.memory import MemoryStore
 
@@ -120,6 +124,47 @@ def test_fold_of_a_commit_and_its_end() -> None:
     assert set(late.commits) == {c} and not late.aborted
 
 
+def held(of: Attempt, world: int = 2) -> dict[str, Any]:
+    return {**committed(of), "type": "HELD", "id": f"held:{of}", "body": committed(of)["body"] | {"world": world}}
+
+
+def aborted(of: Attempt, reason: str = "", request: str = "") -> dict[str, Any]:
+    return record("ABORT", {"attempt": str(of), "reason": reason}, request=request or f"abort:{of}")
+
+
+def test_fold_of_what_is_held() -> None:
+    """HELD is no checkpoint and no end; COMMIT, ABORT and PLAN end it, and after them it means nothing."""
+    a, b, c, d = (attempt(1, step) for step in (1, 2, 3, 4))
+    state = folded(acquired(1), held(a), held(b), held(c), held(d))
+    assert set(state.held) == {a, b, c, d} and not state.commits and not state.lineage()
+    assert not any(state.ended(one) for one in (a, b, c, d))
+    plan = record("PLAN", {"retire": [str(c)], "delete": []})
+    after = [committed(a), aborted(b), plan]
+    for order in itertools.permutations(after):
+        state = folded(acquired(1), held(a), held(b), held(c), held(d), *order, held(a), held(b), held(c))
+        assert (set(state.held), set(state.commits)) == ({d}, {a})
+        assert (state.aborted, state.retired) == ({b}, {c})
+
+
+def test_why_an_attempt_was_aborted_is_kept() -> None:
+    """The first reason, of a bearable length; none of an attempt that was a checkpoint before."""
+    a, b, c = (attempt(1, step) for step in (1, 2, 3))
+    again = aborted(a, "another", "again")
+    state = folded(acquired(1), aborted(a, "no space left"), again, aborted(b, "x" * 10_000), committed(c), aborted(c))
+    assert state.reasons[a] == "no space left"
+    assert len(state.reasons[b]) == 500
+    assert set(state.reasons) == {a, b}
+
+
+def test_a_commit_may_hold_the_parts_of_some_ranks() -> None:
+    """What is on the disk of one node says so; ranks ascend, and may leave others out."""
+    body = committed(attempt(1, 1))["body"] | {"world": 8, "parts": [[2, 0, DIGEST], [5, 7, DIGEST]]}
+    (found,) = folded(record("COMMIT", body)).commits.values()
+    assert not found.whole and found.parts == ((2, 0, DIGEST), (5, 7, DIGEST))
+    (found,) = folded(committed(attempt(1, 1))).commits.values()
+    assert found.whole
+
+
 def test_pins_live_as_long_as_their_attempt_is_open() -> None:
     """What BEGIN pins is protected until COMMIT or ABORT."""
     a = attempt(1, 1)
@@ -137,6 +182,17 @@ def test_pins_live_as_long_as_their_attempt_is_open() -> None:
         record("ACQUIRE", {"epoch": 2.5, "nonce": "x", "restored": None}),
         record("ACQUIRE", {"epoch": 2, "nonce": "x", "restored": "../1"}),
         record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 0}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 2.0}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": (1 << 20) + 1}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"parts": [[0, 0, DIGEST], [1, 0, DIGEST]]}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 3, "parts": [[1, 0, DIGEST], [0, 0, DIGEST]]}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 3, "parts": [[1, 0, DIGEST], [1, 1, DIGEST]]}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 3, "parts": [[3, 0, DIGEST]]}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 3, "parts": [[True, 0, DIGEST]]}),
+        record("HELD", committed(attempt(1, 1))["body"] | {"parts": []}),
+        record("HELD", committed(attempt(1, 1))["body"] | {"world": 0}),
+        record("HELD", {"attempt": str(attempt(1, 1))}),
+        record("ABORT", {"attempt": str(attempt(1, 1))}),
         record("COMMIT", committed(attempt(1, 1))["body"] | {"parts": []}),
         record("COMMIT", committed(attempt(1, 1))["body"] | {"parts": [[1, 0, DIGEST]]}),
         record("COMMIT", committed(attempt(1, 1))["body"] | {"parts": [[0, -1, DIGEST]]}),
@@ -358,6 +414,583 @@ def test_a_stray_name_far_off_is_not_waited_for() -> None:
     asyncio.run(scenario())
 
 
+# -- several ranks --
+
+WORLD = 3
+ROWS = 7  # of "w", that each rank has
+
+
+def share_of(rank: int, world: int = WORLD, *, at: int | None = None, rows: int = ROWS, dtype: str = "F32") -> Layout:
+    """What one rank stages of a tensor that all hold alike, and rank 0 of a number besides."""
+    start = rank * ROWS if at is None else at
+    pieces = (TensorSpec("w", dtype, (rows,), whole=(world * ROWS,), offsets=(start,)),)
+    components = [{"path": [], "kind": "x", "facts": {}, "names": ["w", "n"]}]
+    if rank == 0:
+        return Layout((*pieces, TensorSpec("n", "F32", ())), {}, components, rank, world)
+    return Layout(pieces, {}, components, rank, world, elsewhere={"n": ("F32", ())})
+
+
+def data_of(named: Attempt, layout: Layout) -> bytes:
+    """The bytes say which attempt and rank they belong to."""
+    return f"{named.nonce}{named.step:016d}{layout.rank:04d}".encode().ljust(layout.arrangement.data_size, b".")
+
+
+async def write_share(
+    log: RunLog, mine: Acquire, step: int, layout: Layout, *, number: int = 0, reason: str = "due"
+) -> Written:
+    named = Attempt(mine.epoch, step, mine.nonce)
+    snapshot = Snapshot(named, layout, memoryview(data_of(named, layout)), [None])
+    return await write_part(log.store, snapshot, number=number, reason=reason)
+
+
+@dataclass
+class Ranks:
+    """The writers of one job, each with a log of its own over the same store. `told`: who appended what."""
+
+    store: Any
+    mine: Acquire
+    logs: list[RunLog]
+    told: list[tuple[int, str]] = field(default_factory=list)
+
+    @classmethod
+    async def open(cls, world: int = WORLD, store: Any = None) -> Ranks:
+        store = MemoryStore() if store is None else store
+        _, mine = await new_log(store)
+        ranks = cls(store, mine, [])
+        for rank in range(world):
+            ranks.logs.append(await reopened(Heard(store, rank, ranks.told)))
+        return ranks
+
+    def attempt(self, step: int = 1) -> Attempt:
+        return Attempt(self.mine.epoch, step, self.mine.nonce)
+
+    async def write(self, rank: int, step: int = 1, layout: Layout | None = None, **details: Any) -> Written:
+        return await write_share(self.logs[rank], self.mine, step, layout or share_of(rank, len(self.logs)), **details)
+
+    async def settle(self, own: Written, role: Role | None = None, **details: Any) -> None:
+        rank, world = own.part.rank, len(self.logs)
+        role = role or Role(tuple(range(world)), rank, world)
+        await commits.settle(self.logs[rank], lambda: self.mine, own, role, **{"deadline_s": 30.0, **details})
+
+    async def save(self, rank: int, **details: Any) -> None:
+        await self.settle(await self.write(rank, **details))
+
+    async def check(self, step: int = 1) -> Commit:
+        """The checkpoint: committed once, and whole."""
+        state = (await reopened(self.store)).state
+        found = state.commits[self.attempt(step)]
+        assert found.whole and state.damaged == []
+        assert [kind for _, kind in self.told].count("COMMIT") == len(state.commits)
+        assert await verify(self.store, found) == []
+        (await load_manifest(self.store, found)).saved()
+        return found
+
+    async def reason(self, step: int = 1) -> str:
+        """Why there is no such checkpoint, as whoever looks later finds it."""
+        state = (await reopened(self.store)).state
+        assert self.attempt(step) not in state.commits and not state.damaged
+        return state.reasons[self.attempt(step)]
+
+
+class Heard:
+    """The store as one rank uses it: notes which records it appended."""
+
+    def __init__(self, inner: Any, rank: int, told: list[tuple[int, str]]) -> None:
+        self.inner, self.rank, self.told, self.url = inner, rank, told, inner.url
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    async def put(self, key: str, data: Any, *, create: bool = False) -> None:
+        await self.inner.put(key, data, create=create)
+        if key.startswith("log/"):
+            self.told.append((self.rank, json.loads(bytes(data))["type"]))
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writers look often; each further rank waits so long that only the first commits."""
+    monkeypatch.setattr(commits, "POLL_S", (0.001, 0.005))
+    monkeypatch.setattr(commits, "STAGGER_S", 1000.0)
+
+
+def refused(results: list[Any]) -> list[str]:
+    """What the writers say that all had a SaveError."""
+    assert all(type(result) is SaveError for result in results), results
+    return [str(result) for result in results]
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("order", list(itertools.permutations(range(WORLD))))
+def test_parts_in_any_order_are_one_checkpoint(order: tuple[int, ...]) -> None:
+    """Whoever is first or last: one COMMIT, of the writer of the first rank, and every writer hears of it."""
+
+    async def scenario() -> None:
+        ranks, tasks = await Ranks.open(), list[asyncio.Task[None]]()
+        for rank in order:
+            assert not any(task.done() for task in tasks), "settled before all parts were there"
+            tasks.append(asyncio.create_task(ranks.settle(await ranks.write(rank))))
+            await asyncio.sleep(0.02)
+        await asyncio.wait_for(asyncio.gather(*tasks), 30)
+        assert [rank for rank, _, _ in (await ranks.check()).parts] == [0, 1, 2]
+        assert ranks.told == [(0, "COMMIT")]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_part_that_never_comes_ends_the_attempt() -> None:
+    """After the deadline ABORT names the rank; who comes later, or was waiting, hears why."""
+
+    async def scenario() -> None:
+        ranks = await Ranks.open()
+        waiting = [ranks.settle(await ranks.write(rank), deadline_s=0.1) for rank in (0, 1)]
+        said = refused(await asyncio.gather(*waiting, return_exceptions=True))
+        assert all("the parts of ranks 2 did not come within 0.1 s" in text for text in said)
+        assert "ranks 2 did not come" in await ranks.reason()
+        said += refused(await asyncio.gather(ranks.save(2), return_exceptions=True))
+        assert "was given up: the parts of ranks 2" in said[-1]
+        assert [kind for _, kind in ranks.told] == ["ABORT"]
+        await asyncio.gather(*(ranks.save(rank, step=2) for rank in range(WORLD)))
+        await ranks.check(2)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("who", range(WORLD))
+def test_a_rank_that_gives_up_need_not_be_waited_for(who: int) -> None:
+    """Its ABORT ends the waiting of all others, with its reason, though their deadline is far."""
+
+    async def scenario() -> None:
+        ranks = await Ranks.open()
+        waiting = [
+            asyncio.create_task(ranks.settle(await ranks.write(r), deadline_s=1000)) for r in range(WORLD) if r != who
+        ]
+        await asyncio.sleep(0.02)
+        await commits.abort(ranks.logs[who], ranks.mine, ranks.attempt(), f"rank {who}: its disk is gone")
+        said = refused(await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 30))
+        assert all(f"rank {who}: its disk is gone" in text for text in said)
+        assert await ranks.reason() == f"rank {who}: its disk is gone"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_that_commit_at_once_make_one_record(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any stagger, and with requests that take their time: one COMMIT, and everybody's save has succeeded."""
+
+    async def scenario() -> None:
+        monkeypatch.setattr(commits, "STAGGER_S", 0.0)
+        ranks = await Ranks.open()
+        for rank, log in enumerate(ranks.logs):
+            log.store = Gate(log.store, random.Random(WORLD * seed + rank))
+        await asyncio.wait_for(asyncio.gather(*(ranks.save(rank) for rank in range(WORLD))), 30)
+        await ranks.check()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("where", ["before it looks", "after the index", "after the record"])
+def test_a_committer_that_dies_is_stood_in_for(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer of the next rank commits after a while what the first one could not, or finds that it did."""
+
+    async def scenario() -> None:
+        monkeypatch.setattr(commits, "STAGGER_S", 0.05)
+        ranks = await Ranks.open()
+        parts = [await ranks.write(rank) for rank in range(WORLD)]
+        others = [asyncio.create_task(ranks.settle(own)) for own in parts[1:]]
+        if where != "before it looks":
+            ranks.logs[0].store = Dying(ranks.logs[0].store, "index/" if where == "after the index" else "log/")
+            with pytest.raises(asyncio.CancelledError):
+                await ranks.settle(parts[0])
+        await asyncio.wait_for(asyncio.gather(*others), 30)
+        await ranks.check()
+        assert ranks.told == [(0 if where == "after the record" else 1, "COMMIT")]
+
+    asyncio.run(scenario())
+
+
+class Dying:
+    """A store of which the first put below a prefix is the last thing that happens."""
+
+    def __init__(self, inner: Any, prefix: str) -> None:
+        self.inner, self.prefix, self.url = inner, prefix, inner.url
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    async def put(self, key: str, data: Any, *, create: bool = False) -> None:
+        await self.inner.put(key, data, create=create)
+        if key.startswith(self.prefix):
+            raise asyncio.CancelledError
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("wrong", ["another attempt", "another rank", "another try", "damaged", "empty", "no pack"])
+def test_what_is_no_part_of_this_attempt_does_not_count(wrong: str) -> None:
+    """A file of the right name is not enough: no checkpoint, and ABORT names the rank whose part is missing."""
+
+    async def scenario() -> None:
+        ranks = await Ranks.open()
+        parts = [await ranks.write(rank) for rank in (0, 1)]
+        objects, named = ranks.store.objects, ranks.attempt()
+        await ranks.write(2, number=1 if wrong == "another try" else 0)
+        await ranks.write(2, step=2)
+        key = part_key(named, 2, 0)
+        if wrong == "no pack":
+            del objects[f"packs/{named}.2.0.safetensors"]
+        else:
+            sources = {"another attempt": (ranks.attempt(2), 2, 0), "another rank": (named, 1, 0)}
+            at = sources.get(wrong, (named, 2, 1 if wrong == "another try" else 0))
+            raw = bytearray(objects[part_key(*at)])
+            if wrong == "another try":
+                del objects[part_key(*at)]
+            raw[len(raw) // 2] ^= wrong == "damaged"
+            objects[key] = b"" if wrong == "empty" else bytes(raw)
+        waiting = (ranks.settle(own, deadline_s=0.1) for own in parts)
+        for text in refused(await asyncio.gather(*waiting, return_exceptions=True)):
+            assert "the parts of ranks 2 did not come" in text
+        assert "the parts of ranks 2 did not come" in await ranks.reason()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("hasty")
+def test_of_several_tries_the_highest_that_is_sound_counts() -> None:
+    """A rank whose writer died half-way writes again; what it has left of its last try is passed over."""
+
+    async def scenario() -> None:
+        ranks = await Ranks.open()
+        first = await ranks.write(0)
+        await ranks.write(1)
+        for number in (0, 1000, 2000):
+            await ranks.write(2, number=number)
+        del ranks.store.objects[table_key(ranks.attempt(), 2, 2000)]
+        await ranks.settle(first)
+        assert [number for _, number, _ in (await ranks.check()).parts] == [0, 0, 1000]
+
+    asyncio.run(scenario())
+
+
+UNFIT: dict[str, tuple[Layout, str]] = {
+    "rows twice": (share_of(2, at=ROWS, rows=2 * ROWS), "do not agree about w: some of it was saved 2 times"),
+    "a row twice": (share_of(2, at=2 * ROWS - 1, rows=ROWS + 1), "do not agree about w: some of it was saved 2 times"),
+    "a hole": (share_of(2, rows=ROWS - 1), "do not agree about w: some of it was saved by nobody"),
+    "another dtype": (share_of(2, dtype="I32"), "w is of shape [21] and dtype"),
+    "another shape": (
+        Layout((TensorSpec("w", "F32", (ROWS,)),), {}, share_of(2).components, 2, WORLD, {}, {"n": ("F32", ())}),
+        "w is of shape",
+    ),
+    "another form of what others stage": (replace(share_of(2), elsewhere={"n": ("F32", (2,))}), "n is of shape [2]"),
+    "a tensor less": (
+        replace(share_of(2), components=[{**share_of(2).components[0], "names": ["w"]}]),
+        "n is not in the state of rank 2",
+    ),
+    "of another world": (share_of(2, 4), "rank 2 of 3 says it is rank 2 of 4"),
+}
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("how", UNFIT)
+@pytest.mark.parametrize("late", [False, True])
+def test_parts_that_do_not_fit_together_are_refused(how: str, late: bool) -> None:
+    """By whoever commits, or by recovery: no checkpoint of which something is there twice, or not at all."""
+
+    async def scenario() -> None:
+        ranks = await Ranks.open()
+        layout, message = UNFIT[how]
+        parts = [await ranks.write(rank, layout=layout if rank == 2 else None) for rank in range(WORLD)]
+        if late:
+            await commits.recover(ranks.logs[0], ranks.mine)
+            message = "not whole" if how == "of another world" else message
+        else:
+            waiting = (ranks.settle(own, deadline_s=1000) for own in parts)
+            said = refused(await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 30))
+            assert all(message in text for text in said), said
+        assert message in await ranks.reason()
+
+    asyncio.run(scenario())
+
+
+def test_negative_control_shares_that_fit_are_not_refused() -> None:
+    """The check that refuses the above accepts what they were made from."""
+
+    async def scenario() -> None:
+        ranks = await Ranks.open()
+        commits.check_fit([await ranks.write(rank) for rank in (2, 0, 1)])
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("hasty")
+def test_who_waits_for_others_hears_that_the_run_was_taken_over() -> None:
+    """FencedError, and no ABORT: the new job decides about the attempt. Nobody of ours is fenced by ourselves."""
+
+    async def scenario() -> None:
+        ranks = await Ranks.open()
+        waiting = asyncio.create_task(ranks.save(0, step=1))
+        await asyncio.sleep(0.02)
+        await commits.acquire(await reopened(ranks.store), new_nonce())
+        with pytest.raises(FencedError):
+            await asyncio.wait_for(waiting, 30)
+        assert ranks.told == []
+
+        log = ranks.logs[1]
+        await log.refresh()
+        owners = [await commits.acquire(log, new_nonce())]
+        own = await write_share(log, owners[0], 2, share_of(1, 2))
+        named = Attempt(owners[0].epoch, 2, owners[0].nonce)
+        task = asyncio.create_task(commits.settle(log, lambda: owners[-1], own, Role((0, 1), 0, 2), deadline_s=1000))
+        await asyncio.sleep(0.02)
+        owners.append(await commits.acquire(log, new_nonce()))
+        await write_share(log, owners[0], 2, share_of(0, 2))
+        await asyncio.wait_for(task, 30)
+        assert named in log.state.commits
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("hasty")
+def test_who_looks_late_finds_a_checkpoint_that_was_retired_meanwhile() -> None:
+    """That its part was committed, and newer ones have replaced it since, is a success."""
+
+    async def scenario() -> None:
+        ranks = await Ranks.open()
+        slow = await ranks.write(2)
+        for step in (1, 2, 3, 4):
+            rest = (0, 1) if step == 1 else range(WORLD)
+            await asyncio.gather(*(ranks.save(rank, step=step) for rank in rest))
+        await retain.retire(ranks.logs[0], ranks.mine, Keep(last=1), {ranks.attempt(4)})
+        assert ranks.attempt() in ranks.logs[0].state.retired
+        await asyncio.wait_for(ranks.settle(slow), 30)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("committed", [False, True])
+def test_who_looks_late_hears_that_it_was_taken_back(committed: bool) -> None:
+    """A rank found that its snapshot was not of one moment, before the checkpoint was there or after: SaveError."""
+
+    async def scenario() -> None:
+        ranks = await Ranks.open()
+        slow = await ranks.write(2)
+        if committed:
+            await asyncio.gather(*(ranks.save(rank) for rank in (0, 1)))
+        for _ in range(2):
+            await commits.retract(ranks.logs[1], ranks.mine, ranks.attempt(), "it mixes two moments")
+        (said,) = refused(await asyncio.gather(ranks.settle(slow), return_exceptions=True))
+        assert "it mixes two moments" in said
+        assert await ranks.reason() == "it mixes two moments"
+        await commits.recover(ranks.logs[0], ranks.mine)
+        assert not (await reopened(ranks.store)).state.commits
+
+    asyncio.run(scenario())
+
+
+# -- disks that only some of the ranks see --
+
+HERE = Role((0, 1), 0, 4)
+
+
+async def held_here(step: int = 1) -> tuple[Ranks, Written]:
+    """The parts of two of four ranks, as their node has them."""
+    ranks = await Ranks.open(4)
+    own = await ranks.write(0, step)
+    await ranks.write(1, step)
+    return ranks, own
+
+
+@pytest.mark.usefixtures("hasty")
+def test_parts_of_one_node_are_held_until_the_others_hold_theirs() -> None:
+    """HELD is said once, and is no checkpoint; `complete` makes it one, of the parts that are here."""
+
+    async def scenario() -> None:
+        (ranks, own), said = await held_here(), list[Attempt]()
+        waiting = asyncio.create_task(ranks.settle(own, HERE, on_held=lambda: said.append(ranks.attempt())))
+        other = replace(HERE, place=1)
+        neighbour = asyncio.create_task(ranks.settle(await ranks.write(1, number=1), other, on_held=lambda: None))
+        await asyncio.sleep(0.05)
+        assert said == [ranks.attempt()] and not waiting.done() and not neighbour.done()
+        state = (await reopened(ranks.store)).state
+        assert not state.commits and not state.lineage() and not state.held[ranks.attempt()].whole
+        for _ in range(2):
+            await commits.complete(ranks.logs[2], ranks.mine, ranks.attempt())
+        await asyncio.wait_for(asyncio.gather(waiting, neighbour), 30)
+        assert ranks.told == [(0, "HELD"), (2, "COMMIT")] and len(said) == 1
+        state = (await reopened(ranks.store)).state
+        (found,) = state.lineage()
+        assert (state.held, found.world, found.whole) == ({}, 4, False)
+        assert [rank for rank, _, _ in found.parts] == [0, 1]
+        assert await verify(ranks.store, found) == []
+        with pytest.raises(CorruptError, match="holds 2 of the 4 parts"):
+            (await load_manifest(ranks.store, found)).saved()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("hasty")
+def test_what_is_held_outlives_a_deadline_and_is_given_up_by_abort_only() -> None:
+    """The other nodes may hold theirs all the same: SaveError for who waits, no ABORT. After one it is over."""
+
+    async def scenario() -> None:
+        ranks, own = await held_here()
+        (said,) = refused(await asyncio.gather(ranks.settle(own, HERE, deadline_s=0.1), return_exceptions=True))
+        assert "the disks of other nodes" in said
+        log = await reopened(ranks.store)
+        assert set(log.state.held) == {ranks.attempt()} and not log.state.aborted
+        await commits.abort(log, ranks.mine, ranks.attempt(), "who says that does not know of other places")
+        assert set(log.state.held) == {ranks.attempt()} and not log.state.aborted
+        await commits.abort(log, ranks.mine, ranks.attempt(), "other nodes do not hold their parts", held=True)
+        assert not log.state.held
+        await commits.complete(log, ranks.mine, ranks.attempt())
+        assert not log.state.commits
+        (said,) = refused(await asyncio.gather(ranks.settle(own, HERE), return_exceptions=True))
+        assert "other nodes do not hold" in said
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_node_that_misses_a_part_holds_nothing() -> None:
+    """SaveError that names the rank, after the deadline; nothing is said about the attempt here."""
+
+    async def scenario() -> None:
+        ranks = await Ranks.open(4)
+        own = await ranks.write(0)
+        (said,) = refused(await asyncio.gather(ranks.settle(own, HERE, deadline_s=0.1), return_exceptions=True))
+        assert "the parts of ranks 1 did not come" in said
+        assert ranks.told == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("hasty")
+def test_the_files_of_what_is_held_stay() -> None:
+    """Clean-up takes nothing of an attempt that may still become a checkpoint, and all of one that was given up."""
+
+    async def scenario() -> None:
+        ranks, own = await held_here()
+        await commits.commit(ranks.logs[0], ranks.mine, [own], kind="HELD")
+        for step in (2, 3, 4):
+            share = await write_share(ranks.logs[0], ranks.mine, step, share_of(0, 1))
+            await commits.commit(ranks.logs[0], ranks.mine, [share])
+        log, mine, checked = ranks.logs[0], ranks.mine, {ranks.attempt(4)}
+
+        def files() -> int:
+            return sum(str(ranks.attempt()) in key for key in ranks.store.objects)
+
+        assert await retain.retire(log, mine, Keep(last=1), checked) == {ranks.attempt(2)}
+        assert files() == 7  # a pack, a table and a part a rank, and the index
+        await commits.abort(log, mine, ranks.attempt(), "other nodes do not hold their parts", held=True)
+        await retain.retire(log, mine, Keep(last=1), checked)
+        assert files() == 0
+
+    asyncio.run(scenario())
+
+
+# -- recovery --
+
+
+@dataclass
+class Left:
+    """What a crash has left of an attempt: tries of each rank that wrote, and what became of it."""
+
+    ranks: tuple[int, ...]
+    shared: str  # in a place that all ranks see
+    partial: str  # in one that only ranks 0 and 1 see
+    damaged: tuple[int, ...] = ()
+    twice: bool = False
+
+
+LEFT: dict[str, Left] = {
+    "nothing but a pack": Left((), "ABORT", "ABORT"),
+    "some parts": Left((0, 1), "ABORT", "HELD"),
+    "one part": Left((1,), "ABORT", "HELD"),
+    "all parts": Left((0, 1, 2), "COMMIT", "COMMIT"),
+    "all parts, one damaged": Left((0, 1, 2), "ABORT", "HELD", damaged=(1,)),
+    "all parts, all damaged": Left((0, 1, 2), "ABORT", "ABORT", damaged=(0, 1, 2)),
+    "all parts, one twice": Left((0, 1, 2), "COMMIT", "COMMIT", damaged=(1,), twice=True),
+}
+
+
+async def leave(ranks: Ranks, step: int, left: Left) -> None:
+    for rank in left.ranks:
+        await ranks.write(rank, step)
+        if rank in left.damaged:
+            key = part_key(ranks.attempt(step), rank, 0)
+            ranks.store.objects[key] = ranks.store.objects[key][:-1]
+            if left.twice:
+                await ranks.write(rank, step, number=1)
+    if not left.ranks:
+        ranks.store.objects[f"packs/{ranks.attempt(step)}.0.0.safetensors"] = b"half"
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("name", LEFT)
+def test_recovery_decides_about_everything_that_a_crash_left(name: str, partial: bool) -> None:
+    """Whole: COMMIT. Else ABORT; where other nodes may have the rest, HELD with what is sound. Twice is once."""
+
+    async def scenario() -> None:
+        ranks, left = await Ranks.open(), LEFT[name]
+        await leave(ranks, 1, left)
+        log = await reopened(ranks.store)
+        mine = await commits.acquire(log, new_nonce())
+        for _ in range(2):
+            done = await commits.recover(log, mine, partial=partial)
+            expected = left.partial if partial else left.shared
+            state = (await reopened(ranks.store)).state
+            found = {"COMMIT": state.commits, "HELD": state.held, "ABORT": state.reasons}
+            assert [kind for kind, which in found.items() if ranks.attempt() in which] == [expected]
+            assert state.next_seq == 3 and not state.damaged
+        assert not done.rolled_forward and not done.aborted
+        if expected == "HELD":
+            whole = [rank for rank in left.ranks if rank not in left.damaged]
+            assert [rank for rank, _, _ in state.held[ranks.attempt()].parts] == whole
+            assert state.held[ranks.attempt()].world == WORLD
+        if expected == "COMMIT":
+            assert await verify(ranks.store, state.commits[ranks.attempt()]) == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_recovery_leaves_what_is_being_written(partial: bool) -> None:
+    """Our own writer may still be at it; everything else is decided."""
+
+    async def scenario() -> None:
+        ranks = await Ranks.open()
+        for step in (1, 2):
+            await leave(ranks, step, LEFT["some parts"])
+        log = ranks.logs[0]
+        await commits.recover(log, ranks.mine, frozenset({ranks.attempt(2)}), partial=partial)
+        assert (ranks.attempt() in (log.state.held if partial else log.state.aborted)) and len(ranks.told) == 1
+        await commits.recover(log, ranks.mine, partial=partial)
+        assert len(ranks.told) == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_part_that_is_stored_is_found_again_without_its_memory() -> None:
+    """The writer that follows a dead one commits by it; of a rank that stored nothing, or damage, there is none."""
+
+    async def scenario() -> None:
+        ranks = await Ranks.open()
+        written = [await ranks.write(rank) for rank in (0, 1)]
+        for own in written:
+            found = await commits.stored_part(ranks.store, ranks.attempt(), own.part.rank)
+            assert found is not None and (found.part, found.digest) == (own.part, own.digest)
+        assert await commits.stored_part(ranks.store, ranks.attempt(), 2) is None
+        assert await commits.stored_part(ranks.store, ranks.attempt(2), 0) is None
+        ranks.store.objects[part_key(ranks.attempt(), 1, 0)] = b"{}"
+        assert await commits.stored_part(ranks.store, ranks.attempt(), 1) is None
+
+    asyncio.run(scenario())
+
+
 # -- the simulator --
 
 
@@ -430,10 +1063,14 @@ class Gate:
 
 @dataclass
 class World:
-    """One run that several actors share, and what they were promised. `broken`: the rule that is left out."""
+    """One run that several actors share, and what they were promised. `broken`: the rule that is left out.
+
+    `ranks`: how many each trainer has.
+    """
 
     dice: random.Random
     broken: str = ""
+    ranks: int = 1
     store: MemoryStore = field(default_factory=MemoryStore)
     acknowledged: set[Attempt] = field(default_factory=set)
 
@@ -443,22 +1080,54 @@ class World:
 
 async def trainer(world: World) -> None:
     """Takes the run over, recovers, saves; a failed save is tried again under a higher number, as the writer does."""
-    log = await reopened(world.gate())
+    logs = [await reopened(world.gate()) for _ in range(world.ranks)]
+    log = logs[0]
     mine = await commits.acquire(log, f"{world.dice.getrandbits(32):08x}")
-    if world.broken == "fencing":
-        log.check_owner = lambda owner: None  # type: ignore[method-assign]
+    for one in logs if world.broken == "fencing" else ():
+        one.check_owner = lambda owner: None  # type: ignore[method-assign]
     await commits.recover(log, mine)
     await log.refresh()
     history = log.state.lineage()
     start = history[0].step if history else 0
     for step in range(start + 1, start + 1 + world.dice.randint(1, 3)):
-        for number in range(3):
-            try:
-                world.acknowledged.add(await save(log, mine, step, number))
-                break
-            except (StoreError, SaveError):
-                continue
+        if world.ranks == 1:
+            await save_alone(world, log, mine, step)
+        else:
+            await save_together(world, logs, mine, step)
         await tidy(world, log, mine)
+
+
+async def save_alone(world: World, log: RunLog, mine: Acquire, step: int) -> None:
+    for number in range(3):
+        try:
+            world.acknowledged.add(await save(log, mine, step, number))
+            return
+        except (StoreError, SaveError):
+            continue
+
+
+async def save_together(world: World, logs: list[RunLog], mine: Acquire, step: int) -> None:
+    """The writers of all ranks at once. A save may fail; when one of them is killed or fenced, the job ends."""
+    tasks = (save_share(world, log, mine, step, rank) for rank, log in enumerate(logs))
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, BaseException) and not isinstance(result, (StoreError, SaveError)):
+            raise result
+
+
+async def save_share(world: World, log: RunLog, mine: Acquire, step: int, rank: int) -> None:
+    """One rank's writer: its part, tried again where that fails, then the checkpoint, by whoever is first."""
+    named, layout = Attempt(mine.epoch, step, mine.nonce), share_of(rank, world.ranks)
+    for number in range(3):
+        try:
+            own = await write_share(log, mine, step, layout, number=number)
+            break
+        except StoreError as error:
+            if number == 2:
+                await commits.abort(log, mine, named, f"rank {rank}: {error}")
+                return
+    role = Role(tuple(range(world.ranks)), rank, world.ranks)
+    await commits.settle(log, lambda: mine, own, role, deadline_s=0.4)
+    world.acknowledged.add(named)
 
 
 async def tidy(world: World, log: RunLog, mine: Acquire) -> None:
@@ -513,6 +1182,7 @@ def files_of(named: Attempt, parts: Any, index: str) -> list[str]:
 RETIRE: dict[str, Callable[..., Coroutine[Any, Any, Any]]] = {
     "": retain.retire,
     "fencing": retain.retire,
+    "all parts": retain.retire,
     "plan first": delete_before_plan,
     "list first": log_before_list,
 }
@@ -530,9 +1200,15 @@ async def violations(world: World) -> list[str]:
         if issues := await verify(store, found):
             problems.append(f"{named} is live and not whole: {issues}")
             continue
-        pack = (await load_manifest(store, found)).parts[0].packs[0].key
-        if not store.objects[pack].endswith(f"{named.nonce}{named.step:016d}".encode()):
-            problems.append(f"{named} holds other bytes")
+        manifest = await load_manifest(store, found)
+        try:
+            manifest.saved()
+        except CorruptError as error:
+            problems.append(f"{named} is live and not whole: {error}")
+        for part in manifest.parts:
+            rank = f"{part.rank:04d}" if part.world > 1 else ""
+            if f"{named.nonce}{named.step:016d}{rank}".encode() not in store.objects[part.packs[0].key]:
+                problems.append(f"{named} holds other bytes")
     history = state.lineage()
     newest = max(((a.epoch, a.step) for a in acknowledged), default=None)
     if newest is not None and (not history or (history[0].attempt.epoch, history[0].step) < newest):
@@ -556,9 +1232,10 @@ def overtaken(store: MemoryStore) -> list[int]:
     return found
 
 
-async def schedule(seed: int, broken: str) -> list[str]:
+async def schedule(seed: int, broken: str, ranks: int) -> list[str]:
     """Incarnations come, overlap and die; checked now and then, and each time that everybody has stopped."""
-    world = World(random.Random(seed), broken)
+    random.seed(seed)  # the log waits for random times
+    world = World(random.Random(seed), broken, ranks)
     await commits.create_run(world.store)
     problems: list[str] = []
     for _ in range(2):
@@ -589,7 +1266,20 @@ async def schedule(seed: int, broken: str) -> list[str]:
 
 
 class OneThread(asyncio.SelectorEventLoop):
-    """What is handed to threads runs at once, so that a seed always gives the same schedule."""
+    """What is handed to threads runs at once, and time passes by turns, so that a seed always gives one schedule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, select = 0.0, self._selector.select  # type: ignore[attr-defined]
+
+        def turn(timeout: float | None) -> Any:
+            self.now += max(timeout or 0.0, 0.001)
+            return select(0)
+
+        self._selector.select = turn  # type: ignore[attr-defined]
+
+    def time(self) -> float:
+        return self.now
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
         done = self.create_future()
@@ -600,37 +1290,55 @@ class OneThread(asyncio.SelectorEventLoop):
         return done
 
 
-def run_schedules(seeds: range, broken: str = "") -> dict[int, list[str]]:
+def run_schedules(seeds: range, broken: str = "", ranks: int = 1) -> dict[int, list[str]]:
     async def every() -> dict[int, list[str]]:
-        return {seed: found for seed in seeds if (found := await schedule(seed, broken))}
+        return {seed: found for seed in seeds if (found := await schedule(seed, broken, ranks))}
 
-    with asyncio.Runner(loop_factory=OneThread) as runner:
+    with asyncio.Runner(loop_factory=OneThread) as runner, pytest.MonkeyPatch.context() as patch:
+        loop = runner.get_loop()
+        for module in (commits, run_log):
+            patch.setattr(module, "time", SimpleNamespace(monotonic=loop.time))
+        patch.setattr(commits, "STAGGER_S", 0.02)
+        patch.setattr(commits, "POLL_S", (0.002, 0.01))
+        if broken == "all parts":
+            patch.setattr(commits, "_present", whoever_is_there)
         return runner.run(every())
 
 
-def check_schedules(count: int) -> None:
-    bad = run_schedules(range(count))
-    print(f"{count} schedules of two trainers and a cleaner, {len(bad)} violations")
+async def whoever_is_there(store: Store, named: Attempt, own: Written, role: Role) -> list[Written]:
+    """Broken on purpose: the parts of other ranks are not waited for."""
+    keys = [info.key async for info in store.list(f"parts/{named}.")]
+    return list((await commits._sound(store, named, keys, own)).values())
+
+
+def check_schedules(count: int, ranks: int) -> None:
+    bad = run_schedules(range(count), ranks=ranks)
+    print(f"{count} schedules of two trainers, of {ranks} ranks each, and a cleaner, {len(bad)} violations")
     assert not bad
 
 
-def test_no_interleaving_of_trainers_and_a_cleaner_breaks_a_run() -> None:
+@pytest.mark.parametrize(("ranks", "count"), [(1, 500), (WORLD, 100)])
+def test_no_interleaving_of_trainers_and_a_cleaner_breaks_a_run(ranks: int, count: int) -> None:
     """O1 and O2 hold at every moment of every schedule, and the run can be gone on with afterwards."""
-    check_schedules(500)
+    check_schedules(count, ranks)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_no_interleaving_of_trainers_and_a_cleaner_breaks_a_run_long() -> None:
-    """The same, 20,000 times."""
-    check_schedules(20_000)
+@pytest.mark.parametrize(("ranks", "count"), [(1, 20_000), (WORLD, 5_000)])
+def test_no_interleaving_of_trainers_and_a_cleaner_breaks_a_run_long(ranks: int, count: int) -> None:
+    """The same, many thousand times."""
+    check_schedules(count, ranks)
 
 
-@pytest.mark.parametrize("broken", ["plan first", "fencing", "list first"])
-def test_negative_control_the_simulator_sees_a_broken_rule(broken: str) -> None:
+@pytest.mark.parametrize(
+    ("broken", "ranks"),
+    [("plan first", 1), ("fencing", 1), ("list first", 1), ("all parts", WORLD), ("fencing", WORLD)],
+)
+def test_negative_control_the_simulator_sees_a_broken_rule(broken: str, ranks: int) -> None:
     """Each rule that is left out is found out within a few hundred schedules."""
     for seed in range(1000):
-        if run_schedules(range(seed, seed + 1), broken):
+        if run_schedules(range(seed, seed + 1), broken, ranks):
             print(f"{broken!r} left out: found at schedule {seed}")
             return
     pytest.fail(f"nobody noticed that {broken!r} was left out")

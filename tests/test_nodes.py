@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -549,6 +551,104 @@ def test_network_is_cut_while_saving(cluster: Cluster) -> None:
     roots = cluster.roots()
     assert not roots["a"].held and not roots["b"].held
     assert steps_in(roots["a"]) == steps_in(roots["b"]) and 4 in steps_in(roots["a"])
+
+
+@pytest.mark.long
+def test_one_disk_fails(cluster: Cluster) -> None:
+    """A step that one node could not write fails on all ranks, in time; the other disk does not keep it; later ones do.
+
+    One rank of node b has no space for step 2.
+    """
+    job = cluster.start("train 4", "close", fails={"b": "writer/pack.written:enospc:2"}, busy_timeout_s=10.0)
+    job.end()
+    for rank, found in enumerate(job.all("saved")):
+        errors = {one["step"]: one["error"] for one in found if one["tier"] == "local"}
+        assert errors.pop(2), f"rank {rank}"
+        assert errors == {1: None, 3: None, 4: None}, f"rank {rank}"
+    roots = cluster.roots()
+    assert steps_in(roots["a"]) == steps_in(roots["b"]) == [1, 3, 4]
+    assert not roots["a"].held and not roots["b"].held
+    second = cluster.start("close")
+    second.end()
+    check_started(second, 4, "local", job)
+
+
+@pytest.mark.long
+def test_writers_die_all_the_time(cluster: Cluster) -> None:
+    """Whichever dies, and however far it has come: the next one goes on, and every step is committed on both disks."""
+    job = cluster.start("train 30", "close", shared_every=5)
+    rng = random.Random(1)
+    deaths = dict.fromkeys([(node.name, place) for node in (cluster.a, cluster.b) for place in (0, 1)], 0)
+    job.wait("step")
+    while min(deaths.values()) < 3 and not job.all("closed")[0]:
+        node = rng.choice([cluster.a, cluster.b])
+        for process in node.processes("ckpt.writer"):
+            place = int(next(word for word in process.cmdline() if word.endswith(".sock"))[-6])
+            if deaths[node.name, place] < 3 and rng.random() < 0.5:
+                deaths[node.name, place] += 1
+                process.kill()
+        time.sleep(rng.random())
+    job.end(timeout_s=150)
+    assert sum(deaths.values()) > 4
+    check_saved(job, set(range(1, 31)))
+    roots = cluster.roots()
+    assert steps_in(roots["a"]) == steps_in(roots["b"]) == [27, 28, 29, 30]
+    assert not roots["a"].held and not roots["b"].held
+
+
+@pytest.mark.long
+def test_a_newer_job_takes_over(cluster: Cluster) -> None:
+    """It goes on from the memory of the older one, on both nodes; that one is told, and saves nothing any more."""
+    first = cluster.start("train 3", "pause later", "train 1", "hang", shared_every=1000)
+    first.wait("paused")
+    second = cluster.start("train 2", "pause end", "close", shared_every=1000)
+    second.wait("paused")
+    check_started(second, 3, "memory", first)
+    check_saved(second, {4, 5})
+    (cluster.folder / "later").touch()
+    first.wait("hangs")
+    for rank, found in enumerate(first.all("saved", step=4)):
+        assert "FencedError" in found[0]["error"], f"rank {rank}"
+    (cluster.folder / "end").touch()
+    second.end()
+    roots = cluster.roots()
+    assert steps_in(roots["a"]) == steps_in(roots["b"]) == [2, 3, 4, 5]
+    third = cluster.start("close", shared_every=1000)
+    third.end()
+    check_started(third, 5, "local", second)
+
+
+@pytest.mark.long
+def test_a_node_stands_still(cluster: Cluster) -> None:
+    """Its disk's word comes when it goes on, and until then the other disk HOLDs what it has."""
+    job = cluster.start("train 2", "pause freeze", "save", "close")
+    job.wait("paused")
+    frozen = cluster.b.processes()
+    for process in frozen:
+        process.suspend()
+    (cluster.folder / "freeze").touch()
+    assert eventually(lambda: bool(cluster.roots()["a"].held))
+    assert not cluster.roots()["b"].held
+    for process in frozen:
+        process.resume()
+    job.end()
+    check_local_disks(cluster, job, [1, 2, 3])
+
+
+@pytest.mark.long
+def test_negative_control_a_disk_that_all_see_is_not_held(cluster: Cluster) -> None:
+    """If both nodes have the same disk, one of them commits there at once, and what is checked above goes red."""
+    cluster.a.die()
+    cluster.b.die()
+    cluster.b.disk = cluster.a.disk
+    cluster.a.boot()
+    cluster.reboot(cluster.b)
+    job = cluster.start("train 2", "close")
+    job.end()
+    assert [kind for kind, _ in records(cluster.a.disk)] == ["COMMIT", "COMMIT"]
+    assert ranks_in(cluster.a.disk) == {0, 1, 2, 3}
+    with pytest.raises(AssertionError):
+        check_local_disks(cluster, job, [1, 2])
 
 
 @pytest.mark.long

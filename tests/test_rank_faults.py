@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import rank_toy
 import torch
@@ -121,9 +122,10 @@ def node(disk: Path, rank: int) -> Path:
 
 
 def _ended(processes: list[subprocess.Popen[bytes]]) -> bool:
-    """Whether all have come to their end, or one has died."""
+    """Whether all have come to their end, or one has died, or stands still: for that there are watchdogs."""
     codes = [process.poll() for process in processes]
-    return any(codes) or None not in codes
+    stopped = [psutil.Process(p.pid).status() for p, code in zip(processes, codes, strict=True) if code is None]
+    return any(codes) or None not in codes or psutil.STATUS_STOPPED in stopped
 
 
 def _lines(path: Path) -> Iterator[Line]:
@@ -183,7 +185,7 @@ class Run:
     def finish(self, sockets: Path, world: int = 2) -> None:
         """Train to the end and look at everything."""
         self.train(world).whole()
-        assert eventually(lambda: not any_drains(sockets)), "a process is left"
+        assert eventually(lambda: not writers(sockets)), "a process is left"
         if self.url is not None:
             check_disk(self.url)
 
@@ -191,10 +193,6 @@ class Run:
 def lost(start: int, safe: int) -> bool:
     """Whether a run went on before a step that was acknowledged (oracle O1)."""
     return start < safe
-
-
-def any_drains(sockets: Path) -> bool:
-    return bool(writers(sockets))
 
 
 def check_disk(run: str) -> list[int]:
@@ -227,3 +225,170 @@ def mixed(run: str, step: int) -> list[str]:
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     return Run(tmp_path, str(tmp_path / "run"))
+
+
+# -- deaths --
+
+VISITS = {"run.taken": 1, "restore.chosen": 1, "restore.filled": 1, "save.requested": 2}
+WRITES = ("pack.opened", "pack.written", "pack.synced", "table.stored", "part.stored")  # what every writer does
+COMMITS = [p for p in AFTER_START if p not in WRITES and p != "mirror.taken"]  # and what one does for all
+
+
+def test_a_rank_killed_at_every_point(run: Run, own_sockets: Path) -> None:
+    """A SIGKILL of one rank at any named point loses no step that all ranks had staged; the job is started again with
+    the same number of ranks, and with others."""
+    # Where nothing is restored, the points of a restore are not visited: begin with the others.
+    for i, point in enumerate(sorted(TRAINER_POINTS, key=lambda p: p.startswith(("restore.", "run.")))):
+        world = (2, 2, 3)[i % 3]
+        done = run.train(world, {i % world: f"trainer/{point}:kill:{VISITS.get(point, 3 + i)}"})
+        assert set(done.codes) == {-9}, point
+    run.finish(own_sockets)
+    assert "memory" in run.places
+
+
+def test_the_writers_of_ranks_killed_at_every_point(run: Run, own_sockets: Path) -> None:
+    """Writers of both ranks die again and again: each is replaced, every step is committed, training notices nothing."""
+    for part in range(3):  # a trainer gives up on the fourth death
+        first = [f"writer/{p}:kill:{n}" for p, n in zip((*WRITES, *COMMITS)[part::3], (2, 3, 1), strict=False)]
+        second = [f"writer/{p}:kill:{n}" for p, n in zip(WRITES[part::3], (3, 2), strict=False)]
+        one = Run(run.folder, f"{run.url}-{part}", jobs=10 * part)
+        spares = {"0": first[1:], "1": second[1:]}
+        done = one.train(2, {0: first[0], 1: second[0]}, spares=spares, steps=16).whole()
+        # The last one may get to its point only while the run is closed, when nobody replaces it any more.
+        for deaths, replaced in zip((first, second), done.heard("replaced"), strict=True):
+            assert len(replaced) >= len(deaths) - 1, f"{deaths}: {done.stderr}"
+        assert one.committed == 16
+        assert eventually(lambda: not writers(own_sockets)), "a process is left"
+        assert check_disk(f"{run.url}-{part}")[0] == 16
+
+
+def test_ranks_killed_with_their_writers(run: Run, own_sockets: Path) -> None:
+    """Where the memory of a rank is gone too, all go on from the newest committed step: rank 0, another, and both."""
+    run.train(2, {1: "trainer/stage.copied:kill:7,writer/drain.started:kill"}, left=DISK, every=1)
+    assert run.committed > 0
+    for world, victims in ((3, (0,)), (2, (0, 1))):
+        fails = {v: "trainer/save.requested:kill:3,writer/part.stored:kill:3" for v in victims}
+        run.train(world, fails, left=DISK)
+    run.finish(own_sockets)
+
+
+def test_a_rank_that_stands_still(run: Run, own_sockets: Path) -> None:
+    """When the watchdog has ended the job, the next one goes on from the newest step that all ranks had staged."""
+    done = run.train(2, {1: "trainer/stage.copied:stop:5"})
+    assert [len(lines) for lines in done.heard("staged")] in ([4, 4], [5, 4])
+    assert run.staged == 4
+    run.finish(own_sockets)
+
+
+def test_an_exception_in_one_rank(run: Run, own_sockets: Path) -> None:
+    """A rank leaves the `with` block by an exception while the others sit in a collective: it waits for nobody, and
+    the next job goes on from the newest step that all had."""
+    done = run.train(2, crash={"1": 6})
+    assert done.codes[1] == 1 and "the training of this rank has a bug" in done.stderr[1]
+    assert run.staged == 5
+    run.train(3, crash={"0": 8})
+    assert run.staged == 7
+    run.finish(own_sockets)
+
+
+def test_memory_of_other_numbers_of_ranks(run: Run, own_sockets: Path) -> None:
+    """Fewer ranks, and more, go on from the memory of the writers that the job before has left; there is no disk."""
+    run.url = None
+    for world in (4, 2, 3):
+        assert set(run.train(world, {world - 1: "trainer/stage.copied:kill:4"}).codes) == {-9}
+    run.finish(own_sockets, 2)
+    assert run.places == ["", "memory", "memory", "memory"]
+
+
+@pytest.mark.long
+def test_disks_that_single_nodes_have(run: Run, own_sockets: Path) -> None:
+    """Each rank is on a node of its own, with a disk of its own: one node loses its memory, and all go on from what
+    both disks hold."""
+    if subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no mount namespaces here")
+    run.nodes = True
+    assert run.url is not None
+    try:
+        run.train(2, {1: "trainer/stage.copied:kill:7,writer/drain.started:kill"}, left=DISK, every=1)
+        assert run.committed > 0
+        run.train(2, {0: "trainer/stage.sealed:kill:5"}, every=1)
+        run.train(2, {0: "writer/pack.written:kill:2", 1: "writer/log.linked:kill:3"}, every=1).whole()
+        for rank in range(2):
+            assert problems(str(node(Path(run.url), rank) / "disk")) == []
+    finally:
+        kill_all(writers(run.folder))
+
+
+def restart_until_it_starts(run: Run, sockets: Path, world: int, fails: Fails, left: str, **arguments: Any) -> None:
+    """A job of which some memory is left and no checkpoint refuses to begin at 0: then that memory is given up."""
+    if left == DISK and not run.committed:
+        kill_all(writers(sockets))
+    run.train(world, fails, left=left, **arguments)
+    if left == DISK and not run.committed:
+        kill_all(writers(sockets))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("nth", [1, 2, 7])
+@pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("point", TRAINER_POINTS)
+def test_ranks_killed_often_at_a_point(
+    run: Run, own_sockets: Path, point: str, victims: tuple[int, ...], nth: int
+) -> None:
+    """The same, for several visits of each point, one rank and both, twice in a row."""
+    run.train(2, {1: "trainer/stage.sealed:kill:5"})
+    for world in (2, 3):
+        run.train(world, {v: f"trainer/{point}:kill:{min(nth, VISITS.get(point, nth))}" for v in victims})
+    run.finish(own_sockets)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("nth", [1, 2, 5])
+@pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("point", AFTER_START)
+def test_writers_killed_often_at_a_point(
+    run: Run, own_sockets: Path, point: str, victims: tuple[int, ...], nth: int
+) -> None:
+    """The same, three times in a row in one job, for several visits of each point."""
+    fail = f"writer/{point}:kill:{nth}"
+    run.train(2, {v: fail for v in victims}, spares={str(v): [fail, fail] for v in victims}, steps=16).whole()
+    assert run.committed == 16
+    run.finish(own_sockets)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("trainer", ["stage.claimed", "stage.copied", "stage.sealed", "save.requested"])
+@pytest.mark.parametrize("point", [*AFTER_START, "drain.started"])
+def test_both_killed_at_points(
+    run: Run, own_sockets: Path, trainer: str, point: str, victims: tuple[int, ...]
+) -> None:
+    """Trainer and writer of a rank, for every pair of points, twice in a row."""
+    for nth, world in ((2, 2), (4, 3)):
+        fails = {v: f"trainer/{trainer}:kill:{nth + 2},writer/{point}:kill:{nth}" for v in victims}
+        restart_until_it_starts(run, own_sockets, world, fails, DISK)
+    run.finish(own_sockets)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(60))
+def test_killed_anywhere(run: Run, own_sockets: Path, seed: int) -> None:
+    """Any ranks of any number, their trainers, writers or both, at any point; what is left of them, or nothing."""
+    dice = random.Random(seed)
+    for _ in range(4):
+        world = dice.choice((1, 2, 2, 2, 3, 4))
+        fails, left = {}, MEMORY
+        for victim in dice.sample(range(world), min(world, dice.choice((1, 1, 2)))):
+            kind, armed = dice.choice(("trainer", "trainer", "writer", "both")), []
+            if kind != "writer":
+                point = dice.choice(TRAINER_POINTS)
+                armed.append(f"trainer/{point}:kill:{VISITS.get(point, dice.randint(1, 8))}")
+            if kind != "trainer":
+                armed.append(f"writer/{dice.choice(AFTER_START)}:kill:{dice.randint(1, 4)}")
+                left = DISK
+            fails[victim] = ",".join(armed)
+        restart_until_it_starts(run, own_sockets, world, fails, left, every=dice.choice((1, 2, 3)))
+        if dice.random() < 0.3:
+            kill_all(writers(own_sockets))
+            run.left = DISK
+    run.finish(own_sockets, dice.choice((1, 2, 3)))

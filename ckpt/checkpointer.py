@@ -51,8 +51,9 @@ from ckpt.state import Capture
 from ckpt.tiers import as_tiers
 from ckpt.world import Mailbox, World
 
+SURELY_NEWER = 2  # snapshots of a rank: another may be one step behind
+NEWER_S = 24 * 3600.0  # a rank whose memory is being made takes its time
 COMPARE_S = 120.0  # until the digests of other ranks' replicas are there
-CLOSE_AGREE_S = 60.0  # the other ranks are waited for at close
 FIRST_ARENA_S = 2.0  # the first save may wait this long for its memory, once
 MISSING: Any = object()
 T = TypeVar("T")
@@ -130,7 +131,7 @@ class Checkpointer:
         self._said_paused = False
         self._forked = self._closed = False
         self._post: Mailbox | None = None
-        self._sealed_since = 0  # snapshots since the restored one
+        self._mailing = threading.Lock()
         self._place = place
         self._stager = Stager()
         self._stager.on_spoilt = self._on_spoilt
@@ -226,10 +227,11 @@ class Checkpointer:
         """The parts that belong on this node's disk are there: a checkpoint once those of all nodes are."""
         if self._guardian.roles[tier].place > 0:
             return
-        mailbox, roots = self._mailbox(), sorted(set(self._roots[tier]))
+        roots = sorted(set(self._roots[tier]))
 
         def tell() -> None:
             try:
+                mailbox = self._mailbox()
                 mailbox.put(f"held/{tier}/{attempt}/{self._world.rank}", True)
                 mailbox.wait([f"held/{tier}/{attempt}/{root}" for root in roots], self._busy_timeout_s)
                 self._guardian.complete(tier, [attempt])
@@ -238,8 +240,23 @@ class Checkpointer:
 
         threading.Thread(target=tell, name="ckpt-held", daemon=True).start()
 
+    def _tell_newer(self, epoch: int) -> None:
+        """Older memory may go when every rank has newer snapshots: until then it may be the newest that all have."""
+
+        def tell() -> None:
+            try:
+                mailbox = self._mailbox()
+                mailbox.put(f"newer/{epoch}/{self._world.rank}", True)
+                mailbox.wait([f"newer/{epoch}/{rank}" for rank in range(self._world.size)], NEWER_S)
+                if self._guardian.owner.epoch == epoch:
+                    self._guardian.everyone = True
+            except CheckpointError as error:
+                log.warning("memory of before the restart is kept on, since other ranks have no newer: %s", error)
+
+        threading.Thread(target=tell, name="ckpt-newer", daemon=True).start()
+
     def _mailbox(self) -> Mailbox:
-        with self._lock:
+        with self._mailing:
             if self._post is None:
                 self._post = self._world.mailbox()
             return self._post
@@ -343,13 +360,13 @@ class Checkpointer:
         if size == 1 or not due or self._closed:
             return
         self._compared = epoch
-        comparison, mailbox = replicas.Comparison(self._capture.replicated), self._mailbox()
+        comparison = replicas.Comparison(self._capture.replicated)
 
         def compare() -> None:
             if not job.copied.wait(self._busy_timeout_s) or job.error is not None:
                 return
             try:
-                key = f"{job.attempt}"
+                key, mailbox = f"{job.attempt}", self._mailbox()
                 names = replicas.differing(mailbox, key, self._world.rank, size, comparison.digests(), COMPARE_S)
             except CheckpointError as error:
                 log.warning("the replicas of step %d could not be compared: %s", step, error)
@@ -358,7 +375,8 @@ class Checkpointer:
                 shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
                 log.error(
                     "%s: ranks that should hold the same hold different values at step %d. Steps saved until now mix "
-                    "them; from the next one on each rank's own are saved. Look for what lets the replicas drift",
+                    "them. From the next one on each rank's own are saved, but of sharded tensors (HSDP) still a "
+                    "mixture. Look for what lets the replicas drift",
                     shown,
                     step,
                 )
@@ -420,9 +438,10 @@ class Checkpointer:
         assert job.place is not None
         self._newest = (save, job.attempt, job.place)
         self._owed.difference_update(durable)
-        self._sealed_since += 1
-        if self._sealed_since >= self._guardian.enough:
+        if self._guardian.superseded or self._world.size == 1:
             self._unpin_restored()
+        if self._world.size > 1 and self._guardian.newer == SURELY_NEWER:
+            self._tell_newer(job.attempt.epoch)
         save.set_staged()
         self._guardian.on_sealed()
         for i in durable:
@@ -501,7 +520,7 @@ class Checkpointer:
         """
         self._check_usable(restoring=True)
         started = time.perf_counter()
-        self._settle_staging()
+        together(self._world, "settle", self._settle_staging)
         result = Restored(step=None)
         urls = [tier.url for tier in self._tiers]
         with self._guardian.snapshots() as snapshots:
@@ -530,13 +549,12 @@ class Checkpointer:
         self._torn = True
 
     def _finish_restore(self, source: Source, result: Restored, started: float) -> None:
-        self._torn = False
         self._capture.forget()
         self._take_over(self._guardian.owner.epoch, source.attempt)
+        self._torn = False
         self._last_step, self._updates_before = source.attempt.step, self._hook.count
         self._restored, self._last, self._newest = True, None, None
         self._unpin_restored()
-        self._sealed_since = 0
         memory = source if isinstance(source, MemorySource) else None
         place = memory.place_of(self._world.rank) if memory is not None else None
         if memory is not None and place is not None and self._guardian.holds(place[0]):
@@ -675,7 +693,7 @@ class Checkpointer:
         if self._last is not None:
             self._last[1].copied.wait(max(0.0, end - time.monotonic()))
         arena, sealed = self._stager.arena, self._guardian.sealed()
-        timeout_s = max(0.1, min(CLOSE_AGREE_S, self._world.timeout_s, end - time.monotonic()))
+        timeout_s = max(0.1, min(self._world.timeout_s, end - time.monotonic()))
         newest = self._world.agree("close", [str(a) for a in sealed], _newest_common, timeout_s=timeout_s)
         attempt = None if newest is None else Attempt.parse(newest)
         if attempt is not None and self._newest is not None and self._newest[1] == attempt:
@@ -711,9 +729,11 @@ class Checkpointer:
     def _abandon(self) -> None:
         """Leave everything to the writer, as if this process had died."""
         if not self._closed and not self._forked:
-            self._stager.do(lambda: None, self._busy_timeout_s)  # a copy under way is finished
+            with contextlib.suppress(CheckpointError):
+                self._stager.do(lambda: None, self._busy_timeout_s)  # a copy under way is finished
             self._guardian.leave()
             self._end()
+            self._stager.stop()
 
     def _end(self) -> None:
         self._closed = True

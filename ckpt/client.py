@@ -104,7 +104,10 @@ class WriterClient:
         while (received := self._channel.receive()) is not None:
             message, fds = received
             if message.get("op") != "reply":
-                self.on_note(message)
+                try:
+                    self.on_note(message)
+                except Exception:  # must not end the thread that everybody's answers come through
+                    log.exception("a note of the writer could not be dealt with: %r", message.get("op"))
                 continue
             with self._lock:
                 future = self._waiting.pop(message["id"], None)

@@ -86,8 +86,9 @@ async def acquire(log: RunLog, nonce: str, *, restored: Attempt | None = None, f
     chosen: list[Acquire] = []
 
     def make(state: RunState) -> Record:
-        # A damaged record may have been an ACQUIRE: leave room for its epoch.
-        epoch = max(state.epoch + len(state.damaged), floor) + 1
+        # A damaged record may have been an ACQUIRE that came after the newest we know: leave room for its epoch.
+        newest = state.requests.get(f"acquire:{state.acquires[-1].nonce}", -1) if state.acquires else -1
+        epoch = max(state.epoch + sum(seq > newest for seq in state.damaged), floor) + 1
         chosen[:] = [Acquire(epoch, nonce, restored)]
         body = {"epoch": epoch, "nonce": nonce, "restored": None if restored is None else str(restored)}
         return Record("ACQUIRE", body, request)
@@ -282,8 +283,8 @@ async def retract(log: RunLog, mine: Acquire, attempt: Attempt, reason: str) -> 
         body = {"retire": [str(attempt)], "delete": [], "reason": reason[:500]}
         return Record("PLAN", body, f"retract:{attempt}") if attempt in state.commits else None
 
+    await abort(log, mine, attempt, reason, held=True)  # from here on it cannot be committed any more
     await log.append(make, owner=mine)
-    await abort(log, mine, attempt, reason, held=True)  # or a restart would roll it forward
 
 
 @dataclass

@@ -83,6 +83,7 @@ class Guardian:
         self._layouts: dict[str, Layout] = {}
         self._writes: list[Written] = []
         self._deaths: list[float] = []
+        self._retracts: dict[Attempt, str] = {}
         self._respawns = 0
         self._closing = False
         self._adopted = False
@@ -99,6 +100,7 @@ class Guardian:
         self.roles: list[Role] = [Role((world.rank,), 0, world.size) for _ in tiers]
         self.inherited = Inherited()
         self._contact: Message | None = None  # of the writer that keeps a copy of our memory
+        self.everyone = False  # whether every rank has sealed enough of them
         self._newer = 0  # snapshots sealed since the memory was inherited, outgrown or restored
         self._spares: list[Arena] = []  # inherited or outgrown, kept until a newer snapshot is sealed
         self.client = self._find_or_spawn()
@@ -191,8 +193,8 @@ class Guardian:
             known = _known(hello)
             for fd in fds:
                 yield Arena.attach(fd), *known
-        except CheckpointError as error:
-            log.warning("a writer on this node does not say what it holds: %s", error)
+        except Exception as error:  # of another version, or memory that cannot be mapped here
+            log.warning("a writer on this node does not say what it holds: %r", error)
         finally:
             client.close()
 
@@ -241,7 +243,7 @@ class Guardian:
         with self._lock:
             self.owner = owner
             self.inherited.acquires.append(owner)
-        self._newer = 0
+        self._newer, self.everyone = 0, False
         return self._insist(lambda client: self._own(client, recover=recover))
 
     def _insist(self, work: Callable[[WriterClient], T]) -> T:
@@ -301,9 +303,9 @@ class Guardian:
         try:
             while (fresh := self._start_another()) is None:
                 log.warning("the new writer cannot go on either")
-        except CheckpointError as error:
+        except Exception as error:  # out of descriptors, say
             with self._lock:
-                self._fail(error)
+                self._fail(error if isinstance(error, CheckpointError) else WriterError(repr(error)))
             return
         with self._lock:
             if self._closing:
@@ -347,6 +349,8 @@ class Guardian:
             client.send("watch", arena=current.id.hex())
         if self._contact is not None:
             client.send("partner", contact=self._contact, rank=self._world.rank)
+        for attempt, reason in list(self._retracts.items()):
+            self._send_retract(client, attempt, reason)
         self._preparing = None
         for write in list(self._writes):
             self._send(write)
@@ -426,9 +430,11 @@ class Guardian:
                 self.client.send("release", arena=made["arena"])
                 self._refused_size = self._asked_size
                 raise SaveError(f"the memory for snapshots cannot be mapped: {error}. See ulimit -v") from error
-            self._adopt(arena, self.client)
             if previous is not None:
                 self._spares.append(previous)
+                self._newer = 0
+            client = self.client
+        self._adopt(arena, client)  # without the lock, which the staging thread takes when a job ends
 
     def _adopt(self, arena: Arena, client: WriterClient) -> None:
         def watch() -> None:
@@ -446,7 +452,7 @@ class Guardian:
         if self._contact is not None and arena is not None:
             for slot, label in arena.sealed()[:1]:
                 self.client.send("push", arena=arena.id.hex(), slot=slot, attempt=str(label.attempt))
-        if (not self._spares and not self.inherited.arenas) or self._newer < self.enough:
+        if (not self._spares and not self.inherited.arenas) or not self.superseded:
             return
         with self._lock:
             busy = {write.arena.id for write in self._writes}
@@ -458,9 +464,14 @@ class Guardian:
             self.inherited.arenas = []
 
     @property
-    def enough(self) -> int:
-        """So many newer snapshots make older ones superfluous."""
-        return 1 if self._world.size == 1 else 2
+    def newer(self) -> int:
+        """How many snapshots were sealed since the run was opened or restored."""
+        return self._newer
+
+    @property
+    def superseded(self) -> bool:
+        """Whether what was in memory before is not needed any more: every rank has newer snapshots."""
+        return self._newer >= 1 if self._world.size == 1 else self._newer >= 2 and self.everyone
 
     def serve(self) -> Message:
         """Have the writer take copies of another rank's memory; how it is reached."""
@@ -552,7 +563,16 @@ class Guardian:
 
     def retract(self, attempt: Attempt, reason: str) -> None:
         """This snapshot must not become a checkpoint, or not stay one."""
-        self.client.send("retract", attempt=str(attempt), reason=reason)
+        with self._lock:
+            self._retracts[attempt] = reason  # until it is done: the writer may die before
+            self._send_retract(self.client, attempt, reason)
+
+    def _send_retract(self, client: WriterClient, attempt: Attempt, reason: str) -> None:
+        def done(future: Future[Reply]) -> None:
+            if not isinstance(future.exception(), WriterError):
+                self._retracts.pop(attempt, None)
+
+        client.send("retract", attempt=str(attempt), reason=reason).add_done_callback(done)
 
     # -- the end --
 

@@ -51,6 +51,8 @@ class Mirror:
         self._rank = 0
         self._next: tuple[Arena, int, Label, Layout] | None = None
         self._wake = asyncio.Event()
+        self._taken_back: list[Attempt] = []
+        self._said = False
 
     # -- taking --
 
@@ -70,7 +72,11 @@ class Mirror:
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            sock, _ = await loop.sock_accept(listener)
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError:  # out of descriptors, say: the partner tries again
+                await asyncio.sleep(RETRY_S)
+                continue
             sock.setblocking(False)
             self._start(self._take(sock))
 
@@ -89,6 +95,9 @@ class Mirror:
         if size > MAX_HEADER:
             raise ValueError(f"a header of {size} bytes")
         header = json.loads(bytes(await _read(sock, size)))
+        if "drop" in header:
+            self._drop(int(header["rank"]), Attempt.parse(header["drop"]))
+            return
         rank, layout = int(header["rank"]), Layout.from_json(header["layout"])
         attempt, values_size = Attempt.parse(header["attempt"]), int(header["values_size"])
         arena = await self._arena_for(rank, int(header["slots"]), int(header["slot_size"]))
@@ -110,11 +119,21 @@ class Mirror:
         arena.set_label(slot, _sealed(label) if whole else Label(EMPTY))
         self._fresh.add(rank)
 
+    def _drop(self, rank: int, attempt: Attempt) -> None:
+        """It was taken back there."""
+        arena = self.arenas.get(rank)
+        for slot, label in arena.sealed() if arena is not None else ():
+            if arena is not None and label.attempt == attempt:
+                arena.set_label(slot, Label(EMPTY))
+
     async def _arena_for(self, rank: int, slots: int, slot_size: int) -> Arena:
         arena = self.arenas.get(rank)
         if arena is None or arena.slot_size < slot_size:
             self._check_room(slots, slot_size)
-            self.arenas[rank] = arena = await asyncio.to_thread(Arena.create, slots, slot_size)
+            made = await asyncio.to_thread(Arena.create, slots, slot_size)
+            if arena is not None:
+                arena.close()
+            self.arenas[rank] = arena = made
         return arena
 
     def _drop_old(self) -> None:
@@ -140,6 +159,14 @@ class Mirror:
         if self._pushed % OLD_AFTER == 0:
             self._drop_old()
 
+    def take_back(self, attempt: Attempt) -> None:
+        """A snapshot turned out not to be of one moment: the copy must go as well."""
+        if self._next is not None and self._next[2].attempt == attempt:
+            self._next = None
+        if self._partner is not None:
+            self._taken_back.append(attempt)
+            self._wake.set()
+
     async def _send(self) -> None:
         while True:
             try:
@@ -148,12 +175,22 @@ class Mirror:
                     while partner is self._partner:
                         await self._wake.wait()
                         self._wake.clear()
+                        while self._taken_back:
+                            await self._send_drop(sock, self._taken_back[0])
+                            self._taken_back.pop(0)
                         if self._next is not None:
                             await self._send_one(sock, *self._next)
             except (OSError, TimeoutError) as error:
-                log.info("the memory is not copied to another node now: %s", error)
+                say = log.info if self._said else log.warning
+                self._said = True
+                say("memory is not copied to another node now: %s", error)
                 await asyncio.sleep(RETRY_S)
                 self._wake.set()  # what was under way is sent again
+
+    async def _send_drop(self, sock: socket.socket, attempt: Attempt) -> None:
+        header = json.dumps({"rank": self._rank, "drop": str(attempt)}).encode()
+        loop = asyncio.get_running_loop()
+        await asyncio.wait_for(loop.sock_sendall(sock, _SIZE.pack(len(header)) + header), SILENCE_S)
 
     async def _connect(self) -> tuple[socket.socket, dict[str, Any]]:
         loop, problem = asyncio.get_running_loop(), OSError("the partner left no address")

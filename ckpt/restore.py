@@ -20,7 +20,7 @@ from ckpt.geometry import Box, boxes_of_run, intersect, run_of, within
 from ckpt.plan import BITS, TensorSpec
 from ckpt.saved import Ambiguous, Key, Saved
 from ckpt.sharding import Entry, Piece, Replicas, is_dtensor, local, pieces, slices
-from ckpt.share import Seat
+from ckpt.share import GLOBAL, Seat
 from ckpt.tensors import DTYPE_NAME, TORCH_DTYPE, as_bytes, empty, memory_of, saved_device, to_array
 from ckpt.values import Json, Path, decode, show
 
@@ -46,6 +46,7 @@ class Placement:
     seat: Seat = field(default_factory=Seat)
     fills: dict[Key, list[Target]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    apart: set[str] = field(default_factory=set)  # replicas here, of which each rank had saved its own
     finishers: list[Callable[[], object]] = field(default_factory=list)
     last: list[Callable[[], object]] = field(default_factory=list)  # after all finishers: they may draw random numbers
     _keys: dict[tuple[str, int | None], Key | None] = field(default_factory=dict)
@@ -143,7 +144,13 @@ class Placement:
     def _key_for(self, name: str, entry: Entry) -> Key | None:
         here = self._pieces(entry)
         instance = here[0].holding.instance if here else None
-        return self.key(name, instance, lenient=not entry.guarded)
+        whole = all(p.holding.sizes == p.holding.full for p in here)
+        if instance != GLOBAL or not whole or self.resized:
+            return self.key(name, instance, lenient=not entry.guarded)
+        key = self.key(name, None, lenient=not entry.guarded)
+        if key is not None and key[1] != GLOBAL and not self.saved.identical(key[0]):
+            self.apart.add(entry.name)  # replicas that had drifted: each rank goes on with its own
+        return key
 
     def fill(self, name: str, entry: Entry) -> None:
         """Fill what this rank has of a tensor."""

@@ -111,11 +111,13 @@ def gather(
     for text, place, undone in agreed:
         attempt = Attempt.parse(text)
         if place == 0:
-            found.append(MemorySource(attempt, here.get(attempt, ()), alone=world.size == 1, undone=undone))
+            mine, speaks = here.get(attempt, ()), world.local_rank == 0
+            found.append(MemorySource(attempt, mine, alone=world.size == 1, undone=undone, describing=speaks))
             continue
         log, partial = logs[place - 1], len(set(roots[place - 1])) > 1
         commit = log.state.commits.get(attempt) or log.state.held.get(attempt)
-        found.append(StoreSource(urls[place - 1], attempt, commit, partial=partial, undone=undone))
+        speaks = roots[place - 1][world.rank] == world.rank
+        found.append(StoreSource(urls[place - 1], attempt, commit, partial=partial, undone=undone, describing=speaks))
     return found
 
 
@@ -221,20 +223,22 @@ def _restore(
     on_touch: Callable[[], None],
     direct: bool,
 ) -> None:
-    described = together(world, "describe", source.describe) if source.partial else []
+    try:
+        described = together(world, "describe", source.describe) if source.partial else []
+    except UsageError as error:  # more than one message holds; another place may need no telling
+        raise CorruptError(f"the ranks cannot tell each other what they have of it: {error}") from error
     exchange: Exchange | None = None
-    incoming: list[Callable[[int, memoryview], None]] = []
-    if world.size > 1:
-        exchange = Exchange(world.rank, lambda blob, data: incoming[0](blob, data))
     try:
         ready: list[tuple[Placement, Filler]] = []
 
         def prepare() -> Json:
+            nonlocal exchange
             source.open(described)
             placement = _place(capture, source.saved, strict)
             filler = Filler(source.saved, placement.fills)
-            incoming.append(_verified(source.saved, filler))
             ready.append((placement, filler))
+            if world.size > 1:
+                exchange = Exchange(world.rank, _verified(source.saved, filler))
             return {
                 "problems": placement.problems if strict else [],
                 "wants": _pack(_mask(filler.blobs, len(source.saved.table.length))),
@@ -249,6 +253,7 @@ def _restore(
         together(world, "fill", lambda: _fill(world, source, filler, exchange, posts, result, direct))
         point("restore.filled")
         together(world, "finish", lambda: _finish(filler, placement))
+        capture.keep_apart(placement.apart)
         result.verified = source.saved.digested
     finally:
         if exchange is not None:
@@ -268,8 +273,10 @@ def together(
     verdict = world.agree(topic, post, lambda posts: _verdict(posts, decide))
     if "error" not in verdict:
         return verdict["value"]
-    if failure is not None and (world.size == 1 or not isinstance(failure, CheckpointError)):
+    if failure is not None and (world.size == 1 or verdict["rank"] == world.rank):
         raise failure
+    if failure is not None:
+        logger.warning("%s failed on this rank as well: %r", topic, failure)
     raise from_wire(verdict["error"]) from failure
 
 

@@ -272,14 +272,22 @@ def _merged(nodes: list[SavedNode]) -> SavedNode:
 
 def _merged_facts(nodes: list[SavedNode]) -> dict[str, Any]:
     """Parameter groups joined one by one."""
+    own = {name for group in nodes[0].facts["params"] for name in group}  # what it says of these is the truth
     groups = max(len(node.facts["params"]) for node in nodes)
     params = [_union(node.facts["params"][i] for node in nodes if i < len(node.facts["params"])) for i in range(groups)]
-    return {**nodes[0].facts, "params": params, "with_state": _union(node.facts["with_state"] for node in nodes)}
+    state = [[n for n in node.facts["with_state"] if i == 0 or n not in own] for i, node in enumerate(nodes)]
+    return {**nodes[0].facts, "params": params, "with_state": _union(state)}
 
 
 def _merged_values(nodes: list[SavedNode]) -> Json:
     """The settings of the groups are the first one's; plain state of single parameters is anybody's."""
-    state = {(name, key): value for node in reversed(nodes) for name, key, value in node.values["state"]}
+    own = {name for group in nodes[0].facts["params"] for name in group}
+    state = {
+        (name, key): value
+        for i, node in reversed(list(enumerate(nodes)))
+        for name, key, value in node.values["state"]
+        if i == 0 or name not in own
+    }
     return {**nodes[0].values, "state": [[name, key, value] for (name, key), value in state.items()]}
 
 

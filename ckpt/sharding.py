@@ -87,10 +87,10 @@ def _instance(ranks: tuple[int, ...], seat: Seat) -> int:
 def _beside(name: str, tensor: Tensor, param: Any, seat: Seat) -> list[Piece]:
     """Optimizer state of a DTensor that is itself a plain tensor."""
     members = _members(param)
+    if tensor.dim() and tensor.shape == param._local_tensor.shape != param.shape:  # made from the local shard
+        return _of_dtensor(name, param, seat, instead=tensor)
     if tensor.numel() == 1:  # a step count: every rank of the mesh has the same
         return [_whole(name, tensor, members, _instance(members, seat))]
-    if tensor.shape == param._local_tensor.shape != param.shape:  # made from the local shard, and cut like it
-        return _of_dtensor(name, param, seat, instead=tensor)
     return [_whole(name, tensor, (seat.rank,), _instance((seat.rank,), seat))]
 
 

@@ -95,12 +95,24 @@ class MemorySource:
 
     tier = "memory"
 
-    def __init__(self, attempt: Attempt, snapshots: Sequence[Snapshot], *, alone: bool, undone: bool = False) -> None:
-        self.attempt, self.undone, self.partial = attempt, undone, not alone
+    def __init__(
+        self,
+        attempt: Attempt,
+        snapshots: Sequence[Snapshot],
+        *,
+        alone: bool,
+        undone: bool = False,
+        describing: bool = True,
+    ) -> None:
+        """`describing`: this rank speaks for its node, all of whose ranks see the same."""
+        self.attempt, self.undone, self.partial, self._describing = attempt, undone, not alone, describing
         self._here = {s.layout.rank: s for s in snapshots}
         self._saved: Saved | None = None
+        self._digested: set[int] = set()  # ranks whose digests are known
 
     def describe(self) -> Json:
+        if not self._describing:
+            return []
         return [
             {
                 "layout": snapshot.layout.to_json(),
@@ -116,15 +128,17 @@ class MemorySource:
         seen: dict[int, tuple[Layout, list[Any], bytes | None]] = {}
         for one in [d for each in described or [self.describe()] for d in each or ()]:
             layout = Layout.from_json(one["layout"])
-            if layout.rank not in seen:
-                digests = None if one["digests"] is None else base64.b64decode(one["digests"])
+            digests = None if one["digests"] is None else base64.b64decode(one["digests"])
+            known = seen.get(layout.rank)
+            if known is None or (known[2] is None and digests is not None):
                 seen[layout.rank] = (layout, _values(one["values"], digests, layout), digests)
         world = max(layout.world for layout, _, _ in seen.values())
         if missing := sorted(set(range(world)) - seen.keys()):
             raise CorruptError(f"the snapshots of ranks {', '.join(map(str, missing[:8]))} are not in memory any more")
         ranks = [seen[rank] for rank in range(world)]
         tables = [build_table(la, pack_key(self.attempt, la.rank, 0), digests) for la, _, digests in ranks]
-        digested = all(digests is not None for _, _, digests in ranks)
+        self._digested = {la.rank for la, _, digests in ranks if digests is not None}
+        digested = len(self._digested) == world
         layouts = [layout for layout, _, _ in ranks]
         self._saved = Saved(layouts, [values for _, values, _ in ranks], merge(tables), digested=digested)
 
@@ -150,7 +164,7 @@ class MemorySource:
             snapshot = self._here[rank_and_try(table.packs[int(table.pack[blob])])[0]]
             at = int(table.offset[blob]) - len(snapshot.layout.arrangement.header)
             data = snapshot.arena.data(snapshot.slot)[at : at + int(table.length[blob])]
-            if snapshot.digests is not None and blob_digest(data) != table.digest[blob].tobytes():
+            if snapshot.layout.rank in self._digested and blob_digest(data) != table.digest[blob].tobytes():
                 name = table.shards[int(self.saved.shard_of_blob[blob])].name
                 raise CorruptError(f"{name} is damaged in memory: its bytes do not match their digest")
             sink(blob, data)
@@ -188,15 +202,23 @@ class StoreSource:
     """A committed checkpoint in a store. `commit` is None if the disk of this node has nothing of it."""
 
     def __init__(
-        self, url: str, attempt: Attempt, commit: Commit | None, *, partial: bool = False, undone: bool = False
+        self,
+        url: str,
+        attempt: Attempt,
+        commit: Commit | None,
+        *,
+        partial: bool = False,
+        undone: bool = False,
+        describing: bool = True,
     ) -> None:
+        """`describing`: this rank speaks for its disk, of which all ranks of the node see the same."""
         self.attempt, self.tier, self.undone, self.partial = attempt, url, undone, partial
-        self._commit = commit
+        self._commit, self._describing = commit, describing
         self._saved: Saved | None = None
 
     def describe(self) -> Json:
         """Of a disk that only this node sees: its parts and its table."""
-        if not self.partial or self._commit is None:
+        if not self.partial or self._commit is None or not self._describing:
             return None
         manifest = read.run(self._load(self._commit))
         parts = [{"layout": manifest.layout(part.rank).to_json(), "values": part.values} for part in manifest.parts]

@@ -256,7 +256,7 @@ class Capture:
             for node, piece in zip(self.nodes, pieces, strict=True)
         ]
         cuts = share([part.holding for part in parts], self.seat)
-        self.replicated = [part for part in parts if len(part.holding.replicas) > 1]
+        self.replicated = [p for p in parts if len(p.holding.replicas) > 1 and guards[p.holding.name]]
         self._note_loose(parts, cuts, {e.name for e in loose})
         layout = Layout(
             tuple(_spec(parts[cut.holding].holding, cut) for cut in cuts),

@@ -23,6 +23,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
+from functools import partial
 from typing import Any, TypeVar
 
 from ckpt.errors import CheckpointError, DeadlineError, PeerError, UsageError, from_wire, to_wire
@@ -35,7 +36,8 @@ GRACE_S = 15.0  # the others wait longer than rank 0 by this, because it may com
 ANSWER_S = 60.0  # for the store to answer one request; its host may look up a name first, and wait for that
 PAUSE_S = 0.25  # between two looks at the store, at most
 SQUEEZE = 4 << 10  # bytes from which a value is compressed
-MAX_VALUE = 7 << 20  # bytes, compressed; a TCPStore drops the connection at 8 MiB
+MAX_VALUE = 1 << 30  # bytes, compressed
+PIECE = 7 << 20  # bytes in one key of the store; a TCPStore drops the connection at 8 MiB
 KEPT_MAIL = 64  # messages of a rank that stay in the store
 SHOWN = 8  # names in a message; of the rest, the count
 
@@ -227,11 +229,23 @@ class _Client:
         return int(self._ask(lambda: self._store.add(key, 1)))
 
     def put(self, key: str, body: bytes) -> None:
-        self._ask(lambda: self._store.set(key, body))
+        if len(body) > PIECE:
+            starts = range(0, len(body), PIECE)
+            for i, start in enumerate(starts):
+                self._ask(partial(self._store.set, f"{key}/{i}", body[start : start + PIECE]))
+            body = b"p%d" % len(starts)
+        self._ask(partial(self._store.set, key, body))
 
     def get(self, keys: list[str]) -> list[Json]:
         """Of keys that are there."""
-        return [_unpack(bytes(body)) for body in self._ask(lambda: [self._store.get(key) for key in keys])]
+        bodies = self._ask(lambda: [bytes(self._store.get(key)) for key in keys])
+        return [_unpack(self._joined(key, body)) for key, body in zip(keys, bodies, strict=True)]
+
+    def _joined(self, key: str, body: bytes) -> bytes:
+        """A value that was too large for one key lies in several."""
+        if body[:1] != b"p" or not body[1:].isdigit():
+            return body
+        return b"".join(bytes(self._ask(partial(self._store.get, f"{key}/{i}"))) for i in range(int(body[1:])))
 
     def has(self, keys: list[str]) -> bool:
         return bool(self._ask(lambda: self._store.check(keys)))
@@ -289,7 +303,7 @@ class _Alone:
 
 
 def _pack(value: Json) -> bytes:
-    """One byte that says how, then JSON: `j` as it is, `z` compressed. UsageError if it cannot be."""
+    """One byte that says how (`j`: as it is, `z`: compressed), then JSON. UsageError if it cannot be said."""
     try:
         text = json.dumps(value, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:

@@ -22,7 +22,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,7 @@ from ckpt.write import Snapshot, Written, digest_blobs, write_part
 
 NICE = 10
 RETRY_S = 5.0
+LATE_S = 30.0  # for the parts of other ranks, when nobody is left to wait for them
 MAX_LAYOUTS = 256  # far more than a trainer believes us to have
 MEMORY_SHARE = 0.8  # of the available memory, that an arena may take
 
@@ -81,7 +82,7 @@ class Writer:
         self.layouts: dict[str, Layout] = {}
         self.digests: dict[tuple[Attempt, int], bytes] = {}  # by attempt, and rank that took the snapshot
         self.writing: dict[tuple[str, int], int] = {}  # (arena, slot) -> writes in progress
-        self.settling = 0  # parts that the trainer had written, and that are not committed yet
+        self.settling: dict[int, int] = {}  # parts that are written and not committed yet, by adoption
         self.ownership = asyncio.Lock()  # held while the run is taken over by us
         self.tries: dict[Attempt, int] = {}
         self.retracted: set[Attempt] = set()
@@ -410,17 +411,15 @@ class Writer:
             tier.in_flight.add(attempt)
         if written is not None:
             self._tell({"op": "stored", "tier": number, "attempt": message["attempt"]})
-            self.settling += 1
-            try:
+            with self._settles():
                 await self._settle(tier, written)
-            finally:
-                self.settling -= 1
         return {}, ()
 
     async def do_retract(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
         """A snapshot failed, or turned out not to be of one moment: it must not be committed, or not stay so."""
         attempt, reason = Attempt.parse(message["attempt"]), str(message["reason"])
         self.retracted.add(attempt)
+        self.mirror.take_back(attempt)
         for tier in self.tiers:
             async with tier.busy:
                 await commit.retract(tier.log, self._mine(), attempt, reason)
@@ -436,7 +435,8 @@ class Writer:
         self.leaving = True
         self._unlink_socket()  # the next trainer starts with a writer of its own
         try:
-            while self.writing or self.settling:
+            # What an earlier trainer began may wait for parts that never come.
+            while self.writing or self.settling.get(self.adoptions):
                 await asyncio.sleep(0.01)
             for tier in self.tiers:
                 if tier.sweeping is not None:
@@ -459,6 +459,7 @@ class Writer:
         assert attempt is not None
         self.writing[key] = self.writing.get(key, 0) + 1
         tier.in_flight.add(attempt)
+        adopted = self.adoptions
         try:
             async with tier.busy:
                 if attempt in tier.log.state.commits:
@@ -490,6 +491,17 @@ class Writer:
             self.writing[key] -= 1
             if not self.writing[key]:
                 del self.writing[key]
+                if adopted != self.adoptions:  # the new trainer was told that this slot is being written
+                    self._tell({"op": "unpinned", "arena": arena.id.hex(), "slot": slot})
+
+    @contextlib.contextmanager
+    def _settles(self) -> Iterator[None]:
+        begun = self.adoptions
+        self.settling[begun] = self.settling.get(begun, 0) + 1
+        try:
+            yield
+        finally:
+            self.settling[begun] -= 1
 
     async def _settle(self, tier: Tier, written: Written) -> None:
         """From a part to a checkpoint: with the parts of the other ranks, if there are any."""
@@ -608,7 +620,17 @@ class Writer:
         finally:
             if adoptions == self.adoptions:
                 self.leaving = True
+                await self._finish_begun()
                 self.finished.set()
+
+    async def _finish_begun(self) -> None:
+        """What is being written is finished; for the parts of other ranks, which may never come, only a while."""
+        end = time.monotonic() + self.commit_s
+        while self.writing and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        end = time.monotonic() + min(LATE_S, self.commit_s)
+        while any(self.settling.values()) and time.monotonic() < end:
+            await asyncio.sleep(0.01)
 
     async def _check_owner(self) -> None:
         """FencedError once another job has taken the run over: nobody will come for this memory then."""
@@ -655,7 +677,7 @@ class Writer:
     async def _save_late(self, tier: Tier, arena: Arena, slot: int, label: Label) -> bool:
         """One snapshot of the ring, after the trainer's death. False: it has to be tried again."""
         assert label.attempt is not None
-        adopted, stored = self.adoptions, False
+        stored = False
         try:
             written = await self._store(tier, arena, slot, label, "ring")
             stored = True
@@ -668,14 +690,12 @@ class Writer:
         except Exception as error:
             events.log.warning("step %d is not durable yet: %s", label.attempt.step, error)
             return stored and self.layouts[label.layout].world > 1
-        finally:
-            if adopted != self.adoptions:  # the new trainer was told that this slot is being written
-                self._tell({"op": "unpinned", "arena": arena.id.hex(), "slot": slot})
         return True
 
     async def _settle_late(self, tier: Tier, written: Written) -> None:
         try:
-            await self._settle(tier, written)
+            with self._settles():
+                await self._settle(tier, written)
         except CheckpointError as error:
             events.log.warning("step %d is in memory only: %s", Attempt.parse(written.part.attempt).step, error)
 

@@ -3,9 +3,9 @@
     torchrun … node_toy.py '{"folder": "/some/where", "job": "a", "words": ["train 4", "close"], …}'
 
 Words: `train N` (every step staged and committed before the next), `rush N` (the commits are not waited for),
-`restore STEP` (goes back), `save` (a step without training, to every tier), `copies` (until this node has all ranks' snapshots of the step),
-`pause NAME` (until the file NAME is there), `close`, `hang`.
-Reports are JSON lines in FOLDER/reports/JOB.RANK.
+`restore STEP` (goes back), `save` (a step without training, to every tier), `copies` (until this node has all ranks'
+snapshots of the step), `pause NAME` (until the file NAME is there), `close`, `hang`. Reports are JSON lines in
+FOLDER/reports/JOB.RANK.
 """
 
 from __future__ import annotations

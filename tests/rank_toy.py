@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import json
 import logging
 import os
 import shutil
+import signal
 import sys
 import time
 import traceback
@@ -35,7 +37,6 @@ from ckpt import events, read, stage
 from ckpt import world as worlds
 
 SHAPES: dict[str, tuple[int, ...]] = {"wide": (40, 1024), "odd": (7, 3), "single": (1,), "empty": (0, 4)}
-LOSSES = 3  # plain numbers in the state
 
 
 def bits(name: str, step: int, salt: int, shape: tuple[int, ...]) -> Tensor:
@@ -171,12 +172,13 @@ def train(
     salt: int = 0,
     spares: dict[str, list[str]] | None = None,
     crash: dict[str, int] | None = None,
-    at_least: int = 0,
-    close: bool = True,
+    wait_at: int = 0,
+    salts: list[int] | None = None,
 ) -> None:
     """Restore and train `steps` further steps, all ranks in step. `run`: None for a run in memory only.
 
     `spares`: what the writers of each rank that follow are armed with. `crash`: the step at which a rank raises.
+    After `wait_at` steps every save is waited for. `salts`: a lie, each rank with a salt of its own.
     """
     rank = dist.get_rank()
     toy, open_saves = Toy(), list[ckpt.Save]()
@@ -185,22 +187,20 @@ def train(
         logging.getLogger("ckpt").addHandler(NextWriter((spares or {}).get(str(rank), [])))
         start = cp.restore(default=0)
         say("start", step=start, wrong=toy.wrong(start) if start else [], **told(cp.last_restore))
-        for step in range(start + 1, max(at_least, start + steps) + 1):
+        for step in range(start + 1, start + steps + 1):
             if (crash or {}).get(str(rank)) == step:
                 raise RuntimeError("the training of this rank has a bug")
-            toy.advance(step, salt)
+            toy.advance(step, salt if salts is None else salts[rank])
             together()
             save = cp.step(step)
             assert save is not None
             save.staged(60)
             say("staged", step=step)
             open_saves += [save] if save.tiers else []
-            for save in [s for s in open_saves if s.status != "staged"]:
-                save.committed(0)
+            for save in [s for s in open_saves if step == start + wait_at or s.status != "staged"]:
+                save.committed(60)
                 say("committed", step=save.step)
                 open_saves.remove(save)
-        if not close:
-            os._exit(0)
     say("closed", step=step)
 
 
@@ -266,8 +266,8 @@ def steps_of(root: str) -> Iterator[int]:
 
 
 def impatient() -> dict[str, float]:
-    worlds.GRACE_S = 1.0
-    return {"agree_timeout_s": 1.0}
+    worlds.GRACE_S = 0.5
+    return {"agree_timeout_s": 0.8}
 
 
 @scenario
@@ -321,7 +321,7 @@ def other_cadence(root: str) -> dict[str, Any]:
 def other_step(root: str) -> dict[str, Any]:
     """Rank 1 has counted one step more."""
     toy, rank = Toy(), dist.get_rank()
-    with checkpointer(toy, root, on_error="warn", busy_timeout_s=3.0) as cp:
+    with checkpointer(toy, root, on_error="warn", busy_timeout_s=2.0) as cp:
         cp.restore(default=0)
         go(toy, cp, 3).committed(60)
         together()
@@ -369,7 +369,7 @@ def writer_stalls(root: str) -> dict[str, Any]:
         if dist.get_rank() == 0:
             writer.suspend()
         saves = [go(toy, cp, step) for step in range(2, 9)]
-        time.sleep(3.0)  # the writer of rank 1 has all its parts stored, and looks for a commit less and less often
+        time.sleep(2.0)  # the writer of rank 1 has all its parts stored, and looks for a commit less and less often
         writer.resume()
         errors = [failure(lambda save=save: save.committed(60)) for save in saves]  # type: ignore[misc]
     return {"errors": errors, "again": again(root)}
@@ -481,7 +481,7 @@ def staging_fails(root: str, how: str) -> dict[str, Any]:
         together()
         stage.point, events._armed = events.point, None
         go(toy, cp, 3).committed(60)
-    return {"error": error, "again": again(root)}
+    return {"error": error, "steps": list(steps_of(root)), "again": again(root)}
 
 
 @scenario
@@ -496,6 +496,44 @@ def goes_back_and_closes(root: str) -> dict[str, Any]:
         back = cp.restore(step=2)
         wrong = toy.wrong(2)
     return {"back": back, "wrong": wrong, "again": again(root)}
+
+
+@scenario
+def disk_fills(root: str) -> dict[str, Any]:
+    """For a while there is room for the small part of rank 0 and not for the large one of rank 1."""
+    rank, errors = dist.get_rank(), list[str]()
+    state = {"own": {"tensor": torch.zeros((6 if rank else 1) << 18)}}
+    filler = Path(f"{root}-filler")
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(root, 1, 2)], on_error="warn") as cp:
+        cp.restore(default=0)
+        cp.save(1).committed(60)
+        together()
+        if rank == 0:
+            free = shutil.disk_usage(root).free
+            with filler.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, free - (4 << 20))
+        for step in range(2, 6):
+            together()
+            errors.append(failure(lambda step=step: cp.save(step).committed(60)))  # type: ignore[misc]
+            together()
+            if rank == 0 and step == 4:
+                filler.unlink()
+        packs = len(list(Path(root, "packs").iterdir())) // 2
+    return {"errors": errors, "packs": packs}
+
+
+@scenario
+def oracle_sees(root: str) -> dict[str, Any]:
+    """What `Toy.wrong` says of a right state, and of wrong ones."""
+    toy = Toy()
+    toy.advance(1, 0)
+    found = {"right": toy.wrong(1), "step": toy.wrong(2)}
+    moment = here(toy.clock.state[toy.clock.set_to["divided wide"]]["moment"])
+    moment.view(torch.int32)[3, 5] ^= 1
+    found["bit"] = toy.wrong(1)
+    toy.advance(1, 0)
+    toy.own["rank"] = 1 - toy.own["rank"]
+    return {**found, "rank": toy.wrong(1)}
 
 
 def own_model() -> dict[str, Any]:
@@ -534,6 +572,7 @@ ACTIONS: dict[str, Callable[..., Any]] = {"train": train, "save_unlike": save_un
 
 
 def main() -> None:
+    faulthandler.register(signal.SIGUSR2)  # for who wonders why this takes so long
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     for name, arguments in json.loads(sys.argv[1]):

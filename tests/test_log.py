@@ -370,6 +370,24 @@ def test_acquire_gives_every_job_an_epoch_of_its_own_and_fences_the_others() -> 
     asyncio.run(scenario())
 
 
+def test_a_new_epoch_leaves_room_for_one_that_was_damaged() -> None:
+    """No two jobs ever have one epoch, though the record of one of them is lost; and the gap is left once only."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, first = await new_log(store)
+        await log.append(kept(attempt(1, 1), "between"), owner=first)
+        lost = await commits.acquire(log, new_nonce())
+        for seq in (1, 2):
+            store.objects[record_key(seq)] = b"{}"
+        log = await reopened(store)
+        later = [await commits.acquire(log, new_nonce()) for _ in range(3)]
+        assert [first.epoch, lost.epoch] == [1, 2] and later[0].epoch > lost.epoch
+        assert [owner.epoch - later[0].epoch for owner in later] == [0, 1, 2]
+
+    asyncio.run(scenario())
+
+
 def test_commit_after_abort_is_refused() -> None:
     """An attempt that was ended stays ended: SaveError, no record."""
 

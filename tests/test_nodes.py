@@ -101,6 +101,9 @@ class Node:
                     found.append(process)
         return found
 
+    def trainers(self) -> list[psutil.Process]:
+        return [p for p in self.processes(TOY.name) if "torch.distributed.run" not in p.cmdline()]
+
     def kill(self, word: str) -> None:
         processes = self.processes(word)
         for process in processes:
@@ -261,6 +264,7 @@ class Cluster:
                 node.keeper.kill()
                 node.keeper.communicate()
         for agent in self.agents:
+            agent.kill()
             agent.wait(30)
 
 
@@ -456,7 +460,7 @@ def test_torchrun_restarts_after_the_death_of_one_rank(cluster: Cluster) -> None
     """Both nodes' agents start their ranks anew, which go on from the memory of the step that all had."""
     job = cluster.start("train 3", "pause once", "train 2", "close", restarts=1)
     job.wait("paused")
-    trainers = [p for p in cluster.b.processes("node_toy.py") if "torch.distributed.run" not in p.cmdline()]
+    trainers = cluster.b.trainers()
     assert len(trainers) == 2
     trainers[1].kill()
     (cluster.folder / "once").touch()
@@ -623,7 +627,7 @@ def test_a_node_stands_still(cluster: Cluster) -> None:
     """Its disk's word comes when it goes on, and until then the other disk HOLDs what it has."""
     job = cluster.start("train 2", "pause freeze", "save", "close")
     job.wait("paused")
-    frozen = cluster.b.processes()
+    frozen = [*cluster.b.processes("ckpt.writer"), *cluster.b.trainers()]
     for process in frozen:
         process.suspend()
     (cluster.folder / "freeze").touch()
@@ -659,11 +663,26 @@ def test_second_copies_of_memory(cluster: Cluster) -> None:
     first.wait("hangs")
     assert [found[0]["ranks"] for found in first.all("copies", step=3)] == [[0, 1, 2, 3]] * 4
     cluster.replace(cluster.b)
-    cluster.a.kill("node_toy.py")
+    cluster.a.kill(TOY.name)
     second = cluster.start("rush 2", "copies", "close", **settings)
     second.end()
     check_started(second, 3, "memory", first)
     assert [found[0]["ranks"] for found in second.all("copies", step=5)] == [[0, 1, 2, 3]] * 4
+
+
+@pytest.mark.long
+def test_second_copies_do_not_stand_in_the_way(cluster: Cluster) -> None:
+    """A step that a running job goes back to comes from memory, where the same of it is known twice, by two writers.
+
+    One of them has digested what it wrote to disk, the other keeps its copy only.
+    """
+    job = cluster.start("train 4", "copies", "restore 3", "train 1", "close", replicas=2)
+    job.end()
+    for rank, found in enumerate(job.all("started")):
+        assert [(one["start"], one["tier"]) for one in found] == [(0, None), (3, "memory")]
+        assert found[1]["mine"] == job.all("step", step=3)[rank][0]["mine"] and found[1]["verified"]
+    for found in job.all("saved"):
+        assert [one for one in found if one["error"]] == []
 
 
 @pytest.mark.long

@@ -273,9 +273,10 @@ def together(
     verdict = world.agree(topic, post, lambda posts: _verdict(posts, decide))
     if "error" not in verdict:
         return verdict["value"]
-    if failure is not None and (world.size == 1 or verdict["rank"] == world.rank):
-        raise failure
-    if failure is not None:
+    foreign = failure is not None and not isinstance(failure, CheckpointError)
+    if failure is not None and (world.size == 1 or (foreign and verdict["rank"] == world.rank)):
+        raise failure  # of ours, all raise the same, word for word
+    if failure is not None and verdict["rank"] != world.rank:
         logger.warning("%s failed on this rank as well: %r", topic, failure)
     raise from_wire(verdict["error"]) from failure
 
@@ -287,12 +288,12 @@ def _verdict(posts: list[Any], decide: Callable[[list[Json]], Json] | None) -> d
     for rank, error in failed[:1]:
         known = error["error"] in vars(errors)  # somebody else's exception is raised by the rank that met it
         message = f"rank {rank}: {error['message']}" if len(posts) > 1 else error["message"]
-        return {"error": {**error, "message": message, **({} if known else {"error": "PeerError"})}}
+        return {"rank": rank, "error": {**error, "message": message, **({} if known else {"error": "PeerError"})}}
     values = [post["value"] for post in posts]
     try:
         return {"value": values if decide is None else decide(values)}
     except CheckpointError as error:
-        return {"error": to_wire(error)}
+        return {"rank": -1, "error": to_wire(error)}
 
 
 def _place(capture: Capture, saved: Saved, strict: bool) -> Placement:

@@ -1,9 +1,9 @@
 """Small training runs in every way of dividing a model among ranks, each rank a process, over gloo on the CPU.
 
-    RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=1234 python -c 'import parallel; parallel.main()' ACTION …
+RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=1234 python -c 'import parallel; parallel.main()' ACTION …
 
-    save ROOT OUT STEPS MODE…    train and checkpoint every mode into ROOT/MODE; OUT/MODE.pt: the gathered tensors
-    load ROOT OUT STEPS MODE…    restore every mode and compare with OUT/MODE.pt, train on; prints one JSON line a mode
+save ROOT OUT STEPS MODE…    train and checkpoint every mode into ROOT/MODE; OUT/MODE.pt: the gathered tensors
+load ROOT OUT STEPS MODE…    restore every mode and compare with OUT/MODE.pt, train on; prints one JSON line a mode
 """
 
 from __future__ import annotations

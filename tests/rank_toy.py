@@ -182,7 +182,7 @@ def train(
     """
     rank = dist.get_rank()
     toy, open_saves = Toy(), list[ckpt.Save]()
-    place = dict(name="toy", tiers=None) if run is None else dict(tiers=[ckpt.Memory(), ckpt.Tier(run, every, 2)])
+    place = {"name": "toy", "tiers": None} if run is None else {"tiers": [ckpt.Memory(), ckpt.Tier(run, every, 2)]}
     with ckpt.Checkpointer(toy.state, **place) as cp:  # type: ignore[arg-type]
         logging.getLogger("ckpt").addHandler(NextWriter((spares or {}).get(str(rank), [])))
         start = cp.restore(default=0)

@@ -578,6 +578,23 @@ def test_one_disk_fails(cluster: Cluster) -> None:
 
 
 @pytest.mark.long
+def test_a_disk_that_cannot_be_used_is_told_everywhere(cluster: Cluster) -> None:
+    """No rank begins if one node's disk is read-only: all raise the same error and leave no process behind."""
+    cluster.b.do("mount", "-o", "remount,ro,bind", cluster.folder / "local")
+    job = cluster.start("train 1", "close")
+    assert [agent.wait(90) for agent in job.agents] == [1, 1]
+    for rank, node in enumerate("aabb"):
+        log = (cluster.folder / f"{job.name}.{node}.log").read_text()
+        assert f"[rank{rank}]: ckpt.errors.StoreError: " in log and "Read-only file system" in log, log
+    for node in (cluster.a, cluster.b):
+        assert eventually(lambda node=node: not node.processes()), "a process is left"  # type: ignore[misc]
+    cluster.b.do("mount", "-o", "remount,rw,bind", cluster.folder / "local")
+    job = cluster.start("train 2", "close")
+    job.end()
+    check_local_disks(cluster, job, [1, 2])
+
+
+@pytest.mark.long
 def test_writers_die_all_the_time(cluster: Cluster) -> None:
     """Whichever dies, and however far it has come: the next one goes on, and every step is committed on both disks."""
     job = cluster.start("train 30", "close", shared_every=5)

@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-long test-gpu bench lint format clean
+.PHONY: demo test test-long test-gpu bench bench-ranks lint format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -23,6 +23,9 @@ test-long: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/core.py
+
+bench-ranks: $(READY)
+	$(BIN)/python benchmarks/ranks.py
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu

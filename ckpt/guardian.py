@@ -84,6 +84,7 @@ class Guardian:
         self._writes: list[Written] = []
         self._deaths: list[float] = []
         self._retracts: dict[Attempt, str] = {}
+        self._foreign: set[bytes] = set()  # arenas that other ranks staged into
         self._respawns = 0
         self._closing = False
         self._adopted = False
@@ -146,10 +147,12 @@ class Guardian:
             for mine in self.inherited.arenas:
                 if mine.id.hex() == arena:
                     self._stager.pin(mine, slot)
-        if self.inherited.arenas:
-            # The newest arena goes on being used; the others are only read.
-            self._spares = self.inherited.arenas[:-1]
-            self._adopt(self.inherited.arenas[-1], found)
+        self._foreign = {bytes.fromhex(arena) for arena in hello["foreign"]}
+        usable = [arena for arena in self.inherited.arenas if arena.id not in self._foreign]
+        # The newest arena goes on being used; the others are only read, as are those of other ranks.
+        self._spares = [arena for arena in self.inherited.arenas if arena not in usable[-1:]]
+        if usable:
+            self._adopt(usable[-1], found)
         return found
 
     def _listen(self, client: WriterClient, greet: bool = False) -> WriterClient:
@@ -178,7 +181,18 @@ class Guardian:
                         self.client.send("layout", layout=layout.to_json())
                 self.inherited.arenas.append(arena)
                 self._spares.append(arena)
-                self.client.send("attach", fds=(arena.fd,))
+                self._foreign.add(arena.id)
+                self.client.ask("attach", fds=(arena.fd,), foreign=True)
+            self._dismiss(key)
+
+    def _dismiss(self, key: str) -> None:
+        """A writer whose trainer is no more, and whose memory ours has now, is not needed any more."""
+        channel = link.connect(link.socket_path(key))
+        if channel is not None:
+            client = WriterClient(channel, None)
+            with contextlib.suppress(CheckpointError):
+                client.ask("taken", timeout_s=10.0)
+            client.close()
 
     def _visit(self, key: str) -> Iterator[tuple[Arena, *Known]]:
         """What another writer of this run on this node holds; it keeps its trainer."""
@@ -344,7 +358,7 @@ class Guardian:
         for layout in self._layouts.values():
             client.send("layout", layout=layout.to_json())
         for arena in self._arenas():
-            client.send("attach", fds=(arena.fd,))
+            client.send("attach", fds=(arena.fd,), foreign=arena.id in self._foreign)
         if (current := self._stager.arena) is not None:
             client.send("watch", arena=current.id.hex())
         if self._contact is not None:

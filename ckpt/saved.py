@@ -233,7 +233,7 @@ class Saved:
                 found.setdefault(path, []).append(node)
         try:
             return [_merged(nodes) for nodes in found.values()]
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CorruptError(f"what the ranks saved of one entry does not go together: {error}") from None
 
     def values_of(self, path: Path) -> Iterator[tuple[int, Json]]:

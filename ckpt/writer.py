@@ -79,6 +79,7 @@ class Writer:
         self.acquires: list[Acquire] = []  # the history that the snapshots in memory belong to
         self.tiers: list[Tier] = []
         self.arenas: dict[str, Arena] = {}
+        self.foreign: set[str] = set()  # those that other ranks staged into: nobody goes on in them here
         self.layouts: dict[str, Layout] = {}
         self.digests: dict[tuple[Attempt, int], bytes] = {}  # by attempt, and rank that took the snapshot
         self.writing: dict[tuple[str, int], int] = {}  # (arena, slot) -> writes in progress
@@ -218,6 +219,7 @@ class Writer:
             "trainer": self.trainer,
             "gone": self.previous_gone and (pid == self.trainer or not _alive(self.trainer)),
             "arenas": [arena.id.hex() for arena in shown],
+            "foreign": list(self.foreign),
             "layouts": {digest: layout.to_json() for digest, layout in self.layouts.items()},
             "digests": self._known_digests(),
             "writing": [list(key) for key in self.writing],
@@ -344,7 +346,21 @@ class Writer:
         """The trainer gives a new writer the memory that its old one held."""
         arena = Arena.attach(fds[0])
         self.arenas[arena.id.hex()] = arena
+        if message.get("foreign"):
+            self.foreign.add(arena.id.hex())
         return {}, ()
+
+    async def do_taken(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
+        """Another writer has our memory as well, and goes on: nothing keeps us here if our trainer is dead."""
+        if self.dead:
+            self.adoptions += 1  # what we would do after its death is not ours to do any more
+            self.leaving = True
+            self._spawn(self._leave())
+        return {}, ()
+
+    async def _leave(self) -> None:
+        await self._finish_begun()
+        self.finished.set()
 
     async def do_watch(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
         """The staging thread holds the mutex of this arena from now on."""
@@ -515,10 +531,15 @@ class Writer:
         except Exception as error:
             if written.part.world > 1:
                 await self._give_up(tier, written, error)
+            if attempt in tier.log.state.held:
+                self._sweep_soon(tier)  # others of its kind may have been there for long
             raise
         finally:
             tier.in_flight.discard(attempt)
         self._forget_old()
+        self._sweep_soon(tier)
+
+    def _sweep_soon(self, tier: Tier) -> None:
         if tier.role.place == 0 and (tier.sweeping is None or tier.sweeping.done()):
             tier.sweeping = self._spawn(self._sweep(tier))
 
@@ -593,11 +614,13 @@ class Writer:
             events.log.warning("clean-up of %s has to wait: %s", tier.url, error)
 
     async def _give_up_old(self, tier: Tier) -> None:
-        """What is HELD since long, while newer steps became checkpoints, will never be one."""
-        history = tier.log.state.lineage()
-        for attempt in list(tier.log.state.held) if len(history) >= retain.ALWAYS else ():
-            if attempt not in tier.in_flight and attempt < history[retain.ALWAYS - 1].attempt:
-                await commit.abort(tier.log, self._mine(), attempt, "other nodes do not hold their parts", held=True)
+        """What is HELD since long, while newer steps became checkpoints or are HELD as well, will never be one."""
+        history, held = tier.log.state.lineage(), sorted(tier.log.state.held, reverse=True)
+        old = set(held[max(tier.keep.last, retain.ALWAYS) :])
+        if len(history) >= retain.ALWAYS:
+            old |= {attempt for attempt in held if attempt < history[retain.ALWAYS - 1].attempt}
+        for attempt in sorted(old - tier.in_flight):
+            await commit.abort(tier.log, self._mine(), attempt, "other nodes do not hold their parts", held=True)
 
     # -- after the trainer's death --
 

@@ -578,6 +578,31 @@ def test_one_disk_fails(cluster: Cluster) -> None:
 
 
 @pytest.mark.long
+def test_a_full_disk_does_not_fill_the_other(cluster: Cluster) -> None:
+    """What one disk HOLDs while the other takes nothing is bounded, as checkpoints are; later all is well again."""
+    local, full = cluster.folder / "local", cluster.folder / "local" / "rubbish"
+    cluster.b.do("mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", local)
+    words = ["train 2", "pause full", "train 8", "pause empty", "train 3", "close"]
+    job = cluster.start(*words, busy_timeout_s=4.0, shared_every=1000)
+    job.wait("paused", name="full")
+    subprocess.run(cluster.b.inside("dd", "if=/dev/zero", f"of={full}"), stderr=subprocess.DEVNULL, check=False)
+    (cluster.folder / "full").touch()
+    job.wait("paused", name="empty", timeout_s=150)
+    for rank, found in enumerate(job.all("saved")):
+        assert [one["step"] for one in found if one["error"]] == list(range(3, 11)), f"rank {rank}"
+    state = cluster.roots()["a"]
+    assert steps_in(state) == [1, 2] and sorted(attempt.step for attempt in state.held)[-4:] == [7, 8, 9, 10]
+    assert len(state.held) <= 5
+    assert eventually(lambda: len(list((cluster.a.disk / "run" / "packs").iterdir())) <= 2 * 7)
+    cluster.b.do("rm", full)
+    (cluster.folder / "empty").touch()
+    job.end()
+    for found in job.all("saved"):
+        assert {one["step"]: one["error"] for one in found if one["step"] > 10} == {11: None, 12: None, 13: None}
+    assert steps_in(cluster.roots()["a"])[-3:] == [11, 12, 13] and not cluster.roots()["a"].held
+
+
+@pytest.mark.long
 def test_a_disk_that_cannot_be_used_is_told_everywhere(cluster: Cluster) -> None:
     """No rank begins if one node's disk is read-only: all raise the same error and leave no process behind."""
     cluster.b.do("mount", "-o", "remount,ro,bind", cluster.folder / "local")

@@ -250,7 +250,7 @@ def test_a_rank_killed_at_every_point(run: Run, own_sockets: Path) -> None:
 
 
 def test_the_writers_of_ranks_killed_at_every_point(run: Run, own_sockets: Path) -> None:
-    """Writers of both ranks die again and again: each is replaced, all steps are committed, training goes on."""
+    """Writers of both ranks die again and again: each is replaced, every step is committed, training goes on."""
     for part in range(3):  # a trainer gives up on the fourth death
         first = [f"writer/{p}:kill:{n}" for p, n in zip((*WRITES, *COMMITS)[part::3], (2, 3, 1), strict=False)]
         second = [f"writer/{p}:kill:{n}" for p, n in zip(WRITES[part::3], (3, 2), strict=False)]

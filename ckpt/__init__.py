@@ -27,6 +27,14 @@ _HOMES = {
     "Stateful": "nodes",
     "Tier": "tiers",
     "load": "loaded",
+    "Fault": "fault",
+    "on_deadline": "triggers",
+    "on_exception": "triggers",
+    "on_hang": "triggers",
+    "on_memory_pressure": "triggers",
+    "on_oom": "triggers",
+    "on_preemption": "triggers",
+    "on_signal": "triggers",
     "CheckpointError": "errors",
     "ClosedError": "errors",
     "CorruptError": "errors",
@@ -71,6 +79,7 @@ if TYPE_CHECKING:
     from ckpt.errors import StoreError as StoreError
     from ckpt.errors import UsageError as UsageError
     from ckpt.errors import WriterError as WriterError
+    from ckpt.fault import Fault as Fault
     from ckpt.handle import Checkpoint as Checkpoint
     from ckpt.handle import Save as Save
     from ckpt.loaded import Loaded as Loaded
@@ -81,6 +90,13 @@ if TYPE_CHECKING:
     from ckpt.rng import RNG as RNG
     from ckpt.tiers import Memory as Memory
     from ckpt.tiers import Tier as Tier
+    from ckpt.triggers import on_deadline as on_deadline
+    from ckpt.triggers import on_exception as on_exception
+    from ckpt.triggers import on_hang as on_hang
+    from ckpt.triggers import on_memory_pressure as on_memory_pressure
+    from ckpt.triggers import on_oom as on_oom
+    from ckpt.triggers import on_preemption as on_preemption
+    from ckpt.triggers import on_signal as on_signal
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,7 @@ A slot is EMPTY, FILLING or SEALED. One thread of the trainer makes all transiti
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -44,6 +45,9 @@ _POPULATE_WRITE = 23
 _SEALS = 0x0001 | 0x0002 | 0x0004  # no further seals, no shrinking, no growing
 _ADD_SEALS = 1033
 _CHUNK = 256 << 20
+_KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +158,14 @@ class Arena:
         rest = _LABEL.pack(label.state, 0, *fields)[8:]
         _LABEL.pack_into(self.memory, at + 8, label.state, zlib.crc32(rest, label.state), *fields)
         _SEQUENCE.pack_into(self.memory, at, number + 1)
+
+    def give_up(self, slot: int) -> int:
+        """Empty a slot and return its pages to the system; how many bytes. Only for the thread that holds `mutex`."""
+        self.set_label(slot, Label(EMPTY))
+        start = _DATA + slot * self.slot_size
+        flags = _KEEP_SIZE | _PUNCH_HOLE
+        failed: int = _libc.fallocate(self.fd, flags, ctypes.c_long(start), ctypes.c_long(self.slot_size))
+        return 0 if failed else self.slot_size
 
     def sealed(self) -> list[tuple[int, Label]]:
         """Slots that hold a whole snapshot, newest first. One with a damaged label is passed over."""

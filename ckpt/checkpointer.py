@@ -16,16 +16,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, overload
 
 import torch
 
 from ckpt import link, replicas
 from ckpt.arena import Arena
-from ckpt.commit import Role
 from ckpt.errors import (
     CheckpointError,
     ClosedError,
@@ -37,23 +35,28 @@ from ckpt.errors import (
     SkippedError,
     UsageError,
 )
-from ckpt.events import log, point
+from ckpt.events import log
+from ckpt.fault import Fault
 from ckpt.guardian import Guardian, Written
 from ckpt.handle import Save
 from ckpt.hooks import UpdateHook
-from ckpt.log import Acquire
-from ckpt.manifest import Attempt, new_nonce
+from ckpt.manifest import Attempt
+from ckpt.pulse import LEAVING, OPENING, PAUSED, RESTORING, TRAINING, Pulse
 from ckpt.resume import Restored, gather, restore_first, together
-from ckpt.share import Seat, partner
+from ckpt.sentinel import Sentinel
+from ckpt.share import Seat
 from ckpt.sources import MemorySource, Source
 from ckpt.stage import Job, Stager
 from ckpt.state import Capture
+from ckpt.tenure import Tenure
 from ckpt.tiers import as_tiers
-from ckpt.world import Mailbox, World
+from ckpt.triggers import as_triggers
+from ckpt.world import World
 
 SURELY_NEWER = 2  # snapshots of a rank: another may be one step behind
-NEWER_S = 24 * 3600.0  # a rank whose memory is being made takes its time
 COMPARE_S = 120.0  # until the digests of other ranks' replicas are there
+ASIDE = 1 << 20  # bytes of a step that is not due, which are kept for a fault all the same
+LIVE_S = 10.0  # for a copy of the running state
 FIRST_ARENA_S = 2.0  # the first save may wait this long for its memory, once
 MISSING: Any = object()
 T = TypeVar("T")
@@ -79,6 +82,9 @@ class Checkpointer:
     `name`. `on_busy`: whether a step waits for a free slot ("wait", at most `busy_timeout_s`) or is not saved ("skip").
     `on_error`: "raise" lets the next call raise what went wrong in the background, "warn" only logs it.
     `agree_timeout_s`: how long the other ranks are waited for where all must come: here, in restore() and in close().
+    `triggers`: when to save out of turn, see `ckpt.triggers`: "auto", or a list such as [ckpt.on_signal("SIGTERM")].
+    `on_fault`: called in a background thread with the account of each fault, those that ended earlier incarnations
+    on this machine included; `faults` holds the latter.
 
     Raises StateError for a state that cannot be saved, FormatError or StoreError for a place that cannot be used.
     Use it as a context manager, or call `close()`.
@@ -95,6 +101,8 @@ class Checkpointer:
         busy_timeout_s: float = 600.0,
         close_timeout_s: float = 300.0,
         agree_timeout_s: float = 300.0,
+        triggers: object = "auto",
+        on_fault: Callable[[Fault], None] | None = None,
     ) -> None:
         if on_busy not in ("wait", "skip") or on_error not in ("raise", "warn"):
             raise UsageError('on_busy is "wait" or "skip", on_error is "raise" or "warn"')
@@ -103,6 +111,7 @@ class Checkpointer:
             raise UsageError(
                 'on_busy="skip" is for one rank only: a rank that skips alone leaves no step that all have'
             )
+        wanted = as_triggers(triggers)
         self._memory, self._tiers = as_tiers(tiers)
         place = self._tiers[0].url if self._tiers else f"memory:{name}"
         if not self._tiers and name is None:
@@ -121,6 +130,7 @@ class Checkpointer:
         self._exposed: set[str] = set()  # tensors that others than optimizers write to; replaced, never changed
         self._last_step: int | None = None
         self._last: tuple[Save, Job] | None = None
+        self._aside: tuple[Save, Job] | None = None  # how to copy the last step, which was not due, after all
         self._newest: tuple[Save, Attempt, tuple[Arena, int]] | None = None  # in memory: staged, or restored from there
         self._updates_before = 0  # optimizer steps before the last call of step()
         self._restored = False
@@ -130,136 +140,37 @@ class Checkpointer:
         self._torn = False  # a restore failed half-way
         self._said_paused = False
         self._forked = self._closed = False
-        self._post: Mailbox | None = None
-        self._mailing = threading.Lock()
         self._place = place
         self._stager = Stager()
         self._stager.on_spoilt = self._on_spoilt
+        self._pulse = Pulse.create()
+        self._tenure = Tenure(self._world, self._tiers, self._memory, place, busy_timeout_s)
         try:
-            self._open_run(state)
+            self._guardian = self._tenure.open(lambda: self._prepare(state))
         except BaseException:
             self._stager.stop()
             raise
         self._guardian.on_damaged = self._on_damaged
-        self._guardian.on_held = self._on_held
         self._guardian.on_failure = lambda error: self._note_error(error, None)
         self._hook = UpdateHook(self._wait_for_copy, self._capture.unguard)
+        self.faults = list(self._guardian.faults)
+        self._sentinel = Sentinel(wanted, self._world, self._guardian, self._pulse, self, on_fault)
+        self._sentinel.start()
+        for fault in self.faults:
+            log.warning("before this start: %s", fault.line)
+            self._sentinel.tell(fault)
         _open[place] = self
         os.register_at_fork(after_in_child=_weakly(self._after_fork))
         self._atexit = _weakly(self._close_at_exit)
         atexit.register(self._atexit)
-        if not self._has_checkpoints:  # else after restore(), which has better use for the cores
+        if not self._tenure.has_checkpoints:  # else after restore(), which has better use for the cores
             self._guardian.prepare(_predicted_size(self._capture), 1 << 14)
 
-    # -- opening --
-
-    def _open_run(self, state: dict[str, Any]) -> None:
-        """Find out what there is, agree with the other ranks, and take the run over."""
-        world = self._world
-
-        def prepare() -> Any:
-            self._capture = Capture(state, Seat(world.rank, world.size))
-            self._capture.read()  # what cannot be saved is said now
-            key = link.run_key(self._place, world.local_rank)
-            commit_s = self._busy_timeout_s
-            self._guardian = Guardian(key, self._tiers, self._memory, self._stager, world, commit_s)
-            opened = self._guardian.opened
-            settings = [[tier.url, tier.every] for tier in self._tiers]
-            settings.append([self._place, self._memory.every if self._memory else 0])
-            return {
-                "settings": settings,
-                "roots": opened.roots,
-                "epoch": opened.epoch,
-                "has": opened.has_checkpoints,
-            }
-
-        try:
-            found = together(world, "open", prepare, _open_together)
-            self._roots: list[list[int]] = found["roots"]
-            self._has_checkpoints: bool = found["has"]
-            for i, roots in enumerate(self._roots):
-                group = [rank for rank in range(world.size) if roots[rank] == roots[world.rank]]
-                self._guardian.roles[i] = Role(tuple(group), group.index(world.rank), world.size)
-            self._take_over(found["epoch"], None)
-            self._find_partner()
-        except BaseException:
-            if hasattr(self, "_guardian"):
-                self._guardian.give_up()
-            raise
-
-    def _find_partner(self) -> None:
-        """With `Memory(replicas=2)` a writer on another node keeps a copy of this rank's memory."""
-        world = self._world
-        if self._memory is None or self._memory.replicas < 2 or world.size == 1:
-            return
-        other = partner(world.rank, world.nodes)
-        if other is None:
-            log.warning("Memory(replicas=2) needs a second node: all ranks are on one, so memory is kept once")
-            return
-        contacts = together(world, "partners", self._guardian.serve)
-        self._guardian.copy_to(contacts[other])
-
-    def _agree_nonce(self) -> str:
-        """Of the incarnation to be. All writers know it before any log does."""
-        nonce: str = together(self._world, "nonce", new_nonce, lambda nonces: nonces[0])
-        together(self._world, "heir", partial(self._guardian.announce, nonce))
-        return nonce
-
-    def _take_over(self, floor: int, restored: Attempt | None) -> None:
-        """Open an epoch, the same in all places; with `restored` one that continues from there."""
-        world, guardian = self._world, self._guardian
-        nonce = self._agree_nonce()
-        while True:
-            epochs = together(world, "acquire", partial(guardian.acquire, nonce, floor, restored), _union)
-            if len(epochs) == 1:
-                break
-            floor = max(epochs)  # another job came between: one epoch for all places
-            nonce = self._agree_nonce()
-        point("run.taken")
-        owner = Acquire(epochs[0], nonce, restored)
-        complete = together(world, "own", partial(guardian.own, owner, recover=restored is None), _complete)
-        for i in range(len(self._tiers)):
-            attempts = [Attempt.parse(text) for number, text in complete if number == i]
-            if attempts and guardian.roles[i].place == 0:
-                guardian.complete(i, attempts)
-
-    def _on_held(self, tier: int, attempt: Attempt) -> None:
-        """The parts that belong on this node's disk are there: a checkpoint once those of all nodes are."""
-        if self._guardian.roles[tier].place > 0:
-            return
-        roots = sorted(set(self._roots[tier]))
-
-        def tell() -> None:
-            try:
-                mailbox = self._mailbox()
-                mailbox.put(f"held/{tier}/{attempt}/{self._world.rank}", True)
-                mailbox.wait([f"held/{tier}/{attempt}/{root}" for root in roots], self._busy_timeout_s)
-                self._guardian.complete(tier, [attempt])
-            except CheckpointError as error:
-                log.warning("step %d is on this node's disk only: %s", attempt.step, error)
-
-        threading.Thread(target=tell, name="ckpt-held", daemon=True).start()
-
-    def _tell_newer(self, epoch: int) -> None:
-        """Older memory may go when every rank has newer snapshots: until then it may be the newest that all have."""
-
-        def tell() -> None:
-            try:
-                mailbox = self._mailbox()
-                mailbox.put(f"newer/{epoch}/{self._world.rank}", True)
-                mailbox.wait([f"newer/{epoch}/{rank}" for rank in range(self._world.size)], NEWER_S)
-                if self._guardian.owner.epoch == epoch:
-                    self._guardian.everyone = True
-            except CheckpointError as error:
-                log.warning("memory of before the restart is kept on, since other ranks have no newer: %s", error)
-
-        threading.Thread(target=tell, name="ckpt-newer", daemon=True).start()
-
-    def _mailbox(self) -> Mailbox:
-        with self._mailing:
-            if self._post is None:
-                self._post = self._world.mailbox()
-            return self._post
+    def _prepare(self, state: dict[str, Any]) -> Guardian:
+        self._capture = Capture(state, Seat(self._world.rank, self._world.size))
+        self._capture.read()  # what cannot be saved is said now
+        key = link.run_key(self._place, self._world.local_rank)
+        return Guardian(key, self._tiers, self._memory, self._stager, self._world, self._busy_timeout_s)
 
     # -- saving --
 
@@ -270,13 +181,40 @@ class Checkpointer:
         """
         self._check_usable()
         self._check_step(step)
-        durable = [i for i, tier in enumerate(self._tiers) if step % tier.every == 0 or i in self._owed]
-        self._last_step, self._updates_before = step, self._hook.count
+        asked = self._sentinel.due(step)
+        durable = [i for i, tier in enumerate(self._tiers) if asked or step % tier.every == 0 or i in self._owed]
+        self._begin_step(step)
         save = None
-        if durable or (self._memory is not None and step % self._memory.every == 0):
-            save = self._save(step, durable, explicit=False)
+        try:
+            if durable or asked or (self._memory is not None and step % self._memory.every == 0):
+                save = self._save(step, durable, explicit=asked)
+            elif self._sentinel.armed:
+                self._put_aside(step)
+        finally:
+            if asked:
+                self._sentinel.answer(save)
         self._raise_pending()
         return save
+
+    def _begin_step(self, step: int) -> None:
+        self._pulse.beat(step)
+        self._last_step, self._updates_before, self._aside = step, self._hook.count, None
+
+    def request(self, why: str = "no reason given") -> None:
+        """Have all ranks save one of the next steps to every tier; for any thread of any rank. Returns at once."""
+        self._check_usable()
+        if not self._sentinel.armed:
+            raise UsageError("this Checkpointer was made without triggers: call save() at the same step on all ranks")
+        self._sentinel.request(why)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Around what is no training, such as an evaluation: it is not taken for a hang."""
+        self._pulse.touch(PAUSED)
+        try:
+            yield
+        finally:
+            self._pulse.touch(TRAINING)
 
     def save(self, step: int | None = None) -> Save:
         """Save now, to every tier: the step given, or the one that the last `step()` named.
@@ -294,7 +232,7 @@ class Checkpointer:
             save = self._save_again()
         else:
             self._check_step(step)
-            self._last_step, self._updates_before = step, self._hook.count
+            self._begin_step(step)
             save = self._save(step, list(range(len(self._tiers))), explicit=True)
         self._raise_pending()
         return save
@@ -366,7 +304,7 @@ class Checkpointer:
             if not job.copied.wait(self._busy_timeout_s) or job.error is not None:
                 return
             try:
-                key, mailbox = f"{job.attempt}", self._mailbox()
+                key, mailbox = f"{job.attempt}", self._tenure.mailbox()
                 names = replicas.differing(mailbox, key, self._world.rank, size, comparison.digests(), COMPARE_S)
             except CheckpointError as error:
                 log.warning("the replicas of step %d could not be compared: %s", step, error)
@@ -418,6 +356,52 @@ class Checkpointer:
             self.stats.saves += 1
             self.stats.stalls.append(seconds)
 
+    # -- without the main thread: see `ckpt.sentinel.Levers` --
+
+    def _put_aside(self, step: int) -> None:
+        """Keep of a step that is not due what cannot be read later; the rest stays as it is until an optimizer begins.
+
+        Nothing is kept aside where that would be much, as with a large frozen model.
+        """
+        reading = self._capture.read()
+        apart = [t for t, guarded in zip(reading.tensors, reading.guarded, strict=True) if not guarded]
+        if sum(t.nbytes for t in apart) > ASIDE:
+            return
+        tensors = [t if g else t.clone() for t, g in zip(reading.tensors, reading.guarded, strict=True)]
+        owner = self._guardian.owner
+        attempt = Attempt(owner.epoch, step, owner.nonce)
+        save = Save(step, str(attempt), [])
+        job = Job(
+            attempt=attempt,
+            reading=replace(reading, tensors=tensors),
+            values=json.dumps(reading.values, separators=(",", ":")).encode(),
+            on_end=lambda job: self._on_staged(save, job, []),
+        )
+        self._aside = save, job
+
+    def in_memory(self, timeout_s: float) -> int | None:
+        if self._last is not None and self._last[0].step == self._last_step:
+            save, job = self._last
+            job.copied.wait(timeout_s)
+            if job.place is not None and save.spoilt is None:
+                return save.step
+        newest = self._newest
+        return None if newest is None else newest[0].step
+
+    def copy_live(self) -> int | None:
+        aside, count = self._aside, self._updates_before
+        if aside is None or aside[0].step != self._last_step or self._torn:
+            return None
+        self._aside = None
+        save, job = aside
+        job.deadline = time.monotonic() + LIVE_S
+        self._guardian.tell_layout(job.reading.layout)
+        whole = self._stager.submit_live(job, lambda: self._hook.count == count, LIVE_S)
+        return save.step if whole else None
+
+    def give_memory_back(self) -> int:
+        return self._stager.give_up_slot()
+
     # -- events, from the staging thread and the receiving thread --
 
     def _on_staged(self, save: Save, job: Job, durable: list[int]) -> None:
@@ -441,7 +425,7 @@ class Checkpointer:
         if self._guardian.superseded or self._world.size == 1:
             self._unpin_restored()
         if self._world.size > 1 and self._guardian.newer == SURELY_NEWER:
-            self._tell_newer(job.attempt.epoch)
+            self._tenure.tell_newer(job.attempt.epoch)
         save.set_staged()
         self._guardian.on_sealed()
         for i in durable:
@@ -497,6 +481,7 @@ class Checkpointer:
         self._note_error(SaveError(f"step {note['step']} in {note['tier']} is damaged on disk: {problems}"), None)
 
     def _wait_for_copy(self) -> None:
+        self._pulse.update()
         waited = self._stager.before_update(self._busy_timeout_s)
         if waited:
             self._count(waited, more=True)
@@ -519,13 +504,21 @@ class Checkpointer:
         nothing has been changed.
         """
         self._check_usable(restoring=True)
+        self._pulse.touch(RESTORING)
+        self._aside = None
+        try:
+            return self._restore(default, step, strict)
+        finally:
+            self._pulse.touch(OPENING)
+
+    def _restore(self, default: Any, step: int | None, strict: bool) -> Any:
         started = time.perf_counter()
         together(self._world, "settle", self._settle_staging)
         result = Restored(step=None)
         urls = [tier.url for tier in self._tiers]
         with self._guardian.snapshots() as snapshots:
             acquires = self._guardian.inherited.acquires
-            sources = gather(self._world, snapshots, acquires, urls, self._roots, step)
+            sources = gather(self._world, snapshots, acquires, urls, self._tenure.roots, step)
             source = restore_first(self._world, sources, self._capture, result, strict=strict, on_touch=self._touch)
         if source is not None:
             self._finish_restore(source, result, started)
@@ -536,7 +529,7 @@ class Checkpointer:
             lines = "\n  ".join(f"step {s.step} in {s.tier}: {s.reason}" for s in result.skipped)
             touched = ". The state is partly overwritten: do not train on it" if self._torn else ""
             raise CorruptError(f"no checkpoint could be restored{touched}\n  {lines}")
-        if default is MISSING or self._has_checkpoints or step is not None:
+        if default is MISSING or self._tenure.has_checkpoints or step is not None:
             wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
             lost = "" if self._world.size == 1 else ", at least none of which the parts of all ranks can be reached"
             raise NoCheckpointError(f"there is no {wanted} in {self._places()}{lost}")
@@ -550,7 +543,7 @@ class Checkpointer:
 
     def _finish_restore(self, source: Source, result: Restored, started: float) -> None:
         self._capture.forget()
-        self._take_over(self._guardian.owner.epoch, source.attempt)
+        self._tenure.take_over(self._guardian.owner.epoch, source.attempt)
         self._torn = False
         self._last_step, self._updates_before = source.attempt.step, self._hook.count
         self._restored, self._last, self._newest = True, None, None
@@ -600,7 +593,7 @@ class Checkpointer:
             return
         if self._torn:
             raise UsageError("the last restore failed half-way, so the state is not one of any step: restore again")
-        if self._has_checkpoints and not self._restored:
+        if self._tenure.has_checkpoints and not self._restored:
             raise UsageError(
                 f"{self._places()} holds checkpoints: call restore() before the first step, or use another place"
             )
@@ -653,6 +646,7 @@ class Checkpointer:
         """
         if self._closed or self._forked:
             return
+        self._pulse.touch(LEAVING)
         timeout_s = self._close_timeout_s if timeout_s is None else timeout_s
         end = time.monotonic() + timeout_s
         failure: CheckpointError | None = None
@@ -731,12 +725,14 @@ class Checkpointer:
         if not self._closed and not self._forked:
             with contextlib.suppress(CheckpointError):
                 self._stager.do(lambda: None, self._busy_timeout_s)  # a copy under way is finished
+            self._sentinel.stop()
             self._guardian.leave()
             self._end()
             self._stager.stop()
 
     def _end(self) -> None:
         self._closed = True
+        self._sentinel.stop()
         self._hook.remove()
         atexit.unregister(self._atexit)
         _open.pop(self._place, None)
@@ -749,6 +745,7 @@ class Checkpointer:
         if not self._closed:
             self._forked = True
             self._hook.silence()
+            self._sentinel.forget()
             self._guardian.forget()
 
     def __enter__(self) -> Checkpointer:
@@ -758,6 +755,8 @@ class Checkpointer:
         if error is None:
             self.close()
             return
+        if isinstance(error, Exception) and not self._closed and not self._forked:
+            self._sentinel.exception(error)
         if self._world.size > 1:  # the other ranks may be in a collective, and never come to close
             self._abandon()
             return
@@ -776,34 +775,6 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
             alive()
 
     return call
-
-
-def _open_together(posts: list[Any]) -> dict[str, Any]:
-    """What the ranks found, as one: of each tier, for every rank the lowest rank that sees the same place. Pure."""
-    for rank, post in enumerate(posts):
-        for theirs, ours in zip(post["settings"], posts[0]["settings"], strict=False):
-            if theirs != ours:
-                raise UsageError(
-                    f"rank {rank} saves to {theirs[0]} every {theirs[1]} steps, rank 0 to {ours[0]} every {ours[1]}"
-                )
-        if len(post["settings"]) != len(posts[0]["settings"]):
-            raise UsageError(f"rank {rank} saves to {len(post['settings']) - 1} tiers, rank 0 to another number")
-    tiers = len(posts[0]["roots"])
-    ids = [[post["roots"][i] for post in posts] for i in range(tiers)]
-    roots = [[mine.index(root) for root in mine] for mine in ids]
-    return {"roots": roots, "epoch": max(p["epoch"] for p in posts), "has": any(p["has"] for p in posts)}
-
-
-def _union(lists: list[Any]) -> list[Any]:
-    return sorted({one for each in lists for one in each})
-
-
-def _complete(posts: list[Any]) -> list[tuple[int, str]]:
-    """Of what the disks of single nodes hold: (tier, attempt) of which all parts are there. Pure."""
-    found: dict[tuple[int, str], tuple[int, set[int]]] = {}
-    for part in (part for post in posts for part in post):
-        found.setdefault((part["tier"], part["attempt"]), (part["world"], set()))[1].update(part["ranks"])
-    return [key for key, (world, ranks) in found.items() if len(ranks) == world]
 
 
 def _newest_common(posts: list[Any]) -> str | None:

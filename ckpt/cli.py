@@ -1,43 +1,54 @@
-"""The command `ckpt`: look at runs from a shell. It needs no torch and changes nothing.
+"""The command `ckpt`: look at runs from a shell, or ask a running one to save. It needs no torch.
 
 Exit codes: 0 fine or equal; 1 damaged or different; 2 wrong usage, or it cannot be read (stderr says why).
 
-What a checkpoint contains is not trusted: `safe` takes control characters out of all that a person gets to see, and
-rich gets it as plain text, never as markup. JSON is one document on stdout, in ASCII, without tensor data; what JSON
-cannot say (NaN, bytes) is text in it.
+What commands share, and how they show things, is in `ckpt.terminal`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fnmatch
 import json
-import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt import __version__
+from ckpt import __version__, link
 from ckpt.codec import file_digest
-from ckpt.errors import CheckpointError, CorruptError, FormatError, NotFoundError, StoreError
+from ckpt.errors import CheckpointError, CorruptError, NotFoundError, StoreError
 from ckpt.events import log as logger
+from ckpt.fault import ADVICE, MAX_REPORT, Fault, incidents
+from ckpt.fault import PREFIX as FAULTS
 from ckpt.log import Commit, RunLog
 from ckpt.manifest import MAX_JSON, pack_key, part_key, read_format
-from ckpt.store import get_small, open_store
+from ckpt.store import get_small, normalise
+from ckpt.terminal import (
+    SAYING,
+    SHOWN,
+    OnBytes,
+    example,
+    human,
+    json_option,
+    opened,
+    print_json,
+    print_table,
+    progress,
+    safe,
+    say,
+    short,
+    step_option,
+)
 
 if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
     from ckpt.read import Manifest
 
-OnBytes = Callable[[int], None] | None
-
 PARALLEL = 64  # small files read at once
-SHOWN, WIDTH = 20, 60  # how many problems, and how much of a value, a person gets to see
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -70,24 +81,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MemoryError:
         say("not enough memory: comparing a tensor takes twice its size, so use a larger machine")
     return 2
-
-
-class Saying(logging.Handler):
-    """What the library warns about while it reads."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        say(f"WARNING: {record.getMessage()}")
-
-
-SAYING = Saying(logging.WARNING)
-
-
-def example(*lines: str) -> str:
-    return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
-
-
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-step_option = click.option("--step", type=click.IntRange(min=0), help="This step instead of the newest.")
 
 
 @cli.command(epilog=example("ckpt ls runs/exp1", "ckpt ls runs/exp1 --json | jq '.checkpoints[0].step'"))
@@ -321,27 +314,73 @@ def same_as(tensor: dict[str, Any]) -> str:
     return f", the same memory as {tensor['alias_of']}" if tensor["alias_of"] else ""
 
 
+@cli.command(epilog=example("ckpt faults runs/exp1", "ckpt faults runs/exp1 --json | jq '.incidents[-1][0].exit_code'"))
+@click.argument("url")
+@click.option("--last", type=click.IntRange(min=1), help="Only so many of the newest incidents.")
+@json_option
+def faults(url: str, last: int | None, as_json: bool) -> int:
+    """What went wrong in a run: who saw it first, where every rank stood, what was saved, what to do.
+
+    Accounts of several ranks of the same incident come together, the earliest first.
+    """
+    found = asyncio.run(_faults(url))
+    if last is not None:
+        found["incidents"] = found["incidents"][-last:]
+    if as_json:
+        return print_json(found)
+    print(safe(found["url"]))
+    rows = []
+    for incident in found["incidents"]:
+        first = incident[0]
+        when = datetime.fromisoformat(first["time"]).astimezone().strftime("%F %T")
+        durable = max((s["step"] for one in incident for s in one["saved"] if not s["error"]), default="nothing")
+        ranks = " ".join(str(one["rank"]) for one in incident)
+        rows.append((when, first["kind"], ranks, durable, first["summary"], ADVICE.get(first["advice"], "")))
+    print_table(("when", "what", "ranks", "saved", "account", "advice"), rows)
+    return 0
+
+
+async def _faults(url: str) -> dict[str, Any]:
+    async with opened(url) as log:
+        accounts = []
+        async for info in log.store.list(FAULTS):
+            try:
+                accounts.append(Fault.from_json(json.loads(bytes(await get_small(log.store, info.key, MAX_REPORT)))))
+            except (CorruptError, StoreError, ValueError, RecursionError) as error:
+                say(f"WARNING: {info.key} cannot be read: {error}")
+        found = [[one.to_json() for one in incident] for incident in incidents(accounts)]
+        return {"url": log.store.url, "incidents": found}
+
+
+@cli.command(epilog=example("ckpt trigger runs/exp1 --why 'before the upgrade'", "ckpt trigger memory:exp1"))
+@click.argument("run")
+@click.option("--why", default="no reason given", help="Goes into the log and the report.")
+@json_option
+def trigger(run: str, why: str, as_json: bool) -> int:
+    """Have a running job save now, on all its ranks. Call it on a node of the job, as its user.
+
+    RUN is the first tier that the Checkpointer was given, or memory:NAME. Returns at once: `ckpt faults` and the job's
+    log say what became of it.
+    """
+    place = run if run.startswith("memory:") else normalise(run)
+    keys = link.siblings(link.run_key(place, 0))
+    problem = "no writer of this run is on this machine"
+    for _, key in sorted(keys.items()):
+        reply = link.ask_once(key, "trigger", 10.0, why=why)
+        if reply is not None and "error" not in reply:
+            told = {name: reply[name] for name in ("rank", "pid", "step", "doing")}
+            if as_json:
+                return print_json(told)
+            print(f"told rank {told['rank']} (process {told['pid']}), which is at step {told['step']}")
+            return 0
+        problem = str(reply["message"]) if reply is not None else problem
+    raise click.ClickException(
+        f"{place}: {problem}. Give the first tier of a Checkpointer that trains here, and run this as the same user"
+        " with the same XDG_RUNTIME_DIR"
+    )
+
+
 # -- what commands share --
-
-
-@contextlib.asynccontextmanager
-async def opened(url: str) -> AsyncIterator[RunLog]:
-    """A run's log. FormatError if there is no run; damaged records are said on stderr."""
-    log = RunLog(open_store(url))
-    try:
-        try:
-            await log.open()
-        except FormatError as error:
-            there = [info async for info in log.store.list("FORMAT.json")]
-            raise (
-                error if there else FormatError(f"{error}. Give the folder or URL that a Checkpointer saves to")
-            ) from None
-        if damaged := log.state.damaged:
-            records = ", ".join(map(str, damaged[:SHOWN])) + ", …" * (len(damaged) > SHOWN)
-            say(f"WARNING: damaged or missing log records in {log.store.url}: {records}. Checkpoints may be missing")
-        yield log
-    finally:
-        await log.store.aclose()
 
 
 async def manifest_of(log: RunLog, step: int | None) -> Manifest:
@@ -375,68 +414,6 @@ def split_step(text: str) -> tuple[str, int | None]:
     """URL or URL@STEP. A folder whose name itself ends like that is given with a slash behind it."""
     url, _, step = text.rpartition("@")
     return (url, int(step)) if url and step.isascii() and step.isdigit() else (text, None)
-
-
-# -- what people see --
-
-
-def safe(text: object) -> str:
-    """Without anything that a terminal would obey."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
-
-
-def say(text: str) -> None:
-    click.echo(f"ckpt: {safe(text)}", err=True)
-
-
-def short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= WIDTH else f"{text[:WIDTH]}…"
-
-
-def human(size: int) -> str:
-    from rich import filesize
-
-    return filesize.decimal(size)
-
-
-def print_json(found: dict[str, Any]) -> int:
-    print(json.dumps(found, indent=2, allow_nan=False))
-    return 0
-
-
-def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """On a terminal, long cells go on in the next line; in a pipe, a row is a line."""
-    from rich.console import Console
-    from rich.table import Column, Table
-    from rich.text import Text
-
-    columns = [
-        Column(t, overflow="fold", justify="right" if t in ("step", "size", "ranks") else "left") for t in titles
-    ]
-    table = Table(*columns, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*(Text(safe(cell)) for cell in row))
-    console = Console(width=None if sys.stdout.isatty() else 1 << 20)
-    with console.capture() as captured:
-        console.print(table)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()), end="\n\n")
-
-
-@contextlib.contextmanager
-def progress(what: str, total: int) -> Iterator[OnBytes]:
-    """A bar on stderr, if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich import progress as parts
-    from rich.console import Console
-
-    columns = (parts.TextColumn(what), parts.BarColumn(), parts.DownloadColumn(), parts.TransferSpeedColumn())
-    console = Console(stderr=True)
-    with parts.Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda count: bar.advance(task, count)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from ckpt.client import REQUEST_S, Reply, WriterClient
 from ckpt.commit import Role
 from ckpt.errors import CheckpointError, DeadlineError, SaveError, StoreError, WriterError
 from ckpt.events import log, point
+from ckpt.fault import Fault
 from ckpt.link import Message
 from ckpt.log import Acquire, in_history
 from ckpt.manifest import Attempt
@@ -78,6 +79,7 @@ class Guardian:
         self._key, self._tiers, self._stager, self._world = key, tiers, stager, world
         self._commit_s = commit_s
         self._linger_s = memory.linger_s if memory is not None else 0.0
+        self._memory_kept = self._linger_s > 0
         self._ring = memory.keep if memory is not None else 1
         self._lock = threading.RLock()
         self._layouts: dict[str, Layout] = {}
@@ -94,6 +96,9 @@ class Guardian:
         self._preparing: Future[Reply] | None = None
         self.on_damaged: Callable[[Message], None] = lambda note: None
         self.on_failure: Callable[[CheckpointError], None] = lambda error: None
+        self.on_alert: Callable[[Message], None] = lambda note: None  # what the writer sees of us, or hears
+        self._arming: tuple[Message, tuple[int, ...]] | None = None
+        self.faults: list[Fault] = []  # of earlier incarnations, that nobody was told yet
         self.on_held: Callable[[int, Attempt], None] = lambda tier, attempt: None
         self.failure: CheckpointError | None = None  # why there is no writer any more
         self.owner = Acquire(0, "", None)
@@ -137,6 +142,7 @@ class Guardian:
             log.warning("process %d still trains this run here: it is fenced off now", hello["trainer"])
             found.close()
             ours = self._listen(WriterClient.spawn(self._key), greet=True)
+            self.faults = []
             for layout in self._layouts.values():  # our writer has to know what we know
                 ours.send("layout", layout=layout.to_json())
             return ours
@@ -164,6 +170,9 @@ class Guardian:
     def _inherit(self, hello: Message, fds: list[int]) -> None:
         self.inherited = Inherited([Arena.attach(fd) for fd in fds], *_known(hello))
         self._layouts = dict(self.inherited.layouts)
+        for data in hello.get("faults", ()):
+            with contextlib.suppress(CheckpointError):
+                self.faults.append(Fault.from_json(data))
 
     def _take_orphans(self) -> None:
         """Writers of local ranks that are no more still have memory: the ranks that are there now share it out."""
@@ -297,6 +306,8 @@ class Guardian:
             self.on_held(int(note["tier"]), Attempt.parse(note["attempt"]))
         elif note["op"] == "damaged":
             self.on_damaged(note)
+        else:
+            self.on_alert(note)
 
     def _on_stored(self, tier: int, attempt: Attempt) -> None:
         with self._lock:
@@ -363,6 +374,8 @@ class Guardian:
             client.send("watch", arena=current.id.hex())
         if self._contact is not None:
             client.send("partner", contact=self._contact, rank=self._world.rank)
+        if self._arming is not None:
+            client.send("arm", fds=self._arming[1], **self._arming[0])
         for attempt, reason in list(self._retracts.items()):
             self._send_retract(client, attempt, reason)
         self._preparing = None
@@ -389,6 +402,21 @@ class Guardian:
             if label.attempt is not None and layout is not None and layout.world == self._world.size:
                 found[label.attempt] = slot
         return {attempt: found[attempt] for attempt in in_history(self.inherited.acquires, found)}
+
+    @contextlib.contextmanager
+    def holding_still(self, newest: int | None = None) -> Iterator[list[Attempt]]:
+        """Inside, these snapshots of the present arena (at most so many, the newest first) are not overwritten."""
+        arena = self._stager.arena
+        sealed = list(self.sealed().items())[:newest]
+        for _, slot in sealed:
+            if arena is not None:
+                self._stager.pin(arena, slot)
+        try:
+            yield [attempt for attempt, _ in sealed]
+        finally:
+            for _, slot in sealed:
+                if arena is not None:
+                    self._stager.unpin(arena.id, slot)
 
     def _arenas(self) -> list[Arena]:
         current = self._stager.arena
@@ -495,6 +523,20 @@ class Guardian:
         """Have the writer send a copy of each snapshot to another one."""
         self._contact = contact
         self.client.send("partner", contact=contact, rank=self._world.rank)
+
+    def arm(self, fields: Message, fds: tuple[int, ...]) -> None:
+        """Have the writer watch us, this one and those that follow; see `ckpt.vigil`."""
+        self._arming = fields, fds
+        self.client.send("arm", fds=fds, **fields)
+
+    def tell(self, op: str) -> None:
+        """Something that needs no answer."""
+        self.client.send(op)
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether snapshots outlive this process."""
+        return self._memory_kept and self.failure is None
 
     def tell_layout(self, layout: Layout) -> None:
         """Before a slot is sealed with it."""

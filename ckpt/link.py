@@ -172,6 +172,22 @@ def connect(path: str) -> Channel | None:
     return Channel(sock)
 
 
+def ask_once(key: str, op: str, timeout_s: float, **fields: Any) -> Message | None:
+    """One question to the writer of a key, over a connection of its own; None if it does not answer in time."""
+    channel = connect(socket_path(key))
+    if channel is None:
+        return None
+    try:
+        channel.sock.settimeout(timeout_s)
+        channel.send({"op": op, "id": 0, **fields})
+        received = channel.receive()
+        return received[0] if received is not None else None
+    except OSError:
+        return None
+    finally:
+        channel.close()
+
+
 def listen(path: str) -> socket.socket:
     """Take the name over, whoever had it, without a moment at which it is missing."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

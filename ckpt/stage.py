@@ -32,6 +32,7 @@ from ckpt.plan import Layout, pages
 from ckpt.state import Reading
 from ckpt.tensors import TORCH_DTYPE, device_in_use
 
+LEAST_SLOTS = 2  # one to hold the newest snapshot, one to take the next
 LARGE = 1 << 20  # bytes from which one memcpy, without the GIL, beats a batched copy
 
 _memmove = ctypes.CDLL(None).memmove
@@ -140,6 +141,39 @@ class Stager:
             raise
         if before is not None:
             self._prove(before)  # its copy has ended, since jobs are done in turn
+
+    def submit_live(self, job: Job, untouched: Callable[[], bool], timeout_s: float) -> bool:
+        """Begin a snapshot while the training thread is elsewhere; False if it may have begun to change things.
+
+        From the moment `_pending` is set an optimizer waits before it changes anything; one that began before that has
+        been counted, which is what `untouched` looks at.
+        """
+        self._pending = job
+        if not untouched():
+            if self._pending is job:
+                self._pending = None
+            return False
+        self._queue.put(lambda: self._stage(job))
+        return job.copied.wait(timeout_s) and job.place is not None
+
+    def give_up_slot(self) -> int:
+        """Return the memory of one slot to the system, for as long as this arena lives; how many bytes, perhaps 0."""
+        given: list[int] = []
+
+        def give() -> None:
+            arena = self._arena
+            if arena is None or self._registered:  # what a device has page-locked cannot be given back
+                return
+            with self._changed:
+                pinned = {slot for slot in range(arena.slots) if self._pinned.get((arena.id, slot), 0) > 0}
+                slot = self._free(arena)
+            if slot is None or arena.slots - len(pinned) <= LEAST_SLOTS:
+                return
+            self.pin(arena, slot)
+            given.append(arena.give_up(slot))
+
+        self.do(give)
+        return sum(given)
 
     def before_update(self, timeout_s: float = 600.0) -> float:
         """Called before an optimizer changes anything; returns the seconds it waited.

@@ -4,7 +4,7 @@ They meet through the key-value store that torch's launchers bring (TCPStore, Ha
 opened, restored and closed, never while a step is saved. Each meeting is a turn: every rank posts what it has, rank 0
 collects, decides and posts the verdict. Keys:
 
-    everystep/worlds/<rank>     counts the Worlds that this rank made with the store; n is what it says
+    everystep/worlds/<rank>     a token of the process that wants to meet the others as this rank
     everystep/<n>/<turn>/<rank>, everystep/<n>/<turn>/verdict, everystep/<n>/mail/<key>, everystep/<n>/farewell/<rank>
 
 The store is asked with `check`, with a growing pause, and not with `wait`: a TCPStore's `wait` holds up every other
@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import threading
 import time
 import zlib
@@ -27,6 +28,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ckpt.errors import CheckpointError, DeadlineError, PeerError, UsageError, from_wire, to_wire
+from ckpt.rally import Rally, Round
 
 Json = Any
 Decide = Callable[[list[Json]], Json]
@@ -58,13 +60,45 @@ class World:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._store = _Alone() if size == 1 else store  # kept: a TCPStore lives as long as its object
         self._client = _Client(self._store).another()
-        self._prefix = f"everystep/{self._client.count(f'everystep/worlds/{rank}')}/"
+        self._prefix = f"everystep/{self._meet()}/"
         self._turn = 0
         self._done: list[str] = []  # keys that nobody needs any more
         self._stale: list[str] = []  # keys that nobody needs once all have come to the next turn
         self.nodes: tuple[int, ...] = tuple(self.agree("meet", node, _numbered))
         self.node = self.nodes[rank]
         self.local_rank, self.local_size = self.nodes[:rank].count(self.node), self.nodes.count(self.node)
+
+    def _meet(self) -> str:
+        """The name of this meeting, which rank 0 gives to just the processes that are there now.
+
+        A launcher may keep its store over restarts (torchrun does), and then what dead processes said is still there:
+        so a rank believes an answer to its own token only, and rank 0 answers until every rank has acknowledged.
+        """
+        client, token = self._client, secrets.token_hex(8)
+        if self.rank:
+            client.put(f"everystep/worlds/{self.rank}", _pack(token))
+            if client.missing([f"everystep/answers/{token}"], self.timeout_s + GRACE_S):
+                raise DeadlineError(f"meet: rank 0 did not answer within {self.timeout_s + GRACE_S:g} s")
+            name = str(client.get([f"everystep/answers/{token}"])[0])
+            client.put(f"everystep/{name}/here/{self.rank}", _pack(None))
+            return name
+        answered: dict[int, str] = {}
+        here = [f"everystep/{token}/here/{rank}" for rank in range(1, self.size)]
+        end, pause = time.monotonic() + self.timeout_s, 0.001
+        while here and not client.has(here):
+            for rank in range(1, self.size):
+                key = f"everystep/worlds/{rank}"
+                found = str(client.get([key])[0]) if client.has([key]) else ""
+                if found and answered.get(rank) != found:
+                    client.put(f"everystep/answers/{found}", _pack(token))
+                    answered[rank] = found
+            if time.monotonic() > end:
+                absent = [rank for rank, key in enumerate(here, 1) if not client.has([key])]
+                raise DeadlineError(f"meet: rank {_some(absent)} did not come within {self.timeout_s:g} s")
+            time.sleep(pause)
+            pause = min(pause * 1.2, PAUSE_S)
+        client.drop([*here, *(f"everystep/answers/{found}" for found in answered.values())])
+        return token
 
     @classmethod
     def detect(cls, node: str, *, timeout_s: float = 300.0) -> World:
@@ -133,6 +167,11 @@ class World:
     def mailbox(self) -> Mailbox:
         """For a background thread: messages to other ranks, over a connection of its own."""
         return Mailbox(self._client.another(), f"{self._prefix}mail/")
+
+    def rally(self, on_round: Callable[[Round], None]) -> Rally:
+        """For saves out of turn, over a connection of its own."""
+        store = self._store.clone() if hasattr(self._store, "clone") else self._store
+        return Rally(store, f"{self._prefix}rally/", self.rank, self.size, on_round)
 
     def farewell(self, timeout_s: float = 10.0) -> None:
         """Every rank's last call. Rank 0, which often hosts the store, waits here for the others. Never raises."""
@@ -225,9 +264,6 @@ class _Client:
         """A connection of its own, where the store has such."""
         return _Client(self._ask(self._store.clone) if hasattr(self._store, "clone") else self._store)
 
-    def count(self, key: str) -> int:
-        return int(self._ask(lambda: self._store.add(key, 1)))
-
     def put(self, key: str, body: bytes) -> None:
         if len(body) > PIECE:
             starts = range(0, len(body), PIECE)
@@ -298,7 +334,6 @@ class _Alone:
     def __init__(self) -> None:
         values: dict[str, bytes] = {}
         self.set, self.get = values.__setitem__, values.__getitem__
-        self.add: Callable[[str, int], int] = lambda key, amount: amount
         self.check: Callable[[list[str]], bool] = lambda keys: values.keys() >= set(keys)
 
 

@@ -53,12 +53,16 @@ async def write_part(
     number: int = 0,
     reason: str = "due",
     on_bytes: Callable[[int], None] | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Written:
-    """Store one rank's share of an attempt. After an error nothing of it counts; write again with a higher `number`."""
+    """Store one rank's share of an attempt. After an error nothing of it counts; write again with a higher `number`.
+
+    `check` raises if the snapshot has changed meanwhile; it is called before anything counts.
+    """
     key = pack_key(snapshot.attempt, snapshot.layout.rank, number)
     await _write_pack(store, key, snapshot.layout.arrangement.header, snapshot.data, on_bytes)
     try:
-        return await _write_part(store, snapshot, key, number, reason)
+        return await _write_part(store, snapshot, key, number, reason, check)
     except BaseException:
         # Without its part no record can ever name the pack; do not leave gigabytes on a disk that may be full.
         with contextlib.suppress(StoreError):
@@ -66,10 +70,13 @@ async def write_part(
         raise
 
 
-async def _write_part(store: Store, snapshot: Snapshot, key: str, number: int, reason: str) -> Written:
+async def _write_part(
+    store: Store, snapshot: Snapshot, key: str, number: int, reason: str, check: Callable[[], None]
+) -> Written:
     layout, data = snapshot.layout, snapshot.data
     rank, header = layout.rank, layout.arrangement.header
     digests = await asyncio.to_thread(digest_blobs, layout, data)
+    check()
     table = build_table(layout, key, digests)
     raw_table = table.to_bytes()
     await store.put(table_key(snapshot.attempt, rank, number), raw_table, create=True)

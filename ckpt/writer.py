@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import select
@@ -22,46 +21,33 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import psutil
 
-from ckpt import commit, events, link, retain
-from ckpt.arena import Arena, Label
-from ckpt.codec import blob_digest
-from ckpt.errors import CheckpointError, FencedError, FullError, SaveError, StoreError, UsageError, WriterError, to_wire
+from ckpt import events, link
+from ckpt.arena import Arena
+from ckpt.errors import CheckpointError, FencedError, UsageError, WriterError, to_wire
+from ckpt.fault import Fault, Saved
+from ckpt.holdings import Holdings, check_room
 from ckpt.link import Channel, Message
-from ckpt.log import Acquire, RunLog, in_history
-from ckpt.manifest import Attempt, part_key, table_key
-from ckpt.manifest import owner as owner_of
-from ckpt.mirror import Mirror
+from ckpt.manifest import Attempt
 from ckpt.mutex import Got
+from ckpt.persist import Persister
 from ckpt.plan import Layout
-from ckpt.read import verify
-from ckpt.store import open_store
-from ckpt.write import Snapshot, Written, digest_blobs, write_part
+from ckpt.pressure import Room, spare_from_oom
+from ckpt.vigil import Eyes, Stall, Vigil
+from ckpt.witness import Witness, end
 
 NICE = 10
 RETRY_S = 5.0
-LATE_S = 30.0  # for the parts of other ranks, when nobody is left to wait for them
-MAX_LAYOUTS = 256  # far more than a trainer believes us to have
-MEMORY_SHARE = 0.8  # of the available memory, that an arena may take
+HEARD_S = 1.0  # for the trainer's sentinel to answer; else the writer deals with it
+GOING_S = 20.0  # for it to leave, once it said that it would
+TOLD_S = 20.0  # after a death, for what is in memory to become durable before the report is written without it
+ECHO_S = 0.5  # for the rest of what faulthandler says, while a trainer crashes
 
-
-@dataclass
-class Tier:
-    """One durable place of the run."""
-
-    url: str
-    keep: retain.Keep
-    log: RunLog
-    role: commit.Role = field(default_factory=commit.Role)
-    busy: asyncio.Lock = field(default_factory=asyncio.Lock)
-    verified: set[Attempt] = field(default_factory=set)
-    in_flight: set[Attempt] = field(default_factory=set)
-    sweeping: asyncio.Task[None] | None = None
+Answer = tuple[Message, tuple[int, ...]]
 
 
 class Writer:
@@ -74,26 +60,14 @@ class Writer:
         self.dead = False  # whether that trainer has died
         self.leaving = False
         self.previous_gone = True  # whether no earlier trainer can write to the arenas any more
-        self.owner: Acquire | None = None
-        self.heir = ""  # the nonce of the owner that our trainer is about to be
-        self.acquires: list[Acquire] = []  # the history that the snapshots in memory belong to
-        self.tiers: list[Tier] = []
-        self.arenas: dict[str, Arena] = {}
-        self.foreign: set[str] = set()  # those that other ranks staged into: nobody goes on in them here
-        self.layouts: dict[str, Layout] = {}
-        self.digests: dict[tuple[Attempt, int], bytes] = {}  # by attempt, and rank that took the snapshot
-        self.writing: dict[tuple[str, int], int] = {}  # (arena, slot) -> writes in progress
-        self.settling: dict[int, int] = {}  # parts that are written and not committed yet, by adoption
-        self.ownership = asyncio.Lock()  # held while the run is taken over by us
-        self.tries: dict[Attempt, int] = {}
-        self.retracted: set[Attempt] = set()
-        self.first_try = 0
-        self.linger_s = 600.0
-        self.commit_s = 600.0  # how long the parts of other ranks are waited for
         self.finished = asyncio.Event()
-        self.adoptions = 0
         self.loop = asyncio.get_running_loop()
-        self.mirror = Mirror(check_room, self._keep_layout)
+        self.holdings = Holdings()
+        self.persister = Persister(self.holdings, self._tell, self._spawn)
+        self.witness = Witness(key, self.holdings, self.persister)
+        self.vigil: Vigil | None = None
+        self.heard = asyncio.Event()  # the sentinel deals with what it was told last
+        self.announced = False  # the trainer has said that, and why, it is about to end
         self.tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, listener: socket.socket) -> None:
@@ -174,13 +148,13 @@ class Writer:
 
     def _on_gone(self, pid: int) -> None:
         if pid == self.trainer:
-            self._on_death(self.adoptions)
+            self._on_death(self.persister.adoptions)
         elif not self.previous_gone:
             self.previous_gone = True
             self._tell({"op": "gone"})
 
     def _on_death(self, adoptions: int) -> None:
-        if not self.dead and adoptions == self.adoptions:
+        if not self.dead and adoptions == self.persister.adoptions:
             self.dead = True
             self._spawn(self._outlive(adoptions))
 
@@ -205,13 +179,13 @@ class Writer:
             with contextlib.suppress(OSError):
                 channel.send({**reply, "op": "reply", "id": message["id"]}, out)
 
-    async def do_hello(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
+    async def do_hello(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """A trainer introduces itself. It becomes ours unless the present one lives, or it is only a `visit`."""
         if self.leaving and not message.get("visit"):
             raise WriterError("this writer is about to leave")
         pid = link.peer_pid(channel.sock)
-        copies = self.mirror.arenas.values() if message.get("visit") else ()  # no trainer goes on in them
-        shown = [*self.arenas.values(), *copies]
+        copies = self.holdings.mirror.arenas.values() if message.get("visit") else ()  # no trainer goes on in them
+        shown = [*self.holdings.arenas.values(), *copies]
         alive = not self.dead and pid != self.trainer and _alive(self.trainer)
         reply: Message = {
             "pid": os.getpid(),
@@ -219,508 +193,268 @@ class Writer:
             "trainer": self.trainer,
             "gone": self.previous_gone and (pid == self.trainer or not _alive(self.trainer)),
             "arenas": [arena.id.hex() for arena in shown],
-            "foreign": list(self.foreign),
-            "layouts": {digest: layout.to_json() for digest, layout in self.layouts.items()},
-            "digests": self._known_digests(),
-            "writing": [list(key) for key in self.writing],
-            "acquires": [[a.epoch, a.nonce, a.restored and str(a.restored)] for a in self.acquires],
+            "foreign": list(self.holdings.foreign),
+            "layouts": {digest: layout.to_json() for digest, layout in self.holdings.layouts.items()},
+            "digests": self.holdings.known_digests(),
+            "writing": [list(key) for key in self.persister.writing],
+            "acquires": [[a.epoch, a.nonce, a.restored and str(a.restored)] for a in self.persister.acquires],
+            "faults": [],
         }
         if not alive and channel is not self.channel and not message.get("visit"):
-            self.adoptions += 1
+            self.persister.adoptions += 1
             self.previous_gone = reply["gone"]
-            self.channel, self.trainer, self.dead = channel, pid, False
+            self.channel, self.trainer, self.dead, self.announced = channel, pid, False, False
+            reply["faults"] = [fault.to_json() for fault in self.witness.faults]
+            self.witness.faults = []
+            self._end_vigil()
             self._start_thread(self._wait_gone, pid)
         return reply, tuple(arena.fd for arena in shown)
 
-    async def do_open(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
+    async def do_open(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Open the durable places, without changing anything in them."""
-        self.linger_s, self.commit_s = float(message["linger_s"]), float(message["commit_s"])
-        self.first_try = int(message.get("first_try", 0))
-        self.heir = str(message.get("heir", ""))
-        self.acquires = [Acquire(e, n, None if r is None else Attempt.parse(r)) for e, n, r in message["acquires"]]
-        known = {tier.url: tier for tier in self.tiers}  # one of them may be writing the ring at this moment
-        tiers = []
-        for spec in message["tiers"]:
-            keep = retain.Keep(spec["last"], spec["every"])
-            tier = known.pop(spec["url"], None) or await self._open_tier(spec["url"], keep)
-            tier.keep = keep
-            await tier.log.refresh()
-            tiers.append(tier)
-        self.tiers = tiers
-        reply: Message = {
-            "tiers": [
-                {
-                    "root": t.log.root,
-                    "epoch": t.log.state.epoch,
-                    "checkpoints": len(t.log.state.commits) + len(t.log.state.held),
-                    "damaged": t.log.state.damaged,
-                }
-                for t in self.tiers
-            ],
-        }
-        return reply, ()
+        return await self.persister.open(message), ()
 
-    async def do_acquire(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
-        """Take the places numbered `tiers` over, for all ranks. With `restored` as a rollback of the present owner."""
-        nonce, restored = str(message["nonce"]), message["restored"]
-        back = None if restored is None else Attempt.parse(restored)
-        tiers = [self.tiers[i] for i in message["tiers"]]
-        for tier in tiers if back is not None else ():
-            await tier.log.refresh()
-            if all(acquire.nonce != nonce for acquire in tier.log.state.acquires):
-                tier.log.check_owner(self._mine())
-        floor = max([int(message["floor"]), *(t.log.state.epoch for t in tiers)])
-        taken = [await commit.acquire(t.log, nonce, restored=back, floor=floor) for t in tiers]
-        return {"epochs": sorted({a.epoch for a in taken} or {floor + 1})}, ()
+    async def do_acquire(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Take places over, for all ranks."""
+        return await self.persister.acquire(message), ()
 
-    async def do_own(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
-        """All ranks have agreed who the owner is, and this writer's part in committing."""
-        epoch, nonce, restored = message["owner"]
-        owner = Acquire(epoch, nonce, None if restored is None else Attempt.parse(restored))
-        async with self.ownership:
-            for tier in self.tiers:
-                await tier.log.refresh()  # the writer of another rank appended it: by an older log we would be fenced
-            self._become(owner)
-        for tier, (ranks, place, world) in zip(self.tiers, message["roles"], strict=True):
-            tier.role = commit.Role(tuple(ranks), place, world)
-            await tier.log.refresh()  # another rank's writer has appended who the owner is
-        for i in message.get("recover", ()):
-            tier = self.tiers[i]
-            await commit.recover(tier.log, self._mine(), frozenset(tier.in_flight), partial=tier.role.partial)
-        parts = []
-        for i in message.get("recover", ()):
-            state = self.tiers[i].log.state
-            if self.tiers[i].role.partial:
-                for attempt, one in {**state.held, **state.commits}.items():
-                    ranks = [rank for rank, _, _ in one.parts]
-                    parts.append({"tier": i, "attempt": str(attempt), "world": one.world, "ranks": ranks})
-        return {"parts": parts}, ()
+    async def do_own(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """All ranks have agreed who the owner is."""
+        return await self.persister.own(message), ()
 
-    async def do_heir(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
+    async def do_complete(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """The other places hold their parts too."""
+        return await self.persister.complete(message), ()
+
+    async def do_write(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Make a checkpoint of a sealed slot in one tier; replies when it is durable."""
+        return await self.persister.write(message), ()
+
+    async def do_retract(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """A snapshot must not be committed, or not stay so."""
+        return await self.persister.retract(message), ()
+
+    async def do_heir(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """By this nonce our trainer, or another rank, is about to take the run over: that is no other job."""
-        self.heir = str(message["nonce"])
+        self.persister.heir = str(message["nonce"])
         return {}, ()
 
-    def _succeed(self, log: RunLog) -> None:
-        """Go on as the owner that the log names, if it is the heir: the trainer may die before it can say so."""
-        if log.state.acquires and log.state.acquires[-1].nonce == self.heir:
-            self._become(log.state.acquires[-1])
-
-    def _become(self, owner: Acquire) -> None:
-        if self.owner is None or (owner.epoch, owner.nonce) != (self.owner.epoch, self.owner.nonce):
-            self.owner = owner
-            self.acquires.append(owner)
-
-    async def do_complete(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
-        """The other places hold their parts of these attempts too."""
-        tier = self.tiers[message["tier"]]
-        for attempt in message["attempts"]:
-            await commit.complete(tier.log, self._mine(), Attempt.parse(attempt))
-        return {}, ()
-
-    async def _open_tier(self, url: str, keep: retain.Keep) -> Tier:
-        store = open_store(url, writable=True)
-        try:
-            await commit.create_run(store)
-            log = RunLog(store)
-            await log.open()
-        except BaseException:
-            await store.aclose()
-            raise
-        return Tier(url, keep, log)
-
-    def _mine(self) -> Acquire:
-        if self.owner is None:
-            raise UsageError("the run has not been opened")
-        return self.owner
-
-    async def do_arena(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
+    async def do_arena(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Make an arena, in the background, since touching its pages takes a while."""
         slots, slot_size = int(message["slots"]), int(message["slot_size"])
         check_room(slots, slot_size)
         arena = await asyncio.to_thread(Arena.create, slots, slot_size)
-        self.arenas[arena.id.hex()] = arena
+        self.holdings.add(arena)
         return {"arena": arena.id.hex()}, (arena.fd,)
 
-    async def do_attach(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
+    async def do_attach(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """The trainer gives a new writer the memory that its old one held."""
-        arena = Arena.attach(fds[0])
-        self.arenas[arena.id.hex()] = arena
-        if message.get("foreign"):
-            self.foreign.add(arena.id.hex())
+        self.holdings.add(Arena.attach(fds[0]), foreign=bool(message.get("foreign")))
         return {}, ()
 
-    async def do_taken(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
+    async def do_taken(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Another writer has our memory as well, and goes on: nothing keeps us here if our trainer is dead."""
         if self.dead:
-            self.adoptions += 1  # what we would do after its death is not ours to do any more
+            self.persister.adoptions += 1  # what we would do after its death is not ours to do any more
             self.leaving = True
             self._spawn(self._leave())
         return {}, ()
 
     async def _leave(self) -> None:
-        await self._finish_begun()
+        await self.persister.finish_begun()
         self.finished.set()
 
-    async def do_watch(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
+    async def do_watch(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """The staging thread holds the mutex of this arena from now on."""
-        self._start_thread(self._watch, self.arenas[message["arena"]], self.adoptions)
+        self._start_thread(self._watch, self.holdings.arenas[message["arena"]], self.persister.adoptions)
         return {}, ()
 
-    async def do_digests(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
+    async def do_digests(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """The digests of snapshots that are known so far; of all, if told."""
         if message.get("all"):
-            await asyncio.to_thread(self._digest_ring)
-        return {"digests": self._known_digests()}, ()
+            await asyncio.to_thread(self.holdings.digest_ring)
+        return {"digests": self.holdings.known_digests()}, ()
 
-    def _known_digests(self) -> list[list[Any]]:
-        return [[str(attempt), rank, digests.hex()] for (attempt, rank), digests in list(self.digests.items())]
-
-    async def do_release(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
+    async def do_release(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """This arena is not needed any more."""
-        arena = self.arenas.pop(message["arena"], None)
-        if arena is not None:
-            arena.close()
+        self.holdings.release(message["arena"])
         return {}, ()
 
-    async def do_layout(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
-        self._keep_layout(Layout.from_json(message["layout"]))
+    async def do_layout(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        self.holdings.keep_layout(Layout.from_json(message["layout"]))
         return {}, ()
 
-    def _keep_layout(self, layout: Layout) -> None:
-        self.layouts[layout.digest] = layout
-        if len(self.layouts) > MAX_LAYOUTS:  # shapes that keep changing; the trainer sends again what it forgot
-            arenas = (*self.arenas.values(), *self.mirror.arenas.values())
-            used = {label.layout for arena in arenas for _, label in arena.sealed()}
-            recent = list(self.layouts)[-MAX_LAYOUTS // 2 :]
-            self.layouts = {key: self.layouts[key] for key in self.layouts if key in used or key in recent}
-
-    async def do_serve(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
+    async def do_serve(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Be ready to keep a copy of another rank's memory."""
-        return {"contact": self.mirror.serve()}, ()
+        return {"contact": self.holdings.mirror.serve()}, ()
 
-    async def do_partner(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
+    async def do_partner(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Who keeps a copy of ours."""
-        self.mirror.send_to(message["contact"], int(message["rank"]))
+        self.holdings.mirror.send_to(message["contact"], int(message["rank"]))
         return {}, ()
 
-    async def do_push(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
+    async def do_push(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """A snapshot was sealed: have it copied to the partner."""
-        arena, slot = self.arenas[message["arena"]], int(message["slot"])
+        arena, slot = self.holdings.arenas[message["arena"]], int(message["slot"])
         label = arena.label(slot)
-        if label is not None and str(label.attempt) == message["attempt"] and label.layout in self.layouts:
-            self.mirror.push(arena, slot, label, self.layouts[label.layout])
+        if label is not None and str(label.attempt) == message["attempt"] and label.layout in self.holdings.layouts:
+            self.holdings.mirror.push(arena, slot, label, self.holdings.layouts[label.layout])
         return {}, ()
 
-    async def do_write(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
-        """Make a checkpoint of a sealed slot in one tier; replies when it is durable."""
-        number, slot = message["tier"], int(message["slot"])
-        tier, arena = self.tiers[number], self.arenas[message["arena"]]
-        label = arena.label(slot)
-        if label is not None and str(label.attempt) == message["attempt"]:
-            written = await self._store(tier, arena, slot, label)
-        else:  # a predecessor stored it, and died before it was committed: since then the slot was used again
-            attempt = Attempt.parse(message["attempt"])
-            written = await commit.stored_part(tier.log.store, attempt, tier.role.ranks[tier.role.place])
-            if written is None:
-                raise SaveError(f"slot {slot} does not hold {attempt} any more")
-            tier.in_flight.add(attempt)
-        if written is not None:
-            self._tell({"op": "stored", "tier": number, "attempt": message["attempt"]})
-            with self._settles():
-                await self._settle(tier, written)
+    # -- faults --
+
+    async def do_arm(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Watch the trainer from now on."""
+        self._end_vigil()
+        eyes = Eyes(self._on_crash, self._on_signal, self._on_stall, self._on_pressure)
+        self.vigil = Vigil(self.trainer, message, fds, eyes)
         return {}, ()
 
-    async def do_retract(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
-        """A snapshot failed, or turned out not to be of one moment: it must not be committed, or not stay so."""
-        attempt, reason = Attempt.parse(message["attempt"]), str(message["reason"])
-        self.retracted.add(attempt)
-        self.mirror.take_back(attempt)
-        for tier in self.tiers:
-            async with tier.busy:
-                await commit.retract(tier.log, self._mine(), attempt, reason)
+    def _end_vigil(self) -> None:
+        if self.vigil is not None:
+            self.vigil.stop()
+            self.vigil = None
+
+    async def do_heard(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """The sentinel has taken up what it was told."""
+        self.heard.set()
         return {}, ()
 
-    async def do_leave(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
+    async def do_persist(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Make what is in memory durable, now."""
+        attempts = [Attempt.parse(text) for text in message["attempts"]]
+        saved = await self.persister.persist(float(message["deadline_s"]), far=bool(message["far"]), attempts=attempts)
+        return {"saved": saved}, ()
+
+    async def do_report(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """The sentinel's account of a fault. If it `ends` the trainer, its death is no news."""
+        fault = Fault.from_json(message["fault"])
+        if message.get("ends"):
+            self.announced = True
+        await self.witness.keep(fault, untold=False)
+        return {"key": fault.key}, ()
+
+    async def do_sample(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """What our trainer does, for another writer of the node."""
+        return {"evidence": None if self.vigil is None else (await self.vigil.sample()).to_json()}, ()
+
+    async def do_evidence(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """What all trainers of this node do, for the sentinel."""
+        found = [] if self.vigil is None else await self.witness.evidence(self.vigil)
+        return {"evidence": [one.to_json() for one in found]}, ()
+
+    async def do_peer(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Another rank of this node has died."""
+        self._tell({"op": "peer", "rank": int(message["rank"]), "summary": str(message["summary"])})
+        return {}, ()
+
+    async def do_trigger(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Somebody at a shell on this node wants a save."""
+        if self.dead or self.channel is None or self.vigil is None:
+            raise UsageError("the trainer of this run does not live, or takes no triggers: nothing to save")
+        self._tell({"op": "trigger", "why": str(message["why"])[:200]})
+        return {"pid": self.trainer, **self.vigil.describe()}, ()
+
+    def _on_crash(self, text: str) -> None:
+        """It is dying; with a large process or a core dump that takes a while."""
+        self._on_death(self.persister.adoptions)
+
+    def _on_signal(self, number: int) -> None:
+        self._spawn(self._signal(number))
+
+    async def _signal(self, number: int) -> None:
+        if self.vigil is not None and not self.dead:
+            self._tell({"op": "signal", "number": number})  # should it come to itself, it does the rest
+            await self.witness.signal(self.vigil, number)
+
+    def _on_stall(self, stall: Stall) -> None:
+        self._spawn(self._stall(stall))
+
+    async def _stall(self, stall: Stall) -> None:
+        """The sentinel knows more, and can copy what runs. If it does not answer, it is up to us."""
+        vigil = self.vigil
+        if vigil is None or self.dead:
+            return
+        self.heard.clear()
+        fields = {"idle_s": stall.idle_s, "limit_s": stall.limit_s, "usual_s": stall.usual_s}
+        self._tell({"op": "hang", **fields, "evidence": stall.evidence.to_json()})
+        try:
+            await asyncio.wait_for(self.heard.wait(), HEARD_S)
+        except TimeoutError:
+            await self.witness.hang(vigil, stall)
+            return
+        if vigil.hang is not None and vigil.hang.action == "exit":
+            await asyncio.sleep(GOING_S)
+            if self.vigil is vigil and not self.dead and vigil.pulse.read().calls == stall.evidence.calls:
+                end(vigil, "it hangs, and did not leave")
+
+    def _on_pressure(self, room: Room, why: str) -> None:
+        self._tell({"op": "pressure", "available": room.available, "total": room.total, "why": why})
+
+    async def _record_death(self, fault: Fault, vigil: Vigil, began: float, drained: asyncio.Event) -> None:
+        """Once what is in memory is durable; or not, if that takes too long or somebody takes the memory over."""
+        await self.witness.tell_siblings(fault)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(drained.wait(), TOLD_S)
+        for one in await self.persister.persist(0.0):
+            if not one["error"]:
+                fault.saved.append(Saved(one["step"], one["tier"], "ring", time.monotonic() - began))
+        fault.timings["durable_s"] = time.monotonic() - began
+        if vigil.crash:
+            fault.stacks[str(vigil.rank)] = vigil.crash.splitlines()
+        await self.witness.keep(fault, untold=False)
+
+    async def do_leave(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """The trainer lets go of everything, and may go on living: as if it had died."""
-        self._on_death(self.adoptions)
+        self.announced = True
+        self._on_death(self.persister.adoptions)
         return {}, ()
 
-    async def do_close(self, channel: Channel, message: Message, fds: list[int]) -> tuple[Message, tuple[int, ...]]:
+    async def do_close(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """The trainer is done. Finish what was begun, clean up and leave."""
-        self.leaving = True
+        self.leaving = self.announced = True
+        self._end_vigil()
         self._unlink_socket()  # the next trainer starts with a writer of its own
         try:
-            # What an earlier trainer began may wait for parts that never come.
-            while self.writing or self.settling.get(self.adoptions):
-                await asyncio.sleep(0.01)
-            for tier in self.tiers:
-                if tier.sweeping is not None:
-                    await asyncio.gather(tier.sweeping, return_exceptions=True)
-                    await self._sweep(tier)  # it may have lagged behind the last commits
-                await tier.log.store.aclose()
+            await self.persister.close()
         finally:
             self.loop.call_later(0.05, self.finished.set)  # after the reply has left
         return {}, ()
-
-    # -- writing --
-
-    async def _store(self, tier: Tier, arena: Arena, slot: int, label: Label, reason: str = "due") -> Written | None:
-        """Write this rank's part; None if the attempt is a checkpoint already.
-
-        Alone, a failed attempt stays open: it may be written again by a higher try, and recovery ends what is left.
-        With others it is given up at once, so that they need not wait.
-        """
-        attempt, key, layout = label.attempt, (arena.id.hex(), slot), self.layouts[label.layout]
-        assert attempt is not None
-        self.writing[key] = self.writing.get(key, 0) + 1
-        tier.in_flight.add(attempt)
-        adopted = self.adoptions
-        try:
-            async with tier.busy:
-                if attempt in tier.log.state.commits:
-                    tier.in_flight.discard(attempt)
-                    return None  # a predecessor did it, and could not say so
-                number = self.tries.get(attempt, self.first_try)
-                self.tries[attempt] = number + 1
-                values = json.loads(bytes(arena.values(slot, label)))
-                snapshot = Snapshot(attempt, layout, arena.data(slot, label.data_size), values)
-                async with self.ownership:
-                    self._succeed(tier.log)
-                    tier.log.check_owner(self._mine())
-                written = await write_part(tier.log.store, snapshot, number=number, reason=reason)
-                if attempt in self.retracted:
-                    raise SaveError(f"step {attempt.step} was taken back while it was written")
-            values_digest = blob_digest(arena.values(slot, label))
-            self.digests[attempt, layout.rank] = written.table.digest.tobytes() + values_digest
-            return written
-        except BaseException as error:
-            tier.in_flight.discard(attempt)
-            given_up = reason == "due" and not isinstance(error, FencedError)
-            if layout.world > 1 and given_up and isinstance(error, Exception):
-                with contextlib.suppress(CheckpointError):
-                    await commit.abort(tier.log, self._mine(), attempt, f"rank {layout.rank}: {error}")
-                if attempt in tier.log.state.commits:
-                    return None  # the part was whole, and others were quick
-            raise
-        finally:
-            self.writing[key] -= 1
-            if not self.writing[key]:
-                del self.writing[key]
-                if adopted != self.adoptions:  # the new trainer was told that this slot is being written
-                    self._tell({"op": "unpinned", "arena": arena.id.hex(), "slot": slot})
-
-    @contextlib.contextmanager
-    def _settles(self) -> Iterator[None]:
-        begun = self.adoptions
-        self.settling[begun] = self.settling.get(begun, 0) + 1
-        try:
-            yield
-        finally:
-            self.settling[begun] -= 1
-
-    async def _settle(self, tier: Tier, written: Written) -> None:
-        """From a part to a checkpoint: with the parts of the other ranks, if there are any."""
-        attempt = Attempt.parse(written.part.attempt)
-        try:
-            await self._commit(tier, written)
-            events.log.info("step %d is a checkpoint in %s", attempt.step, tier.url)
-        except FullError:
-            await self._make_room(tier, attempt)
-            raise
-        except Exception as error:
-            if written.part.world > 1:
-                await self._give_up(tier, written, error)
-            if attempt in tier.log.state.held:
-                self._sweep_soon(tier)  # others of its kind may have been there for long
-            raise
-        finally:
-            tier.in_flight.discard(attempt)
-        self._forget_old()
-        self._sweep_soon(tier)
-
-    def _sweep_soon(self, tier: Tier) -> None:
-        if tier.role.place == 0 and (tier.sweeping is None or tier.sweeping.done()):
-            tier.sweeping = self._spawn(self._sweep(tier))
-
-    async def _commit(self, tier: Tier, written: Written) -> None:
-        """Commit as whoever we are by then: a restore may open our next epoch while a checkpoint is on its way."""
-        part, number = written.part, self.tiers.index(tier) if tier in self.tiers else -1
-        role = (
-            tier.role if part.world == tier.role.world else commit.Role(tuple(range(part.world)), part.rank, part.world)
-        )
-        held: Message = {"op": "held", "tier": number, "attempt": part.attempt}
-        while True:
-            mine = self._mine()
-            try:
-                await commit.settle(
-                    tier.log, self._mine, written, role, deadline_s=self.commit_s, on_held=lambda: self._tell(held)
-                )
-                return
-            except FencedError:
-                async with self.ownership:  # is it we ourselves who are taking over?
-                    self._succeed(tier.log)
-                    if self._mine() == mine:
-                        raise
-
-    async def _make_room(self, tier: Tier, attempt: Attempt) -> None:
-        """All of it was written, and then the disk was full: give the attempt up, and its space back."""
-        with contextlib.suppress(CheckpointError):
-            await commit.abort(tier.log, self._mine(), attempt, "no space left")
-            if attempt in tier.log.state.aborted:
-                for prefix in ("packs/", "parts/", "index/"):
-                    for key in [i.key async for i in tier.log.store.list(f"{prefix}{attempt}")]:
-                        if owner_of(key) == attempt:
-                            await tier.log.store.delete(key)
-
-    async def _give_up(self, tier: Tier, written: Written, error: Exception) -> None:
-        """The others need not wait for a committer that failed; and our part of what they gave up takes no space."""
-        part, attempt = written.part, Attempt.parse(written.part.attempt)
-        with contextlib.suppress(CheckpointError):
-            if not isinstance(error, FencedError) and part.reason == "due":
-                await commit.abort(tier.log, self._mine(), attempt, f"rank {part.rank}: {error}")
-            if attempt in tier.log.state.aborted:
-                keys = [*(pack.key for pack in part.packs), part_key(attempt, part.rank, part.number)]
-                for key in [*keys, table_key(attempt, part.rank, part.number)]:
-                    await tier.log.store.delete(key)
-
-    def _forget_old(self) -> None:
-        arenas = (*self.arenas.values(), *self.mirror.arenas.values())
-        held = {label.attempt for arena in arenas for _, label in arena.sealed()}
-        self.digests = {(attempt, rank): d for (attempt, rank), d in self.digests.items() if attempt in held}
-        self.tries = {attempt: n for attempt, n in self.tries.items() if attempt in held}
-
-    async def _sweep(self, tier: Tier) -> None:
-        """Retention: older checkpoints may only go once a newer one has been read back and found sound."""
-        try:
-            await self._give_up_old(tier)
-            doomed = retain.choose(tier.log.state, tier.keep, tier.verified)
-            if not doomed and not tier.log.state.aborted:
-                return
-            history = tier.log.state.lineage()
-            if not history:
-                return  # all there is was undone by a rollback; the next checkpoint will make it superfluous
-            newest = history[0]
-            if newest.attempt not in tier.verified:
-                problems = await verify(tier.log.store, newest)
-                if problems:
-                    self._tell({"op": "damaged", "tier": tier.url, "step": newest.step, "problems": problems[:10]})
-                    return
-                tier.verified = {newest.attempt}
-            await retain.retire(tier.log, self._mine(), tier.keep, tier.verified)
-        except FencedError:
-            pass  # the next save says so
-        except CheckpointError as error:
-            events.log.warning("clean-up of %s has to wait: %s", tier.url, error)
-
-    async def _give_up_old(self, tier: Tier) -> None:
-        """What is HELD since long, while newer steps became checkpoints or are HELD as well, will never be one."""
-        history, held = tier.log.state.lineage(), sorted(tier.log.state.held, reverse=True)
-        old = set(held[max(tier.keep.last, retain.ALWAYS) :])
-        if len(history) >= retain.ALWAYS:
-            old |= {attempt for attempt in held if attempt < history[retain.ALWAYS - 1].attempt}
-        for attempt in sorted(old - tier.in_flight):
-            await commit.abort(tier.log, self._mine(), attempt, "other nodes do not hold their parts", held=True)
 
     # -- after the trainer's death --
 
     async def _outlive(self, adoptions: int) -> None:
         """Persist the ring, keep the memory for the next incarnation, leave at the deadline."""
         events.point("drain.started")
-        deadline = time.monotonic() + self.linger_s
-        await asyncio.to_thread(self._digest_ring)
+        began, vigil = time.monotonic(), self.vigil
+        deadline, drained = began + self.persister.linger_s, asyncio.Event()
+        fault = None if self.announced or vigil is None else self.witness.death(vigil)
+        if fault is not None and vigil is not None:
+            self.witness.faults.append(fault)  # the next incarnation is told, however soon it comes
+            self._spawn(self._record_death(fault, vigil, began, drained))
+            self.loop.call_later(ECHO_S, vigil.stop)
+        await asyncio.to_thread(self.holdings.digest_ring)
         try:
-            while adoptions == self.adoptions and not await self._drain(adoptions) and time.monotonic() < deadline:
-                await asyncio.sleep(min(RETRY_S, self.linger_s))
+            while (
+                adoptions == self.persister.adoptions
+                and not await self.persister.drain(adoptions)
+                and time.monotonic() < deadline
+            ):
+                await asyncio.sleep(min(RETRY_S, self.persister.linger_s))
+            drained.set()
             looked = float("-inf")
-            while adoptions == self.adoptions and time.monotonic() < deadline and self._holds_something():
+            while adoptions == self.persister.adoptions and time.monotonic() < deadline and self.holdings.something():
                 if time.monotonic() > looked + RETRY_S:
                     looked = time.monotonic()
-                    await self._check_owner()
-                await asyncio.sleep(min(0.2, self.linger_s))
+                    await self.persister.check_owner()
+                await asyncio.sleep(min(0.2, self.persister.linger_s))
         except FencedError as error:
             events.log.warning("%s", error)  # a newer job went on without us
         finally:
-            if adoptions == self.adoptions:
+            if adoptions == self.persister.adoptions:
                 self.leaving = True
-                await self._finish_begun()
+                await self.persister.finish_begun()
                 self.finished.set()
-
-    async def _finish_begun(self) -> None:
-        """What is being written is finished; for the parts of other ranks, which may never come, only a while."""
-        end = time.monotonic() + self.commit_s
-        while self.writing and time.monotonic() < end:
-            await asyncio.sleep(0.01)
-        end = time.monotonic() + min(LATE_S, self.commit_s)
-        while any(self.settling.values()) and time.monotonic() < end:
-            await asyncio.sleep(0.01)
-
-    async def _check_owner(self) -> None:
-        """FencedError once another job has taken the run over: nobody will come for this memory then."""
-        for tier in self.tiers:
-            with contextlib.suppress(StoreError):
-                await tier.log.refresh()
-                self._succeed(tier.log)
-                tier.log.check_owner(self._mine())
-
-    def _holds_something(self) -> bool:
-        return any(arena.sealed() for arena in (*self.arenas.values(), *self.mirror.arenas.values()))
-
-    def _digest_ring(self) -> None:
-        for arena in (*self.arenas.values(), *self.mirror.arenas.values()):
-            for slot, label in arena.sealed():
-                layout = self.layouts.get(label.layout)
-                if layout is None or label.attempt is None or (label.attempt, layout.rank) in self.digests:
-                    continue
-                blobs = digest_blobs(layout, arena.data(slot, label.data_size))
-                found = blobs + blob_digest(arena.values(slot, label))
-                if arena.label(slot) == label:  # the trainer may be alive, and go on
-                    self.digests[label.attempt, layout.rank] = found
-
-    async def _drain(self, adoptions: int) -> bool:
-        """Write every sealed snapshot that is not durable yet to the nearest tier, newest first. False: try again."""
-        complete = True
-        ring = sorted(
-            ((label.order, arena, slot, label) for arena in self.arenas.values() for slot, label in arena.sealed()),
-            key=lambda item: -item[0],
-        )
-        history = set(in_history(self.acquires, (la.attempt for _, _, _, la in ring if la.attempt is not None)))
-        for _, arena, slot, label in ring:
-            if label.attempt not in history:
-                continue  # undone by a rollback
-            for tier in self.tiers[:1]:
-                if adoptions != self.adoptions:
-                    return True  # the next incarnation has the memory now, and decides
-                done = label.attempt in tier.in_flight or label.attempt in self.retracted
-                if label.attempt is None or done or tier.log.state.ended(label.attempt):
-                    continue
-                complete &= await self._save_late(tier, arena, slot, label)
-        return complete
-
-    async def _save_late(self, tier: Tier, arena: Arena, slot: int, label: Label) -> bool:
-        """One snapshot of the ring, after the trainer's death. False: it has to be tried again."""
-        assert label.attempt is not None
-        stored = False
-        try:
-            written = await self._store(tier, arena, slot, label, "ring")
-            stored = True
-            if written is not None and written.part.world == 1:
-                await self._settle(tier, written)
-            elif written is not None:  # other ranks may never have taken this step: do not wait for them here
-                self._spawn(self._settle_late(tier, written))
-        except FencedError:
-            raise
-        except Exception as error:
-            events.log.warning("step %d is not durable yet: %s", label.attempt.step, error)
-            return stored and self.layouts[label.layout].world > 1
-        return True
-
-    async def _settle_late(self, tier: Tier, written: Written) -> None:
-        try:
-            with self._settles():
-                await self._settle(tier, written)
-        except CheckpointError as error:
-            events.log.warning("step %d is in memory only: %s", Attempt.parse(written.part.attempt).step, error)
 
 
 def _alive(pid: int) -> bool:
@@ -729,39 +463,13 @@ def _alive(pid: int) -> bool:
     return False
 
 
-def available_memory() -> int:
-    """Bytes that can be taken without pushing anything out: of the machine, or of the cgroup if that is less."""
-    free = int(psutil.virtual_memory().available)
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):
-            with open(limit) as a, open(used) as b:
-                left = int(a.read()) - int(b.read())
-            with contextlib.suppress(OSError), open(os.path.dirname(used) + "/memory.stat") as stat:
-                cache = dict(line.split() for line in stat)  # pages of files that are given back when memory is short
-                left += int(cache.get("total_inactive_file", cache.get("inactive_file", 0)))
-            free = min(free, max(0, left))
-    return free
-
-
-def check_room(slots: int, slot_size: int) -> None:
-    """SaveError if an arena of this size would take memory that is not free."""
-    free = available_memory()
-    if slots * slot_size > MEMORY_SHARE * free:
-        raise SaveError(
-            f"{slots} snapshots of {slot_size / 2**20:.0f} MiB do not fit into {free / 2**20:.0f} MiB of memory: "
-            "lower Memory(keep=), or give the job more memory"
-        )
-
-
 def _be_modest() -> None:
     """Low priority: training comes first."""
     os.nice(NICE)
     os.chdir("/")  # do not keep a folder or a mount busy
     with contextlib.suppress(psutil.Error, OSError, AttributeError):
         psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)
+    spare_from_oom()
 
 
 async def _main(fd: int, key: str, path: str) -> None:

@@ -20,7 +20,7 @@ from conftest import REPO
 from torch import nn
 
 import ckpt
-from ckpt import cli, compare
+from ckpt import cli, compare, terminal
 from ckpt.commit import acquire
 from ckpt.log import Record, RunLog
 from ckpt.manifest import Attempt, canonical, new_nonce, seal
@@ -434,7 +434,7 @@ def test_negative_control_raw_names_would_reach_the_terminal(
 ) -> None:
     """Without `safe`, the very characters looked for above are printed."""
     save(tmp_path / "one", {"v": {HOSTILE: 1}}, range(1, 2), every=1)
-    monkeypatch.setattr(cli, "safe", str)
+    monkeypatch.setattr(terminal, "safe", str)
     assert "\x1b" in call("show", tmp_path / "one").out
 
 

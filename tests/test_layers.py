@@ -16,8 +16,11 @@ import ckpt
 
 LAYERS = (
     ("errors", "events", "mutex", "geometry"),  # words everyone shares, a lock, boxes
-    ("store",),  # the byte interface of a place
+    ("store", "triggers", "rally"),  # the byte interface of a place; when to save out of turn, and on which step
     ("codec", "values", "link", "world"),  # digests, plain values as JSON, the wire to the writer, other ranks
+    ("notices", "pressure", "wakeup", "pulse", "fault"),  # what may happen: seen, and said
+    ("hang",),  # whether, and who, holds the others up
+    ("evidence",),  # what a process does, from outside
     ("manifest",),  # the small files, and the names of all files
     ("plan",),  # where every byte goes
     ("share", "table", "log", "arena", "tensors"),  # what things are
@@ -28,9 +31,13 @@ LAYERS = (
     ("stage", "sources", "tiers"),  # tensors into memory; where to restore from, and to save to
     ("resume", "handle", "loaded", "compare"),  # what all ranks agree to restore; what users hold in their hands
     ("mirror", "client", "replicas"),  # a copy on another node; the trainer's end of the process boundary
-    ("writer",),  # the other end
+    ("holdings",),  # what a writer has in memory
+    ("persist", "vigil"),  # from there to durable places; its watch over the trainer
+    ("witness",),  # what it says about a fault
+    ("writer",),  # the other end of the process boundary
     ("guardian",),  # who holds memory and writer
-    ("checkpointer",),
+    ("tenure", "sentinel"),  # whose run it is; the trainer's own watch
+    ("checkpointer", "terminal"),  # what the user holds; how commands show things
     ("cli",),
 )
 """Bottom first. A module imports from the rows below its own only, never from its own row."""
@@ -40,6 +47,8 @@ NO_TORCH = {
     "errors", "events", "mutex", "geometry", "share", "saved", "exchange", "mirror",
     "store", "codec", "values", "link", "manifest", "plan", "table", "log", "arena",
     "write", "commit", "read", "retain", "tiers", "handle", "writer", "compare",
+    "triggers", "rally", "notices", "pressure", "wakeup", "pulse", "fault", "hang", "holdings", "persist", "vigil",
+    "witness",
 }  # fmt: skip
 """What the writer process or a light `import ckpt` needs: none of these imports torch, not even for types."""
 

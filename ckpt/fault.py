@@ -1,0 +1,164 @@
+"""What is said about a fault: for people one line, for machines `faults/<time>.<rank>.json` in the run.
+
+A `Fault` is one rank's account of one incident: what was seen first and by whom, where every rank stood, what was
+saved, how long each part took, and what a launcher or scheduler should do. Ranks write theirs without asking each
+other; `incidents` puts together what belongs together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from typing import Any
+
+from ckpt.errors import CorruptError
+from ckpt.triggers import REPLACE_CODE, RESUBMIT_CODE, RETRY_CODE
+
+PREFIX = "faults/"
+MAX_REPORT = 4 << 20
+MAX_STACK = 200  # lines
+TOGETHER_S = 45.0  # accounts whose times lie this close to the one before are of one incident: 30 s of grace, and more
+
+ADVICE = {
+    "retry": "start it again on the same machines",
+    "replace": "start it again without this machine",
+    "resubmit": "the time is over, or the machine is taken away: submit the job again",
+    "fix": "it will happen again: look at the error first",
+    "none": "nothing to do",
+}
+CODES = {"retry": RETRY_CODE, "replace": REPLACE_CODE, "resubmit": RESUBMIT_CODE}
+
+LAUNCHER = (
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "SLURM_JOB_ID",
+    "SLURM_RESTART_COUNT",
+    "KUBERNETES_SERVICE_HOST",
+)
+
+
+@dataclass
+class Saved:
+    """One step that the incident had saved. `tier`: "memory" or a URL; `seconds` since the incident was seen."""
+
+    step: int
+    tier: str
+    how: str  # "ring": it was in memory; "live": copied off the running state; "agreed": by the training loop
+    seconds: float
+    error: str = ""
+
+
+@dataclass
+class Fault:
+    """One rank's account of one incident.
+
+    `kind`: "signal", "preemption", "deadline", "exception", "oom", "hang", "memory", "request" or "death"; `by`: who
+    saw it first here, "writer" or "sentinel"; `how`: by which means; `time`: UTC; `steps`: the last step of each rank
+    that is known; `stacks`: by rank, innermost frame first; `evidence`: of each rank that could be looked at;
+    `timings`: seconds since it was seen; `exit_code`: None if the process goes on.
+    """
+
+    kind: str
+    summary: str
+    by: str = "sentinel"
+    how: str = ""
+    rank: int = 0
+    world: int = 1
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    time: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="microseconds"))
+    attempt: str = ""
+    steps: dict[str, int] = field(default_factory=dict)
+    suspects: list[int] = field(default_factory=list)
+    stacks: dict[str, list[str]] = field(default_factory=dict)
+    evidence: list[dict[str, Any]] = field(default_factory=list)
+    saved: list[Saved] = field(default_factory=list)
+    timings: dict[str, float] = field(default_factory=dict)
+    advice: str = "retry"
+    exit_code: int | None = None
+    launcher: dict[str, str] = field(default_factory=lambda: {k: os.environ[k] for k in LAUNCHER if k in os.environ})
+
+    @property
+    def key(self) -> str:
+        """Its name in a store."""
+        return f"{PREFIX}{re.sub('[^0-9T]', '', self.time[:26])}.{self.rank}.json"
+
+    @property
+    def line(self) -> str:
+        """For the log."""
+        durable = [s for s in self.saved if s.tier != "memory" and not s.error]
+        held = [s for s in self.saved if s.tier == "memory" and not s.error]
+        if durable:
+            best = max(durable, key=lambda s: s.step)
+            kept = f"step {best.step} is durable in {best.tier} after {best.seconds:.2f} s"
+        elif held:
+            kept = f"step {max(s.step for s in held)} is in memory, and not durable yet"
+        else:
+            kept = "nothing new was saved"
+        return f"{self.summary} [{kept}]"
+
+    def to_json(self) -> dict[str, Any]:
+        found = {"version": 1, **asdict(self), "means": ADVICE.get(self.advice, "")}
+        found["stacks"] = {rank: frames[:MAX_STACK] for rank, frames in self.stacks.items()}
+        return found
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(self.to_json(), indent=1).encode()
+
+    @classmethod
+    def from_json(cls, data: Any) -> Fault:
+        """CorruptError if it is not one."""
+        try:
+            known = {f.name for f in fields(cls)}
+            given = {k: v for k, v in data.items() if k in known}
+            given["saved"] = [Saved(**one) for one in given.get("saved", [])]
+            fault = cls(**given)
+            datetime.fromisoformat(fault.time)
+            if type(fault.rank) is not int or type(fault.kind) is not str or type(fault.summary) is not str:
+                raise CorruptError("this is not the account of a fault")
+            return fault
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CorruptError(f"this is not the account of a fault: {error}") from None
+
+    @property
+    def ending(self) -> bool:
+        """Whether it may end this incarnation of the job; several such at the same time have one cause."""
+        return self.exit_code is not None or self.kind in ("death", "hang", "exception", "oom")
+
+    @property
+    def when(self) -> float:
+        """Seconds since 1970."""
+        return datetime.fromisoformat(self.time).timestamp()
+
+
+def incidents(faults: Iterable[Fault]) -> list[list[Fault]]:
+    """What several ranks wrote about the same incident, together; the account of who saw it first comes first."""
+    found: list[list[Fault]] = []
+    for fault in sorted(faults, key=lambda one: one.when):
+        last = found[-1] if found else []
+        same = bool(last) and fault.ending and last[-1].ending and fault.attempt == last[-1].attempt
+        if same and fault.when - last[-1].when < TOGETHER_S:
+            last.append(fault)
+        else:
+            found.append([fault])
+    return found
+
+
+def tell_launcher(fault: Fault, stack: Sequence[str] = ()) -> None:
+    """torchrun prints what it finds in this file as the reason of a failure."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    extra = {"py_callstack": "\n".join(stack), "timestamp": str(int(time.time()))}
+    message = {"message": {"message": fault.line, "extraInfo": extra}}
+    with contextlib.suppress(OSError):
+        with open(path, "w") as file:
+            json.dump(message, file)

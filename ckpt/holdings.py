@@ -1,0 +1,91 @@
+"""What a writer holds in memory: arenas, the layouts of what is in them, and digests.
+
+Arenas are its trainer's, those that a trainer inherited from ranks that are no more (`foreign`), and copies of the
+memory of another node (`mirror`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpt.arena import Arena, Label
+from ckpt.codec import blob_digest
+from ckpt.errors import SaveError
+from ckpt.manifest import Attempt
+from ckpt.mirror import Mirror
+from ckpt.plan import Layout
+from ckpt.pressure import available_memory
+from ckpt.write import digest_blobs
+
+MAX_LAYOUTS = 256  # far more than a trainer believes us to have
+MEMORY_SHARE = 0.8  # of the available memory, that an arena may take
+
+
+def check_room(slots: int, slot_size: int) -> None:
+    """SaveError if an arena of this size would take memory that is not free."""
+    free = available_memory()
+    if slots * slot_size > MEMORY_SHARE * free:
+        raise SaveError(
+            f"{slots} snapshots of {slot_size / 2**20:.0f} MiB do not fit into {free / 2**20:.0f} MiB of memory: "
+            "lower Memory(keep=), or give the job more memory"
+        )
+
+
+class Holdings:
+    """Used in the event loop of the writer, but for `digest_ring`, which takes long and belongs into a thread."""
+
+    def __init__(self) -> None:
+        self.arenas: dict[str, Arena] = {}
+        self.foreign: set[str] = set()  # those that other ranks staged into: nobody goes on in them here
+        self.layouts: dict[str, Layout] = {}
+        self.digests: dict[tuple[Attempt, int], bytes] = {}  # by attempt, and rank that took the snapshot
+        self.mirror = Mirror(check_room, self.keep_layout)
+
+    def all(self) -> list[Arena]:
+        return [*self.arenas.values(), *self.mirror.arenas.values()]
+
+    def add(self, arena: Arena, *, foreign: bool = False) -> None:
+        self.arenas[arena.id.hex()] = arena
+        if foreign:
+            self.foreign.add(arena.id.hex())
+
+    def release(self, key: str) -> None:
+        """This arena is not needed any more."""
+        arena = self.arenas.pop(key, None)
+        if arena is not None:
+            arena.close()
+
+    def ring(self) -> list[tuple[Arena, int, Label]]:
+        """Every sealed snapshot but copies of another node's, newest first."""
+        found = [(arena, slot, label) for arena in self.arenas.values() for slot, label in arena.sealed()]
+        return sorted(found, key=lambda one: -one[2].order)
+
+    def keep_layout(self, layout: Layout) -> None:
+        self.layouts[layout.digest] = layout
+        if len(self.layouts) > MAX_LAYOUTS:  # shapes that keep changing; the trainer sends again what it forgot
+            used = {label.layout for arena in self.all() for _, label in arena.sealed()}
+            recent = list(self.layouts)[-MAX_LAYOUTS // 2 :]
+            self.layouts = {key: self.layouts[key] for key in self.layouts if key in used or key in recent}
+
+    def known_digests(self) -> list[list[Any]]:
+        return [[str(attempt), rank, digests.hex()] for (attempt, rank), digests in list(self.digests.items())]
+
+    def forget_old(self) -> set[Attempt | None]:
+        """Digests of what is not in memory any more; the attempts that are."""
+        held = {label.attempt for arena in self.all() for _, label in arena.sealed()}
+        self.digests = {(attempt, rank): d for (attempt, rank), d in self.digests.items() if attempt in held}
+        return held
+
+    def something(self) -> bool:
+        return any(arena.sealed() for arena in self.all())
+
+    def digest_ring(self) -> None:
+        for arena in self.all():
+            for slot, label in arena.sealed():
+                layout = self.layouts.get(label.layout)
+                if layout is None or label.attempt is None or (label.attempt, layout.rank) in self.digests:
+                    continue
+                blobs = digest_blobs(layout, arena.data(slot, label.data_size))
+                found = blobs + blob_digest(arena.values(slot, label))
+                if arena.label(slot) == label:  # the trainer may be alive, and go on
+                    self.digests[label.attempt, layout.rank] = found

@@ -1,0 +1,494 @@
+"""From memory to durable places: what a writer writes, commits, retires, and persists after a fault.
+
+A `Persister` knows the run's owner, its tiers and their logs. It is told what to write by the trainer, and by the
+writer when the trainer is gone or cannot come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt import commit, events, retain
+from ckpt.arena import Arena, Label
+from ckpt.codec import blob_digest
+from ckpt.errors import CheckpointError, FencedError, FullError, SaveError, StoreError, UsageError
+from ckpt.holdings import Holdings
+from ckpt.link import Message
+from ckpt.log import Acquire, RunLog, in_history
+from ckpt.manifest import Attempt, part_key, table_key
+from ckpt.manifest import owner as owner_of
+from ckpt.read import verify
+from ckpt.store import open_store
+from ckpt.write import Snapshot, Written, write_part
+
+COMMON_S = 1.0  # until the step before the newest will do, if not all ranks have the newest
+LATE_S = 30.0  # for the parts of other ranks, when nobody is left to wait for them
+
+
+@dataclass
+class Tier:
+    """One durable place of the run."""
+
+    url: str
+    keep: retain.Keep
+    log: RunLog
+    role: commit.Role = field(default_factory=commit.Role)
+    busy: asyncio.Lock = field(default_factory=asyncio.Lock)
+    verified: set[Attempt] = field(default_factory=set)
+    in_flight: set[Attempt] = field(default_factory=set)
+    sweeping: asyncio.Task[None] | None = None
+
+
+class Persister:
+    """Everything runs in the writer's event loop; blocking work goes to threads.
+
+    `tell`: sends the trainer a message, if it is there; `spawn`: runs something beside.
+    """
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        tell: Callable[[Message], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        self.holdings, self.tell, self.spawn = holdings, tell, spawn
+        self.adoptions = 0  # trainers that have taken this writer over
+        self.owner: Acquire | None = None
+        self.heir = ""  # the nonce of the owner that our trainer is about to be
+        self.acquires: list[Acquire] = []  # the history that the snapshots in memory belong to
+        self.tiers: list[Tier] = []
+        self.writing: dict[tuple[str, int], int] = {}  # (arena, slot) -> writes in progress
+        self.settling: dict[int, int] = {}  # parts that are written and not committed yet, by adoption
+        self.ownership = asyncio.Lock()  # held while the run is taken over by us
+        self.tries: dict[Attempt, int] = {}
+        self.retracted: set[Attempt] = set()
+        self.first_try = 0
+        self.linger_s = 600.0
+        self.commit_s = 600.0  # how long the parts of other ranks are waited for
+
+    def _forget_old(self) -> None:
+        held = self.holdings.forget_old()
+        self.tries = {attempt: n for attempt, n in self.tries.items() if attempt in held}
+
+    # -- taking the run over --
+
+    async def open(self, message: Message) -> Message:
+        """Open the durable places, without changing anything in them."""
+        self.linger_s, self.commit_s = float(message["linger_s"]), float(message["commit_s"])
+        self.first_try = int(message.get("first_try", 0))
+        self.heir = str(message.get("heir", ""))
+        self.acquires = [Acquire(e, n, None if r is None else Attempt.parse(r)) for e, n, r in message["acquires"]]
+        known = {tier.url: tier for tier in self.tiers}  # one of them may be writing the ring at this moment
+        tiers = []
+        for spec in message["tiers"]:
+            keep = retain.Keep(spec["last"], spec["every"])
+            tier = known.pop(spec["url"], None) or await self._open_tier(spec["url"], keep)
+            tier.keep = keep
+            await tier.log.refresh()
+            tiers.append(tier)
+        self.tiers = tiers
+        reply: Message = {
+            "tiers": [
+                {
+                    "root": t.log.root,
+                    "epoch": t.log.state.epoch,
+                    "checkpoints": len(t.log.state.commits) + len(t.log.state.held),
+                    "damaged": t.log.state.damaged,
+                }
+                for t in self.tiers
+            ],
+        }
+        return reply
+
+    async def _open_tier(self, url: str, keep: retain.Keep) -> Tier:
+        store = open_store(url, writable=True)
+        try:
+            await commit.create_run(store)
+            log = RunLog(store)
+            await log.open()
+        except BaseException:
+            await store.aclose()
+            raise
+        return Tier(url, keep, log)
+
+    async def acquire(self, message: Message) -> Message:
+        """Take the places numbered `tiers` over, for all ranks. With `restored` as a rollback of the present owner."""
+        nonce, restored = str(message["nonce"]), message["restored"]
+        back = None if restored is None else Attempt.parse(restored)
+        tiers = [self.tiers[i] for i in message["tiers"]]
+        for tier in tiers if back is not None else ():
+            await tier.log.refresh()
+            if all(acquire.nonce != nonce for acquire in tier.log.state.acquires):
+                tier.log.check_owner(self._mine())
+        floor = max([int(message["floor"]), *(t.log.state.epoch for t in tiers)])
+        taken = [await commit.acquire(t.log, nonce, restored=back, floor=floor) for t in tiers]
+        return {"epochs": sorted({a.epoch for a in taken} or {floor + 1})}
+
+    async def own(self, message: Message) -> Message:
+        """All ranks have agreed who the owner is, and this writer's part in committing."""
+        epoch, nonce, restored = message["owner"]
+        owner = Acquire(epoch, nonce, None if restored is None else Attempt.parse(restored))
+        async with self.ownership:
+            for tier in self.tiers:
+                await tier.log.refresh()  # the writer of another rank appended it: by an older log we would be fenced
+            self._become(owner)
+        for tier, (ranks, place, world) in zip(self.tiers, message["roles"], strict=True):
+            tier.role = commit.Role(tuple(ranks), place, world)
+            await tier.log.refresh()  # another rank's writer has appended who the owner is
+        for i in message.get("recover", ()):
+            tier = self.tiers[i]
+            await commit.recover(tier.log, self._mine(), frozenset(tier.in_flight), partial=tier.role.partial)
+        parts = []
+        for i in message.get("recover", ()):
+            state = self.tiers[i].log.state
+            if self.tiers[i].role.partial:
+                for attempt, one in {**state.held, **state.commits}.items():
+                    ranks = [rank for rank, _, _ in one.parts]
+                    parts.append({"tier": i, "attempt": str(attempt), "world": one.world, "ranks": ranks})
+        return {"parts": parts}
+
+    def _mine(self) -> Acquire:
+        if self.owner is None:
+            raise UsageError("the run has not been opened")
+        return self.owner
+
+    def _succeed(self, log: RunLog) -> None:
+        """Go on as the owner that the log names, if it is the heir: the trainer may die before it can say so."""
+        if log.state.acquires and log.state.acquires[-1].nonce == self.heir:
+            self._become(log.state.acquires[-1])
+
+    def _become(self, owner: Acquire) -> None:
+        if self.owner is None or (owner.epoch, owner.nonce) != (self.owner.epoch, self.owner.nonce):
+            self.owner = owner
+            self.acquires.append(owner)
+
+    async def complete(self, message: Message) -> Message:
+        """The other places hold their parts of these attempts too."""
+        tier = self.tiers[message["tier"]]
+        for attempt in message["attempts"]:
+            await commit.complete(tier.log, self._mine(), Attempt.parse(attempt))
+        return {}
+
+    # -- writing --
+
+    async def write(self, message: Message) -> Message:
+        """Make a checkpoint of a sealed slot in one tier; replies when it is durable."""
+        number, slot = message["tier"], int(message["slot"])
+        tier, arena = self.tiers[number], self.holdings.arenas[message["arena"]]
+        label = arena.label(slot)
+        if label is not None and str(label.attempt) == message["attempt"]:
+            written = await self._store(tier, arena, slot, label)
+        else:  # a predecessor stored it, and died before it was committed: since then the slot was used again
+            attempt = Attempt.parse(message["attempt"])
+            written = await commit.stored_part(tier.log.store, attempt, tier.role.ranks[tier.role.place])
+            if written is None:
+                raise SaveError(f"slot {slot} does not hold {attempt} any more")
+            tier.in_flight.add(attempt)
+        if written is not None:
+            self.tell({"op": "stored", "tier": number, "attempt": message["attempt"]})
+            with self._settles():
+                await self._settle(tier, written)
+        return {}
+
+    async def _store(self, tier: Tier, arena: Arena, slot: int, label: Label, reason: str = "due") -> Written | None:
+        """Write this rank's part; None if the attempt is a checkpoint already.
+
+        Alone, a failed attempt stays open: it may be written again by a higher try, and recovery ends what is left.
+        With others it is given up at once, so that they need not wait.
+        """
+        attempt, key, layout = label.attempt, (arena.id.hex(), slot), self.holdings.layouts[label.layout]
+        assert attempt is not None
+        self.writing[key] = self.writing.get(key, 0) + 1
+        tier.in_flight.add(attempt)
+        adopted = self.adoptions
+        try:
+            async with tier.busy:
+                if attempt in tier.log.state.commits:
+                    tier.in_flight.discard(attempt)
+                    return None  # a predecessor did it, and could not say so
+                number = self.tries.get(attempt, self.first_try)
+                self.tries[attempt] = number + 1
+                values = json.loads(bytes(arena.values(slot, label)))
+                snapshot = Snapshot(attempt, layout, arena.data(slot, label.data_size), values)
+                async with self.ownership:
+                    self._succeed(tier.log)
+                    tier.log.check_owner(self._mine())
+
+                def check() -> None:
+                    # A trainer that lives may go round the ring: before it changes a byte it changes the label.
+                    if arena.label(slot) != label:
+                        raise SaveError(f"step {attempt.step} was overwritten in memory while it was written")
+
+                written = await write_part(tier.log.store, snapshot, number=number, reason=reason, check=check)
+                if attempt in self.retracted:
+                    raise SaveError(f"step {attempt.step} was taken back while it was written")
+            values_digest = blob_digest(arena.values(slot, label))
+            self.holdings.digests[attempt, layout.rank] = written.table.digest.tobytes() + values_digest
+            return written
+        except BaseException as error:
+            tier.in_flight.discard(attempt)
+            given_up = reason == "due" and not isinstance(error, FencedError)
+            if layout.world > 1 and given_up and isinstance(error, Exception):
+                with contextlib.suppress(CheckpointError):
+                    await commit.abort(tier.log, self._mine(), attempt, f"rank {layout.rank}: {error}")
+                if attempt in tier.log.state.commits:
+                    return None  # the part was whole, and others were quick
+            raise
+        finally:
+            self.writing[key] -= 1
+            if not self.writing[key]:
+                del self.writing[key]
+                if adopted != self.adoptions:  # the new trainer was told that this slot is being written
+                    self.tell({"op": "unpinned", "arena": arena.id.hex(), "slot": slot})
+
+    @contextlib.contextmanager
+    def _settles(self) -> Iterator[None]:
+        begun = self.adoptions
+        self.settling[begun] = self.settling.get(begun, 0) + 1
+        try:
+            yield
+        finally:
+            self.settling[begun] -= 1
+
+    async def _settle(self, tier: Tier, written: Written) -> None:
+        """From a part to a checkpoint: with the parts of the other ranks, if there are any."""
+        attempt = Attempt.parse(written.part.attempt)
+        try:
+            await self._commit(tier, written)
+            events.log.info("step %d is a checkpoint in %s", attempt.step, tier.url)
+        except FullError:
+            await self._make_room(tier, attempt)
+            raise
+        except Exception as error:
+            if written.part.world > 1:
+                await self._give_up(tier, written, error)
+            if attempt in tier.log.state.held:
+                self._sweep_soon(tier)  # others of its kind may have been there for long
+            raise
+        finally:
+            tier.in_flight.discard(attempt)
+        self._forget_old()
+        self._sweep_soon(tier)
+
+    async def _commit(self, tier: Tier, written: Written) -> None:
+        """Commit as whoever we are by then: a restore may open our next epoch while a checkpoint is on its way."""
+        part, number = written.part, self.tiers.index(tier) if tier in self.tiers else -1
+        role = (
+            tier.role if part.world == tier.role.world else commit.Role(tuple(range(part.world)), part.rank, part.world)
+        )
+        held: Message = {"op": "held", "tier": number, "attempt": part.attempt}
+        while True:
+            mine = self._mine()
+            try:
+                await commit.settle(
+                    tier.log, self._mine, written, role, deadline_s=self.commit_s, on_held=lambda: self.tell(held)
+                )
+                return
+            except FencedError:
+                async with self.ownership:  # is it we ourselves who are taking over?
+                    self._succeed(tier.log)
+                    if self._mine() == mine:
+                        raise
+
+    async def _make_room(self, tier: Tier, attempt: Attempt) -> None:
+        """All of it was written, and then the disk was full: give the attempt up, and its space back."""
+        with contextlib.suppress(CheckpointError):
+            await commit.abort(tier.log, self._mine(), attempt, "no space left")
+            if attempt in tier.log.state.aborted:
+                for prefix in ("packs/", "parts/", "index/"):
+                    for key in [i.key async for i in tier.log.store.list(f"{prefix}{attempt}")]:
+                        if owner_of(key) == attempt:
+                            await tier.log.store.delete(key)
+
+    async def _give_up(self, tier: Tier, written: Written, error: Exception) -> None:
+        """The others need not wait for a committer that failed; and our part of what they gave up takes no space."""
+        part, attempt = written.part, Attempt.parse(written.part.attempt)
+        with contextlib.suppress(CheckpointError):
+            if not isinstance(error, FencedError) and part.reason == "due":
+                await commit.abort(tier.log, self._mine(), attempt, f"rank {part.rank}: {error}")
+            if attempt in tier.log.state.aborted:
+                keys = [*(pack.key for pack in part.packs), part_key(attempt, part.rank, part.number)]
+                for key in [*keys, table_key(attempt, part.rank, part.number)]:
+                    await tier.log.store.delete(key)
+
+    async def retract(self, message: Message) -> Message:
+        """A snapshot failed, or turned out not to be of one moment: it must not be committed, or not stay so."""
+        attempt, reason = Attempt.parse(message["attempt"]), str(message["reason"])
+        self.retracted.add(attempt)
+        self.holdings.mirror.take_back(attempt)
+        for tier in self.tiers:
+            async with tier.busy:
+                await commit.retract(tier.log, self._mine(), attempt, reason)
+        return {}
+
+    async def close(self) -> None:
+        """Finish what was begun, clean up, and let go of the stores."""
+        # What an earlier trainer began may wait for parts that never come.
+        while self.writing or self.settling.get(self.adoptions):
+            await asyncio.sleep(0.01)
+        for tier in self.tiers:
+            if tier.sweeping is not None:
+                await asyncio.gather(tier.sweeping, return_exceptions=True)
+                await self._sweep(tier)  # it may have lagged behind the last commits
+            await tier.log.store.aclose()
+
+    # -- clean-up --
+
+    def _sweep_soon(self, tier: Tier) -> None:
+        if tier.role.place == 0 and (tier.sweeping is None or tier.sweeping.done()):
+            tier.sweeping = self.spawn(self._sweep(tier))
+
+    async def _sweep(self, tier: Tier) -> None:
+        """Retention: older checkpoints may only go once a newer one has been read back and found sound."""
+        try:
+            await self._give_up_old(tier)
+            doomed = retain.choose(tier.log.state, tier.keep, tier.verified)
+            if not doomed and not tier.log.state.aborted:
+                return
+            history = tier.log.state.lineage()
+            if not history:
+                return  # all there is was undone by a rollback; the next checkpoint will make it superfluous
+            newest = history[0]
+            if newest.attempt not in tier.verified:
+                problems = await verify(tier.log.store, newest)
+                if problems:
+                    self.tell({"op": "damaged", "tier": tier.url, "step": newest.step, "problems": problems[:10]})
+                    return
+                tier.verified = {newest.attempt}
+            await retain.retire(tier.log, self._mine(), tier.keep, tier.verified)
+        except FencedError:
+            pass  # the next save says so
+        except CheckpointError as error:
+            events.log.warning("clean-up of %s has to wait: %s", tier.url, error)
+
+    async def _give_up_old(self, tier: Tier) -> None:
+        """What is HELD since long, while newer steps became checkpoints or are HELD as well, will never be one."""
+        history, held = tier.log.state.lineage(), sorted(tier.log.state.held, reverse=True)
+        old = set(held[max(tier.keep.last, retain.ALWAYS) :])
+        if len(history) >= retain.ALWAYS:
+            old |= {attempt for attempt in held if attempt < history[retain.ALWAYS - 1].attempt}
+        for attempt in sorted(old - tier.in_flight):
+            await commit.abort(tier.log, self._mine(), attempt, "other nodes do not hold their parts", held=True)
+
+    # -- the ring, after a fault --
+
+    async def persist(
+        self, deadline_s: float, *, far: bool = False, attempts: list[Attempt] | None = None
+    ) -> list[Message]:
+        """Have what is in memory (or these attempts) written to the nearest tier, whether the trainer lives or not.
+
+        Waits until the newest step is durable, or at most `deadline_s`: what it began goes on after that. With `far`
+        the newest one is written to the further tiers as well, for a machine that is about to go. Returns, for each
+        step and tier, what became of it: `error` is empty if it is durable.
+        """
+        began = time.monotonic()
+        steps = [a for a in self._wanted() if attempts is None or a in attempts]
+        tasks = [self.spawn(self._drain_alive(steps))]
+        if far:
+            tasks += [self.spawn(self._persist_one(tier, a)) for tier in self.tiers[1:] for a in steps[:1]]
+        durable_since = 0.0
+        while time.monotonic() < began + deadline_s:
+            done = [attempt for attempt in steps if self.tiers and attempt in self.tiers[0].log.state.commits]
+            if not self.tiers or not steps or (done[:1] == steps[:1] and all(task.done() for task in tasks)):
+                break
+            if done and all(task.done() for task in tasks):
+                durable_since = durable_since or time.monotonic()
+                if time.monotonic() > durable_since + COMMON_S:
+                    break  # other ranks have not come as far as this one
+            await asyncio.sleep(0.02)
+        seconds = time.monotonic() - began
+        return [
+            {"step": a.step, "tier": tier.url, "seconds": seconds, "error": self._missing(tier, a)}
+            for i, tier in enumerate(self.tiers[: None if far else 1])
+            for a in (steps if i == 0 else steps[:1])
+        ]
+
+    def _wanted(self) -> list[Attempt]:
+        """What is in memory and belongs to the history, newest first."""
+        ring = [label.attempt for _, _, label in self.holdings.ring() if label.attempt is not None]
+        return in_history(self.acquires, set(ring) - self.retracted)
+
+    def _missing(self, tier: Tier, attempt: Attempt) -> str:
+        state = tier.log.state
+        if attempt in state.commits:
+            return ""
+        if attempt in state.reasons:
+            return state.reasons[attempt]
+        return "not all of it is written yet" if attempt in tier.in_flight else "it could not be written"
+
+    async def _drain_alive(self, attempts: list[Attempt]) -> None:
+        with contextlib.suppress(CheckpointError):
+            await self.drain(self.adoptions, attempts)
+
+    async def _persist_one(self, tier: Tier, attempt: Attempt) -> None:
+        """To a tier that is not the nearest."""
+        for arena, slot, label in self.holdings.ring():
+            done = attempt in tier.in_flight or tier.log.state.ended(attempt)
+            if label.attempt == attempt and label.layout in self.holdings.layouts and not done:
+                with contextlib.suppress(CheckpointError):
+                    await self._save_late(tier, arena, slot, label)
+                return
+
+    async def drain(self, adoptions: int, attempts: list[Attempt] | None = None) -> bool:
+        """Write every sealed snapshot (or those of these attempts) that is not durable yet to the nearest tier, newest
+        first. False: try again."""
+        complete = True
+        history = set(self._wanted() if attempts is None else attempts)
+        for arena, slot, label in self.holdings.ring():
+            if label.attempt not in history or label.layout not in self.holdings.layouts:
+                continue  # undone by a rollback
+            for tier in self.tiers[:1]:
+                if adoptions != self.adoptions:
+                    return True  # the next incarnation has the memory now, and decides
+                if label.attempt is None or label.attempt in tier.in_flight or tier.log.state.ended(label.attempt):
+                    continue
+                complete &= await self._save_late(tier, arena, slot, label)
+        return complete
+
+    async def _save_late(self, tier: Tier, arena: Arena, slot: int, label: Label) -> bool:
+        """One snapshot of the ring, after the trainer's death. False: it has to be tried again."""
+        assert label.attempt is not None
+        stored = False
+        try:
+            written = await self._store(tier, arena, slot, label, "ring")
+            stored = True
+            if written is not None and written.part.world == 1:
+                await self._settle(tier, written)
+            elif written is not None:  # other ranks may never have taken this step: do not wait for them here
+                self.spawn(self._settle_late(tier, written))
+        except FencedError:
+            raise
+        except Exception as error:
+            events.log.warning("step %d is not durable yet: %s", label.attempt.step, error)
+            return stored and self.holdings.layouts[label.layout].world > 1
+        return True
+
+    async def _settle_late(self, tier: Tier, written: Written) -> None:
+        try:
+            with self._settles():
+                await self._settle(tier, written)
+        except CheckpointError as error:
+            events.log.warning("step %d is in memory only: %s", Attempt.parse(written.part.attempt).step, error)
+
+    async def check_owner(self) -> None:
+        """FencedError once another job has taken the run over: nobody will come for this memory then."""
+        for tier in self.tiers:
+            with contextlib.suppress(StoreError):
+                await tier.log.refresh()
+                self._succeed(tier.log)
+                tier.log.check_owner(self._mine())
+
+    async def finish_begun(self) -> None:
+        """What is being written is finished; for the parts of other ranks, which may never come, only a while."""
+        end = time.monotonic() + self.commit_s
+        while self.writing and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        end = time.monotonic() + min(LATE_S, self.commit_s)
+        while any(self.settling.values()) and time.monotonic() < end:
+            await asyncio.sleep(0.01)

@@ -1,0 +1,133 @@
+"""What the training loop is doing, in one page of memory that its writer sees too.
+
+The trainer's main thread writes where it is; nobody sends a message for it. The writer compares that with the usual
+pace, also when the trainer is frozen. In the other direction there is one flag, the step from which on to save, which
+the sentinel sets and the training loop reads, and the pace that the writer has learnt.
+
+Every field is eight bytes, aligned, and has one writer, so that nobody reads half of it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import time
+from dataclasses import dataclass
+
+from ckpt.errors import CorruptError
+from ckpt.store import PAGE
+
+OPENING, TRAINING, PAUSED, RESTORING, LEAVING = range(5)
+STATES = ("opening", "training", "paused", "restoring", "leaving")
+NEVER = 2**63 - 1  # no step at which to save
+
+_MAGIC = 0x3130_4553_4C55_5031
+_SEALS = 0x0001 | 0x0002 | 0x0004
+_ADD_SEALS = 1033
+# Fields: magic, calls, step, when (ns), state, updates, save_at; and of the writer: usual (ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """One look at it. `calls`: of step() so far; `step`: the last one, -1 for none; `when`: of the last sign of life,
+    in seconds of the monotonic clock, which all processes of a machine share; `updates`: optimizer steps begun."""
+
+    calls: int
+    step: int
+    when: float
+    state: int
+    updates: int
+
+    @property
+    def doing(self) -> str:
+        return STATES[self.state] if 0 <= self.state < len(STATES) else "?"
+
+
+class Pulse:
+    """The page. `fd` can be sent to another process, which attaches to it."""
+
+    def __init__(self, fd: int, memory: mmap.mmap) -> None:
+        self.fd = fd
+        self._memory = memory
+        self._at = memoryview(memory).cast("q")
+        if self._at[0] != _MAGIC:
+            raise CorruptError("this is not the page of a trainer of this version")
+
+    @classmethod
+    def create(cls) -> Pulse:
+        fd = os.memfd_create("ckpt-pulse", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, PAGE)
+        fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
+        memory = mmap.mmap(fd, PAGE)
+        memory.madvise(mmap.MADV_DONTFORK)
+        fields = memoryview(memory).cast("q")
+        fields[2], fields[6], fields[0] = -1, NEVER, _MAGIC
+        pulse = cls(fd, memory)
+        pulse.touch(OPENING)
+        return pulse
+
+    @classmethod
+    def attach(cls, fd: int) -> Pulse:
+        """Another process's."""
+        if os.fstat(fd).st_size < PAGE:
+            raise CorruptError("this is not the page of a trainer")
+        return cls(fd, mmap.mmap(fd, PAGE))
+
+    # -- the trainer's main thread --
+
+    def beat(self, step: int) -> None:
+        """step() was called: training goes on."""
+        at = self._at
+        at[2], at[3], at[4] = step, time.monotonic_ns(), TRAINING
+        at[1] += 1
+
+    def touch(self, state: int) -> None:
+        """Another thing is being done from now on."""
+        self._at[3], self._at[4] = time.monotonic_ns(), state
+
+    def update(self) -> None:
+        """An optimizer begins to change something."""
+        self._at[5] += 1
+
+    # -- the sentinel --
+
+    @property
+    def save_at(self) -> int:
+        """The first step that is not below it is to be saved; NEVER if none is."""
+        return self._at[6]
+
+    @save_at.setter
+    def save_at(self, step: int) -> None:
+        self._at[6] = step
+
+    # -- the writer --
+
+    @property
+    def usual_s(self) -> float:
+        """How long a step usually takes, in seconds; 0 while that is not known."""
+        return self._at[7] / 1e9
+
+    @usual_s.setter
+    def usual_s(self, seconds: float) -> None:
+        self._at[7] = int(seconds * 1e9)
+
+    # -- anybody --
+
+    @property
+    def step(self) -> int:
+        return self._at[2]
+
+    @property
+    def state(self) -> int:
+        return self._at[4]
+
+    def read(self) -> Beat:
+        at = self._at
+        return Beat(at[1], at[2], at[3] / 1e9, at[4], at[5])
+
+    def close(self) -> None:
+        """Give the descriptor up; the page goes with the last view of it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

@@ -1,0 +1,606 @@
+"""The trainer's own watch: it sees what happens, has the state saved, says so, and ends the process if it must.
+
+One thread takes in what comes (signals, notices, requests, what the writer sees) and never waits for anything. Another
+deals with one incident after the other:
+
+    perceive -> agree on a step, or take what is in memory -> make it durable -> report -> leave, if that is called for
+
+Neither ever waits for the main thread without a deadline. Where that cannot come, the state is copied without it
+(`ckpt.stage`), or what is in memory already is made durable by the writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ckpt import evidence, notices
+from ckpt.errors import CheckpointError, PeerError
+from ckpt.events import log
+from ckpt.fault import Fault, Saved, tell_launcher
+from ckpt.guardian import Guardian
+from ckpt.handle import Save
+from ckpt.hang import Evidence
+from ckpt.link import Message
+from ckpt.pulse import OPENING, RESTORING, Pulse
+from ckpt.rally import Rally, Round, step_ahead
+from ckpt.triggers import (
+    REPLACE_CODE,
+    RESUBMIT_CODE,
+    RETRY_CODE,
+    OnDeadline,
+    OnException,
+    OnHang,
+    OnMemoryPressure,
+    OnOom,
+    OnPreemption,
+    OnSignal,
+    Trigger,
+)
+from ckpt.vigil import DUMP_SIGNAL
+from ckpt.wakeup import Wakeup
+from ckpt.witness import note_evidence
+from ckpt.world import World
+
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGQUIT, signal.SIGINT)  # the SIGUSRs say "go on"
+SOFT_S = 600.0  # for a save that nobody is in a hurry for
+PERSIST_S = 60.0  # for what is in memory to become durable, if the other ranks have it too
+PATIENCE_S = 0.5  # for the training loop to come, beyond what its steps take
+ROUND_S = 1.0  # for the other ranks to be told
+NODES_S = 2.0  # for other nodes to say what their ranks do
+EVIDENCE_S = 5.0
+CRASHING_S = 0.5  # for the newest step to become durable, where memory has it in any case
+FLUSH_S = 0.5
+MISSED = 3  # rounds that may be called because some rank was past the step
+
+
+class Levers(Protocol):
+    """What the sentinel may do to a run. All of it can be called from any thread, and none of it hangs."""
+
+    def in_memory(self, timeout_s: float) -> int | None:
+        """The newest step that memory holds; waits for a copy that is under way."""
+
+    def copy_live(self) -> int | None:
+        """Copy the running state as it was at the last step() into memory, if it still is that; which step it is."""
+
+    def give_memory_back(self) -> int:
+        """Do with one snapshot less; how many bytes that is."""
+
+
+@dataclass
+class Call:
+    """Something that was seen. `grace_s`: from `seen` on; `leave`: the exit code, None to go on."""
+
+    fault: Fault
+    grace_s: float
+    leave: int | None = None
+    far: bool = False  # the machine may go: to tiers beyond the nearest as well
+    signal: int = 0
+    note: Message = field(default_factory=dict)
+    seen: float = field(default_factory=time.monotonic)
+
+    @property
+    def hurried(self) -> bool:
+        return self.grace_s < SOFT_S
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self.seen + self.grace_s - time.monotonic())
+
+    @property
+    def passed_s(self) -> float:
+        return time.monotonic() - self.seen
+
+
+class Sentinel:
+    """Of one Checkpointer. `start`, `stop` and `exception` belong to the main thread."""
+
+    def __init__(
+        self,
+        triggers: tuple[Trigger, ...],
+        world: World,
+        guardian: Guardian,
+        pulse: Pulse,
+        levers: Levers,
+        on_fault: Callable[[Fault], None] | None,
+    ) -> None:
+        self._triggers, self._world, self._guardian = triggers, world, guardian
+        self._pulse, self._levers, self._on_fault = pulse, levers, on_fault
+        self._signals = {number: t for t in triggers if isinstance(t, OnSignal) for number in t.numbers}
+        self._calls: queue.SimpleQueue[Call | Callable[[], None] | None] = queue.SimpleQueue()
+        self._dead_peers: dict[int, str] = {}
+        self._answers: dict[int, Save] = {}
+        self._answered = threading.Condition()
+        self._last_due = -1
+        self._leaving = False
+        self._stopped = False
+        self._threads: list[threading.Thread] = []
+        self._wakeup = Wakeup(self._signals)
+        self._stop_reader, self._stop_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._rally: Rally | None = None
+        self._notices = notices.Watch(
+            [t for t in triggers if isinstance(t, (OnPreemption, OnDeadline))], self._on_notice
+        )
+        self._crash_pipe: tuple[int, int] | None = None
+        self._had_faulthandler = False
+
+    # -- life --
+
+    def start(self) -> None:
+        """Arm everything."""
+        if not self._triggers:
+            return
+        if self._world.size > 1:
+            self._rally = self._world.rally(self._on_round)
+        self._wakeup.arm()
+        self._enable_faulthandler()
+        self._arm_writer()
+        self._guardian.on_alert = self._on_alert
+        for name, target in (("ckpt-sentinel", self._receive), ("ckpt-incident", self._deal_with_all)):
+            thread = threading.Thread(target=target, name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        self._notices.start()
+
+    def stop(self) -> None:
+        """Put everything back. An incident that is being dealt with is finished first."""
+        if self._stopped or not self._triggers:
+            return
+        self._stopped = True
+        self._notices.stop()
+        if self._rally is not None:
+            self._rally.stop()
+        self._calls.put(None)
+        with contextlib.suppress(OSError):
+            os.write(self._stop_writer, b"x")
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(SOFT_S)
+        self._wakeup.put_back()
+        self._wakeup.close()
+        self._disable_faulthandler()
+        for fd in (self._stop_reader, self._stop_writer):
+            os.close(fd)
+        self._pulse.close()
+
+    def forget(self) -> None:
+        """In a forked child: signals to it are not the trainer's, and a crash of it is its own."""
+        if self._triggers and not self._stopped:
+            self._stopped = True
+            self._wakeup.forget()
+            self._disable_faulthandler()
+
+    @property
+    def armed(self) -> bool:
+        return bool(self._triggers) and not self._stopped
+
+    def has(self, kind: type[Trigger]) -> bool:
+        return any(isinstance(trigger, kind) for trigger in self._triggers)
+
+    def _enable_faulthandler(self) -> None:
+        """What a crash says goes to the writer, which passes it on to stderr if it would have gone there."""
+        self._had_faulthandler = faulthandler.is_enabled()
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(writer, False)  # a crash must not wait for a reader
+        self._crash_pipe = reader, writer
+        faulthandler.enable(file=writer, all_threads=True)
+        faulthandler.register(DUMP_SIGNAL, file=writer, all_threads=True)
+
+    def _disable_faulthandler(self) -> None:
+        if self._crash_pipe is None:
+            return
+        faulthandler.unregister(DUMP_SIGNAL)
+        # The default action of that signal would end us, and the writer may just have sent it.
+        with contextlib.suppress(ValueError):
+            signal.signal(DUMP_SIGNAL, signal.SIG_IGN)
+        faulthandler.disable()
+        if self._had_faulthandler:
+            for stream in (sys.stderr, sys.__stderr__):
+                with contextlib.suppress(Exception):  # a stream without a descriptor
+                    faulthandler.enable(file=stream or 2)
+                    break
+        for fd in self._crash_pipe:
+            os.close(fd)
+        self._crash_pipe = None
+
+    def _arm_writer(self) -> None:
+        assert self._crash_pipe is not None
+        hang = next((t for t in self._triggers if isinstance(t, OnHang)), None)
+        pressure = next((t for t in self._triggers if isinstance(t, OnMemoryPressure)), None)
+        fields = {
+            "rank": self._world.rank,
+            "world": self._world.size,
+            "signals": [int(number) for number in self._signals],
+            "hang": None if hang is None else [hang.action, hang.factor, hang.min_s],
+            "share": None if pressure is None else pressure.share,
+            "echo": self._had_faulthandler,
+        }
+        stderr = 2 if self._had_faulthandler else self._stop_reader  # any descriptor, where nothing is to be echoed
+        self._guardian.arm(fields, (self._pulse.fd, self._wakeup.reader.fileno(), self._crash_pipe[0], stderr))
+
+    # -- the main thread --
+
+    def due(self, step: int) -> bool:
+        """Whether this step is to be saved out of turn. One comparison with a number in shared memory."""
+        at = self._pulse.save_at
+        if step < at or at == self._last_due:
+            return False
+        self._last_due = at
+        return True
+
+    def answer(self, save: Save | None) -> None:
+        """The step that was due has been saved."""
+        with self._answered:
+            if save is not None:
+                self._answers[self._last_due] = save
+            self._answered.notify_all()
+
+    def request(self, why: str) -> None:
+        """Have all ranks save soon; returns at once."""
+        self._put("request", f"asked for by the code of rank {self._world.rank}: {why}", how="call", grace_s=SOFT_S)
+
+    def tell(self, fault: Fault) -> None:
+        """Of an earlier incarnation, to `on_fault`."""
+        self._calls.put(lambda: self._call_hook(fault))
+
+    def exception(self, error: BaseException) -> None:
+        """An exception leaves the training loop; called by the thread that it leaves, which is the last to save."""
+        oom = is_oom(error)
+        if self._leaving or not (self.has(OnOom) if oom else self.has(OnException)):
+            return
+        what = "ran out of memory" if oom else f"raised {type(error).__name__}"
+        call = self._new_call("oom" if oom else "exception", "", how="exception", grace_s=CRASHING_S)
+        fault = call.fault
+        fault.summary = f"{self._me} {what}: {str(error)[:500]}".rstrip(": ")
+        frames = traceback.extract_tb(error.__traceback__)
+        fault.stacks[str(self._world.rank)] = [f"{f.name} ({f.filename}:{f.lineno})" for f in reversed(frames)]
+        fault.advice, fault.exit_code = ("retry" if oom else "fix"), 1
+        self._secure(call, leaving=True)
+        self._close_case(call, ends=True)
+
+    # -- taking in: never waits --
+
+    def _receive(self) -> None:
+        """The thread that hears signals."""
+        while not self._stopped:
+            self._wakeup.wait(self._stop_reader, None)
+            for number in self._wakeup.read():
+                self._on_signal(number, "wakeup descriptor")
+
+    def _on_signal(self, number: int, how: str) -> None:
+        trigger = self._signals.get(signal.Signals(number))
+        if trigger is None or self._leaving:
+            return
+        name = signal.Signals(number).name
+        ends = trigger.leave
+        if ends is None:
+            ends = number in ENDING and self._wakeup.would_end(number)
+        grace_s = trigger.grace_s if ends or number in ENDING else SOFT_S
+        call = self._new_call("signal", f"{name} came to {self._me}", how=how, grace_s=grace_s)
+        call.signal, call.far = number, True
+        if ends:
+            self._leaving = True  # a second one does not make it quicker
+            call.leave, call.fault.advice = 128 + number, "resubmit"
+        else:
+            call.fault.advice = "none"
+        self._calls.put(call)
+
+    def _on_notice(self, notice: notices.Notice) -> None:
+        left_s = SOFT_S if notice.at is None else max(1.0, notice.at - time.time())
+        soft = notice.kind == "rebalance"
+        call = self._new_call(
+            "preemption" if soft else notice.kind,
+            f"{notice.what} ({self._me})",
+            how="notice",
+            grace_s=SOFT_S if soft else min(left_s, SOFT_S - 1),
+        )
+        call.far = True
+        call.fault.advice = "replace" if notice.kind != "deadline" else "resubmit"
+        if notice.kind == "deadline" and any(t.leave for t in self._triggers if isinstance(t, OnDeadline)):
+            call.leave = RESUBMIT_CODE
+        self._calls.put(call)
+
+    def _on_alert(self, note: Message) -> None:
+        """From the writer."""
+        op = note["op"]
+        if op == "peer":
+            self._dead_peers[int(note["rank"])] = str(note["summary"])
+        elif op == "signal":
+            self._on_signal(int(note["number"]), "writer")
+        elif op == "trigger":
+            self._put("request", f"asked for at a shell: {note['why']}", how="ckpt trigger", grace_s=SOFT_S)
+        elif op == "hang":
+            self._guardian.tell("heard")
+            call = self._new_call("hang", "", how="step counter", grace_s=SOFT_S - 1)
+            call.note = note
+            self._calls.put(call)
+        elif op == "pressure":
+            call = self._new_call("memory", f"{self._me}: {note['why']}", how="memory", grace_s=SOFT_S)
+            call.fault.advice = "none"
+            call.note = note
+            self._calls.put(call)
+
+    def _on_round(self, heard: Round) -> None:
+        """Another rank has called."""
+        self._calls.put(lambda: self._follow(heard))
+
+    @property
+    def _me(self) -> str:
+        return f"rank {self._world.rank}" if self._world.size > 1 else "the trainer"
+
+    def _new_call(self, kind: str, summary: str, *, how: str, grace_s: float) -> Call:
+        owner = self._guardian.owner
+        fault = Fault(kind, summary, how=how, rank=self._world.rank, world=self._world.size)
+        fault.attempt = f"{owner.epoch}.{owner.nonce}"
+        return Call(fault, grace_s)
+
+    def _put(self, kind: str, summary: str, *, how: str, grace_s: float) -> None:
+        call = self._new_call(kind, summary, how=how, grace_s=grace_s)
+        call.fault.advice, call.far = "none", True
+        self._calls.put(call)
+
+    # -- dealing with it --
+
+    def _deal_with_all(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                if isinstance(call, Call):
+                    self._deal(call)
+                else:
+                    call()
+            except Exception:
+                log.exception("an incident could not be dealt with")
+            if isinstance(call, Call) and call.leave is not None:
+                leave(call.leave)
+
+    def _deal(self, call: Call) -> None:
+        if call.fault.kind == "hang":
+            self._look_around(call)
+        if call.fault.kind == "memory" and (freed := self._levers.give_memory_back()):
+            call.fault.summary += f"; gave {freed / 2**20:.0f} MiB of snapshots back"
+        beat = self._pulse.read()
+        if beat.step >= 0:
+            call.fault.steps.setdefault(str(self._world.rank), beat.step)
+        if beat.step >= 0 and beat.state not in (OPENING, RESTORING):
+            self._secure(call, leaving=call.leave is not None)
+        self._close_case(call, ends=call.leave is not None)
+
+    def _secure(self, call: Call, *, leaving: bool) -> None:
+        """Have the newest state saved that all ranks can have."""
+        fault, alone = call.fault, self._world.size == 1
+        blocked = bool(self._dead_peers) or fault.kind == "hang"
+        if blocked:
+            fault.steps |= {}
+            for summary in self._dead_peers.values():
+                fault.summary += f" (before that: {summary})"
+        hurried = call.hurried or leaving
+        held = self._levers.in_memory(min(2.0, call.left_s))
+        ready = held is not None and held == self._pulse.step
+        if not ready and not blocked:
+            ready = self._agree(call)
+            if ready:
+                return  # by the training loop, on all ranks
+        elif not hurried and not alone and self._agree(call):
+            return
+        if not ready and (step := self._levers.copy_live()) is not None:
+            fault.saved.append(Saved(step, "memory", "live", call.passed_s))
+        fault.timings["staged_s"] = call.passed_s
+        if not alone and not blocked:
+            self._call_round(call, -1)
+        if blocked and leaving and self._guardian.has_memory:
+            self._note_memory(call)
+            return  # the writer has it, and makes it durable while the launcher starts the next trainer
+        self._persist(call)
+
+    def _agree(self, call: Call) -> bool:
+        """Have the training loops of all ranks save one step; False if they do not come."""
+        for _ in range(MISSED):
+            step = self._pulse.step
+            usual_s = self._pulse.usual_s
+            ahead = step + 1
+            if self._world.size > 1:
+                ahead = step_ahead(step, usual_s, self._rally.look_s if self._rally is not None else 0.0)
+                called = self._call_round(call, ahead)
+                if called is None or called.step < 0:
+                    return False
+                ahead = called.step
+            if self._pulse.step >= ahead:
+                continue  # another's round, too early for us: call a later one
+            self._pulse.save_at = ahead
+            patience_s = call.left_s
+            if call.hurried:
+                patience_s = min(call.left_s / 2, 3 * (ahead - step) * usual_s + PATIENCE_S)
+            return self._await_answer(call, ahead, patience_s)
+        return False
+
+    def _await_answer(self, call: Call, ahead: int, patience_s: float) -> bool:
+        with self._answered:
+            self._answered.wait_for(lambda: ahead in self._answers or self._stopped, patience_s)
+            save = self._answers.pop(ahead, None)
+        if save is None:
+            return False
+        with contextlib.suppress(CheckpointError):
+            save.staged(call.left_s)
+            call.fault.saved.append(Saved(save.step, "memory", "agreed", call.passed_s))
+        for tier in save.tiers:
+            error = ""
+            try:
+                save.committed(call.left_s, tier=tier)
+            except CheckpointError as failure:
+                error = str(failure)
+            call.fault.saved.append(Saved(save.step, tier, "agreed", call.passed_s, error))
+        call.fault.timings["durable_s"] = call.passed_s
+        return any(not saved.error for saved in call.fault.saved)
+
+    def _call_round(self, call: Call, step: int) -> Round | None:
+        """Tell the other ranks; None if they cannot be told in time."""
+        if self._rally is None:
+            return None
+        found: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
+        rally = self._rally
+
+        def post() -> None:
+            try:
+                found.put(rally.call(step, call.fault.kind, call.fault.summary[:200], call.left_s))
+            except PeerError as error:
+                log.warning("%s", error)
+                found.put(None)
+
+        threading.Thread(target=post, name="ckpt-round", daemon=True).start()
+        with contextlib.suppress(queue.Empty):
+            return found.get(timeout=ROUND_S)
+        return None
+
+    def _follow(self, heard: Round) -> None:
+        """Take part in what another rank has called for."""
+        log.info("rank %d asks for a save: %s", heard.rank, heard.why)
+        if heard.step < 0:
+            call = self._new_call(heard.kind, heard.why, how=f"rank {heard.rank}", grace_s=heard.grace_s)
+            self._persist(call)
+        elif self._pulse.step < heard.step:
+            self._pulse.save_at = heard.step
+        elif self._pulse.state not in (OPENING, RESTORING):
+            call = self._new_call(heard.kind, heard.why, how=f"rank {heard.rank}", grace_s=heard.grace_s)
+            self._agree(call)
+
+    def _persist(self, call: Call) -> None:
+        """Have the writer make durable what is in memory."""
+        before_s = call.passed_s
+        self._note_memory(call)
+        deadline_s = min(call.left_s, PERSIST_S)
+        try:
+            with self._guardian.holding_still(1 if self._world.size == 1 else None) as attempts:
+                reply, _ = self._guardian.client.ask(
+                    "persist",
+                    timeout_s=deadline_s + 1.0,
+                    deadline_s=deadline_s,
+                    far=call.far,
+                    attempts=[str(attempt) for attempt in attempts],
+                )
+        except CheckpointError as error:
+            log.warning("what is in memory is not durable: %s", error)
+            return
+        for one in reply["saved"]:
+            call.fault.saved.append(Saved(one["step"], one["tier"], "ring", before_s + one["seconds"], one["error"]))
+        call.fault.timings["durable_s"] = call.passed_s
+
+    def _note_memory(self, call: Call) -> None:
+        known = {saved.step for saved in call.fault.saved if saved.tier == "memory"}
+        steps = sorted((attempt.step for attempt in self._guardian.sealed()), reverse=True)
+        wanted = steps[:1] if self._world.size == 1 else steps  # of several ranks the newest may not be common
+        call.fault.saved += [Saved(s, "memory", "ring", call.passed_s) for s in wanted if s not in known]
+
+    # -- hangs --
+
+    def _look_around(self, call: Call) -> None:
+        """What every rank that can be reached does, and whom they wait for."""
+        note, found = call.note, dict[int, Evidence]()
+        try:
+            reply, _ = self._guardian.client.ask("evidence", timeout_s=EVIDENCE_S)
+            for data in reply["evidence"]:
+                one = Evidence.from_json(data)
+                found[one.rank] = one
+        except (CheckpointError, ValueError, KeyError) as error:
+            log.warning("the ranks of this node cannot be looked at: %s", error)
+        rank = self._world.rank
+        if rank in found:
+            frames = evidence.own_stack(threading.main_thread().ident or 0)
+            found[rank] = Evidence.from_json(
+                {
+                    **found[rank].to_json(),
+                    "stack": list(frames),
+                    "collective": evidence.collective_of(frames),
+                    "flight": list(evidence.flight_recorder()),
+                }
+            )
+        if max(self._world.nodes) > 0:
+            found |= self._ask_nodes(found)
+        what = f"no step for {note['idle_s']:.1f} s, where {note['usual_s']:.2f} s are usual"
+        note_evidence(call.fault, list(found.values()), what)
+        call.fault.timings["idle_s"] = float(note["idle_s"])
+        if next((t.action for t in self._triggers if isinstance(t, OnHang)), "") == "exit":
+            self._leaving = True
+            call.leave = REPLACE_CODE if call.fault.suspects == [rank] and self._world.size > 1 else RETRY_CODE
+            call.fault.advice = "replace" if call.leave == REPLACE_CODE else "retry"
+
+    def _ask_nodes(self, here: dict[int, Evidence]) -> dict[int, Evidence]:
+        """What other nodes found out; each rank that can posts all that its node knows."""
+        found: dict[int, Evidence] = {}
+        step = self._pulse.step
+        try:
+            mailbox = self._world.mailbox()
+            mailbox.put(f"hang/{step}/{self._world.rank}", [one.to_json() for one in here.values()])
+            end = time.monotonic() + NODES_S
+            missing = set(range(self._world.size)) - here.keys()
+            while missing and time.monotonic() < end:
+                for key in [f"hang/{s}/{r}" for r in sorted(missing) for s in (step, step - 1, step + 1)]:
+                    if mailbox.poll([key]):
+                        for data in mailbox.wait([key], 1.0)[0]:
+                            one = Evidence.from_json(data)
+                            found[one.rank] = one
+                missing -= found.keys()
+                time.sleep(0.05)
+        except (CheckpointError, ValueError, TypeError) as error:
+            log.info("other nodes do not say what their ranks do: %s", error)
+        return {rank: one for rank, one in found.items() if rank not in here}
+
+    # -- the end of it --
+
+    def _close_case(self, call: Call, *, ends: bool) -> None:
+        """Record, tell, and be ready to leave."""
+        fault = call.fault
+        if call.leave is not None:
+            if call.signal and not self._ours(call.signal):
+                call.leave = None  # a handler that came later decides
+            fault.exit_code = call.leave
+        fault.timings["total_s"] = call.passed_s
+        log.warning("%s", fault.line)
+        with contextlib.suppress(CheckpointError):
+            self._guardian.client.ask("report", timeout_s=5.0, fault=fault.to_json(), ends=ends)
+        if ends:
+            tell_launcher(fault, fault.stacks.get(str(fault.rank), ()))
+        self._call_hook(fault)
+
+    def _ours(self, number: int) -> bool:
+        trigger = self._signals[signal.Signals(number)]
+        return bool(trigger.leave) or self._wakeup.would_end(number)
+
+    def _call_hook(self, fault: Fault) -> None:
+        if self._on_fault is not None:
+            try:
+                self._on_fault(fault)
+            except Exception:
+                log.exception("on_fault failed")
+
+
+def is_oom(error: BaseException) -> bool:
+    """Whether memory ran out, on a device or on the host."""
+    torch: Any = sys.modules.get("torch")
+    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
+
+
+def leave(code: int) -> None:
+    """End the process from any thread, whatever the main one does."""
+
+    def flush() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+
+    flushing = threading.Thread(target=flush, daemon=True)  # the main thread may hold a stream's lock
+    flushing.start()
+    flushing.join(FLUSH_S)
+    os._exit(code)

@@ -1,0 +1,122 @@
+"""What commands share: options, runs opened for reading, and how things are shown to people and programs.
+
+What a checkpoint contains is not trusted: `safe` takes control characters out of all that a person gets to see, and
+rich gets it as plain text, never as markup. JSON is one document on stdout, in ASCII, without tensor data; what JSON
+cannot say (NaN, bytes) is text in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
+
+import click
+
+from ckpt.errors import FormatError
+from ckpt.log import RunLog
+from ckpt.store import open_store
+
+OnBytes = Callable[[int], None] | None
+
+SHOWN, WIDTH = 20, 60  # how many problems, and how much of a value, a person gets to see
+
+
+class Saying(logging.Handler):
+    """What the library warns about while it reads."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"WARNING: {record.getMessage()}")
+
+
+SAYING = Saying(logging.WARNING)
+
+
+def example(*lines: str) -> str:
+    return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+step_option = click.option("--step", type=click.IntRange(min=0), help="This step instead of the newest.")
+
+
+@contextlib.asynccontextmanager
+async def opened(url: str) -> AsyncIterator[RunLog]:
+    """A run's log. FormatError if there is no run; damaged records are said on stderr."""
+    log = RunLog(open_store(url))
+    try:
+        try:
+            await log.open()
+        except FormatError as error:
+            there = [info async for info in log.store.list("FORMAT.json")]
+            raise (
+                error if there else FormatError(f"{error}. Give the folder or URL that a Checkpointer saves to")
+            ) from None
+        if damaged := log.state.damaged:
+            records = ", ".join(map(str, damaged[:SHOWN])) + ", …" * (len(damaged) > SHOWN)
+            say(f"WARNING: damaged or missing log records in {log.store.url}: {records}. Checkpoints may be missing")
+        yield log
+    finally:
+        await log.store.aclose()
+
+
+def safe(text: object) -> str:
+    """Without anything that a terminal would obey."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def say(text: str) -> None:
+    click.echo(f"ckpt: {safe(text)}", err=True)
+
+
+def short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= WIDTH else f"{text[:WIDTH]}…"
+
+
+def human(size: int) -> str:
+    from rich import filesize
+
+    return filesize.decimal(size)
+
+
+def print_json(found: dict[str, Any]) -> int:
+    print(json.dumps(found, indent=2, allow_nan=False))
+    return 0
+
+
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """On a terminal, long cells go on in the next line; in a pipe, a row is a line."""
+    from rich.console import Console
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    columns = [
+        Column(t, overflow="fold", justify="right" if t in ("step", "size", "ranks") else "left") for t in titles
+    ]
+    table = Table(*columns, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*(Text(safe(cell)) for cell in row))
+    console = Console(width=None if sys.stdout.isatty() else 1 << 20)
+    with console.capture() as captured:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()), end="\n\n")
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int) -> Iterator[OnBytes]:
+    """A bar on stderr, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich import progress as parts
+    from rich.console import Console
+
+    columns = (parts.TextColumn(what), parts.BarColumn(), parts.DownloadColumn(), parts.TransferSpeedColumn())
+    console = Console(stderr=True)
+    with parts.Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)

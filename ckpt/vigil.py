@@ -1,0 +1,239 @@
+"""The writer's watch over its trainer, from outside: it goes on when the trainer cannot.
+
+    the wakeup socket    signals that nobody in the trainer took within `LATE_S`: something holds the interpreter's lock
+    a pipe               what Python's faulthandler writes when it crashes, or when we ask for its stacks
+    the pulse            which step it is at, compared with the usual pace
+    counters             whether the kernel's OOM killer has struck since
+    memory               whether it becomes short
+
+Looking costs the trainer nothing. Only where no step has come for too long is it asked, by a signal that faulthandler
+answers without the interpreter's lock, where it stands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckpt import evidence, pressure
+from ckpt.errors import UsageError
+from ckpt.events import log
+from ckpt.hang import Evidence, Pace, still
+from ckpt.link import Message
+from ckpt.pulse import Pulse
+from ckpt.triggers import OnHang
+
+DUMP_SIGNAL = signal.SIGRTMIN + 6  # answered by faulthandler; no default of anybody's
+LOOK_S = 0.25
+LATE_S = 0.02  # until a signal that the sentinel has not taken is ours
+SAMPLES, BETWEEN_S = 3, 0.3
+SURELY = 3.0  # times the limit: a hang, even if it looks busy
+DUMP_S, QUIET_S = 1.0, 0.05
+FATAL = "Fatal Python error"
+MAX_TEXT = 1 << 20
+
+
+@dataclass(frozen=True)
+class Stall:
+    """No step for `idle_s`, where `limit_s` would have been much already."""
+
+    idle_s: float
+    limit_s: float
+    usual_s: float
+    evidence: Evidence
+
+
+@dataclass
+class Eyes:
+    """What is called, in the event loop, when something is seen."""
+
+    on_crash: Callable[[str], None]
+    on_signal: Callable[[int], None]
+    on_stall: Callable[[Stall], None]
+    on_pressure: Callable[[pressure.Room, str], None]
+
+
+class Vigil:
+    """Watches one trainer. Made in the event loop; `message` and `fds` as `ckpt.sentinel` sends them."""
+
+    def __init__(self, pid: int, message: Message, fds: list[int], eyes: Eyes) -> None:
+        if len(fds) != 4:
+            raise UsageError("a watch needs the pulse, the wakeup socket, the pipe and stderr")
+        self.pid, self.rank, self.world = pid, int(message["rank"]), int(message["world"])
+        self.signals = [int(number) for number in message["signals"]]
+        self.hang = None if message["hang"] is None else OnHang(*message["hang"])
+        self._eyes, self._loop = eyes, asyncio.get_running_loop()
+        self._text = ""
+        self._dumped = 0  # bytes that it has written because we asked
+        self._changed = asyncio.Event()
+        self._asking = asyncio.Lock()
+        self._stopped = False
+        self._stderr = fds[3]
+        self._echo = bool(message["echo"])
+        self.pulse = Pulse.attach(fds[0])
+        self._wakeup = socket.socket(fileno=fds[1])
+        self._kills = pressure.oom_kills(pid=pid)
+        self._pressure: pressure.Watch | None = None
+        if message["share"] is not None:
+            self._pressure = pressure.Watch(float(message["share"]), self._on_pressure)
+            self._pressure.start()
+        threading.Thread(target=self._read_pipe, args=(fds[2],), daemon=True).start()
+        self._loop.add_reader(self._wakeup, self._on_readable)
+        self._task = self._loop.create_task(self._look())
+
+    def stop(self) -> None:
+        """Nothing is called after it, and the trainer's descriptors are let go of."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._task.cancel()
+        if self._pressure is not None:
+            self._pressure.stop()
+        self._loop.remove_reader(self._wakeup)
+        self._wakeup.close()
+        self.pulse.close()
+        if self._stderr >= 0:
+            os.close(self._stderr)
+            self._stderr = -1
+
+    # -- signals --
+
+    def _on_readable(self) -> None:
+        """The sentinel reads them. If they are still there in a moment, it cannot."""
+        self._loop.remove_reader(self._wakeup)
+        self._loop.call_later(LATE_S, self._take_signals)
+
+    def _take_signals(self) -> None:
+        if self._stopped:
+            return
+        raw = b""
+        with contextlib.suppress(OSError):
+            raw = self._wakeup.recv(4096, socket.MSG_DONTWAIT)
+        for number in dict.fromkeys(raw):
+            if number in self.signals:
+                self._eyes.on_signal(number)
+        self._loop.add_reader(self._wakeup, self._on_readable)
+
+    # -- crashes, and stacks --
+
+    def _read_pipe(self, fd: int) -> None:
+        with contextlib.suppress(OSError):
+            while raw := os.read(fd, 1 << 16):
+                with contextlib.suppress(RuntimeError):  # the loop has closed
+                    self._loop.call_soon_threadsafe(self._on_text, raw.decode("utf-8", "replace"))
+        os.close(fd)
+
+    def _on_text(self, text: str) -> None:
+        self._dumped += len(text.encode())
+        before, self._text = self._text, (self._text + text)[-MAX_TEXT:]
+        self._changed.set()
+        if FATAL in self._text and self._echo and self._stderr >= 0:
+            with contextlib.suppress(OSError):
+                os.write(self._stderr, text.encode())  # where the user would have seen it without us
+        if FATAL in self._text and FATAL not in before and not self._stopped:
+            self._eyes.on_crash(self.crash)
+
+    @property
+    def crash(self) -> str:
+        """What faulthandler said at a crash so far, "" if it said nothing."""
+        start = self._text.find(FATAL)
+        return self._text[start:] if start >= 0 else ""
+
+    async def sample(self) -> Evidence:
+        """Everything that can be seen of it from outside, and where its main thread says that it stands."""
+        async with self._asking:  # what it writes for one sample must not look like a log to another
+            found = evidence.sample(self.pid, self.rank, self.pulse.read(), ours=self._dumped)
+            if found.state in ("stopped", "zombie", "gone"):
+                return found
+            stack = await self._stack()
+            return replace(found, stack=stack, collective=evidence.collective_of(stack))
+
+    async def stack(self) -> tuple[str, ...]:
+        """Where its main thread stands, innermost frame first; () if it does not answer."""
+        async with self._asking:
+            return await self._stack()
+
+    async def _stack(self) -> tuple[str, ...]:
+        self._text = self.crash
+        start = len(self._text)
+        try:
+            os.kill(self.pid, DUMP_SIGNAL)
+        except OSError:
+            return ()
+        end = self._loop.time() + DUMP_S
+        while self._loop.time() < end:
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), QUIET_S)
+            except TimeoutError:
+                if len(self._text) > start:
+                    break
+        return evidence.parse_dump(self._text[start:])
+
+    # -- hangs --
+
+    async def _look(self) -> None:
+        if self.hang is None:
+            return
+        pace, told, patience = Pace(self.hang), -1, 0.0
+        while True:
+            await asyncio.sleep(LOOK_S)
+            beat, now = self.pulse.read(), time.monotonic()
+            idle_s = pace.look(now, beat)
+            if pace.usual_s is not None:
+                self.pulse.usual_s = pace.usual_s
+            if idle_s is None:
+                patience = 0.0
+                continue
+            limit_s = pace.limit_s or 0.0
+            if beat.calls == told or idle_s < patience:
+                continue
+            try:
+                samples = await self._samples(beat.calls)
+            except Exception as error:
+                log.warning("the trainer cannot be looked at: %r", error)
+                continue
+            if samples and (still(samples) or idle_s > SURELY * limit_s):
+                told = beat.calls
+                self._eyes.on_stall(Stall(idle_s, limit_s, pace.usual_s or 0.0, samples[-1]))
+            elif samples:
+                patience = idle_s + limit_s / 2  # slow, and at work
+
+    async def _samples(self, calls: int) -> list[Evidence]:
+        """Several looks at one standstill; none if a step came between."""
+        found: list[Evidence] = []
+        for number in range(SAMPLES):
+            if number:
+                await asyncio.sleep(BETWEEN_S)
+            if self.pulse.read().calls != calls:
+                return []
+            found.append(await self.sample())
+        return found
+
+    # -- memory --
+
+    def _on_pressure(self, room: pressure.Room, why: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._eyes.on_pressure, room, why)
+
+    # -- afterwards --
+
+    def cause(self) -> tuple[str, str]:
+        """Of a death: how we know it, and what it was."""
+        if crash := self.crash:
+            return "faulthandler", crash.partition("\n")[0].removeprefix(f"{FATAL}: ")
+        if where := pressure.oom_kills(pid="self", where=self._kills.where).since(self._kills):
+            return "robust mutex", f"killed, probably by the kernel's OOM killer (it struck in this {where})"
+        return "robust mutex", "died without a word, as of SIGKILL or os._exit"
+
+    def describe(self) -> dict[str, Any]:
+        beat = self.pulse.read()
+        return {"rank": self.rank, "pid": self.pid, "step": beat.step, "doing": beat.doing}

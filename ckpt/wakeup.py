@@ -1,0 +1,116 @@
+"""Signals, noticed within a millisecond whatever the main thread does.
+
+A Python handler runs in the main thread, between two bytecodes: never while that thread sits in a collective. The
+interpreter's own handler writes the number of a signal to a descriptor at once, though (`signal.set_wakeup_fd`). Here
+that is a socket whose other end two processes have: the sentinel thread reads it, and if it cannot, because something
+holds the interpreter's lock, the writer does.
+
+Nobody's handlers are lost: ours call those that were there before, and those that are installed later replace ours,
+which the descriptor does not depend on. `put_back` restores what was there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ckpt.events import log
+
+Handler = Any  # what signal.getsignal gives: a callable, SIG_DFL, SIG_IGN
+
+
+class Wakeup:
+    """Armed in the main thread, read in any other."""
+
+    def __init__(self, numbers: Iterable[signal.Signals]) -> None:
+        self.numbers = tuple(numbers)
+        self.reader, self._writer = socket.socketpair()
+        self.reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._before: dict[int, Handler] = {}
+        self._chained = -1
+        self._armed = False
+        # Bound once: a method is a new object each time it is asked for, and we compare by identity.
+        self._ours: Callable[[int, Any], None] = self._handle
+
+    def arm(self) -> None:
+        """In the main thread, or it is only said that signals are not handled."""
+        if not self.numbers:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            log.warning("signals are no triggers here: the Checkpointer was not made in the main thread")
+            return
+        for number in self.numbers:
+            before = signal.getsignal(number)
+            if before is None:  # not Python's: it could not be put back
+                log.warning("%s is handled by something else than Python: it is no trigger", number.name)
+                continue
+            self._before[number] = before
+            signal.signal(number, self._ours)
+        self._chained = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._armed = True
+
+    def put_back(self) -> None:
+        """What is still ours becomes what it was. From another thread than the main one ours only go quiet."""
+        armed, self._armed = self._armed, False
+        if not armed or threading.current_thread() is not threading.main_thread():
+            return
+        for number, before in self._before.items():
+            if signal.getsignal(number) is self._ours:
+                signal.signal(number, before)
+        found = signal.set_wakeup_fd(self._chained, warn_on_full_buffer=False)
+        if found not in (self._writer.fileno(), -1):
+            signal.set_wakeup_fd(found, warn_on_full_buffer=False)  # somebody else's, later than ours
+
+    def close(self) -> None:
+        self.reader.close()
+        self._writer.close()
+
+    def forget(self) -> None:
+        """In a forked child, whose signals are not the trainer's: nothing of ours is left there."""
+        self.put_back()
+        self.close()
+
+    def would_end(self, number: int) -> bool:
+        """Whether the process would have ended of this signal without us: nobody else handles it."""
+        return self._before.get(number) == signal.SIG_DFL and signal.getsignal(number) is self._ours
+
+    def read(self) -> list[int]:
+        """The signals that have come since, ours only; others' descriptors get theirs passed on."""
+        try:
+            raw = self.reader.recv(4096)
+        except (BlockingIOError, OSError):
+            return []
+        if self._chained >= 0:
+            with contextlib.suppress(OSError):  # a pipe or a socket; full or closed is its owner's business
+                os.write(self._chained, raw)
+        return [number for number in raw if number in self._before]
+
+    def wait(self, also: int, timeout_s: float | None) -> None:
+        """Until a signal comes, or the descriptor `also` can be read."""
+        poll = select.poll()
+        poll.register(self.reader, select.POLLIN)
+        poll.register(also, select.POLLIN)
+        poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        """In the main thread, as soon as it comes round to it."""
+        if self._armed:
+            # A loop of asyncio takes the descriptor for itself, and sets it to none at its end.
+            found = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+            if found != self._writer.fileno():
+                self._chained = found
+                with contextlib.suppress(OSError):
+                    self._writer.send(bytes([number]))
+        before = self._before.get(number)
+        if callable(before):
+            before(number, frame)
+        elif not self._armed and before == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

@@ -8,7 +8,8 @@ next, and its size is sealed, so that no reader can ever be hit by SIGBUS.
     page 1       the slot table: one `Label` a slot, guarded by a sequence number that is odd while it changes
     2 MiB        slot 0, slot 1, ...
 
-A slot is EMPTY, FILLING or SEALED. One thread of the trainer makes all transitions while the trainer lives.
+A slot is EMPTY, FILLING, EAGER (all of it is there that cannot be had later: what optimizers change is missing) or
+SEALED. One thread of the trainer makes all transitions while the trainer lives.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ckpt.mutex import RobustMutex
 from ckpt.plan import pages
 from ckpt.store import PAGE
 
-EMPTY, FILLING, SEALED = 0, 1, 2
+EMPTY, FILLING, SEALED, EAGER = 0, 1, 2, 3
 MAX_SLOTS = 16
 
 _MAGIC = b"EVSTEP01"
@@ -169,11 +170,15 @@ class Arena:
 
     def sealed(self) -> list[tuple[int, Label]]:
         """Slots that hold a whole snapshot, newest first. One with a damaged label is passed over."""
+        return self.labels(SEALED)
+
+    def labels(self, state: int) -> list[tuple[int, Label]]:
+        """Slots in this state, newest first."""
         found: list[tuple[int, Label]] = []
         for slot in range(self.slots):
             with contextlib.suppress(CorruptError):
                 label = self.label(slot)
-                if label is not None and label.state == SEALED:
+                if label is not None and label.state == state:
                     found.append((slot, label))
         return sorted(found, key=lambda item: -item[1].order)
 

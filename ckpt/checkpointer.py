@@ -17,12 +17,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
 
 import torch
 
-from ckpt import link, replicas
+from ckpt import link, relief, replicas
 from ckpt.arena import Arena
 from ckpt.errors import (
     CheckpointError,
@@ -42,6 +42,7 @@ from ckpt.handle import Save
 from ckpt.hooks import UpdateHook
 from ckpt.manifest import Attempt
 from ckpt.pulse import LEAVING, OPENING, PAUSED, RESTORING, TRAINING, Pulse
+from ckpt.relief import Gap
 from ckpt.resume import Restored, gather, restore_first, together
 from ckpt.sentinel import Sentinel
 from ckpt.share import Seat
@@ -268,7 +269,7 @@ class Checkpointer:
             self._capture.keep_apart(self._differing)
             reading = self._capture.read()
             values = json.dumps(reading.values, separators=(",", ":")).encode()
-            self._guardian.tell_layout(reading.layout)
+            self._guardian.tell_layout(reading.layout, reading.guarded)
             self._ready_memory(reading.layout.arrangement.data_size, len(values), must=explicit or bool(durable))
         except BaseException as error:
             what = error if isinstance(error, CheckpointError) else SaveError(f"step {step} was not saved: {error!r}")
@@ -361,22 +362,29 @@ class Checkpointer:
     def _put_aside(self, step: int) -> None:
         """Keep of a step that is not due what cannot be read later; the rest stays as it is until an optimizer begins.
 
-        Nothing is kept aside where that would be much, as with a large frozen model.
+        It goes into the slot that is free, so that it outlives this process like all the rest. Nothing is kept aside
+        where that would be much, as with a large frozen model.
         """
         reading = self._capture.read()
         apart = [t for t, guarded in zip(reading.tensors, reading.guarded, strict=True) if not guarded]
         if sum(t.nbytes for t in apart) > ASIDE:
             return
-        tensors = [t if g else t.clone() for t, g in zip(reading.tensors, reading.guarded, strict=True)]
+        values = json.dumps(reading.values, separators=(",", ":")).encode()
+        arena = self._stager.arena
+        if arena is None or not arena.fits(reading.layout.arrangement.data_size, len(values)):
+            self._guardian.prepare(reading.layout.arrangement.data_size, len(values))
+            return
+        self._guardian.tell_layout(reading.layout, reading.guarded)
         owner = self._guardian.owner
         attempt = Attempt(owner.epoch, step, owner.nonce)
         save = Save(step, str(attempt), [])
-        job = Job(
-            attempt=attempt,
-            reading=replace(reading, tensors=tensors),
-            values=json.dumps(reading.values, separators=(",", ":")).encode(),
-            on_end=lambda job: self._on_staged(save, job, []),
-        )
+
+        def on_end(job: Job) -> None:
+            if job.place is not None:
+                self._on_staged(save, job, [])
+
+        job = Job(attempt=attempt, reading=reading, values=values, busy="skip", on_end=on_end)
+        self._stager.postpone(job)
         self._aside = save, job
 
     def in_memory(self, timeout_s: float) -> int | None:
@@ -394,10 +402,19 @@ class Checkpointer:
             return None
         self._aside = None
         save, job = aside
-        job.deadline = time.monotonic() + LIVE_S
-        self._guardian.tell_layout(job.reading.layout)
-        whole = self._stager.submit_live(job, lambda: self._hook.count == count, LIVE_S)
+        whole = self._stager.complete(job, lambda: self._hook.count == count, LIVE_S)
         return save.step if whole else None
+
+    def fill_in(self, gap: Gap) -> list[int]:
+        owner, count, filled = self._guardian.owner, self._updates_before, list[int]()
+        if self._last_step is None or gap.attempt != Attempt(owner.epoch, self._last_step, owner.nonce) or self._torn:
+            return []
+        self.in_memory(LIVE_S)  # our own copy comes first, and has waited for what the device does
+
+        def work() -> None:
+            filled.extend(relief.fill(gap, self._capture.replicated))
+
+        return filled if self._stager.undisturbed(work, lambda: self._hook.count == count, LIVE_S) else []
 
     def give_memory_back(self) -> int:
         return self._stager.give_up_slot()

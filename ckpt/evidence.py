@@ -162,7 +162,7 @@ def _py_spy_threads(lines: Iterable[str]) -> Iterator[_Thread]:
 
 _IN = re.compile(r"(\S+) \((.*):[0-9?]+\)")
 _TORCH = re.compile(r"(^|/)torch/")
-_DISTRIBUTED = re.compile(r"(^|/)torch/distributed/")
+_DISTRIBUTED = re.compile(r"(^|/)torch/(distributed/|nn/parallel/distributed\.py$)")
 _LIBRARY = re.compile(
     r"^<frozen |(^|/)torch/|/lib(64)?/python3[^/]*/(?!(site|dist)-packages/)|^(threading|selectors)\.py$"
 )

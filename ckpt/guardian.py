@@ -27,6 +27,7 @@ from ckpt.link import Message
 from ckpt.log import Acquire, in_history
 from ckpt.manifest import Attempt
 from ckpt.plan import Layout
+from ckpt.relief import Gap
 from ckpt.sources import Snapshot
 from ckpt.stage import Stager
 from ckpt.tiers import Memory, Tier
@@ -34,6 +35,7 @@ from ckpt.world import World
 
 OPEN_S = 300.0
 T = TypeVar("T")
+RELIEF_S = 10.0  # for the writer of a dead rank to answer
 RESPAWN_LIMIT = 3  # writers that die within RESPAWN_WINDOW_S, before we stop trying
 RESPAWN_WINDOW_S = 60.0
 
@@ -97,6 +99,7 @@ class Guardian:
         self.on_damaged: Callable[[Message], None] = lambda note: None
         self.on_failure: Callable[[CheckpointError], None] = lambda error: None
         self.on_alert: Callable[[Message], None] = lambda note: None  # what the writer sees of us, or hears
+        self._guarded: list[bool] | None = None
         self._arming: tuple[Message, tuple[int, ...]] | None = None
         self.faults: list[Fault] = []  # of earlier incarnations, that nobody was told yet
         self.on_held: Callable[[int, Attempt], None] = lambda tier, attempt: None
@@ -218,6 +221,27 @@ class Guardian:
                 yield Arena.attach(fd), *known
         except Exception as error:  # of another version, or memory that cannot be mapped here
             log.warning("a writer on this node does not say what it holds: %r", error)
+        finally:
+            client.close()
+
+    def relieve(self, key: str, fill: Callable[[Gap], list[int]]) -> str:
+        """Finish the copy that the dead trainer of another writer could not; which attempt is whole now, "" if none."""
+        channel = link.connect(link.socket_path(key))
+        if channel is None:
+            return ""
+        client = WriterClient(channel, None)
+        try:
+            found, fds = client.ask("gap", timeout_s=RELIEF_S)
+            if found["attempt"] is None:
+                return ""
+            attempt, layout = Attempt.parse(found["attempt"]), Layout.from_json(found["layout"])
+            arena = Arena.attach(fds[0])
+            try:
+                numbers = fill(Gap(attempt, arena, int(found["slot"]), layout, tuple(found["missing"])))
+            finally:
+                arena.close()
+            reply, _ = client.ask("filled", timeout_s=RELIEF_S, attempt=found["attempt"], tensors=numbers)
+            return str(attempt) if reply["whole"] else ""
         finally:
             client.close()
 
@@ -366,6 +390,7 @@ class Guardian:
 
     def _hand_over(self, client: WriterClient) -> None:
         """All that a new writer needs to know; in this order, and without waiting for it."""
+        self._guarded = None
         for layout in self._layouts.values():
             client.send("layout", layout=layout.to_json())
         for arena in self._arenas():
@@ -538,11 +563,14 @@ class Guardian:
         """Whether snapshots outlive this process."""
         return self._memory_kept and self.failure is None
 
-    def tell_layout(self, layout: Layout) -> None:
-        """Before a slot is sealed with it."""
-        if layout.digest in self._layouts:
+    def tell_layout(self, layout: Layout, guarded: list[bool]) -> None:
+        """Before a slot is sealed with it. `guarded`: of each tensor, whether only optimizer steps change it."""
+        if layout.digest in self._layouts and guarded is self._guarded:
             return
         with self._lock:
+            self._guarded = guarded
+            missing = [i for i, one in enumerate(guarded) if one]
+            self.client.send("guarded", layout=layout.digest, tensors=missing)
             if layout.digest not in self._layouts:
                 if len(self._layouts) > 64:
                     self._forget_layouts()

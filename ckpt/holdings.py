@@ -6,9 +6,11 @@ memory of another node (`mirror`).
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import Any
 
-from ckpt.arena import Arena, Label
+from ckpt.arena import EAGER, SEALED, Arena, Label
 from ckpt.codec import blob_digest
 from ckpt.errors import SaveError
 from ckpt.manifest import Attempt
@@ -18,6 +20,7 @@ from ckpt.pressure import available_memory
 from ckpt.write import digest_blobs
 
 MAX_LAYOUTS = 256  # far more than a trainer believes us to have
+LEND_S = 5.0
 MEMORY_SHARE = 0.8  # of the available memory, that an arena may take
 
 
@@ -39,7 +42,10 @@ class Holdings:
         self.foreign: set[str] = set()  # those that other ranks staged into: nobody goes on in them here
         self.layouts: dict[str, Layout] = {}
         self.digests: dict[tuple[Attempt, int], bytes] = {}  # by attempt, and rank that took the snapshot
+        self.guarded: dict[str, list[int]] = {}  # by layout: the tensors that only optimizers change
         self.mirror = Mirror(check_room, self.keep_layout)
+        self._lent: tuple[float, Attempt] | None = None
+        self._filled: set[int] = set()
 
     def all(self) -> list[Arena]:
         return [*self.arenas.values(), *self.mirror.arenas.values()]
@@ -59,6 +65,32 @@ class Holdings:
         """Every sealed snapshot but copies of another node's, newest first."""
         found = [(arena, slot, label) for arena in self.arenas.values() for slot, label in arena.sealed()]
         return sorted(found, key=lambda one: -one[2].order)
+
+    def lend_gap(self) -> tuple[Arena, int, Label, list[int]] | None:
+        """After the trainer's death: a slot that is newer than all snapshots, and the numbers of the tensors that are
+        missing in it. To one at a time; for another, if the first does not come back in `LEND_S`."""
+        newest = max((label.order for _, _, label in self.ring()), default=0)
+        for arena in self.arenas.values():
+            for slot, label in arena.labels(EAGER):
+                if label.order <= newest or label.attempt is None or label.layout not in self.guarded:
+                    continue
+                if self._lent is not None and self._lent[1] == label.attempt and time.monotonic() < self._lent[0]:
+                    return None
+                self._lent = time.monotonic() + LEND_S, label.attempt
+                return arena, slot, label, sorted(set(self.guarded[label.layout]) - self._filled)
+        return None
+
+    def fill_gap(self, attempt: Attempt, tensors: list[int]) -> bool:
+        """Somebody has filled these in; whether it is a whole snapshot now."""
+        self._lent = None
+        self._filled.update(tensors)
+        for arena in self.arenas.values():
+            for slot, label in arena.labels(EAGER):
+                if label.attempt == attempt and self._filled.issuperset(self.guarded.get(label.layout, (-1,))):
+                    arena.set_label(slot, replace(label, state=SEALED))
+                    self._filled.clear()
+                    return True
+        return False
 
     def keep_layout(self, layout: Layout) -> None:
         self.layouts[layout.digest] = layout

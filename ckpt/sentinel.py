@@ -34,6 +34,7 @@ from ckpt.hang import Evidence
 from ckpt.link import Message
 from ckpt.pulse import OPENING, RESTORING, Pulse
 from ckpt.rally import Rally, Round, step_ahead
+from ckpt.relief import Gap
 from ckpt.triggers import (
     REPLACE_CODE,
     RESUBMIT_CODE,
@@ -53,8 +54,10 @@ from ckpt.witness import note_evidence
 from ckpt.world import World
 
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGQUIT, signal.SIGINT)  # the SIGUSRs say "go on"
+LAST_S = 20.0  # before a preemption, the state is saved once more
 SOFT_S = 600.0  # for a save that nobody is in a hurry for
 PERSIST_S = 60.0  # for what is in memory to become durable, if the other ranks have it too
+COPYING_S = 2.0  # for a copy that is under way
 PATIENCE_S = 0.5  # for the training loop to come, beyond what its steps take
 ROUND_S = 1.0  # for the other ranks to be told
 NODES_S = 2.0  # for other nodes to say what their ranks do
@@ -72,6 +75,9 @@ class Levers(Protocol):
 
     def copy_live(self) -> int | None:
         """Copy the running state as it was at the last step() into memory, if it still is that; which step it is."""
+
+    def fill_in(self, gap: Gap) -> list[int]:
+        """Copy what this rank holds of what a dead one lacks; which of its tensors, by number."""
 
     def give_memory_back(self) -> int:
         """Do with one snapshot less; how many bytes that is."""
@@ -124,6 +130,10 @@ class Sentinel:
         self._last_due = -1
         self._leaving = False
         self._stopped = False
+        self._again: list[notices.Notice] = []  # preemptions that get a second save
+        self._seen_error: BaseException | None = None
+        self._excepthook = self._on_uncaught  # bound once, to be compared by identity
+        self._excepthook_before = sys.excepthook
         self._threads: list[threading.Thread] = []
         self._wakeup = Wakeup(self._signals)
         self._stop_reader, self._stop_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -146,6 +156,7 @@ class Sentinel:
         self._enable_faulthandler()
         self._arm_writer()
         self._guardian.on_alert = self._on_alert
+        self._excepthook_before, sys.excepthook = sys.excepthook, self._excepthook
         for name, target in (("ckpt-sentinel", self._receive), ("ckpt-incident", self._deal_with_all)):
             thread = threading.Thread(target=target, name=name, daemon=True)
             thread.start()
@@ -157,6 +168,8 @@ class Sentinel:
         if self._stopped or not self._triggers:
             return
         self._stopped = True
+        with self._answered:
+            self._answered.notify_all()
         self._notices.stop()
         if self._rally is not None:
             self._rally.stop()
@@ -168,6 +181,8 @@ class Sentinel:
                 thread.join(SOFT_S)
         self._wakeup.put_back()
         self._wakeup.close()
+        if sys.excepthook is self._excepthook:
+            sys.excepthook = self._excepthook_before
         self._disable_faulthandler()
         for fd in (self._stop_reader, self._stop_writer):
             os.close(fd)
@@ -256,7 +271,10 @@ class Sentinel:
     def exception(self, error: BaseException) -> None:
         """An exception leaves the training loop; called by the thread that it leaves, which is the last to save."""
         oom = is_oom(error)
-        if self._leaving or not (self.has(OnOom) if oom else self.has(OnException)):
+        if error is self._seen_error:
+            return
+        self._seen_error = error
+        if self._leaving or self._stopped or not (self.has(OnOom) if oom else self.has(OnException)):
             return
         what = "ran out of memory" if oom else f"raised {type(error).__name__}"
         call = self._new_call("oom" if oom else "exception", "", how="exception", grace_s=CRASHING_S)
@@ -265,8 +283,18 @@ class Sentinel:
         frames = traceback.extract_tb(error.__traceback__)
         fault.stacks[str(self._world.rank)] = [f"{f.name} ({f.filename}:{f.lineno})" for f in reversed(frames)]
         fault.advice, fault.exit_code = ("retry" if oom else "fix"), 1
-        self._secure(call, leaving=True)
+        if self._can_save:
+            self._secure(call, leaving=True, at_hand=True)
         self._close_case(call, ends=True)
+
+    def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        """Where the Checkpointer is not used as a context manager."""
+        if isinstance(error, Exception):
+            try:
+                self.exception(error)
+            except Exception:
+                log.exception("the exception that ends the training could not be dealt with")
+        self._excepthook_before(kind, error, trace)
 
     # -- taking in: never waits --
 
@@ -298,6 +326,11 @@ class Sentinel:
     def _on_notice(self, notice: notices.Notice) -> None:
         left_s = SOFT_S if notice.at is None else max(1.0, notice.at - time.time())
         soft = notice.kind == "rebalance"
+        if notice.kind == "preemption" and LAST_S < left_s < SOFT_S and notice not in self._again:
+            self._again.append(notice)  # and once more, shortly before it happens
+            later = threading.Timer(left_s - LAST_S, lambda: None if self._stopped else self._on_notice(notice))
+            later.daemon = True
+            later.start()
         call = self._new_call(
             "preemption" if soft else notice.kind,
             f"{notice.what} ({self._me})",
@@ -315,6 +348,7 @@ class Sentinel:
         op = note["op"]
         if op == "peer":
             self._dead_peers[int(note["rank"])] = str(note["summary"])
+            self._calls.put(lambda: self._relieve(str(note["writer"]), int(note["rank"])))
         elif op == "signal":
             self._on_signal(int(note["number"]), "writer")
         elif op == "trigger":
@@ -368,29 +402,28 @@ class Sentinel:
             self._look_around(call)
         if call.fault.kind == "memory" and (freed := self._levers.give_memory_back()):
             call.fault.summary += f"; gave {freed / 2**20:.0f} MiB of snapshots back"
-        beat = self._pulse.read()
-        if beat.step >= 0:
-            call.fault.steps.setdefault(str(self._world.rank), beat.step)
-        if beat.step >= 0 and beat.state not in (OPENING, RESTORING):
+        if self._pulse.step >= 0:
+            call.fault.steps.setdefault(str(self._world.rank), self._pulse.step)
+        if self._can_save:
             self._secure(call, leaving=call.leave is not None)
         self._close_case(call, ends=call.leave is not None)
 
-    def _secure(self, call: Call, *, leaving: bool) -> None:
-        """Have the newest state saved that all ranks can have."""
+    @property
+    def _can_save(self) -> bool:
+        """Not before the first step: what is in memory or durable then is of an earlier incarnation, and stays."""
+        return self._pulse.step >= 0 and self._pulse.state not in (OPENING, RESTORING)
+
+    def _secure(self, call: Call, *, leaving: bool, at_hand: bool = False) -> None:
+        """Have the newest state saved that all ranks can have. `at_hand`: this is the thread that trains."""
         fault, alone = call.fault, self._world.size == 1
-        blocked = bool(self._dead_peers) or fault.kind == "hang"
-        if blocked:
-            fault.steps |= {}
-            for summary in self._dead_peers.values():
-                fault.summary += f" (before that: {summary})"
-        hurried = call.hurried or leaving
-        held = self._levers.in_memory(min(2.0, call.left_s))
+        blocked = bool(self._dead_peers) or fault.kind == "hang"  # somebody's training loop cannot come
+        for summary in self._dead_peers.values():
+            fault.summary += f" (before that: {summary})"
+        held = self._levers.in_memory(min(COPYING_S, call.left_s))
         ready = held is not None and held == self._pulse.step
-        if not ready and not blocked:
-            ready = self._agree(call)
-            if ready:
-                return  # by the training loop, on all ranks
-        elif not hurried and not alone and self._agree(call):
+        # What memory has already need not be waited for, unless all ranks should save the same step in their own time.
+        ask = not ready or not (alone or call.hurried or leaving)
+        if ask and not blocked and not at_hand and self._agree(call):
             return
         if not ready and (step := self._levers.copy_live()) is not None:
             fault.saved.append(Saved(step, "memory", "live", call.passed_s))
@@ -398,9 +431,9 @@ class Sentinel:
         if not alone and not blocked:
             self._call_round(call, -1)
         if blocked and leaving and self._guardian.has_memory:
-            self._note_memory(call)
-            return  # the writer has it, and makes it durable while the launcher starts the next trainer
-        self._persist(call)
+            self._note_memory(call)  # the writer makes it durable while the launcher starts the next trainer
+        else:
+            self._persist(call)
 
     def _agree(self, call: Call) -> bool:
         """Have the training loops of all ranks save one step; False if they do not come."""
@@ -414,6 +447,8 @@ class Sentinel:
                 if called is None or called.step < 0:
                     return False
                 ahead = called.step
+            if self._stopped:
+                return False
             if self._pulse.step >= ahead:
                 continue  # another's round, too early for us: call a later one
             self._pulse.save_at = ahead
@@ -466,10 +501,12 @@ class Sentinel:
         log.info("rank %d asks for a save: %s", heard.rank, heard.why)
         if heard.step < 0:
             call = self._new_call(heard.kind, heard.why, how=f"rank {heard.rank}", grace_s=heard.grace_s)
+            if self._can_save and self._levers.in_memory(COPYING_S) != self._pulse.step:
+                self._levers.copy_live()
             self._persist(call)
         elif self._pulse.step < heard.step:
             self._pulse.save_at = heard.step
-        elif self._pulse.state not in (OPENING, RESTORING):
+        elif self._can_save:
             call = self._new_call(heard.kind, heard.why, how=f"rank {heard.rank}", grace_s=heard.grace_s)
             self._agree(call)
 
@@ -499,6 +536,13 @@ class Sentinel:
         steps = sorted((attempt.step for attempt in self._guardian.sealed()), reverse=True)
         wanted = steps[:1] if self._world.size == 1 else steps  # of several ranks the newest may not be common
         call.fault.saved += [Saved(s, "memory", "ring", call.passed_s) for s in wanted if s not in known]
+
+    def _relieve(self, key: str, rank: int) -> None:
+        """We may hold what a dead rank was about to copy."""
+        if self._can_save:
+            with contextlib.suppress(CheckpointError):
+                if whole := self._guardian.relieve(key, self._levers.fill_in):
+                    log.warning("attempt %s of rank %d is whole in memory: its replicas here were copied", whole, rank)
 
     # -- hangs --
 

@@ -16,14 +16,14 @@ import ctypes
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ckpt.arena import EMPTY, FILLING, SEALED, Arena, Label
+from ckpt.arena import EAGER, EMPTY, FILLING, SEALED, Arena, Label
 from ckpt.errors import CheckpointError, DeadlineError, SaveError, SkippedError, WriterError
 from ckpt.events import log, point
 from ckpt.manifest import Attempt
@@ -55,6 +55,8 @@ class Job:
     copied: threading.Event = field(default_factory=threading.Event)
     error: CheckpointError | None = None
     written_by_others: list[str] = field(default_factory=list)
+    postponed: bool = False  # only what cannot be had later is copied, until `complete` asks for the rest
+    slot: tuple[Arena, int] | None = None  # where it is being staged
     place: tuple[Arena, int] | None = None  # where it was sealed
     versions: list[int] = field(default_factory=list)
     streams: dict[torch.device, Any] = field(default_factory=dict)  # the caller's compute streams
@@ -118,6 +120,8 @@ class Stager:
         self._streams: dict[torch.device, Any] = {}
         self._registered: list[int] = []
         self._pending: Job | None = None
+        self._gate = threading.Event()  # not set while something is copied that no optimizer may change
+        self._gate.set()
         self._order = 0
         self.on_spoilt: Callable[[Job], None] = lambda job: None
         self._thread = threading.Thread(target=self._run, name="ckpt-stage", daemon=True)
@@ -142,19 +146,37 @@ class Stager:
         if before is not None:
             self._prove(before)  # its copy has ended, since jobs are done in turn
 
-    def submit_live(self, job: Job, untouched: Callable[[], bool], timeout_s: float) -> bool:
-        """Begin a snapshot while the training thread is elsewhere; False if it may have begun to change things.
+    def postpone(self, job: Job) -> None:
+        """Copy of a job only what cannot be had later; `complete` may ask for the rest."""
+        job.postponed = True
+        self._queue.put(lambda: self._stage(job))
+        job.eager_done.wait()
 
-        From the moment `_pending` is set an optimizer waits before it changes anything; one that began before that has
+    def complete(self, job: Job, untouched: Callable[[], bool], timeout_s: float) -> bool:
+        """The rest of a job that was postponed, while the training thread is elsewhere; whether it is whole now."""
+        done = self.undisturbed(lambda: self._complete(job), untouched, timeout_s)
+        return done and job.place is not None
+
+    def undisturbed(self, work: Callable[[], None], untouched: Callable[[], bool], timeout_s: float) -> bool:
+        """Do something in the staging thread before any optimizer goes on; False if one may have begun already.
+
+        From the moment `_gate` is there, an optimizer waits before it changes anything. One that began before that has
         been counted, which is what `untouched` looks at.
         """
-        self._pending = job
+        gate = threading.Event()
+        self._gate = gate
         if not untouched():
-            if self._pending is job:
-                self._pending = None
+            gate.set()
             return False
-        self._queue.put(lambda: self._stage(job))
-        return job.copied.wait(timeout_s) and job.place is not None
+
+        def run() -> None:
+            try:
+                work()
+            finally:
+                gate.set()
+
+        self._queue.put(run)
+        return gate.wait(timeout_s)
 
     def give_up_slot(self) -> int:
         """Return the memory of one slot to the system, for as long as this arena lives; how many bytes, perhaps 0."""
@@ -180,10 +202,13 @@ class Stager:
 
         A copy that does not end in time costs the snapshot, never the training.
         """
-        job = self._pending
-        if job is None or threading.current_thread() is self._thread:
+        job, gate = self._pending, self._gate
+        if (job is None and gate.is_set()) or threading.current_thread() is self._thread:
             return 0.0
         started = time.perf_counter()
+        gate.wait(timeout_s)
+        if job is None:
+            return time.perf_counter() - started
         if job.streams:
             in_time = job.enqueued.wait(timeout_s)
             for device, event in job.done.items():
@@ -302,31 +327,47 @@ class Stager:
             self._arena = None
 
     def _stage(self, job: Job) -> None:
-        slot = None
-        try:
+        with self._ending(job):
             arena = self._arena
             if arena is None:
                 raise SkippedError(f"step {job.attempt.step} was not saved: no memory is ready yet")
-            slot = self._claim(arena, job)
-            self._fill(arena, slot, job)
-            if job.error is None:
-                self._seal(arena, slot, job)
-                job.place = (arena, slot)
+            job.slot = arena, self._claim(arena, job)
+            self._fill_eager(*job.slot, job)
+            if not job.postponed:
+                self._fill_guarded(*job.slot, job)
+
+    def _complete(self, job: Job) -> None:
+        """The rest of a job that was postponed."""
+        with self._ending(job):
+            arena, slot = job.slot or (None, 0)
+            label = arena.label(slot) if arena is not None and arena is self._arena else None
+            if arena is None or label is None or (label.state, label.attempt) != (EAGER, job.attempt):
+                job.slot = None
+                raise SkippedError(f"step {job.attempt.step} was not saved: its place in memory was taken")
+            job.postponed = False
+            self._fill_guarded(arena, slot, job)
+
+    @contextlib.contextmanager
+    def _ending(self, job: Job) -> Iterator[None]:
+        """Whatever comes of a job, nobody waits for it any more afterwards."""
+        try:
+            yield
         except CheckpointError as error:
             job.error = error
         except BaseException as error:
             log.exception("staging step %d failed", job.attempt.step)
             job.error = SaveError(f"step {job.attempt.step} could not be staged: {type(error).__name__}: {error}")
-        finally:
-            if job.error is not None and slot is not None and self._arena is not None:
-                self._arena.set_label(slot, Label(EMPTY))
-            job.sources = []
-            for event in (job.eager_done, job.enqueued, job.copied):
-                event.set()
-            try:
-                job.on_end(job)
-            except Exception:  # must not end the thread that holds the mutex
-                log.exception("after step %d was staged", job.attempt.step)
+        if job.postponed and job.error is None:
+            return
+        if job.error is not None and job.slot is not None and self._arena is job.slot[0]:
+            self._arena.set_label(job.slot[1], Label(EMPTY))
+        job.sources = []
+        for event in (job.eager_done, job.enqueued, job.copied):
+            event.set()
+        try:
+            job.on_end(job)
+        except Exception:  # must not end the thread that holds the mutex
+            log.exception("after step %d was staged", job.attempt.step)
 
     def _claim(self, arena: Arena, job: Job) -> int:
         """The emptiest or oldest slot. Never one being written, never the newest snapshot."""
@@ -345,9 +386,7 @@ class Stager:
                     )
                     raise DeadlineError(f"step {job.attempt.step} was not saved: no slot became free in time: {why}")
         self._order += 1
-        layout = job.reading.layout
-        label = Label(FILLING, self._order, job.attempt, layout.digest, size, len(job.values), time.time())
-        arena.set_label(slot, label)
+        arena.set_label(slot, self._label(FILLING, job))
         point("stage.claimed")
         return slot
 
@@ -361,21 +400,28 @@ class Stager:
         oldest = [slot for slot, _ in reversed(sealed[1:]) if slot in free]
         return next(iter([*empty, *oldest]), None)
 
-    def _fill(self, arena: Arena, slot: int, job: Job) -> None:
+    def _fill_eager(self, arena: Arena, slot: int, job: Job) -> None:
+        """What may change before the next optimizer step."""
         reading = job.reading
-        views = self._slot_views(arena, slot, reading.layout)
-        pairs = list(zip(views, job.sources, reading.guarded, strict=True))
         streams = {device: self._stream(device) for device in job.streams}
         for device, stream in streams.items():
             stream.wait_event(job.ready[device])
-        self._copy([(d, s) for d, s, guarded in pairs if not guarded], streams)
+        self._copy(self._pairs(arena, slot, job, guarded=False), streams)
         start = pages(reading.layout.arrangement.data_size)
         arena.data(slot)[start : start + len(job.values)] = job.values
-        for device, stream in streams.items():
-            job.streams[device].wait_event(stream.record_event())  # later kernels may change what we still read
+        copied = {device: stream.record_event() for device, stream in streams.items()}
+        for device, event in copied.items():
+            job.streams[device].wait_event(event)  # later kernels may change what we still read
         point("stage.eager")
         job.eager_done.set()
-        self._copy([(d, s) for d, s, guarded in pairs if guarded], streams)
+        for event in copied.values():
+            event.synchronize()
+        arena.set_label(slot, self._label(EAGER, job))
+
+    def _fill_guarded(self, arena: Arena, slot: int, job: Job) -> None:
+        """What only optimizers change, and the seal."""
+        streams = {device: self._stream(device) for device in job.streams}
+        self._copy(self._pairs(arena, slot, job, guarded=True), streams)
         if job.beside is not None:
             with contextlib.ExitStack() as stack:
                 for device, stream in streams.items():
@@ -393,13 +439,20 @@ class Stager:
                 "From now on this is copied before step() returns"
             )
         point("stage.copied")
+        if job.error is None:
+            arena.set_label(slot, self._label(SEALED, job))
+            point("stage.sealed")
+            job.place = (arena, slot)
 
-    def _seal(self, arena: Arena, slot: int, job: Job) -> None:
+    def _pairs(self, arena: Arena, slot: int, job: Job, *, guarded: bool) -> list[tuple[Tensor, Tensor]]:
+        """Where each of these tensors goes, and what goes there."""
+        views = self._slot_views(arena, slot, job.reading.layout)
+        return [(v, s) for v, s, g in zip(views, job.sources, job.reading.guarded, strict=True) if g is guarded]
+
+    def _label(self, state: int, job: Job) -> Label:
         layout = job.reading.layout
         size = layout.arrangement.data_size
-        label = Label(SEALED, self._order, job.attempt, layout.digest, size, len(job.values), time.time())
-        arena.set_label(slot, label)
-        point("stage.sealed")
+        return Label(state, self._order, job.attempt, layout.digest, size, len(job.values), time.time())
 
     def _slot_views(self, arena: Arena, slot: int, layout: Layout) -> list[Tensor]:
         """The slot as tensors of the layout's shapes, made once."""

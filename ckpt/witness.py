@@ -84,12 +84,8 @@ class Witness:
 
     async def tell_siblings(self, fault: Fault) -> None:
         """The other ranks of this node need not find out by themselves."""
-        await asyncio.gather(
-            *(
-                asyncio.to_thread(link.ask_once, key, "peer", ASK_S, rank=fault.rank, summary=fault.summary)
-                for key in self._others()
-            )
-        )
+        about = {"rank": fault.rank, "summary": fault.summary, "writer": self.key}
+        await asyncio.gather(*(asyncio.to_thread(link.ask_once, key, "peer", ASK_S, **about) for key in self._others()))
 
     def _others(self) -> list[str]:
         return [key for key in link.siblings(self.key).values() if key != self.key]

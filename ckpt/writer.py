@@ -137,8 +137,13 @@ class Writer:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self.loop.create_task(work)
         self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        task.add_done_callback(self._on_done)
         return task
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            events.log.error("something that ran beside failed", exc_info=error)
 
     def _on_lost(self, channel: Channel) -> None:
         """End-of-file is never evidence of death: the pidfd and the mutex are."""
@@ -284,6 +289,33 @@ class Writer:
         self.holdings.keep_layout(Layout.from_json(message["layout"]))
         return {}, ()
 
+    async def do_guarded(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Which tensors of a layout only optimizers change: they are copied last."""
+        self.holdings.guarded = {str(message["layout"]): [int(number) for number in message["tensors"]]}
+        return {}, ()
+
+    async def do_gap(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Another rank asks what our dead trainer could not copy any more; see `ckpt.relief`."""
+        gap = self.holdings.lend_gap() if self.dead else None
+        if gap is None:
+            return {"attempt": None}, ()
+        arena, slot, label, missing = gap
+        layout = self.holdings.layouts[label.layout]
+        reply = {"attempt": str(label.attempt), "slot": slot, "layout": layout.to_json(), "missing": missing}
+        return reply, (arena.fd,)
+
+    async def do_filled(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """It has copied these."""
+        attempt = Attempt.parse(message["attempt"])
+        whole = self.dead and self.holdings.fill_gap(attempt, [int(number) for number in message["tensors"]])
+        if whole:
+            await asyncio.to_thread(self.holdings.digest_ring)
+            self._spawn(self._persist_filled(attempt))
+        return {"whole": whole}, ()
+
+    async def _persist_filled(self, attempt: Attempt) -> None:
+        await self.persister.persist(TOLD_S, attempts=[attempt])
+
     async def do_serve(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Be ready to keep a copy of another rank's memory."""
         return {"contact": self.holdings.mirror.serve()}, ()
@@ -345,7 +377,8 @@ class Writer:
 
     async def do_peer(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Another rank of this node has died."""
-        self._tell({"op": "peer", "rank": int(message["rank"]), "summary": str(message["summary"])})
+        note = {"op": "peer", "rank": int(message["rank"]), "writer": str(message["writer"])}
+        self._tell({**note, "summary": str(message["summary"])})
         return {}, ()
 
     async def do_trigger(self, channel: Channel, message: Message, fds: list[int]) -> Answer:

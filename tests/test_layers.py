@@ -30,7 +30,7 @@ LAYERS = (
     ("state", "retain"),  # the state as a whole; how long
     ("stage", "sources", "tiers"),  # tensors into memory; where to restore from, and to save to
     ("resume", "handle", "loaded", "compare"),  # what all ranks agree to restore; what users hold in their hands
-    ("mirror", "client", "replicas"),  # a copy on another node; the trainer's end of the process boundary
+    ("mirror", "client", "replicas", "relief"),  # a copy on another node; the trainer's end of the process boundary
     ("holdings",),  # what a writer has in memory
     ("persist", "vigil"),  # from there to durable places; its watch over the trainer
     ("witness",),  # what it says about a fault

@@ -188,7 +188,7 @@ class Checkpointer:
         save = None
         try:
             if durable or asked or (self._memory is not None and step % self._memory.every == 0):
-                save = self._save(step, durable, explicit=asked)
+                save = self._save(step, durable, explicit=asked, asked=asked)
             elif self._sentinel.armed:
                 self._put_aside(step)
         finally:
@@ -257,11 +257,12 @@ class Checkpointer:
                 self._write(save, job.attempt, job.place, i)
         return save
 
-    def _save(self, step: int, durable: list[int], *, explicit: bool) -> Save:
+    def _save(self, step: int, durable: list[int], *, explicit: bool, asked: bool = False) -> Save:
         started = time.perf_counter()
         owner = self._guardian.owner
         attempt = Attempt(owner.epoch, step, owner.nonce)
         save = Save(step, str(attempt), [self._tiers[i].url for i in durable])
+        save.told = asked and not any(step % self._tiers[i].every == 0 for i in durable)  # a best effort is no error
         with self._lock:
             self._active = [s for s in self._active if s.unfinished()] + [save]
         try:
@@ -415,6 +416,10 @@ class Checkpointer:
             filled.extend(relief.fill(gap, self._capture.replicated))
 
         return filled if self._stager.undisturbed(work, lambda: self._hook.count == count, LIVE_S) else []
+
+    def give_up(self, attempt: Attempt) -> None:
+        if not any(attempt.step % tier.every == 0 for tier in self._tiers):  # else it is saved in any case
+            self._guardian.retract(attempt, f"rank {self._world.rank} had passed step {attempt.step} by then")
 
     def give_memory_back(self) -> int:
         return self._stager.give_up_slot()

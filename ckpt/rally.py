@@ -51,6 +51,7 @@ class Rally:
     def __init__(self, store: Any, prefix: str, rank: int, size: int, on_round: Callable[[Round], None]) -> None:
         self._store, self._prefix, self._rank, self._on_round = store, prefix, rank, on_round
         self.look_s = max(LOOK_S, size / LOOKS_PER_S) if size > 1 else 0.0
+        self.pause_s = self.look_s  # between two looks at present
         self._next = 0
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -94,8 +95,7 @@ class Rally:
         return found
 
     def _look(self) -> None:
-        pause = self.look_s
-        while not self._stopped.wait(pause):
+        while not self._stopped.wait(self.pause_s):
             began = time.monotonic()
             try:
                 key = f"{self._prefix}{self._next}"
@@ -107,4 +107,4 @@ class Rally:
                 self.reachable = False
                 return
             # Where the store is slow, it is asked less often.
-            pause = max(self.look_s, 20 * (time.monotonic() - began))
+            self.pause_s = max(self.look_s, 20 * (time.monotonic() - began))

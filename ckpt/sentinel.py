@@ -32,6 +32,7 @@ from ckpt.guardian import Guardian
 from ckpt.handle import Save
 from ckpt.hang import Evidence
 from ckpt.link import Message
+from ckpt.manifest import Attempt
 from ckpt.pulse import OPENING, RESTORING, Pulse
 from ckpt.rally import Rally, Round, step_ahead
 from ckpt.relief import Gap
@@ -58,6 +59,7 @@ LAST_S = 20.0  # before a preemption, the state is saved once more
 SOFT_S = 600.0  # for a save that nobody is in a hurry for
 PERSIST_S = 60.0  # for what is in memory to become durable, if the other ranks have it too
 COPYING_S = 2.0  # for a copy that is under way
+GUESS_S = 0.1
 PATIENCE_S = 0.5  # for the training loop to come, beyond what its steps take
 ROUND_S = 1.0  # for the other ranks to be told
 NODES_S = 2.0  # for other nodes to say what their ranks do
@@ -78,6 +80,9 @@ class Levers(Protocol):
 
     def fill_in(self, gap: Gap) -> list[int]:
         """Copy what this rank holds of what a dead one lacks; which of its tensors, by number."""
+
+    def give_up(self, attempt: Attempt) -> None:
+        """This rank will not take part in an attempt that others may have begun."""
 
     def give_memory_back(self) -> int:
         """Do with one snapshot less; how many bytes that is."""
@@ -257,7 +262,7 @@ class Sentinel:
         """The step that was due has been saved."""
         with self._answered:
             if save is not None:
-                self._answers[self._last_due] = save
+                self._answers = {**dict(list(self._answers.items())[-8:]), self._last_due: save}
             self._answered.notify_all()
 
     def request(self, why: str) -> None:
@@ -364,10 +369,6 @@ class Sentinel:
             call.note = note
             self._calls.put(call)
 
-    def _on_round(self, heard: Round) -> None:
-        """Another rank has called."""
-        self._calls.put(lambda: self._follow(heard))
-
     @property
     def _me(self) -> str:
         return f"rank {self._world.rank}" if self._world.size > 1 else "the trainer"
@@ -438,44 +439,70 @@ class Sentinel:
     def _agree(self, call: Call) -> bool:
         """Have the training loops of all ranks save one step; False if they do not come."""
         for _ in range(MISSED):
-            step = self._pulse.step
-            usual_s = self._pulse.usual_s
+            if self._stopped:
+                return False
+            step, usual_s = self._pulse.step, self._usual_s()
             ahead = step + 1
-            if self._world.size > 1:
-                ahead = step_ahead(step, usual_s, self._rally.look_s if self._rally is not None else 0.0)
-                called = self._call_round(call, ahead)
+            if self._rally is not None:
+                called = self._call_round(call, step_ahead(step, usual_s, self._rally.pause_s))
                 if called is None or called.step < 0:
                     return False
                 ahead = called.step
-            if self._stopped:
-                return False
-            if self._pulse.step >= ahead:
+            if not self._set_step(ahead):
                 continue  # another's round, too early for us: call a later one
-            self._pulse.save_at = ahead
             patience_s = call.left_s
             if call.hurried:
                 patience_s = min(call.left_s / 2, 3 * (ahead - step) * usual_s + PATIENCE_S)
             return self._await_answer(call, ahead, patience_s)
         return False
 
+    def _usual_s(self) -> float:
+        """How long a step takes; as long as nobody has learnt that, a guess from what happens now."""
+        if usual_s := self._pulse.usual_s:
+            return usual_s
+        before = self._pulse.step
+        time.sleep(GUESS_S)
+        return GUESS_S / max(1, self._pulse.step - before)
+
+    def _set_step(self, step: int) -> bool:
+        """Have the training loop save this step; False if it has passed it already."""
+        if self._pulse.step < step:
+            self._pulse.save_at = step
+            if self._pulse.step < step or self._last_due == step:
+                return True
+        owner = self._guardian.owner
+        self._levers.give_up(Attempt(owner.epoch, step, owner.nonce))
+        return False
+
     def _await_answer(self, call: Call, ahead: int, patience_s: float) -> bool:
-        with self._answered:
-            self._answered.wait_for(lambda: ahead in self._answers or self._stopped, patience_s)
-            save = self._answers.pop(ahead, None)
-        if save is None:
-            return False
-        with contextlib.suppress(CheckpointError):
+        """Until this step, or one that was called for later, is saved."""
+        end, tried = time.monotonic() + patience_s, list[Save]()
+        while time.monotonic() < end and not self._stopped:
+            with self._answered:
+                found = [save for step, save in self._answers.items() if step >= ahead and save not in tried]
+                if not found:
+                    self._answered.wait(min(1.0, max(0.0, end - time.monotonic())))
+                    continue
+            tried.append(found[0])
+            if self._follow_save(call, found[0]):
+                return True
+        return False
+
+    def _follow_save(self, call: Call, save: Save) -> bool:
+        """Until it is as safe as it gets; False if it failed, perhaps since another rank had passed that step."""
+        saved: list[Saved] = []
+        try:
             save.staged(call.left_s)
-            call.fault.saved.append(Saved(save.step, "memory", "agreed", call.passed_s))
-        for tier in save.tiers:
-            error = ""
-            try:
+            saved.append(Saved(save.step, "memory", "agreed", call.passed_s))
+            for tier in save.tiers:
                 save.committed(call.left_s, tier=tier)
-            except CheckpointError as failure:
-                error = str(failure)
-            call.fault.saved.append(Saved(save.step, tier, "agreed", call.passed_s, error))
+                saved.append(Saved(save.step, tier, "agreed", call.passed_s))
+        except CheckpointError as error:
+            log.info("step %d was not saved out of turn: %s", save.step, error)
+            return False
+        call.fault.saved += saved
         call.fault.timings["durable_s"] = call.passed_s
-        return any(not saved.error for saved in call.fault.saved)
+        return True
 
     def _call_round(self, call: Call, step: int) -> Round | None:
         """Tell the other ranks; None if they cannot be told in time."""
@@ -496,19 +523,24 @@ class Sentinel:
             return found.get(timeout=ROUND_S)
         return None
 
-    def _follow(self, heard: Round) -> None:
-        """Take part in what another rank has called for."""
+    def _on_round(self, heard: Round) -> None:
+        """Another rank has called; in the thread that heard it. What is quick is done at once."""
         log.info("rank %d asks for a save: %s", heard.rank, heard.why)
         if heard.step < 0:
-            call = self._new_call(heard.kind, heard.why, how=f"rank {heard.rank}", grace_s=heard.grace_s)
-            if self._can_save and self._levers.in_memory(COPYING_S) != self._pulse.step:
+            self._calls.put(lambda: self._follow_ring(heard))
+        elif self._can_save and not self._set_step(heard.step):
+            self._calls.put(lambda: self._follow_later(heard))
+
+    def _follow_ring(self, heard: Round) -> None:
+        """Somebody cannot come: make durable what is in memory."""
+        if self._can_save:
+            if self._levers.in_memory(COPYING_S) != self._pulse.step:
                 self._levers.copy_live()
-            self._persist(call)
-        elif self._pulse.step < heard.step:
-            self._pulse.save_at = heard.step
-        elif self._can_save:
-            call = self._new_call(heard.kind, heard.why, how=f"rank {heard.rank}", grace_s=heard.grace_s)
-            self._agree(call)
+            self._persist(self._new_call(heard.kind, heard.why, how=f"rank {heard.rank}", grace_s=heard.grace_s))
+
+    def _follow_later(self, heard: Round) -> None:
+        """We were past that step: call for a later one."""
+        self._agree(self._new_call(heard.kind, heard.why, how=f"rank {heard.rank}", grace_s=heard.grace_s))
 
     def _persist(self, call: Call) -> None:
         """Have the writer make durable what is in memory."""

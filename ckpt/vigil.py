@@ -181,16 +181,14 @@ class Vigil:
     # -- hangs --
 
     async def _look(self) -> None:
-        if self.hang is None:
-            return
-        pace, told, patience = Pace(self.hang), -1, 0.0
+        pace, told, patience = Pace(self.hang or OnHang()), -1, 0.0
         while True:
             await asyncio.sleep(LOOK_S)
             beat, now = self.pulse.read(), time.monotonic()
             idle_s = pace.look(now, beat)
             if pace.usual_s is not None:
                 self.pulse.usual_s = pace.usual_s
-            if idle_s is None:
+            if idle_s is None or self.hang is None:
                 patience = 0.0
                 continue
             limit_s = pace.limit_s or 0.0

@@ -37,6 +37,7 @@ _MAGIC = b"EVSTEP01"
 _HEADER = struct.Struct("<8sIIQ16s")  # magic, slots, padding, slot size, id
 _SEQUENCE = struct.Struct("<Q")
 _LABEL = struct.Struct("<IIQQQ8s32sQQd")  # state, checksum of the rest, then as in `Label`
+_STATE, _FINITE = 0xFF, {0: None, 0x100: False, 0x200: True}  # both are in one field
 _MUTEX = 256  # glibc's needs 40 bytes on x86-64 and 48 on arm64
 _TABLE = PAGE
 _ENTRY = PAGE // MAX_SLOTS
@@ -53,7 +54,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What a slot holds. `order` grows with every snapshot; `layout` is the digest; sizes in bytes, time in seconds."""
+    """What a slot holds. `order` grows with every snapshot; `layout` is the digest; sizes in bytes, time in seconds;
+    `finite`: what the user said of the training at that step, None for nothing."""
 
     state: int
     order: int = 0
@@ -62,6 +64,7 @@ class Label:
     data_size: int = 0
     values_size: int = 0
     time: float = 0.0
+    finite: bool | None = None
 
 
 class Arena:
@@ -138,7 +141,8 @@ class Arena:
             raise CorruptError(f"slot {slot} of the shared memory is damaged")
         if state == EMPTY:
             return Label(EMPTY)
-        return Label(state, order, Attempt(epoch, step, nonce.decode()), layout.hex(), data, values, time)
+        attempt, finite = Attempt(epoch, step, nonce.decode()), _FINITE.get(state & ~_STATE)
+        return Label(state & _STATE, order, attempt, layout.hex(), data, values, time, finite)
 
     def set_label(self, slot: int, label: Label) -> None:
         """Only the thread that holds `mutex` may call this."""
@@ -156,8 +160,9 @@ class Arena:
             label.values_size,
             label.time,
         )
-        rest = _LABEL.pack(label.state, 0, *fields)[8:]
-        _LABEL.pack_into(self.memory, at + 8, label.state, zlib.crc32(rest, label.state), *fields)
+        state = label.state | next(code for code, finite in _FINITE.items() if finite is label.finite)
+        rest = _LABEL.pack(state, 0, *fields)[8:]
+        _LABEL.pack_into(self.memory, at + 8, state, zlib.crc32(rest, state), *fields)
         _SEQUENCE.pack_into(self.memory, at, number + 1)
 
     def give_up(self, slot: int) -> int:

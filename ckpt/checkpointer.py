@@ -130,6 +130,7 @@ class Checkpointer:
         self._owed: set[int] = set()  # tiers whose due snapshot was dropped
         self._exposed: set[str] = set()  # tensors that others than optimizers write to; replaced, never changed
         self._last_step: int | None = None
+        self._finite: bool | None = None  # what was said of it
         self._last: tuple[Save, Job] | None = None
         self._aside: tuple[Save, Job] | None = None  # how to copy the last step, which was not due, after all
         self._newest: tuple[Save, Attempt, tuple[Arena, int]] | None = None  # in memory: staged, or restored from there
@@ -175,12 +176,16 @@ class Checkpointer:
 
     # -- saving --
 
-    def step(self, step: int) -> Save | None:
+    def step(self, step: int, *, finite: bool | torch.Tensor | None = None) -> Save | None:
         """Call once after every optimizer step with the number of steps done. Saves what is due; returns at once.
 
-        The handle says when the step is staged and committed; None if nothing was due.
+        `finite`: False if the training has gone wrong, as `torch.isfinite(loss)` says. Such a step is saved to be
+        looked at, never displaces the last one that was not, and is only restored by its number. (On an accelerator,
+        to look at a tensor waits for it.) The handle says when the step is staged and committed; None if nothing was
+        due.
         """
         self._check_usable()
+        self._finite = None if finite is None else bool(finite)
         self._check_step(step)
         asked = self._sentinel.due(step)
         durable = [i for i, tier in enumerate(self._tiers) if asked or step % tier.every == 0 or i in self._owed]
@@ -233,6 +238,7 @@ class Checkpointer:
             save = self._save_again()
         else:
             self._check_step(step)
+            self._finite = None
             self._begin_step(step)
             save = self._save(step, list(range(len(self._tiers))), explicit=True)
         self._raise_pending()
@@ -282,6 +288,7 @@ class Checkpointer:
             attempt=attempt,
             reading=reading,
             values=values,
+            finite=self._finite,
             busy="wait" if explicit else self._on_busy,
             deadline=time.monotonic() + self._busy_timeout_s,
             on_end=lambda job: self._on_staged(save, job, durable),
@@ -384,7 +391,7 @@ class Checkpointer:
             if job.place is not None:
                 self._on_staged(save, job, [])
 
-        job = Job(attempt=attempt, reading=reading, values=values, busy="skip", on_end=on_end)
+        job = Job(attempt=attempt, reading=reading, values=values, finite=self._finite, busy="skip", on_end=on_end)
         self._stager.postpone(job)
         self._aside = save, job
 

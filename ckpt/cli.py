@@ -95,6 +95,7 @@ def ls(url: str, as_json: bool) -> int:
     for row in found["checkpoints"]:
         when = datetime.fromisoformat(row["created"]).astimezone().strftime("%F %T") if row["created"] else "?"
         history = "newest" if row["newest"] else "" if row["in_history"] else "undone by a rollback"
+        history = "not finite" if row["finite"] is False else history
         rows.append((row["step"], row["attempt"], when, human(row["bytes"]), row["ranks"], row["reason"], history))
     print(safe(found["url"]))
     print_table(("step", "attempt", "when", "size", "ranks", "why", "history"), rows)
@@ -115,6 +116,7 @@ async def _ls(url: str) -> dict[str, Any]:
                 "bytes": size,
                 "ranks": c.world,
                 "reason": c.reason,
+                "finite": c.finite,
                 "newest": history.get(c.attempt) == 0,
                 "in_history": c.attempt in history,
             }

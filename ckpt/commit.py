@@ -137,7 +137,7 @@ async def commit(log: RunLog, mine: Acquire, parts: list[Written], *, kind: str 
             "world": parts[0].part.world,
             "parts": [[w.part.rank, w.part.number, w.digest] for w in parts],
             "index": digest,
-            "finite": parts[0].part.finite,
+            "finite": _all_finite([w.part.finite for w in parts]),
             "reason": next((w.part.reason for w in parts if w.part.reason != "due"), "due"),
         }
         return Record(kind, body, f"{kind.lower()}:{attempt}")
@@ -331,6 +331,11 @@ async def recover(
         done.aborted.append(attempt)
     point("recover.done")
     return done
+
+
+def _all_finite(said: list[bool | None]) -> bool | None:
+    """What ranks said, as one: one that has seen a NaN is enough."""
+    return False if False in said else None if None in said else True
 
 
 def _is_whole(parts: list[Written]) -> bool:

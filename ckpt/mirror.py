@@ -17,6 +17,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ckpt.arena import EMPTY, FILLING, SEALED, Arena, Label
@@ -108,7 +109,10 @@ class Mirror:
         held = arena.sealed()
         empty = sorted(set(range(arena.slots)) - {slot for slot, _ in held})
         slot = empty[0] if empty else held[-1][0]
-        label = Label(FILLING, order, attempt, layout.digest, data_size, values_size, float(header["time"]))
+        finite = header["finite"]
+        if finite is not None and type(finite) is not bool:
+            raise ValueError("a snapshot that is neither finite nor not")
+        label = Label(FILLING, order, attempt, layout.digest, data_size, values_size, float(header["time"]), finite)
         arena.set_label(slot, label)
         self._keep(layout)
         await _read_into(sock, arena.data(slot, data_size))
@@ -220,6 +224,7 @@ class Mirror:
                 "layout": layout.to_json(),
                 "values_size": label.values_size,
                 "time": label.time,
+                "finite": label.finite,
                 "slots": arena.slots,
                 "slot_size": arena.slot_size,
             }
@@ -239,7 +244,7 @@ class Mirror:
 
 
 def _sealed(label: Label) -> Label:
-    return Label(SEALED, label.order, label.attempt, label.layout, label.data_size, label.values_size, label.time)
+    return replace(label, state=SEALED)
 
 
 async def _read(sock: socket.socket, size: int, wait_s: float | None = SILENCE_S) -> bytearray:

@@ -215,7 +215,7 @@ class Persister:
                 number = self.tries.get(attempt, self.first_try)
                 self.tries[attempt] = number + 1
                 values = json.loads(bytes(arena.values(slot, label)))
-                snapshot = Snapshot(attempt, layout, arena.data(slot, label.data_size), values)
+                snapshot = Snapshot(attempt, layout, arena.data(slot, label.data_size), values, label.finite)
                 async with self.ownership:
                     self._succeed(tier.log)
                     tier.log.check_owner(self._mine())

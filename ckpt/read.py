@@ -99,10 +99,11 @@ async def opened(url: str) -> AsyncIterator[Store]:
 
 
 def choose(log: RunLog, step: int | None = None) -> Commit:
-    """The newest checkpoint, or that of a step. NoCheckpointError names what there is."""
+    """The newest checkpoint that nobody called broken, or that of a step. NoCheckpointError names what there is."""
     history = log.state.lineage()
-    if step is None and history:
-        return history[0]
+    sound = [commit for commit in history if commit.finite is not False]
+    if step is None and sound:
+        return sound[0]
     for commit in [*history, *sorted(log.state.commits.values(), key=lambda c: c.attempt, reverse=True)]:
         if commit.step == step:
             return commit

@@ -89,7 +89,7 @@ def gather(
 
     `snapshots`: on this node; `acquires`: the history as far as memory knows it; `roots`: for each of the tiers `urls`,
     which root each rank has (by the lowest rank that has it). With `step` only checkpoints of that step, and without it
-    nothing that was undone. All ranks get the same list.
+    nothing that was undone or not finite. All ranks get the same list.
     """
     here: dict[Attempt, list[Snapshot]] = {}
     for snapshot in snapshots:
@@ -101,7 +101,7 @@ def gather(
         known = {*acquires, *(a for log in logs for a in log.state.acquires)}
         return {
             "step": step,
-            "memory": [[str(a), parts[0].layout.world, [s.layout.rank for s in parts]] for a, parts in here.items()],
+            "memory": [_held(attempt, parts) for attempt, parts in here.items()],
             "acquires": [[a.epoch, a.nonce, None if a.restored is None else str(a.restored)] for a in known],
             "tiers": [_commits(log) if roots[i][world.rank] == world.rank else None for i, log in enumerate(logs)],
         }
@@ -132,15 +132,18 @@ def _candidates(posts: list[Any]) -> list[tuple[str, int, bool]]:
             raise UsageError(f"rank {rank} asks for {_asked(post['step'])}, rank 0 for {_asked(step)}")
     acquires = {(e, n): Acquire(e, n, r and Attempt.parse(r)) for post in posts for e, n, r in post["acquires"]}
     found: list[tuple[Attempt, int]] = []
+    broken: set[Attempt] = set()  # some rank said that it is not finite: restored only if asked for by its step
     for place in range(1 + len(posts[0]["tiers"])):
         parts: dict[Attempt, tuple[int, set[int]]] = {}
         for post in posts:
-            for text, size, ranks in (post["tiers"][place - 1] if place else post["memory"]) or ():
+            for text, size, ranks, finite in (post["tiers"][place - 1] if place else post["memory"]) or ():
                 parts.setdefault(Attempt.parse(text), (size, set()))[1].update(ranks)
+                if finite is False:
+                    broken.add(Attempt.parse(text))
         found += [(attempt, place) for attempt, (size, ranks) in parts.items() if len(ranks) == size]
     history = set(in_history(sorted(acquires.values(), key=lambda a: a.epoch), {attempt for attempt, _ in found}))
     known = [(attempt, place, attempt not in history) for attempt, place in found]
-    wanted = [one for one in known if (not one[2] if step is None else one[0].step == step)]
+    wanted = [one for one in known if (not one[2] and one[0] not in broken if step is None else one[0].step == step)]
     wanted.sort(key=lambda one: (one[2], -one[0].epoch, -one[0].step, one[1]))
     return [(str(attempt), place, undone) for attempt, place, undone in wanted]
 
@@ -149,13 +152,19 @@ def _asked(step: int | None) -> str:
     return "the newest checkpoint" if step is None else f"step {step}"
 
 
+def _held(attempt: Attempt, parts: list[Snapshot]) -> Json:
+    """What the memory of this node has of an attempt, in the same form as `_commits`."""
+    finite = False if any(s.label.finite is False for s in parts) else None
+    return [str(attempt), parts[0].layout.world, [s.layout.rank for s in parts], finite]
+
+
 def _commits(log: RunLog) -> list[Json]:
-    """What a root has, whole or in part: attempt, ranks that saved, ranks whose part is here."""
+    """What a root has, whole or in part: attempt, ranks that saved, ranks whose part is here, whether it is finite."""
     state = log.state
     if state.damaged:
         logger.warning("%s: log records %s are damaged and were skipped", log.store.url, state.damaged)
     every: dict[Attempt, Commit] = {**state.held, **state.commits}
-    return [[str(a), c.world, [rank for rank, _, _ in c.parts]] for a, c in every.items()]
+    return [[str(a), c.world, [rank for rank, _, _ in c.parts], c.finite] for a, c in every.items()]
 
 
 async def _log_of(url: str) -> RunLog:

@@ -55,6 +55,7 @@ class Job:
     copied: threading.Event = field(default_factory=threading.Event)
     error: CheckpointError | None = None
     written_by_others: list[str] = field(default_factory=list)
+    finite: bool | None = None  # what the user said of this step
     postponed: bool = False  # only what cannot be had later is copied, until `complete` asks for the rest
     slot: tuple[Arena, int] | None = None  # where it is being staged
     place: tuple[Arena, int] | None = None  # where it was sealed
@@ -370,7 +371,7 @@ class Stager:
             log.exception("after step %d was staged", job.attempt.step)
 
     def _claim(self, arena: Arena, job: Job) -> int:
-        """The emptiest or oldest slot. Never one being written, never the newest snapshot."""
+        """The emptiest or oldest slot. Never one being written, never the newest snapshot, nor the newest finite."""
         size = job.reading.layout.arrangement.data_size
         if not arena.fits(size, len(job.values)):
             raise SkippedError(f"step {job.attempt.step} was not saved: memory for its new layout is not ready yet")
@@ -397,7 +398,8 @@ class Stager:
         sealed = arena.sealed()  # newest first
         held = {slot for slot, _ in sealed}
         empty = [slot for slot in free if slot not in held]
-        oldest = [slot for slot, _ in reversed(sealed[1:]) if slot in free]
+        finite = [slot for slot, label in sealed if label.finite is not False][:1]  # while a training is broken
+        oldest = [slot for slot, _ in reversed(sealed[1:]) if slot in free and slot not in finite]
         return next(iter([*empty, *oldest]), None)
 
     def _fill_eager(self, arena: Arena, slot: int, job: Job) -> None:
@@ -452,7 +454,7 @@ class Stager:
     def _label(self, state: int, job: Job) -> Label:
         layout = job.reading.layout
         size = layout.arrangement.data_size
-        return Label(state, self._order, job.attempt, layout.digest, size, len(job.values), time.time())
+        return Label(state, self._order, job.attempt, layout.digest, size, len(job.values), time.time(), job.finite)
 
     def _slot_views(self, arena: Arena, slot: int, layout: Layout) -> list[Tensor]:
         """The slot as tensors of the layout's shapes, made once."""

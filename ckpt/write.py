@@ -35,6 +35,7 @@ class Snapshot:
     layout: Layout
     data: memoryview
     values: list[Any]
+    finite: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ async def _write_part(
         packs=[PackInfo(key, len(header) + len(data), len(header), file_digest(header))],
         created=time.time(),
         reason=reason,
+        finite=snapshot.finite,
     )
     raw_part = part.to_bytes()
     await store.put(part_key(snapshot.attempt, rank, number), raw_part, create=True)

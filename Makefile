@@ -2,9 +2,10 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+JOBS ?= 2
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-long test-gpu bench bench-ranks lint format clean
+.PHONY: demo test test-long test-gpu bench bench-ranks bench-faults lint format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -16,7 +17,7 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -m long --timeout 7200
@@ -26,6 +27,9 @@ bench: $(READY)
 
 bench-ranks: $(READY)
 	$(BIN)/python benchmarks/ranks.py
+
+bench-faults: $(READY)
+	$(BIN)/python benchmarks/faults.py
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu

@@ -41,7 +41,7 @@ from ckpt.guardian import Guardian, Written
 from ckpt.handle import Save
 from ckpt.hooks import UpdateHook
 from ckpt.manifest import Attempt
-from ckpt.pulse import LEAVING, OPENING, PAUSED, RESTORING, TRAINING, Pulse
+from ckpt.pulse import LEAVING, OPENING, PAUSED, RESTORING, Pulse
 from ckpt.relief import Gap
 from ckpt.resume import Restored, gather, restore_first, together
 from ckpt.sentinel import Sentinel
@@ -57,6 +57,8 @@ from ckpt.world import World
 SURELY_NEWER = 2  # snapshots of a rank: another may be one step behind
 COMPARE_S = 120.0  # until the digests of other ranks' replicas are there
 ASIDE = 1 << 20  # bytes of a step that is not due, which are kept for a fault all the same
+ASIDE_SHARE = 0.001  # of a step, that it may cost
+ASIDE_AGAIN = 1000  # steps, after which it is measured again
 LIVE_S = 10.0  # for a copy of the running state
 FIRST_ARENA_S = 2.0  # the first save may wait this long for its memory, once
 MISSING: Any = object()
@@ -132,6 +134,8 @@ class Checkpointer:
         self._last_step: int | None = None
         self._finite: bool | None = None  # what was said of it
         self._last: tuple[Save, Job] | None = None
+        self._aside_s = 0.0  # what it cost the last time
+        self._not_due = 0
         self._aside: tuple[Save, Job] | None = None  # how to copy the last step, which was not due, after all
         self._newest: tuple[Save, Attempt, tuple[Arena, int]] | None = None  # in memory: staged, or restored from there
         self._updates_before = 0  # optimizer steps before the last call of step()
@@ -156,8 +160,14 @@ class Checkpointer:
         self._guardian.on_failure = lambda error: self._note_error(error, None)
         self._hook = UpdateHook(self._wait_for_copy, self._capture.unguard)
         self.faults = list(self._guardian.faults)
-        self._sentinel = Sentinel(wanted, self._world, self._guardian, self._pulse, self, on_fault)
-        self._sentinel.start()
+        try:
+            self._sentinel = Sentinel(wanted, self._world, self._guardian, self._pulse, self, on_fault)
+            self._sentinel.start()
+        except BaseException:
+            self._hook.remove()
+            self._guardian.give_up()
+            self._stager.stop()
+            raise
         for fault in self.faults:
             log.warning("before this start: %s", fault.line)
             self._sentinel.tell(fault)
@@ -194,8 +204,10 @@ class Checkpointer:
         try:
             if durable or asked or (self._memory is not None and step % self._memory.every == 0):
                 save = self._save(step, durable, explicit=asked, asked=asked)
-            elif self._sentinel.armed:
+            elif self._sentinel.armed and self._may_put_aside():
+                began = time.perf_counter()
                 self._put_aside(step)
+                self._aside_s = time.perf_counter() - began
         finally:
             if asked:
                 self._sentinel.answer(save)
@@ -216,11 +228,14 @@ class Checkpointer:
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Around what is no training, such as an evaluation: it is not taken for a hang."""
+        if self._forked:
+            raise ClosedError("this process was forked from the trainer: only the trainer saves")
+        before = self._pulse.state
         self._pulse.touch(PAUSED)
         try:
             yield
         finally:
-            self._pulse.touch(TRAINING)
+            self._pulse.touch(before)
 
     def save(self, step: int | None = None) -> Save:
         """Save now, to every tier: the step given, or the one that the last `step()` named.
@@ -367,6 +382,14 @@ class Checkpointer:
 
     # -- without the main thread: see `ckpt.sentinel.Levers` --
 
+    def _may_put_aside(self) -> bool:
+        """Whether that is worth it: measured now and then."""
+        if self._memory is not None and self._memory.between is not None:
+            return self._memory.between
+        usual_s = self._pulse.usual_s
+        self._not_due += 1
+        return usual_s == 0 or self._aside_s <= ASIDE_SHARE * usual_s or self._not_due % ASIDE_AGAIN == 0
+
     def _put_aside(self, step: int) -> None:
         """Keep of a step that is not due what cannot be read later; the rest stays as it is until an optimizer begins.
 
@@ -381,7 +404,11 @@ class Checkpointer:
         arena = self._stager.arena
         if arena is None or not arena.fits(reading.layout.arrangement.data_size, len(values)):
             self._guardian.prepare(reading.layout.arrangement.data_size, len(values))
-            return
+            with contextlib.suppress(CheckpointError):  # the next save says so
+                self._guardian.take_prepared(0.0)
+            arena = self._stager.arena
+            if arena is None or not arena.fits(reading.layout.arrangement.data_size, len(values)):
+                return
         self._guardian.tell_layout(reading.layout, reading.guarded)
         owner = self._guardian.owner
         attempt = Attempt(owner.epoch, step, owner.nonce)
@@ -539,6 +566,7 @@ class Checkpointer:
             return self._restore(default, step, strict)
         finally:
             self._pulse.touch(OPENING)
+            self._sentinel.went_back()
 
     def _restore(self, default: Any, step: int | None, strict: bool) -> Any:
         started = time.perf_counter()

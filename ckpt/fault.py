@@ -121,11 +121,19 @@ class Fault:
             given = {k: v for k, v in data.items() if k in known}
             given["saved"] = [Saved(**one) for one in given.get("saved", [])]
             fault = cls(**given)
-            datetime.fromisoformat(fault.time)
-            if type(fault.rank) is not int or type(fault.kind) is not str or type(fault.summary) is not str:
-                raise CorruptError("this is not the account of a fault")
+            fault.when  # noqa: B018 - raises if it is no moment
+            like = cls("", "")
+            for one in fields(cls):
+                if one.name != "exit_code" and type(getattr(fault, one.name)) is not type(getattr(like, one.name)):
+                    raise TypeError(one.name)
+            if fault.exit_code is not None and type(fault.exit_code) is not int:
+                raise TypeError("exit_code")
+            for saved in fault.saved:
+                texts = {type(text) for text in (saved.tier, saved.how, saved.error)}
+                if type(saved.step) is not int or type(saved.seconds) not in (int, float) or texts != {str}:
+                    raise TypeError("saved")
             return fault
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (OverflowError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise CorruptError(f"this is not the account of a fault: {error}") from None
 
     @property
@@ -157,7 +165,7 @@ def tell_launcher(fault: Fault, stack: Sequence[str] = ()) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    extra = {"py_callstack": "\n".join(stack), "timestamp": str(int(time.time()))}
+    extra = {"py_callstack": "\n".join([fault.line, *stack]), "timestamp": str(int(time.time()))}
     message = {"message": {"message": fault.line, "extraInfo": extra}}
     with contextlib.suppress(OSError):
         with open(path, "w") as file:

@@ -28,6 +28,7 @@ from ckpt.store import open_store
 from ckpt.write import Snapshot, Written, write_part
 
 COMMON_S = 1.0  # until the step before the newest will do, if not all ranks have the newest
+OTHERS_S = 5.0  # for other ranks to bring theirs, when ours is written
 LATE_S = 30.0  # for the parts of other ranks, when nobody is left to wait for them
 
 
@@ -65,6 +66,7 @@ class Persister:
         self.tiers: list[Tier] = []
         self.writing: dict[tuple[str, int], int] = {}  # (arena, slot) -> writes in progress
         self.settling: dict[int, int] = {}  # parts that are written and not committed yet, by adoption
+        self._late = 0  # the same of what was written out of turn: other ranks may never bring their parts
         self.ownership = asyncio.Lock()  # held while the run is taken over by us
         self.tries: dict[Attempt, int] = {}
         self.retracted: set[Attempt] = set()
@@ -392,15 +394,16 @@ class Persister:
         tasks = [self.spawn(self._drain_alive(steps))]
         if far:
             tasks += [self.spawn(self._persist_one(tier, a)) for tier in self.tiers[1:] for a in steps[:1]]
-        durable_since = 0.0
+        durable_since = stored_since = 0.0
         while time.monotonic() < began + deadline_s:
             done = [attempt for attempt in steps if self.tiers and attempt in self.tiers[0].log.state.commits]
             if not self.tiers or not steps or (done[:1] == steps[:1] and all(task.done() for task in tasks)):
                 break
-            if done and all(task.done() for task in tasks):
-                durable_since = durable_since or time.monotonic()
-                if time.monotonic() > durable_since + COMMON_S:
-                    break  # other ranks have not come as far as this one
+            if all(task.done() for task in tasks):
+                stored_since = stored_since or time.monotonic()
+                durable_since = durable_since or (time.monotonic() if done else 0.0)
+                if (done and time.monotonic() > durable_since + COMMON_S) or time.monotonic() > stored_since + OTHERS_S:
+                    break  # other ranks have not come as far as this one, or do not come at all
             await asyncio.sleep(0.02)
         seconds = time.monotonic() - began
         return [
@@ -470,11 +473,13 @@ class Persister:
         return True
 
     async def _settle_late(self, tier: Tier, written: Written) -> None:
+        self._late += 1
         try:
-            with self._settles():
-                await self._settle(tier, written)
+            await self._settle(tier, written)
         except CheckpointError as error:
             events.log.warning("step %d is in memory only: %s", Attempt.parse(written.part.attempt).step, error)
+        finally:
+            self._late -= 1
 
     async def check_owner(self) -> None:
         """FencedError once another job has taken the run over: nobody will come for this memory then."""
@@ -490,5 +495,5 @@ class Persister:
         while self.writing and time.monotonic() < end:
             await asyncio.sleep(0.01)
         end = time.monotonic() + min(LATE_S, self.commit_s)
-        while any(self.settling.values()) and time.monotonic() < end:
+        while (self._late or any(self.settling.values())) and time.monotonic() < end:
             await asyncio.sleep(0.01)

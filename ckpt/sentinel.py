@@ -33,7 +33,7 @@ from ckpt.handle import Save
 from ckpt.hang import Evidence
 from ckpt.link import Message
 from ckpt.manifest import Attempt
-from ckpt.pulse import OPENING, RESTORING, Pulse
+from ckpt.pulse import NEVER, OPENING, RESTORING, Pulse
 from ckpt.rally import Rally, Round, step_ahead
 from ckpt.relief import Gap
 from ckpt.triggers import (
@@ -64,6 +64,7 @@ PATIENCE_S = 0.5  # for the training loop to come, beyond what its steps take
 ROUND_S = 1.0  # for the other ranks to be told
 NODES_S = 2.0  # for other nodes to say what their ranks do
 EVIDENCE_S = 5.0
+REPORT_S = 2.0  # for the report to be written
 CRASHING_S = 0.5  # for the newest step to become durable, where memory has it in any case
 FLUSH_S = 0.5
 MISSED = 3  # rounds that may be called because some rank was past the step
@@ -170,9 +171,13 @@ class Sentinel:
 
     def stop(self) -> None:
         """Put everything back. An incident that is being dealt with is finished first."""
-        if self._stopped or not self._triggers:
+        if self._stopped:
             return
         self._stopped = True
+        if not self._triggers:
+            self._close()
+            return
+        self._wakeup.deaf = True
         with self._answered:
             self._answered.notify_all()
         self._notices.stop()
@@ -185,10 +190,13 @@ class Sentinel:
             if thread is not threading.current_thread():
                 thread.join(SOFT_S)
         self._wakeup.put_back()
-        self._wakeup.close()
         if sys.excepthook is self._excepthook:
             sys.excepthook = self._excepthook_before
         self._disable_faulthandler()
+        self._close()
+
+    def _close(self) -> None:
+        self._wakeup.close()
         for fd in (self._stop_reader, self._stop_writer):
             os.close(fd)
         self._pulse.close()
@@ -258,6 +266,12 @@ class Sentinel:
         self._last_due = at
         return True
 
+    def went_back(self) -> None:
+        """Step numbers come again: what was due is not due any more."""
+        self._last_due, self._pulse.save_at = -1, NEVER
+        with self._answered:
+            self._answers.clear()
+
     def answer(self, save: Save | None) -> None:
         """The step that was due has been saved."""
         with self._answered:
@@ -281,6 +295,7 @@ class Sentinel:
         self._seen_error = error
         if self._leaving or self._stopped or not (self.has(OnOom) if oom else self.has(OnException)):
             return
+        self._leaving = True  # what comes now is a consequence
         what = "ran out of memory" if oom else f"raised {type(error).__name__}"
         call = self._new_call("oom" if oom else "exception", "", how="exception", grace_s=CRASHING_S)
         fault = call.fault
@@ -288,6 +303,8 @@ class Sentinel:
         frames = traceback.extract_tb(error.__traceback__)
         fault.stacks[str(self._world.rank)] = [f"{f.name} ({f.filename}:{f.lineno})" for f in reversed(frames)]
         fault.advice, fault.exit_code = ("retry" if oom else "fix"), 1
+        if self._pulse.step >= 0:
+            fault.steps[str(self._world.rank)] = self._pulse.step
         if self._can_save:
             self._secure(call, leaving=True, at_hand=True)
         self._close_case(call, ends=True)
@@ -355,6 +372,7 @@ class Sentinel:
             self._dead_peers[int(note["rank"])] = str(note["summary"])
             self._calls.put(lambda: self._relieve(str(note["writer"]), int(note["rank"])))
         elif op == "signal":
+            self._guardian.tell("heard")
             self._on_signal(int(note["number"]), "writer")
         elif op == "trigger":
             self._put("request", f"asked for at a shell: {note['why']}", how="ckpt trigger", grace_s=SOFT_S)
@@ -423,7 +441,7 @@ class Sentinel:
         held = self._levers.in_memory(min(COPYING_S, call.left_s))
         ready = held is not None and held == self._pulse.step
         # What memory has already need not be waited for, unless all ranks should save the same step in their own time.
-        ask = not ready or not (alone or call.hurried or leaving)
+        ask = not ready or not (alone or leaving)
         if ask and not blocked and not at_hand and self._agree(call):
             return
         if not ready and (step := self._levers.copy_live()) is not None:
@@ -642,7 +660,7 @@ class Sentinel:
         fault.timings["total_s"] = call.passed_s
         log.warning("%s", fault.line)
         with contextlib.suppress(CheckpointError):
-            self._guardian.client.ask("report", timeout_s=5.0, fault=fault.to_json(), ends=ends)
+            self._guardian.client.ask("report", timeout_s=REPORT_S, fault=fault.to_json(), ends=ends)
         if ends:
             tell_launcher(fault, fault.stacks.get(str(fault.rank), ()))
         self._call_hook(fault)

@@ -19,9 +19,12 @@ from datetime import datetime
 from ckpt.errors import UsageError
 
 GRACE_S = 25.0  # of the 30 s that torchrun, Slurm (KillWait) and Kubernetes leave between SIGTERM and SIGKILL
+DEADLY = (  # not to be handled, or handled by faulthandler already
+    signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT,
+)  # fmt: skip
 SOURCES = ("ec2", "gce", "azure")
 
-# What a launcher or scheduler can act on: see `Advice` in ckpt/report.py.
+# What a launcher or scheduler can act on: see `ADVICE` in ckpt/fault.py.
 RETRY_CODE = 75  # sysexits.h: EX_TEMPFAIL
 REPLACE_CODE = 76
 RESUBMIT_CODE = 77
@@ -97,7 +100,7 @@ def on_signal(*names: str | int, grace_s: float = GRACE_S, leave: bool | None = 
             found.append(signal.Signals[name] if isinstance(name, str) else signal.Signals(name))
         except (KeyError, ValueError):
             raise UsageError(f"{name!r} is not a signal: use names such as 'SIGTERM' and 'SIGUSR1'") from None
-        if found[-1] in (signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL):
+        if found[-1] in DEADLY:
             raise UsageError(f"{found[-1].name} cannot be handled; the writer notices such a death by itself")
     _positive("grace_s", grace_s)
     return OnSignal(tuple(dict.fromkeys(found)), float(grace_s), leave)
@@ -132,9 +135,10 @@ def on_deadline(
         at = time.time() + in_s
     if isinstance(at, datetime):
         at = at.timestamp()
-    if at is not None and not math.isfinite(at):
+    number = isinstance(at, (int, float)) and not isinstance(at, bool)
+    if at is not None and not (number and math.isfinite(at)):
         raise UsageError(f"a deadline is a moment, not {at!r}")
-    if not 0 <= before_s < math.inf:
+    if not isinstance(before_s, (int, float)) or not 0 <= before_s < math.inf:
         raise UsageError(f"before_s is a number of seconds from 0, not {before_s!r}")
     return OnDeadline(None if at is None else float(at), float(before_s), leave)
 
@@ -158,16 +162,15 @@ def on_hang(*, action: str = "report", factor: float = 10.0, min_s: float = 30.0
     """
     if action not in ("report", "exit"):
         raise UsageError(f'the action on a hang is "report" or "exit", not {action!r}')
-    _positive("factor", factor)
     _positive("min_s", min_s)
-    if factor < 2:
-        raise UsageError(f"factor={factor:g} would take every slow step for a hang: use 2 or more")
+    if not isinstance(factor, (int, float)) or not 2 <= factor < math.inf:
+        raise UsageError(f"factor={factor!r} would take every slow step for a hang: use 2 or more")
     return OnHang(action, float(factor), float(min_s))
 
 
 def on_memory_pressure(*, share: float = 0.05) -> OnMemoryPressure:
     """Save, and give memory of ours back, when less than `share` of the machine's or container's memory is left."""
-    if not 0 < share < 1:
+    if not isinstance(share, (int, float)) or not 0 < share < 1:
         raise UsageError(f"share={share!r}: a part of the memory, between 0 and 1")
     return OnMemoryPressure(float(share))
 

@@ -17,7 +17,6 @@ import contextlib
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from ckpt.pulse import Pulse
 from ckpt.triggers import OnHang
 
 DUMP_SIGNAL = signal.SIGRTMIN + 6  # answered by faulthandler; no default of anybody's
-LOOK_S = 0.25
+LOOK_S = 0.5
 LATE_S = 0.02  # until a signal that the sentinel has not taken is ours
 SAMPLES, BETWEEN_S = 3, 0.3
 SURELY = 3.0  # times the limit: a hang, even if it looks busy
@@ -72,6 +71,7 @@ class Vigil:
         self.hang = None if message["hang"] is None else OnHang(*message["hang"])
         self._eyes, self._loop = eyes, asyncio.get_running_loop()
         self._text = ""
+        self._crashed = False
         self._dumped = 0  # bytes that it has written because we asked
         self._changed = asyncio.Event()
         self._asking = asyncio.Lock()
@@ -85,7 +85,9 @@ class Vigil:
         if message["share"] is not None:
             self._pressure = pressure.Watch(float(message["share"]), self._on_pressure)
             self._pressure.start()
-        threading.Thread(target=self._read_pipe, args=(fds[2],), daemon=True).start()
+        self._pipe = fds[2]
+        os.set_blocking(self._pipe, False)
+        self._loop.add_reader(self._pipe, self._read_pipe)
         self._loop.add_reader(self._wakeup, self._on_readable)
         self._task = self._loop.create_task(self._look())
 
@@ -124,21 +126,29 @@ class Vigil:
 
     # -- crashes, and stacks --
 
-    def _read_pipe(self, fd: int) -> None:
-        with contextlib.suppress(OSError):
-            while raw := os.read(fd, 1 << 16):
-                with contextlib.suppress(RuntimeError):  # the loop has closed
-                    self._loop.call_soon_threadsafe(self._on_text, raw.decode("utf-8", "replace"))
-        os.close(fd)
+    def _read_pipe(self) -> None:
+        """All that is there."""
+        while self._pipe >= 0:
+            try:
+                raw = os.read(self._pipe, 1 << 16)
+            except BlockingIOError:
+                return
+            if raw:
+                self._on_text(raw.decode("utf-8", "replace"))
+            else:
+                self._loop.remove_reader(self._pipe)
+                os.close(self._pipe)
+                self._pipe = -1
 
     def _on_text(self, text: str) -> None:
         self._dumped += len(text.encode())
-        before, self._text = self._text, (self._text + text)[-MAX_TEXT:]
+        self._text = (self._text + text)[-MAX_TEXT:]
         self._changed.set()
         if FATAL in self._text and self._echo and self._stderr >= 0:
             with contextlib.suppress(OSError):
                 os.write(self._stderr, text.encode())  # where the user would have seen it without us
-        if FATAL in self._text and FATAL not in before and not self._stopped:
+        if "\n" in self.crash and not self._crashed and not self._stopped:
+            self._crashed = True
             self._eyes.on_crash(self.crash)
 
     @property
@@ -226,6 +236,7 @@ class Vigil:
 
     def cause(self) -> tuple[str, str]:
         """Of a death: how we know it, and what it was."""
+        self._read_pipe()  # a crash is told there before the death can be seen otherwise
         if crash := self.crash:
             return "faulthandler", crash.partition("\n")[0].removeprefix(f"{FATAL}: ")
         if where := pressure.oom_kills(pid="self", where=self._kills.where).since(self._kills):

@@ -36,6 +36,9 @@ class Wakeup:
         self._before: dict[int, Handler] = {}
         self._chained = -1
         self._armed = False
+        self.deaf = False  # nobody reads any more: what would have ended the process does so once all is put back
+        self._missed: list[int] = []
+        self._taken = False  # whether the interpreter has our descriptor
         # Bound once: a method is a new object each time it is asked for, and we compare by identity.
         self._ours: Callable[[int, Any], None] = self._handle
 
@@ -48,13 +51,13 @@ class Wakeup:
             return
         for number in self.numbers:
             before = signal.getsignal(number)
-            if before is None:  # not Python's: it could not be put back
+            if before is None or (before == signal.SIG_DFL and _caught(number)):  # it could not be put back
                 log.warning("%s is handled by something else than Python: it is no trigger", number.name)
                 continue
             self._before[number] = before
             signal.signal(number, self._ours)
         self._chained = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._armed = True
+        self._armed = self._taken = True
 
     def put_back(self) -> None:
         """What is still ours becomes what it was. From another thread than the main one ours only go quiet."""
@@ -64,13 +67,22 @@ class Wakeup:
         for number, before in self._before.items():
             if signal.getsignal(number) is self._ours:
                 signal.signal(number, before)
-        found = signal.set_wakeup_fd(self._chained, warn_on_full_buffer=False)
+        try:
+            found = signal.set_wakeup_fd(self._chained, warn_on_full_buffer=False)
+        except (OSError, ValueError):  # it was closed meanwhile
+            found = signal.set_wakeup_fd(-1)
+        self._taken = False
         if found not in (self._writer.fileno(), -1):
             signal.set_wakeup_fd(found, warn_on_full_buffer=False)  # somebody else's, later than ours
+        for number in self._missed:
+            os.kill(os.getpid(), number)
 
     def close(self) -> None:
         self.reader.close()
-        self._writer.close()
+        if self._taken:
+            self._writer.detach()  # the interpreter goes on writing to that number: no other file may get it
+        else:
+            self._writer.close()
 
     def forget(self) -> None:
         """In a forked child, whose signals are not the trainer's: nothing of ours is left there."""
@@ -109,8 +121,19 @@ class Wakeup:
                 with contextlib.suppress(OSError):
                     self._writer.send(bytes([number]))
         before = self._before.get(number)
+        if self._armed and self.deaf and before == signal.SIG_DFL:
+            self._missed.append(number)
         if callable(before):
             before(number, frame)
         elif not self._armed and before == signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def _caught(number: int) -> bool:
+    """Whether this process has a handler for a signal, Python's or not, as the kernel knows it."""
+    with contextlib.suppress(OSError), open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False

@@ -116,12 +116,15 @@ class Witness:
         if leave:
             end(vigil, "it hangs")
 
-    async def signal(self, vigil: Vigil, number: int) -> None:
-        """A signal that the trainer could not take, since something holds the interpreter's lock."""
-        began = time.monotonic()
-        name = signal.Signals(number).name
+    def signal(self, vigil: Vigil, number: int) -> Fault:
+        """A signal that the trainer has not taken, as of now."""
         fault = self.open(vigil, "signal", how="wakeup descriptor", advice="resubmit")
+        name = signal.Signals(number).name
         fault.summary = f"{name} came to rank {vigil.rank} on {fault.host}, whose interpreter is held up"
+        return fault
+
+    async def held_up(self, fault: Fault, vigil: Vigil, began: float) -> None:
+        """Nor can it: something holds the interpreter's lock."""
         await self.save(fault, began, SAVE_S, far=True)
         fault.stacks[str(vigil.rank)] = list(await vigil.stack())
         await self.keep(fault)

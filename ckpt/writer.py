@@ -42,6 +42,7 @@ from ckpt.witness import Witness, end
 
 NICE = 10
 RETRY_S = 5.0
+AWAKE_S = 0.25  # for it to take a signal that the writer has seen
 HEARD_S = 1.0  # for the trainer's sentinel to answer; else the writer deals with it
 GOING_S = 20.0  # for it to leave, once it said that it would
 TOLD_S = 20.0  # after a death, for what is in memory to become durable before the report is written without it
@@ -396,9 +397,17 @@ class Writer:
         self._spawn(self._signal(number))
 
     async def _signal(self, number: int) -> None:
-        if self.vigil is not None and not self.dead:
-            self._tell({"op": "signal", "number": number})  # should it come to itself, it does the rest
-            await self.witness.signal(self.vigil, number)
+        """The sentinel has not taken it: perhaps it is only late; else something holds the interpreter's lock."""
+        vigil, began = self.vigil, time.monotonic()
+        if vigil is None or self.dead:
+            return
+        fault = self.witness.signal(vigil, number)
+        self.heard.clear()
+        self._tell({"op": "signal", "number": number})
+        try:
+            await asyncio.wait_for(self.heard.wait(), AWAKE_S)
+        except TimeoutError:
+            await self.witness.held_up(fault, vigil, began)
 
     def _on_stall(self, stall: Stall) -> None:
         self._spawn(self._stall(stall))

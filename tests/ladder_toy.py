@@ -108,7 +108,10 @@ def main() -> None:
     triggers: Any = "auto"
     if options.get("exit_after"):
         triggers = [ckpt.on_signal(), ckpt.on_exception(), ckpt.on_hang(action="exit", min_s=options["exit_after"])]
-    tiers = [ckpt.Memory(every=options.get("every", 1)), ckpt.Tier(options["run"], every=options.get("durable", 1000))]
+    tiers = [
+        ckpt.Memory(every=options.get("every", 1), between=True),
+        ckpt.Tier(options["run"], every=options.get("durable", 1000)),
+    ]
     with ckpt.Checkpointer(state, tiers, triggers=triggers) as cp:
         start = cp.restore(default=0)
         assert cp.last_restore is not None

@@ -261,7 +261,7 @@ def test_still_or_not() -> None:
     assert still([rank(), rank(idle_s=42.0)])  # no stack, no CPU
     assert still([rank(state="stopped")]) and still([a, rank(state="gone", written=-1)])
     for moved in (
-        {"cpu_s": 3.0, "stack": there}, {"written": 11}, {"calls": 8}, {"stack": ("other (/u/t.py:5)",)},
+        {"cpu_s": 3.0, "stack": there}, {"written": 60}, {"calls": 8}, {"stack": ("other (/u/t.py:5)",)},
         {"pid": 9}, {"rank": 1},
     ):  # fmt: skip
         assert not still([a, dataclasses.replace(a, idle_s=42.0, **moved)]), moved

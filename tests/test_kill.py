@@ -382,7 +382,7 @@ def test_every_kind_of_death_keeps_memory(chain: Chain, own_sockets: Path) -> No
         "segfault": -signal.SIGSEGV,
         "abort": -signal.SIGABRT,
         "segfault in a thread": -signal.SIGSEGV,
-        "terminated": -signal.SIGTERM,
+        "terminated": 128 + signal.SIGTERM,
     }.items():
         safe = chain.told.staged
         result = run_script(DIE, chain.run, 3, how)

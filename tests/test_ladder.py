@@ -209,7 +209,12 @@ def test_saves_out_of_turn_are_of_one_step_on_all_ranks(start: Callable[..., Job
     for trigger in (lambda: os.kill(pids[1], signal.SIGUSR1), both, ask, race):
         before = job.lines[-1]["step"]
         trigger()
-        assert eventually(lambda least=before: max(committed(), default=0) > least), (before, committed(), job.errors.read_text()[-3000:], accounts(tmp_path)[-3:])
+        assert eventually(lambda least=before: max(committed(), default=0) > least), (
+            before,
+            committed(),
+            job.errors.read_text()[-3000:],
+            accounts(tmp_path)[-3:],
+        )
     for pid in pids:
         os.kill(pid, signal.SIGTERM)
         os.kill(pid, signal.SIGTERM)

@@ -1,0 +1,231 @@
+"""The account of a fault: it returns from JSON, sorts by time, says what is durable, and a launcher can read it."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt.errors import CorruptError
+from ckpt.fault import ADVICE, CODES, MAX_STACK, TOGETHER_S, Fault, Saved, incidents, tell_launcher
+
+START = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+def fault(kind: str = "exception", after_s: float = 0.0, **fields: Any) -> Fault:
+    """One at a known time."""
+    fields.setdefault("summary", f"{kind} after {after_s:g} s")
+    at = (START + timedelta(seconds=after_s)).isoformat(timespec="microseconds")
+    return Fault(kind, time=at, attempt=fields.pop("attempt", "3.abcdefgh"), **fields)
+
+
+def full() -> Fault:
+    """Every field has a value of its own."""
+    return Fault(
+        "hang", "rank 1 waits", by="writer", how="step counter", rank=1, world=4, host="node", pid=7,
+        time="2030-01-02T03:04:05.000006+00:00", attempt="3.abcdefgh", steps={"0": 5, "1": 4}, suspects=[2],
+        stacks={"1": ["f (a.py:1)", "g (a.py:2)"]}, evidence=[{"rank": 1, "state": "sleeping"}],
+        saved=[Saved(5, "memory", "ring", 0.1), Saved(4, "file:///run", "agreed", 0.5, "no space left")],
+        timings={"total_s": 1.5}, advice="replace", exit_code=76, launcher={"SLURM_JOB_ID": "9"},
+    )  # fmt: skip
+
+
+def test_an_account_returns_from_json() -> None:
+    """Every field, through the very bytes that are stored."""
+    for one in [full(), fault(), Fault("death", "")]:
+        assert Fault.from_json(json.loads(one.to_bytes())) == one
+    data = json.loads(full().to_bytes())
+    assert data["version"] == 1 and data["means"] == ADVICE["replace"]
+
+
+def test_negative_control_a_field_that_is_lost_is_noticed() -> None:
+    """Without any one of the fields it is not the same account any more."""
+    for name in full().to_json():
+        data = json.loads(full().to_bytes())
+        del data[name]
+        try:
+            same = Fault.from_json(data) == full()
+        except CorruptError:
+            same = False
+        assert same == (name in ("version", "means"))
+
+
+def test_what_a_later_version_adds_is_passed_over() -> None:
+    """Unknown fields do no harm."""
+    assert Fault.from_json({**full().to_json(), "colour": "red"}) == full()
+
+
+HOSTILE: dict[str, Any] = {
+    "nothing": None, "a number": 5, "text": "fault", "a list": [], "empty": {},
+    "no kind": {"summary": "x"}, "kind": {"kind": 5, "summary": "x"}, "summary": {"kind": "x", "summary": None},
+    "rank": {"rank": "0"}, "rank true": {"rank": True}, "rank list": {"rank": [0]},
+    "time": {"time": "yesterday"}, "no time": {"time": None}, "time number": {"time": 5},
+    "saved": {"saved": 5}, "saved none": {"saved": None}, "saved items": {"saved": [5]},
+    "saved unknown": {"saved": [{"step": 1, "tier": "memory", "how": "ring", "seconds": 0, "x": 1}]},
+    "saved too little": {"saved": [{"step": 1}]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_what_is_no_account_is_corrupt(case: str) -> None:
+    """CorruptError, and nothing else, whatever the JSON."""
+    data = HOSTILE[case]
+    if isinstance(data, dict) and data and "kind" not in data and "summary" not in data:
+        data = {**full().to_json(), **data}
+    with pytest.raises(CorruptError, match="not the account of a fault"):
+        Fault.from_json(data)
+
+
+WRONG_WITHIN: dict[str, Any] = {
+    "a step that is text": {"saved": [{"step": "5", "tier": "/run", "how": "ring", "seconds": "0"}]},
+    "stacks": {"stacks": 5},
+    "advice": {"advice": ["retry"]},
+    "a year that no clock has": {"time": "0001-01-01T00:00:00"},
+}
+
+
+@pytest.mark.parametrize("case", WRONG_WITHIN)
+def test_a_field_of_another_type_is_corrupt(case: str) -> None:
+    """Either it is refused when it is read, or everything that `ckpt faults` does with it works."""
+    try:
+        read = Fault.from_json({**full().to_json(), **WRONG_WITHIN[case]})
+    except CorruptError:
+        return
+    assert read.line
+    assert read.to_json()
+    assert incidents([read, full()])
+
+
+def test_names_sort_by_time() -> None:
+    """The order of the names in a store is the order of the faults, microseconds and years included."""
+    spans = [0, 1e-6, 1e-3, 0.5, 1, 59, 3600, 86400, 400 * 86400]
+    for spaces in (spans, spans[::-1]):
+        keys = {fault(after_s=s).key: s for s in spaces}
+        assert [keys[key] for key in sorted(keys)] == spans
+    assert fault().key == "faults/20300102T030405000000.0.json"
+    assert len({fault(rank=rank).key for rank in range(3)}) == 3  # ranks do not overwrite each other
+
+
+def test_a_name_is_only_a_name() -> None:
+    """Whatever stands for the time, the name stays in its folder."""
+    key = Fault.from_json({**full().to_json(), "time": "2030-01-02 03:04:05+01:00"}).key
+    assert key == "faults/20300102030405010.1.json" or key.startswith("faults/2030")
+    assert "/" not in key.removeprefix("faults/") and ".." not in key
+
+
+def test_now_is_the_time_unless_another_is_given() -> None:
+    """In UTC, so that nodes of different zones agree."""
+    one = Fault("request", "")
+    assert abs(one.when - time.time()) < 60 and one.time.endswith("+00:00")
+    assert fault(after_s=1.5).when == START.timestamp() + 1.5
+
+
+def test_the_line_says_what_is_durable() -> None:
+    """The newest durable step; else what is in memory, as such; else that there is nothing. Errors do not count."""
+    line = fault(summary="boom").line
+    assert line == "boom [nothing new was saved]"
+    memory, failed = Saved(9, "memory", "ring", 0.1), Saved(9, "/run", "ring", 1.0, "no space left")
+    assert fault(summary="boom", saved=[memory, failed]).line == "boom [step 9 is in memory, and not durable yet]"
+    saved = [memory, failed, Saved(7, "/run", "ring", 1.0), Saved(8, "/run", "ring", 2.0), Saved(6, "/b", "ring", 3.0)]
+    assert fault(summary="boom", saved=saved).line == "boom [step 8 is durable in /run after 2.00 s]"
+    assert fault(summary="boom", saved=[Saved(9, "memory", "live", 0.0, "torn")]).line.endswith(
+        "[nothing new was saved]"
+    )
+
+
+def test_a_long_stack_is_cut_short() -> None:
+    """An account stays small, and keeps the innermost frames."""
+    one = fault(stacks={"0": [f"f{i}" for i in range(10_000)]})
+    frames = one.to_json()["stacks"]["0"]
+    assert frames == [f"f{i}" for i in range(MAX_STACK)]
+
+
+def test_accounts_of_one_cause_are_one_incident() -> None:
+    """Ranks that end within a while of each other, in the same incarnation; who saw it first comes first."""
+    first = fault("death", 0.0, rank=2)
+    later = [fault("exception", 1.0, rank=0), fault("hang", 30.0, rank=1), fault("signal", 60.0, exit_code=143)]
+    assert incidents([*reversed(later), first]) == [[first, *later]]  # each close to the one before
+
+
+def test_what_does_not_belong_together_stays_apart() -> None:
+    """Another incarnation, a long time between, or a fault after which the job went on."""
+    pairs = [
+        (fault(), fault(after_s=1, attempt="4.bcdefghi")),
+        (fault(), fault(after_s=TOGETHER_S + 1)),
+        (fault("request"), fault(after_s=1)),
+        (fault(), fault("request", after_s=1)),
+        (fault("memory"), fault("memory", after_s=1)),
+        (fault("signal"), fault("signal", after_s=1)),  # SIGUSR1, twice
+    ]
+    for one, two in pairs:
+        assert incidents([two, one]) == [[one], [two]]
+    assert incidents([fault(), fault(after_s=TOGETHER_S - 1)]) == [[fault(), fault(after_s=TOGETHER_S - 1)]]  # control
+    assert incidents([]) == []
+
+
+def test_what_ends_a_job() -> None:
+    """An exit code, or a kind that nobody survives."""
+    assert [kind for kind in ("signal", "preemption", "deadline", "memory", "request") if fault(kind).ending] == []
+    assert all(fault(kind).ending for kind in ("death", "hang", "exception", "oom"))
+    assert fault("deadline", exit_code=CODES["resubmit"]).ending
+
+
+def test_torchrun_reads_what_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own reader of a worker's error file finds the reason, the stack and the time."""
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    path = tmp_path / "error.json"
+    before = int(time.time())
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    tell_launcher(fault(summary="rank 0 raised ValueError: ä"), ("f (a.py:1)", "g (a.py:2)"))
+    found = ProcessFailure(local_rank=0, pid=7, exitcode=1, error_file=str(path))
+    assert "rank 0 raised ValueError: ä" in str(found.message)
+    assert before <= found.timestamp <= time.time()
+    assert found.error_file_data["message"]["extraInfo"]["py_callstack"].endswith("f (a.py:1)\ng (a.py:2)")
+
+
+@pytest.mark.parametrize("stack", [(), ("f (a.py:1)",)], ids=["no stack", "stack"])
+def test_torchrun_prints_the_reason(stack: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torchrun prints at the end of a failed job names the fault."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    tell_launcher(fault(summary="rank 0 raised ValueError"), stack)
+    found = ProcessFailure(local_rank=0, pid=7, exitcode=1, error_file=str(path))
+    assert "rank 0 raised ValueError" in str(ChildFailedError("train.py", {0: found}))
+
+
+def test_negative_control_without_the_file_torchrun_knows_nothing(tmp_path: Path) -> None:
+    """torch's reader invents a text of its own where there is no file."""
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    found = ProcessFailure(local_rank=0, pid=7, exitcode=1, error_file=str(tmp_path / "none"))
+    assert "traceback" in found.message
+
+
+def test_the_agent_hands_our_reason_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's handler copies a child's file to its parent's, and adds the exit code, without a complaint."""
+    from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
+
+    child, parent = tmp_path / "child.json", tmp_path / "parent.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(child))
+    tell_launcher(fault(summary="boom"))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(parent))
+    ErrorHandler().dump_error_file(str(child), 143)
+    message = json.loads(parent.read_text())["message"]
+    assert message["errorCode"] == 143 and message["message"].startswith("boom")
+
+
+def test_no_launcher_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torchrun nothing is written, and a place that cannot be written harms nothing."""
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    tell_launcher(fault())
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "missing" / "error.json"))
+    tell_launcher(fault())
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,166 @@
+"""The page that says what training does: two mappings, of one or two processes, see the same."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from ckpt.errors import CorruptError
+from ckpt.pulse import LEAVING, NEVER, OPENING, PAUSED, RESTORING, STATES, TRAINING, Beat, Pulse
+from ckpt.store import PAGE
+
+OTHER = """
+import sys
+from ckpt.pulse import Pulse
+pulse = Pulse.attach(int(sys.argv[1]))
+for _ in sys.stdin:
+    beat = pulse.read()
+    print(beat.calls, beat.step, beat.when, beat.doing, beat.updates, pulse.save_at, pulse.usual_s, flush=True)
+    pulse.usual_s = 0.25
+    pulse.save_at = 99
+"""
+
+
+@pytest.fixture
+def pulse() -> Iterator[Pulse]:
+    made = Pulse.create()
+    yield made
+    made.close()
+
+
+def test_a_new_page_says_that_nothing_has_come_yet(pulse: Pulse) -> None:
+    """No step, no pace, no step to save at, and a sign of life of just now."""
+    before = time.monotonic()
+    found = Pulse.create().read()
+    assert before <= found.when <= time.monotonic()
+    assert (found.calls, found.step, found.updates, found.doing) == (0, -1, 0, "opening")
+    assert (pulse.save_at, pulse.usual_s, pulse.step, pulse.state) == (NEVER, 0.0, -1, OPENING)
+
+
+def test_every_field_is_seen_by_another_mapping(pulse: Pulse) -> None:
+    """What one writes, another reads: the loop's fields, the sentinel's and the writer's, each without the others."""
+    other = Pulse.attach(os.dup(pulse.fd))
+    at = time.monotonic()
+    pulse.beat(7)
+    first = other.read()
+    assert first == pulse.read()
+    assert (first.calls, first.step, first.state, first.updates) == (1, 7, TRAINING, 0)
+    assert at <= first.when <= time.monotonic()
+    pulse.beat(9)
+    pulse.update()
+    pulse.update()
+    assert (other.read().calls, other.step, other.read().updates) == (2, 9, 2)
+    for state in (PAUSED, RESTORING, LEAVING, OPENING, TRAINING):
+        pulse.touch(state)
+        assert other.state == state and other.read().doing == STATES[state]
+    assert (other.step, other.read().calls) == (9, 2)  # a touch is no step
+    pulse.save_at, other.usual_s = 10**18 - 1, 1.5
+    assert (other.save_at, pulse.usual_s) == (10**18 - 1, 1.5)
+    pulse.save_at = NEVER
+    assert other.save_at == NEVER and other.read().updates == 2
+    other.close()
+
+
+def test_two_processes_see_each_other(pulse: Pulse) -> None:
+    """The descriptor crosses to another process, and both directions work there."""
+    command = [sys.executable, "-c", OTHER, str(pulse.fd)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, pass_fds=[pulse.fd], **pipes) as other:  # type: ignore[call-overload]
+        try:
+            for step in (3, 4):
+                pulse.beat(step)
+                pulse.update()
+                other.stdin.write("\n")
+                other.stdin.flush()
+                seen = other.stdout.readline().split()
+                beat = pulse.read()
+                expected = [beat.calls, beat.step, beat.when, "training", beat.updates]
+                assert seen[:5] == [str(value) for value in expected]
+            assert seen[5:] == ["99", "0.25"]  # of its own, written after the first line
+            assert (pulse.save_at, pulse.usual_s) == (99, 0.25)
+        finally:
+            other.stdin.close()
+            other.wait(10)
+
+
+def test_negative_control_another_page_sees_nothing(pulse: Pulse) -> None:
+    """Two pages are two pages."""
+    other = Pulse.create()
+    pulse.beat(5)
+    assert other.step == -1 and other.read().calls == 0
+    other.close()
+
+
+def test_its_size_is_sealed(pulse: Pulse) -> None:
+    """Nobody can make a reader die of SIGBUS by cutting the page off, or undo that."""
+    assert os.fstat(pulse.fd).st_size == PAGE
+    for size in (0, PAGE // 2, 2 * PAGE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(pulse.fd, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(pulse.fd, 1033, 0x0008)  # one more seal
+    loose = os.memfd_create("loose", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)  # negative control
+    os.ftruncate(loose, PAGE)
+    os.ftruncate(loose, 0)
+    os.close(loose)
+
+
+def test_it_is_not_inherited(pulse: Pulse) -> None:
+    """A program that the trainer starts does not get the descriptor."""
+    assert not os.get_inheritable(pulse.fd)
+
+
+def refused(fd: int) -> str:
+    with pytest.raises(CorruptError) as caught:
+        Pulse.attach(fd)
+    os.close(fd)
+    return str(caught.value)
+
+
+def memory(content: bytes, size: int = PAGE) -> int:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC)
+    os.write(fd, content)
+    os.ftruncate(fd, size)
+    return fd
+
+
+def test_what_is_no_page_is_refused(pulse: Pulse) -> None:
+    """Too small, empty, another content, or a version whose first number differs: CorruptError, and no crash."""
+    whole = mmap.mmap(pulse.fd, PAGE)[:]
+    reader, writer = os.pipe()
+    os.close(writer)
+    assert "not the page of a trainer" in refused(reader)
+    assert "not the page of a trainer" in refused(memory(b"", 0))
+    assert "not the page of a trainer" in refused(memory(whole, PAGE - 1))
+    assert "of this version" in refused(memory(b""))
+    assert "of this version" in refused(memory(b"x" * PAGE))
+    assert "of this version" in refused(memory(bytes([whole[0] ^ 1]) + whole[1:]))
+    copy = Pulse.attach(memory(whole))  # negative control: the same bytes are taken
+    assert copy.read() == pulse.read()
+    copy.close()
+
+
+def test_an_unknown_state_has_a_name(pulse: Pulse) -> None:
+    """Another version's state is shown, not raised."""
+    assert Beat(0, 0, 0.0, 99, 0).doing == Beat(0, 0, 0.0, -1, 0).doing == "?"
+    pulse.touch(99)
+    assert pulse.read().doing == "?"
+
+
+def test_closing_gives_the_descriptor_back_once(pulse: Pulse) -> None:
+    """Twice is harmless, and who still looks sees the last state."""
+    made = Pulse.create()
+    made.beat(3)
+    fd = made.fd
+    made.close()
+    made.close()
+    with pytest.raises(OSError):
+        os.fstat(fd)
+    assert made.step == 3

@@ -1,0 +1,224 @@
+"""What users say about saving out of turn: every trigger, every refusal, and what its message tells."""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+import ckpt
+from ckpt.errors import UsageError
+from ckpt.triggers import (
+    GRACE_S,
+    SOURCES,
+    OnDeadline,
+    OnException,
+    OnHang,
+    OnMemoryPressure,
+    OnOom,
+    OnPreemption,
+    OnSignal,
+    as_triggers,
+)
+
+
+def test_each_constructor_says_what_it_was_given() -> None:
+    """What the user wrote is in the value, with numbers as floats and signals as signals."""
+    assert ckpt.on_signal() == OnSignal((signal.SIGTERM, signal.SIGUSR1), GRACE_S, None)
+    assert ckpt.on_signal("SIGHUP", 10, grace_s=5, leave=True) == OnSignal((signal.SIGHUP, signal.SIGUSR1), 5.0, True)
+    assert ckpt.on_preemption() == OnPreemption((), None, 5.0)
+    assert ckpt.on_preemption("gce", "ec2", base_url="http://localhost:1", poll_s=1) == OnPreemption(
+        ("gce", "ec2"), "http://localhost:1", 1.0
+    )
+    assert ckpt.on_deadline() == OnDeadline(None, 60.0, False)
+    assert ckpt.on_exception() == OnException()
+    assert ckpt.on_oom() == OnOom()
+    assert ckpt.on_hang() == OnHang("report", 10.0, 30.0)
+    assert ckpt.on_hang(action="exit", factor=2, min_s=1) == OnHang("exit", 2.0, 1.0)
+    assert ckpt.on_memory_pressure() == OnMemoryPressure(0.05)
+    assert ckpt.on_memory_pressure(share=0.5) == OnMemoryPressure(0.5)
+    values = [ckpt.on_signal("SIGTERM", grace_s=5).grace_s, ckpt.on_hang(factor=3).factor]
+    assert all(type(value) is float for value in values)
+
+
+def test_a_trigger_is_a_value() -> None:
+    """It cannot be changed after it was made, equals its like, and can be a key."""
+    one = ckpt.on_signal("SIGTERM")
+    with pytest.raises(AttributeError):
+        one.grace_s = 1.0  # type: ignore[misc]
+    assert len({one, ckpt.on_signal(15), ckpt.on_signal("SIGHUP")}) == 2
+
+
+def test_the_same_name_twice_counts_once() -> None:
+    """In one trigger a signal, or a cloud, may be named twice; the order of the first naming stays."""
+    assert ckpt.on_signal("SIGUSR1", "SIGTERM", 15, "SIGUSR1").numbers == (signal.SIGUSR1, signal.SIGTERM)
+    assert ckpt.on_preemption("ec2", "azure", "ec2").sources == ("ec2", "azure")
+    assert set(ckpt.on_preemption(*SOURCES).sources) == set(SOURCES)
+
+
+def test_a_deadline_is_one_moment_however_it_is_given() -> None:
+    """A number, a datetime of any zone and a span from now name the same moment, in seconds since 1970."""
+    at = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
+    assert ckpt.on_deadline(at).at == ckpt.on_deadline(at.timestamp()).at == 1893553445.0
+    assert ckpt.on_deadline(at.astimezone()).at == at.timestamp()
+    assert ckpt.on_deadline(at.astimezone().replace(tzinfo=None)).at == at.timestamp()  # naive means local
+    before = time.time()
+    found = ckpt.on_deadline(in_s=100, before_s=0, leave=True)
+    assert found.at is not None and before + 100 <= found.at <= time.time() + 100
+    assert found.before_s == 0.0 and found.leave
+    assert ckpt.on_deadline(int(before)).at == float(int(before))
+    assert ckpt.on_deadline(datetime.now(UTC) - timedelta(days=1)).at is not None  # passed: due at once
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "no such name": (lambda: ckpt.on_signal("TERM"), "'TERM' is not a signal: use names such as 'SIGTERM'"),
+    "lower case": (lambda: ckpt.on_signal("sigterm"), "'sigterm' is not a signal"),
+    "no such number": (lambda: ckpt.on_signal(0), "0 is not a signal"),
+    "ours": (lambda: ckpt.on_signal(int(signal.SIGRTMIN) + 6), "is not a signal"),
+    "a constant": (lambda: ckpt.on_signal("SIG_DFL"), "'SIG_DFL' is not a signal"),
+    "a list": (lambda: ckpt.on_signal(["SIGTERM"]), "is not a signal"),  # type: ignore[arg-type]
+    "None": (lambda: ckpt.on_signal(None), "None is not a signal"),  # type: ignore[arg-type]
+    "KILL": (lambda: ckpt.on_signal("SIGKILL"), "SIGKILL cannot be handled; the writer notices such a death"),
+    "STOP": (lambda: ckpt.on_signal(19), "SIGSTOP cannot be handled"),
+    "SEGV": (lambda: ckpt.on_signal("SIGTERM", "SIGSEGV"), "SIGSEGV cannot be handled"),
+    "BUS": (lambda: ckpt.on_signal("SIGBUS"), "SIGBUS cannot be handled"),
+    "FPE": (lambda: ckpt.on_signal("SIGFPE"), "SIGFPE cannot be handled"),
+    "ILL": (lambda: ckpt.on_signal("SIGILL"), "SIGILL cannot be handled"),
+    "grace 0": (lambda: ckpt.on_signal(grace_s=0), "grace_s is a number of seconds above 0, not 0"),
+    "grace below": (lambda: ckpt.on_signal(grace_s=-1), "grace_s is a number of seconds above 0, not -1"),
+    "grace without end": (lambda: ckpt.on_signal(grace_s=math.inf), "not inf"),
+    "grace nan": (lambda: ckpt.on_signal(grace_s=math.nan), "not nan"),
+    "grace true": (lambda: ckpt.on_signal(grace_s=True), "not True"),
+    "grace text": (lambda: ckpt.on_signal(grace_s="30s"), "not '30s'"),  # type: ignore[arg-type]
+    "cloud": (lambda: ckpt.on_preemption("aws"), "preemption notices come from ec2, gce, azure, not 'aws'"),
+    "second cloud": (lambda: ckpt.on_preemption("ec2", "GCE"), "not 'GCE'"),
+    "address alone": (lambda: ckpt.on_preemption(base_url="http://x"), "base_url needs the source that is served"),
+    "poll 0": (lambda: ckpt.on_preemption("ec2", poll_s=0), "poll_s is a number of seconds above 0, not 0"),
+    "both": (lambda: ckpt.on_deadline(1.0, in_s=1.0), "as `at` or as `in_s`, not both"),
+    "at inf": (lambda: ckpt.on_deadline(math.inf), "a deadline is a moment, not inf"),
+    "at nan": (lambda: ckpt.on_deadline(math.nan), "a deadline is a moment, not nan"),
+    "in 0": (lambda: ckpt.on_deadline(in_s=0), "in_s is a number of seconds above 0, not 0"),
+    "in the past": (lambda: ckpt.on_deadline(in_s=-5), "in_s is a number of seconds above 0, not -5"),
+    "before below": (lambda: ckpt.on_deadline(before_s=-1), "before_s is a number of seconds from 0, not -1"),
+    "before inf": (lambda: ckpt.on_deadline(before_s=math.inf), "before_s is a number of seconds from 0, not inf"),
+    "before nan": (lambda: ckpt.on_deadline(before_s=math.nan), "not nan"),
+    "action": (lambda: ckpt.on_hang(action="kill"), 'the action on a hang is "report" or "exit", not \'kill\''),
+    "no action": (lambda: ckpt.on_hang(action=None), "not None"),  # type: ignore[arg-type]
+    "factor 0": (lambda: ckpt.on_hang(factor=0), "factor"),
+    "factor low": (lambda: ckpt.on_hang(factor=1.5), "factor=1.5 would take every slow step for a hang: use 2 or more"),
+    "min 0": (lambda: ckpt.on_hang(min_s=0), "min_s is a number of seconds above 0, not 0"),
+    "share 0": (lambda: ckpt.on_memory_pressure(share=0), "share=0: a part of the memory, between 0 and 1"),
+    "share 1": (lambda: ckpt.on_memory_pressure(share=1), "share=1: a part"),
+    "share in percent": (lambda: ckpt.on_memory_pressure(share=5), "share=5: a part"),
+    "share nan": (lambda: ckpt.on_memory_pressure(share=math.nan), "share=nan: a part"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_is_refused_in_words_that_help(case: str) -> None:
+    """A UsageError names the setting and the value, or what to write instead."""
+    call, message = REFUSED[case]
+    with pytest.raises(UsageError, match=re.escape(message)):
+        call()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: ckpt.on_deadline("2030-01-01"),
+        lambda: ckpt.on_deadline(before_s="60"),
+        lambda: ckpt.on_memory_pressure(share="5%"),
+    ],
+    ids=["at", "before_s", "share"],
+)
+def test_text_where_a_number_belongs_is_refused_in_words(call: Callable[[], Any]) -> None:
+    """As with grace_s and min_s: a UsageError that names the setting."""
+    with pytest.raises(UsageError):
+        call()
+
+
+def test_a_signal_that_faulthandler_takes_is_refused() -> None:
+    """faulthandler handles SEGV, BUS, FPE, ILL and ABRT; a trigger for any of them could never work."""
+    with pytest.raises(UsageError, match="SIGABRT"):
+        ckpt.on_signal("SIGABRT")
+
+
+def test_a_factor_is_no_number_of_seconds() -> None:
+    """The message about a factor does not speak of seconds."""
+    with pytest.raises(UsageError) as caught:
+        ckpt.on_hang(factor=0)
+    assert "seconds" not in str(caught.value)
+
+
+def test_auto_is_all_of_them_with_the_defaults() -> None:
+    """ "auto" holds one of each kind, and what the constructors give without arguments."""
+    found = as_triggers("auto")
+    kinds = [OnSignal, OnPreemption, OnDeadline, OnException, OnOom, OnHang, OnMemoryPressure]
+    assert [type(one) for one in found] == kinds
+    assert found == (
+        ckpt.on_signal(), ckpt.on_preemption(), ckpt.on_deadline(), ckpt.on_exception(), ckpt.on_oom(),
+        ckpt.on_hang(), ckpt.on_memory_pressure(),
+    )  # fmt: skip
+
+
+def test_none_and_an_empty_list_are_no_triggers() -> None:
+    """Both mean that nothing is armed."""
+    assert as_triggers(None) == as_triggers([]) == as_triggers(()) == ()
+
+
+def test_a_list_is_taken_as_it_is() -> None:
+    """Any iterable will do, a single trigger too, and the order stays."""
+    one, two = ckpt.on_signal("SIGTERM"), ckpt.on_oom()
+    assert as_triggers([one, two]) == as_triggers((one, two)) == as_triggers(iter([one, two])) == (one, two)
+    assert as_triggers(one) == (one,)
+    # Several of these make sense: different signals, clouds and moments.
+    several = [ckpt.on_signal("SIGHUP"), ckpt.on_deadline(1.0), ckpt.on_deadline(2.0), ckpt.on_preemption("ec2")]
+    assert as_triggers([one, *several]) == (one, *several)
+
+
+@pytest.mark.parametrize("given", ["none", "AUTO", "", b"auto", {"SIGTERM": 1}, 5, True, ckpt.on_signal])
+def test_what_is_no_list_of_triggers_is_refused(given: object) -> None:
+    """The message shows what to write and what was written."""
+    with pytest.raises(UsageError, match=re.escape('triggers is "auto" or a list such as')) as caught:
+        as_triggers(given)
+    assert repr(given) in str(caught.value)
+
+
+@pytest.mark.parametrize("given", ["SIGTERM", 15, None, ["auto"]])
+def test_what_is_no_trigger_in_a_list_is_refused(given: object) -> None:
+    """Each item is looked at, also behind one that is right."""
+    with pytest.raises(UsageError, match=re.escape(f"{given!r} is not a trigger")):
+        as_triggers([ckpt.on_oom(), given])
+
+
+def test_a_function_that_was_not_called_is_said_so() -> None:
+    """The usual slip, ckpt.on_hang for ckpt.on_hang(), is answered by how to write it."""
+    with pytest.raises(UsageError, match=re.escape("is not a trigger: call it, on_hang()")):
+        as_triggers([ckpt.on_hang])
+    with pytest.raises(UsageError) as caught:  # negative control: what cannot be called gets no such hint
+        as_triggers(["on_hang"])
+    assert "call it" not in str(caught.value)
+
+
+def test_twice_the_same_is_refused() -> None:
+    """Two settings for one hang, one memory or one signal: which would hold?"""
+    with pytest.raises(UsageError, match="OnHang is among the triggers twice"):
+        as_triggers([ckpt.on_hang(), ckpt.on_hang(min_s=5)])
+    with pytest.raises(UsageError, match="OnMemoryPressure is among the triggers twice"):
+        as_triggers([ckpt.on_memory_pressure(), ckpt.on_memory_pressure()])
+    with pytest.raises(UsageError, match="the same signal is among the triggers twice"):
+        as_triggers([ckpt.on_signal("SIGTERM", "SIGUSR1"), ckpt.on_signal("SIGUSR1")])
+    assert as_triggers([ckpt.on_signal("SIGTERM"), ckpt.on_signal("SIGUSR1")])  # negative control
+
+
+def test_the_checkpointer_refuses_before_anything_is_made(run_dir: str, tmp_path: Any) -> None:
+    """A wrong trigger costs nothing: no folder of a run is made."""
+    with pytest.raises(UsageError, match="not a trigger"):
+        ckpt.Checkpointer({"n": 1}, run_dir, triggers=[ckpt.on_signal])
+    assert list(tmp_path.iterdir()) == []

@@ -6,6 +6,7 @@ import enum
 import json
 import pathlib
 import pickle
+import re
 import struct
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from typing import Any
@@ -243,7 +244,7 @@ def test_depth_has_a_limit_that_both_sides_share() -> None:
         {"$": "scalar", "dtype": "((((", "v": "00"}, {"$": "scalar", "dtype": "V8", "v": "00" * 8},
         {1, 2}, object(),
     ],
-    ids=str,
+    ids=lambda data: re.sub(" at 0x[0-9a-f]+", "", str(data)),
 )  # fmt: skip
 def test_damaged_or_newer_data_is_corrupt(data: Any) -> None:
     """Unknown tags and impossible contents are CorruptError, never a value and never another exception."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 import ckpt
 import ckpt_backends
@@ -99,6 +103,25 @@ class WriterClient:
             if isinstance(error, CheckpointError):
                 raise
             raise DeadlineError(f"the writer did not answer {op!r} within {timeout_s:g} s") from None
+
+    def greet(self, timeout_s: float, patient_s: float) -> Reply:
+        """Introduce ourselves to a writer that we found; longer than `timeout_s` is waited only if it can run."""
+        future, began = self.send("hello"), time.monotonic()
+        while True:
+            try:
+                return future.result(timeout_s)
+            except TimeoutError as error:
+                if isinstance(error, CheckpointError):
+                    raise
+                waited = time.monotonic() - began
+                if waited > patient_s or not self._runs():
+                    raise DeadlineError(f"no answer within {waited:.0f} s") from None
+
+    def _runs(self) -> bool:
+        with contextlib.suppress(psutil.Error, OSError):
+            still = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+            return psutil.Process(link.peer_pid(self._channel.sock)).status() not in still
+        return False
 
     def _receive(self) -> None:
         while (received := self._channel.receive()) is not None:

@@ -35,6 +35,8 @@ from ckpt.world import World
 
 OPEN_S = 300.0
 T = TypeVar("T")
+HELLO_S = 10.0  # for a writer that was left to answer; it may be stopped
+PATIENT_S = 60.0  # if it is not: at low priority it may get little of a busy machine, and it has the newest steps
 RELIEF_S = 10.0  # for the writer of a dead rank to answer
 RESPAWN_LIMIT = 3  # writers that die within RESPAWN_WINDOW_S, before we stop trying
 RESPAWN_WINDOW_S = 60.0
@@ -135,7 +137,7 @@ class Guardian:
             return self._listen(WriterClient.spawn(self._key), greet=True)
         self._listen(found)
         try:
-            hello, fds = found.ask("hello", timeout_s=10.0)
+            hello, fds = found.greet(HELLO_S, PATIENT_S)
         except CheckpointError as error:
             log.warning("a writer is there and does not answer (%s): starting a new one", error)
             found.close()

@@ -117,8 +117,12 @@ class Vigil:
         if self._stopped:
             return
         raw = b""
-        with contextlib.suppress(OSError):
+        try:
             raw = self._wakeup.recv(4096, socket.MSG_DONTWAIT)
+            if not raw:
+                return  # it is gone
+        except OSError:
+            pass  # the sentinel was quicker
         for number in dict.fromkeys(raw):
             if number in self.signals:
                 self._eyes.on_signal(number)

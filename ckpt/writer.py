@@ -474,6 +474,7 @@ class Writer:
         if fault is not None and vigil is not None:
             self.witness.faults.append(fault)  # the next incarnation is told, however soon it comes
             self._spawn(self._record_death(fault, vigil, began, drained))
+        if vigil is not None:
             self.loop.call_later(ECHO_S, vigil.stop)
         await asyncio.to_thread(self.holdings.digest_ring)
         try:

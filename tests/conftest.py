@@ -16,6 +16,15 @@ import pytest
 REPO = Path(__file__).parent.parent
 
 
+LONGEST = ("test_rank_faults", "test_ranks", "test_kill", "test_nodes", "test_ladder", "test_sentinel", "test_resize")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, so that two processes that share the files out end at the same time."""
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
+
+
 @pytest.fixture(autouse=True)
 def own_sockets(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Writers of a test cannot be found by any other, and none outlives it."""

@@ -59,6 +59,7 @@ COMPARE_S = 120.0  # until the digests of other ranks' replicas are there
 ASIDE = 1 << 20  # bytes of a step that is not due, which are kept for a fault all the same
 ASIDE_SHARE = 0.001  # of a step, that it may cost
 ASIDE_AGAIN = 1000  # steps, after which it is measured again
+STOP_S = 30.0  # for an incident that is being dealt with
 LIVE_S = 10.0  # for a copy of the running state
 FIRST_ARENA_S = 2.0  # the first save may wait this long for its memory, once
 MISSING: Any = object()
@@ -134,6 +135,7 @@ class Checkpointer:
         self._last_step: int | None = None
         self._finite: bool | None = None  # what was said of it
         self._last: tuple[Save, Job] | None = None
+        self._written: deque[int] = deque(maxlen=256)  # steps that went to a durable tier, or were to
         self._aside_s = 0.0  # what it cost the last time
         self._not_due = 0
         self._aside: tuple[Save, Job] | None = None  # how to copy the last step, which was not due, after all
@@ -272,6 +274,7 @@ class Checkpointer:
             with self._lock:
                 self._errors = [(error, of) for error, of in self._errors if of is not save]
             save.told = False
+        self._written.append(save.step)
         for i, tier in enumerate(self._tiers):
             if tier.url not in save.tiers or save.failed(tier.url):
                 save.add_tier(tier.url)
@@ -280,6 +283,9 @@ class Checkpointer:
 
     def _save(self, step: int, durable: list[int], *, explicit: bool, asked: bool = False) -> Save:
         started = time.perf_counter()
+        self._aside = None
+        if durable:
+            self._written.append(step)
         owner = self._guardian.owner
         attempt = Attempt(owner.epoch, step, owner.nonce)
         save = Save(step, str(attempt), [self._tiers[i].url for i in durable])
@@ -452,11 +458,13 @@ class Checkpointer:
         return filled if self._stager.undisturbed(work, lambda: self._hook.count == count, LIVE_S) else []
 
     def give_up(self, attempt: Attempt) -> None:
-        if not any(attempt.step % tier.every == 0 for tier in self._tiers):  # else it is saved in any case
+        due = any(attempt.step % tier.every == 0 for tier in self._tiers)
+        if not due and attempt.step not in self._written:  # else it is saved in any case
             self._guardian.retract(attempt, f"rank {self._world.rank} had passed step {attempt.step} by then")
 
     def give_memory_back(self) -> int:
-        return self._stager.give_up_slot()
+        # Of several ranks one may be a step behind: what is left must still hold a step that all have.
+        return self._stager.give_up_slot() if self._world.size == 1 else self._stager.give_up_slot(3)
 
     # -- events, from the staging thread and the receiving thread --
 
@@ -716,7 +724,7 @@ class Checkpointer:
             self.wait(max(0.0, end - time.monotonic()))
         except CheckpointError as error:
             failure = error
-        self._end()
+        self._end(max(1.0, end - time.monotonic()))
         # What was restored by another number of ranks than saved it cannot be saved by these.
         untouched = self._newest is None and (not self._restored or self._restored_place is not None)
         try:
@@ -761,7 +769,8 @@ class Checkpointer:
         if self._last is not None:
             save, job = self._last
             job.copied.wait(max(0.0, end - time.monotonic()))
-            if job.place is not None:  # else the one before it is the newest
+            # Else the one before it is the newest, or one that was copied out of turn.
+            if job.place is not None and (newest is None or newest[1] < job.attempt):
                 newest = (save, job.attempt, job.place)
         if newest is not None and not newest[0].tiers:
             save = newest[0]
@@ -782,19 +791,22 @@ class Checkpointer:
         if not self._closed and not self._forked:
             with contextlib.suppress(CheckpointError):
                 self._stager.do(lambda: None, self._busy_timeout_s)  # a copy under way is finished
-            self._sentinel.stop()
+            self._sentinel.stop(STOP_S)
             self._guardian.leave()
             self._end()
             self._stager.stop()
 
-    def _end(self) -> None:
+    def _end(self, timeout_s: float = STOP_S) -> None:
         self._closed = True
-        self._sentinel.stop()
+        self._sentinel.stop(timeout_s)
         self._hook.remove()
         atexit.unregister(self._atexit)
         _open.pop(self._place, None)
 
     def _close_at_exit(self) -> None:
+        if self._world.size > 1 and self._sentinel.saw_exception:  # the others may never come to close
+            self._abandon()
+            return
         with contextlib.suppress(CheckpointError):
             self.close()
 

@@ -342,12 +342,17 @@ def faults(url: str, last: int | None, as_json: bool) -> int:
     return 0
 
 
+def no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number that JSON knows")
+
+
 async def _faults(url: str) -> dict[str, Any]:
     async with opened(url) as log:
         accounts = []
         async for info in log.store.list(FAULTS):
             try:
-                accounts.append(Fault.from_json(json.loads(bytes(await get_small(log.store, info.key, MAX_REPORT)))))
+                raw = bytes(await get_small(log.store, info.key, MAX_REPORT))
+                accounts.append(Fault.from_json(json.loads(raw, parse_constant=no_number)))
             except (CorruptError, StoreError, ValueError, RecursionError) as error:
                 say(f"WARNING: {info.key} cannot be read: {error}")
         found = [[one.to_json() for one in incident] for incident in incidents(accounts)]

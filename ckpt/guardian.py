@@ -431,10 +431,14 @@ class Guardian:
         return {attempt: found[attempt] for attempt in in_history(self.inherited.acquires, found)}
 
     @contextlib.contextmanager
-    def holding_still(self, newest: int | None = None) -> Iterator[list[Attempt]]:
-        """Inside, these snapshots of the present arena (at most so many, the newest first) are not overwritten."""
+    def holding_still(self, *, alone: bool) -> Iterator[list[Attempt]]:
+        """Inside, the snapshots of the present arena are not overwritten; of a rank that is `alone` the newest, and the
+        newest that is finite."""
         arena = self._stager.arena
-        sealed = list(self.sealed().items())[:newest]
+        sealed = list(self.sealed().items())
+        if alone:
+            broken = {la.attempt for _, la in (arena.sealed() if arena is not None else ()) if la.finite is False}
+            sealed = list(dict.fromkeys([*sealed[:1], *[one for one in sealed if one[0] not in broken][:1]]))
         for _, slot in sealed:
             if arena is not None:
                 self._stager.pin(arena, slot)

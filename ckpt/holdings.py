@@ -45,7 +45,8 @@ class Holdings:
         self.guarded: dict[str, list[int]] = {}  # by layout: the tensors that only optimizers change
         self.mirror = Mirror(check_room, self.keep_layout)
         self._lent: tuple[float, Attempt] | None = None
-        self._filled: set[int] = set()
+        self._filled: set[int] = set()  # tensors of `_filling` that somebody has filled in
+        self._filling: Attempt | None = None
 
     def all(self) -> list[Arena]:
         return [*self.arenas.values(), *self.mirror.arenas.values()]
@@ -77,11 +78,15 @@ class Holdings:
                 if self._lent is not None and self._lent[1] == label.attempt and time.monotonic() < self._lent[0]:
                     return None
                 self._lent = time.monotonic() + LEND_S, label.attempt
+                if self._filling != label.attempt:
+                    self._filling, self._filled = label.attempt, set()
                 return arena, slot, label, sorted(set(self.guarded[label.layout]) - self._filled)
         return None
 
     def fill_gap(self, attempt: Attempt, tensors: list[int]) -> bool:
         """Somebody has filled these in; whether it is a whole snapshot now."""
+        if attempt != self._filling:
+            return False
         self._lent = None
         self._filled.update(tensors)
         for arena in self.arenas.values():

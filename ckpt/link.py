@@ -16,6 +16,7 @@ import stat
 import struct
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,7 @@ def connect(path: str) -> Channel | None:
     sock.settimeout(2.0)
     try:
         with _short(path) as address:
-            sock.connect(address)
+            _connect(sock, address)
         if not same_user(sock):
             raise UsageError(f"{path} belongs to another user")
     except OSError:
@@ -170,6 +171,18 @@ def connect(path: str) -> Channel | None:
         return None
     sock.settimeout(None)
     return Channel(sock)
+
+
+def _connect(sock: socket.socket, address: str) -> None:
+    """Where many ask at once the queue may be full for a moment, which does not mean that nobody is there."""
+    end = time.monotonic() + 2.0
+    while True:
+        try:
+            return sock.connect(address)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.01)
 
 
 def ask_once(key: str, op: str, timeout_s: float, **fields: Any) -> Message | None:
@@ -197,6 +210,6 @@ def listen(path: str) -> socket.socket:
     with _short(temporary) as address:
         sock.bind(address)
     os.chmod(temporary, 0o600)
-    sock.listen(4)
+    sock.listen(128)  # all ranks of a node may ask all writers at once
     os.replace(temporary, path)
     return sock

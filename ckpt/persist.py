@@ -412,6 +412,10 @@ class Persister:
             for a in (steps if i == 0 else steps[:1])
         ]
 
+    def durable(self) -> list[tuple[int, str]]:
+        """What of the memory is durable, as far as we know: step and tier, the newest first."""
+        return [(a.step, t.url) for t in self.tiers[:1] for a in self._wanted() if a in t.log.state.commits]
+
     def _wanted(self) -> list[Attempt]:
         """What is in memory and belongs to the history, newest first."""
         ring = [label.attempt for _, _, label in self.holdings.ring() if label.attempt is not None]
@@ -462,7 +466,8 @@ class Persister:
             written = await self._store(tier, arena, slot, label, "ring")
             stored = True
             if written is not None and written.part.world == 1:
-                await self._settle(tier, written)
+                with self._settles():
+                    await self._settle(tier, written)
             elif written is not None:  # other ranks may never have taken this step: do not wait for them here
                 self.spawn(self._settle_late(tier, written))
         except FencedError:

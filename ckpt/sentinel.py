@@ -169,8 +169,8 @@ class Sentinel:
             self._threads.append(thread)
         self._notices.start()
 
-    def stop(self) -> None:
-        """Put everything back. An incident that is being dealt with is finished first."""
+    def stop(self, timeout_s: float = SOFT_S) -> None:
+        """Put everything back. An incident that is being dealt with is finished first, if it is in time."""
         if self._stopped:
             return
         self._stopped = True
@@ -188,7 +188,12 @@ class Sentinel:
             os.write(self._stop_writer, b"x")
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(SOFT_S)
+                thread.join(max(0.1, timeout_s))
+        with contextlib.suppress(queue.Empty):
+            while True:  # what came too late to be dealt with
+                late = self._calls.get_nowait()
+                if isinstance(late, Call) and late.leave is not None and late.signal:
+                    self._wakeup.miss(late.signal)
         self._wakeup.put_back()
         if sys.excepthook is self._excepthook:
             sys.excepthook = self._excepthook_before
@@ -211,6 +216,11 @@ class Sentinel:
     @property
     def armed(self) -> bool:
         return bool(self._triggers) and not self._stopped
+
+    @property
+    def saw_exception(self) -> bool:
+        """Whether an exception ended the training."""
+        return self._seen_error is not None
 
     def has(self, kind: type[Trigger]) -> bool:
         return any(isinstance(trigger, kind) for trigger in self._triggers)
@@ -329,6 +339,8 @@ class Sentinel:
 
     def _on_signal(self, number: int, how: str) -> None:
         trigger = self._signals.get(signal.Signals(number))
+        if self._leaving and self._seen_error is not None and self._wakeup.would_end(number):
+            self._wakeup.miss(number)  # an exception is on its way out, and the state safe: after that it may end us
         if trigger is None or self._leaving:
             return
         name = signal.Signals(number).name
@@ -374,6 +386,8 @@ class Sentinel:
         elif op == "signal":
             self._guardian.tell("heard")
             self._on_signal(int(note["number"]), "writer")
+        elif op == "passed":
+            self._wakeup.pass_on(bytes(note["raw"]))
         elif op == "trigger":
             self._put("request", f"asked for at a shell: {note['why']}", how="ckpt trigger", grace_s=SOFT_S)
         elif op == "hang":
@@ -419,8 +433,10 @@ class Sentinel:
     def _deal(self, call: Call) -> None:
         if call.fault.kind == "hang":
             self._look_around(call)
-        if call.fault.kind == "memory" and (freed := self._levers.give_memory_back()):
-            call.fault.summary += f"; gave {freed / 2**20:.0f} MiB of snapshots back"
+        if call.fault.kind == "memory" and self._can_save:
+            with contextlib.suppress(CheckpointError):
+                freed = self._levers.give_memory_back()
+                call.fault.summary += f"; gave {freed / 2**20:.0f} MiB of snapshots back" if freed else ""
         if self._pulse.step >= 0:
             call.fault.steps.setdefault(str(self._world.rank), self._pulse.step)
         if self._can_save:
@@ -448,7 +464,10 @@ class Sentinel:
             fault.saved.append(Saved(step, "memory", "live", call.passed_s))
         fault.timings["staged_s"] = call.passed_s
         if not alone and not blocked:
-            self._call_round(call, -1)
+            for _ in range(MISSED):  # until the round is ours, and not another rank's for a step
+                called = self._call_round(call, -1)
+                if called is None or called.step < 0:
+                    break
         if blocked and leaving and self._guardian.has_memory:
             self._note_memory(call)  # the writer makes it durable while the launcher starts the next trainer
         else:
@@ -566,7 +585,7 @@ class Sentinel:
         self._note_memory(call)
         deadline_s = min(call.left_s, PERSIST_S)
         try:
-            with self._guardian.holding_still(1 if self._world.size == 1 else None) as attempts:
+            with self._guardian.holding_still(alone=self._world.size == 1) as attempts:
                 reply, _ = self._guardian.client.ask(
                     "persist",
                     timeout_s=deadline_s + 1.0,
@@ -656,6 +675,9 @@ class Sentinel:
         if call.leave is not None:
             if call.signal and not self._ours(call.signal):
                 call.leave = None  # a handler that came later decides
+            if fault.kind == "hang" and self._pulse.read().calls != call.note["evidence"]["calls"]:
+                call.leave = None  # it has come to itself
+            self._leaving = call.leave is not None
             fault.exit_code = call.leave
         fault.timings["total_s"] = call.passed_s
         log.warning("%s", fault.line)

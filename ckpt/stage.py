@@ -179,8 +179,9 @@ class Stager:
         self._queue.put(run)
         return gate.wait(timeout_s)
 
-    def give_up_slot(self) -> int:
-        """Return the memory of one slot to the system, for as long as this arena lives; how many bytes, perhaps 0."""
+    def give_up_slot(self, least: int = LEAST_SLOTS) -> int:
+        """Return the memory of one slot to the system, for as long as this arena lives, unless only `least` are left;
+        how many bytes, perhaps 0."""
         given: list[int] = []
 
         def give() -> None:
@@ -190,7 +191,7 @@ class Stager:
             with self._changed:
                 pinned = {slot for slot in range(arena.slots) if self._pinned.get((arena.id, slot), 0) > 0}
                 slot = self._free(arena)
-            if slot is None or arena.slots - len(pinned) <= LEAST_SLOTS:
+            if slot is None or arena.slots - len(pinned) <= least:
                 return
             self.pin(arena, slot)
             given.append(arena.give_up(slot))
@@ -208,6 +209,7 @@ class Stager:
             return 0.0
         started = time.perf_counter()
         gate.wait(timeout_s)
+        job = self._pending
         if job is None:
             return time.perf_counter() - started
         if job.streams:
@@ -347,6 +349,7 @@ class Stager:
                 raise SkippedError(f"step {job.attempt.step} was not saved: its place in memory was taken")
             job.postponed = False
             self._fill_guarded(arena, slot, job)
+            self._pending = job  # the thread that trains looks once more whether somebody was writing
 
     @contextlib.contextmanager
     def _ending(self, job: Job) -> Iterator[None]:

@@ -55,7 +55,7 @@ class Eyes:
     """What is called, in the event loop, when something is seen."""
 
     on_crash: Callable[[str], None]
-    on_signal: Callable[[int], None]
+    on_signals: Callable[[list[int], bytes], None]  # those that are triggers, and all that came
     on_stall: Callable[[Stall], None]
     on_pressure: Callable[[pressure.Room, str], None]
 
@@ -123,9 +123,8 @@ class Vigil:
                 return  # it is gone
         except OSError:
             pass  # the sentinel was quicker
-        for number in dict.fromkeys(raw):
-            if number in self.signals:
-                self._eyes.on_signal(number)
+        if raw:
+            self._eyes.on_signals([n for n in dict.fromkeys(raw) if n in self.signals], raw)
         self._loop.add_reader(self._wakeup, self._on_readable)
 
     # -- crashes, and stacks --

@@ -93,15 +93,23 @@ class Wakeup:
         """Whether the process would have ended of this signal without us: nobody else handles it."""
         return self._before.get(number) == signal.SIG_DFL and signal.getsignal(number) is self._ours
 
+    def miss(self, number: int) -> None:
+        """Not now: it is sent again when everything is put back."""
+        self._missed.append(number)
+
+    def pass_on(self, raw: bytes) -> None:
+        """To whoever had the descriptor before us."""
+        if self._chained >= 0:
+            with contextlib.suppress(OSError):  # a pipe or a socket; full or closed is its owner's business
+                os.write(self._chained, raw)
+
     def read(self) -> list[int]:
         """The signals that have come since, ours only; others' descriptors get theirs passed on."""
         try:
             raw = self.reader.recv(4096)
         except (BlockingIOError, OSError):
             return []
-        if self._chained >= 0:
-            with contextlib.suppress(OSError):  # a pipe or a socket; full or closed is its owner's business
-                os.write(self._chained, raw)
+        self.pass_on(raw)
         return [number for number in raw if number in self._before]
 
     def wait(self, also: int, timeout_s: float | None) -> None:

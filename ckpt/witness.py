@@ -113,7 +113,7 @@ class Witness:
         leave = vigil.hang is not None and vigil.hang.action == "exit"
         fault.exit_code = 128 + signal.SIGKILL if leave else None
         await self.keep(fault)
-        if leave:
+        if leave and vigil.pulse.read().calls == stall.evidence.calls:  # else it has come to itself meanwhile
             end(vigil, "it hangs")
 
     def signal(self, vigil: Vigil, number: int) -> Fault:

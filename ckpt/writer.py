@@ -154,10 +154,16 @@ class Writer:
 
     def _on_gone(self, pid: int) -> None:
         if pid == self.trainer:
+            if self.dead:  # a crash was noticed before its end: something may have been sealed in between
+                self._spawn(self._drain_again(self.persister.adoptions))
             self._on_death(self.persister.adoptions)
         elif not self.previous_gone:
             self.previous_gone = True
             self._tell({"op": "gone"})
+
+    async def _drain_again(self, adoptions: int) -> None:
+        await asyncio.to_thread(self.holdings.digest_ring)
+        await self.persister.drain(adoptions)
 
     def _on_death(self, adoptions: int) -> None:
         if not self.dead and adoptions == self.persister.adoptions:
@@ -339,7 +345,7 @@ class Writer:
     async def do_arm(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Watch the trainer from now on."""
         self._end_vigil()
-        eyes = Eyes(self._on_crash, self._on_signal, self._on_stall, self._on_pressure)
+        eyes = Eyes(self._on_crash, self._on_signals, self._on_stall, self._on_pressure)
         self.vigil = Vigil(self.trainer, message, fds, eyes)
         return {}, ()
 
@@ -393,8 +399,10 @@ class Writer:
         """It is dying; with a large process or a core dump that takes a while."""
         self._on_death(self.persister.adoptions)
 
-    def _on_signal(self, number: int) -> None:
-        self._spawn(self._signal(number))
+    def _on_signals(self, numbers: list[int], raw: bytes) -> None:
+        self._tell({"op": "passed", "raw": list(raw)})  # others may wait for them too
+        for number in numbers:
+            self._spawn(self._signal(number))
 
     async def _signal(self, number: int) -> None:
         """The sentinel has not taken it: perhaps it is only late; else something holds the interpreter's lock."""
@@ -438,9 +446,8 @@ class Writer:
         await self.witness.tell_siblings(fault)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(drained.wait(), TOLD_S)
-        for one in await self.persister.persist(0.0):
-            if not one["error"]:
-                fault.saved.append(Saved(one["step"], one["tier"], "ring", time.monotonic() - began))
+        for step, url in self.persister.durable():
+            fault.saved.append(Saved(step, url, "ring", time.monotonic() - began))
         fault.timings["durable_s"] = time.monotonic() - began
         if vigil.crash:
             fault.stacks[str(vigil.rank)] = vigil.crash.splitlines()

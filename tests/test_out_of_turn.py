@@ -1,0 +1,126 @@
+"""Saves out of turn beside those of the cadence: neither takes anything from the other."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+from ckpt.arena import EAGER, Arena, Label
+from ckpt.holdings import Holdings
+from ckpt.log import RunLog
+from ckpt.manifest import Attempt
+from ckpt.plan import Layout, TensorSpec
+from ckpt.store import open_store
+
+
+def durable(run: str) -> list[int]:
+    async def look() -> list[int]:
+        log = RunLog(open_store(run))
+        await log.open()
+        await log.store.aclose()
+        return sorted(commit.step for commit in log.state.commits.values())
+
+    return asyncio.run(look())
+
+
+def update(weight: nn.Parameter, optimizer: torch.optim.Optimizer, value: float) -> None:
+    weight.grad = weight.detach() - value
+    optimizer.step()
+
+
+@pytest.fixture
+def trained() -> tuple[nn.Parameter, torch.optim.Optimizer]:
+    weight = nn.Parameter(torch.zeros(1000))
+    return weight, torch.optim.SGD([weight], lr=1.0)
+
+
+def test_what_was_saved_on_purpose_is_not_given_up(run_dir: str, trained: Any) -> None:
+    """A round for a step that this rank has passed is given up, unless the step went to disk in another way."""
+    weight, optimizer = trained
+    tiers = [ckpt.Memory(), ckpt.Tier(run_dir, every=1000, keep=9)]
+    with ckpt.Checkpointer({"w": weight, "opt": optimizer}, tiers) as cp:
+        cp.restore(default=0)
+        for step in range(1, 8):
+            update(weight, optimizer, float(step))
+            cp.step(step)
+            if step == 5:
+                cp.save().committed(30)
+        assert not cp._sentinel._set_step(5) and not cp._sentinel._set_step(6)
+        cp.save().committed(30)
+        assert durable(run_dir) == [5, 7]
+
+
+def test_close_makes_durable_what_was_copied_out_of_turn(run_dir: str, trained: Any) -> None:
+    """The newest step that is in memory, and not the last one that was due there."""
+    weight, optimizer = trained
+    tiers = [ckpt.Memory(every=10, between=True), ckpt.Tier(run_dir, every=1000)]
+    with ckpt.Checkpointer({"w": weight, "opt": optimizer}, tiers) as cp:
+        cp.restore(default=0)
+        for step in range(1, 16):
+            update(weight, optimizer, float(step))
+            save = cp.step(step)
+            if save is not None:
+                save.staged(30)
+        assert cp.copy_live() == 15
+    assert durable(run_dir) == [15]
+    assert torch.equal(ckpt.load(run_dir)["w"], torch.full((1000,), 15.0))
+
+
+def test_a_copy_is_not_made_once_an_optimizer_has_begun(run_dir: str, trained: Any) -> None:
+    """Also if it changed only a part of the state, and raised."""
+    weight, optimizer = trained
+    tiers = [ckpt.Memory(every=10, between=True), ckpt.Tier(run_dir, every=1000)]
+    with ckpt.Checkpointer({"w": weight, "opt": optimizer}, tiers) as cp:
+        cp.restore(default=0)
+        for step in range(1, 16):
+            update(weight, optimizer, float(step))
+            cp.step(step)
+        update(weight, optimizer, 16.0)
+        assert cp.copy_live() is None
+
+
+def test_the_newest_sound_step_is_made_durable_beside_the_newest(run_dir: str, trained: Any) -> None:
+    """A preempted machine takes its memory along: a broken step alone would be no use."""
+    weight, optimizer = trained
+    tiers = [ckpt.Memory(), ckpt.Tier(run_dir, every=1000)]
+    with ckpt.Checkpointer({"w": weight, "opt": optimizer}, tiers) as cp:
+        cp.restore(default=0)
+        for step in range(1, 9):
+            update(weight, optimizer, float(step))
+            save = cp.step(step, finite=step <= 5)
+            assert save is not None
+            save.staged(30)
+        with cp._guardian.holding_still(alone=True) as attempts:
+            assert [attempt.step for attempt in attempts] == [8, 5]
+
+
+def test_what_fills_one_gap_does_not_count_for_another() -> None:
+    """Tensors that were filled in for a step say nothing about the slot of a later one."""
+    specs = tuple(TensorSpec(name, "F32", (4,)) for name in ("a", "b"))
+    layout = Layout(specs, {}, [])
+    holdings, arena = Holdings(), Arena.create(2, 1 << 16)
+    holdings.add(arena)
+    holdings.layouts[layout.digest] = layout
+    holdings.guarded = {layout.digest: [0, 1]}
+    first, second = (Attempt(1, step, "ab" * 4) for step in (7, 9))
+
+    def gap(order: int, attempt: Attempt) -> None:
+        arena.set_label(0, Label(EAGER, order, attempt, layout.digest, 32, 2, 0.0))
+
+    gap(1, first)
+    lent = holdings.lend_gap()
+    assert lent is not None and lent[3] == [0, 1]
+    assert not holdings.fill_gap(first, [0])
+    gap(2, second)
+    assert not holdings.fill_gap(first, [1])
+    lent = holdings.lend_gap()
+    assert lent is not None and lent[3] == [0, 1] and not arena.sealed()
+    assert not holdings.fill_gap(second, [1])
+    assert holdings.fill_gap(second, [0]) and len(arena.sealed()) == 1
+    os.close(arena.fd)

@@ -110,10 +110,10 @@ def saved_on_disk(fault: Fault) -> list[int]:
 @pytest.fixture
 def handlers() -> Iterator[Callable[[int, Any], None]]:
     """Installs handlers of the user, and takes them away again."""
-    before: dict[int, Any] = {}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
 
     def install(number: int, handler: Any) -> None:
-        before.setdefault(number, signal.getsignal(number))
+        assert number in before
         signal.signal(number, handler)
 
     yield install

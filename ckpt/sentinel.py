@@ -428,7 +428,14 @@ class Sentinel:
             except Exception:
                 log.exception("an incident could not be dealt with")
             if isinstance(call, Call) and call.leave is not None:
+                self._take_the_last()
                 leave(call.leave)
+
+    def _take_the_last(self) -> None:
+        """Training went on while the state became durable: what it did meanwhile is at least in memory."""
+        with contextlib.suppress(Exception):
+            if self._can_save and self._levers.in_memory(COPYING_S) != self._pulse.step:
+                self._levers.copy_live()
 
     def _deal(self, call: Call) -> None:
         if call.fault.kind == "hang":

@@ -323,7 +323,10 @@ def looks(pid: int, file: Path, stacks: bool = True) -> list[Evidence]:
 def test_a_sleeping_process_is_still(start: Start, tmp_path: Path) -> None:
     """The writes that our own looking caused do not count, as long as they are said to be ours."""
     process = start(SLEEPS)
-    found = looks(process.pid, tmp_path / "dump")
+    for _ in range(5):  # on a busy machine it may still be answering the last look
+        found = looks(process.pid, tmp_path / "dump")
+        if found[-1].state == "sleeping":
+            break
     assert found[-1].state == "sleeping" and still(found), found
     assert found[0].stack[0].startswith("nap (<string>:")
     blamed = [dataclasses.replace(found[0], written=found[0].written - 400), found[1]]

@@ -259,7 +259,7 @@ class Sentinel:
             "rank": self._world.rank,
             "world": self._world.size,
             "signals": [int(number) for number in self._signals],
-            "hang": None if hang is None else [hang.action, hang.factor, hang.min_s],
+            "hang": None if hang is None else [hang.action, hang.factor, hang.min_s, hang.probe],
             "share": None if pressure is None else pressure.share,
             "echo": self._had_faulthandler,
         }
@@ -647,7 +647,7 @@ class Sentinel:
             found |= self._ask_nodes(found)
         what = f"no step for {note['idle_s']:.1f} s, where {note['usual_s']:.2f} s are usual"
         note_evidence(call.fault, list(found.values()), what)
-        call.fault.timings["idle_s"] = float(note["idle_s"])
+        call.fault.timings |= {name: float(seconds) for name, seconds in note["timings"].items()}
         if next((t.action for t in self._triggers if isinstance(t, OnHang)), "") == "exit":
             self._leaving = True
             call.leave = REPLACE_CODE if call.fault.suspects == [rank] and self._world.size > 1 else RETRY_CODE

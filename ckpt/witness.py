@@ -108,7 +108,7 @@ class Witness:
         began = time.monotonic()
         fault = self.open(vigil, "hang", how="step counter")
         note_evidence(fault, await self.evidence(vigil, stall.evidence), stall_text(stall))
-        fault.timings["idle_s"] = stall.idle_s
+        fault.timings |= stall.timings
         await self.save(fault, began, SAVE_S)
         leave = vigil.hang is not None and vigil.hang.action == "exit"
         fault.exit_code = 128 + signal.SIGKILL if leave else None

@@ -427,7 +427,7 @@ class Writer:
             return
         self.heard.clear()
         fields = {"idle_s": stall.idle_s, "limit_s": stall.limit_s, "usual_s": stall.usual_s}
-        self._tell({"op": "hang", **fields, "evidence": stall.evidence.to_json()})
+        self._tell({"op": "hang", **fields, "timings": stall.timings, "evidence": stall.evidence.to_json()})
         try:
             await asyncio.wait_for(self.heard.wait(), HEARD_S)
         except TimeoutError:

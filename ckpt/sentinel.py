@@ -684,7 +684,7 @@ class Sentinel:
                 call.leave = None  # a handler that came later decides
             if fault.kind == "hang" and self._pulse.read().calls != call.note["evidence"]["calls"]:
                 call.leave = None  # it has come to itself
-            self._leaving = call.leave is not None
+            self._leaving = ends = call.leave is not None  # else its death, should that come, is news
             fault.exit_code = call.leave
         fault.timings["total_s"] = call.passed_s
         log.warning("%s", fault.line)

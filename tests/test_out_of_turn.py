@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from typing import Any
 
 import pytest
@@ -98,6 +99,27 @@ def test_the_newest_sound_step_is_made_durable_beside_the_newest(run_dir: str, t
             save.staged(30)
         with cp._guardian.holding_still(alone=True) as attempts:
             assert [attempt.step for attempt in attempts] == [8, 5]
+
+
+def test_who_stays_after_all_has_not_announced_its_end(run_dir: str, trained: Any) -> None:
+    """A handler that came later decides to go on: the account says so, to the writer too, and no exit code is in it."""
+    weight, optimizer = trained
+    told: list[dict[str, Any]] = []
+    with ckpt.Checkpointer({"w": weight, "opt": optimizer}, run_dir) as cp:
+        cp.restore(default=0)
+        update(weight, optimizer, 1.0)
+        cp.step(1)
+        ask = cp._guardian.client.ask
+        cp._guardian.client.ask = lambda op, **f: (told.append({"op": op, **f}), ask(op, **f))[1]  # type: ignore
+        before = signal.getsignal(signal.SIGTERM)
+        call = cp._sentinel._new_call("signal", "SIGTERM came", how="test", grace_s=5.0)
+        call.signal, call.leave = signal.SIGTERM, 143
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        cp._sentinel._deal(call)
+        signal.signal(signal.SIGTERM, before)
+        assert call.leave is None and not cp._sentinel._leaving
+    (report,) = [one for one in told if one["op"] == "report"]
+    assert report["ends"] is False and report["fault"]["exit_code"] is None
 
 
 def test_what_fills_one_gap_does_not_count_for_another() -> None:

@@ -16,6 +16,7 @@ import os
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -248,7 +249,7 @@ class _Until(io.RawIOBase):
 # -- the clouds --
 
 
-class _Feed:
+class _Feed(ABC):
     """`look` asks once and yields what is announced now; the next look is `pause_s` later."""
 
     cloud = ""
@@ -256,8 +257,8 @@ class _Feed:
     def __init__(self, service: _Service, pause_s: float) -> None:
         self._service, self.pause_s = service, pause_s
 
-    def look(self) -> Iterator[Found]:
-        raise NotImplementedError
+    @abstractmethod
+    def look(self) -> Iterator[Found]: ...
 
 
 class _Ec2(_Feed):

@@ -202,7 +202,9 @@ class Vigil:
             except TimeoutError:
                 if len(self._text) > start:
                     break
-        return evidence.parse_dump(self._text[start:])
+        # Of more than a hundred threads faulthandler leaves the main one out; py-spy sees it, where it is installed.
+        dump = self._text[start:]
+        return evidence.parse_dump(dump) or evidence.parse_dump(await asyncio.to_thread(evidence.py_spy, self.pid))
 
     # -- hangs --
 

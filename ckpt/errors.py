@@ -18,6 +18,7 @@
         ├── NotFoundError     no such object
         ├── ExistsError       create-if-absent found it present
         ├── FullError         no space left
+        ├── AccessError       no such bucket, no permission, or credentials that do not hold
         ├── TransferError     bytes did not get from one rank to another
         └── OutcomeUnknownError   a commit may or may not have landed
 
@@ -107,6 +108,10 @@ class ExistsError(StoreError):
 
 class FullError(StoreError):
     """No space left."""
+
+
+class AccessError(StoreError):
+    """The place is not there, or refuses us: no such bucket, no permission, expired or wrong credentials."""
 
 
 class TransferError(StoreError):

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from ckpt.errors import CorruptError, UsageError
+from ckpt.errors import UsageError
 
 Buffer = bytes | bytearray | memoryview
 PAGE = 4096
@@ -29,10 +29,19 @@ class ObjectInfo:
 
 
 class Upload(Protocol):
-    """A large object being written. Until `finish` it means nothing, though a store may list it by then."""
+    """A large object being written. Until `finish` it means nothing, though a store may list it by then.
+
+    `part`: the object is taken in ranges [k * part, (k + 1) * part) of so many bytes, the last one shorter, each once
+    and begun in this order; 0: in any ranges.
+    """
+
+    part: int
 
     async def write_at(self, offset: int, view: memoryview) -> None:
-        """Write bytes at an offset; calls may overlap in time. The view is not kept after the call returns."""
+        """Write bytes at an offset; calls may overlap in time. Returns when the next range may come.
+
+        The bytes must stay as they are until `finish` or `abort` has returned.
+        """
 
     async def finish(self) -> None:
         """Make the object durable and visible. After an error here the object must be written again by a new name."""
@@ -42,9 +51,13 @@ class Upload(Protocol):
 
 
 class Store(Protocol):
-    """The whole contract. Errors are `ckpt.errors.StoreError` and its children, never a driver's own."""
+    """The whole contract. Errors are `ckpt.errors.StoreError` and its children, never a driver's own.
+
+    `remote`: requests take long and cost money, and deleting an object takes it away from those who are reading it.
+    """
 
     url: str
+    remote: bool
 
     async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
         """Store a small object, all or nothing, durable on return. `create=True`: ExistsError if it is there."""
@@ -53,22 +66,38 @@ class Store(Protocol):
         """Begin a create-only large object of exactly `size` bytes."""
 
     async def get(
-        self, key: str, *, start: int = 0, length: int | None = None, into: memoryview | None = None
+        self,
+        key: str,
+        *,
+        start: int = 0,
+        length: int | None = None,
+        into: memoryview | None = None,
+        limit: int | None = None,
     ) -> memoryview:
         """Bytes [start, start + length), to the end if `length` is None.
 
         A short range is an error. `into` is scratch space that the result may lie in, at any offset: give page-aligned
-        memory of `length + 2 * PAGE` bytes and a store that reads in whole pages needs no copy.
+        memory of `length + 2 * PAGE` bytes and a store that reads in whole pages needs no copy. `limit`: for a whole
+        object; CorruptError if it has more bytes, and nothing of it is kept.
         """
 
     async def head(self, key: str) -> ObjectInfo:
         """NotFoundError if the object is not there."""
 
-    def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        """Objects whose key starts with `prefix`, sorted by key; nothing half-written."""
+    def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
+        """Objects whose key starts with `prefix` and comes after `after`, sorted by key; nothing half-written."""
 
     async def delete(self, key: str) -> None:
         """Remove an object; deleting what is not there succeeds."""
+
+    async def delete_many(self, keys: Sequence[str]) -> None:
+        """Remove several objects, in as few requests as the store allows."""
+
+    async def drop_uploads(self, wanted: Callable[[str], bool]) -> int:
+        """Abort uploads that a dead process has left unfinished and that nobody sees, unless their key is wanted.
+
+        How many. Stores where an unfinished object is an object like any other have none.
+        """
 
     async def aclose(self) -> None:
         """Release descriptors and threads."""
@@ -82,17 +111,18 @@ def check_key(key: str) -> str:
 
 
 async def get_small(store: Store, key: str, limit: int) -> memoryview:
-    """A whole object, unless it is implausibly large: then CorruptError, and nothing of it is read."""
-    size = (await store.head(key)).size
-    if size > limit:
-        raise CorruptError(f"{key} is implausibly large: {size} bytes")
-    return await store.get(key)
+    """A whole object, unless it is implausibly large: then CorruptError, and nothing of it is kept."""
+    return await store.get(key, limit=limit)
 
 
+_FSSPEC = "ckpt_backends.remote:RemoteStore"
 _BUILT_IN = {
     "file": "ckpt_backends.local:LocalStore",
-    "memory": "ckpt_backends.memory:MemoryStore",
+    "s3": "ckpt_backends.s3:S3Store",
+    "s3a": "ckpt_backends.s3:S3Store",
 }
+_RETRY = "ckpt_backends.retry:Retry"
+_options: dict[str, Mapping[str, Any]] = {}
 
 
 def normalise(url: str | Path) -> str:
@@ -105,27 +135,50 @@ def normalise(url: str | Path) -> str:
         raise UsageError(f"no place named in {text!r}: give a folder or a URL such as file:///data/run1")
     if scheme == "file":
         return "file://" + str(Path(rest).expanduser().resolve())  # one name for one folder, links or not
-    return text
+    return f"{scheme}://{rest.rstrip('/')}"
+
+
+def remember_options(url: str | Path, options: Mapping[str, Any] | None) -> None:
+    """How this process reaches a place, besides what environment and configuration files say: fsspec's
+    `storage_options`. They hold wherever the place is opened from now on, and are never written down."""
+    if options is not None:
+        _options[normalise(url)] = dict(options)
+
+
+def options_of(url: str | Path) -> Mapping[str, Any]:
+    """What `remember_options` was told about a place."""
+    return _options.get(normalise(url), {})
 
 
 def open_store(url: str | Path, *, writable: bool = False) -> Store:
-    """The store behind a URL: a built-in scheme, else the entry-point group `ckpt.stores`.
+    """The store behind a URL: a built-in scheme, else the entry-point group `ckpt.stores`, else whatever fsspec knows.
 
-    `writable=True` creates the place if it is missing. Raises UsageError for an unknown scheme, StoreError if the
-    place cannot be used.
+    `writable=True` creates a folder that is missing; buckets are never created. What is worth it is tried again, in
+    remote places. Raises UsageError for an unknown scheme, StoreError if the place cannot be used.
     """
     url = normalise(url)
-    scheme = url.partition("://")[0]
-    target = _BUILT_IN.get(scheme)
-    if target is None:
-        from importlib.metadata import entry_points  # slow to import, and rarely needed
-
-        for entry in entry_points(group="ckpt.stores", name=scheme):
-            target = entry.value
-            break
-        else:
-            known = ", ".join(sorted(_BUILT_IN))
-            raise UsageError(f"no store is installed for {scheme}:// (known: {known})")
-    module, _, name = target.partition(":")
-    store: Store = getattr(importlib.import_module(module), name)(url, writable=writable)
+    store: Store = _load(_class_of(url.partition("://")[0]))(url, writable=writable)
+    if store.remote:
+        store = _load(_RETRY)(store)
     return store
+
+
+def _class_of(scheme: str) -> str:
+    if scheme in _BUILT_IN:
+        return _BUILT_IN[scheme]
+    from importlib.metadata import entry_points  # slow to import, and rarely needed
+
+    for entry in entry_points(group="ckpt.stores", name=scheme):
+        return entry.value
+    from fsspec import available_protocols
+
+    if scheme in available_protocols():
+        return _FSSPEC
+    raise UsageError(
+        f"no store is installed for {scheme}:// (known: {', '.join(sorted(_BUILT_IN))}, and whatever fsspec knows)"
+    )
+
+
+def _load(target: str) -> Any:
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)

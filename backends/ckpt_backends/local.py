@@ -20,14 +20,14 @@ import secrets
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import aiofiles
 
-from ckpt.errors import ExistsError, FullError, NotFoundError, StoreError
+from ckpt.errors import CorruptError, ExistsError, FullError, NotFoundError, StoreError
 from ckpt.events import point
 from ckpt.store import PAGE, Buffer, ObjectInfo, check_key
 from ckpt_backends.disk import Disk
@@ -43,6 +43,8 @@ OPEN_FILES = 16
 
 class LocalStore:
     """See `ckpt.store.Store`. `direct=False` never tries O_DIRECT."""
+
+    remote = False
 
     def __init__(self, url: str, *, writable: bool = False, direct: bool = True, disk: Disk | None = None) -> None:
         self.url = url
@@ -114,8 +116,8 @@ class LocalStore:
             raise NotFoundError(f"{path} is not a file")
         return ObjectInfo(key, found.st_size)
 
-    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        for info in await self._run(self._scan, prefix):
+    async def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
+        for info in await self._run(self._scan, prefix, after):
             yield info
 
     async def delete(self, key: str) -> None:
@@ -123,6 +125,13 @@ class LocalStore:
         self._forget_reader(path)  # or the disk space would stay taken
         with _errors(self.url, path), contextlib.suppress(FileNotFoundError):
             await self._run(self.disk.unlink, path)
+
+    async def delete_many(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            await self.delete(key)
+
+    async def drop_uploads(self, wanted: Callable[[str], bool]) -> int:
+        return 0  # what is unfinished is a file like any other
 
     # -- large objects --
 
@@ -157,14 +166,23 @@ class LocalStore:
             return None
 
     async def get(
-        self, key: str, *, start: int = 0, length: int | None = None, into: memoryview | None = None
+        self,
+        key: str,
+        *,
+        start: int = 0,
+        length: int | None = None,
+        into: memoryview | None = None,
+        limit: int | None = None,
     ) -> memoryview:
         path = self._path(key)
         with _errors(self.url, path):
             if length is None:
                 async with aiofiles.open(path, "rb", buffering=0, opener=self._opener) as file:
-                    if start > os.fstat(file.fileno()).st_size:
+                    size = os.fstat(file.fileno()).st_size
+                    if start > size:
                         raise StoreError(f"{path} ends before byte {start}")
+                    if limit is not None and size > limit:
+                        raise CorruptError(f"{key} is implausibly large: {size} bytes")
                     await file.seek(start)
                     return memoryview(await file.read())
             return await self._run(self._read_range, path, start, length, into)
@@ -232,7 +250,7 @@ class LocalStore:
         self.disk.fsync_dir(os.path.dirname(folder))
         self._known_folders.add(folder)
 
-    def _scan(self, prefix: str) -> Listing:
+    def _scan(self, prefix: str, after: str) -> Listing:
         found: Listing = []
         pending = [""]
         while pending:
@@ -249,7 +267,7 @@ class LocalStore:
                     continue
                 if entry.is_dir(follow_symlinks=False):
                     pending.append(key + "/")
-                elif entry.is_file(follow_symlinks=False) and key.startswith(prefix):
+                elif entry.is_file(follow_symlinks=False) and key.startswith(prefix) and key > after:
                     with contextlib.suppress(FileNotFoundError):  # deleted while we look
                         found.append(ObjectInfo(key, entry.stat(follow_symlinks=False).st_size))
         return sorted(found, key=lambda info: info.key)
@@ -289,6 +307,8 @@ class LocalStore:
 
 class LocalUpload:
     """Whole pages go past the page cache; whatever is not aligned goes through it. One fsync makes both durable."""
+
+    part = 0
 
     def __init__(self, store: LocalStore, path: str, size: int, buffered: int, direct: int | None) -> None:
         self._store, self._path, self._size = store, path, size

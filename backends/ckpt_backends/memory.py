@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 
-from ckpt.errors import ExistsError, NotFoundError, StoreError
+from ckpt.errors import CorruptError, ExistsError, NotFoundError, StoreError
 from ckpt.store import Buffer, ObjectInfo, check_key
 
 
 class MemoryStore:
     """Each instance is a place of its own. `objects` maps keys to bytes and may be looked into."""
+
+    remote = False
 
     def __init__(
         self, url: str = "memory://", *, writable: bool = False, objects: dict[str, bytes] | None = None
@@ -28,9 +30,17 @@ class MemoryStore:
         return MemoryUpload(self, check_key(key), size)
 
     async def get(
-        self, key: str, *, start: int = 0, length: int | None = None, into: memoryview | None = None
+        self,
+        key: str,
+        *,
+        start: int = 0,
+        length: int | None = None,
+        into: memoryview | None = None,
+        limit: int | None = None,
     ) -> memoryview:
         size = (await self.head(key)).size
+        if limit is not None and size > limit:
+            raise CorruptError(f"{key} is implausibly large: {size} bytes")
         end = size if length is None else start + length
         if end > size or start > size:
             raise StoreError(f"{key} holds {size} bytes, {end} were asked for")
@@ -41,19 +51,28 @@ class MemoryStore:
             raise NotFoundError(f"{key} is not in {self.url}")
         return ObjectInfo(key, len(self.objects[key]))
 
-    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+    async def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
         for key in sorted(self.objects):
-            if key.startswith(prefix):
+            if key.startswith(prefix) and key > after:
                 yield ObjectInfo(key, len(self.objects[key]))
 
     async def delete(self, key: str) -> None:
         self.objects.pop(check_key(key), None)
+
+    async def delete_many(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            await self.delete(key)
+
+    async def drop_uploads(self, wanted: Callable[[str], bool]) -> int:
+        return 0
 
     async def aclose(self) -> None:
         pass
 
 
 class MemoryUpload:
+    part = 0
+
     def __init__(self, store: MemoryStore, key: str, size: int) -> None:
         self._store, self._key, self._data = store, key, bytearray(size)
 

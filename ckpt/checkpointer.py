@@ -526,12 +526,23 @@ class Checkpointer:
                 save.set_committed(url)
                 return
             failure: CheckpointError = error
+            if isinstance(error, SkippedError):  # a further tier is slow: no reason to disturb the training
+                self.stats.skipped += 1
+                log.warning("%s", error)
+                save.set_failed(error, url)
+                return
             if not isinstance(error, FencedError):
-                failure = SaveError(f"step {save.step} was not written to {url}: {error}. It is still in memory")
+                failure = SaveError(
+                    f"step {save.step} was not written to {url}: {error}. It is still {self._where_else(save, url)}"
+                )
             self._note_error(failure, save)  # before anybody who waits for the save goes on
             save.set_failed(failure, url)
 
         self._guardian.write(Written(attempt, *place, tier, done))
+
+    def _where_else(self, save: Save, url: str) -> str:
+        others = [other for other in save.tiers if other != url and save.written(other)]
+        return f"in {others[0]}" if others else "in memory"
 
     def _note_error(self, error: CheckpointError, save: Save | None) -> None:
         with self._lock:

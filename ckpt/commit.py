@@ -12,7 +12,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from ckpt.codec import file_digest
 from ckpt.errors import (
@@ -25,8 +24,9 @@ from ckpt.errors import (
 )
 from ckpt.events import log as logger
 from ckpt.events import point
-from ckpt.log import Acquire, Commit, Record, RunLog, RunState, infer_root
+from ckpt.log import Acquire, Commit, Record, RunLog, RunState, commit_body, infer_root
 from ckpt.manifest import (
+    MAX_FORMAT,
     MAX_JSON,
     Attempt,
     Part,
@@ -45,6 +45,8 @@ from ckpt.write import Written
 
 STAGGER_S = 5.0  # the writer of each further rank waits so much longer before it commits for the first one
 POLL_S = (0.01, 0.5)  # seconds between two looks, at first and in the end
+FAR_STAGGER_S, FAR_POLL_S = 60.0, (1.0, 30.0)  # the same where each look is a request
+GROWTH, FAR_GROWTH = 1.3, 2.0  # of the time between two looks
 
 
 async def create_run(store: Store) -> None:
@@ -67,8 +69,9 @@ async def create_run(store: Store) -> None:
             await store.put("FORMAT.json", new_format(), create=True)
         except ExistsError:
             pass  # another job was quicker
+    there = bytes(await get_small(store, "FORMAT.json", MAX_FORMAT))
     try:
-        await store.put("FORMAT.json", new_format(), create=True)
+        await store.put("FORMAT.json", there, create=True)  # the same bytes: no harm, should it replace them
     except ExistsError:
         return
     raise StoreError(
@@ -115,8 +118,8 @@ class Role:
         return len(self.ranks) < self.world
 
 
-async def commit(log: RunLog, mine: Acquire, parts: list[Written], *, kind: str = "COMMIT") -> Commit:
-    """Make a checkpoint of the parts of one attempt, one a rank. Doing it twice is harmless.
+async def commit(log: RunLog, mine: Acquire | None, parts: list[Written], *, kind: str = "COMMIT") -> Commit:
+    """Make a checkpoint of the parts of one attempt, one a rank. Doing it twice is harmless. `mine`: or None.
 
     SaveError if the attempt was aborted meanwhile, or the ranks saved what does not fit together; FencedError if a
     newer job has taken over.
@@ -129,26 +132,27 @@ async def commit(log: RunLog, mine: Acquire, parts: list[Written], *, kind: str 
     await log.store.put(index_key(attempt, digest), raw_index)
     point("index.stored")
 
+    found = Commit(
+        attempt,
+        parts[0].part.world,
+        tuple((w.part.rank, w.part.number, w.digest) for w in parts),
+        digest,
+        _all_finite([w.part.finite for w in parts]),
+        next((w.part.reason for w in parts if w.part.reason != "due"), "due"),
+    )
+
     def make(state: RunState) -> Record | None:
         if state.ended(attempt) or (kind == "HELD" and attempt in state.held):
             return None
-        body: dict[str, Any] = {
-            "attempt": str(attempt),
-            "world": parts[0].part.world,
-            "parts": [[w.part.rank, w.part.number, w.digest] for w in parts],
-            "index": digest,
-            "finite": _all_finite([w.part.finite for w in parts]),
-            "reason": next((w.part.reason for w in parts if w.part.reason != "due"), "due"),
-        }
-        return Record(kind, body, f"{kind.lower()}:{attempt}")
+        return Record(kind, commit_body(found), f"{kind.lower()}:{attempt}")
 
     state = await log.append(make, owner=mine)
-    found = state.commits.get(attempt) or (state.held.get(attempt) if kind == "HELD" else None)
-    if found is None:
+    landed = state.commits.get(attempt) or (state.held.get(attempt) if kind == "HELD" else None)
+    if landed is None:
         log.check_owner(mine)  # a newer job ended it
         why = state.reasons.get(attempt, "retired")
         raise SaveError(f"attempt {attempt} was given up before it could be committed: {why}")
-    return found
+    return landed
 
 
 async def complete(log: RunLog, mine: Acquire, attempt: Attempt) -> None:
@@ -158,15 +162,7 @@ async def complete(log: RunLog, mine: Acquire, attempt: Attempt) -> None:
         held = state.held.get(attempt)
         if held is None or state.ended(attempt):
             return None
-        body: dict[str, Any] = {
-            "attempt": str(attempt),
-            "world": held.world,
-            "parts": [list(part) for part in held.parts],
-            "index": held.index,
-            "finite": held.finite,
-            "reason": held.reason,
-        }
-        return Record("COMMIT", body, f"commit:{attempt}")
+        return Record("COMMIT", commit_body(held), f"commit:{attempt}")
 
     await log.append(make, owner=mine)
 
@@ -197,10 +193,12 @@ async def settle(
     needs those of other places as well.
     """
     attempt = Attempt.parse(own.part.attempt)
-    started, pause, told = time.monotonic(), POLL_S[0], False
+    remote = log.store.remote
+    stagger_s, poll_s = (FAR_STAGGER_S, FAR_POLL_S) if remote else (STAGGER_S, POLL_S)
+    started, pause, told = time.monotonic(), poll_s[0], False
     while True:
         waited = time.monotonic() - started
-        if waited >= role.place * STAGGER_S:
+        if waited >= role.place * stagger_s:
             parts = await _present(log.store, attempt, own, role)
             if parts is not None and attempt not in log.state.held:
                 if role.partial:
@@ -221,8 +219,8 @@ async def settle(
         if waited > deadline_s:
             await _too_late(log, owner(), own, role, deadline_s)
         await asyncio.sleep(pause)
-        pause = min(pause * 1.3, POLL_S[1])
-        if role.place * STAGGER_S <= waited:
+        pause = min(pause * (FAR_GROWTH if remote else GROWTH), poll_s[1])
+        if role.place * stagger_s <= waited:
             await log.refresh()
 
 

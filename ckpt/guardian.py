@@ -253,11 +253,10 @@ class Guardian:
 
     def _open(self, client: WriterClient) -> Opened:
         """Have the durable places opened; nothing in them is changed."""
-        specs = [{"url": t.url, "last": t.keeping.last, "every": t.keeping.every} for t in self._tiers]
         reply, _ = client.ask(
             "open",
             timeout_s=OPEN_S,
-            tiers=specs,
+            tiers=[tier.spec() for tier in self._tiers],
             linger_s=self._linger_s,
             commit_s=self._commit_s,
             first_try=1000 * self._respawns,
@@ -314,6 +313,7 @@ class Guardian:
             owner=[owner.epoch, owner.nonce, owner.restored and str(owner.restored)],
             roles=[[list(role.ranks), role.place, role.world] for role in self.roles],
             recover=[i for i, role in enumerate(self.roles) if role.place == 0] if recover else [],
+            resume=recover,
         )
         return list(reply["parts"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -60,6 +61,18 @@ class Save:
         url = next(iter(self._durable)) if tier is None else normalise(tier)
         if url not in self._durable:
             raise SaveError(f"step {self.step} is not being written to {url}, only to {', '.join(self._durable)}")
+        return self._until_written(url, timeout_s)
+
+    def promoted(self, timeout_s: float | None = None) -> Checkpoint:
+        """Wait until the step is a checkpoint in every durable tier that it is due in; the furthest of them."""
+        if not self._durable:
+            return self.committed()
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        for url in list(self._durable):
+            found = self._until_written(url, None if end is None else max(0.0, end - time.monotonic()))
+        return found
+
+    def _until_written(self, url: str, timeout_s: float | None) -> Checkpoint:
         found = self._wait(self._durable[url], timeout_s, f"writing step {self.step} to {url}")
         self.on_staged()
         self._check_spoilt()
@@ -99,6 +112,10 @@ class Save:
     def add_tier(self, url: str) -> None:
         """To be written there, for the first time or again."""
         self._durable[url] = Future()
+
+    def written(self, url: str) -> bool:
+        future = self._durable[url]
+        return future.done() and future.exception() is None
 
     def failed(self, url: str) -> bool:
         future = self._durable[url]

@@ -17,7 +17,7 @@ from ckpt.errors import CorruptError, UsageError
 from ckpt.geometry import Box
 from ckpt.restore import Filler, Target
 from ckpt.saved import Key, Saved
-from ckpt.store import normalise
+from ckpt.store import normalise, remember_options
 from ckpt.tensors import empty, to_array
 from ckpt.values import Json, decode, show
 
@@ -129,14 +129,21 @@ def _box(name: str, shape: tuple[int, ...], index: tuple[builtins.slice | int, .
     return (tuple(starts), tuple(sizes)), dropped
 
 
-def load(url: str | Path, *, step: int | None = None, only: str | None = None) -> Loaded:
+def load(
+    url: str | Path,
+    *,
+    step: int | None = None,
+    only: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Loaded:
     """The newest checkpoint of a run, or that of `step`, as tensors by name, however many ranks saved it.
 
     `only`: a shell pattern such as "model.*". A tensor that ranks have for themselves, and not alike, is called
-    `name#rank`. Raises FormatError if there is no run, NoCheckpointError if there is no such checkpoint, CorruptError
-    if what is read is damaged.
+    `name#rank`. `storage_options`: as of `ckpt.Tier`. Raises FormatError if there is no run, NoCheckpointError if there
+    is no such checkpoint, CorruptError if what is read is damaged.
     """
     place = normalise(url)
+    remember_options(place, storage_options)
 
     async def manifest() -> read.Manifest:
         log = await read.open_run(place)

@@ -11,13 +11,17 @@ that a writer who lost the answer finds its own success again. Types and bodies:
     COMMIT    attempt, world, parts, index, finite, reason    a checkpoint exists (there: its other parts do too)
     ABORT     attempt, reason             this attempt never will
     PLAN      retire, delete, reason      checkpoints given up and the files that go with them; why, if not by retention
-    KEEP      attempt, note               never retire this one
-    SNAPSHOT  reserved: a fold of everything before it
+    KEEP      attempt, note, keep         never retire this one; `keep` false takes that back
+    SNAPSHOT  everything that follows from the records before it
 
-BEGIN and KEEP are understood, and not written yet.
+BEGIN is understood, and not written yet.
+
+Each record whose number is a multiple of SNAPSHOT_EVERY is a SNAPSHOT, so that a reader finds the newest one by its
+name, and reads that and what follows, however long the log has become. Records are never deleted: a late writer must
+not find the place of an old one free.
 
 A damaged or missing record does not make a run unreadable: it is skipped, reported in `damaged`, and nothing is ever
-deleted from such a run, since the record might have protected it.
+deleted from such a run, since the record might have protected it. Nor is a SNAPSHOT made of what is left.
 """
 
 from __future__ import annotations
@@ -46,7 +50,9 @@ from ckpt.events import point
 from ckpt.manifest import MAX_EPOCH, MAX_FORMAT, MAX_WORLD, Attempt, read_format, seal, unseal
 from ckpt.store import Store, get_small
 
-TYPES = ("ACQUIRE", "BEGIN", "HELD", "COMMIT", "ABORT", "PLAN", "KEEP")
+TYPES = ("ACQUIRE", "BEGIN", "HELD", "COMMIT", "ABORT", "PLAN", "KEEP", "SNAPSHOT")
+SNAPSHOT_EVERY = 256
+MAX_REASONS = 64  # why attempts ended, of so many of the last ones, in a SNAPSHOT
 MAX_RECORD = 256 << 20
 MAX_GAP = 100_000  # missing records before one that is believed to belong to the log
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -96,9 +102,8 @@ class RunState:
     aborted: set[Attempt] = field(default_factory=set)
     reasons: dict[Attempt, str] = field(default_factory=dict)  # why they were aborted, or taken back
     pins: dict[Attempt, tuple[str, ...]] = field(default_factory=dict)  # of open attempts
-    kept: set[Attempt] = field(default_factory=set)
-    planned: set[str] = field(default_factory=set)  # keys that landed PLANs delete
-    requests: dict[str, int] = field(default_factory=dict)
+    kept: dict[Attempt, str] = field(default_factory=dict)  # with the note that says why
+    requests: dict[str, int] = field(default_factory=dict)  # of the last SNAPSHOT_EVERY records at least
     damaged: list[int] = field(default_factory=list)
 
     @property
@@ -148,9 +153,11 @@ def fold(state: RunState, record: dict[str, Any]) -> None:
             if type(acquire.epoch) is not int or not state.epoch < acquire.epoch < MAX_EPOCH:
                 raise CorruptError(f"epoch {acquire.epoch} after {state.epoch}")
             state.acquires.append(acquire)
+        elif kind == "SNAPSHOT":
+            if body != summary(state):
+                raise CorruptError(f"record {seq} says something else than the records before it")
         elif kind == "PLAN":
             retire = [Attempt.parse(text) for text in body["retire"]]
-            state.planned.update(map(str, body["delete"]))
             for attempt in retire:
                 state.commits.pop(attempt, None)
                 state.held.pop(attempt, None)
@@ -166,8 +173,10 @@ def fold(state: RunState, record: dict[str, Any]) -> None:
             elif kind == "ABORT" and not state.ended(attempt):
                 state.reasons[attempt] = str(body["reason"])[:500]
                 state.aborted.add(attempt)
+            elif kind == "KEEP" and body.get("keep", True) is False:
+                state.kept.pop(attempt, None)
             elif kind == "KEEP":
-                state.kept.add(attempt)
+                state.kept[attempt] = str(body["note"])[:500]
             elif kind == "BEGIN":
                 state.pins[attempt] = tuple(map(str, body["pins"]))
             elif kind not in TYPES:
@@ -198,6 +207,68 @@ def _commit(attempt: Attempt, body: dict[str, Any]) -> Commit:
     return Commit(attempt, world, parts, index, finite, str(body["reason"]))
 
 
+def commit_body(commit: Commit) -> dict[str, Any]:
+    """What a COMMIT or HELD record says."""
+    return {
+        "attempt": str(commit.attempt),
+        "world": commit.world,
+        "parts": [list(part) for part in commit.parts],
+        "index": commit.index,
+        "finite": commit.finite,
+        "reason": commit.reason,
+    }
+
+
+def summary(state: RunState) -> dict[str, Any]:
+    """The body of a SNAPSHOT at `state.next_seq`: the same, whoever makes it and however far back he has read."""
+    seq = state.next_seq
+    return {
+        "acquires": [[a.epoch, a.nonce, a.restored and str(a.restored)] for a in state.acquires],
+        "commits": [commit_body(state.commits[a]) for a in sorted(state.commits)],
+        "held": [commit_body(state.held[a]) for a in sorted(state.held)],
+        "retired": _grouped(state.retired),
+        "aborted": _grouped(state.aborted),
+        "reasons": [[str(a), why] for a, why in list(state.reasons.items())[-MAX_REASONS:]],
+        "pins": {str(a): list(state.pins[a]) for a in sorted(state.pins)},
+        "kept": [[str(a), note] for a, note in sorted(state.kept.items())],
+        "requests": {request: n for request, n in state.requests.items() if n >= seq - SNAPSHOT_EVERY},
+    }
+
+
+def expand(body: dict[str, Any]) -> RunState:
+    """The state that a SNAPSHOT says. CorruptError if that is impossible."""
+    try:
+        state = RunState(
+            commits={(a := Attempt.parse(one["attempt"])): _commit(a, one) for one in body["commits"]},
+            held={(a := Attempt.parse(one["attempt"])): _commit(a, one) for one in body["held"]},
+            retired=_ungrouped(body["retired"]),
+            aborted=_ungrouped(body["aborted"]),
+            reasons={Attempt.parse(a): str(why) for a, why in body["reasons"]},
+            pins={Attempt.parse(a): tuple(map(str, pins)) for a, pins in body["pins"].items()},
+            kept={Attempt.parse(a): str(note) for a, note in body["kept"]},
+            requests={str(request): int(n) for request, n in body["requests"].items()},
+        )
+        for epoch, nonce, restored in body["acquires"]:
+            if type(epoch) is not int or not state.epoch < epoch < MAX_EPOCH:
+                raise CorruptError(f"epoch {epoch!r} after {state.epoch}")
+            state.acquires.append(Acquire(epoch, str(nonce), None if restored is None else Attempt.parse(restored)))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptError(f"impossible snapshot: {error}") from None
+    return state
+
+
+def _grouped(attempts: Iterable[Attempt]) -> dict[str, list[int]]:
+    """Thousands of attempts in few bytes: steps by `<epoch>.<nonce>`."""
+    found: dict[str, list[int]] = {}
+    for attempt in sorted(attempts):
+        found.setdefault(f"{attempt.epoch}.{attempt.nonce}", []).append(attempt.step)
+    return found
+
+
+def _ungrouped(groups: dict[str, list[int]]) -> set[Attempt]:
+    return {Attempt.parse(f"{owner}-{step}") for owner, steps in groups.items() for step in steps}
+
+
 def _is_digest(text: object) -> bool:
     return isinstance(text, str) and _DIGEST.fullmatch(text) is not None
 
@@ -216,12 +287,16 @@ class Record:
 
 
 class RunLog:
-    """The log of one store, and its fold. Not safe for concurrent appends from one object; use one lock or task."""
+    """The log of one store, and its fold. Not safe for concurrent appends from one object; use one lock or task.
 
-    def __init__(self, store: Store) -> None:
+    `whole`: read every record, also those before the newest SNAPSHOT, to see whether they are sound.
+    """
+
+    def __init__(self, store: Store, *, whole: bool = False) -> None:
         self.store = store
         self.state = RunState()
         self.root = ""
+        self._whole = whole
         self._lock = asyncio.Lock()
 
     async def open(self) -> None:
@@ -244,13 +319,18 @@ class RunLog:
             return await self._refresh()
 
     async def _refresh(self) -> RunState:
-        sizes = {n: i.size async for i in self.store.list("log/") if (n := _sequence(i.key)) is not None}
+        first = self.state.next_seq == 0
+        after = "" if first else record_key(self.state.next_seq - 1)
+        listed = [info async for info in self.store.list("log/", after=after)]
+        sizes = {n: info.size for info in listed if (n := _sequence(info.key)) is not None}
         end = self.state.next_seq
         for seq in sorted(sizes):
             if end <= seq <= end + MAX_GAP:
                 end = seq + 1
             elif seq >= end and seq not in self.state.damaged:
                 self.state.damaged.append(seq)  # so far off that it cannot be one of ours
+        if first and not self._whole:
+            await self._jump(sizes, end)
         wanted = range(self.state.next_seq, end)
         for start in range(wanted.start, wanted.stop, 64):
             chunk = range(start, min(start + 64, wanted.stop))
@@ -258,6 +338,23 @@ class RunLog:
             for seq, raw in zip(chunk, raws, strict=True):
                 self._apply(seq, raw)
         return self.state
+
+    async def _jump(self, sizes: dict[int, int], end: int) -> None:
+        """To the newest sound SNAPSHOT, if there is one."""
+        for seq in range((end - 1) // SNAPSHOT_EVERY * SNAPSHOT_EVERY, 0, -SNAPSHOT_EVERY):
+            raw = await self._read(seq, sizes.get(seq))
+            try:
+                record = self._unsealed(seq, raw)
+                if record["type"] != "SNAPSHOT":
+                    continue  # whoever came here had not read all that was before
+                state = expand(record["body"])
+                state.requests[str(record["id"])] = seq
+            except (CorruptError, FormatError, KeyError, TypeError):
+                continue
+            state.damaged = self.state.damaged
+            state.next_seq, state.last = seq + 1, file_digest(raw or b"")
+            self.state = state
+            return
 
     async def _read(self, seq: int, size: int | None) -> bytes | None:
         if size is None or size > MAX_RECORD:
@@ -267,19 +364,24 @@ class RunLog:
         except NotFoundError:
             return None
 
+    def _unsealed(self, seq: int, raw: bytes | None) -> dict[str, Any]:
+        if raw is None:
+            raise CorruptError("missing")
+        record = unseal(raw, f"log record {seq}")
+        if record.get("seq") != seq or record.get("root") != self.root:
+            raise CorruptError(f"log record {seq} belongs elsewhere")
+        return record
+
     def _apply(self, seq: int, raw: bytes | None) -> None:
         state = self.state
         try:
-            if raw is None:
-                raise CorruptError("missing")
-            record = unseal(raw, f"log record {seq}")
-            if record.get("seq") != seq or record.get("root") != self.root:
-                raise CorruptError(f"log record {seq} belongs elsewhere")
+            record = self._unsealed(seq, raw)
             if record.get("prev") != state.last and (seq - 1) not in state.damaged:
                 state.damaged.append(seq - 1)  # this one is whole, so the one before is not what it was
             if record["type"] not in TYPES:
                 raise FormatError(f"log record {seq} is a {record['type']!r}: written by a newer version, upgrade")
-            fold(state, record)
+            if record["type"] != "SNAPSHOT" or not state.damaged:
+                fold(state, record)  # else it may know more than we do
         except (CorruptError, KeyError):
             state.damaged.append(seq)
         state.next_seq, state.last = seq + 1, file_digest(raw or b"")
@@ -290,8 +392,9 @@ class RunLog:
         """Append what `make` says of the newest state; called again whenever another record came first.
 
         `make` returns None when there is nothing left to do. `owner` is the incarnation that writes: FencedError if a
-        newer one has taken over (None only for ACQUIRE). Returns the state with the record in it, and durable.
-        OutcomeUnknownError when the store failed after the record may have landed.
+        newer one has taken over (None: whoever owns the run). Returns the state with the record in it, and durable.
+        When an answer is lost, the log is read again to see whether the record has landed; OutcomeUnknownError if that
+        cannot be found out within `deadline_s`. Nothing must be deleted then.
         """
         end = time.monotonic() + deadline_s
         async with self._lock:
@@ -301,6 +404,8 @@ class RunLog:
                 if record is None or record.id in state.requests:
                     return state
                 self.check_owner(owner)
+                if due := self._snapshot_due():
+                    record = due
                 raw = self._sealed(record, state)
                 try:
                     await self.store.put(record_key(state.next_seq), raw, create=True)
@@ -312,10 +417,20 @@ class RunLog:
                 except FullError:
                     raise
                 except StoreError as error:
-                    raise OutcomeUnknownError(f"a {record.type} may or may not have landed: {error}") from error
+                    if not error.retryable or time.monotonic() > end:
+                        raise OutcomeUnknownError(f"a {record.type} may or may not have landed: {error}") from error
+                    await asyncio.sleep(random.uniform(0, 0.2))
+                    continue
                 self._apply(state.next_seq, raw)
                 point("log.appended")
-                return state
+                if record is not due:
+                    return state
+
+    def _snapshot_due(self) -> Record | None:
+        state = self.state
+        if state.next_seq == 0 or state.next_seq % SNAPSHOT_EVERY or state.damaged:
+            return None
+        return Record("SNAPSHOT", summary(state), f"snapshot:{state.next_seq}")
 
     def check_owner(self, owner: Acquire | None) -> None:
         if owner is None or not self.state.acquires:

@@ -11,39 +11,23 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt import commit, events, retain
+from ckpt import commit, events, promote
 from ckpt.arena import Arena, Label
 from ckpt.codec import blob_digest
-from ckpt.errors import CheckpointError, FencedError, FullError, SaveError, StoreError, UsageError
+from ckpt.errors import CheckpointError, FencedError, FullError, SaveError, SkippedError, StoreError, UsageError
 from ckpt.holdings import Holdings
 from ckpt.link import Message
-from ckpt.log import Acquire, RunLog, in_history
+from ckpt.log import Acquire, Commit, RunLog, in_history
 from ckpt.manifest import Attempt, part_key, table_key
 from ckpt.manifest import owner as owner_of
-from ckpt.read import verify
-from ckpt.store import open_store
+from ckpt.places import Place, open_place, renew
 from ckpt.write import Snapshot, Written, write_part
 
 COMMON_S = 1.0  # until the step before the newest will do, if not all ranks have the newest
 OTHERS_S = 5.0  # for other ranks to bring theirs, when ours is written
 LATE_S = 30.0  # for the parts of other ranks, when nobody is left to wait for them
-
-
-@dataclass
-class Tier:
-    """One durable place of the run."""
-
-    url: str
-    keep: retain.Keep
-    log: RunLog
-    role: commit.Role = field(default_factory=commit.Role)
-    busy: asyncio.Lock = field(default_factory=asyncio.Lock)
-    verified: set[Attempt] = field(default_factory=set)
-    in_flight: set[Attempt] = field(default_factory=set)
-    sweeping: asyncio.Task[None] | None = None
 
 
 class Persister:
@@ -63,13 +47,14 @@ class Persister:
         self.owner: Acquire | None = None
         self.heir = ""  # the nonce of the owner that our trainer is about to be
         self.acquires: list[Acquire] = []  # the history that the snapshots in memory belong to
-        self.tiers: list[Tier] = []
+        self.tiers: list[Place] = []
         self.writing: dict[tuple[str, int], int] = {}  # (arena, slot) -> writes in progress
         self.settling: dict[int, int] = {}  # parts that are written and not committed yet, by adoption
         self._late = 0  # the same of what was written out of turn: other ranks may never bring their parts
         self.ownership = asyncio.Lock()  # held while the run is taken over by us
         self.tries: dict[Attempt, int] = {}
         self.retracted: set[Attempt] = set()
+        self._parts: dict[tuple[str, Attempt], asyncio.Future[bool]] = {}  # by place: whether our part is stored
         self.first_try = 0
         self.linger_s = 600.0
         self.commit_s = 600.0  # how long the parts of other ranks are waited for
@@ -89,9 +74,8 @@ class Persister:
         known = {tier.url: tier for tier in self.tiers}  # one of them may be writing the ring at this moment
         tiers = []
         for spec in message["tiers"]:
-            keep = retain.Keep(spec["last"], spec["every"])
-            tier = known.pop(spec["url"], None) or await self._open_tier(spec["url"], keep)
-            tier.keep = keep
+            tier = known.pop(spec["url"], None) or await open_place(spec)
+            renew(tier, spec)
             await tier.log.refresh()
             tiers.append(tier)
         self.tiers = tiers
@@ -107,17 +91,6 @@ class Persister:
             ],
         }
         return reply
-
-    async def _open_tier(self, url: str, keep: retain.Keep) -> Tier:
-        store = open_store(url, writable=True)
-        try:
-            await commit.create_run(store)
-            log = RunLog(store)
-            await log.open()
-        except BaseException:
-            await store.aclose()
-            raise
-        return Tier(url, keep, log)
 
     async def acquire(self, message: Message) -> Message:
         """Take the places numbered `tiers` over, for all ranks. With `restored` as a rollback of the present owner."""
@@ -145,7 +118,12 @@ class Persister:
             await tier.log.refresh()  # another rank's writer has appended who the owner is
         for i in message.get("recover", ()):
             tier = self.tiers[i]
-            await commit.recover(tier.log, self._mine(), frozenset(tier.in_flight), partial=tier.role.partial)
+            wanted = self._to_promote(tier)
+            spared = frozenset(tier.in_flight | wanted)
+            await commit.recover(tier.log, self._mine(), spared, partial=tier.role.partial)
+            await tier.drop_uploads(self._mine(), wanted)
+        if message.get("resume"):
+            self.spawn(self._resume())
         parts = []
         for i in message.get("recover", ()):
             state = self.tiers[i].log.state
@@ -180,29 +158,161 @@ class Persister:
     # -- writing --
 
     async def write(self, message: Message) -> Message:
-        """Make a checkpoint of a sealed slot in one tier; replies when it is durable."""
-        number, slot = message["tier"], int(message["slot"])
-        tier, arena = self.tiers[number], self.holdings.arenas[message["arena"]]
-        label = arena.label(slot)
-        if label is not None and str(label.attempt) == message["attempt"]:
-            written = await self._store(tier, arena, slot, label)
-        else:  # a predecessor stored it, and died before it was committed: since then the slot was used again
-            attempt = Attempt.parse(message["attempt"])
-            written = await commit.stored_part(tier.log.store, attempt, tier.role.ranks[tier.role.place])
-            if written is None:
-                raise SaveError(f"slot {slot} does not hold {attempt} any more")
-            tier.in_flight.add(attempt)
-        if written is not None:
-            self.tell({"op": "stored", "tier": number, "attempt": message["attempt"]})
+        """Make a checkpoint of a sealed slot in one tier; replies when it is durable.
+
+        The slot is free again once `stored` is told. A further tier that is busy, or fails, gets the step from the
+        nearest one, so that memory does not wait for a network.
+        """
+        number, slot = int(message["tier"]), int(message["slot"])
+        tier, arena, attempt = (
+            self.tiers[number],
+            self.holdings.arenas[message["arena"]],
+            Attempt.parse(message["attempt"]),
+        )
+        told: Message = {"op": "stored", "tier": number, "attempt": message["attempt"]}
+        near = self._near(tier)
+        if near is not None and (near.url, attempt) not in self._parts and attempt not in near.log.state.commits:
+            near = None  # not due there
+        part = self._parts.setdefault((tier.url, attempt), asyncio.get_running_loop().create_future())
+        if near is not None:
+            near.promoting.add(attempt)
+        written: Written | None = None
+        try:
             with self._settles():
-                await self._settle(tier, written)
+                label = arena.label(slot)
+                if label is None or label.attempt != attempt:
+                    # A predecessor stored it, and died before it was committed: since then the slot was used again.
+                    written = await self._stored_by_predecessor(tier, near, attempt, slot)
+                elif near is not None and (tier.busy.locked() or tier.waiting):
+                    written = await self._promote(tier, near, attempt, lambda: self.tell(told))
+                else:
+                    written = await self._store_or_promote(tier, near, arena, slot, label, lambda: self.tell(told))
+                _resolve(part, written is not None or attempt in tier.log.state.commits)
+                self.tell(told)
+                if written is not None:
+                    await self._settle(tier, written)
+        finally:
+            _resolve(part, False)
+            self._parts.pop((tier.url, attempt), None)
+            if near is not None:
+                near.promoting.discard(attempt)
         return {}
 
-    async def _store(self, tier: Tier, arena: Arena, slot: int, label: Label, reason: str = "due") -> Written | None:
+    async def _stored_by_predecessor(
+        self, tier: Place, near: Place | None, attempt: Attempt, slot: int
+    ) -> Written | None:
+        rank = tier.role.ranks[tier.role.place]
+        written = await commit.stored_part(tier.log.store, attempt, rank)
+        if written is None and near is None and tier is not self.tiers[0]:
+            near = self._near(tier)
+        if written is None and near is not None:
+            return await self._promote(tier, near, attempt, lambda: None)
+        if written is None:
+            raise SaveError(f"slot {slot} does not hold {attempt} any more")
+        tier.in_flight.add(attempt)
+        return written
+
+    # -- from a nearer place --
+
+    def _near(self, tier: Place) -> Place | None:
+        """From where a further tier is filled: a nearest tier that is quicker than the network."""
+        nearest = self.tiers[0] if self.tiers else None
+        return nearest if nearest is not None and nearest is not tier and not nearest.store.remote else None
+
+    async def _store_or_promote(
+        self, tier: Place, near: Place | None, arena: Arena, slot: int, label: Label, free: Callable[[], None]
+    ) -> Written | None:
+        """From memory, which is quickest; from the nearest tier, if that fails."""
+        try:
+            return await self._store(tier, arena, slot, label, last=near is None)
+        except FencedError:
+            raise
+        except CheckpointError as error:
+            if near is None or label.attempt is None:
+                raise
+            events.log.warning("%s: step %d is taken from %s: %s", tier.url, label.attempt.step, near.url, error)
+            return await self._promote(tier, near, label.attempt, free)
+
+    async def _promote(self, tier: Place, near: Place, attempt: Attempt, free: Callable[[], None]) -> Written | None:
+        """Copy this rank's part from a nearer place, when it is there; None if the attempt is a checkpoint already.
+
+        `free` is called when memory is not needed for it any more. SkippedError if the further place cannot keep up.
+        """
+        rank = near.role.ranks[near.role.place]
+        tier.in_flight.add(attempt)
+        tier.waiting += 1
+        try:
+            if tier.waiting > promote.BACKLOG:
+                raise SkippedError(
+                    f"step {attempt.step} was left out in {tier.url}, which is slower than its steps come: raise its "
+                    "every=, or max_mib_s if it is throttled"
+                )
+            known = self._parts.get((near.url, attempt))
+            if known is not None and not await asyncio.shield(known):
+                raise SaveError(f"step {attempt.step} is not in {near.url} either")
+            free()
+            async with tier.busy:
+                if tier.log.state.ended(attempt):
+                    tier.in_flight.discard(attempt)
+                    return None
+                here = await commit.stored_part(near.store, attempt, rank)
+                if here is None:
+                    raise SaveError(f"step {attempt.step} is not in {near.url} any more")
+                return await promote.copy_part(near.store, tier.store, attempt, rank, here.part.number)
+        except BaseException as error:
+            tier.in_flight.discard(attempt)
+            await self._tell_others(tier, attempt, rank, error)
+            raise
+        finally:
+            tier.waiting -= 1
+
+    def _to_promote(self, tier: Place) -> set[Attempt]:
+        """What a further tier may still get from the nearest, from before a crash: not to be given up there."""
+        near = self._near(tier)
+        if near is None:
+            return set()
+        due = promote.pending(near.log.state, tier.log.state, tier.every)
+        return {commit.attempt for commit in due} | set(near.log.state.held)
+
+    async def _resume(self) -> None:
+        """After a start: go on with what a crash has interrupted. The ranks share the parts that they see out."""
+        adoptions = self.adoptions
+        for tier in self.tiers[1:]:
+            near = self._near(tier)
+            for one in promote.pending(near.log.state, tier.log.state, tier.every) if near is not None else ():
+                if near is not None and one.attempt not in tier.in_flight and adoptions == self.adoptions:
+                    try:
+                        await self._resume_one(tier, near, one)
+                    except CheckpointError as error:
+                        events.log.warning("step %d is not in %s: %s", one.step, tier.url, error)
+
+    async def _resume_one(self, tier: Place, near: Place, one: Commit) -> None:
+        mine = one.parts[near.role.place :: len(near.role.ranks)]
+        if not mine:
+            return
+        near.promoting.add(one.attempt)
+        tier.in_flight.add(one.attempt)
+        try:
+            async with tier.busy:
+                written = [
+                    await promote.copy_part(near.store, tier.store, one.attempt, rank, number, expected=digest)
+                    for rank, number, digest in mine
+                ]
+            with self._settles():
+                await self._settle(tier, written[0])
+        finally:
+            near.promoting.discard(one.attempt)
+            tier.in_flight.discard(one.attempt)
+
+    # -- from memory --
+
+    async def _store(
+        self, tier: Place, arena: Arena, slot: int, label: Label, reason: str = "due", *, last: bool = True
+    ) -> Written | None:
         """Write this rank's part; None if the attempt is a checkpoint already.
 
         Alone, a failed attempt stays open: it may be written again by a higher try, and recovery ends what is left.
-        With others it is given up at once, so that they need not wait.
+        With others it is given up at once, so that they need not wait; unless it is not tried for the `last` time.
         """
         attempt, key, layout = label.attempt, (arena.id.hex(), slot), self.holdings.layouts[label.layout]
         assert attempt is not None
@@ -235,10 +345,8 @@ class Persister:
             return written
         except BaseException as error:
             tier.in_flight.discard(attempt)
-            given_up = reason == "due" and not isinstance(error, FencedError)
-            if layout.world > 1 and given_up and isinstance(error, Exception):
-                with contextlib.suppress(CheckpointError):
-                    await commit.abort(tier.log, self._mine(), attempt, f"rank {layout.rank}: {error}")
+            if last and reason == "due":
+                await self._tell_others(tier, attempt, layout.rank, error)
                 if attempt in tier.log.state.commits:
                     return None  # the part was whole, and others were quick
             raise
@@ -249,6 +357,12 @@ class Persister:
                 if adopted != self.adoptions:  # the new trainer was told that this slot is being written
                     self.tell({"op": "unpinned", "arena": arena.id.hex(), "slot": slot})
 
+    async def _tell_others(self, tier: Place, attempt: Attempt, rank: int, error: BaseException) -> None:
+        """That this rank's part will not come, if there are others who wait for it."""
+        if tier.role.world > 1 and isinstance(error, Exception) and not isinstance(error, FencedError):
+            with contextlib.suppress(CheckpointError):
+                await commit.abort(tier.log, self._mine(), attempt, f"rank {rank}: {error}")
+
     @contextlib.contextmanager
     def _settles(self) -> Iterator[None]:
         begun = self.adoptions
@@ -258,7 +372,7 @@ class Persister:
         finally:
             self.settling[begun] -= 1
 
-    async def _settle(self, tier: Tier, written: Written) -> None:
+    async def _settle(self, tier: Place, written: Written) -> None:
         """From a part to a checkpoint: with the parts of the other ranks, if there are any."""
         attempt = Attempt.parse(written.part.attempt)
         try:
@@ -278,7 +392,7 @@ class Persister:
         self._forget_old()
         self._sweep_soon(tier)
 
-    async def _commit(self, tier: Tier, written: Written) -> None:
+    async def _commit(self, tier: Place, written: Written) -> None:
         """Commit as whoever we are by then: a restore may open our next epoch while a checkpoint is on its way."""
         part, number = written.part, self.tiers.index(tier) if tier in self.tiers else -1
         role = (
@@ -298,7 +412,7 @@ class Persister:
                     if self._mine() == mine:
                         raise
 
-    async def _make_room(self, tier: Tier, attempt: Attempt) -> None:
+    async def _make_room(self, tier: Place, attempt: Attempt) -> None:
         """All of it was written, and then the disk was full: give the attempt up, and its space back."""
         with contextlib.suppress(CheckpointError):
             await commit.abort(tier.log, self._mine(), attempt, "no space left")
@@ -308,7 +422,7 @@ class Persister:
                         if owner_of(key) == attempt:
                             await tier.log.store.delete(key)
 
-    async def _give_up(self, tier: Tier, written: Written, error: Exception) -> None:
+    async def _give_up(self, tier: Place, written: Written, error: Exception) -> None:
         """The others need not wait for a committer that failed; and our part of what they gave up takes no space."""
         part, attempt = written.part, Attempt.parse(written.part.attempt)
         with contextlib.suppress(CheckpointError):
@@ -335,48 +449,11 @@ class Persister:
         while self.writing or self.settling.get(self.adoptions):
             await asyncio.sleep(0.01)
         for tier in self.tiers:
-            if tier.sweeping is not None:
-                await asyncio.gather(tier.sweeping, return_exceptions=True)
-                await self._sweep(tier)  # it may have lagged behind the last commits
-            await tier.log.store.aclose()
+            await tier.close(self.owner, self.tell)
 
-    # -- clean-up --
-
-    def _sweep_soon(self, tier: Tier) -> None:
+    def _sweep_soon(self, tier: Place) -> None:
         if tier.role.place == 0 and (tier.sweeping is None or tier.sweeping.done()):
-            tier.sweeping = self.spawn(self._sweep(tier))
-
-    async def _sweep(self, tier: Tier) -> None:
-        """Retention: older checkpoints may only go once a newer one has been read back and found sound."""
-        try:
-            await self._give_up_old(tier)
-            doomed = retain.choose(tier.log.state, tier.keep, tier.verified)
-            if not doomed and not tier.log.state.aborted:
-                return
-            history = tier.log.state.lineage()
-            if not history:
-                return  # all there is was undone by a rollback; the next checkpoint will make it superfluous
-            newest = history[0]
-            if newest.attempt not in tier.verified:
-                problems = await verify(tier.log.store, newest)
-                if problems:
-                    self.tell({"op": "damaged", "tier": tier.url, "step": newest.step, "problems": problems[:10]})
-                    return
-                tier.verified = {newest.attempt}
-            await retain.retire(tier.log, self._mine(), tier.keep, tier.verified)
-        except FencedError:
-            pass  # the next save says so
-        except CheckpointError as error:
-            events.log.warning("clean-up of %s has to wait: %s", tier.url, error)
-
-    async def _give_up_old(self, tier: Tier) -> None:
-        """What is HELD since long, while newer steps became checkpoints or are HELD as well, will never be one."""
-        history, held = tier.log.state.lineage(), sorted(tier.log.state.held, reverse=True)
-        old = set(held[max(tier.keep.last, retain.ALWAYS) :])
-        if len(history) >= retain.ALWAYS:
-            old |= {attempt for attempt in held if attempt < history[retain.ALWAYS - 1].attempt}
-        for attempt in sorted(old - tier.in_flight):
-            await commit.abort(tier.log, self._mine(), attempt, "other nodes do not hold their parts", held=True)
+            tier.sweeping = self.spawn(tier.sweep(self._mine(), self.tell))
 
     # -- the ring, after a fault --
 
@@ -421,7 +498,7 @@ class Persister:
         ring = [label.attempt for _, _, label in self.holdings.ring() if label.attempt is not None]
         return in_history(self.acquires, set(ring) - self.retracted)
 
-    def _missing(self, tier: Tier, attempt: Attempt) -> str:
+    def _missing(self, tier: Place, attempt: Attempt) -> str:
         state = tier.log.state
         if attempt in state.commits:
             return ""
@@ -433,7 +510,7 @@ class Persister:
         with contextlib.suppress(CheckpointError):
             await self.drain(self.adoptions, attempts)
 
-    async def _persist_one(self, tier: Tier, attempt: Attempt) -> None:
+    async def _persist_one(self, tier: Place, attempt: Attempt) -> None:
         """To a tier that is not the nearest."""
         for arena, slot, label in self.holdings.ring():
             done = attempt in tier.in_flight or tier.log.state.ended(attempt)
@@ -458,7 +535,7 @@ class Persister:
                 complete &= await self._save_late(tier, arena, slot, label)
         return complete
 
-    async def _save_late(self, tier: Tier, arena: Arena, slot: int, label: Label) -> bool:
+    async def _save_late(self, tier: Place, arena: Arena, slot: int, label: Label) -> bool:
         """One snapshot of the ring, after the trainer's death. False: it has to be tried again."""
         assert label.attempt is not None
         stored = False
@@ -477,7 +554,7 @@ class Persister:
             return stored and self.holdings.layouts[label.layout].world > 1
         return True
 
-    async def _settle_late(self, tier: Tier, written: Written) -> None:
+    async def _settle_late(self, tier: Place, written: Written) -> None:
         self._late += 1
         try:
             await self._settle(tier, written)
@@ -502,3 +579,8 @@ class Persister:
         end = time.monotonic() + min(LATE_S, self.commit_s)
         while (self._late or any(self.settling.values())) and time.monotonic() < end:
             await asyncio.sleep(0.01)
+
+
+def _resolve(future: asyncio.Future[bool], value: bool) -> None:
+    if not future.done():
+        future.set_result(value)

@@ -39,6 +39,9 @@ Sink = Callable[[int, memoryview], None]
 """`sink(blob, data)`: verified bytes of a blob, by its number in the table. Called from several threads; the memory is
 reused after it returns."""
 
+OnDamage = Callable[[Sequence[int], CorruptError | StoreError], None]
+"""`on_damage(blobs, error)`: why these cannot be had from here. Called from several threads."""
+
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end from plain code, also where an event loop is already running (notebooks)."""
@@ -184,11 +187,11 @@ async def fetch(
     sink: Sink | None,
     *,
     on_bytes: Callable[[int], None] | None = None,
-    damaged: list[str] | None = None,
+    on_damage: OnDamage | None = None,
 ) -> None:
     """Read, verify and hand over. The first damaged blob raises CorruptError before any byte of it is handed over.
 
-    With `damaged`, problems are collected there instead and reading goes on. Memory in use: PARALLEL reads.
+    With `on_damage`, that is told what cannot be read instead, and reading goes on. Memory in use: PARALLEL reads.
     """
     queue = iter(reads)
     failed = False
@@ -202,12 +205,12 @@ async def fetch(
                 return
             try:
                 data = await store.get(read.pack, start=read.start, length=read.length, into=scratch)
-                await loop.run_in_executor(pool, _deliver, table, read, data, sink, damaged)
+                await loop.run_in_executor(pool, _deliver, table, read, data, sink, on_damage)
             except (StoreError, CorruptError) as error:
-                if damaged is None:
+                if on_damage is None:
                     failed = True
                     raise
-                damaged.append(str(error))
+                on_damage(read.blobs, error)
             if on_bytes is not None:
                 on_bytes(read.length)
 
@@ -220,7 +223,7 @@ async def fetch(
             raise result
 
 
-def _deliver(table: Table, read: Read, data: memoryview, sink: Sink | None, damaged: list[str] | None) -> None:
+def _deliver(table: Table, read: Read, data: memoryview, sink: Sink | None, on_damage: OnDamage | None) -> None:
     for blob in read.blobs:
         at = int(table.offset[blob]) - read.start
         view = data[at : at + int(table.stored[blob])]
@@ -230,9 +233,9 @@ def _deliver(table: Table, read: Read, data: memoryview, sink: Sink | None, dama
                 f"{table.shards[shard].name} is damaged: {len(view)} bytes at {read.start + at} of {read.pack} "
                 "do not match their digest"
             )
-            if damaged is None:
+            if on_damage is None:
                 raise CorruptError(problem)
-            damaged.append(problem)
+            on_damage((blob,), CorruptError(problem))
         elif sink is not None:
             sink(blob, view)
 
@@ -260,5 +263,5 @@ async def verify(store: Store, commit: Commit, *, on_bytes: Callable[[int], None
             if file_digest(head) != pack.header:
                 damaged.append(f"{pack.key} is damaged: its header does not match its digest")
     reads = plan_reads(manifest.table, range(len(manifest.table.length)))
-    await fetch(store, manifest.table, reads, None, on_bytes=on_bytes, damaged=damaged)
+    await fetch(store, manifest.table, reads, None, on_bytes=on_bytes, on_damage=lambda _, e: damaged.append(str(e)))
     return damaged

@@ -8,6 +8,7 @@ saved in pieces, and is wanted in other pieces, meets here: each overlap of a sa
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,9 @@ from ckpt.sharding import Entry, Piece, Replicas, is_dtensor, local, pieces, sli
 from ckpt.share import GLOBAL, Seat
 from ckpt.tensors import DTYPE_NAME, TORCH_DTYPE, as_bytes, empty, memory_of, saved_device, to_array
 from ckpt.values import Json, Path, decode, show
+
+# Bytes that came over a network may be read-only memory; nothing here writes to what it reads.
+warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning, __name__)
 
 Names = dict[int, Entry]
 """Parameters and plain tensors that optimizers may step, by id."""

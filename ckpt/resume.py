@@ -59,7 +59,8 @@ class Skipped:
 
 @dataclass
 class Restored:
-    """What `restore()` did on this rank. Bytes that it read itself, and that other ranks read for it.
+    """What `restore()` did on this rank. Bytes that it read itself, and that other ranks read for it; `repaired`: what
+    it had to take from a further tier.
 
     `verified` is False only for a snapshot that nobody has digested yet.
     """
@@ -72,6 +73,7 @@ class Restored:
     nbytes: int = 0
     nbytes_received: int = 0
     skipped: list[Skipped] = field(default_factory=list)
+    repaired: list[str] = field(default_factory=list)
 
 
 # -- which there are --
@@ -117,7 +119,11 @@ def gather(
         log, partial = logs[place - 1], len(set(roots[place - 1])) > 1
         commit = log.state.commits.get(attempt) or log.state.held.get(attempt)
         speaks = roots[place - 1][world.rank] == world.rank
-        found.append(StoreSource(urls[place - 1], attempt, commit, partial=partial, undone=undone, describing=speaks))
+        others = [urls[p - 1] for same, p, _ in agreed if same == text and p not in (0, place)]
+        source = StoreSource(
+            urls[place - 1], attempt, commit, partial=partial, undone=undone, describing=speaks, others=others
+        )
+        found.append(source)
     return found
 
 
@@ -206,6 +212,7 @@ def restore_first(
             finally:
                 source.close()
             result.step, result.attempt, result.tier = source.attempt.step, str(source.attempt), source.tier
+            result.repaired = list(source.repaired)
             return source
     return None
 

@@ -6,7 +6,8 @@ delete what the landed PLAN names. A run with a damaged log record is never clea
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from ckpt.errors import CorruptError, StoreError, UsageError
@@ -47,57 +48,95 @@ def choose(state: RunState, keep: Keep, verified: Iterable[Attempt]) -> set[Atte
     stay |= {c.attempt for c in ring[: max(keep.last, ALWAYS)]}
     if keep.every:
         stay |= {c.attempt for c in ordered if c.step % keep.every == 0}
-    stay |= state.kept
+    stay |= state.kept.keys()
     checked = set(verified)
     stay |= {c.attempt for c in [c for c in ordered if c.attempt in checked][:1]}
     stay |= {c.attempt for c in [c for c in ordered if c.finite is not False][:1]}
     return {c.attempt for c in ordered} - stay
 
 
-async def retire(log: RunLog, mine: Acquire, keep: Keep, verified: Iterable[Attempt]) -> set[Attempt]:
+async def retire(
+    log: RunLog,
+    mine: Acquire | None,
+    keep: Keep,
+    verified: Iterable[Attempt],
+    *,
+    pinned: Set[Attempt] = frozenset(),
+    orphans: bool = True,
+    spared: Set[str] = frozenset(),
+    delete: Callable[[Sequence[str]], Awaitable[None]] | None = None,
+) -> set[Attempt]:
     """Give up what `keep` does not ask for, and delete every file that nothing needs. Returns what was given up.
 
-    Nothing happens unless a checkpoint that stays is among `verified`.
+    Nothing happens unless a checkpoint that stays is among `verified`. `mine`: None fences nobody. `pinned` ones stay
+    as well. Without `orphans` only the files of what is given up go, and nothing needs to be listed. `spared` files are
+    somebody else's to delete. `delete`: what to do with the names that a landed PLAN lists; by default they go at once.
     """
     checked = set(verified)
-    listed = [
-        info.key for prefix in ("packs/", "parts/", "index/") for info in [i async for i in log.store.list(prefix)]
-    ]
+    listed: list[str] = []
+    for prefix in ("packs/", "parts/", "index/") if orphans else ():
+        listed += [info.key async for info in log.store.list(prefix)]
     # The listing comes first: a file that appears later belongs to an attempt that is not in it.
     await log.refresh()
-    used = await _files_of(log, log.state.commits.values())
+    used = await files_of(log, log.state.commits.values())
+    request = f"plan:{mine.nonce if mine else secrets.token_hex(4)}"
     planned: list[tuple[set[Attempt], list[str]]] = []
 
     def make(state: RunState) -> Record | None:
         planned.clear()
-        retiring = choose(state, keep, checked)
-        staying = state.commits.keys() - retiring
-        if state.damaged or not staying & checked or not staying <= used.keys():
+        retiring = choose(state, keep, checked) - pinned
+        found = plan_deletion(state, retiring, checked, used, listed if orphans else None)
+        if found is None:
             return None
-        live = live_packs(_without(state, retiring), listed, {key for a in staying for key in used[a]})
-        delete = [key for key in listed if key not in live]
-        if not retiring and not delete:
+        doomed = [key for key in found if key not in spared]
+        if not retiring and not doomed:
             return None
-        planned.append((retiring, delete))
-        body = {"retire": sorted(map(str, retiring)), "delete": delete}
-        return Record("PLAN", body, f"plan:{mine.nonce}:{state.next_seq}")
+        planned.append((retiring, doomed))
+        body = {"retire": sorted(map(str, retiring)), "delete": doomed}
+        return Record("PLAN", body, f"{request}:{state.next_seq}")
 
     await log.append(make, owner=mine)
     if not planned:
         return set()
     point("plan.landed")
-    for key in planned[0][1]:
-        await log.store.delete(key)
-        point("sweep.deleted")
-    return planned[0][0]
+    retired, doomed = planned[0]
+    if delete is not None:
+        await delete(doomed)
+    else:
+        await log.store.delete_many(doomed)
+    point("sweep.deleted")
+    return retired
 
 
-def _without(state: RunState, retiring: set[Attempt]) -> RunState:
+def plan_deletion(
+    state: RunState,
+    retiring: Set[Attempt],
+    verified: Set[Attempt],
+    used: Mapping[Attempt, Set[str]],
+    listed: Sequence[str] | None,
+) -> list[str] | None:
+    """The files that go if these are given up; None if nothing may go at all. Pure.
+
+    `used`: the files of each live checkpoint, as far as they can be read; `listed`: all files there are, None: only
+    those of what is given up.
+    """
+    staying = state.commits.keys() - retiring
+    if state.damaged or not staying & verified or not staying <= used.keys():
+        return None
+    if listed is None:
+        if not retiring <= used.keys():
+            return None
+        listed = sorted({key for attempt in retiring for key in used[attempt]})
+    live = live_packs(_without(state, retiring), listed, {key for a in staying for key in used[a]})
+    return [key for key in listed if key not in live]
+
+
+def _without(state: RunState, retiring: Set[Attempt]) -> RunState:
     """What `live_packs` looks at, as it will be once these are retired."""
     return RunState(pins=state.pins, retired=state.retired | retiring, aborted=state.aborted, commits=state.commits)
 
 
-async def _files_of(log: RunLog, commits: Iterable[Commit]) -> dict[Attempt, set[str]]:
+async def files_of(log: RunLog, commits: Iterable[Commit]) -> dict[Attempt, set[str]]:
     """The files that each live checkpoint needs. One that cannot be read keeps everything: it is left out."""
     found: dict[Attempt, set[str]] = {}
     for commit in list(commits):

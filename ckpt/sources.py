@@ -19,7 +19,8 @@ import numpy.typing as npt
 from ckpt import read
 from ckpt.arena import Arena, Label
 from ckpt.codec import DIGEST_SIZE, blob_digest
-from ckpt.errors import CorruptError
+from ckpt.errors import CorruptError, FormatError, StoreError
+from ckpt.events import log as logger
 from ckpt.log import Commit
 from ckpt.manifest import Attempt, pack_key, rank_and_try
 from ckpt.plan import Layout
@@ -41,6 +42,7 @@ class Source(Protocol):
     attempt: Attempt
     tier: str
     undone: bool  # not in the present history: a later restore went back behind it
+    repaired: list[str]  # what was damaged here and came from elsewhere
 
     @property
     def partial(self) -> bool:
@@ -106,6 +108,7 @@ class MemorySource:
     ) -> None:
         """`describing`: this rank speaks for its node, all of whose ranks see the same."""
         self.attempt, self.undone, self.partial, self._describing = attempt, undone, not alone, describing
+        self.repaired: list[str] = []
         self._here = {s.layout.rank: s for s in snapshots}
         self._saved: Saved | None = None
         self._digested: set[int] = set()  # ranks whose digests are known
@@ -210,10 +213,15 @@ class StoreSource:
         partial: bool = False,
         undone: bool = False,
         describing: bool = True,
+        others: Sequence[str] = (),
     ) -> None:
-        """`describing`: this rank speaks for its disk, of which all ranks of the node see the same."""
+        """`describing`: this rank speaks for its disk, of which all ranks of the node see the same.
+
+        `others`: places that have the same checkpoint, for what is damaged here.
+        """
         self.attempt, self.tier, self.undone, self.partial = attempt, url, undone, partial
-        self._commit, self._describing = commit, describing
+        self.repaired: list[str] = []
+        self._commit, self._describing, self._others = commit, describing, others
         self._saved: Saved | None = None
 
     def describe(self) -> Json:
@@ -264,8 +272,55 @@ class StoreSource:
         read.run(self._read(blobs, sink))
 
     async def _read(self, blobs: Sequence[int], sink: Sink) -> None:
+        missing: dict[int, CorruptError | StoreError] = {}
+
+        def note(lost: Sequence[int], error: CorruptError | StoreError) -> None:
+            missing.update(dict.fromkeys(lost, error))
+
         async with read.opened(self.tier) as store:
-            await read.fetch(store, self.saved.table, read.plan_reads(self.saved.table, blobs), sink)
+            reads = read.plan_reads(self.saved.table, blobs)
+            await read.fetch(store, self.saved.table, reads, sink, on_damage=note if self._others else None)
+        for url in self._others if missing else ():
+            try:
+                await self._repair(url, missing, sink)
+            except (CorruptError, FormatError, StoreError) as error:
+                logger.warning("step %d cannot be repaired from %s: %s", self.attempt.step, url, error)
+        if missing:
+            raise next(iter(missing.values()))
+
+    async def _repair(self, url: str, missing: dict[int, CorruptError | StoreError], sink: Sink) -> None:
+        """Take what is missing from another place, by its digest; what was found is not missing any more."""
+        async with read.opened(url) as store:
+            state = (await read.open_run(url, store)).state
+            commit = state.commits.get(self.attempt) or state.held.get(self.attempt)
+            if commit is None:
+                return
+            theirs = (await read.load_manifest(store, commit)).table
+            mine = self.saved.table
+            wanted: dict[tuple[bytes, int], list[int]] = {}
+            for blob in missing:
+                wanted.setdefault((mine.digest[blob].tobytes(), int(mine.length[blob])), []).append(blob)
+            keys = zip(map(bytes, theirs.digest), theirs.length.tolist(), strict=True)
+            found = {key: blob for blob, key in enumerate(keys) if key in wanted}
+            alike = {blob: wanted[key] for key, blob in found.items()}
+            error = next(iter(missing.values()))
+            done: list[int] = []
+
+            def take(blob: int, data: memoryview) -> None:
+                for same in alike[blob]:
+                    sink(same, data)
+                    done.append(same)
+
+            await read.fetch(store, theirs, read.plan_reads(theirs, alike), take, on_damage=lambda blobs, error: None)
+        for blob in done:
+            del missing[blob]
+        if done:
+            names = list(dict.fromkeys(mine.shards[int(self.saved.shard_of_blob[blob])].name for blob in sorted(done)))
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            self.repaired.append(f"{len(done)} damaged pieces ({', '.join(names[:3])}{more}) came from {url}")
+            logger.warning(
+                "step %d in %s: %s; the first was: %s", self.attempt.step, self.tier, self.repaired[-1], error
+            )
 
     def close(self) -> None:
         self._saved = None

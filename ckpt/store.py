@@ -31,8 +31,9 @@ class ObjectInfo:
 class Upload(Protocol):
     """A large object being written. Until `finish` it means nothing, though a store may list it by then.
 
-    `part`: the object is taken in ranges [k * part, (k + 1) * part) of so many bytes, the last one shorter, each once
-    and begun in this order; 0: in any ranges.
+    `part`: the object is taken in ranges [k * part, (k + 1) * part) of so many bytes, the last one shorter, each once;
+    0: in any ranges. They may come out of order, though none much before the others: a store may wait for an earlier
+    one before it takes a later.
     """
 
     part: int
@@ -121,7 +122,7 @@ _BUILT_IN = {
     "s3": "ckpt_backends.s3:S3Store",
     "s3a": "ckpt_backends.s3:S3Store",
 }
-_RETRY = "ckpt_backends.retry:Retry"
+_LIMIT, _RETRY = "ckpt_backends.limit:Limit", "ckpt_backends.retry:Retry"
 _options: dict[str, Mapping[str, Any]] = {}
 
 
@@ -150,16 +151,17 @@ def options_of(url: str | Path) -> Mapping[str, Any]:
     return _options.get(normalise(url), {})
 
 
-def open_store(url: str | Path, *, writable: bool = False) -> Store:
+def open_store(url: str | Path, *, writable: bool = False, limits: Mapping[str, Any] | None = None) -> Store:
     """The store behind a URL: a built-in scheme, else the entry-point group `ckpt.stores`, else whatever fsspec knows.
 
     `writable=True` creates a folder that is missing; buckets are never created. What is worth it is tried again, in
-    remote places. Raises UsageError for an unknown scheme, StoreError if the place cannot be used.
+    remote places; `limits`: what bounds such a place, see `ckpt_backends.limit`. Raises UsageError for an unknown
+    scheme, StoreError if the place cannot be used.
     """
     url = normalise(url)
     store: Store = _load(_class_of(url.partition("://")[0]))(url, writable=writable)
     if store.remote:
-        store = _load(_RETRY)(store)
+        store = _load(_RETRY)(store if limits is None else _load(_LIMIT)(store, **limits))
     return store
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ckpt.errors import UsageError
 from ckpt.retain import Keep
-from ckpt.store import normalise
+from ckpt.store import normalise, remember_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +41,52 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A durable place: a folder or URL. `every`: steps between checkpoints. `keep`: how many, or a `Keep`."""
+    """A durable place: a folder or URL. `every`: steps between checkpoints. `keep`: how many, or a `Keep`.
+
+    For object stores: `storage_options` are those of fsspec (`endpoint_url`, `key`, `profile`, ...), beside what the
+    environment and configuration files say; `max_mib_s` throttles what is sent and read, and at most `max_inflight_mib`
+    are on their way at any moment. `reader_grace_s`: how long what is retired stays, for those who are reading it; by
+    default 600 in object stores and 0 in folders, where an open file survives its deletion.
+    """
 
     url: str
     every: int = 100
     keep: Keep | int = field(default=3)
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)  # perhaps secrets
+    max_mib_s: float | None = None
+    max_inflight_mib: int = 256
+    reader_grace_s: float | None = None
 
     def __post_init__(self) -> None:
         if type(self.every) is not int or self.every < 1 or not isinstance(self.keep, (int, Keep)):
             raise UsageError(f"{self} makes no sense: every is a number from 1, keep a number or a Keep")
+        limits = (self.max_mib_s, self.max_inflight_mib)
+        if any(n is not None and (not isinstance(n, (int, float)) or not n > 0) for n in limits):
+            raise UsageError(f"{self} makes no sense: max_mib_s and max_inflight_mib are numbers above 0")
+        if self.reader_grace_s is not None and not self.reader_grace_s >= 0:
+            raise UsageError(f"{self} makes no sense: reader_grace_s is a number from 0")
         object.__setattr__(self, "url", normalise(self.url))
+        if self.url.startswith("memory:"):
+            raise UsageError(f"{self.url} lives in one process only, and would end with it: use ckpt.Memory()")
         if isinstance(self.keep, int):
             object.__setattr__(self, "keep", Keep(last=self.keep))
+        try:
+            json.dumps(dict(self.storage_options or {}))
+        except (TypeError, ValueError):
+            raise UsageError("storage_options must be plain values: they are handed to the writer process") from None
+
+    def spec(self) -> dict[str, Any]:
+        """What the writer needs to know of it."""
+        return {
+            "url": self.url,
+            "last": self.keeping.last,
+            "every": self.keeping.every,
+            "cadence": self.every,
+            "options": None if self.storage_options is None else dict(self.storage_options),
+            "max_mib_s": self.max_mib_s,
+            "max_inflight_mib": self.max_inflight_mib,
+            "grace_s": self.reader_grace_s,
+        }
 
     @property
     def keeping(self) -> Keep:
@@ -70,4 +107,6 @@ def as_tiers(tiers: object) -> tuple[Memory | None, list[Tier]]:
     durable = [t if isinstance(t, Tier) else Tier(str(t)) for t in given if not isinstance(t, Memory)]
     if len(memory) > 1 or len({t.url for t in durable}) != len(durable) or not given:
         raise UsageError("tiers must name at least one place, at most one Memory, and each URL once")
+    for tier in durable:
+        remember_options(tier.url, tier.storage_options)
     return (memory[0] if memory else None), durable

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from ckpt.table import Shard, Table
 
 CHUNK = 8 << 20  # one write; large enough for full speed, small enough for several in flight
 IN_FLIGHT = 4
+PARTS_IN_FLIGHT = 8  # handed to a store that takes parts, which sends as many at once as it finds right
 
 
 @dataclass(frozen=True)
@@ -105,21 +106,47 @@ async def _write_part(
 async def _write_pack(
     store: Store, key: str, header: bytes, data: memoryview, on_bytes: Callable[[int], None] | None
 ) -> None:
-    upload = await store.upload(key, size=len(header) + len(data))
+    """Header and data as one object, in ranges as the store wants them."""
+
+    async def piece(offset: int, length: int) -> memoryview:
+        start = offset - len(header)
+        if start >= 0:
+            return data[start : start + length]
+        return _page_aligned(header[offset:] + data[: max(0, start + length)])
+
+    await upload_from(store, key, len(header) + len(data), piece, on_bytes)
+
+
+async def upload_from(
+    store: Store,
+    key: str,
+    size: int,
+    piece: Callable[[int, int], Awaitable[memoryview]],
+    on_bytes: Callable[[int], None] | None = None,
+) -> None:
+    """Store `size` bytes under a new key: `piece(offset, length)` gives them, range by range, several at a time.
+
+    What a piece raises, and what the store raises, ends the upload; nothing of it is left then.
+    """
+    upload = await store.upload(key, size=size)
     point("pack.opened")
     try:
-        window = asyncio.Semaphore(IN_FLIGHT)
+        window = asyncio.Semaphore(PARTS_IN_FLIGHT if upload.part else IN_FLIGHT)
+        length = upload.part or CHUNK
 
-        async def write(offset: int, view: memoryview) -> None:
-            async with window:
+        async def write(offset: int) -> None:
+            try:
+                view = await piece(offset, min(length, size - offset))
                 await upload.write_at(offset, view)
+            finally:
+                window.release()
             if on_bytes is not None:
                 on_bytes(len(view))
 
         async with asyncio.TaskGroup() as group:
-            group.create_task(write(0, _page_aligned(header)))
-            for start in range(0, len(data), CHUNK):
-                group.create_task(write(len(header) + start, data[start : start + CHUNK]))
+            for offset in range(0, size, length):
+                await window.acquire()  # the ranges are begun in their order
+                group.create_task(write(offset))
         await upload.finish()
     except BaseException as error:
         await upload.abort()

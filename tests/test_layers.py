@@ -17,7 +17,7 @@ import ckpt
 LAYERS = (
     ("errors", "events", "mutex", "geometry"),  # words everyone shares, a lock, boxes
     ("store", "triggers", "rally"),  # the byte interface of a place; when to save out of turn, and on which step
-    ("codec", "values", "link", "world"),  # digests, plain values as JSON, the wire to the writer, other ranks
+    ("codec", "values", "link", "world", "testing"),  # digests, plain values as JSON, the wire to the writer, other ranks
     ("notices", "pressure", "wakeup", "pulse", "fault"),  # what may happen: seen, and said
     ("hang",),  # whether, and who, holds the others up
     ("evidence",),  # what a process does, from outside
@@ -27,11 +27,11 @@ LAYERS = (
     ("exchange", "sharding", "saved", "write", "rng", "hooks"),  # pieces of tensors; files; before an update
     ("commit", "restore"),  # files become a checkpoint; tensors again
     ("nodes", "read"),  # what a state is made of; back from a store
-    ("state", "retain"),  # the state as a whole; how long
+    ("state", "retain", "promote"),  # the state as a whole; how long; from one place to another
     ("stage", "sources", "tiers"),  # tensors into memory; where to restore from, and to save to
     ("resume", "handle", "loaded", "compare"),  # what all ranks agree to restore; what users hold in their hands
     ("mirror", "client", "replicas", "relief"),  # a copy on another node; the trainer's end of the process boundary
-    ("holdings",),  # what a writer has in memory
+    ("holdings", "places"),  # what a writer has in memory, and open
     ("persist", "vigil"),  # from there to durable places; its watch over the trainer
     ("witness",),  # what it says about a fault
     ("writer",),  # the other end of the process boundary
@@ -48,7 +48,7 @@ NO_TORCH = {
     "store", "codec", "values", "link", "manifest", "plan", "table", "log", "arena",
     "write", "commit", "read", "retain", "tiers", "handle", "writer", "compare",
     "triggers", "rally", "notices", "pressure", "wakeup", "pulse", "fault", "hang", "holdings", "persist", "vigil",
-    "witness",
+    "witness", "promote", "places",
 }  # fmt: skip
 """What the writer process or a light `import ckpt` needs: none of these imports torch, not even for types."""
 

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import json
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,7 +119,7 @@ def test_fold_of_a_commit_and_its_end() -> None:
     abort = record("ABORT", {"attempt": str(b), "reason": ""}, request="abort:b")
     state = folded(acquired(1), committed(a), abort, committed(b), committed(c), plan, committed(a))
     assert set(state.commits) == {c}
-    assert (state.retired, state.aborted, state.planned) == ({a}, {b}, {"packs/x"})
+    assert (state.retired, state.aborted) == ({a}, {b})
     late = folded(committed(c), record("ABORT", {"attempt": str(c), "reason": ""}))
     assert set(late.commits) == {c} and not late.aborted
 
@@ -1052,9 +1052,16 @@ class Gate:
     async def delete(self, key: str) -> None:
         await self._do(self.inner.delete(key), may_lose=True)
 
-    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+    async def delete_many(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            await self.delete(key)
+
+    async def drop_uploads(self, wanted: Callable[[str], bool]) -> int:
+        return 0
+
+    async def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
         await self._pass()
-        found = [info async for info in self.inner.list(prefix)]
+        found = [info async for info in self.inner.list(prefix, after=after)]
         await self._pass()
         for info in found:
             yield info
@@ -1064,6 +1071,8 @@ class Gate:
         gate = self
 
         class Upload:
+            part = 0
+
             async def write_at(self, offset: int, view: memoryview) -> None:
                 await upload.write_at(offset, bytes(view))
 

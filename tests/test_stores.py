@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import mmap
+import itertools
 import os
+import secrets
 import stat
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_disk import volume
+from s3_server import MotoServer, storage_options
 
 from ckpt.errors import CheckpointError, ExistsError, NotFoundError, StoreError, UsageError
-from ckpt.store import PAGE, Store, check_key, normalise, open_store
+from ckpt.store import PAGE, Buffer, ObjectInfo, Store, check_key, normalise, open_store, remember_options
+from ckpt.testing import BLOB, StoreTests, keys, upload
 from ckpt_backends.disk import Disk
+from ckpt_backends.limit import Limit
 from ckpt_backends.local import LocalStore
 from ckpt_backends.memory import MemoryStore
+from ckpt_backends.remote import RemoteStore
+from ckpt_backends.retry import Retry
+from ckpt_backends.s3 import S3Store
 
 Open = Callable[[], Store]
-BLOB = bytes(range(256)) * 100 + b"tail"  # 25,604 bytes: whole pages, and a rest
 
 
 class TinyWrites(Disk):
@@ -51,9 +57,166 @@ STORES: dict[str, Callable[[str], Store]] = {
 }
 
 
-@pytest.fixture(params=STORES)
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
-    return partial(STORES[request.param], f"file://{tmp_path}/store")
+DECORATORS: dict[str, Callable[[Store], Store]] = {
+    "bare": lambda store: store,
+    "retried": Retry,
+    "limited": lambda store: Limit(store, in_flight=30_000, requests=4),
+    "retried and limited": lambda store: Retry(Limit(store, bytes_per_s=1e9)),
+}
+
+
+class TestStores(StoreTests):
+    """Every store of this machine, bare and decorated."""
+
+    @pytest.fixture(autouse=True, params=STORES)
+    def place(self, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+        self.open = partial(STORES[request.param], f"file://{tmp_path}/store")
+        self.rare = "," in request.param
+
+    @pytest.fixture(autouse=True, params=DECORATORS)
+    def decorated(self, request: pytest.FixtureRequest, place: None) -> None:
+        self.decorate = DECORATORS[request.param]
+        self.many = 50 if self.rare or request.param != "bare" else 1500
+
+    def make(self) -> Store:
+        return self.decorate(self.open())
+
+    def reopen(self, store: Store) -> Store:
+        inner = undecorated(store)
+        if isinstance(inner, MemoryStore):
+            return self.decorate(MemoryStore(objects=inner.objects))
+        return self.make()
+
+
+def undecorated(store: Store) -> Store:
+    while isinstance(store, (Retry, Limit)):
+        store = store.store
+    return store
+
+
+@pytest.fixture(scope="session")
+def bucket() -> Iterator[Callable[[str], str]]:
+    """Gives the URL of an empty place in an S3 on this machine, reached with an engine."""
+    with MotoServer() as server:
+        name = server.make_bucket("bucket")
+        number = itertools.count()
+
+        def place(engine: str) -> str:
+            url = f"s3://{name}/runs/run-{next(number)}"
+            remember_options(url, storage_options(server.url) | {"engine": engine})
+            return url
+
+        yield place
+
+
+class TestS3(StoreTests):
+    """S3, with each of the two libraries that can carry the packs."""
+
+    has_unfinished = True
+    creates_uploads = False
+
+    @pytest.fixture(autouse=True, params=["s3fs", "obstore"])
+    def place(self, request: pytest.FixtureRequest, bucket: Callable[[str], str]) -> None:
+        self.url = bucket(request.param)
+        self.engine = request.param
+
+    @pytest.fixture(autouse=True, params=["bare", "retried and limited"])
+    def decorated(self, request: pytest.FixtureRequest, place: None) -> None:
+        self.decorate = DECORATORS[request.param]
+        self.many = 1500 if request.param == "bare" and self.engine == "s3fs" else 50
+
+    def make(self) -> Store:
+        return self.decorate(S3Store(self.url, writable=True))
+
+
+class TestFsspec(StoreTests):
+    """Any other file system that fsspec knows: its own one in memory, for example."""
+
+    creates_uploads = False
+
+    @pytest.fixture(autouse=True, params=DECORATORS)
+    def place(self, request: pytest.FixtureRequest) -> None:
+        self.decorate = DECORATORS[request.param]
+        self.url = f"memory://{secrets.token_hex(8)}"
+
+    def make(self) -> Store:
+        return self.decorate(RemoteStore(self.url, writable=True))
+
+
+# -- negative controls: a store that breaks one promise is seen --
+
+
+class Overwrites(MemoryStore):
+    async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
+        await super().put(key, data)
+
+
+class LooksFirst(MemoryStore):
+    async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
+        there = key in self.objects
+        await asyncio.sleep(0)
+        if create and there:
+            raise ExistsError(f"{key} exists")
+        await super().put(key, data)
+
+
+class GivesLess(MemoryStore):
+    async def get(self, key: str, *, start: int = 0, length: int | None = None, **more: Any) -> memoryview:
+        return (await super().get(key))[start : None if length is None else start + length]
+
+
+class ListsAll(MemoryStore):
+    def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
+        return super().list(prefix)
+
+
+class ListsAPage(MemoryStore):
+    async def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
+        for info in [info async for info in super().list(prefix, after=after)][:1000]:
+            yield info
+
+
+class DeletesAPage(MemoryStore):
+    async def delete_many(self, keys: Sequence[str]) -> None:
+        await super().delete_many(keys[:1000])
+
+
+class ShowsEarly(MemoryStore):
+    async def upload(self, key: str, *, size: int) -> Any:
+        target = await super().upload(key, size=size)
+        await target.finish()
+        return target
+
+
+BROKEN: dict[type[MemoryStore], str] = {
+    Overwrites: "test_put_replaces_and_create_does_not",
+    LooksFirst: "test_one_of_many_creators_wins",
+    GivesLess: "test_from_somewhere_to_the_end",
+    ListsAll: "test_list_after",
+    ListsAPage: "test_many_objects_are_listed",
+    DeletesAPage: "test_delete_many",
+    ShowsEarly: "test_abort_leaves_nothing",
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_negative_control_a_broken_promise_is_seen(broken: type[MemoryStore]) -> None:
+    """The test for it fails, and passes for the store that keeps it."""
+
+    class Checked(StoreTests):
+        kind = MemoryStore
+
+        def make(self) -> Store:
+            return self.kind()
+
+        def reopen(self, store: Store) -> Store:
+            return self.kind(objects=cast(MemoryStore, store).objects)
+
+    suite = Checked()
+    getattr(suite, BROKEN[broken])()
+    suite.kind = broken
+    with pytest.raises((AssertionError, CheckpointError, pytest.fail.Exception)):
+        getattr(suite, BROKEN[broken])()
 
 
 @contextlib.asynccontextmanager
@@ -73,159 +236,6 @@ def using(make: Open, work: Callable[[Store], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-async def keys(store: Store, prefix: str = "") -> list[str]:
-    return [info.key async for info in store.list(prefix)]
-
-
-async def upload(store: Store, key: str, data: bytes) -> None:
-    target = await store.upload(key, size=len(data))
-    await target.write_at(0, memoryview(data))
-    await target.finish()
-
-
-def aligned(size: int, shift: int = 0) -> memoryview:
-    return memoryview(mmap.mmap(-1, size + shift))[shift:]
-
-
-# -- small objects --
-
-
-def test_put_and_get(make: Open) -> None:
-    """What was put is read back, from bytes, bytearray and memoryview, empty or not."""
-
-    async def work(store: Store) -> None:
-        for i, data in enumerate((b"", b"x", bytearray(b"abc"), memoryview(b"defg"), BLOB * 10)):
-            await store.put(f"some/{i}.json", data)
-            assert bytes(await store.get(f"some/{i}.json")) == bytes(data)
-            assert (await store.head(f"some/{i}.json")).size == len(data)
-
-    using(make, work)
-
-
-def test_put_replaces_and_create_does_not(make: Open) -> None:
-    """`create=True` refuses a name that is taken, and leaves what is there; without it the object is replaced."""
-
-    async def work(store: Store) -> None:
-        await store.put("log/0.json", b"first", create=True)
-        with pytest.raises(ExistsError):
-            await store.put("log/0.json", b"second", create=True)
-        assert bytes(await store.get("log/0.json")) == b"first"
-        await store.put("log/0.json", b"third, and longer")
-        assert bytes(await store.get("log/0.json")) == b"third, and longer"
-
-    using(make, work)
-
-
-def test_one_of_many_creators_wins(make: Open) -> None:
-    """Create-if-absent is atomic: of twenty at once one succeeds, and its bytes are there."""
-
-    async def work(store: Store) -> None:
-        attempts = [store.put("log/1.json", b"%d" % i * 100, create=True) for i in range(20)]
-        results = await asyncio.gather(*attempts, return_exceptions=True)
-        winners = [i for i, result in enumerate(results) if result is None]
-        assert len(winners) == 1
-        assert sum(isinstance(result, ExistsError) for result in results) == 19
-        assert bytes(await store.get("log/1.json")) == b"%d" % winners[0] * 100
-        assert await keys(store) == ["log/1.json"]
-
-    using(make, work)
-
-
-def test_what_is_not_there(make: Open) -> None:
-    """NotFoundError from every reading call; deleting it succeeds, again and again."""
-
-    async def work(store: Store) -> None:
-        await store.put("packs/other", b"x")
-        for key in ("packs/none", "none", "other/none"):
-            for call in (store.head(key), store.get(key), store.get(key, start=0, length=5)):
-                with pytest.raises(NotFoundError):
-                    await call
-            await store.delete(key)
-        await store.delete("packs/other")
-        await store.delete("packs/other")
-        assert await keys(store) == []
-
-    using(make, work)
-
-
-def test_a_folder_is_no_object(make: Open) -> None:
-    """A prefix of a key names nothing."""
-
-    async def work(store: Store) -> None:
-        await store.put("packs/one", b"x")
-        for call in (store.head("packs"), store.get("packs"), store.get("packs", start=0, length=1)):
-            with pytest.raises(StoreError):
-                await call
-        assert bytes(await store.get("packs/one")) == b"x"
-
-    using(make, work)
-
-
-def test_deleted_objects_can_be_made_again(make: Open) -> None:
-    """Neither a whole nor a ranged read gives the old bytes of a name that was deleted, or replaced."""
-
-    async def work(store: Store) -> None:
-        for data in (b"a" * 9000, b"b" * 9000):
-            await upload(store, "packs/p", data)
-            assert bytes(await store.get("packs/p", start=10, length=5000)) == data[:5000]
-            await store.delete("packs/p")
-            with pytest.raises(NotFoundError):
-                await store.get("packs/p", start=0, length=10)
-        for data in (b"c" * 50, b"d" * 60):
-            await store.put("index/i", data)
-            assert bytes(await store.get("index/i", start=0, length=50)) == data[:50]
-
-    using(make, work)
-
-
-def test_list_is_sorted_and_takes_a_prefix(make: Open) -> None:
-    """Keys in order as text, with sizes, below any prefix, be it a folder, half a name or nothing that is there."""
-
-    async def work(store: Store) -> None:
-        names = ["log/000000000010.json", "log/000000000002.json", "packs/b", "packs/a.safetensors", "a-b/c", "a", "a0"]
-        names.remove("a")  # a file cannot be beside a folder of its name in every store
-        for name in names:
-            await store.put(name, name.encode())
-        assert await keys(store) == sorted(names)
-        assert await keys(store, "log/") == ["log/000000000002.json", "log/000000000010.json"]
-        assert await keys(store, "packs/a") == ["packs/a.safetensors"]
-        assert await keys(store, "pac") == ["packs/a.safetensors", "packs/b"]
-        assert await keys(store, "a") == ["a-b/c", "a0"]
-        assert await keys(store, "none/") == []
-        assert [info.size async for info in store.list("packs/")] == [19, 7]
-
-    using(make, work)
-
-
-BAD_KEYS = [
-    "", ".", "..", "/", "/etc/passwd", "../x", "a/../b", "a/..", "./a", "a/./b", "a//b", "a/", "/a", ".hidden",
-    "packs/.tmp", "a\0b", "a\nb", "a b", "a\\b", "-a", "a/-b", "ä", "a:b", "%2e%2e/x", "~/x", "a" * 513, "a\n",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("key", BAD_KEYS)
-def test_bad_keys_are_refused(make: Open, key: str) -> None:
-    """Names from data never become paths: each call refuses them, and nothing is made."""
-
-    async def work(store: Store) -> None:
-        await store.put("good", b"x")
-        calls: list[Callable[[], Awaitable[object]]] = [
-            lambda: store.put(key, b"x"),
-            lambda: store.put(key, b"x", create=True),
-            lambda: store.upload(key, size=1),
-            lambda: store.get(key),
-            lambda: store.get(key, start=0, length=1),
-            lambda: store.head(key),
-            lambda: store.delete(key),
-        ]
-        for call in calls:
-            with pytest.raises(UsageError):
-                await call()
-        assert await keys(store) == ["good"]
-
-    using(make, work)
-
-
 @given(st.text(max_size=60))
 @settings(max_examples=300, deadline=None)
 def test_a_key_that_passes_stays_below_the_root(key: str) -> None:
@@ -237,181 +247,6 @@ def test_a_key_that_passes_stays_below_the_root(key: str) -> None:
     path = os.path.normpath(f"/root/of/store/{key}")
     assert path == f"/root/of/store/{key}" and path.startswith("/root/of/store/")
     assert not any(piece.startswith(".") for piece in key.split("/"))
-
-
-# -- large objects --
-
-
-def test_upload_out_of_order_in_odd_pieces(make: Open) -> None:
-    """Pieces of any size, at any offset, at the same time and in any order make the object."""
-
-    async def work(store: Store) -> None:
-        target = await store.upload("packs/p", size=len(BLOB))
-        cuts = [0, 1, 4096, 4097, 8192, 16384, 20000, 20480, len(BLOB)]
-        pieces = [(a, BLOB[a:b]) for a, b in pairwise(cuts)]
-        views = [(a, aligned(len(data))) for a, data in pieces]
-        for (_, view), (_, data) in zip(views, pieces, strict=True):
-            view[:] = data
-        await asyncio.gather(*(target.write_at(a, view) for a, view in reversed(views)))
-        await target.finish()
-        assert bytes(await store.get("packs/p")) == BLOB
-        assert (await store.head("packs/p")).size == len(BLOB)
-
-    using(make, work)
-
-
-@given(st.data())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_upload_and_ranges_of_any_shape(make: Open, data: st.DataObject) -> None:
-    """For any size, any cuts, any order and any alignment of memory: every range read back is what was written."""
-    size = data.draw(st.integers(0, 5 * PAGE))
-    cuts = sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=6))})
-    order = data.draw(st.permutations(range(len(cuts) - 1)))
-    shift = data.draw(st.sampled_from((0, 1, 512)))
-    start = data.draw(st.integers(0, size))
-    length = data.draw(st.integers(0, size - start))
-    content = (BLOB * 2)[:size]
-
-    async def work(store: Store) -> None:
-        await store.delete("packs/any")
-        target = await store.upload("packs/any", size=size)
-        for i in order:
-            view = aligned(cuts[i + 1] - cuts[i], shift)
-            view[:] = content[cuts[i] : cuts[i + 1]]
-            await target.write_at(cuts[i], view)
-        await target.finish()
-        assert bytes(await store.get("packs/any")) == content
-        into = aligned(length + 2 * PAGE, shift) if data.draw(st.booleans()) else None
-        assert bytes(await store.get("packs/any", start=start, length=length, into=into)) == content[start:][:length]
-
-    using(make, work)
-
-
-def test_upload_is_create_only(make: Open) -> None:
-    """A name that is taken is refused, at the latest by `finish`, and what is there stays."""
-
-    async def work(store: Store) -> None:
-        await upload(store, "packs/p", b"first")
-        with pytest.raises(ExistsError):
-            await upload(store, "packs/p", b"second")
-        assert bytes(await store.get("packs/p")) == b"first"
-
-    using(make, work)
-
-
-def test_upload_does_not_take_more_than_was_declared(make: Open) -> None:
-    """Bytes past the declared size are refused."""
-
-    async def work(store: Store) -> None:
-        target = await store.upload("packs/p", size=10)
-        with pytest.raises(StoreError):
-            await target.write_at(5, memoryview(b"123456"))
-        await target.abort()
-        assert await keys(store) == []
-
-    using(make, work)
-
-
-def test_abort_leaves_nothing(make: Open) -> None:
-    """Given up at any time, also twice, nothing is left, and the name is free."""
-
-    async def work(store: Store) -> None:
-        for written in (b"", b"half"):
-            target = await store.upload("packs/p", size=8)
-            await target.write_at(0, memoryview(written))
-            await target.abort()
-            await target.abort()
-            assert await keys(store) == []
-        await upload(store, "packs/p", b"whole")
-        assert bytes(await store.get("packs/p")) == b"whole"
-
-    using(make, work)
-
-
-def test_the_view_is_not_kept(make: Open) -> None:
-    """After write_at has returned the caller may change the memory."""
-
-    async def work(store: Store) -> None:
-        view = aligned(PAGE)
-        view[:] = b"a" * PAGE
-        target = await store.upload("packs/p", size=PAGE)
-        await target.write_at(0, view)
-        view[:] = b"b" * PAGE
-        await target.finish()
-        assert bytes(await store.get("packs/p")) == b"a" * PAGE
-
-    using(make, work)
-
-
-# -- ranges --
-
-RANGES = [
-    (0, 1), (0, PAGE), (0, len(BLOB)), (1, PAGE), (PAGE, PAGE), (PAGE - 1, 2), (PAGE + 5, 3 * PAGE + 7),
-    (len(BLOB) - 1, 1), (len(BLOB) - PAGE - 3, PAGE + 3), (len(BLOB), 0), (100, 0), (6 * PAGE, len(BLOB) - 6 * PAGE),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("scratch", ["none", "aligned", "misaligned", "just the length", "too small", "huge"])
-def test_ranges(make: Open, scratch: str) -> None:
-    """Exactly the bytes asked for, whatever scratch memory was given."""
-
-    async def work(store: Store) -> None:
-        await upload(store, "packs/p", BLOB)
-        for start, length in RANGES:
-            into = {
-                "none": None,
-                "aligned": aligned(length + 2 * PAGE),
-                "misaligned": aligned(length + 2 * PAGE, 3),
-                "just the length": aligned(length + 1)[:length],
-                "too small": aligned(length // 2 + 1)[: length // 2],
-                "huge": aligned(1 << 20),
-            }[scratch]
-            view = await store.get("packs/p", start=start, length=length, into=into)
-            assert bytes(view) == BLOB[start : start + length], (start, length)
-
-    using(make, work)
-
-
-def test_many_ranges_at_once(make: Open) -> None:
-    """Reads at the same time do not mix their bytes up."""
-
-    async def work(store: Store) -> None:
-        for i in range(20):
-            await upload(store, f"packs/{i}", bytes([i]) * 3 + BLOB)
-
-        async def one(i: int, start: int) -> None:
-            view = await store.get(f"packs/{i}", start=start, length=5000, into=aligned(5000 + 2 * PAGE))
-            assert bytes(view) == (bytes([i]) * 3 + BLOB)[start : start + 5000]
-
-        await asyncio.gather(*(one(i, start) for i in range(20) for start in (0, 77, PAGE)))
-
-    using(make, work)
-
-
-@pytest.mark.parametrize(("start", "length"), [(0, len(BLOB) + 1), (len(BLOB), 1), (len(BLOB) - 5, 6), (10**9, 10)])
-def test_a_short_range_is_an_error(make: Open, start: int, length: int) -> None:
-    """Fewer bytes than asked for are never given."""
-
-    async def work(store: Store) -> None:
-        await upload(store, "packs/p", BLOB)
-        for into in (None, aligned(len(BLOB) + 4 * PAGE)):
-            with pytest.raises(StoreError):
-                await store.get("packs/p", start=start, length=length, into=into)
-
-    using(make, work)
-
-
-def test_from_somewhere_to_the_end(make: Open) -> None:
-    """Without a length, all that is left; a start behind the end is an error."""
-
-    async def work(store: Store) -> None:
-        await store.put("index/i", BLOB)
-        for start in (0, 1, PAGE, len(BLOB) - 1, len(BLOB)):
-            assert bytes(await store.get("index/i", start=start)) == BLOB[start:]
-        with pytest.raises(StoreError):
-            await store.get("index/i", start=len(BLOB) + 1)
-
-    using(make, work)
 
 
 # -- the local store --
@@ -619,7 +454,7 @@ def test_descriptors_are_given_back(root: Path) -> None:
 
 def test_unknown_schemes_name_what_there_is() -> None:
     """The message says which scheme is unknown, and which are known."""
-    with pytest.raises(UsageError, match=r"no store is installed for gopher://.*file.*memory"):
+    with pytest.raises(UsageError, match=r"no store is installed for gopher://.*file.*s3"):
         open_store("gopher://old/run")
 
 

@@ -1,0 +1,296 @@
+"""Packs to and from S3 through obstore, which takes buffers as they are and works beside Python, not in it.
+
+Measured against Ceph, 1 GiB in parts of 16 MiB: 0.32 CPU-seconds a GB to write, where s3fs took 2.1; 1.06 to read,
+where it took 1.52. Small objects and everything that is not plain data go through s3fs all the same.
+
+Endpoint, addressing and credentials are those of the s3fs client, so there is one way to say them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import urlsplit
+
+import obstore
+from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import S3Store as Place
+
+from ckpt.errors import StoreError
+from ckpt.events import log
+from ckpt_backends.remote import InOrder, MaybeDone, OutOfRangeError, check_complete, check_range, refusal
+
+if TYPE_CHECKING:
+    from ckpt_backends.s3 import S3Store
+
+IN_FLIGHT = 8  # parts of one object
+RETRIES = 5  # of one part, inside obstore: a part cannot be handed over twice
+HOLD_S = 600  # how long obstore may keep credentials; it asks again when half of it is over
+CLOSING_S = 5
+
+
+class DataPath:
+    """Ranges out of objects, and large objects, by the connection of an `S3Store`."""
+
+    def __init__(self, store: S3Store, credentials: Any) -> None:
+        self.store = store
+        self._credentials = credentials
+        self._frozen: Any = None
+        self.once: Any = None
+        self.patient: Any = None
+
+    @classmethod
+    async def of(cls, store: S3Store, fs: Any, client: Any) -> Self | None:
+        """None if obstore cannot do what this client does."""
+        path = cls(store, None if fs.anon else client._get_credentials())
+        try:
+            await path._open(fs, client)
+        except (BaseError, ValueError, TypeError) as error:
+            log.warning("obstore cannot reach %s, s3fs does it: %s", store.url, store.clean(str(error).splitlines()[0]))
+            return None
+        return path
+
+    async def _open(self, fs: Any, client: Any) -> None:
+        endpoint, virtual = await _endpoint(client, self.store.bucket)
+        config: dict[str, Any] = {
+            "endpoint": endpoint,
+            "region": client.meta.region_name or "us-east-1",
+            "virtual_hosted_style_request": virtual,
+            "skip_signature": self._credentials is None,
+        }
+        if "AWS_ENDPOINT_URL_S3" in os.environ:  # which obstore would prefer to ours
+            config["aws_endpoint_url_s3"] = endpoint
+        settings = client.meta.config
+        connecting = timedelta(seconds=settings.connect_timeout)
+        reading = timedelta(seconds=settings.read_timeout)
+        network: Any = {"allow_http": endpoint.startswith("http:"), "connect_timeout": connecting, **_trusted(fs)}
+        common: dict[str, Any] = {"config": config}
+        if self._credentials is not None:
+            common["credential_provider"] = self._held
+        retry: Any = {"max_retries": RETRIES, "retry_timeout": timedelta(minutes=5)}
+        # A part is sent before anything is read, so the time to read would run while it is sent.
+        self.patient = Place(
+            self.store.bucket, client_options=network | {"timeout": 2 * reading}, retry_config=retry, **common
+        )
+        self.once = Place(
+            self.store.bucket,
+            client_options=network | {"timeout": 5 * reading, "read_timeout": reading},
+            retry_config={"max_retries": 0},
+            **common,
+        )
+
+    async def renew(self) -> None:
+        """Look after credentials that expire. Costs nothing until they do."""
+        if self._credentials is not None:
+            self._frozen = await self._credentials.get_frozen_credentials()
+
+    def _held(self) -> Any:
+        """Called by obstore, from threads of its own, where nothing can be awaited."""
+        frozen = self._frozen
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": datetime.now(UTC) + timedelta(seconds=HOLD_S),
+        }
+
+    async def get(self, key: str, start: int, length: int) -> memoryview:
+        name = self.store.name(key)
+        try:
+            with self.errors(f"cannot read {key}"):
+                await self.renew()
+                data = await obstore.get_range_async(self.once, name, start=start, length=length)
+        except OutOfRangeError:
+            raise await self.store.short(key, start, length, 0) from None
+        if len(data) != length:
+            raise await self.store.short(key, start, length, len(data))
+        return memoryview(data)
+
+    def upload(self, key: str, size: int) -> ObstoreUpload:
+        return ObstoreUpload(self, key, size)
+
+    @contextlib.contextmanager
+    def errors(self, what: str) -> Any:
+        """As the store's own, for the errors of obstore as well."""
+        with self.store.errors(what):
+            try:
+                yield
+            except (BaseError, FileNotFoundError) as error:
+                raise self.translated(error, what) from None
+
+    def translated(self, error: Exception, what: str) -> StoreError:
+        code, status = _said(error)
+        what = f"{what} in {self.store.clean(self.store.url)}"
+        if isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
+            status = status or 403
+        if status:
+            return refusal(code, status, f"{what}: {code or status}")
+        first = str(error).partition("Debug source")[0].strip().rpartition(" - ")[2]
+        return StoreError(self.store.clean(f"{what}: {first}"), retryable=_is_network(str(error)))
+
+
+class ObstoreUpload:
+    """A stream that obstore cuts into the parts it is given, uncopied, and sends several of at a time.
+
+    `write_at` returns when obstore has taken the part, so not many more than it sends are in flight. A part cannot be
+    sent again by itself: obstore retries, and after an error of its own the whole upload is over.
+    """
+
+    def __init__(self, path: DataPath, key: str, size: int) -> None:
+        from ckpt_backends.s3 import part_size
+
+        self.part = part_size(size)
+        self.resumable = self.keeps = size <= self.part  # see `ckpt_backends.retry`, `ckpt_backends.limit`
+        self._path, self._store, self._key, self._size = path, path.store, key, size
+        self._order = InOrder()
+        self._once = MaybeDone(path.store, key, size)
+        self._offered: asyncio.Queue[memoryview | None] = asyncio.Queue(1)
+        self._taken = asyncio.Event()
+        self._whole: memoryview | None = None
+        self._sending: asyncio.Task[Any] | None = None
+        self._state = "open"
+
+    async def write_at(self, offset: int, view: memoryview) -> None:
+        check_range(self, offset, view, self._size)
+        if self._size <= self.part:
+            self._whole = view
+            return
+        async with self._order.turn(offset, len(view)):
+            with self._path.errors(f"cannot write to {self._key}"):
+                await self._path.renew()
+                if self._sending is None:
+                    self._sending = asyncio.create_task(self._send())
+                self._taken.clear()
+                self._offered.put_nowait(view)
+                await self._until(self._taken.wait())
+
+    async def _until(self, moment: Any) -> None:
+        """Wait, but not for what has failed."""
+        assert self._sending is not None
+        waiting = asyncio.ensure_future(moment)
+        try:
+            await asyncio.wait((waiting, self._sending), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        if self._sending.done():
+            self._sending.result()
+            if not self._taken.is_set():
+                raise StoreError("obstore has ended the upload early")
+
+    async def _send(self) -> None:
+        name = self._store.name(self._key)
+        await obstore.put_async(
+            self._path.patient,
+            name,
+            self._stream(),
+            use_multipart=True,
+            chunk_size=self.part,
+            max_concurrency=IN_FLIGHT,
+        )
+
+    async def _stream(self) -> AsyncIterator[memoryview]:
+        while True:
+            view = await self._offered.get()
+            if view is None:
+                if self._state == "aborted":
+                    raise AbortedError("aborted")  # obstore then takes back what it has begun
+                return
+            self._taken.set()
+            yield view
+
+    async def finish(self) -> None:
+        if self._size <= self.part:
+            check_complete(self._key, 0 if self._whole is None else len(self._whole), self._size)
+            await self._once.run(self._put)
+        else:
+            self._order.check_complete(self._key, self._size)
+            await self._complete()
+        self._state = "finished"
+
+    async def _put(self) -> None:
+        with self._path.errors(f"cannot store {self._key}"):
+            await self._path.renew()
+            await obstore.put_async(self._path.once, self._store.name(self._key), self._whole or b"", mode="create")
+
+    async def _complete(self) -> None:
+        assert self._sending is not None
+        if self._state == "open":
+            self._state = "finishing"
+            self._offered.put_nowait(None)
+        await asyncio.wait((self._sending,))
+        try:
+            with self._path.errors(f"cannot finish {self._key}"):
+                self._sending.result()
+        except StoreError:
+            try:
+                await self._once.check()  # obstore's own retry may have met what it had finished
+            except StoreError:
+                pass
+            else:
+                return
+            raise
+
+    async def abort(self) -> None:
+        self._whole = None
+        state, self._state = self._state, "aborted"
+        if state in ("finished", "aborted"):
+            return
+        if self._sending is not None:
+            await self._stop(self._sending)
+        with contextlib.suppress(StoreError):  # beyond reach: a later clean-up finds it
+            if self._sending is not None:
+                for key, upload_id in await self._store.unfinished(self._key):
+                    if key == self._key:
+                        await self._store.drop(key, upload_id)
+            if self._once.undecided or state == "finishing":  # and perhaps finished
+                await self._store.delete(self._key)
+
+    async def _stop(self, sending: asyncio.Task[Any]) -> None:
+        if not sending.done():
+            while not self._offered.empty():
+                self._offered.get_nowait()
+            self._offered.put_nowait(None)
+            await asyncio.wait((sending,), timeout=CLOSING_S)
+            sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+
+
+class AbortedError(Exception):
+    """How a stream tells obstore to stop."""
+
+
+async def _endpoint(client: Any, bucket: str) -> tuple[str, bool]:
+    """Where botocore would send a request for this bucket, and whether the bucket's name is part of the host."""
+    signed = await client.generate_presigned_url("head_bucket", Params={"Bucket": bucket})
+    url = urlsplit(signed)  # signed, so it goes nowhere else
+    virtual = url.netloc.startswith(f"{bucket}.")
+    path = url.path if virtual else url.path.rstrip("/").removesuffix(f"/{bucket}")
+    return f"{url.scheme}://{url.netloc}{path.rstrip('/')}", virtual
+
+
+def _trusted(fs: Any) -> dict[str, Any]:
+    """The certificates that botocore was told to trust."""
+    verify = fs.client_kwargs.get("verify", fs.session.get_config_variable("ca_bundle"))
+    if verify is False:
+        return {"allow_invalid_certificates": True}
+    if isinstance(verify, str):
+        return {"root_certificate": Path(verify).read_bytes()}
+    return {}
+
+
+def _said(error: Exception) -> tuple[str, int]:
+    """The code of S3 and the status of HTTP that an error of obstore carries in its text."""
+    text = str(error)
+    code = re.search(r"<Code>(\w+)</Code>", text)
+    status = re.search(r"status code: (\d{3})", text)
+    return code[1] if code else "", int(status[1]) if status else 0
+
+
+def _is_network(text: str) -> bool:
+    return "reqwest::Error" in text or "HTTP error" in text or "HttpError" in text

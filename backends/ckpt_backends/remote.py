@@ -1,0 +1,483 @@
+"""Any place that fsspec can reach: gs://, az://, memory:// and many more.
+
+Nothing is asked of a place before the first request, which also decides the event loop that the store belongs to.
+Creating an object only if it is absent needs a file system that does so by itself; whether it tells the truth about
+that is found out by those who rely on it.
+
+The errors of all drivers are translated here by what they mean. A message of ours carries no secret: what a driver
+said is repeated without the queries of URLs, which may be signed, and without what the options call a key or a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import inspect
+import os
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ckpt.errors import (
+    AccessError,
+    CheckpointError,
+    CorruptError,
+    ExistsError,
+    FullError,
+    NotFoundError,
+    StoreError,
+    UsageError,
+)
+from ckpt.store import Buffer, ObjectInfo, Upload, check_key, options_of
+
+PART = 16 << 20  # bytes; 64 MiB gained nothing against a real server, and cost memory
+REQUESTS = 16  # in flight for what is done to many objects at once
+_MISSING = "not there"  # not None: a driver may mean something by that
+
+
+class RemoteStore:
+    """See `ckpt.store.Store`. How to get there: `ckpt.store.remember_options`, with fsspec's `storage_options`."""
+
+    remote = True
+
+    def __init__(self, url: str, *, writable: bool = False) -> None:
+        from fsspec import get_filesystem_class
+
+        self.url = url
+        self.options = dict(options_of(url))
+        self.engine = self.options.pop("engine", None)
+        try:
+            self._class: Any = get_filesystem_class(url.partition("://")[0])
+        except ImportError as error:
+            raise UsageError(f"{url} needs another package: {error}") from None
+        self._root: str = self._class._strip_protocol(url)
+        self._fs: Any = None
+        self._connecting = asyncio.Lock()
+
+    # -- small objects --
+
+    async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
+        path = self._path(key)
+        with self.errors(f"cannot store {key}"):
+            fs = await self._connected()
+            condition = _only_if_absent(fs) if create else {}
+            if create and not condition:
+                raise StoreError(
+                    f"{self._class.__name__} cannot create an object only if it is absent, so nothing can be committed"
+                    f" to {self.clean(self.url)}: keep checkpoints in a folder, on S3, or where it knows mode='create'"
+                )
+            await fs._pipe_file(path, bytes(data), **condition)
+
+    async def get(
+        self,
+        key: str,
+        *,
+        start: int = 0,
+        length: int | None = None,
+        into: memoryview | None = None,
+        limit: int | None = None,
+    ) -> memoryview:
+        path = self._path(key)
+        size = None
+        if length is None or length == 0:
+            size = (await self.head(key)).size
+            if limit is not None and size > limit:
+                raise CorruptError(f"{key} is implausibly large: {size} bytes")
+            if length is None:
+                length = max(size - start, 0)
+            if start + length > size:
+                raise StoreError(f"{key} holds {size} bytes, {start + length} were asked for")
+        if length == 0:
+            return memoryview(b"")
+        with self.errors(f"cannot read {key}"):
+            fs = await self._connected()
+            whole = size == length
+            data = await (fs._cat_file(path) if whole else fs._cat_file(path, start=start, end=start + length))
+        if len(data) != length:
+            raise await self.short(key, start, length, len(data))
+        return memoryview(data)
+
+    async def short(self, key: str, start: int, length: int, got: int) -> StoreError:
+        """The error for an answer with `got` bytes where `length` were asked for: worth a retry if they are there."""
+        size = (await self.head(key)).size
+        if start + length > size:
+            return StoreError(f"{key} holds {size} bytes, {start + length} were asked for")
+        return StoreError(f"{key} ended early, at {got} of {length} bytes", retryable=got < length)
+
+    async def head(self, key: str) -> ObjectInfo:
+        path = self._path(key)
+        with self.errors(f"cannot look at {key}"):
+            fs = await self._connected()
+            info = await fs._info(path)
+        if info["type"] != "file" or info["size"] is None:
+            raise NotFoundError(f"{key} is not an object in {self.url}")
+        return ObjectInfo(key, int(info["size"]))
+
+    async def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
+        folder = prefix.rpartition("/")[0]
+        found: Mapping[str, Any] = {}
+        with self.errors(f"cannot list {prefix or 'everything'}"), contextlib.suppress(FileNotFoundError):
+            fs = await self._connected()
+            found = await fs._find(f"{self._root}/{folder}".rstrip("/"), detail=True)
+        base = f"{self._root}/"  # with its slash: what is in run10 is not in run1
+        for name, info in sorted(found.items()):
+            key = name.removeprefix(base)
+            if name.startswith(base + prefix) and key > after and info.get("type") == "file":
+                yield ObjectInfo(key, int(info["size"]))
+
+    async def delete(self, key: str) -> None:
+        path = self._path(key)
+        with self.errors(f"cannot delete {key}"), contextlib.suppress(FileNotFoundError):
+            fs = await self._connected()
+            await fs._rm_file(path)
+
+    async def delete_many(self, keys: Sequence[str]) -> None:
+        await self.in_parallel(self.delete, keys)
+
+    async def in_parallel(self, work: Callable[[str], Awaitable[None]], keys: Sequence[str]) -> None:
+        """Some requests at a time. All are tried before the first error is raised."""
+        window = asyncio.Semaphore(REQUESTS)
+
+        async def one(key: str) -> None:
+            async with window:
+                await work(key)
+
+        for result in await asyncio.gather(*(one(key) for key in keys), return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+
+    async def drop_uploads(self, wanted: Callable[[str], bool]) -> int:
+        return 0  # fsspec has no word for what is unfinished; a rule of the bucket's life cycle can drop it
+
+    # -- large objects --
+
+    async def upload(self, key: str, *, size: int) -> Upload:
+        """Keys of large objects are names of their own: nobody looks whether there is something under them."""
+        self._path(key)
+        return FileUpload(self, key, size)
+
+    def blocking(self) -> Any:
+        """The same file system for threads, where it has files to write to."""
+        sync_fs = getattr(self._fs, "sync_fs", None)
+        return self._class(**self._quiet(), skip_instance_cache=True) if sync_fs is None else sync_fs
+
+    # -- the driver --
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{check_key(key)}"
+
+    async def _connected(self) -> Any:
+        async with self._connecting:
+            if self._fs is None:
+                self._fs = await self._connect()
+        return self._fs
+
+    async def _connect(self) -> Any:
+        if self._class.async_impl:
+            return self._class(**self._quiet(), asynchronous=True, skip_instance_cache=True)
+        from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
+
+        return AsyncFileSystemWrapper(self._class(**self._quiet(), skip_instance_cache=True), asynchronous=True)
+
+    def _quiet(self) -> dict[str, Any]:
+        """Options under which a listing is never one that was seen before."""
+        return {**self.options, "use_listings_cache": False}
+
+    async def aclose(self) -> None:
+        fs, self._fs = self._fs, None
+        for name in ("_session", "service_client"):  # where drivers keep what they have open
+            close = getattr(getattr(fs, name, None), "close", None)
+            if close is not None:
+                closing = close()
+                if inspect.isawaitable(closing):
+                    await closing
+
+    # -- errors --
+
+    @contextlib.contextmanager
+    def errors(self, what: str) -> Iterator[None]:
+        """The driver's errors, by their meaning. Its own text may hold secrets, so it is not chained to."""
+        try:
+            yield
+        except (CheckpointError, FileNotFoundError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise NotFoundError(f"{what} in {self.clean(self.url)}: no such object") from None
+        except Exception as error:
+            raise self.translated(error, f"{what} in {self.clean(self.url)}") from None
+
+    def translated(self, error: Exception, what: str) -> StoreError:
+        text = self.clean(f"{what}: {str(error) or type(error).__name__}")
+        status = next((s for s in map(_status, (error, error.__cause__)) if s), 0)
+        if isinstance(error, FileExistsError) or "PreconditionFailed" in str(error):
+            return ExistsError(text)
+        if _is_passing(error):
+            return StoreError(text, retryable=True)
+        if status:
+            return refusal("", status, text)
+        if isinstance(error, PermissionError):
+            return AccessError(f"{text}. {_ADVICE['AccessDenied']}")
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return FullError(text)
+        return StoreError(text)
+
+    def clean(self, text: str) -> str:
+        """Without anything secret: queries and passwords of URLs, and the secrets that the options hold."""
+        text = re.sub(r"://[^/@\s]*@", "://", re.sub(r"\?[^\s\"'<>)]*=[^\s\"'<>)]*", "", text))
+        for secret in secrets_in(self.options) | secrets_in(os.environ):
+            text = text.replace(secret, "***")
+        return text
+
+
+class InOrder:
+    """Lets overlapping calls in one after another, by offset; after a failed one, none."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.error: BaseException | None = None
+        self._changed = asyncio.Condition()
+
+    @contextlib.asynccontextmanager
+    async def turn(self, offset: int, length: int) -> AsyncIterator[None]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.error is not None or self.at >= offset)
+            if self.error is not None or self.at > offset:
+                raise StoreError(f"this upload cannot go on: {self.error or f'byte {offset} was written before'}")
+            try:
+                yield
+            except BaseException as error:
+                self.error = error
+                raise
+            else:
+                self.at += length
+            finally:
+                self._changed.notify_all()
+
+    def check_complete(self, key: str, size: int) -> None:
+        if self.error is not None:
+            raise StoreError(f"{key} cannot be finished: {self.error}")
+        check_complete(key, self.at, size)
+
+
+class FileUpload:
+    """Part by part through fsspec's own file object, in a thread. It holds a few parts in memory, whatever the size.
+
+    What is not larger than one part is stored in one request, at the end, and only if its name is free.
+    """
+
+    part = PART
+
+    def __init__(self, store: RemoteStore, key: str, size: int) -> None:
+        self._store, self._key, self._size = store, key, size
+        self.resumable = self.keeps = size <= self.part  # see `ckpt_backends.retry`, `ckpt_backends.limit`
+        self._order = InOrder()
+        self._once = MaybeDone(store, key, size)
+        self._whole: memoryview = memoryview(b"")
+        self._file: Any = None
+        self._finished = False
+
+    async def write_at(self, offset: int, view: memoryview) -> None:
+        check_range(self, offset, view, self._size)
+        if self._size <= self.part:
+            self._whole = view
+            self._order.at = len(view)
+            return
+        async with self._order.turn(offset, len(view)):
+            with self._store.errors(f"cannot write to {self._key}"):
+                if self._file is None:
+                    await self._store._connected()
+                    self._file = await asyncio.to_thread(self._open)
+                await asyncio.to_thread(self._file.write, view)
+
+    def _open(self) -> Any:
+        fs, path = self._store.blocking(), self._store._path(self._key)
+        return fs.open(path, "wb", block_size=self.part)
+
+    async def finish(self) -> None:
+        self._order.check_complete(self._key, self._size)
+        if self._size <= self.part:
+            create = bool(_only_if_absent(await self._store._connected()))
+            await self._once.run(lambda: self._store.put(self._key, self._whole, create=create))
+        else:
+            with self._store.errors(f"cannot finish {self._key}"):
+                await asyncio.to_thread(self._file.close)
+        self._finished = True
+
+    async def abort(self) -> None:
+        self._whole = memoryview(b"")
+        if self._finished or self._file is None:
+            return
+        file, self._file = self._file, None
+        with contextlib.suppress(Exception):  # gone already, or beyond reach
+            await asyncio.to_thread(file.discard)
+        with contextlib.suppress(Exception):
+            file.closed = True  # or it would be finished when it is collected
+        with contextlib.suppress(StoreError):
+            await self._store.delete(self._key)
+
+
+class MaybeDone:
+    """The last request of an upload, which may have to be repeated because its answer was lost."""
+
+    def __init__(self, store: RemoteStore, key: str, size: int) -> None:
+        self._store, self._key, self._size = store, key, size
+        self.undecided = False  # it may have been carried out, though nobody said so
+
+    async def run(self, request: Callable[[], Awaitable[Any]]) -> Any:
+        """What the request gives; None if it finds the work done by an earlier try."""
+        try:
+            return await request()
+        except (ExistsError, NotFoundError, GoneError):
+            if not self.undecided:
+                raise
+            await self.check()
+        except StoreError as error:
+            self.undecided = self.undecided or error.retryable
+            raise
+        except BaseException:
+            self.undecided = True
+            raise
+
+    async def check(self) -> None:
+        """Raise unless the object is there with its size; its name being its own, that decides it."""
+        found = (await self._store.head(self._key)).size
+        if found != self._size:
+            self.undecided = False  # somebody else's
+            raise StoreError(f"{self._key} holds {found} bytes, {self._size} were written")
+
+
+def _only_if_absent(fs: Any) -> dict[str, Any]:
+    """How a file system is told to create an object and not to replace one; nothing if it cannot."""
+    known = inspect.signature(fs._pipe_file).parameters
+    if "mode" in known:
+        return {"mode": "create"}
+    return {"overwrite": False} if "overwrite" in known else {}
+
+
+def check_range(upload: Upload, offset: int, view: memoryview, size: int) -> None:
+    """Refuse anything but one of the ranges that the contract names."""
+    if offset % upload.part or len(view) != min(upload.part, size - offset):
+        raise StoreError(f"a range of {len(view)} bytes at {offset} is no part of {size} bytes by {upload.part}")
+
+
+def check_complete(key: str, written: int, size: int) -> None:
+    if written != size:
+        raise StoreError(f"{key} is incomplete: {written} of {size} bytes were written")
+
+
+# -- what errors mean --
+
+
+class OutOfRangeError(StoreError):
+    """The object ends before the first byte that was asked for."""
+
+
+class GoneError(StoreError):
+    """No such upload: finished, aborted, or dropped by somebody."""
+
+
+class UnknownRequestError(StoreError):
+    """The server does not know this request, or not in this form."""
+
+
+_ADVICE = {
+    "NoSuchBucket": "Make the bucket, or correct the URL: buckets are never made here",
+    "AccessDenied": "Allow these credentials to list, read, write and delete there",
+    "InvalidAccessKeyId": "Check the access key, and that it belongs to this endpoint",
+    "SignatureDoesNotMatch": "Check the secret key, and that no proxy changes requests on their way",
+    "ExpiredToken": "Renew the credentials",
+    "RequestTimeTooSkewed": "Set the clock of this machine",
+    "PermanentRedirect": "The bucket is in another region: set AWS_REGION, or client_kwargs={'region_name': ...}",
+}
+_SAME_ADVICE = {
+    "AllAccessDisabled": "AccessDenied",
+    "AccountProblem": "AccessDenied",
+    "NotSignedUp": "AccessDenied",
+    "UnauthorizedAccess": "AccessDenied",
+    "InvalidSecurity": "InvalidAccessKeyId",
+    "InvalidToken": "ExpiredToken",
+    "ExpiredTokenException": "ExpiredToken",
+    "TokenRefreshRequired": "ExpiredToken",
+    "RequestExpired": "RequestTimeTooSkewed",
+    "AuthorizationHeaderMalformed": "PermanentRedirect",
+    "IllegalLocationConstraintException": "PermanentRedirect",
+    "TemporaryRedirect": "PermanentRedirect",
+    "InvalidBucketName": "NoSuchBucket",
+}
+_PASSING = {
+    "SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "Throttling", "ThrottlingException",
+    "RequestThrottled", "TooManyRequests", "BandwidthLimitExceeded", "OperationAborted", "ConditionalRequestConflict",
+    "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch", "ServerBusy",
+}  # fmt: skip
+"""Worth a retry. The digest that does not fit among them: it was right when we computed it."""
+_UNKNOWN = {
+    "NotImplemented",
+    "MethodNotAllowed",
+    "MalformedXML",
+    "InvalidRequest",
+    "MissingContentMD5",
+    "InvalidDigest",
+}
+_FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "StorageFull"}
+
+
+def refusal(code: str, status: int, text: str) -> StoreError:
+    """The error for an answer that is none: by the code of S3, else by the status of HTTP. `text`: what to say."""
+    advice = _ADVICE.get(_SAME_ADVICE.get(code, code))
+    if advice is None and status in (301, 307, 308):
+        advice = _ADVICE["PermanentRedirect"]
+    if advice is None and status in (401, 403) and code not in _FULL:
+        advice = _ADVICE["AccessDenied"]
+    if advice is not None:
+        return AccessError(f"{text}. {advice}")
+    if code in _PASSING:
+        return StoreError(text, retryable=True)
+    if code == "PreconditionFailed" or status == 412:
+        return ExistsError(text)
+    if code in _FULL or status == 507:
+        return FullError(f"no space left: {text}. Free some, raise the quota, or lower keep=")
+    if code == "InvalidRange" or status == 416:
+        return OutOfRangeError(text)
+    if code == "NoSuchUpload":
+        return GoneError(text)
+    if status == 404:
+        return NotFoundError(text)
+    if code in _UNKNOWN or status in (405, 501):
+        return UnknownRequestError(text)
+    return StoreError(text, retryable=status in (408, 425, 429, 500, 502, 503, 504))
+
+
+def secrets_in(options: Mapping[str, Any]) -> set[str]:
+    """The values that are secret by their names, at any depth."""
+    found: set[str] = set()
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            found |= secrets_in(value)
+        elif isinstance(value, str) and len(value) >= 8 and _SECRET.search(str(name)):
+            found.add(value)
+    return found
+
+
+_SECRET = re.compile(r"key|secret|token|passw|credential|sas|connection_string", re.IGNORECASE)
+
+
+def _status(error: BaseException | None) -> int:
+    """The status of HTTP, under the names that drivers have for it."""
+    for name in ("status", "status_code", "code"):
+        value = getattr(error, name, _MISSING)
+        if isinstance(value, str) and value.isdigit():
+            value = int(value)
+        if isinstance(value, int) and 300 <= value < 600:
+            return value
+    return 0
+
+
+def _is_passing(error: Exception) -> bool:
+    """Whether the network or the server was only for a moment not as it should be."""
+    if isinstance(error, (TimeoutError, ConnectionError, EOFError)):
+        return True
+    if isinstance(error, OSError) and error.errno in (errno.EIO, errno.EINTR, errno.EAGAIN, errno.EBUSY):
+        return True
+    names = {base.__name__ for base in type(error).__mro__}
+    return bool(names & {"ClientConnectionError", "ClientPayloadError", "gaierror", "IncompleteRead", "FSTimeoutError"})

@@ -1,0 +1,199 @@
+"""A store that tries again what is worth it: `Retry(S3Store(url))`.
+
+The pause before each try is drawn between nothing and a bound that doubles, so that many processes that lost a store at
+the same moment do not come back at the same moment. Errors that no try mends (`retryable` is false) pass at once.
+
+A request whose answer was lost may have been carried out, and may be carried out later still. So what is repeated here
+means the same when it is done twice, and creating an object is decided by its bytes: whoever finds their own there made
+it. Bytes that two writers could have in common do not tell them apart; log records name their writer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+from ckpt.errors import CheckpointError, CorruptError, ExistsError, NotFoundError
+from ckpt.events import log
+from ckpt.store import Buffer, ObjectInfo, Store, Upload
+
+T = TypeVar("T")
+
+
+class Retry:
+    """See `ckpt.store.Store`. Pauses grow from `base_s` to `most_s` seconds; a call is given up after `budget_s`."""
+
+    def __init__(self, store: Store, *, base_s: float = 0.2, most_s: float = 20.0, budget_s: float = 300.0) -> None:
+        self.store = store
+        self.url = store.url
+        self.remote = store.remote
+        self.base_s, self.most_s, self.budget_s = base_s, most_s, budget_s
+        self._waiting = 0  # calls that failed and are tried again
+        self._down_since: float | None = None
+
+    async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
+        undecided = False  # whether an earlier try may have made the object
+
+        async def attempt() -> None:
+            nonlocal undecided
+            try:
+                await self.store.put(key, data, create=create)
+            except ExistsError:
+                if not (undecided and await self._holds(key, data)):
+                    raise
+            except CheckpointError as error:
+                undecided = undecided or error.retryable
+                raise
+
+        await self._repeat(attempt)
+
+    async def _holds(self, key: str, data: Buffer) -> bool:
+        """Whether an object has these very bytes."""
+        try:
+            found = await self.store.get(key, limit=memoryview(data).nbytes)
+        except (NotFoundError, CorruptError):  # deleted meanwhile, or longer than ours
+            return False
+        return bytes(found) == bytes(data)
+
+    async def upload(self, key: str, *, size: int) -> RetryUpload:
+        return RetryUpload(self, await self._repeat(partial(self.store.upload, key, size=size)))
+
+    async def get(
+        self,
+        key: str,
+        *,
+        start: int = 0,
+        length: int | None = None,
+        into: memoryview | None = None,
+        limit: int | None = None,
+    ) -> memoryview:
+        return await self._repeat(partial(self.store.get, key, start=start, length=length, into=into, limit=limit))
+
+    async def head(self, key: str) -> ObjectInfo:
+        return await self._repeat(partial(self.store.head, key))
+
+    async def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
+        """Goes on behind the last key it has given; each key that arrives renews the budget."""
+        with self._calling() as call:
+            while True:
+                try:
+                    async for info in self.store.list(prefix, after=after):
+                        after = info.key
+                        call.answered()
+                        yield info
+                    call.answered()
+                    return
+                except CheckpointError as error:
+                    await call.failed(error)
+
+    async def delete(self, key: str) -> None:
+        await self._repeat(partial(self.store.delete, key))
+
+    async def delete_many(self, keys: Sequence[str]) -> None:
+        await self._repeat(partial(self.store.delete_many, keys))
+
+    async def drop_uploads(self, wanted: Callable[[str], bool]) -> int:
+        return await self._repeat(partial(self.store.drop_uploads, wanted))
+
+    async def aclose(self) -> None:
+        await self.store.aclose()
+
+    async def _repeat(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        with self._calling() as call:
+            while True:
+                try:
+                    result = await attempt()
+                except CheckpointError as error:
+                    await call.failed(error)
+                else:
+                    call.answered()
+                    return result
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[_Call]:
+        call = _Call(self)
+        try:
+            yield call
+        finally:
+            call.rest()
+
+    def _is_down(self, why: CheckpointError) -> None:
+        """Said once, however many calls are hit and however often."""
+        if self._down_since is None:
+            self._down_since = asyncio.get_running_loop().time()
+            log.warning("%s is tried again for up to %.0f s: %s", self.url, self.budget_s, why)
+
+    def _is_back(self) -> None:
+        """Not before all who were hit got through, or gave up."""
+        if self._down_since is not None and self._waiting == 0:
+            log.info("%s is back after %.1f s", self.url, asyncio.get_running_loop().time() - self._down_since)
+            self._down_since = None
+
+
+class _Call:
+    """The tries of one call."""
+
+    def __init__(self, retry: Retry) -> None:
+        self._retry = retry
+        self._since = asyncio.get_running_loop().time()
+        self._failures = 0
+
+    async def failed(self, error: CheckpointError) -> None:
+        """Wait until it may be tried again; raise the error if it may not."""
+        retry = self._retry
+        if not error.retryable:
+            if isinstance(error, (NotFoundError, ExistsError)):  # an answer, too
+                self.answered()
+            raise error
+        if self._failures == 0:
+            retry._waiting += 1
+        self._failures += 1
+        retry._is_down(error)
+        spent = asyncio.get_running_loop().time() - self._since
+        if spent >= retry.budget_s:
+            error.args = (f"{error} (tried {self._failures} times in {spent:.0f} s)", *error.args[1:])
+            raise error
+        bound = min(retry.most_s, retry.base_s * 2.0 ** min(self._failures - 1, 60))
+        await asyncio.sleep(min(random.uniform(0, bound), retry.budget_s - spent))
+
+    def answered(self) -> None:
+        self.rest()
+        self._since = asyncio.get_running_loop().time()
+        self._retry._is_back()
+
+    def rest(self) -> None:
+        """The call is over, or goes well again."""
+        if self._failures:
+            self._retry._waiting -= 1
+        self._failures = 0
+
+
+class RetryUpload:
+    """An upload can go on after an error only if it says so (`resumable`); else the object is written again, by a new
+    name, by whoever wants it."""
+
+    def __init__(self, retry: Retry, upload: Upload) -> None:
+        self._retry, self._upload = retry, upload
+        self.part = upload.part
+        self.resumable = bool(getattr(upload, "resumable", False))
+        self.keeps = bool(getattr(upload, "keeps", False))
+
+    async def write_at(self, offset: int, view: memoryview) -> None:
+        await self._try(partial(self._upload.write_at, offset, view))
+
+    async def finish(self) -> None:
+        await self._try(self._upload.finish)
+
+    async def abort(self) -> None:
+        with contextlib.suppress(CheckpointError):  # what is left is found by `drop_uploads`, or by the clean-up
+            await self._upload.abort()
+
+    async def _try(self, attempt: Callable[[], Awaitable[None]]) -> None:
+        if self.resumable:
+            await self._retry._repeat(attempt)
+        else:
+            await attempt()

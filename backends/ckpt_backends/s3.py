@@ -1,0 +1,405 @@
+"""S3 and what speaks its language: s3://bucket/prefix.
+
+Credentials, endpoint, region and profile are botocore's business, by its own conventions, or s3fs' `storage_options`.
+Requests go through the client of s3fs, one attempt each: whether to try again is decided elsewhere, where it is known
+what a lost answer means. Uploads are cut into parts here, because s3fs would hold the whole object in memory.
+
+A commit is one conditional PUT. Large objects have names of their own and are not looked for first. Where obstore is
+installed, packs go through it (`ckpt_backends.obstore`), at a fraction of the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from botocore import exceptions as boto
+
+from ckpt.errors import AccessError, CorruptError, NotFoundError, StoreError, UsageError
+from ckpt.store import Buffer, ObjectInfo, Upload, check_key
+from ckpt_backends.remote import (
+    PART,
+    GoneError,
+    MaybeDone,
+    OutOfRangeError,
+    RemoteStore,
+    UnknownRequestError,
+    check_complete,
+    check_range,
+    refusal,
+)
+
+if TYPE_CHECKING:
+    from ckpt_backends.obstore import DataPath
+
+MAX_PARTS = 10_000
+DELETES = 1000  # keys in one request, no more by the protocol
+CONNECT_S, READ_S = 10, 60
+CONNECTIONS = 32
+Unfinished = list[tuple[str, str]]  # key and id
+ENGINES = (None, "obstore", "s3fs")
+_REFUSED = (
+    boto.NoCredentialsError, boto.PartialCredentialsError, boto.CredentialRetrievalError, boto.ProfileNotFound,
+    boto.TokenRetrievalError, boto.SSOError, boto.NoAuthTokenError, boto.MetadataRetrievalError,
+)  # fmt: skip
+_PASSING = (
+    boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, boto.ChecksumError,
+    boto.FlexibleChecksumError,
+)  # fmt: skip
+
+
+class S3Store(RemoteStore):
+    """See `ckpt.store.Store`. One option of our own: `engine`, "obstore" or "s3fs", for what carries the packs."""
+
+    def __init__(self, url: str, *, writable: bool = False) -> None:
+        super().__init__(url, writable=writable)
+        self._s3: Any = None
+        self._data: DataPath | None = None
+        self._bulk = True
+        bucket, _, prefix = self._root.partition("/")
+        if self._root.startswith("arn:"):  # an access point, whose name has a slash, or colons only
+            bucket, prefix = self._class(asynchronous=True, skip_instance_cache=True)._find_bucket_key(self._root)
+        self.bucket, self.prefix = bucket, f"{prefix}/" if prefix else ""
+        self.engine = self._engine()
+
+    def _engine(self) -> str:
+        """What carries the packs: obstore where it is installed and can do what the options ask for."""
+        config = self.options.get("config_kwargs") or {}
+        hindered = [
+            name
+            for name, given in {
+                "s3_additional_kwargs": self.options.get("s3_additional_kwargs"),
+                "requester_pays": self.options.get("requester_pays"),
+                "signature_version": config.get("signature_version"),
+                "proxies": config.get("proxies"),
+                "client_cert": config.get("client_cert"),
+                "an access point": self.bucket.startswith("arn:") or self.bucket.endswith("--x-s3"),
+            }.items()
+            if given
+        ]
+        if self.engine not in ENGINES:
+            raise UsageError(f"engine is 'obstore' or 's3fs', not {self.engine!r}")
+        installed = importlib.util.find_spec("obstore") is not None
+        if self.engine == "obstore" and hindered:
+            raise UsageError(f"obstore cannot do {', '.join(hindered)}: leave engine= out")
+        if self.engine == "obstore" and not installed:
+            raise UsageError("engine='obstore' needs it: pip install everystep[obstore]")
+        return self.engine or ("obstore" if installed and not hindered else "s3fs")
+
+    # -- small objects --
+
+    async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
+        condition = {"IfNoneMatch": "*"} if create else {}
+        await self.call("put_object", f"cannot store {key}", Key=self.name(key), Body=_body(data), **condition)
+
+    async def get(
+        self,
+        key: str,
+        *,
+        start: int = 0,
+        length: int | None = None,
+        into: memoryview | None = None,
+        limit: int | None = None,
+    ) -> memoryview:
+        if length == 0:
+            return await self._nothing(key, start)
+        await self._connected()
+        if length is None and start == 0:
+            return await self._get_whole(key, limit)
+        if length is None:
+            length = (await self.head(key)).size - start
+            if length <= 0:
+                return await self._nothing(key, start)
+        if self._data is not None:
+            return await self._data.get(key, start, length)
+        return await self._get_range(key, start, length)
+
+    async def _nothing(self, key: str, start: int) -> memoryview:
+        """No bytes, which HTTP has no range for; an error if not even their place is there."""
+        size = (await self.head(key)).size
+        if start > size:
+            raise StoreError(f"{key} holds {size} bytes, it ends before byte {start}")
+        return memoryview(b"")
+
+    async def _get_whole(self, key: str, limit: int | None) -> memoryview:
+        what = f"cannot read {key}"
+        answer = await self.call("get_object", what, Key=self.name(key))
+        size = int(answer["ContentLength"])
+        if limit is not None and size > limit:
+            answer["Body"].close()  # the connection with it: nobody reads what comes
+            raise CorruptError(f"{key} is implausibly large: {size} bytes")
+        data = await self._body_of(answer, what)
+        if len(data) != size:
+            raise StoreError(f"{key} ended early, at {len(data)} of {size} bytes", retryable=True)
+        return memoryview(data)
+
+    async def _get_range(self, key: str, start: int, length: int) -> memoryview:
+        what = f"cannot read {key}"
+        wanted = f"bytes={start}-{start + length - 1}"
+        try:
+            answer = await self.call("get_object", what, Key=self.name(key), Range=wanted)
+        except OutOfRangeError:
+            raise await self.short(key, start, length, 0) from None
+        if int(answer["ContentLength"]) > length:
+            answer["Body"].close()
+            raise StoreError(f"{what}: more bytes came than were asked for, ranges seem not to be known there")
+        data = await self._body_of(answer, what)
+        if len(data) != length:
+            raise await self.short(key, start, length, len(data))
+        return memoryview(data)
+
+    async def _body_of(self, answer: Any, what: str) -> bytes:
+        with self.errors(what):
+            async with answer["Body"] as body:
+                data: bytes = await body.read()
+        return data
+
+    async def head(self, key: str) -> ObjectInfo:
+        answer = await self.call("head_object", f"cannot look at {key}", Key=self.name(key))
+        return ObjectInfo(key, int(answer["ContentLength"]))
+
+    async def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
+        more: dict[str, str] = {"StartAfter": self.prefix + after} if after else {}
+        while True:
+            answer = await self.call(
+                "list_objects_v2", f"cannot list {prefix or 'everything'}", Prefix=self.prefix + prefix, **more
+            )
+            for found in answer.get("Contents", ()):
+                key = str(found["Key"]).removeprefix(self.prefix)
+                if key and key > after:  # not the folder's own mark, and nothing twice where StartAfter is not known
+                    yield ObjectInfo(key, int(found["Size"]))
+            token = answer.get("NextContinuationToken")
+            if not answer.get("IsTruncated") or not token:
+                return
+            if more.get("ContinuationToken") == token:
+                raise StoreError(f"cannot list {self.url}: the same page comes again and again")
+            more = {"ContinuationToken": token}
+
+    async def delete(self, key: str) -> None:
+        with contextlib.suppress(NotFoundError):
+            await self.call("delete_object", f"cannot delete {key}", Key=self.name(key))
+
+    async def delete_many(self, keys: Sequence[str]) -> None:
+        names = [self.name(key) for key in keys]
+        for first in range(0, len(keys), DELETES):
+            if self._bulk:
+                self._bulk = await self._delete_batch(names[first : first + DELETES])
+            if not self._bulk:
+                await self.in_parallel(self.delete, keys[first : first + DELETES])
+
+    async def _delete_batch(self, names: Sequence[str]) -> bool:
+        """False: the server does not know this request, nothing was done."""
+        what = f"cannot delete {len(names)} objects"
+        objects = {"Objects": [{"Key": name} for name in names], "Quiet": True}
+        try:
+            answer = await self.call("delete_objects", what, Delete=objects)
+        except UnknownRequestError:
+            return False
+        errors = [
+            error for error in answer.get("Errors", ()) if error.get("Code") not in ("NoSuchKey", "NoSuchVersion")
+        ]
+        for error in errors:  # with status 200: some were deleted
+            code, message = str(error.get("Code", "")), str(error.get("Message", ""))
+            text = self.clean(f"cannot delete {error.get('Key')} in {self.url}: {code} {message}".rstrip())
+            raise refusal(code, 0, f"{text} ({len(errors)} like it)")
+        return True
+
+    # -- large objects --
+
+    async def upload(self, key: str, *, size: int) -> Upload:
+        """Create-only by its name alone: names of packs are never used twice, and nobody looks first."""
+        name = self.name(key)
+        await self._connected()
+        if self._data is not None and size:
+            return self._data.upload(key, size)
+        upload = S3Upload(self, key, size)
+        if size > upload.part:
+            answer = await self.call("create_multipart_upload", f"cannot begin {key}", Key=name)
+            upload.id = answer["UploadId"]
+        return upload
+
+    async def drop_uploads(self, wanted: Callable[[str], bool]) -> int:
+        dropped = 0
+        for key, upload_id in await self.unfinished():
+            if not wanted(key):
+                await self.drop(key, upload_id)
+                dropped += 1
+        return dropped
+
+    async def unfinished(self, prefix: str = "") -> Unfinished:
+        """The key and the id of each upload under the root that was begun and neither finished nor aborted."""
+        found: Unfinished = []
+        more: dict[str, str] = {}
+        while True:
+            try:
+                answer = await self.call(
+                    "list_multipart_uploads", "cannot list uploads", Prefix=self.prefix + prefix, **more
+                )
+            except UnknownRequestError:
+                return []
+            for upload in answer.get("Uploads", ()):
+                name = str(upload["Key"])
+                if name.startswith(self.prefix + prefix):
+                    found.append((name.removeprefix(self.prefix), str(upload["UploadId"])))
+            following = {"KeyMarker": answer.get("NextKeyMarker"), "UploadIdMarker": answer.get("NextUploadIdMarker")}
+            following = {name: value for name, value in following.items() if value}
+            if not answer.get("IsTruncated") or not following or following == more:
+                return found
+            more = following
+
+    async def drop(self, key: str, upload_id: str) -> None:
+        """Abort one upload; one that is gone is none."""
+        with contextlib.suppress(NotFoundError, GoneError):
+            await self.call("abort_multipart_upload", f"cannot drop {key}", Key=self.prefix + key, UploadId=upload_id)
+
+    # -- the driver --
+
+    def name(self, key: str) -> str:
+        return self.prefix + check_key(key)
+
+    async def call(self, method: str, what: str, **arguments: Any) -> Any:
+        """One request, once. `s3_additional_kwargs` and `requester_pays` go with each that knows them."""
+        with self.errors(what):
+            fs = await self._connected()
+            function = getattr(self._s3, method)
+            arguments["Bucket"] = self.bucket
+            return await function(**fs._get_s3_method_kwargs(function, fs.req_kw, **arguments))
+
+    async def _connect(self) -> Any:
+        fs = self._class(**self._patient(), asynchronous=True, skip_instance_cache=True)
+        with self.errors("cannot connect"):
+            await fs.set_session()
+            self._s3 = await fs.get_s3(self.bucket)
+            if self.engine == "obstore":
+                from ckpt_backends.obstore import DataPath
+
+                self._data = await DataPath.of(self, fs, self._s3)
+        return fs
+
+    def _patient(self) -> dict[str, Any]:
+        """The user's options, with our timeouts where there are none, and no attempt but the first."""
+        config: dict[str, Any] = {
+            "connect_timeout": CONNECT_S,
+            "read_timeout": READ_S,
+            "max_pool_connections": CONNECTIONS,
+        }
+        config |= self.options.get("config_kwargs") or {}
+        config["retries"] = {**(config.get("retries") or {}), "mode": "standard", "total_max_attempts": 1}
+        return {**self._quiet(), "config_kwargs": config}
+
+    async def aclose(self) -> None:
+        fs, self._fs, self._s3, self._data = self._fs, None, None, None
+        if fs is not None:
+            await fs._s3creator.__aexit__(None, None, None)
+
+    def translated(self, error: Exception, what: str) -> StoreError:
+        if isinstance(error, boto.ClientError):
+            return self._answered(error, what)
+        text = self.clean(f"{what}: {error}")
+        if isinstance(error, _REFUSED):
+            return AccessError(
+                f"{text}. Name credentials: AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a role,"
+                " or storage_options={'key': ..., 'secret': ...}; {'anon': True} for a public bucket"
+            )
+        if isinstance(error, boto.SSLError):
+            return AccessError(f"{text}. Name the certificates to trust: AWS_CA_BUNDLE")
+        if isinstance(error, (boto.ParamValidationError, boto.InvalidRegionError)):
+            return AccessError(f"{text}. Correct the URL or the region")
+        if isinstance(error, _PASSING) or type(error).__name__ == "ResponseParserError":
+            return StoreError(text, retryable=True)
+        return super().translated(error, what)
+
+    def _answered(self, error: Any, what: str) -> StoreError:
+        said, meta = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
+        code, status = str(said.get("Code", "")), int(meta.get("HTTPStatusCode", 0))
+        if code.isdigit():  # a HEAD has no document
+            code, status = "", status or int(code)
+        text = self.clean(f"{what}: {code or status} {said.get('Message', '')}".rstrip())
+        region = meta.get("HTTPHeaders", {}).get("x-amz-bucket-region")
+        if region and status in (301, 307, 400):
+            text += f" (the bucket is in {region})"
+            code = code or "PermanentRedirect"
+        return refusal(code, status, text)
+
+
+def part_size(size: int) -> int:
+    """Bytes in a part of an object: as many as make no more parts than there may be, in whole MiB."""
+    mib = 1 << 20
+    return max(PART, -(-size // MAX_PARTS // mib) * mib)
+
+
+def _body(data: Buffer) -> Any:
+    """What botocore takes, with one copy at most."""
+    return data if isinstance(data, bytes) and len(data) < 1 << 20 else io.BytesIO(data)
+
+
+class S3Upload:
+    """Parts in any order, several at a time if the caller wants; what is not larger than one, in a single PUT.
+
+    Each call may be repeated after an error, `finish` too: if the answer to it was lost, the object is there.
+    """
+
+    def __init__(self, store: S3Store, key: str, size: int) -> None:
+        self.part = part_size(size)
+        self.id = ""
+        self.resumable, self.keeps = True, size <= self.part  # see `ckpt_backends.retry`, `ckpt_backends.limit`
+        self._store, self._key, self._size = store, key, size
+        self._whole: memoryview = memoryview(b"")
+        self._parts: dict[int, tuple[int, dict[str, Any]]] = {}
+        self._once = MaybeDone(store, key, size)
+        self._over = False
+
+    async def write_at(self, offset: int, view: memoryview) -> None:
+        check_range(self, offset, view, self._size)
+        number = offset // self.part + 1
+        if not self.id:
+            self._whole = view
+            self._parts[number] = (len(view), {})
+            return
+        answer = await self._store.call(
+            "upload_part",
+            f"cannot write part {number} of {self._key}",
+            Key=self._store.name(self._key),
+            UploadId=self.id,
+            PartNumber=number,
+            Body=_body(view),
+        )
+        sums = {name: value for name, value in answer.items() if name.startswith("Checksum") and len(value) > 3}
+        sums.pop("ChecksumType", None)
+        self._parts[number] = (len(view), {"ETag": answer["ETag"], "PartNumber": number, **sums})
+
+    async def finish(self) -> None:
+        check_complete(self._key, sum(length for length, _ in self._parts.values()), self._size)
+        if self.id:
+            await self._complete()
+        else:
+            await self._once.run(lambda: self._store.put(self._key, self._whole, create=True))
+        self._over = True
+
+    async def _complete(self) -> None:
+        parts = [self._parts[number][1] for number in sorted(self._parts)]
+        answer = await self._once.run(
+            lambda: self._store.call(
+                "complete_multipart_upload",
+                f"cannot finish {self._key}",
+                Key=self._store.name(self._key),
+                UploadId=self.id,
+                MultipartUpload={"Parts": parts},
+            )
+        )
+        if answer is not None and not answer.keys() & {"ETag", "Key", "Location"}:  # status 200, and says nothing
+            await self._once.check()
+
+    async def abort(self) -> None:
+        self._whole = memoryview(b"")
+        over, self._over = self._over, True
+        if over:
+            return
+        with contextlib.suppress(StoreError):  # beyond reach: a later clean-up finds it
+            if self.id:
+                await self._store.drop(self._key, self.id)
+            if self._once.undecided:  # and perhaps finished
+                await self._store.delete(self._key)

@@ -1,0 +1,175 @@
+"""A durable place as a writer holds it open: its log, what is on its way there, and how it is kept tidy.
+
+Older checkpoints go only once a newer one has been read back and found sound. In a remote place that would cost as
+much as the uploads themselves, so there it is done now and then: the newest one that was read back always stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt import commit, events, retain
+from ckpt.errors import CheckpointError, FencedError
+from ckpt.link import Message
+from ckpt.log import Acquire, RunLog
+from ckpt.manifest import Attempt
+from ckpt.manifest import owner as owner_of
+from ckpt.read import verify
+from ckpt.store import Store, open_store, remember_options
+
+READ_BACK_EVERY = 10  # checkpoints, in a remote place
+LIST_EVERY = 32  # clean-ups, in a remote place: between them only what is known by name goes
+READER_GRACE_S = 600.0  # in a remote place, between a PLAN and its deletions
+
+
+@dataclass
+class Place:
+    """One durable tier of the run.
+
+    `every`: steps between its checkpoints; `grace_s`: how long readers of what is retired may go on.
+    """
+
+    url: str
+    keep: retain.Keep
+    log: RunLog
+    every: int = 1
+    grace_s: float = 0.0
+    role: commit.Role = field(default_factory=commit.Role)
+    busy: asyncio.Lock = field(default_factory=asyncio.Lock)
+    verified: set[Attempt] = field(default_factory=set)
+    in_flight: set[Attempt] = field(default_factory=set)
+    promoting: set[Attempt] = field(default_factory=set)  # read from here, on their way to a further place
+    waiting: int = 0  # checkpoints that wait to be taken here from a nearer place
+    sweeping: asyncio.Task[None] | None = None
+    sweeps: int = 0
+    leaving: set[str] = field(default_factory=set)  # names that are deleted when the grace is over
+    graces: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def store(self) -> Store:
+        return self.log.store
+
+    async def drop_uploads(self, mine: Acquire, wanted: set[Attempt]) -> None:
+        """Abort what earlier incarnations were uploading when they died; nobody sees it, and somebody pays for it."""
+
+        def keep(key: str) -> bool:
+            attempt = owner_of(key)
+            if attempt is None or attempt in wanted or attempt in self.in_flight:
+                return True
+            return attempt.epoch >= mine.epoch and not self.log.state.ended(attempt)
+
+        try:
+            dropped = await self.store.drop_uploads(keep)
+        except CheckpointError as error:
+            events.log.warning("unfinished uploads to %s cannot be looked for: %s", self.url, error)
+            return
+        if dropped:
+            events.log.info("aborted %d unfinished uploads to %s", dropped, self.url)
+
+    async def sweep(self, mine: Acquire, tell: Callable[[Message], None]) -> None:
+        """Retention. Errors are no reason to stop anything else: clean-up is tried again after the next checkpoint."""
+        try:
+            await self._sweep(mine, tell)
+        except FencedError:
+            pass  # the next save says so
+        except CheckpointError as error:
+            events.log.warning("clean-up of %s has to wait: %s", self.url, error)
+
+    async def _sweep(self, mine: Acquire, tell: Callable[[Message], None]) -> None:
+        await self._give_up_old(mine)
+        state = self.log.state
+        doomed = retain.choose(state, self.keep, self.verified) - self.promoting
+        full = not self.store.remote or self.sweeps % LIST_EVERY == 0
+        if not doomed and not (state.aborted and full):
+            return
+        history = state.lineage()
+        if not history:
+            return  # all there is was undone by a rollback; the next checkpoint will make it superfluous
+        newest = history[0]
+        recent = {c.attempt for c in history[: READ_BACK_EVERY if self.store.remote else 1]}
+        if not recent & self.verified:
+            problems = await verify(self.store, newest)
+            if problems:
+                tell({"op": "damaged", "tier": self.url, "step": newest.step, "problems": problems[:10]})
+                return
+            self.verified = {newest.attempt}
+        self.sweeps += 1
+        await retain.retire(
+            self.log,
+            mine,
+            self.keep,
+            self.verified,
+            pinned=frozenset(self.promoting),
+            orphans=full,
+            spared=frozenset(self.leaving),
+            delete=self._delete_later if self.grace_s else None,
+        )
+
+    async def _give_up_old(self, mine: Acquire) -> None:
+        """What is HELD since long, while newer steps became checkpoints or are HELD as well, will never be one."""
+        history, held = self.log.state.lineage(), sorted(self.log.state.held, reverse=True)
+        old = set(held[max(self.keep.last, retain.ALWAYS) :])
+        if len(history) >= retain.ALWAYS:
+            old |= {attempt for attempt in held if attempt < history[retain.ALWAYS - 1].attempt}
+        for attempt in sorted(old - self.in_flight):
+            await commit.abort(self.log, mine, attempt, "other nodes do not hold their parts", held=True)
+
+    async def _delete_later(self, keys: Sequence[str]) -> None:
+        """If we leave before, the next incarnation finds them."""
+        self.leaving.update(keys)
+        task = asyncio.create_task(self._delete(keys))
+        self.graces.add(task)
+        task.add_done_callback(self.graces.discard)
+
+    async def _delete(self, keys: Sequence[str]) -> None:
+        await asyncio.sleep(self.grace_s)
+        try:
+            await self.store.delete_many(keys)
+        except CheckpointError as error:
+            events.log.warning("%d files of %s could not be deleted now: %s", len(keys), self.url, error)
+        self.leaving.difference_update(keys)
+
+    async def close(self, mine: Acquire | None, tell: Callable[[Message], None]) -> None:
+        """Tidy up once more, and let go of the store."""
+        if self.sweeping is not None and mine is not None:
+            await asyncio.gather(self.sweeping, return_exceptions=True)
+            await self.sweep(mine, tell)  # it may have lagged behind the last commits
+        for task in list(self.graces):
+            task.cancel()
+        await asyncio.gather(*self.graces, return_exceptions=True)
+        with contextlib.suppress(CheckpointError):
+            await self.store.aclose()
+
+
+async def open_place(spec: dict[str, Any]) -> Place:
+    """What a trainer says of a tier, opened: created if it is not there, refused if it cannot be trusted.
+
+    `spec`: url, last and every of Keep, `cadence`, `options`, `grace_s` (None: as the kind of place needs it),
+    `max_mib_s` (None: as fast as it goes), `max_inflight_mib`.
+    """
+    url = str(spec["url"])
+    remember_options(url, spec.get("options"))
+    rate, in_flight = spec.get("max_mib_s"), float(spec.get("max_inflight_mib") or 256)
+    limits = {"bytes_per_s": rate and float(rate) * 2**20, "in_flight": int(in_flight * 2**20)}
+    store = open_store(url, writable=True, limits=limits)
+    try:
+        await commit.create_run(store)
+        log = RunLog(store)
+        await log.open()
+    except BaseException:
+        await store.aclose()
+        raise
+    place = Place(url, retain.Keep(spec["last"], spec["every"]), log)
+    renew(place, spec)
+    return place
+
+
+def renew(place: Place, spec: dict[str, Any]) -> None:
+    """What the next incarnation of the trainer may say otherwise."""
+    grace_s = spec.get("grace_s")
+    place.keep, place.every = retain.Keep(spec["last"], spec["every"]), int(spec.get("cadence", 1))
+    place.grace_s = float(grace_s) if grace_s is not None else READER_GRACE_S if place.store.remote else 0.0

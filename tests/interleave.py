@@ -1,0 +1,957 @@
+"""Every order in which the requests of several processes can reach one object store, tried at random, with faults.
+
+What runs is the library itself: its log, commits, recovery, retention and reading, by several actors at once (jobs of
+some ranks that take the run from one another, cleaners, readers). Each of their requests to the store waits until the
+simulator lets it through, one at a time, chosen by a seeded generator; time passes only when the simulator says so. A
+seed always gives the same schedule, and `Failure` shows it request by request.
+
+What may happen to a request, as with a real object store:
+
+    done                        and answered
+    lost, not done              StoreError, retryable, and nothing happened
+    lost, done                  StoreError, retryable, and it happened all the same
+    lost, lands later           StoreError, retryable, and it happens at some time, perhaps after its sender has died
+    409                         StoreError, retryable: another conditional request was going on
+    412 on our own              ExistsError for what this request itself has created: something below us tried twice
+    killed before, after, lands later    its sender never hears of it, and does nothing any more
+
+The oracle looks at each change of the store, by its own plain reading of the records, see `Oracle`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import importlib
+import itertools
+import json
+import logging
+import random
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from ckpt import commit as commits
+from ckpt import log as run_log
+from ckpt import manifest, read, retain, write
+from ckpt.commit import Role
+from ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    ExistsError,
+    FencedError,
+    NoCheckpointError,
+    NotFoundError,
+    OutcomeUnknownError,
+    SaveError,
+    StoreError,
+)
+from ckpt.log import Acquire, RunLog
+from ckpt.manifest import Attempt, new_format, owner, part_key, table_key
+from ckpt.plan import Layout, TensorSpec
+from ckpt.retain import Keep
+from ckpt.store import ObjectInfo
+from ckpt.write import Snapshot, Written, write_part
+from ckpt_backends import retry
+
+LATENCY_S = 0.01  # virtual; of each request
+MAX_TURNS = 4_000  # of one schedule; then everybody is stopped, as by a power cut
+SNAPSHOT_EVERY = 4  # so that the few records of a schedule reach several
+ROWS = 4
+
+
+class Violation(Exception):
+    """A rule was broken."""
+
+
+@dataclass
+class Failure:
+    """What was broken, and how it came about."""
+
+    seed: int
+    problem: str
+    trace: str
+
+    def __str__(self) -> str:
+        return f"schedule {self.seed}: {self.problem}\n{self.trace}"
+
+
+# -- time --
+
+
+class Loop(asyncio.BaseEventLoop):
+    """An event loop without sockets, threads or real time: whenever nothing is ready, `idle` decides what happens.
+
+    `idle(seconds)`: until the next timer, None if there is none.
+    """
+
+    def __init__(self, idle: Callable[[float | None], None]) -> None:
+        super().__init__()
+        self.now, self._idle = 0.0, idle
+        self._selector = self
+
+    def select(self, timeout: float | None) -> tuple[()]:
+        if timeout != 0:
+            self._idle(timeout)
+        return ()
+
+    def _process_events(self, events: object) -> None:
+        pass
+
+    def _write_to_self(self) -> None:
+        pass
+
+    def time(self) -> float:
+        return self.now
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+        done = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
+PLAYED = (commits, manifest, read, retain, retry, run_log, write)  # the modules that take part
+
+
+def _users_of(name: str) -> list[Any]:
+    """Those that use the module `time`, `random` or `secrets`."""
+    real = importlib.import_module(name)
+    return [module for module in PLAYED if getattr(module, name, None) is real]
+
+
+@contextlib.contextmanager
+def virtual(loop: Loop, dice: random.Random) -> Iterator[None]:
+    """In here the library has no clock, no chance and no memory but those of one schedule."""
+    clock = SimpleNamespace(**dict.fromkeys(("monotonic", "time", "perf_counter"), loop.time), sleep=None)
+    tokens = SimpleNamespace(
+        token_hex=lambda n=16: f"{dice.getrandbits(8 * n):0{2 * n}x}", token_bytes=lambda n=16: dice.randbytes(n)
+    )
+    changes: list[tuple[Any, str, Any]] = [(m, "time", clock) for m in _users_of("time")]
+    changes += [(m, "random", dice) for m in _users_of("random")]
+    changes += [(m, "secrets", tokens) for m in _users_of("secrets")]
+    changes += [(commits, far + "STAGGER_S", 0.3) for far in ("", "FAR_")]
+    changes += [(commits, far + "POLL_S", (0.05, 0.2)) for far in ("", "FAR_")]
+    changes += [(retain, "_cache", {})]
+    changes += [(run_log, "SNAPSHOT_EVERY", SNAPSHOT_EVERY)]
+    changes += [(logging.getLogger("ckpt"), "disabled", True)]
+    before = [(what, name, getattr(what, name)) for what, name, _ in changes]
+    for what, name, value in changes:
+        setattr(what, name, value)
+    try:
+        yield
+    finally:
+        for what, name, value in before:
+            setattr(what, name, value)
+
+
+# -- the store, and what becomes of requests --
+
+
+@dataclass(eq=False)
+class Actor:
+    """One process. `mine`: the incarnation it writes as, unless it is nobody's (`fenced` is false)."""
+
+    name: str
+    weight: float = 1.0
+    dead: bool = False
+    fenced: bool = True
+    mine: Acquire | None = None
+    waiting: list[Request] = field(default_factory=list)
+    tasks: list[asyncio.Task[Any]] = field(default_factory=list)
+    job: Job | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """`effect` does it, to the objects, and returns the answer; `create`: it may fail because something is there."""
+
+    actor: Actor
+    name: str
+    key: str
+    effect: Callable[[], Any]
+    changes: bool
+    create: bool
+    answer: asyncio.Future[Any]
+
+
+class SimStore:
+    """The store as one actor sees it; all share the objects of one `Sim`."""
+
+    url = "sim://run"
+    remote = True
+
+    def __init__(self, sim: Sim, actor: Actor) -> None:
+        self.sim, self.actor = sim, actor
+
+    async def request(
+        self, name: str, key: str, effect: Callable[[], Any], *, changes: bool = False, create: bool = False
+    ) -> Any:
+        if self.actor.dead or self.sim.over:
+            raise asyncio.CancelledError
+        answer = self.sim.loop.create_future()
+        self.actor.waiting.append(Request(self.actor, name, key, effect, changes, create, answer))
+        return await answer
+
+    async def put(self, key: str, data: Any, *, create: bool = False) -> None:
+        sim, raw, actor, mine = self.sim, bytes(data), self.actor, self.actor.mine
+        await self.request(
+            "create" if create else "put",
+            key,
+            lambda: sim.put(key, raw, create, mine, fenced=actor.fenced),
+            changes=True,
+            create=create,
+        )
+
+    async def upload(self, key: str, *, size: int) -> SimUpload:
+        return SimUpload(self, key, size)
+
+    async def get(
+        self,
+        key: str,
+        *,
+        start: int = 0,
+        length: int | None = None,
+        into: memoryview | None = None,
+        limit: int | None = None,
+    ) -> memoryview:
+        def effect() -> memoryview:
+            raw = self.sim.found(key)
+            if limit is not None and len(raw) > limit:
+                raise CorruptError(f"{key} is implausibly large")
+            end = len(raw) if length is None else start + length
+            if end > len(raw):
+                raise StoreError(f"{key} holds {len(raw)} bytes, {end} were asked for")
+            return memoryview(raw)[start:end]
+
+        found: memoryview = await self.request("get", key, effect)
+        return found
+
+    async def head(self, key: str) -> ObjectInfo:
+        found: ObjectInfo = await self.request("head", key, lambda: ObjectInfo(key, len(self.sim.found(key))))
+        return found
+
+    def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
+        return Listing(self, prefix, after)
+
+    async def delete(self, key: str) -> None:
+        await self.request("delete", key, lambda: self.sim.delete(key), changes=True)
+
+    async def delete_many(self, keys: Sequence[str]) -> None:
+        for key in keys:  # as far as the request gets before it is lost
+            await self.delete(key)
+
+    async def drop_uploads(self, wanted: Callable[[str], bool]) -> int:
+        return 0
+
+    async def aclose(self) -> None:
+        pass
+
+
+class Listing:
+    """A listing comes in pages, each a request of its own: it is of no one moment."""
+
+    def __init__(self, store: SimStore, prefix: str, after: str) -> None:
+        self.store, self.prefix, self.after = store, prefix, after
+        self.page: list[ObjectInfo] = []
+        self.more = True
+
+    def __aiter__(self) -> Listing:
+        return self
+
+    async def __anext__(self) -> ObjectInfo:
+        if not self.page and self.more:
+            self.page = await self.store.request("list", f"{self.prefix}* after {self.after or 'nothing'}", self._next)
+            self.more = len(self.page) == self.store.sim.page
+            self.page.reverse()
+        if not self.page:
+            raise StopAsyncIteration
+        self.after = self.page[-1].key
+        return self.page.pop()
+
+    def _next(self) -> list[ObjectInfo]:
+        sim = self.store.sim
+        keys = sorted(key for key in sim.objects if key.startswith(self.prefix) and key > self.after)
+        return [ObjectInfo(key, len(sim.objects[key])) for key in keys[: sim.page]]
+
+
+class SimUpload:
+    """Only its end is a request: nobody sees anything of it before."""
+
+    part = 0
+
+    def __init__(self, store: SimStore, key: str, size: int) -> None:
+        self.store, self.key, self.data = store, key, bytearray(size)
+
+    async def write_at(self, offset: int, view: memoryview) -> None:
+        self.data[offset : offset + len(view)] = view
+
+    async def finish(self) -> None:
+        sim, key, raw = self.store.sim, self.key, bytes(self.data)
+        await self.store.request("finish", key, lambda: sim.put(key, raw, True), changes=True, create=True)
+
+    async def abort(self) -> None:
+        pass
+
+
+class Sim:
+    """One schedule: the objects, the actors, and what happens next."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.dice = seed, random.Random(seed)
+        dice = self.dice
+        self.loop = Loop(self.idle)
+        self.objects: dict[str, bytes] = {}
+        self.oracle = Oracle(self)
+        self.actors: list[Actor] = []
+        self.late: list[Request] = []
+        self.trace: list[tuple[float, str, str, str, str]] = []
+        self.over = False
+        self.problem = ""
+        self.turns = 0
+        self.page = dice.choice((1000, 1000, 3))  # keys of one request that lists
+        self.lose = dice.choice((0.0, 0.05, 0.1, 0.25))  # of requests that change anything; others are lost less often
+        self.kill = dice.choice((0.0, 0.003, 0.01))
+        self.doubled = dice.choice((0.0, 0.0, 0.1))  # 412 on our own
+        self.tries_again = dice.random() < 0.3
+        self.change = dice.choice((0.01, 0.05, 0.2))  # of who is quick and who is slow
+        self.conflict = dice.choice((0.0, 0.0, 0.1))
+
+    # What requests do.
+
+    def found(self, key: str) -> bytes:
+        if key not in self.objects:
+            raise NotFoundError(f"{key} is not there")
+        return self.objects[key]
+
+    def put(self, key: str, raw: bytes, create: bool, mine: Acquire | None = None, *, fenced: bool = True) -> None:
+        if create and key in self.objects:
+            raise ExistsError(f"{key} exists")
+        before, self.objects[key] = self.objects.get(key), raw
+        self.oracle.stored(key, raw, before, mine, fenced)
+
+    def delete(self, key: str) -> None:
+        if self.objects.pop(key, None) is not None:
+            self.oracle.deleted(key)
+
+    # What happens next.
+
+    def idle(self, timeout: float | None) -> None:
+        """Nobody can go on by himself: let one request through, or let time pass until the next timer."""
+        self.turns += 1
+        if self.turns > MAX_TURNS:
+            self.say("everybody", "stopped after so many turns")
+            self.stop()
+            return
+        dice = self.dice
+        if dice.random() < self.change:  # some stand still for long: they wake up as zombies
+            for actor in self.actors:
+                actor.weight = dice.choice((0.02, 1, 1, 3, 10))
+        choices: list[Any] = [actor for actor in self.actors if actor.waiting]
+        weights = [actor.weight for actor in choices]
+        if self.late:
+            choices.append("late")
+            weights.append(0.1)
+        if timeout is not None:
+            choices.append("clock")
+            weights.append(0.3)
+        if not choices:
+            raise Violation("everybody waits for ever")
+        chosen = dice.choices(choices, weights)[0]
+        if chosen == "clock":
+            assert timeout is not None
+            self.loop.now += timeout
+        elif chosen == "late":
+            self.land_late()
+        else:
+            self.loop.now += LATENCY_S
+            self.answer(chosen.waiting.pop(dice.randrange(len(chosen.waiting))))
+
+    def answer(self, request: Request) -> None:
+        """Decide about one request."""
+        dice, actor, answer = self.dice, request.actor, request.answer
+        if answer.done():  # whoever asked has given up waiting; it is on its way all the same
+            if request.changes and dice.random() < 0.5:
+                self.do(request, "nobody waits, done")
+        elif dice.random() < self.kill:
+            self.fate(request, "killed", dice.choice(("not done", "done", "lands later")))
+            self.kill_process(actor)
+        elif dice.random() < (self.lose if request.changes else self.lose / 5):
+            self.fate(request, "lost", dice.choice(("not done", "done", "lands later")))
+            answer.set_exception(StoreError("no answer", retryable=True))
+        elif request.create and dice.random() < self.conflict:
+            self.fate(request, "409", "not done")
+            answer.set_exception(StoreError("409: a conditional request is going on", retryable=True))
+        elif request.create and dice.random() < self.doubled:
+            self.do(request, "412 on our own")
+            answer.set_exception(ExistsError(f"{request.key} exists"))
+        else:
+            result = self.do(request, "done")
+            if isinstance(result, Exception):
+                answer.set_exception(result)
+            else:
+                answer.set_result(result)
+
+    def fate(self, request: Request, what: str, how: str) -> None:
+        if request.changes and how == "done":
+            self.do(request, f"{what}, done")
+            return
+        if request.changes and how == "lands later":
+            self.late.append(request)
+        else:
+            how = "not done"
+        self.say(request.actor.name, request.name, request.key, f"{what}, {how}")
+
+    def do(self, request: Request, fate: str) -> Any:
+        self.say(request.actor.name, request.name, request.key, fate)
+        try:
+            return request.effect()
+        except (StoreError, CorruptError) as error:
+            self.say(request.actor.name, request.name, request.key, f"  {type(error).__name__}")
+            return error
+
+    def land_late(self) -> None:
+        request = self.late.pop(self.dice.randrange(len(self.late)))
+        self.do(request, "lands now")
+
+    def kill_process(self, actor: Actor) -> None:
+        """kill -9: of one process, or of the whole job."""
+        whole = actor.job.actors if actor.job is not None and self.dice.random() < 0.5 else [actor]
+        for one in whole:
+            self.say(one.name, "dies")
+            one.dead = True
+            one.waiting.clear()
+            for task in one.tasks:
+                task.cancel()
+
+    def stop(self) -> None:
+        for actor in self.actors:
+            actor.dead = True
+            actor.waiting.clear()
+            for task in actor.tasks:
+                task.cancel()
+
+    # Who takes part.
+
+    def actor(self, name: str, job: Job | None = None) -> Actor:
+        actor = Actor(name, job=job)
+        self.actors.append(actor)
+        return actor
+
+    def store(self, actor: Actor) -> Any:
+        """The place as a process opens it: in some schedules with the library's own retries in front of it."""
+        store = SimStore(self, actor)
+        return retry.Retry(store, base_s=0.05, most_s=0.5, budget_s=1.0) if self.tries_again else store
+
+    def start(self, actor: Actor, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = self.loop.create_task(work)
+        actor.tasks.append(task)
+        return task
+
+    def say(self, who: str, what: str, key: str = "", fate: str = "") -> None:
+        self.trace.append((self.loop.now, who, what, key, fate))
+
+    def told(self) -> str:
+        """The schedule, request by request."""
+        lines = []
+        for number, (now, who, what, key, fate) in enumerate(self.trace):
+            short = key.replace("00000000", "~").removesuffix(".json") + self.oracle.notes.get(number, "")
+            lines.append(f"{number:5d} {now:8.2f} s  {who:10s} {what:8s} {short:72s} {fate}".rstrip())
+        return "\n".join(lines)
+
+
+# -- the oracle --
+
+
+class Oracle:
+    """What must be true after every change of the store. It reads records plainly, without the library's log.
+
+    * No live COMMIT names a missing or wrong byte, and it has the parts of all ranks.
+    * Records never change and never go, form a chain without holes, and no request is in the log twice.
+    * Epochs grow, and nobody writes as an incarnation that has been overtaken.
+    * An attempt that has ended is not ended again; nothing of an open one, or of one that stays, is up for deletion.
+    * The newest checkpoint of the history is never retired, unless it is taken back with a reason.
+    * What was acknowledged is a checkpoint until a PLAN retires it; what was reported as failed never is one.
+    """
+
+    def __init__(self, sim: Sim) -> None:
+        self.sim = sim
+        self.notes: dict[int, str] = {}  # on lines of the trace
+        self.records: list[bytes] = []
+        self.requests: set[str] = set()
+        self.acquires: list[Acquire] = []
+        self.live: dict[Attempt, dict[str, Any]] = {}
+        self.files: dict[Attempt, dict[str, bytes]] = {}  # of live ones
+        self.needed: dict[str, Attempt] = {}
+        self.ended: dict[Attempt, str] = {}
+        self.acknowledged: set[Attempt] = set()
+
+    def stored(self, key: str, raw: bytes, before: bytes | None, mine: Acquire | None, fenced: bool) -> None:
+        if before is not None and before != raw and (key.startswith("log/") or key in self.needed):
+            raise Violation(f"{key} was overwritten")
+        if key.startswith("log/") and before is None:
+            self.record(key, raw, mine, fenced)
+
+    def deleted(self, key: str) -> None:
+        if key in self.needed:
+            raise Violation(f"{key} was deleted, and {self.needed[key]} is live")
+        if key.startswith("log/") or key == "FORMAT.json":
+            raise Violation(f"{key} was deleted")
+
+    def record(self, key: str, raw: bytes, mine: Acquire | None, fenced: bool) -> None:
+        record = json.loads(raw)
+        kind, body, seq = record["type"], record["body"], record["seq"]
+        named = body.get("attempt") or " ".join(body.get("retire", ())) or body.get("epoch", "")
+        self.notes[len(self.sim.trace) - 1] = f"  {kind} {named}"
+        if seq != len(self.records) or key != f"log/{seq:012d}.json":
+            raise Violation(f"{key} leaves a hole behind {len(self.records)} records")
+        if seq and record["prev"] != hashlib.sha256(self.records[-1]).hexdigest():
+            raise Violation(f"{key} does not follow the record before")
+        self.records.append(raw)
+        if kind == "SNAPSHOT":
+            return  # it must say what we know already: the end of the schedule looks at it
+        if record["id"] in self.requests:
+            raise Violation(f"{record['id']} is in the log twice")
+        self.requests.add(record["id"])
+        newest = self.acquires[-1] if self.acquires else None
+        if kind == "ACQUIRE":
+            if newest is not None and body["epoch"] <= newest.epoch:
+                raise Violation(f"epoch {body['epoch']} after {newest.epoch}")
+            back = None if body["restored"] is None else Attempt.parse(body["restored"])
+            self.acquires.append(Acquire(body["epoch"], body["nonce"], back))
+            return
+        stale = mine is None or newest is None or (mine.epoch, mine.nonce) != (newest.epoch, newest.nonce)
+        if fenced and stale:
+            raise Violation(f"{kind} by {mine}, which {newest} has overtaken")
+        if kind == "PLAN":
+            self.plan(body)
+        elif kind in ("COMMIT", "ABORT"):
+            attempt = Attempt.parse(body["attempt"])
+            if attempt in self.live or attempt in self.ended:
+                raise Violation(f"{kind} of {attempt}, which is {self.ended.get(attempt, 'live')}")
+            if kind == "COMMIT":
+                self.committed(attempt, body)
+            else:
+                self.ended[attempt] = "aborted"
+
+    def committed(self, attempt: Attempt, body: dict[str, Any]) -> None:
+        if [rank for rank, _, _ in body["parts"]] != list(range(body["world"])):
+            raise Violation(f"{attempt} was committed without the parts of all ranks")
+        self.live[attempt] = body
+        index = f"index/{attempt}-{body['index'][:16]}.safetensors"
+        self.files[attempt] = {index: self.must_be(index, attempt, body["index"])}
+        for rank, number, digest in body["parts"]:
+            key, table = part_key(attempt, rank, number), table_key(attempt, rank, number)
+            part = json.loads(self.must_be(key, attempt, digest))
+            self.must_be(table, attempt, part["table"])
+            for name in (key, table, *(pack["key"] for pack in part["packs"])):
+                self.files[attempt][name] = self.must_be(name, attempt)
+            layout = layout_of(rank, body["world"])
+            whole = layout.arrangement.header + data_of(attempt, layout)
+            if [self.sim.objects[pack["key"]] for pack in part["packs"]] != [whole]:
+                raise Violation(f"{attempt} was committed with other bytes than rank {rank} saved")
+        self.needed.update(dict.fromkeys(self.files[attempt], attempt))
+
+    def must_be(self, key: str, attempt: Attempt, digest: str = "") -> bytes:
+        raw = self.sim.objects.get(key)
+        if raw is None:
+            raise Violation(f"{attempt} is live, and {key} is not there")
+        if digest and hashlib.sha256(raw).hexdigest() != digest:
+            raise Violation(f"{attempt} is live, and {key} is not what it was")
+        return raw
+
+    def plan(self, body: dict[str, Any]) -> None:
+        newest = self.history()[:1]
+        for attempt in map(Attempt.parse, body["retire"]):
+            if attempt not in self.live:
+                raise Violation(f"PLAN retires {attempt}, which is {self.ended.get(attempt, 'open')}")
+            if attempt in newest and "reason" not in body:
+                raise Violation(f"PLAN retires the newest checkpoint, {attempt}")
+            del self.live[attempt]
+            self.ended[attempt] = "retired"
+            for key in self.files.pop(attempt):
+                del self.needed[key]
+        for key in body["delete"]:
+            of = owner(key)
+            if key in self.needed:
+                raise Violation(f"PLAN deletes {key}, and {self.needed[key]} is live")
+            if of is not None and of not in self.live and of not in self.ended:
+                raise Violation(f"PLAN deletes {key} of an attempt that is open")
+
+    def history(self) -> list[Attempt]:
+        return run_log.in_history(self.acquires, self.live)
+
+    def acknowledge(self, attempt: Attempt) -> None:
+        """Somebody was told that it is durable."""
+        if attempt not in self.live and self.ended.get(attempt) != "retired":
+            raise Violation(f"{attempt} was acknowledged, and is {self.ended.get(attempt, 'open')}")
+        self.acknowledged.add(attempt)
+
+    def fail(self, attempt: Attempt) -> None:
+        """Somebody was told that it will never be a checkpoint."""
+        if attempt in self.live or attempt not in self.ended:
+            state = "live" if attempt in self.live else "open"
+            raise Violation(f"{attempt} was reported as failed, and is {state}")
+
+    def agrees(self, log: RunLog) -> None:
+        """What the library reads of the whole log is what it says."""
+        state = log.state
+        if state.damaged:
+            raise Violation(f"the log was called damaged: {state.damaged}")
+        if state.next_seq != len(self.records):
+            raise Violation(f"{state.next_seq} records were read of {len(self.records)}")
+        if [(a.epoch, a.nonce, a.restored) for a in state.acquires] != [
+            (a.epoch, a.nonce, a.restored) for a in self.acquires
+        ]:
+            raise Violation(f"the log says {state.acquires}, and they were {self.acquires}")
+        if state.commits.keys() != self.live.keys():
+            raise Violation(f"the log says that {set(state.commits)} are live, and it is {set(self.live)}")
+        for attempt, how in self.ended.items():
+            if attempt not in (state.aborted if how == "aborted" else state.retired):
+                raise Violation(f"{attempt} was {how}, and the log does not say so")
+        lost = self.acknowledged - state.commits.keys() - state.retired
+        if lost:
+            raise Violation(f"{lost} were acknowledged, and are gone")
+
+
+# -- what actors do: around the library as `ckpt.persist` does it --
+
+
+@functools.cache
+def layout_of(rank: int, world: int) -> Layout:
+    """What one rank stages of a tensor that all hold alike."""
+    whole, at = ((world * ROWS,), (rank * ROWS,)) if world > 1 else (None, ())
+    pieces = (TensorSpec("w", "F32", (ROWS,), whole=whole, offsets=at),)
+    return Layout(pieces, {}, [{"path": [], "kind": "x", "facts": {}, "names": ["w"]}], rank, world)
+
+
+def data_of(attempt: Attempt, layout: Layout) -> bytes:
+    """The bytes say which attempt and rank they belong to."""
+    return hashlib.sha256(f"{attempt} {layout.rank}".encode()).digest()[: layout.arrangement.data_size]
+
+
+@dataclass
+class Job:
+    """Some ranks that save together. `mine`: the incarnation, which rank 0 takes and tells the others."""
+
+    sim: Sim
+    name: str
+    world: int
+    steps: int
+    back: bool  # goes back to an older checkpoint, rather than on from the newest
+    mine: asyncio.Future[tuple[Acquire, int]]
+    nonce: str
+    actors: list[Actor] = field(default_factory=list)
+
+
+async def until(sim: Sim, records: int) -> None:
+    """Until so much has happened, or nothing more seems to."""
+    for _ in range(20 * records):
+        if len(sim.oracle.records) >= records:
+            break
+        await asyncio.sleep(0.1)
+
+
+async def insist(work: Callable[[], Coroutine[Any, Any, Any]], times: int = 4) -> Any:
+    """As often as is worth it."""
+    for _ in range(times - 1):
+        try:
+            return await work()
+        except StoreError as error:
+            if not error.retryable and not isinstance(error, OutcomeUnknownError):
+                raise
+            await asyncio.sleep(0.1)
+    return await work()
+
+
+class Rank:
+    """One rank's writer: a part of each step, then the checkpoint, by whoever is first; and old ones go."""
+
+    def __init__(self, job: Job, actor: Actor, rank: int) -> None:
+        self.job, self.actor, self.rank = job, actor, rank
+        self.sim, self.world = job.sim, job.world
+        self.log = RunLog(job.sim.store(actor))
+        self.layout = layout_of(rank, job.world)
+        self.sweeping: asyncio.Task[Any] | None = None
+
+    @property
+    def mine(self) -> Acquire:
+        assert self.actor.mine is not None
+        return self.actor.mine
+
+    async def run(self, begin: int) -> None:
+        await until(self.sim, begin)
+        if self.rank == 0:
+            try:
+                await self.open()
+            finally:
+                if not self.job.mine.done():
+                    self.job.mine.cancel()
+        self.actor.mine, step = await asyncio.shield(self.job.mine)
+        await insist(self.log.open if self.rank else self.log.refresh)
+        if self.rank == 0:
+            await insist(lambda: commits.recover(self.log, self.mine))
+        tasks = []
+        for number in range(1, self.job.steps + 1):
+            attempt = Attempt(self.mine.epoch, step + number, self.mine.nonce)
+            written = await self.write(attempt)
+            if written is not None:
+                tasks.append(self.sim.start(self.actor, self.settle(attempt, written)))
+                if self.sim.dice.random() < 0.5:
+                    await asyncio.wait(tasks[-1:])
+        for task in tasks:
+            await task
+        if self.sweeping is not None:
+            await self.sweeping
+
+    async def open(self) -> None:
+        await insist(lambda: commits.create_run(self.log.store))
+        await insist(self.log.open)
+        back = self.log.state.lineage()[1:3] if self.job.back else []
+        restored = back[-1].attempt if back else None
+        mine = await insist(lambda: commits.acquire(self.log, self.job.nonce, restored=restored))
+        history = self.log.state.lineage()
+        self.job.mine.set_result((mine, history[0].step if history else 0))
+
+    async def write(self, attempt: Attempt, number: int = 0) -> Written | None:
+        """One rank alone tries again under a higher number; with others the attempt is given up at once."""
+        try:
+            self.log.check_owner(self.mine)
+            data = memoryview(data_of(attempt, self.layout))
+            return await write_part(self.log.store, Snapshot(attempt, self.layout, data, [None]), number=number)
+        except StoreError:
+            if self.world == 1 and number < 2:
+                return await self.write(attempt, number + 1)
+            if self.world > 1:
+                await self.give_up(attempt)
+            return None
+
+    async def settle(self, attempt: Attempt, written: Written) -> None:
+        role = Role(tuple(range(self.world)), self.rank, self.world)
+        try:
+            await commits.settle(self.log, lambda: self.mine, written, role, deadline_s=2.0)
+            self.sim.oracle.acknowledge(attempt)
+        except FencedError:
+            raise
+        except SaveError:
+            self.sim.oracle.fail(attempt)
+            await self.give_up(attempt, written)
+        except StoreError:
+            await self.unsure(attempt, written)
+        if self.rank == 0 and (self.sweeping is None or self.sweeping.done()):
+            self.sweeping = self.sim.start(self.actor, tidy(self.log, self.mine, Keep(last=1)))
+
+    async def unsure(self, attempt: Attempt, written: Written) -> None:
+        """The store failed us, so nobody knows. With others the attempt is given up; alone it may be saved again."""
+        if self.world > 1:
+            await self.give_up(attempt, written)
+        elif written.part.number < 2 and self.sim.dice.random() < 0.7:
+            again = await self.write(attempt, written.part.number + 1)
+            if again is not None:
+                await self.settle(attempt, again)
+
+    async def give_up(self, attempt: Attempt, written: Written | None = None) -> None:
+        """The others need not wait; and our part of what was given up takes no space."""
+        with contextlib.suppress(StoreError):
+            await commits.abort(self.log, self.mine, attempt, "given up")
+            if attempt in self.log.state.commits:
+                self.sim.oracle.acknowledge(attempt)
+            if attempt in self.log.state.aborted:
+                self.sim.oracle.fail(attempt)
+                part = None if written is None else written.part
+                for key in [] if part is None else [*(pack.key for pack in part.packs), *_names(attempt, part)]:
+                    await self.log.store.delete(key)
+
+
+def _names(attempt: Attempt, part: Any) -> list[str]:
+    return [part_key(attempt, part.rank, part.number), table_key(attempt, part.rank, part.number)]
+
+
+async def tidy(log: RunLog, mine: Acquire, keep: Keep) -> None:
+    """Retention as the writer runs it: read the newest back, then let older ones go."""
+    with contextlib.suppress(StoreError):
+        history = log.state.lineage()
+        if history and not await read.verify(log.store, history[0]):
+            await retain.retire(log, mine, keep, {history[0].attempt})
+
+
+async def cleaner(sim: Sim, actor: Actor, begin: int) -> None:
+    """A process that only cleans up, as whichever incarnation it finds, or as nobody: then no job fences it."""
+    await until(sim, begin)
+    actor.fenced = sim.dice.random() < 0.5
+    log = RunLog(sim.store(actor))
+    await insist(log.open)
+    for _ in range(sim.dice.randint(1, 3)):
+        await insist(log.refresh)
+        if log.state.acquires:
+            actor.mine = log.state.acquires[-1] if actor.fenced else None
+            try:
+                await tidy(log, actor.mine, Keep(last=sim.dice.randint(1, 3)))
+            except FencedError:
+                continue
+        await asyncio.sleep(sim.dice.random())
+
+
+async def taker_back(sim: Sim, actor: Actor, begin: int) -> None:
+    """Says of the newest checkpoint, as the incarnation it finds, that it is not what it claims to be."""
+    await until(sim, begin)
+    log = RunLog(sim.store(actor))
+    await insist(log.open)
+    history = log.state.lineage()
+    if history:
+        actor.mine = mine = log.state.acquires[-1]
+        await insist(lambda: commits.retract(log, mine, history[0].attempt, "of no one moment"))
+
+
+async def reader(sim: Sim, actor: Actor, begin: int) -> None:
+    """Restores: bit-exactly a checkpoint, not older than the newest that was acknowledged when it began."""
+    await until(sim, begin)
+    for _ in range(3):
+        acknowledged = set(sim.oracle.acknowledged)
+        log = await insist(lambda: read.open_run("", sim.store(actor)))
+        known = run_log.in_history(log.state.acquires, acknowledged - log.state.retired)
+        try:
+            chosen = read.choose(log)
+        except NoCheckpointError:
+            if known:
+                raise Violation(f"{known[0]} was acknowledged, and a reader found nothing") from None
+            return
+        if known and (known[0].epoch, known[0].step) > (chosen.attempt.epoch, chosen.step):
+            raise Violation(f"{known[0]} was acknowledged, and a reader found {chosen.attempt}")
+        try:
+            await restore(log, chosen.attempt)
+            sim.say(actor.name, "restored", str(chosen.attempt))
+            return
+        except (NotFoundError, CorruptError) as error:  # a table is made up for by another, which is gone as well
+            if chosen.attempt in sim.oracle.live:
+                raise Violation(f"{chosen.attempt} is live, and a reader found that {error}") from error
+        except StoreError:
+            continue
+
+
+async def restore(log: RunLog, attempt: Attempt) -> None:
+    manifest = await read.load_manifest(log.store, log.state.commits[attempt])
+    found: dict[int, bytes] = {}
+    reads = read.plan_reads(manifest.table, range(len(manifest.table.length)))
+    await read.fetch(log.store, manifest.table, reads, lambda blob, data: found.__setitem__(blob, bytes(data)))
+    wanted = b"".join(data_of(attempt, layout_of(rank, len(manifest.parts))) for rank in range(len(manifest.parts)))
+    if b"".join(found[blob] for blob in sorted(found)) != wanted:
+        raise Violation(f"a reader got other bytes than {attempt} saved")
+
+
+# -- a schedule --
+
+
+async def _everybody(sim: Sim) -> None:
+    dice = sim.dice
+    if dice.random() < 0.7:
+        sim.objects["FORMAT.json"] = new_format()
+    tasks: list[asyncio.Task[Any]] = []
+    for name in "ABC"[: dice.choice((1, 2, 2, 2, 3))]:
+        world = dice.choice((1, 1, 2, 2, 2, 3))
+        job = Job(
+            sim, name, world, dice.randint(1, 3), dice.random() < 0.3, sim.loop.create_future(),
+            f"{dice.getrandbits(32):08x}",
+        )  # fmt: skip
+        begin = 0 if name == "A" else dice.randint(0, 8)
+        job.actors = [sim.actor(f"{name}{rank}" if world > 1 else name, job) for rank in range(world)]
+        for rank, actor in enumerate(job.actors):
+            tasks.append(sim.start(actor, Rank(job, actor, rank).run(begin)))
+    others: list[tuple[str, float, Any]] = [
+        ("cleaner", 0.6, cleaner), ("cleaner 2", 0.3, cleaner), ("reader", 0.4, reader), ("taker back", 0.1, taker_back)
+    ]  # fmt: skip
+    for name, chance, work in others:
+        if dice.random() < chance:
+            actor = sim.actor(name)
+            tasks.append(sim.start(actor, work(sim, actor, dice.randint(2, 12))))
+    await _all_end(sim, tasks)
+
+
+async def _all_end(sim: Sim, tasks: list[asyncio.Task[Any]]) -> None:
+    """Errors of the library end a process as they would; anything else is an error of its own."""
+    while tasks:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        tasks = [task for task in tasks if task not in done]
+        for task in done:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                who = next(actor.name for actor in sim.actors if task in actor.tasks)
+                sim.say(who, "ends", f"{type(error).__name__}: {error}"[:100])
+                if not isinstance(error, CheckpointError):
+                    raise error
+    for task in itertools.chain.from_iterable(actor.tasks for actor in sim.actors):
+        if task.done() and not task.cancelled() and isinstance(error := task.exception(), Violation):
+            raise error
+
+
+async def _afterwards(sim: Sim) -> None:
+    """Nobody is left: whoever comes next finds a run that is sound, ends what is open, and can go on."""
+    sim.lose = sim.kill = sim.conflict = sim.doubled = 0.0
+    sim.turns = 0
+    sim.stop()
+    actor = sim.actor("last")
+    store = sim.store(actor)
+    task = sim.start(actor, _finish(sim, actor, store))
+    await task
+    while sim.late:
+        sim.land_late()
+
+
+async def _finish(sim: Sim, actor: Actor, store: Any) -> None:
+    oracle = sim.oracle
+    await commits.create_run(store)
+    log = RunLog(store)
+    await log.open()
+    actor.mine = mine = await commits.acquire(log, "ffffffff")
+    left = {of for key in sim.objects if (of := owner(key)) is not None}
+    await commits.recover(log, mine)
+    if open_ones := {str(a) for a in left if a not in oracle.live and a not in oracle.ended}:
+        raise Violation(f"recovery left {open_ones} open")
+    attempt, layout = Attempt(mine.epoch, 10**6, mine.nonce), layout_of(0, 1)
+    written = await write_part(store, Snapshot(attempt, layout, memoryview(data_of(attempt, layout)), [None]))
+    await commits.settle(log, lambda: mine, written, Role(), deadline_s=2.0)
+    oracle.acknowledge(attempt)
+    await retain.retire(log, mine, Keep(last=1), {attempt})
+    fresh = RunLog(store)
+    await fresh.open()
+    for one in (log, fresh):
+        await one.refresh()
+        oracle.agrees(one)
+    for live in oracle.live:
+        await restore(fresh, live)
+
+
+def schedule(seed: int) -> Failure | None:
+    """Run one; None if nothing was broken."""
+    return play(Sim(seed))
+
+
+def play(sim: Sim) -> Failure | None:
+    with virtual(sim.loop, sim.dice):
+        try:
+            sim.loop.run_until_complete(_everybody(sim))
+            sim.loop.run_until_complete(_afterwards(sim))
+            return None
+        except Violation as error:
+            return Failure(sim.seed, str(error), sim.told())
+        finally:
+            _end(sim)
+
+
+def _end(sim: Sim) -> None:
+    """No task, and no coroutine in the middle of something, outlives its schedule."""
+    sim.over = True
+    sim.stop()
+    while tasks := asyncio.all_tasks(sim.loop):
+        for task in tasks:
+            task.cancel()
+        sim.loop._idle = lambda timeout: None  # whoever waits for anything was cancelled
+        sim.loop.run_until_complete(asyncio.wait(tasks))
+        for task in tasks:
+            if not task.cancelled():
+                task.exception()
+    sim.loop.close()

@@ -1,0 +1,353 @@
+"""No order of requests, and none of their faults, breaks a run in an object store: see `interleave`.
+
+CKPT_SCHEDULES=1000000 CKPT_SEED=0 pytest -m long tests/test_interleavings.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import interleave
+import pytest
+from interleave import Failure, Rank, Sim, SimStore, schedule
+
+from ckpt import commit as commits
+from ckpt import log as run_log
+from ckpt import retain
+from ckpt.commit import Recovery, Role
+from ckpt.errors import FullError, OutcomeUnknownError, StoreError
+from ckpt.log import Acquire, RunLog, RunState
+from ckpt.manifest import Attempt, pack_key
+from ckpt.store import Store
+from ckpt.write import Snapshot, Written
+
+QUICK = 600  # schedules a test; there are four of them
+LONG = int(os.environ.get("CKPT_SCHEDULES", "1000000"))
+FIRST = int(os.environ.get("CKPT_SEED", "0"))
+
+
+def first_failure(seeds: range) -> Failure | None:
+    return next((failure for seed in seeds if (failure := schedule(seed)) is not None), None)
+
+
+def check(seeds: range) -> None:
+    failure = first_failure(seeds)
+    if failure is not None:
+        pytest.fail(f"of schedules {seeds.start} to {seeds.stop - 1}, {failure}", pytrace=False)
+    print(f"schedules {seeds.start} to {seeds.stop - 1}: {len(seeds)} without a violation")
+
+
+@pytest.mark.parametrize("start", range(FIRST, FIRST + 4 * QUICK, QUICK))
+def test_no_interleaving_breaks_a_run(start: int) -> None:
+    """Whatever jobs, cleaners and readers do at once, and whatever becomes of their requests, every rule of the oracle
+    holds after each of them, and the run can be gone on with afterwards."""
+    check(range(start, start + QUICK))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(0)
+def test_no_interleaving_breaks_a_run_long() -> None:
+    """The same, CKPT_SCHEDULES times from CKPT_SEED on."""
+    check(range(FIRST, FIRST + LONG))
+
+
+def test_a_seed_is_a_schedule() -> None:
+    """The same seed gives the same requests in the same order with the same outcomes: a failure can be looked at."""
+    told = []
+    for _ in range(2):
+        told.append([])
+        for seed in range(20):
+            sim = Sim(seed)
+            assert interleave.play(sim) is None
+            told[-1].append(sim.told())
+    assert told[0] == told[1]
+    assert len(set(told[0])) == 20
+
+
+def test_schedules_get_somewhere() -> None:
+    """They are not vacuous: jobs take over and are fenced, checkpoints are committed, retired and read, processes die,
+    replies are lost, requests land late, and attempts are given up and rolled forward."""
+    sims = [Sim(seed) for seed in range(150)]
+    for sim in sims:
+        assert interleave.play(sim) is None
+    seen = "\n".join(sim.told() for sim in sims)
+    for what in (
+        "lost, done", "lost, not done", "lost, lands later", "lands now", "409", "412 on our own", "killed, done",
+        "killed, not done", "dies", "restored", "FencedError", "COMMIT", "ABORT", "PLAN",
+    ):  # fmt: skip
+        assert what in seen, f"nothing was ever {what}"
+    assert sum(len(sim.oracle.acknowledged) for sim in sims) > len(sims)
+    assert any("retired" in sim.oracle.ended.values() for sim in sims)
+    assert sum("stopped after so many turns" in sim.told() for sim in sims) < len(sims) // 20
+
+
+# -- negative controls: a rule is left out, and somebody must notice --
+
+
+def records_overwrite(patch: pytest.MonkeyPatch) -> None:
+    """Log records are put, rather than created only if nobody else has."""
+    put = SimStore.put
+
+    async def plain(self: SimStore, key: str, data: Any, *, create: bool = False) -> None:
+        await put(self, key, data, create=create and not key.startswith("log/"))
+
+    patch.setattr(SimStore, "put", plain)
+
+
+def nobody_is_fenced(patch: pytest.MonkeyPatch) -> None:
+    """Who owns the run is not looked at."""
+    patch.setattr(RunLog, "check_owner", lambda self, owner: None)
+
+
+def a_timeout_is_a_failure(patch: pytest.MonkeyPatch) -> None:
+    """No answer to a commit is taken for a refusal, and what was written for it is thrown away."""
+    put, settle = SimStore.put, commits.settle
+
+    async def sure(self: SimStore, key: str, data: Any, *, create: bool = False) -> None:
+        try:
+            await put(self, key, data, create=create)
+        except StoreError as error:
+            if key.startswith("log/") and error.retryable:
+                raise FullError("it did not work") from error
+            raise
+
+    async def tidy(log: RunLog, owner: Any, own: Written, role: Role, **details: Any) -> None:
+        try:
+            await settle(log, owner, own, role, **details)
+        except FullError:
+            for pack in own.part.packs:
+                await log.store.delete(pack.key)
+            raise
+
+    patch.setattr(SimStore, "put", sure)
+    patch.setattr(commits, "settle", tidy)
+
+
+def hope_is_acknowledged(patch: pytest.MonkeyPatch) -> None:
+    """No answer to a commit is taken for success."""
+    commit, append = commits.commit, RunLog.append
+
+    async def impatient(self: RunLog, make: Any, *, owner: Any, deadline_s: float = 60.0) -> RunState:
+        return await append(self, make, owner=owner, deadline_s=-1.0)
+
+    async def hopeful(log: RunLog, mine: Acquire, parts: list[Written], *, kind: str = "COMMIT") -> Any:
+        try:
+            return await commit(log, mine, parts, kind=kind)
+        except OutcomeUnknownError:
+            log.state.commits[Attempt.parse(parts[0].part.attempt)] = None  # type: ignore[assignment]
+
+    patch.setattr(RunLog, "append", impatient)
+    patch.setattr(commits, "commit", hopeful)
+
+
+def success_is_not_found_again(patch: pytest.MonkeyPatch) -> None:
+    """Whether a record of ours is in the log already is not looked at."""
+
+    class Nothing(dict[str, int]):
+        def __contains__(self, key: object) -> bool:
+            return False
+
+    refresh = RunLog._refresh
+
+    async def forgetful(self: RunLog) -> RunState:
+        state = await refresh(self)
+        state.requests = Nothing(state.requests)
+        return state
+
+    patch.setattr(RunLog, "_refresh", forgetful)
+
+
+class Stale:
+    """A log that shows `make` what it knew before, and remembers what that came to."""
+
+    def __init__(self, log: RunLog, *, locally: bool) -> None:
+        self.log, self.known, self.locally = log, copy.deepcopy(log.state), locally
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.log, name)
+
+    async def append(self, make: Callable[[RunState], Any], *, owner: Any) -> RunState:
+        def of_before(state: RunState) -> Any:
+            self.known.next_seq = state.next_seq  # only so that it has a name of its own
+            return make(self.known)
+
+        state = await self.log.append(make if self.locally else of_before, owner=owner)
+        if self.locally:
+            make(self.known)
+        return state
+
+
+def the_log_is_read_before_the_files(patch: pytest.MonkeyPatch) -> None:
+    """What a PLAN deletes is decided by what the log said before the files were listed."""
+    retire = retain.retire
+    patch.setattr(
+        retain, "retire", lambda log, mine, keep, verified: retire(Stale(log, locally=False), mine, keep, verified)
+    )
+
+
+def the_plan_need_not_land(patch: pytest.MonkeyPatch) -> None:
+    """Files are deleted by what one's own reading of the log came to, whatever becomes of the PLAN."""
+    retire = retain.retire
+
+    class Early(Stale):
+        async def append(self, make: Callable[[RunState], Any], *, owner: Any) -> RunState:
+            record = make(self.log.state)
+            for key in record.body["delete"] if record is not None else ():
+                await self.log.store.delete(key)
+            return await self.log.append(make, owner=owner)
+
+    patch.setattr(
+        retain, "retire", lambda log, mine, keep, verified: retire(Early(log, locally=True), mine, keep, verified)
+    )
+
+
+def open_attempts_are_fair_game(patch: pytest.MonkeyPatch) -> None:
+    """Files that no live checkpoint uses go, also those of attempts that may still become one."""
+    patch.setattr(retain, "live_packs", lambda state, packs, used: set(used))
+
+
+def what_is_open_stays_open(patch: pytest.MonkeyPatch) -> None:
+    """Recovery rolls forward what is whole, and leaves the rest."""
+    recover, abort, recovering = commits.recover, commits.abort, ContextVar("recovering", default=False)
+
+    async def half(*args: Any, **details: Any) -> Recovery:
+        token = recovering.set(True)
+        try:
+            return await recover(*args, **details)
+        finally:
+            recovering.reset(token)
+
+    async def elsewhere_only(*args: Any, **details: Any) -> None:
+        if not recovering.get():
+            await abort(*args, **details)
+
+    patch.setattr(commits, "recover", half)
+    patch.setattr(commits, "abort", elsewhere_only)
+
+
+def whoever_is_there_will_do(patch: pytest.MonkeyPatch) -> None:
+    """The parts of other ranks are not waited for."""
+
+    async def present(store: Store, attempt: Attempt, own: Written, role: Role) -> list[Written]:
+        keys = [info.key async for info in store.list(f"parts/{attempt}.")]
+        return list((await commits._sound(store, attempt, keys, own)).values())
+
+    patch.setattr(commits, "_present", present)
+
+
+def the_index_comes_last(patch: pytest.MonkeyPatch) -> None:
+    """A COMMIT is appended before all of what it names is there."""
+    commit = commits.commit
+
+    async def hasty(log: RunLog, mine: Acquire, parts: list[Written], *, kind: str = "COMMIT") -> Any:
+        kept: dict[str, Any] = {}
+
+        class Later:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(store, name)
+
+            async def put(self, key: str, data: Any, *, create: bool = False) -> None:
+                if key.startswith("index/"):
+                    kept[key] = data
+                else:
+                    await store.put(key, data, create=create)
+
+        store = log.store
+        log.store = Later()  # type: ignore[assignment]
+        try:
+            found = await commit(log, mine, parts, kind=kind)
+        finally:
+            log.store = store
+        for key, data in kept.items():
+            await store.put(key, data)
+        return found
+
+    patch.setattr(commits, "commit", hasty)
+
+
+def aborting_needs_no_log(patch: pytest.MonkeyPatch) -> None:
+    """Whoever gives an attempt up deletes its files, though others may have committed it."""
+    give_up = Rank.give_up
+
+    async def rude(self: Rank, attempt: Attempt, written: Written | None = None) -> None:
+        if written is not None:
+            with contextlib.suppress(StoreError):
+                for pack in written.part.packs:
+                    await self.log.store.delete(pack.key)
+        await give_up(self, attempt, written)
+
+    patch.setattr(Rank, "give_up", rude)
+
+
+def the_pack_goes_though_its_part_may_be_there(patch: pytest.MonkeyPatch) -> None:
+    """Whoever does not hear that his part is stored deletes the pack, though another rank may have found both."""
+    write_part = interleave.write_part
+
+    async def rash(store: Store, snapshot: Snapshot, *, number: int = 0) -> Written:
+        try:
+            return await write_part(store, snapshot, number=number)
+        except StoreError:
+            with contextlib.suppress(StoreError):
+                await store.delete(pack_key(snapshot.attempt, snapshot.layout.rank, number))
+            raise
+
+    patch.setattr(interleave, "write_part", rash)
+
+
+def a_snapshot_forgets_what_ended(patch: pytest.MonkeyPatch) -> None:
+    """Who begins to read at a SNAPSHOT does not know of attempts that were aborted before it."""
+    expand = run_log.expand
+
+    def forgetful(body: dict[str, Any]) -> RunState:
+        state = expand(body)
+        state.aborted.clear()
+        return state
+
+    patch.setattr(run_log, "expand", forgetful)
+
+
+def the_end_of_the_log_is_not_seen(patch: pytest.MonkeyPatch) -> None:
+    """Looking for new records begins one too far: the next one is never read."""
+    listing = SimStore.list
+
+    def beyond(self: SimStore, prefix: str = "", *, after: str = "") -> Any:
+        if after.startswith("log/"):
+            after = run_log.record_key(int(after[4:16]) + 1)
+        return listing(self, prefix, after=after)
+
+    patch.setattr(SimStore, "list", beyond)
+
+
+BROKEN = [
+    records_overwrite,
+    nobody_is_fenced,
+    a_timeout_is_a_failure,
+    hope_is_acknowledged,
+    success_is_not_found_again,
+    the_log_is_read_before_the_files,
+    the_plan_need_not_land,
+    open_attempts_are_fair_game,
+    what_is_open_stays_open,
+    whoever_is_there_will_do,
+    the_index_comes_last,
+    aborting_needs_no_log,
+    the_pack_goes_though_its_part_may_be_there,
+    a_snapshot_forgets_what_ended,
+    the_end_of_the_log_is_not_seen,
+]
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: str(broken.__name__))
+def test_negative_control_a_rule_that_is_left_out_is_missed(
+    broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each broken variant is found out within the schedules of an ordinary run."""
+    broken(monkeypatch)
+    failure = first_failure(range(4 * QUICK))
+    assert failure is not None, f"nobody noticed: {broken.__doc__}"
+    print(f"{broken.__name__}: found at schedule {failure.seed}: {failure.problem}")

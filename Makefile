@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-long test-gpu bench bench-ranks bench-faults lint format clean
+.PHONY: demo test test-long test-gpu test-s3 bench bench-ranks bench-faults bench-storage lint format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -31,8 +31,16 @@ bench-ranks: $(READY)
 bench-faults: $(READY)
 	$(BIN)/python benchmarks/faults.py
 
+bench-storage: $(READY)
+	sh tests/servers/install.sh $(BIN)
+	$(BIN)/python benchmarks/storage.py
+
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu
+
+test-s3: $(READY)
+	sh tests/servers/install.sh $(BIN)
+	$(BIN)/python -m pytest -m s3 $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

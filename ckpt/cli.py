@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt import __version__, link
+from ckpt import __version__, cli_doctor, cli_upkeep, link
 from ckpt.codec import file_digest
 from ckpt.errors import CheckpointError, CorruptError, NotFoundError, StoreError
 from ckpt.events import log as logger
@@ -96,6 +96,8 @@ def ls(url: str, as_json: bool) -> int:
         when = datetime.fromisoformat(row["created"]).astimezone().strftime("%F %T") if row["created"] else "?"
         history = "newest" if row["newest"] else "" if row["in_history"] else "undone by a rollback"
         history = "not finite" if row["finite"] is False else history
+        kept = "" if row["kept"] is None else f"kept: {row['kept']}"
+        history = ", ".join(part for part in (history, kept) if part)
         rows.append((row["step"], row["attempt"], when, human(row["bytes"]), row["ranks"], row["reason"], history))
     print(safe(found["url"]))
     print_table(("step", "attempt", "when", "size", "ranks", "why", "history"), rows)
@@ -119,6 +121,7 @@ async def _ls(url: str) -> dict[str, Any]:
                 "finite": c.finite,
                 "newest": history.get(c.attempt) == 0,
                 "in_history": c.attempt in history,
+                "kept": log.state.kept.get(c.attempt),
             }
             for c, when, size in zip(commits, created, await sizes_of(log, commits), strict=True)
             if c.attempt in log.state.commits  # not retired while we looked
@@ -421,6 +424,10 @@ def split_step(text: str) -> tuple[str, int | None]:
     """URL or URL@STEP. A folder whose name itself ends like that is given with a slash behind it."""
     url, _, step = text.rpartition("@")
     return (url, int(step)) if url and step.isascii() and step.isdigit() else (text, None)
+
+
+for command in (*cli_upkeep.COMMANDS, cli_doctor.doctor):
+    cli.add_command(command)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ from ckpt.write import Written
 
 STAGGER_S = 5.0  # the writer of each further rank waits so much longer before it commits for the first one
 POLL_S = (0.01, 0.5)  # seconds between two looks, at first and in the end
-FAR_STAGGER_S, FAR_POLL_S = 60.0, (1.0, 30.0)  # the same where each look is a request
+FAR_STAGGER_S, FAR_POLL_S = 60.0, (0.5, 10.0)  # the same where each look is a request
 GROWTH, FAR_GROWTH = 1.3, 2.0  # of the time between two looks
 
 
@@ -60,6 +60,8 @@ async def create_run(store: Store) -> None:
         if (root := await infer_root(store)) is not None:
             await store.put("FORMAT.json", new_format(root))  # lost, and the log still knows whose it is
         async for info in store.list():
+            if info.key.startswith("doctor-"):
+                continue  # `ckpt doctor` is at work, or was killed
             if root is not None or info.key == "FORMAT.json":
                 break  # another rank or job was quicker
             raise FormatError(

@@ -47,7 +47,7 @@ from ckpt.errors import (
     StoreError,
     UsageError,
 )
-from ckpt.log import RunLog, infer_root
+from ckpt.log import RunLog
 from ckpt.store import PAGE, Store, normalise, open_store, options_of
 from ckpt.write import upload_from
 
@@ -119,7 +119,7 @@ def worst(findings: Sequence[Finding]) -> str:
 # -- a place --
 
 
-async def examine(url: str, bounds: Bounds = Bounds(), *, on_bytes: OnBytes = None) -> Place:  # noqa: B008
+async def examine(url: str, bounds: Bounds, *, on_bytes: OnBytes = None) -> Place:
     """Everything about one place. Raises nothing that a place can be the reason of."""
     cleaned = Cleaner(url)
     place = Place(cleaned(url))
@@ -164,7 +164,7 @@ async def _examine(store: Store, place: Place, bounds: Bounds, on_bytes: OnBytes
 
 async def _probe(store: Store, root: str | None, place: Place, bounds: Bounds, on_bytes: OnBytes) -> bool:
     """What needs writing; whether that is allowed at all."""
-    add, rates = place.findings.extend, place.rates
+    add, rates, cached = place.findings.extend, place.rates, False
     try:
         async with scratch(store, root, place.findings) as (inner, prefix):
             allowed = await bounded("permissions", permissions(inner, prefix), bounds)
@@ -175,10 +175,11 @@ async def _probe(store: Store, root: str | None, place: Place, bounds: Bounds, o
             add(await bounded("consistency", consistency(inner, prefix, rates), bounds))
             if root is not None:
                 folder = inner.url.removeprefix("file://")
-                add(await bounded("disk", asyncio.to_thread(disk, folder), bounds))
+                add(found := await bounded("disk", asyncio.to_thread(disk, folder), bounds))
+                cached = any(f.what == "O_DIRECT" and f.verdict != OK for f in found)
             size = bounds.size if place.free is None else min(bounds.size, place.free // 10)
             less = Bounds(size, bounds.measure_s, bounds.check_s + 3 * bounds.measure_s)
-            add(await bounded("bandwidth", bandwidth(inner, prefix, less, rates, on_bytes), less))
+            add(await bounded("bandwidth", bandwidth(inner, prefix, less, rates, on_bytes, cached=cached), less))
             return True
     except (CheckpointError, OSError) as error:
         add([Finding("write", str(error), PROBLEM, "Without writing there, nothing can be saved to it")])
@@ -280,8 +281,10 @@ def _is_old(name: str) -> bool:
 async def remove(store: Store, prefix: str) -> None:
     """Every object and unfinished upload under one of our prefixes."""
     assert prefix.startswith(PREFIX) and prefix.endswith("/")
-    await store.drop_uploads(lambda key: not key.startswith(prefix))
-    await store.delete_many([info.key async for info in store.list(prefix)])
+    try:
+        await store.drop_uploads(lambda key: not key.startswith(prefix))
+    finally:
+        await store.delete_many([info.key async for info in store.list(prefix)])
 
 
 # -- what is there --
@@ -317,7 +320,7 @@ async def _no_run(store: Store, why: str) -> list[Finding]:
             left.add(folder + "/")
         elif re.fullmatch(PREFIX + r"[0-9]+-[0-9a-f]{8}", folder):
             continue  # another doctor is at work
-        elif info.key == "FORMAT.json" or await infer_root(store) is not None:
+        elif info.key == "FORMAT.json":
             return [Finding("run", why, PROBLEM, "Use the version that wrote it, or another place", "foreign")]
         else:
             advice = "Choose a place of its own for each run. Nothing was written there"
@@ -439,8 +442,13 @@ async def consistency(
     return [*found, Finding("latency", latency, ADVICE if slow else OK, advice if slow else "")]
 
 
-async def bandwidth(store: Store, prefix: str, bounds: Bounds, rates: Rates, on_bytes: OnBytes = None) -> list[Finding]:
-    """Large objects, written and read as checkpoints are. The rates are those of the largest that there was time for."""
+async def bandwidth(
+    store: Store, prefix: str, bounds: Bounds, rates: Rates, on_bytes: OnBytes = None, *, cached: bool = False
+) -> list[Finding]:
+    """Large objects, written and read as checkpoints are. The rates are those of the largest there was time for.
+
+    `cached`: what was just written is read from this machine's memory, so that reading tells little.
+    """
     data = await asyncio.to_thread(_noise, min(bounds.size, LARGEST))
     written: list[tuple[int, float, float]] = []  # size, seconds, CPU
     end = time.monotonic() + bounds.measure_s
@@ -471,7 +479,9 @@ async def bandwidth(store: Store, prefix: str, bounds: Bounds, rates: Rates, on_
         return [Finding("bandwidth", "what was read is not what was written", PROBLEM, advice)]
     slow = min(rates.write, rates.read) < 10e6
     advice = "That is slow for checkpoints: save there rarely, and have a nearer tier as well" if slow else ""
-    text += f", read {_rate(rates.read)} ({sum(s for s, _, _ in written) / 1e6:.0f} MB)"
+    text += (
+        f", read {_rate(rates.read)}{' from the page cache' * cached} ({sum(s for s, _, _ in written) / 1e6:.0f} MB)"
+    )
     return [Finding("bandwidth", text, ADVICE if slow else OK, advice)]
 
 
@@ -481,15 +491,16 @@ async def _read_back(
     """Measure reading, largest objects first; whether every byte is as it was written."""
     done, same = 0, True
     order = sorted(range(len(sizes)), key=lambda number: -sizes[number])
-    ranges = iter([(n, at) for n in order for at in range(0, sizes[n], RANGE)])
+    spans = [(n, at, min(RANGE, sizes[n] - at)) for n in order for at in range(0, sizes[n], RANGE)]
+    digests = {(at, length): blob_digest(data[at : at + length]) for _, at, length in spans}
+    ranges = iter(spans)
 
     async def reader() -> None:
         nonlocal done, same
         scratch_memory = memoryview(mmap.mmap(-1, RANGE + 2 * PAGE))
-        for number, start in ranges:
-            length = min(RANGE, sizes[number] - start)
+        for number, start, length in ranges:
             got = await store.get(f"{prefix}bytes{number}", start=start, length=length, into=scratch_memory)
-            same = same and await asyncio.to_thread(_equal, got, data[start : start + length])
+            same = same and await asyncio.to_thread(blob_digest, got) == digests[start, length]
             done += length
             if on_bytes is not None:
                 on_bytes(length)
@@ -501,10 +512,6 @@ async def _read_back(
                 group.create_task(reader())
     rates.read = done / (time.perf_counter() - at)
     return same
-
-
-def _equal(one: memoryview, two: memoryview) -> bool:
-    return blob_digest(one) == blob_digest(two)
 
 
 def _noise(size: int) -> memoryview:
@@ -735,8 +742,9 @@ def lifecycle(rules: Sequence[Mapping[str, Any]], bucket: str, prefix: str, vers
     if any("AbortIncompleteMultipartUpload" in rule for rule in whole):
         found.append(Finding("lifecycle", "unfinished uploads are aborted"))
     else:
-        rule = _rule("everystep-unfinished-uploads", prefix, ABORT_RULE)
-        found.append(Finding("lifecycle", "no rule aborts unfinished uploads", ADVICE, _add(rule, bucket, rules), rule))
+        wanted = _rule("everystep-unfinished-uploads", prefix, ABORT_RULE)
+        advice = _add(wanted, bucket, rules)
+        found.append(Finding("lifecycle", "no rule aborts unfinished uploads", ADVICE, advice, wanted))
     for rule in touching:
         days = rule.get("Expiration", {}).get("Days")
         if days is not None or "Date" in rule.get("Expiration", {}):
@@ -748,9 +756,9 @@ def lifecycle(rules: Sequence[Mapping[str, Any]], bucket: str, prefix: str, vers
             advice = "From there nothing is restored within hours: exclude this prefix"
             found.append(Finding("lifecycle", f"a rule moves objects to {', '.join(sorted(cold))}", ADVICE, advice))
     if versioned and not any("NoncurrentVersionExpiration" in rule for rule in whole):
-        rule = _rule("everystep-old-versions", prefix, {"NoncurrentVersionExpiration": {"NoncurrentDays": 1}})
+        wanted = _rule("everystep-old-versions", prefix, {"NoncurrentVersionExpiration": {"NoncurrentDays": 1}})
         text = "on: checkpoints that keep= has deleted are still stored, and paid for"
-        return [*found, Finding("versioning", text, ADVICE, _add(rule, bucket, rules), rule)]
+        return [*found, Finding("versioning", text, ADVICE, _add(wanted, bucket, rules), wanted)]
     return [*found, Finding("versioning", "on, and old versions go" if versioned else "off")]
 
 
@@ -1285,17 +1293,14 @@ def serve(
             listener.settimeout(left)
             sock, peer = listener.accept()
             with sock:
-                wire = _Wire(sock, time.monotonic() + 5.0)
+                wire = _Wire(sock, min(end, time.monotonic() + 5.0))
                 try:
                     magic, wanted = _HELLO.unpack(wire.read(_HELLO.size))
-                    if magic != _MAGIC:
-                        continue
-                    _serve_one(wire, min(wanted, size, MOST_SENT), measure_s, on_bytes)
                 except OSError:
-                    if wire.end > time.monotonic() + 5.0:  # it had begun
-                        raise
                     continue
-                return str(peer[0]).removeprefix("::ffff:")
+                if magic == _MAGIC:
+                    _serve_one(wire, min(wanted, size, MOST_SENT), measure_s, on_bytes)
+                    return str(peer[0]).removeprefix("::ffff:")
 
 
 def _serve_one(wire: _Wire, size: int, measure_s: float, on_bytes: OnBytes) -> None:
@@ -1377,18 +1382,18 @@ def speed(device_rates: Sequence[float], job: Job) -> Speed:
     room = pressure.room().available
     if device_rates:
         return Speed(sum(device_rates[: job.local]), True, cpu_count(), room)
-    return Speed(copy_rate(), False, cpu_count(), room)
+    return Speed(copy_rate() if job.state else 0.0, False, cpu_count(), room)
 
 
-def copy_rate(size: int = 32 * MIB) -> float:
-    """memcpy of one thread into memory that was touched before."""
+def copy_rate(size: int = 128 * MIB) -> float:
+    """memcpy of one thread into memory that was touched before; more than fits into caches."""
     one, two = memoryview(bytearray(size)), memoryview(bytearray(size))
     times = []
-    for _ in range(4):
+    for _ in range(3):
         at = time.perf_counter()
         two[:] = one
         times.append(time.perf_counter() - at)
-    return size / min(times)
+    return size / statistics.median(times)
 
 
 def memory_cadence(job: Job, speed: Speed) -> Cadence:
@@ -1421,15 +1426,15 @@ def in_steps(interval_s: float, step_s: float | None) -> int | None:
     if step_s is None:
         return None
     steps = max(1, math.ceil(interval_s / step_s - 1e-9))
-    power = 10 ** (len(str(steps)) - 1)
+    power: int = 10 ** (len(str(steps)) - 1)
     return next(n * power for n in (1, 2, 5, 10) if n * power >= steps)
 
 
 def conclude(job: Job, places: Sequence[Place], speed: Speed) -> list[Cadence]:
-    """Memory first, then the places that can be used, the quickest first. Nothing where the state is not known."""
+    """Memory first, then the places that were measured, the quickest first. Nothing where the state is not known."""
     if not job.state:
         return []
-    durable = [place_cadence(job, place, speed) for place in places if place.usable]
+    durable = [place_cadence(job, place, speed) for place in places if place.rates.write > 0]
     return [memory_cadence(job, speed), *sorted(durable, key=lambda one: one.save_s)]
 
 
@@ -1443,10 +1448,11 @@ def too_full(job: Job, place: Place) -> list[Finding]:
 
 
 def tiers_line(job: Job, cadences: Sequence[Cadence], places: Sequence[Place], speed: Speed) -> str:
-    """Ready to be pasted; empty where steps have no length, or there is no room for memory or nothing durable."""
-    if job.step_s is None or len(cadences) < 2:
+    """Ready to be pasted, without places that have problems; empty where steps have no length, or no place is left."""
+    fine = {place.url for place in places if place.usable}
+    memory, durable = cadences[0] if cadences else None, [one for one in cadences[1:] if one.where in fine]
+    if job.step_s is None or memory is None or not durable:
         return ""
-    memory, *durable = cadences
     slots = len(durable)
     keep = next((k for k in (3, 2) if (k + slots) * job.here <= 0.8 * speed.available), None)
     words = [] if keep is None else [f"ckpt.Memory(every={memory.every}, keep={keep})"]

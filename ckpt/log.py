@@ -417,7 +417,8 @@ class RunLog:
                 except FullError:
                     raise
                 except StoreError as error:
-                    if not error.retryable or time.monotonic() > end:
+                    # A disk that fails is no network that lost a reply: there nothing is tried twice.
+                    if not (error.retryable and self.store.remote) or time.monotonic() > end:
                         raise OutcomeUnknownError(f"a {record.type} may or may not have landed: {error}") from error
                     await asyncio.sleep(random.uniform(0, 0.2))
                     continue

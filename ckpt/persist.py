@@ -54,6 +54,7 @@ class Persister:
         self.ownership = asyncio.Lock()  # held while the run is taken over by us
         self.tries: dict[Attempt, int] = {}
         self.retracted: set[Attempt] = set()
+        self._resuming: asyncio.Task[None] | None = None
         self._parts: dict[tuple[str, Attempt], asyncio.Future[bool]] = {}  # by place: whether our part is stored
         self.first_try = 0
         self.linger_s = 600.0
@@ -123,7 +124,7 @@ class Persister:
             await commit.recover(tier.log, self._mine(), spared, partial=tier.role.partial)
             await tier.drop_uploads(self._mine(), wanted)
         if message.get("resume"):
-            self.spawn(self._resume())
+            self._resuming = self.spawn(self._resume())
         parts = []
         for i in message.get("recover", ()):
             state = self.tiers[i].log.state
@@ -298,8 +299,7 @@ class Persister:
                     await promote.copy_part(near.store, tier.store, one.attempt, rank, number, expected=digest)
                     for rank, number, digest in mine
                 ]
-            with self._settles():
-                await self._settle(tier, written[0])
+            await self._settle(tier, written[0])
         finally:
             near.promoting.discard(one.attempt)
             tier.in_flight.discard(one.attempt)
@@ -445,6 +445,9 @@ class Persister:
 
     async def close(self) -> None:
         """Finish what was begun, clean up, and let go of the stores."""
+        if self._resuming is not None:  # the next start goes on with it
+            self._resuming.cancel()
+            await asyncio.gather(self._resuming, return_exceptions=True)
         # What an earlier trainer began may wait for parts that never come.
         while self.writing or self.settling.get(self.adoptions):
             await asyncio.sleep(0.01)

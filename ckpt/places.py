@@ -23,6 +23,8 @@ from ckpt.store import Store, open_store, remember_options
 
 READ_BACK_EVERY = 10  # checkpoints, in a remote place
 LIST_EVERY = 32  # clean-ups, in a remote place: between them only what is known by name goes
+OPENING_S = 30.0  # how long a remote place is tried when it is opened: an address may be wrong, and somebody waits
+PATIENCE_S = 300.0  # and for each request later
 READER_GRACE_S = 600.0  # in a remote place, between a PLAN and its deletions
 
 
@@ -155,11 +157,13 @@ async def open_place(spec: dict[str, Any]) -> Place:
     remember_options(url, spec.get("options"))
     rate, in_flight = spec.get("max_mib_s"), float(spec.get("max_inflight_mib") or 256)
     limits = {"bytes_per_s": rate and float(rate) * 2**20, "in_flight": int(in_flight * 2**20)}
-    store = open_store(url, writable=True, limits=limits)
+    store: Any = open_store(url, writable=True, limits=limits, patience_s=OPENING_S)
     try:
         await commit.create_run(store)
         log = RunLog(store)
         await log.open()
+        if store.remote:
+            store.budget_s = PATIENCE_S
     except BaseException:
         await store.aclose()
         raise

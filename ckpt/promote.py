@@ -90,12 +90,12 @@ async def _copy_pack(source: Store, target: Store, pack: PackInfo, table: Table,
         there = (await target.head(pack.key)).size
     except NotFoundError:
         there = -1
-    if there == pack.size:
+    if there == pack.size and target.remote:
         if on_bytes is not None:
             on_bytes(pack.size)
-        return  # objects appear whole, or not at all
+        return  # objects appear whole, or not at all; a file has its full size before its first byte
     if there >= 0:
-        await target.delete(pack.key)  # of a place that shows unfinished ones
+        await target.delete(pack.key)
     await upload_from(target, pack.key, pack.size, Sound(source, pack, table).read, on_bytes)
 
 

@@ -64,7 +64,7 @@ class Store(Protocol):
         """Store a small object, all or nothing, durable on return. `create=True`: ExistsError if it is there."""
 
     async def upload(self, key: str, *, size: int) -> Upload:
-        """Begin a create-only large object of exactly `size` bytes."""
+        """Begin a large object of exactly `size` bytes under a name that nobody uses: not every store looks."""
 
     async def get(
         self,
@@ -151,17 +151,20 @@ def options_of(url: str | Path) -> Mapping[str, Any]:
     return _options.get(normalise(url), {})
 
 
-def open_store(url: str | Path, *, writable: bool = False, limits: Mapping[str, Any] | None = None) -> Store:
+def open_store(
+    url: str | Path, *, writable: bool = False, limits: Mapping[str, Any] | None = None, patience_s: float = 60.0
+) -> Store:
     """The store behind a URL: a built-in scheme, else the entry-point group `ckpt.stores`, else whatever fsspec knows.
 
-    `writable=True` creates a folder that is missing; buckets are never created. What is worth it is tried again, in
-    remote places; `limits`: what bounds such a place, see `ckpt_backends.limit`. Raises UsageError for an unknown
-    scheme, StoreError if the place cannot be used.
+    `writable=True` creates a folder that is missing; buckets are never created. In remote places what is worth it is
+    tried again for `patience_s`; `limits`: what bounds such a place, see `ckpt_backends.limit`. Raises UsageError for
+    an unknown scheme, StoreError if the place cannot be used.
     """
     url = normalise(url)
     store: Store = _load(_class_of(url.partition("://")[0]))(url, writable=writable)
     if store.remote:
-        store = _load(_RETRY)(store if limits is None else _load(_LIMIT)(store, **limits))
+        store = store if limits is None else _load(_LIMIT)(store, **limits)
+        store = _load(_RETRY)(store, budget_s=patience_s)
     return store
 
 

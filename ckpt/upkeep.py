@@ -19,6 +19,7 @@ from functools import partial
 from ckpt import promote, read, retain
 from ckpt.commit import create_run, load_part
 from ckpt.errors import (
+    CheckpointError,
     CorruptError,
     FencedError,
     FormatError,
@@ -30,8 +31,8 @@ from ckpt.errors import (
 )
 from ckpt.events import point
 from ckpt.log import Acquire, Commit, Record, RunLog, RunState, in_history, live_packs
-from ckpt.manifest import Attempt, new_nonce, owner, part_key
-from ckpt.store import Store, open_store
+from ckpt.manifest import MAX_JSON, Attempt, new_nonce, owner, part_key
+from ckpt.store import Store, get_small, open_store
 
 COPIED = "copy:"  # so begins the nonce of an ACQUIRE that a copy has made: no job trains under it
 OURS = ("FORMAT.json", "log/", "faults/")  # files of a run that belong to no attempt
@@ -94,7 +95,8 @@ async def look(store: Store) -> RunLog | None:
 async def plan_copy(source: RunLog, target: RunLog | None, wanted: Sequence[Commit], take_over: bool) -> CopyPlan:
     """What to do to have these in another place. `target`: None if there is no run yet.
 
-    UsageError if that needs `take_over`. CorruptError or NotFoundError, saying what, if one of them is damaged.
+    What cannot be copied, because it is damaged or for another reason, is left out with the reason. UsageError if it
+    needs `take_over`; CorruptError if the target's log is damaged.
     """
     far = RunState() if target is None else target.state
     if target is not None and far.damaged:
@@ -107,11 +109,14 @@ async def plan_copy(source: RunLog, target: RunLog | None, wanted: Sequence[Comm
         if target is not None and commit.attempt in far.commits:
             problem = await _missing(target, far.commits[commit.attempt])
             (left_out if problem else there).append(Item(commit.attempt, why=problem))
-        elif why := why_not(source.state, far, commit):
+        elif why := why_not(source.state, far, commit) or await _being_written(target, commit.attempt, take_over):
             left_out.append(Item(commit.attempt, why=why))
         else:
-            size = await promote.measure(source, commit)
-            copy.append(Item(commit.attempt, size.nbytes, size.files))
+            try:
+                size = await promote.measure(source, commit)
+                copy.append(Item(commit.attempt, size.nbytes, size.files))
+            except (NotFoundError, CorruptError) as error:
+                left_out.append(Item(commit.attempt, why=str(await _blame(source, commit.attempt, error))))
     newest = copy[0].attempt if copy else None
     lead = newest is not None and leads(far, newest, take_over)
     fences = lead and not nobodys(far)
@@ -171,6 +176,15 @@ async def _missing(log: RunLog, commit: Commit) -> str:
     return ""
 
 
+async def _being_written(target: RunLog | None, attempt: Attempt, take_over: bool) -> str:
+    """Whether a job may be bringing an attempt to this folder right now: two who write one file spoil it."""
+    if target is None or target.store.remote or take_over or nobodys(target.state):
+        return ""
+    if attempt.epoch < target.state.epoch or not [info async for info in target.store.list(f"packs/{attempt}.")]:
+        return ""
+    return "a job may be writing it there right now: repeat this later, or with --take-over if no job trains there"
+
+
 async def open_target(url: str) -> RunLog:
     """The run to copy to, created if it is not there."""
     store = open_store(url, writable=True)
@@ -201,16 +215,19 @@ async def copy(source: RunLog, target: RunLog, plan: CopyPlan, *, on_bytes: OnBy
                 mine = await _lead(target, plan.after, item.attempt)
             await promote.copy_checkpoint(source, target, commit, mine)
         except (NotFoundError, CorruptError) as error:
-            if item.attempt in (await source.refresh()).commits:
-                raise CorruptError(
-                    f"step {item.attempt.step} of {source.store.url} cannot be copied: {error}"
-                ) from None
-            raise NoCheckpointError(
-                f"step {item.attempt.step} of {source.store.url} was retired while it was copied. Copy a newer one, or "
-                "`ckpt keep` it first"
-            ) from None
+            raise await _blame(source, item.attempt, error) from None
         except SaveError as error:
             raise SaveError(f"{target.store.url}: {error}. Copy to another place") from None
+
+
+async def _blame(source: RunLog, attempt: Attempt, error: CheckpointError) -> CheckpointError:
+    """Whether what cannot be read is damaged, or was retired while we looked."""
+    if attempt in (await source.refresh()).commits:
+        return CorruptError(f"step {attempt.step} of {source.store.url} is damaged: {error}")
+    return NoCheckpointError(
+        f"step {attempt.step} of {source.store.url} was retired while it was copied. Copy a newer one, or `ckpt keep` "
+        "it first"
+    )
 
 
 async def _copy_files(source: Store, target: Store, commit: Commit, on_bytes: OnBytes) -> None:
@@ -232,14 +249,12 @@ async def _copy_files(source: Store, target: Store, commit: Commit, on_bytes: On
 
 
 async def _drop_unfinished(source: Store, target: Store, attempt: Attempt, rank: int, number: int, digest: str) -> None:
-    """In a folder a pack has its full size from its first byte on: only with its part is it known to be whole."""
+    """In a folder a pack has its full size before its first byte: only with its part is it known to be whole."""
     try:
-        if file_digest(await target.get(part_key(attempt, rank, number))) == digest:
-            return
+        await get_small(target, part_key(attempt, rank, number), MAX_JSON)
     except NotFoundError:
-        pass
-    for pack in (await load_part(source, attempt, rank, number, expected=digest)).part.packs:
-        await target.delete(pack.key)
+        for pack in (await load_part(source, attempt, rank, number, expected=digest)).part.packs:
+            await target.delete(pack.key)
 
 
 async def _lead(log: RunLog, after: Acquire | None, attempt: Attempt) -> Acquire:
@@ -289,8 +304,13 @@ async def take_stock(log: RunLog) -> Stock:
     """The listing comes first: a file that appears later belongs to an attempt that is not in it."""
     sizes = {info.key: info.size async for info in log.store.list()}
     state = await log.refresh()
-    commits = dict(state.commits)
-    return Stock(sizes, frozenset(commits), await retain.files_of(log, commits.values()))
+    for _ in range(TRIES):  # a job may commit and retire while we read
+        commits = dict(state.commits)
+        used = await retain.files_of(log, commits.values())
+        state = await log.refresh()
+        if state.commits.keys() <= commits.keys():
+            break
+    return Stock(sizes, frozenset(commits), used)
 
 
 @dataclass(frozen=True, slots=True)
@@ -528,7 +548,7 @@ async def unfinished(store: Store) -> list[str]:
         return True
 
     await store.drop_uploads(note)
-    return sorted(found)
+    return sorted(set(found))
 
 
 async def gc(log: RunLog, stock: Stock, ending: Iterable[Attempt]) -> tuple[Sweep, int]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.codec import DIGEST_SIZE, blob_digest, file_digest
-from ckpt.errors import StoreError
+from ckpt.errors import FullError, StoreError
 from ckpt.events import point
 from ckpt.manifest import Attempt, PackInfo, Part, pack_key, part_key, table_key
 from ckpt.plan import BLOB, Layout, pages
@@ -61,28 +61,20 @@ async def write_part(
 
     `check` raises if the snapshot has changed meanwhile; it is called before anything counts.
     """
-    key = pack_key(snapshot.attempt, snapshot.layout.rank, number)
-    await _write_pack(store, key, snapshot.layout.arrangement.header, snapshot.data, on_bytes)
+    layout, rank = snapshot.layout, snapshot.layout.rank
+    key = pack_key(snapshot.attempt, rank, number)
+    header = layout.arrangement.header
+    await _write_pack(store, key, header, snapshot.data, on_bytes)
     try:
-        return await _write_part(store, snapshot, key, number, reason, check)
+        digests = await asyncio.to_thread(digest_blobs, layout, snapshot.data)
+        check()
+        table = build_table(layout, key, digests)
+        raw_table = table.to_bytes()
+        await store.put(table_key(snapshot.attempt, rank, number), raw_table, create=True)
+        point("table.stored")
     except BaseException:
-        # Without its part no record can ever name the pack; do not leave gigabytes on a disk that may be full.
-        with contextlib.suppress(StoreError):
-            await store.delete(key)
+        await _drop(store, key)
         raise
-
-
-async def _write_part(
-    store: Store, snapshot: Snapshot, key: str, number: int, reason: str, check: Callable[[], None]
-) -> Written:
-    layout, data = snapshot.layout, snapshot.data
-    rank, header = layout.rank, layout.arrangement.header
-    digests = await asyncio.to_thread(digest_blobs, layout, data)
-    check()
-    table = build_table(layout, key, digests)
-    raw_table = table.to_bytes()
-    await store.put(table_key(snapshot.attempt, rank, number), raw_table, create=True)
-    point("table.stored")
     part = Part(
         attempt=str(snapshot.attempt),
         rank=rank,
@@ -92,15 +84,27 @@ async def _write_part(
         layout_digest=layout.digest,
         values=snapshot.values,
         table=file_digest(raw_table),
-        packs=[PackInfo(key, len(header) + len(data), len(header), file_digest(header))],
+        packs=[PackInfo(key, len(header) + len(snapshot.data), len(header), file_digest(header))],
         created=time.time(),
         reason=reason,
         finite=snapshot.finite,
     )
     raw_part = part.to_bytes()
-    await store.put(part_key(snapshot.attempt, rank, number), raw_part, create=True)
+    try:
+        await store.put(part_key(snapshot.attempt, rank, number), raw_part, create=True)
+    except FullError:
+        await _drop(store, key)
+        raise
+    # After any other error here the part may be there all the same, and others may have found it and the pack: only
+    # the log can say that they do not count, and the clean-up takes them.
     point("part.stored")
     return Written(part, file_digest(raw_part), table)
+
+
+async def _drop(store: Store, pack: str) -> None:
+    """Without its part no record can ever name the pack; do not leave gigabytes on a disk that may be full."""
+    with contextlib.suppress(StoreError):
+        await store.delete(pack)
 
 
 async def _write_pack(

@@ -306,6 +306,7 @@ class Sim:
         self.seed, self.dice = seed, random.Random(seed)
         dice = self.dice
         self.loop = Loop(self.idle)
+        self.loop.set_exception_handler(lambda loop, context: None)  # errors of tasks are looked at in the end
         self.objects: dict[str, bytes] = {}
         self.oracle = Oracle(self)
         self.actors: list[Actor] = []
@@ -365,7 +366,7 @@ class Sim:
         chosen = dice.choices(choices, weights)[0]
         if chosen == "clock":
             assert timeout is not None
-            self.loop.now += timeout
+            self.loop.now += timeout if len(choices) == 1 else min(timeout, 0.3)
         elif chosen == "late":
             self.land_late()
         else:
@@ -483,6 +484,7 @@ class Oracle:
         self.sim = sim
         self.notes: dict[int, str] = {}  # on lines of the trace
         self.records: list[bytes] = []
+        self.awaited: list[tuple[int, asyncio.Future[None]]] = []
         self.requests: set[str] = set()
         self.acquires: list[Acquire] = []
         self.live: dict[Attempt, dict[str, Any]] = {}
@@ -513,6 +515,9 @@ class Oracle:
         if seq and record["prev"] != hashlib.sha256(self.records[-1]).hexdigest():
             raise Violation(f"{key} does not follow the record before")
         self.records.append(raw)
+        for count, reached in self.awaited:
+            if count == len(self.records) and not reached.done():
+                reached.set_result(None)
         if kind == "SNAPSHOT":
             return  # it must say what we know already: the end of the schedule looks at it
         if record["id"] in self.requests:
@@ -650,11 +655,11 @@ class Job:
 
 
 async def until(sim: Sim, records: int) -> None:
-    """Until so much has happened, or nothing more seems to."""
-    for _ in range(20 * records):
-        if len(sim.oracle.records) >= records:
-            break
-        await asyncio.sleep(0.1)
+    """Until so much has happened, or for a while."""
+    if len(sim.oracle.records) < records:
+        reached = sim.loop.create_future()
+        sim.oracle.awaited.append((records, reached))
+        await asyncio.wait([reached], timeout=2.0 * records)
 
 
 async def insist(work: Callable[[], Coroutine[Any, Any, Any]], times: int = 4) -> Any:
@@ -931,6 +936,7 @@ def schedule(seed: int) -> Failure | None:
 
 
 def play(sim: Sim) -> Failure | None:
+    """The same, of a `Sim` that can be looked into afterwards."""
     with virtual(sim.loop, sim.dice):
         try:
             sim.loop.run_until_complete(_everybody(sim))

@@ -24,6 +24,7 @@ from ckpt.errors import CheckpointError, FullError, SaveError
 from ckpt.log import RunLog
 from ckpt.plan import Layout, TensorSpec
 from ckpt.read import verify
+from ckpt.store import PAGE
 from ckpt_backends.disk import Disk
 from ckpt_backends.local import LocalStore
 
@@ -209,8 +210,11 @@ class Straggler(Disk):
         self.given_up.set()
 
 
-def test_a_failed_pack_is_never_written_through_a_closed_descriptor(tmp_path: Path) -> None:
+def test_a_failed_pack_is_never_written_through_a_closed_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its number may belong to another file by then: the bytes of one pack would land in that."""
+    monkeypatch.setattr("ckpt.write.CHUNK", PAGE)  # several writes of one small pack
     disk = Straggler()
 
     async def save() -> None:

@@ -25,10 +25,10 @@ LAYERS = (
     ("plan",),  # where every byte goes
     ("share", "table", "log", "arena", "tensors"),  # what things are
     ("exchange", "sharding", "saved", "write", "rng", "hooks"),  # pieces of tensors; files; before an update
-    ("commit", "restore"),  # files become a checkpoint; tensors again
+    ("commit", "restore", "doctor"),  # files become a checkpoint; tensors again; what to know before a job
     ("nodes", "read"),  # what a state is made of; back from a store
     ("state", "retain", "promote"),  # the state as a whole; how long; from one place to another
-    ("stage", "sources", "tiers"),  # tensors into memory; where to restore from, and to save to
+    ("stage", "sources", "tiers", "upkeep"),  # tensors into memory; where to restore from, and to save to
     ("resume", "handle", "loaded", "compare"),  # what all ranks agree to restore; what users hold in their hands
     ("mirror", "client", "replicas", "relief"),  # a copy on another node; the trainer's end of the process boundary
     ("holdings", "places"),  # what a writer has in memory, and open
@@ -38,6 +38,7 @@ LAYERS = (
     ("guardian",),  # who holds memory and writer
     ("tenure", "sentinel"),  # whose run it is; the trainer's own watch
     ("checkpointer", "terminal"),  # what the user holds; how commands show things
+    ("cli_upkeep", "cli_doctor"),  # commands that change a run, or come before one
     ("cli",),
 )
 """Bottom first. A module imports from the rows below its own only, never from its own row."""
@@ -48,7 +49,7 @@ NO_TORCH = {
     "store", "codec", "values", "link", "manifest", "plan", "table", "log", "arena",
     "write", "commit", "read", "retain", "tiers", "handle", "writer", "compare",
     "triggers", "rally", "notices", "pressure", "wakeup", "pulse", "fault", "hang", "holdings", "persist", "vigil",
-    "witness", "promote", "places",
+    "witness", "promote", "places", "upkeep", "cli_upkeep", "doctor", "cli_doctor",
 }  # fmt: skip
 """What the writer process or a light `import ckpt` needs: none of these imports torch, not even for types."""
 
@@ -175,7 +176,7 @@ def test_import_ckpt_is_light() -> None:
 
 def test_the_writer_has_no_torch() -> None:
     """Neither at its start nor once it has opened a store: seconds of start-up, and hundreds of MB."""
-    statement = "import ckpt.writer, ckpt.store; ckpt.store.open_store('memory://x'); import ckpt_backends.local"
+    statement = "import ckpt.writer, ckpt.store; ckpt.store.open_store('file:///tmp'); import ckpt_backends.local"
     loaded = loaded_by(statement)
     assert "numpy" in loaded and loaded & {"torch", "click", "rich", "fsspec"} == set()
 

@@ -1015,6 +1015,8 @@ def test_a_part_that_is_stored_is_found_again_without_its_memory() -> None:
 class Gate:
     """Every request of one actor takes a while, and may be the moment at which its process is killed."""
 
+    remote = False
+
     def __init__(self, inner: Any, dice: random.Random, kill: float = 0.0, lose: float = 0.0) -> None:
         self.inner, self.dice, self.kill, self.lose = inner, dice, kill, lose
         self.url = inner.url

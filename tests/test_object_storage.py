@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ import pytest
 import torch
 import toy
 from conftest import eventually, run_script, writers
+from parallel import free_port
 from s3_server import FaultProxy, MotoServer, environment, storage_options
 from test_kill import Trainer
 
@@ -206,7 +208,8 @@ def test_a_damaged_piece_comes_from_the_bucket(moto: MotoServer, url: str, tmp_p
 def test_both_places_damaged_in_different_pieces(moto: MotoServer, url: str, tmp_path: Path) -> None:
     """One piece is damaged here, another there: together they have all of it. The same piece in both: the older step."""
     state, folder, second = toy.build(), tmp_path / "run", tmp_path / "second"
-    places = [ckpt.Memory(), ckpt.Tier(str(folder), every=2), ckpt.Tier(str(second), every=2), tier(url, moto, every=4)]
+    folders = [ckpt.Tier(str(home), every=2) for home in (folder, second)]
+    places = [ckpt.Memory(), *folders, tier(url, moto, every=4)]
     with ckpt.Checkpointer(state, places) as cp:
         cp.restore(default=0)
         train(cp, state, range(1, 3))
@@ -369,7 +372,7 @@ def test_a_bucket_that_is_too_slow_is_left_behind(proxy: FaultProxy, url: str, t
 
 def test_two_jobs_on_one_bucket(moto: MotoServer, url: str) -> None:
     """The newer one wins, and the older one is told; the run stays whole."""
-    first, second = toy.build(), toy.build()
+    first = toy.build()
     with ckpt.Checkpointer(first, [ckpt.Memory(), tier(url, moto)]) as old:
         old.restore(default=0)
         for save in train(old, first, range(1, 3)):
@@ -435,3 +438,75 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         with pytest.raises(UsageError):
             wrong()
     assert "secret" not in repr(ckpt.Tier("s3://b/r", storage_options={"secret": "secret"}))
+
+
+RANKS = """
+import json, os, sys
+os.environ.update(json.loads(sys.argv[5]))
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import ckpt, toy
+
+folder, url, steps, options = sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
+dist.init_process_group("gloo")
+state = toy.build(seed=dist.get_rank() if steps == 0 else 0)
+if dist.get_world_size() > 1:
+    state["model"] = DistributedDataParallel(state["model"])
+far = ckpt.Tier(url, every=2, storage_options=options)
+tiers = [ckpt.Memory(), *([ckpt.Tier(folder, every=1)] if folder else []), far]
+cp = ckpt.Checkpointer(state, tiers)
+start = cp.restore(default=0)
+for step in range(start, steps):
+    torch.manual_seed(step)
+    toy.train_step(state)
+    save = cp.step(step + 1)
+    if folder:
+        save.committed(60)
+print("trained", start, cp.last_restore.tier, toy.digest({**state, "meta": {}}), flush=True)
+sys.stdin.readline()
+cp.close()
+os._exit(0)  # gloo's threads may abort an interpreter that ends
+"""
+
+
+class Ranks:
+    """Two or so processes over gloo, each with a writer."""
+
+    def __init__(self, world: int, folder: str, url: str, steps: int, server: MotoServer | FaultProxy) -> None:
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
+        options = json.dumps(storage_options(server.url))
+        self.processes = []
+        for rank in map(str, range(world)):
+            mine = {**meeting, "LOCAL_WORLD_SIZE": str(world), "RANK": rank, "LOCAL_RANK": rank}
+            self.processes.append(Trainer(RANKS, folder, url, steps, options, json.dumps(mine)))
+        self.said = [process.read_until("trained").split()[1:] for process in self.processes]
+
+    def kill(self) -> None:
+        for process in (*(one.process for one in self.processes), *writers(Path(os.environ["XDG_RUNTIME_DIR"]))):
+            process.kill()
+            process.wait(10)
+
+    def end(self) -> None:
+        for one in self.processes:
+            one.say("")
+        assert [one.process.wait(60) for one in self.processes] == [0] * len(self.processes)
+
+
+def test_two_ranks_lose_everything_while_they_upload(
+    moto: MotoServer, proxy: FaultProxy, url: str, tmp_path: Path
+) -> None:
+    """All trainers and writers are killed while the bucket takes nothing. The next two ranks take what is due from the
+    folder there; then one rank, with nothing but the URL, has every bit."""
+    folder = str(tmp_path / "run")
+    proxy.fail("hang", method="PUT", match="packs/", count=1000)
+    job = Ranks(2, folder, url, 4, proxy)
+    job.kill()
+    remember_options(url, storage_options(moto.url))
+    assert steps_at(url) == []
+    again = Ranks(2, folder, url, 4, moto)
+    assert [said[:2] for said in again.said] == [["4", f"file://{folder}"]] * 2
+    eventually(lambda: steps_at(url)[:1] == [4], 60)
+    again.end()
+    alone = Ranks(1, "", url, 0, moto)
+    assert alone.said == [["4", url, job.said[0][2]]]
+    alone.end()

@@ -427,15 +427,15 @@ def test_a_damaged_newest_checkpoint_is_passed_over(run_dir: str) -> None:
 
 
 def test_another_tier_has_the_same_step(tmp_path: Path) -> None:
-    """What is damaged in the first folder comes from the second, at the same step."""
+    """What is damaged in the first folder comes from the second, at the same step, and only that."""
     near, far = str(tmp_path / "near"), str(tmp_path / "far")
     frozen = saved_run([near, far], 2)
     flip(near, 2)
     twin = build(1)
     with ckpt.Checkpointer(twin, [near, far]) as cp:
         assert cp.restore() == 2
-        assert cp.last_restore is not None and cp.last_restore.tier == f"file://{far}"
-        assert [s.tier for s in cp.last_restore.skipped] == [f"file://{near}"]
+        assert cp.last_restore is not None and cp.last_restore.tier == f"file://{near}"
+        assert not cp.last_restore.skipped and f"file://{far}" in cp.last_restore.repaired[0]
         assert differences(freeze(twin), frozen[2]) == []
 
 

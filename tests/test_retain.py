@@ -39,7 +39,7 @@ def states(draw: st.DrawFn) -> tuple[RunState, Keep, set[Attempt]]:
             state.commits[attempt] = Commit(attempt, 1, (), "", finite, reason)
     known = sorted(state.commits)
     some = st.sets(st.sampled_from(known)) if known else st.just(set[Attempt]())
-    state.kept = draw(some)
+    state.kept = dict.fromkeys(draw(some), "")
     keep = Keep(last=draw(st.integers(1, 4)), every=draw(st.sampled_from([None, 1, 5])))
     return state, keep, draw(some)
 

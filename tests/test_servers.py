@@ -388,20 +388,23 @@ def test_the_end_of_a_multipart_upload_is_not_a_condition(rgw: Rgw) -> None:
 # -- the servers themselves --
 
 
-def test_servers_end_with_whoever_started_them(tmp_path: Path) -> None:
-    """However it ends: a killed test leaves no daemon behind. What stops in good order leaves no folder either."""
+def test_servers_end_with_whoever_started_them() -> None:
+    """However it ends: a killed test leaves no daemon behind, and its folder goes when the next server starts. What
+    stops in good order leaves no folder either."""
     code = """
 import os, signal
 from servers import Rclone
 server = Rclone()
-print(*server.pids(), flush=True)
+print(server.folder, *server.pids(), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     result = run_script(code)
-    pids = [int(word) for word in result.stdout.split()]
-    assert pids, result.stderr
-    assert eventually(lambda: not any(map(psutil.pid_exists, pids)))
+    assert killed(result), result.stderr
+    left, *words = result.stdout.split()
+    pids = [int(word) for word in words]
+    assert pids and eventually(lambda: not any(map(psutil.pid_exists, pids)))
     with Rclone() as server:
+        assert not Path(left).exists()
         pids = server.pids()
         assert all(map(psutil.pid_exists, pids)) and server.folder.exists()
     assert not any(map(psutil.pid_exists, pids)) and not server.folder.exists()

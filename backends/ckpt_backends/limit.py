@@ -34,6 +34,8 @@ class Limit:
         self.url = store.url
         self.remote = store.remote
         self._gate = Gate(bytes_per_s, in_flight, requests)
+        if hasattr(store, "in_flight"):  # what it sends after `write_at` has returned
+            store.in_flight = min(store.in_flight, in_flight)
 
     @property
     def most_in_flight(self) -> int:

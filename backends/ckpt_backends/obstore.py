@@ -24,7 +24,15 @@ from obstore.store import S3Store as Place
 
 from ckpt.errors import StoreError
 from ckpt.events import log
-from ckpt_backends.remote import InOrder, MaybeDone, OutOfRangeError, check_complete, check_range, refusal
+from ckpt_backends.remote import (
+    InOrder,
+    MaybeDone,
+    OutOfRangeError,
+    UnknownRequestError,
+    check_complete,
+    check_range,
+    refusal,
+)
 
 if TYPE_CHECKING:
     from ckpt_backends.s3 import S3Store
@@ -35,13 +43,32 @@ HOLD_S = 600  # how long obstore may keep credentials; it asks again when half o
 CLOSING_S = 5
 
 
+class Held:
+    """The credentials of the moment. obstore asks for them in threads of its own, where nothing can be awaited.
+
+    An object by itself: what obstore holds on to is out of the garbage collector's sight.
+    """
+
+    def __init__(self) -> None:
+        self.frozen: Any = None
+
+    def __call__(self) -> Any:
+        return {
+            "access_key_id": self.frozen.access_key,
+            "secret_access_key": self.frozen.secret_key,
+            "token": self.frozen.token,
+            "expires_at": datetime.now(UTC) + timedelta(seconds=HOLD_S),
+        }
+
+
 class DataPath:
     """Ranges out of objects, and large objects, by the connection of an `S3Store`."""
 
     def __init__(self, store: S3Store, credentials: Any) -> None:
         self.store = store
         self._credentials = credentials
-        self._frozen: Any = None
+        self._held = Held()
+        self.ranges = True  # whether this server answers ranges as obstore wants them
         self.once: Any = None
         self.patient: Any = None
 
@@ -88,17 +115,7 @@ class DataPath:
     async def renew(self) -> None:
         """Look after credentials that expire. Costs nothing until they do."""
         if self._credentials is not None:
-            self._frozen = await self._credentials.get_frozen_credentials()
-
-    def _held(self) -> Any:
-        """Called by obstore, from threads of its own, where nothing can be awaited."""
-        frozen = self._frozen
-        return {
-            "access_key_id": frozen.access_key,
-            "secret_access_key": frozen.secret_key,
-            "token": frozen.token,
-            "expires_at": datetime.now(UTC) + timedelta(seconds=HOLD_S),
-        }
+            self._held.frozen = await self._credentials.get_frozen_credentials()
 
     async def get(self, key: str, start: int, length: int) -> memoryview:
         name = self.store.name(key)
@@ -132,6 +149,10 @@ class DataPath:
         if status:
             return refusal(code, status, f"{what}: {code or status}")
         first = str(error).partition("Debug source")[0].strip().rpartition(" - ")[2]
+        if "non-partial response" in first:  # it may be the range all the same, with the wrong status
+            return UnknownRequestError(f"{what}: {first}")
+        if "redirect" in first:  # where to, the server did not say
+            return refusal("PermanentRedirect", 301, f"{what}: redirected")
         return StoreError(self.store.clean(f"{what}: {first}"), retryable=_is_network(str(error)))
 
 
@@ -191,7 +212,7 @@ class ObstoreUpload:
             self._stream(),
             use_multipart=True,
             chunk_size=self.part,
-            max_concurrency=IN_FLIGHT,
+            max_concurrency=max(1, min(IN_FLIGHT, self._store.in_flight // self.part - 1)),  # one more is offered
         )
 
     async def _stream(self) -> AsyncIterator[memoryview]:
@@ -262,13 +283,25 @@ class ObstoreUpload:
 
 
 class AbortedError(Exception):
-    """How a stream tells obstore to stop."""
+    """How a stream tells obstore to stop, and a request that it need not be sent."""
 
 
 async def _endpoint(client: Any, bucket: str) -> tuple[str, bool]:
     """Where botocore would send a request for this bucket, and whether the bucket's name is part of the host."""
-    signed = await client.generate_presigned_url("head_bucket", Params={"Bucket": bucket})
-    url = urlsplit(signed)  # signed, so it goes nowhere else
+    events, asked = client.meta.events, ""
+
+    def stop(request: Any, **_: Any) -> None:
+        nonlocal asked
+        asked = request.url
+        raise AbortedError("seen enough")
+
+    events.register_first("before-send.s3.HeadBucket", stop)
+    try:
+        with contextlib.suppress(AbortedError):
+            await client.head_bucket(Bucket=bucket)
+    finally:
+        events.unregister("before-send.s3.HeadBucket", stop)
+    url = urlsplit(asked)
     virtual = url.netloc.startswith(f"{bucket}.")
     path = url.path if virtual else url.path.rstrip("/").removesuffix(f"/{bucket}")
     return f"{url.scheme}://{url.netloc}{path.rstrip('/')}", virtual

@@ -13,9 +13,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import os
+import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from aiobotocore.httpsession import AIOHTTPSession
 from botocore import exceptions as boto
 
 from ckpt.errors import AccessError, CorruptError, NotFoundError, StoreError, UsageError
@@ -51,8 +54,23 @@ _PASSING = (
 )  # fmt: skip
 
 
+class OneAttempt(AIOHTTPSession):  # type: ignore[misc]
+    """Connections on which aiohttp repeats nothing by itself.
+
+    It would send a PUT again when a connection breaks that was used before, and a conditional one would then be refused
+    because of what it has just made itself, with nobody to know that there were two.
+    """
+
+    async def _get_session(self, proxy_url: str | None) -> Any:
+        session = await super()._get_session(proxy_url)
+        session._retry_connection = False
+        return session
+
+
 class S3Store(RemoteStore):
     """See `ckpt.store.Store`. One option of our own: `engine`, "obstore" or "s3fs", for what carries the packs."""
+
+    in_flight = 256 << 20  # bytes of one upload, at most
 
     def __init__(self, url: str, *, writable: bool = False) -> None:
         super().__init__(url, writable=writable)
@@ -113,8 +131,10 @@ class S3Store(RemoteStore):
             length = (await self.head(key)).size - start
             if length <= 0:
                 return await self._nothing(key, start)
-        if self._data is not None:
-            return await self._data.get(key, start, length)
+        if self._data is not None and self._data.ranges:
+            with contextlib.suppress(UnknownRequestError):
+                return await self._data.get(key, start, length)
+            self._data.ranges = False
         return await self._get_range(key, start, length)
 
     async def _nothing(self, key: str, start: int) -> memoryview:
@@ -272,11 +292,16 @@ class S3Store(RemoteStore):
         fs = self._class(**self._patient(), asynchronous=True, skip_instance_cache=True)
         with self.errors("cannot connect"):
             await fs.set_session()
-            self._s3 = await fs.get_s3(self.bucket)
-            if self.engine == "obstore":
-                from ckpt_backends.obstore import DataPath
+            try:
+                self._s3 = await fs.get_s3(self.bucket)
+                self._s3.meta.events.register("before-call.s3.HeadBucket", _do_not_redirect)
+                if self.engine == "obstore":
+                    from ckpt_backends.obstore import DataPath
 
-                self._data = await DataPath.of(self, fs, self._s3)
+                    self._data = await DataPath.of(self, fs, self._s3)
+            except BaseException:
+                await fs._s3creator.__aexit__(None, None, None)
+                raise
         return fs
 
     def _patient(self) -> dict[str, Any]:
@@ -285,7 +310,11 @@ class S3Store(RemoteStore):
             "connect_timeout": CONNECT_S,
             "read_timeout": READ_S,
             "max_pool_connections": CONNECTIONS,
+            "http_session_cls": OneAttempt,
         }
+        for name in ("request_checksum_calculation", "response_checksum_validation"):
+            if f"AWS_{name.upper()}" not in os.environ:  # we have digests of our own, and many servers know none
+                config[name] = "when_required"
         config |= self.options.get("config_kwargs") or {}
         config["retries"] = {**(config.get("retries") or {}), "mode": "standard", "total_max_attempts": 1}
         return {**self._quiet(), "config_kwargs": config}
@@ -323,6 +352,11 @@ class S3Store(RemoteStore):
             text += f" (the bucket is in {region})"
             code = code or "PermanentRedirect"
         return refusal(code, status, text)
+
+
+def _do_not_redirect(context: dict[str, Any], **_: Any) -> None:
+    """botocore follows a redirect by asking where the bucket is; if that is redirected as well, it would for ever."""
+    context.setdefault("s3_redirect", {})["redirected"] = True
 
 
 def part_size(size: int) -> int:
@@ -367,8 +401,7 @@ class S3Upload:
             PartNumber=number,
             Body=_body(view),
         )
-        sums = {name: value for name, value in answer.items() if name.startswith("Checksum") and len(value) > 3}
-        sums.pop("ChecksumType", None)
+        sums = {name: value for name, value in answer.items() if re.fullmatch("Checksum(CRC|SHA).*", name)}
         self._parts[number] = (len(view), {"ETag": answer["ETag"], "PartNumber": number, **sums})
 
     async def finish(self) -> None:

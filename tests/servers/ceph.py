@@ -40,6 +40,10 @@ class Rgw(Server):
         self._run("radosgw-admin", "user", "create", "--uid", "test", "--display-name", "test", *keys)
         self._serve("radosgw", "-n", "client.rgw")
 
+    def collect(self) -> None:
+        """Free at once what was deleted."""
+        self._run("radosgw-admin", "gc", "process", "--include-all")
+
     @property
     def _conf(self) -> Path:
         return self.folder / "ceph.conf"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import boto3
+import psutil
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
@@ -39,7 +40,7 @@ class Server:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._running: list[subprocess.Popen[bytes]] = []
-        self.folder = Path(tempfile.mkdtemp(prefix="s3-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+        self.folder = new_folder()
         try:
             self._start()
             self.wait_until(self._answers, "answer")
@@ -135,6 +136,15 @@ class Server:
                 said = "\n".join(f"{path.name}: {path.read_text(errors='replace')[-1500:]}" for path in paths)
                 raise RuntimeError(f"{type(self).__name__} does not {what}; dead: {dead}\n{said}")
             time.sleep(0.1)
+
+
+def new_folder() -> Path:
+    """In memory, if possible. What was left by whoever was killed is removed."""
+    home = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+    for left in home.glob("ckpt-s3-*"):
+        if not psutil.pid_exists(int(left.name.split("-")[2])):
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"ckpt-s3-{os.getpid()}-", dir=home))
 
 
 def find(program: str) -> str:

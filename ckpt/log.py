@@ -252,7 +252,7 @@ def expand(body: dict[str, Any]) -> RunState:
             if type(epoch) is not int or not state.epoch < epoch < MAX_EPOCH:
                 raise CorruptError(f"epoch {epoch!r} after {state.epoch}")
             state.acquires.append(Acquire(epoch, str(nonce), None if restored is None else Attempt.parse(restored)))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CorruptError(f"impossible snapshot: {error}") from None
     return state
 

@@ -42,7 +42,10 @@ class RNG:
         same stream, they have it as well.
         """
         self.load_state_dict(states[rank % len(states)])
-        marks = {_mark(state) for state in states}
+        try:
+            marks = {_mark(state) for state in states}
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise CorruptError(f"not the states of random number generators: {error}") from error
         if rank >= len(states) and len(marks) > 1:
             seed = int.from_bytes(hashlib.sha256(_mark(states[rank % len(states)]) + b"%d" % rank).digest()[:8], "big")
             random.seed(seed)

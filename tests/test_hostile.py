@@ -1122,6 +1122,7 @@ def held(**changes: Json) -> Json:
 EVIL_RECORDS: dict[str, dict[str, Json]] = {
     "type is a list": {"type": ["COMMIT"]},
     "type is null": {"type": None},
+    "of a newer version": {"type": "MERGE", "body": {}},
     "snapshot": {"type": "SNAPSHOT", "body": {"state": {}}},
     "body is null": {"body": None},
     "body is a list": {"body": []},
@@ -1167,7 +1168,7 @@ def test_an_evil_record_does_not_hide_the_checkpoints(genuine: Run, name: str, t
     fields = EVIL_RECORDS[name]
     folder = put(appended(genuine, **fields), tmp_path / "run")
     (tmp_path / "outside").write_text("x")
-    if "type" in fields and fields["type"] not in ("ACQUIRE", "PLAN", "KEEP", "BEGIN", "HELD", "ABORT"):
+    if "type" in fields and fields["type"] not in ("ACQUIRE", "PLAN", "KEEP", "BEGIN", "HELD", "ABORT", "SNAPSHOT"):
         with pytest.raises(FormatError):
             restored(folder)
         return

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from test_log import attempt, committed, kept, new_log, reopened
 
 from ckpt import commit as commits
 from ckpt import log as logs
-from ckpt.errors import StoreError
-from ckpt.log import Record, RunLog, record_key, summary
+from ckpt.errors import CorruptError, StoreError
+from ckpt.log import Record, RunLog, expand, record_key, summary
 from ckpt.manifest import new_nonce, unseal
 from ckpt.store import ObjectInfo
 from ckpt_backends.memory import MemoryStore
@@ -192,3 +196,27 @@ def test_a_lost_reply_is_looked_up() -> None:
         assert list(found.kept) == [attempt(1, step) for step in range(20)] and not found.damaged
 
     asyncio.run(scenario())
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_impossible_snapshots_are_damage(data: st.DataObject) -> None:
+    """Whatever a SNAPSHOT says, if it cannot be it is a CorruptError of ours, and nothing else."""
+
+    async def grown() -> dict[str, Any]:
+        log, mine = await new_log(MemoryStore())
+        await grow(log, mine, 2 * EVERY + 3)
+        return summary(log.state)
+
+    body = json.loads(json.dumps(asyncio.run(grown())))
+    odd = [None, True, -1, 1.5, float("inf"), "", "x", [], [1], {}, {"x": 1}, "1.00000000-1", 10**30]
+    place, keys = body, list(body)
+    for _ in range(data.draw(st.integers(0, 3))):
+        key = data.draw(st.sampled_from(keys))
+        if not isinstance(place[key], (dict, list)) or not place[key]:
+            break
+        place = place[key]
+        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+    place[data.draw(st.sampled_from(keys))] = data.draw(st.sampled_from(odd))
+    with contextlib.suppress(CorruptError):
+        expand(body)

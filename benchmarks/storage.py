@@ -10,7 +10,8 @@ Every measurement is a process of its own; the libraries take turns. Measured:
   restore   the same back into tensors (raw contenders: into one buffer), compared bit for bit
   requests  of one checkpoint and one restore, counted by a proxy before the server
   training  steps of a CPU training loop in another process while uploads run, against steps right before them, in
-            pairs; with the default priority and with a throttle
+            pairs; with the default priority and with a throttle. The server gets the lowest priority meanwhile: it
+            stands in for one elsewhere, that takes no CPU here
 
 "raw" has no format, no digests and no commit: it is what the wire gives. The server takes its share of the same CPU, so
 absolute figures say little; the ratios, taken in one run, say more. Peers are installed into a folder that goes away.
@@ -68,7 +69,7 @@ class Plan:
     turns: int
     slow_mib: int
     pairs: int
-    throttle_mib_s: float = 64.0
+    throttles_mib_s: tuple[float, ...] = (64.0, 16.0)
 
 
 FULL = Plan(mib=1536, turns=3, slow_mib=256, pairs=5)
@@ -218,7 +219,7 @@ class OurStore(WithState):
             at = int(table.offset[blob]) - header
             self.flat[at : at + len(data)] = data
 
-        await read.fetch(self.store, table, read.plan_reads(table, range(len(table.length))), sink)
+        await read.fetch(self.store, table, read.plan_reads(table, range(len(table.length)), far=True), sink)
 
     def right(self, expected: dict[str, torch.Tensor]) -> bool:
         return bool(self.flat == flat(expected, len(self.flat)))
@@ -592,6 +593,13 @@ class Bench:
                 self.forget(name)
         return found
 
+    def step_aside(self) -> None:
+        """Lowest priority for every thread of the server, those of its children included."""
+        for pid in self.server.pids() if hasattr(self.server, "pids") else [self.server.process.pid]:
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with contextlib.suppress(OSError):
+                    os.setpriority(os.PRIO_PROCESS, int(thread), 19)
+
     def slowdown(self, who: str, throttle_mib_s: float | None) -> Json:
         """Steps during an upload against steps in a pause before it that is as long as the upload before that."""
         name = f"{slug(who)}-loop"
@@ -762,9 +770,10 @@ def measure(bench: Bench, plan: Plan) -> Json:
     told = bench.there_and_back()
     found: Json = {action: compared(turns) for action, turns in told.items()}
     found["requests"] = bench.requests([who for who, f in found["get"].items() if "failed" not in f])
+    bench.step_aside()
     found["slowdown"] = {
         OURS: bench.slowdown(OURS, None),
-        f"{OURS}, {plan.throttle_mib_s:g} MiB/s at most": bench.slowdown(OURS, plan.throttle_mib_s),
+        **{f"{OURS}, {rate:g} MiB/s at most": bench.slowdown(OURS, rate) for rate in plan.throttles_mib_s},
         RAW: bench.slowdown(RAW, None),
         CONTROL: bench.slowdown(CONTROL, None),
     }

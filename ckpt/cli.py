@@ -36,6 +36,7 @@ from ckpt.terminal import (
     human,
     json_option,
     opened,
+    place_option,
     print_json,
     print_table,
     progress,
@@ -85,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @cli.command(epilog=example("ckpt ls runs/exp1", "ckpt ls runs/exp1 --json | jq '.checkpoints[0].step'"))
 @click.argument("url")
+@place_option
 @json_option
 def ls(url: str, as_json: bool) -> int:
     """List the checkpoints of a run, newest first."""
@@ -148,6 +150,7 @@ async def created_at(log: RunLog, commit: Commit) -> str | None:
 @click.argument("url")
 @step_option
 @click.option("--only", metavar="PATTERN", help="Only tensors whose name matches this shell pattern.")
+@place_option
 @json_option
 def show(url: str, step: int | None, only: str | None, as_json: bool) -> int:
     """Say what a checkpoint consists of: tensors, plain values, files."""
@@ -201,6 +204,7 @@ async def _show(url: str, step: int | None, only: str | None) -> dict[str, Any]:
 @click.argument("url")
 @step_option
 @click.option("--all", "every", is_flag=True, help="Every checkpoint instead of the newest.")
+@place_option
 @json_option
 def verify(url: str, step: int | None, every: bool, as_json: bool) -> int:
     """Read every byte of a checkpoint and check it. Exit code 1 if anything is damaged, the log included."""
@@ -219,7 +223,7 @@ def verify(url: str, step: int | None, every: bool, as_json: bool) -> int:
 
 
 async def _verify(url: str, step: int | None, every: bool) -> dict[str, Any]:
-    async with opened(url) as log:
+    async with opened(url, whole=True) as log:
         problems = [f"log record {seq} is damaged or missing" for seq in log.state.damaged]
         try:
             read_format(await log.store.get("FORMAT.json"))
@@ -256,6 +260,7 @@ async def examine(log: RunLog, commit: Commit, on_bytes: OnBytes = None) -> dict
 @cli.command(epilog=example("ckpt diff runs/exp1@500 runs/exp1@600", "ckpt diff runs/exp1 runs/exp2 --json"))
 @click.argument("a")
 @click.argument("b")
+@place_option
 @json_option
 def diff(a: str, b: str, as_json: bool) -> int:
     """Compare two checkpoints, each given as URL or URL@STEP. Exit code 1 if they differ in anything.
@@ -322,6 +327,7 @@ def same_as(tensor: dict[str, Any]) -> str:
 @cli.command(epilog=example("ckpt faults runs/exp1", "ckpt faults runs/exp1 --json | jq '.incidents[-1][0].exit_code'"))
 @click.argument("url")
 @click.option("--last", type=click.IntRange(min=1), help="Only so many of the newest incidents.")
+@place_option
 @json_option
 def faults(url: str, last: int | None, as_json: bool) -> int:
     """What went wrong in a run: who saw it first, where every rank stood, what was saved, what to do.

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from ckpt.store import normalise, remember_options
-from ckpt.terminal import example, json_option, print_json, print_table, progress, safe, say
+from ckpt.terminal import example, json_option, place_option, print_json, print_table, progress, safe, say
 
 if TYPE_CHECKING:  # other commands need not wait for it
-    from ckpt.doctor import Bounds, Cadence, Finding, Job, Place
+    from ckpt.doctor import Bounds
+    from ckpt.doctor_plan import Cadence
+    from ckpt.findings import Finding, Job, Place
 
 UNREACHABLE = 2
 
@@ -37,8 +37,7 @@ UNREACHABLE = 2
 @click.option("--state-gb", type=click.FloatRange(min=0, min_open=True), help="The whole job's state, in 10**9 bytes.")
 @click.option("--step-s", type=click.FloatRange(min=0, min_open=True), help="How long a training step takes.")
 @click.option("--world", type=click.IntRange(min=1), default=1, help="How many ranks the job has.")
-@click.option("--option", "options", metavar="KEY=VALUE", multiple=True,
-              help="A storage option for places that are no folders; a.b=c for one inside another.")  # fmt: skip
+@place_option
 @click.option("--listen", metavar="[HOST:]PORT", help="Be the other end of one measurement between nodes.")
 @click.option("--to", metavar="HOST:PORT", help="Measure the network to a node that listens.")
 @json_option
@@ -48,7 +47,6 @@ def doctor(
     state_gb: float | None,
     step_s: float | None,
     world: int,
-    options: tuple[str, ...],
     listen: str | None,
     to: str | None,
     as_json: bool,
@@ -59,7 +57,8 @@ def doctor(
     again, and a place with files that are not a run's is not written to. With --state-gb and --step-s it also says how
     often to save where. Exit code 1 if there are problems, 2 if a place cannot be read.
     """
-    from ckpt.doctor import MIB, Bounds, Job
+    from ckpt.doctor import Bounds
+    from ckpt.findings import MIB, Job
 
     if (listen is not None) + (to is not None) + bool(urls) > 1:
         raise click.UsageError("URLs, --listen and --to are three different things: one at a time")
@@ -69,26 +68,25 @@ def doctor(
         return be_listened_to(listen, bounds, as_json)
     if to is not None:
         return measured(to, bounds, job, as_json)
-    remember(urls, options)
     return diagnose(urls, bounds, job, as_json)
 
 
 def diagnose(urls: Sequence[str], bounds: Bounds, job: Job, as_json: bool) -> int:
     """The machine, then each place, then what follows."""
-    from ckpt import doctor as d
+    from ckpt import doctor_machine, doctor_plan
+    from ckpt.findings import PROBLEM, worst
 
-    watch = d.ClockWatch()
-    health, device_rates = d.gpus()
-    findings = [*d.machine(job), *health]
+    watch = doctor_machine.ClockWatch()
+    health, device_rates = doctor_machine.gpus()
+    findings = [*doctor_machine.machine(job), *health]
     places = with_signals(urls, bounds)
     findings.append(watch.finding())
     for place in places:
-        place.findings += d.too_full(job, place)
-    speed = d.speed(device_rates, job)
-    cadences = d.conclude(job, places, speed)
-    line = d.tiers_line(job, cadences, places, speed)
-    everything = [*findings, *(f for place in places for f in place.findings)]
-    verdict = d.worst(everything)
+        place.findings += doctor_plan.too_full(job, place)
+    speed = doctor_machine.speed(device_rates, job)
+    cadences = doctor_plan.conclude(job, places, speed)
+    line = doctor_plan.tiers_line(job, cadences, places, speed)
+    verdict = worst([*findings, *(f for place in places for f in place.findings)])
     if as_json:
         print_json(
             {
@@ -106,7 +104,7 @@ def diagnose(urls: Sequence[str], bounds: Bounds, job: Job, as_json: bool) -> in
         conclude(cadences, line, job)
     if not all(place.reached for place in places):
         return UNREACHABLE
-    return 1 if verdict == d.PROBLEM else 0
+    return 1 if verdict == PROBLEM else 0
 
 
 def with_signals(urls: Sequence[str], bounds: Bounds) -> list[Place]:
@@ -136,7 +134,7 @@ def with_signals(urls: Sequence[str], bounds: Bounds) -> list[Place]:
 
 
 def be_listened_to(where: str, bounds: Bounds, as_json: bool) -> int:
-    from ckpt.doctor import listening, serve
+    from ckpt.doctor_link import listening, serve
 
     host, port = split_address(where)
     try:
@@ -154,22 +152,22 @@ def be_listened_to(where: str, bounds: Bounds, as_json: bool) -> int:
 
 
 def measured(where: str, bounds: Bounds, job: Job, as_json: bool) -> int:
-    from ckpt import doctor as d
+    from ckpt.doctor_link import link_findings, measure_link
+    from ckpt.findings import worst
 
     host, port = split_address(where)
     if not host or not port:
         raise click.UsageError(f"--to takes HOST:PORT, not {where!r}")
     try:
         with progress("network", 2 * bounds.size) as on_bytes:
-            found = d.measure_link(host, port, size=bounds.size, measure_s=bounds.measure_s, on_bytes=on_bytes)
+            found = measure_link(host, port, size=bounds.size, measure_s=bounds.measure_s, on_bytes=on_bytes)
     except OSError as error:
         say(f"cannot measure to {where}: {error}. Is `ckpt doctor --listen {port}` running there?")
         return UNREACHABLE
-    findings = d.link_findings(found, job)
+    findings = link_findings(found, job)
     if as_json:
-        return print_json(
-            {"verdict": d.worst(findings), "link": asdict(found), "network": [asdict(f) for f in findings]}
-        )
+        rows = [asdict(f) for f in findings]
+        return print_json({"verdict": worst(findings), "link": asdict(found), "network": rows})
     show(where, findings)
     return 0
 
@@ -193,37 +191,6 @@ def local_ranks(world: int, environment: Mapping[str, str]) -> int:
             return min(world, int(said))
     cards = [name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]
     return min(world, len(cards) or world)
-
-
-def remember(urls: Sequence[str], options: Sequence[str]) -> None:
-    """Give each place that is no folder its storage options."""
-    found: dict[str, Any] = {}
-    for option in options:
-        name, equals, text = option.partition("=")
-        if not equals or not name:
-            raise click.UsageError("--option takes KEY=VALUE")  # without repeating what may be a secret
-        inner = found
-        *above, last = name.split(".")
-        for word in above:
-            inner = inner.setdefault(word, {})
-            if not isinstance(inner, dict):
-                raise click.UsageError(f"--option {name}: {word} has a value of its own already")
-        inner[last] = value_of(last, text)
-    far = [url for url in urls if not normalise(url).startswith("file://")]
-    if found and not far:
-        raise click.UsageError("--option is for places that are no folders, and there is none")
-    for url in far if found else ():
-        remember_options(url, found)
-
-
-def value_of(name: str, text: str) -> Any:
-    """Numbers, true, false, null and JSON are what they look like; keys and secrets are always text."""
-    if re.search(r"key|secret|token|passw", name, re.IGNORECASE):
-        return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 # -- for people --

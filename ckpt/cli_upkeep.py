@@ -1,4 +1,6 @@
-"""The commands that change a run from a shell: copy, prune, gc, keep. What they do is in `ckpt.upkeep`.
+"""The commands that change a run from a shell: copy, prune, gc, keep.
+
+What they do is in `ckpt.upkeep` and `ckpt.copying`.
 
 Each prints a plan and does nothing, unless `--yes` is given. With `--json`, one document: the plan, and under `done`
 what was done, null where nothing was.
@@ -8,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,11 +17,24 @@ import click
 
 from ckpt.errors import UsageError
 from ckpt.store import normalise, open_store, remember_options
-from ckpt.terminal import SHOWN, example, json_option, opened, print_json, print_table, progress, safe, say
+from ckpt.terminal import (
+    SHOWN,
+    example,
+    json_option,
+    opened,
+    parse_options,
+    place_option,
+    print_json,
+    print_table,
+    progress,
+    safe,
+    say,
+)
 
 if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
+    from ckpt.copying import CopyPlan
     from ckpt.log import Commit, RunLog
-    from ckpt.upkeep import CopyPlan, GcPlan, Item, PrunePlan
+    from ckpt.upkeep import GcPlan, Item, PrunePlan
 
 T = TypeVar("T")
 Found = dict[str, Any]
@@ -28,31 +42,6 @@ TITLES = ("step", "attempt", "files", "bytes", "what")
 Show = Callable[[Found], None]
 
 
-def key_value(text: str) -> tuple[str, Any]:
-    """KEY=VALUE; a value that is true, false, null, a JSON object or list is that, everything else is text."""
-    key, separator, value = text.partition("=")
-    if not separator or not key:
-        raise click.BadParameter("give KEY=VALUE")  # without what was given, which may be a secret
-    if value in ("true", "false", "null") or value[:1] in ("{", "["):
-        try:
-            return key, json.loads(value)
-        except ValueError as error:
-            raise click.BadParameter(f"the value of {key} is not JSON: {error}") from None
-    return key, value
-
-
-def options(name: str, what: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    return click.option(
-        f"--{name}",
-        f"{name.replace('-', '_')}s",
-        type=key_value,
-        multiple=True,
-        metavar="KEY=VALUE",
-        help=f"{what}, as fsspec's storage_options; may be repeated. Secrets belong into the environment.",
-    )
-
-
-store_options = options("option", "How to reach the place")
 yes_option = click.option("--yes", is_flag=True, help="Do it. Without this, only the plan is shown.")
 grace_option = click.option(
     "--grace",
@@ -94,9 +83,11 @@ def show_end(found: Found, done: str) -> int:
 @click.argument("step", type=click.IntRange(min=0), required=False)
 @click.option("--all", "every", is_flag=True, help="Every checkpoint of the present history.")
 @click.option("--take-over", is_flag=True, help="Let DST go on from it, also if a job trains there: that is fenced.")
-@options("option", "How to reach both places")
-@options("src-option", "How to reach SRC")
-@options("dst-option", "How to reach DST")
+@click.option("--src-option", "src_options", metavar="KEY=VALUE", multiple=True, callback=parse_options,
+              help="The same for SRC alone.")  # fmt: skip
+@click.option("--dst-option", "dst_options", metavar="KEY=VALUE", multiple=True, callback=parse_options,
+              help="The same for DST alone.")  # fmt: skip
+@place_option
 @yes_option
 @json_option
 def copy(
@@ -105,9 +96,8 @@ def copy(
     step: int | None,
     every: bool,
     take_over: bool,
-    options: Sequence[tuple[str, Any]],
-    src_options: Sequence[tuple[str, Any]],
-    dst_options: Sequence[tuple[str, Any]],
+    src_options: Found,
+    dst_options: Found,
     yes: bool,
     as_json: bool,
 ) -> int:
@@ -120,8 +110,8 @@ def copy(
         raise click.UsageError("STEP and --all exclude each other")
     if normalise(src) == normalise(dst):
         raise click.UsageError("SRC and DST are the same place")
-    _remember(src, (*options, *src_options))
-    _remember(dst, (*options, *dst_options))
+    remember_options(src, src_options)
+    remember_options(dst, dst_options)
     found = act(_copy(src, dst, step, every, take_over, yes, nothing if as_json else show_copy))
     if as_json:
         print_json(found)
@@ -142,20 +132,20 @@ def show_copy(found: Found) -> None:
 
 
 async def _copy(src: str, dst: str, step: int | None, every: bool, take_over: bool, yes: bool, show: Show) -> Found:
-    from ckpt import upkeep
+    from ckpt import copying
 
     async with opened(src) as source:
         wanted = _wanted(source, step, every)
         async with _existing(dst) as target:
-            plan = await upkeep.plan_copy(source, target, wanted, take_over)
+            plan = await copying.plan_copy(source, target, wanted, take_over)
         if plan.left_out and not every:
             raise UsageError(f"step {wanted[0].step} cannot be copied: {plan.left_out[0].why}")
         show(found := _copy_json(source.store.url, normalise(dst), plan))
         if yes and plan.copy:
-            far = await upkeep.open_target(dst)
+            far = await copying.open_target(dst)
             try:
                 with progress("copying", sum(item.size for item in plan.copy)) as on_bytes:
-                    await upkeep.copy(source, far, plan, on_bytes=on_bytes)
+                    await copying.copy(source, far, plan, on_bytes=on_bytes)
             finally:
                 await far.store.aclose()
             found["done"] = {"copied": [str(item.attempt) for item in plan.copy]}
@@ -170,11 +160,11 @@ def _wanted(source: RunLog, step: int | None, every: bool) -> list[Commit]:
 
 @contextlib.asynccontextmanager
 async def _existing(url: str) -> AsyncIterator[RunLog | None]:
-    from ckpt import upkeep
+    from ckpt import copying
 
     store = open_store(url)
     try:
-        yield await upkeep.look(store)
+        yield await copying.look(store)
     finally:
         await store.aclose()
 
@@ -206,7 +196,7 @@ def _copy_json(source: str, target: str, plan: CopyPlan) -> Found:
 )
 @click.option("--keep-every", type=click.IntRange(min=1), help="And every one whose step is a multiple of this.")
 @grace_option
-@store_options
+@place_option
 @yes_option
 @json_option
 def prune(
@@ -214,7 +204,6 @@ def prune(
     keep_last: int,
     keep_every: int | None,
     grace_s: float | None,
-    options: Sequence[tuple[str, Any]],
     yes: bool,
     as_json: bool,
 ) -> int:
@@ -223,7 +212,6 @@ def prune(
     The newest one is read back first: nothing goes unless that is sound. Those of `ckpt keep`, the newest finite one
     and the newest two stay in any case. Exit code 1 if the newest one is damaged.
     """
-    _remember(url, options)
     found = act(_prune(url, keep_last, keep_every, grace_s, yes, nothing if as_json else show_prune))
     if as_json:
         print_json(found)
@@ -303,17 +291,14 @@ def _prune_json(url: str, plan: PrunePlan, keep: Any, grace_s: float) -> Found:
     " never be completed then, so let no job and no copy be at work there.",
 )
 @grace_option
-@store_options
+@place_option
 @yes_option
 @json_option
-def gc(
-    url: str, abort_open: bool, grace_s: float | None, options: Sequence[tuple[str, Any]], yes: bool, as_json: bool
-) -> int:
+def gc(url: str, abort_open: bool, grace_s: float | None, yes: bool, as_json: bool) -> int:
     """Delete files that no checkpoint needs: of attempts that have ended, and of those given up.
 
     A job may be training there. Attempts that may still become checkpoints stay, and so do files that are not ours.
     """
-    _remember(url, options)
     found = act(_gc(url, abort_open, grace_s, yes, nothing if as_json else show_gc))
     if as_json:
         return print_json(found)
@@ -382,7 +367,7 @@ def _gc_json(url: str, plan: GcPlan, grace_s: float) -> Found:
 @click.argument("step", type=click.IntRange(min=0))
 @click.option("--note", help="Why; stays with the checkpoint.")
 @click.option("--undo", is_flag=True, help="It may go again, as its age demands.")
-@store_options
+@place_option
 @yes_option
 @json_option
 def keep(
@@ -390,14 +375,12 @@ def keep(
     step: int,
     note: str | None,
     undo: bool,
-    options: Sequence[tuple[str, Any]],
     yes: bool,
     as_json: bool,
 ) -> int:
     """Keep a checkpoint for ever: no retention and no clean-up takes it. A job may be training there."""
     if undo == (note is not None):
         raise click.UsageError("give --note, which says why, or --undo")
-    _remember(url, options)
     found = act(_keep(url, step, note, yes, nothing if as_json else show_keep))
     if as_json:
         return print_json(found)
@@ -435,10 +418,6 @@ async def _keep(url: str, step: int, note: str | None, yes: bool, show: Show) ->
 
 
 # -- what they share --
-
-
-def _remember(url: str, given: Sequence[tuple[str, Any]]) -> None:
-    remember_options(url, dict(given) or None)
 
 
 def _item(item: Item) -> Found:

@@ -20,6 +20,7 @@ from ckpt.errors import (
     FormatError,
     NotFoundError,
     SaveError,
+    SkippedError,
     StoreError,
 )
 from ckpt.events import log as logger
@@ -44,6 +45,8 @@ from ckpt.table import MAX_TABLE, Table, merge
 from ckpt.write import Written
 
 STAGGER_S = 5.0  # the writer of each further rank waits so much longer before it commits for the first one
+PROBES = 3  # whoever repeats a request whose answer was lost finds these bytes, and may take them for his own
+LEFT_OUT = "was left out in"  # so says a reason for an ABORT that is no failure: the place cannot keep up
 POLL_S = (0.01, 0.5)  # seconds between two looks, at first and in the end
 FAR_STAGGER_S, FAR_POLL_S = 60.0, (0.5, 10.0)  # the same where each look is a request
 GROWTH, FAR_GROWTH = 1.3, 2.0  # of the time between two looks
@@ -72,10 +75,11 @@ async def create_run(store: Store) -> None:
         except ExistsError:
             pass  # another job was quicker
     there = bytes(await get_small(store, "FORMAT.json", MAX_FORMAT))
-    try:
-        await store.put("FORMAT.json", there, create=True)  # the same bytes: no harm, should it replace them
-    except ExistsError:
-        return
+    for _ in range(PROBES):
+        try:
+            await store.put("FORMAT.json", there, create=True)  # the same bytes: no harm, should it replace them
+        except ExistsError:
+            return
     raise StoreError(
         f"{store.url} lets an object be created twice: two jobs could overwrite each other's commits. "
         "Use a store with atomic create-if-absent"
@@ -169,6 +173,13 @@ async def complete(log: RunLog, mine: Acquire, attempt: Attempt) -> None:
     await log.append(make, owner=mine)
 
 
+def given_up(state: RunState, attempt: Attempt) -> SaveError:
+    """Why an attempt that has ended is no checkpoint."""
+    why = state.reasons.get(attempt, "its reason is not known any more")
+    kind = SkippedError if LEFT_OUT in why else SaveError
+    return kind(f"step {attempt.step} was given up: {why}")
+
+
 def check_fit(parts: list[Written]) -> None:
     """SaveError if the ranks do not agree about what they saved: some of it twice, or by nobody."""
     ordered = sorted(parts, key=lambda w: w.part.rank)
@@ -213,7 +224,7 @@ async def settle(
         if attempt in state.commits or (attempt in state.retired and attempt not in state.reasons):
             return  # perhaps so long ago that newer ones have taken its place
         if state.ended(attempt):
-            raise SaveError(f"step {attempt.step} was given up: {state.reasons[attempt]}")
+            raise given_up(state, attempt)
         log.check_owner(owner())
         if attempt in state.held and not told:
             told = True
@@ -353,7 +364,12 @@ async def _sound(store: Store, attempt: Attempt, keys: list[str], own: Written |
         if rank in newest:
             continue
         try:
-            newest[rank] = await load_part(store, attempt, rank, number)
+            try:
+                newest[rank] = await load_part(store, attempt, rank, number)
+            except CorruptError:
+                if not store.remote:
+                    raise
+                newest[rank] = await load_part(store, attempt, rank, number)  # perhaps damaged on its way
         except (CorruptError, FormatError, NotFoundError) as error:
             logger.warning("attempt %s, rank %d, try %d does not count: %s", attempt, rank, number, error)
     return newest

@@ -74,7 +74,7 @@ async def rows_of(log: RunLog, saved: Saved, tensor: Tensor, on_bytes: OnBytes) 
     """A verified tensor: one row of bytes an element."""
     key, item = saved.labels[tensor.name], BITS[tensor.dtype] // 8
     whole = np.empty((*tensor.shape, item), np.uint8)
-    reads = read.plan_reads(saved.table, saved.blobs(key))
+    reads = read.plan_reads(saved.table, saved.blobs(key), far=log.store.remote)
     await read.fetch(
         log.store, saved.table, reads, lambda blob, data: scatter(saved, blob, data, whole), on_bytes=on_bytes
     )

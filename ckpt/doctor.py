@@ -20,10 +20,9 @@ import secrets
 import shutil
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ckpt.codec import blob_digest
 from ckpt.doctor_folder import disk, file_system, nearest_folder, space
@@ -47,6 +46,7 @@ from ckpt.findings import (
     OnBytes,
     Place,
     Rates,
+    cleaner,
     judge,
     ms,
     noise,
@@ -79,7 +79,7 @@ class Bounds:
 
 async def examine(url: str, bounds: Bounds, *, on_bytes: OnBytes = None) -> Place:
     """Everything about one place. Raises nothing that a place can be the reason of."""
-    cleaned = Cleaner(url)
+    cleaned = cleaner(url)
     place = Place(cleaned(url))
     try:
         place.url = cleaned(normalise(url))
@@ -160,29 +160,6 @@ async def bounded(what: str, check: Awaitable[list[Finding]], bounds: Bounds) ->
         return [Finding(what, str(error), PROBLEM, "Nothing can be relied on there before this works")]
 
 
-class Cleaner:
-    """Takes passwords and queries out of URLs, and what options call a key or a token out of any text."""
-
-    def __init__(self, url: str) -> None:
-        self._secrets: set[str] = set()
-        with contextlib.suppress(CheckpointError):
-            self._secrets = set(_secrets_in(options_of(url)))
-
-    def __call__(self, text: str) -> str:
-        text = re.sub(r"://[^/@\s]*@", "://", re.sub(r"\?[^\s\"'<>)]*=[^\s\"'<>)]*", "", text))
-        for secret in sorted(self._secrets, key=len, reverse=True):
-            text = text.replace(secret, "***")
-        return text
-
-
-def _secrets_in(options: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in options.items():
-        if isinstance(value, Mapping):
-            yield from _secrets_in(value)
-        elif len(str(value)) >= 4 and re.search(r"key|secret|token|passw|credential|sas", str(name), re.IGNORECASE):
-            yield str(value)
-
-
 @contextlib.asynccontextmanager
 async def scratch(store: Store, root: str | None, findings: list[Finding]) -> AsyncIterator[tuple[Store, str]]:
     """A store and a prefix to write under, that are gone afterwards; if not, a finding says what is left."""
@@ -252,9 +229,10 @@ async def look(store: Store) -> list[Finding]:
         return await _no_run(store, str(error))
     state = log.state
     history = state.lineage()
-    newest = f"newest step {history[0].step}" if history else "no checkpoint yet"
-    text = f"a run: {newest}, {len(state.commits)} checkpoints, owner's epoch {state.epoch}"
-    data = {"newest": history[0].step if history else None, "epoch": state.epoch, "damaged": state.damaged}
+    newest = history[0].step if history else None
+    said = "no checkpoint yet" if newest is None else f"newest step {newest}"
+    text = f"a run: {said}, {len(state.commits)} checkpoints, owner's epoch {state.epoch}"
+    data = {"newest": newest, "epoch": state.epoch, "damaged": state.damaged}
     if state.damaged:
         text += f"; damaged records: {', '.join(map(str, state.damaged[:10]))}"
     advice = "See `ckpt verify --all`. It can go on, but nothing is deleted there any more: better begin a new place"
@@ -354,8 +332,7 @@ async def consistency(
 ) -> list[Finding]:
     """Whether what was written, replaced or deleted is seen at once, and how long small objects take."""
     problems: dict[str, str] = {}
-    puts: list[float] = []
-    gets: list[float] = []
+    puts, gets = list[float](), list[float]()
     end = time.monotonic() + most_s
 
     async def listed(key: str) -> bool:
@@ -436,16 +413,16 @@ async def _read_back(
 ) -> bool:
     """Measure reading, largest objects first; whether every byte is as it was written."""
     done, same = 0, True
-    order = sorted(range(len(sizes)), key=lambda number: -sizes[number])
-    spans = [(n, at, min(RANGE, sizes[n] - at)) for n in order for at in range(0, sizes[n], RANGE)]
+    largest_first = sorted(enumerate(sizes), key=lambda one: -one[1])
+    spans = [(n, at, min(RANGE, size - at)) for n, size in largest_first for at in range(0, size, RANGE)]
     digests = {(at, length): blob_digest(data[at : at + length]) for _, at, length in spans}
     ranges = iter(spans)
 
     async def reader() -> None:
         nonlocal done, same
-        scratch_memory = memoryview(mmap.mmap(-1, RANGE + 2 * PAGE))
+        room = memoryview(mmap.mmap(-1, RANGE + 2 * PAGE))
         for number, start, length in ranges:
-            got = await store.get(f"{prefix}bytes{number}", start=start, length=length, into=scratch_memory)
+            got = await store.get(f"{prefix}bytes{number}", start=start, length=length, into=room)
             same = same and await asyncio.to_thread(blob_digest, got) == digests[start, length]
             done += length
             if on_bytes is not None:

@@ -1,4 +1,4 @@
-"""The network between two nodes: one serves, the other measures. Both end by themselves, whoever is at the other end."""
+"""The network between two nodes: one serves, the other measures. Each ends by itself, whatever the other does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from what was measured: how long saves and restores take, how often they pay, which tiers to have. Pure."""
+"""What follows from what was measured: how long saves and restores take, how often to save, and where. Pure."""
 
 from __future__ import annotations
 

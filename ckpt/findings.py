@@ -8,10 +8,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from ckpt.errors import CheckpointError
+from ckpt.store import options_of
 
 OK, ADVICE, PROBLEM = "ok", "advice", "problem"
 MIB, GB = 1 << 20, 10**9
@@ -92,6 +96,29 @@ def clock_difference(seconds: float, exact_s: float) -> Finding:
         advice += ": S3 refuses requests that are 15 minutes off, and accounts mislead"
         return Finding("clock", text, PROBLEM, advice, data)
     return judge("clock", text, off > exact_s + 2, advice, data)
+
+
+def cleaner(url: str) -> Callable[[str], str]:
+    """What takes passwords and queries out of URLs, and what options call a key or a token out of any text."""
+    hidden: list[str] = []
+    with contextlib.suppress(CheckpointError):
+        hidden = sorted(_secrets_in(options_of(url)), key=len, reverse=True)
+
+    def clean(text: str) -> str:
+        text = re.sub(r"://[^/@\s]*@", "://", re.sub(r"\?[^\s\"'<>)]*=[^\s\"'<>)]*", "", text))
+        for secret in hidden:
+            text = text.replace(secret, "***")
+        return text
+
+    return clean
+
+
+def _secrets_in(options: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _secrets_in(value)
+        elif len(str(value)) >= 4 and re.search(r"key|secret|token|passw|credential|sas", str(name), re.IGNORECASE):
+            yield str(value)
 
 
 def noise(size: int) -> memoryview:

@@ -313,9 +313,12 @@ class Guardian:
             owner=[owner.epoch, owner.nonce, owner.restored and str(owner.restored)],
             roles=[[list(role.ranks), role.place, role.world] for role in self.roles],
             recover=[i for i, role in enumerate(self.roles) if role.place == 0] if recover else [],
-            resume=recover,
         )
         return list(reply["parts"])
+
+    def resume(self) -> None:
+        """All ranks have taken the run over: what was on its way to further tiers can go on."""
+        self.client.send("resume")
 
     def complete(self, tier: int, attempts: list[Attempt]) -> None:
         """All places hold their parts of these."""

@@ -103,7 +103,7 @@ class Loaded(Mapping[str, Tensor]):
         filler = Filler(self._saved, fills)
         log = await read.open_run(self.url)
         try:
-            reads = read.plan_reads(self._saved.table, filler.blobs)
+            reads = read.plan_reads(self._saved.table, filler.blobs, far=log.store.remote)
             await read.fetch(log.store, self._saved.table, reads, filler.add)
         finally:
             await log.store.aclose()

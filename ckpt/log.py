@@ -52,6 +52,8 @@ from ckpt.store import Store, get_small
 
 TYPES = ("ACQUIRE", "BEGIN", "HELD", "COMMIT", "ABORT", "PLAN", "KEEP", "SNAPSHOT")
 SNAPSHOT_EVERY = 256
+LOOSE = {"reasons", "requests"}  # in a SNAPSHOT: of these only the last ones, and versions may differ in how many
+MAX_PARTS = 1_000_000  # in a SNAPSHOT: with more it could become too large to be read, and is left out
 MAX_REASONS = 64  # why attempts ended, of so many of the last ones, in a SNAPSHOT
 MAX_RECORD = 256 << 20
 MAX_GAP = 100_000  # missing records before one that is believed to belong to the log
@@ -154,7 +156,8 @@ def fold(state: RunState, record: dict[str, Any]) -> None:
                 raise CorruptError(f"epoch {acquire.epoch} after {state.epoch}")
             state.acquires.append(acquire)
         elif kind == "SNAPSHOT":
-            if body != summary(state):
+            mine = summary(state)
+            if any(body[key] != mine[key] for key in mine.keys() - LOOSE):  # what a later version adds is its own
                 raise CorruptError(f"record {seq} says something else than the records before it")
         elif kind == "PLAN":
             retire = [Attempt.parse(text) for text in body["retire"]]
@@ -243,10 +246,10 @@ def expand(body: dict[str, Any]) -> RunState:
             held={(a := Attempt.parse(one["attempt"])): _commit(a, one) for one in body["held"]},
             retired=_ungrouped(body["retired"]),
             aborted=_ungrouped(body["aborted"]),
-            reasons={Attempt.parse(a): str(why) for a, why in body["reasons"]},
+            reasons={Attempt.parse(a): str(why) for a, why in body.get("reasons", ())},
             pins={Attempt.parse(a): tuple(map(str, pins)) for a, pins in body["pins"].items()},
             kept={Attempt.parse(a): str(note) for a, note in body["kept"]},
-            requests={str(request): int(n) for request, n in body["requests"].items()},
+            requests={str(request): int(n) for request, n in body.get("requests", {}).items()},
         )
         for epoch, nonce, restored in body["acquires"]:
             if type(epoch) is not int or not state.epoch < epoch < MAX_EPOCH:
@@ -336,13 +339,24 @@ class RunLog:
             chunk = range(start, min(start + 64, wanted.stop))
             raws = await asyncio.gather(*(self._read(seq, sizes.get(seq)) for seq in chunk))
             for seq, raw in zip(chunk, raws, strict=True):
+                if self.store.remote and not self._is_sound(seq, raw):
+                    raw = await self._read(seq, sizes.get(seq))  # what came may have been damaged on its way
                 self._apply(seq, raw)
         return self.state
+
+    def _is_sound(self, seq: int, raw: bytes | None) -> bool:
+        try:
+            self._unsealed(seq, raw)
+        except CorruptError:
+            return False
+        return True
 
     async def _jump(self, sizes: dict[int, int], end: int) -> None:
         """To the newest sound SNAPSHOT, if there is one."""
         for seq in range((end - 1) // SNAPSHOT_EVERY * SNAPSHOT_EVERY, 0, -SNAPSHOT_EVERY):
             raw = await self._read(seq, sizes.get(seq))
+            if self.store.remote and not self._is_sound(seq, raw):
+                raw = await self._read(seq, sizes.get(seq))
             try:
                 record = self._unsealed(seq, raw)
                 if record["type"] != "SNAPSHOT":
@@ -430,6 +444,8 @@ class RunLog:
     def _snapshot_due(self) -> Record | None:
         state = self.state
         if state.next_seq == 0 or state.next_seq % SNAPSHOT_EVERY or state.damaged:
+            return None
+        if sum(len(commit.parts) for commit in (*state.commits.values(), *state.held.values())) > MAX_PARTS:
             return None
         return Record("SNAPSHOT", summary(state), f"snapshot:{state.next_seq}")
 

@@ -27,6 +27,8 @@ from ckpt.write import Snapshot, Written, write_part
 
 COMMON_S = 1.0  # until the step before the newest will do, if not all ranks have the newest
 OTHERS_S = 5.0  # for other ranks to bring theirs, when ours is written
+FAR_QUEUE = 2  # checkpoints on their way from memory to a place that is slow, the one that waits among them
+FAR_PATIENCE = 6  # how much longer ranks wait for each other's parts where these take their time
 LATE_S = 30.0  # for the parts of other ranks, when nobody is left to wait for them
 
 
@@ -73,11 +75,14 @@ class Persister:
         self.heir = str(message.get("heir", ""))
         self.acquires = [Acquire(e, n, None if r is None else Attempt.parse(r)) for e, n, r in message["acquires"]]
         known = {tier.url: tier for tier in self.tiers}  # one of them may be writing the ring at this moment
-        tiers = []
+        tiers: list[Place] = []
         for spec in message["tiers"]:
-            tier = known.pop(spec["url"], None) or await open_place(spec)
-            renew(tier, spec)
-            await tier.log.refresh()
+            tier = known.pop(spec["url"], None)
+            if tier is None:
+                # A writer that takes the place of a dead one must not fail for a bucket that is out of reach just now.
+                tier = await open_place(spec, later=bool(self.first_try and tiers))
+            else:
+                await renew(tier, spec)
             tiers.append(tier)
         self.tiers = tiers
         reply: Message = {
@@ -111,20 +116,19 @@ class Persister:
         epoch, nonce, restored = message["owner"]
         owner = Acquire(epoch, nonce, None if restored is None else Attempt.parse(restored))
         async with self.ownership:
-            for tier in self.tiers:
+            for tier in (tier for tier in self.tiers if tier.opened):
                 await tier.log.refresh()  # the writer of another rank appended it: by an older log we would be fenced
             self._become(owner)
         for tier, (ranks, place, world) in zip(self.tiers, message["roles"], strict=True):
             tier.role = commit.Role(tuple(ranks), place, world)
-            await tier.log.refresh()  # another rank's writer has appended who the owner is
+            if tier.opened:
+                await tier.log.refresh()  # another rank's writer has appended who the owner is
         for i in message.get("recover", ()):
             tier = self.tiers[i]
             wanted = self._to_promote(tier)
             spared = frozenset(tier.in_flight | wanted)
             await commit.recover(tier.log, self._mine(), spared, partial=tier.role.partial)
             await tier.drop_uploads(self._mine(), wanted)
-        if message.get("resume"):
-            self._resuming = self.spawn(self._resume())
         parts = []
         for i in message.get("recover", ()):
             state = self.tiers[i].log.state
@@ -176,7 +180,7 @@ class Persister:
             near = None  # not due there
         part = self._parts.setdefault((tier.url, attempt), asyncio.get_running_loop().create_future())
         if near is not None:
-            near.promoting.add(attempt)
+            near.promoting[attempt] += 1
         written: Written | None = None
         try:
             with self._settles():
@@ -196,7 +200,7 @@ class Persister:
             _resolve(part, False)
             self._parts.pop((tier.url, attempt), None)
             if near is not None:
-                near.promoting.discard(attempt)
+                near.unpin(attempt)
         return {}
 
     async def _stored_by_predecessor(
@@ -224,6 +228,8 @@ class Persister:
         self, tier: Place, near: Place | None, arena: Arena, slot: int, label: Label, free: Callable[[], None]
     ) -> Written | None:
         """From memory, which is quickest; from the nearest tier, if that fails."""
+        if near is None and tier.store.remote:
+            return await self._store_far(tier, arena, slot, label, free)
         try:
             return await self._store(tier, arena, slot, label, last=near is None)
         except FencedError:
@@ -234,6 +240,22 @@ class Persister:
             events.log.warning("%s: step %d is taken from %s: %s", tier.url, label.attempt.step, near.url, error)
             return await self._promote(tier, near, label.attempt, free)
 
+    async def _store_far(
+        self, tier: Place, arena: Arena, slot: int, label: Label, free: Callable[[], None]
+    ) -> Written | None:
+        """With nothing nearer one may wait behind the one on its way: the other slots are for the training."""
+        assert label.attempt is not None
+        if tier.waiting >= FAR_QUEUE:
+            free()
+            error = _too_slow(tier, label.attempt)
+            self.spawn(self._tell_others(tier, label.attempt, tier.role.ranks[tier.role.place], error))
+            raise error
+        tier.waiting += 1
+        try:
+            return await self._store(tier, arena, slot, label)
+        finally:
+            tier.waiting -= 1
+
     async def _promote(self, tier: Place, near: Place, attempt: Attempt, free: Callable[[], None]) -> Written | None:
         """Copy this rank's part from a nearer place, when it is there; None if the attempt is a checkpoint already.
 
@@ -243,55 +265,77 @@ class Persister:
         tier.in_flight.add(attempt)
         tier.waiting += 1
         try:
-            if tier.waiting > promote.BACKLOG:
-                raise SkippedError(
-                    f"step {attempt.step} was left out in {tier.url}, which is slower than its steps come: raise its "
-                    "every=, or max_mib_s if it is throttled"
-                )
+            if tier.waiting > promote.BACKLOG or len(tier.in_flight) > promote.BACKLOG + 2:
+                free()
+                raise _too_slow(tier, attempt)
             known = self._parts.get((near.url, attempt))
             if known is not None and not await asyncio.shield(known):
                 raise SaveError(f"step {attempt.step} is not in {near.url} either")
             free()
             async with tier.busy:
+                await tier.prepare()
+                self._check_wanted(tier, attempt)
                 if tier.log.state.ended(attempt):
                     tier.in_flight.discard(attempt)
                     return None
                 here = await commit.stored_part(near.store, attempt, rank)
                 if here is None:
                     raise SaveError(f"step {attempt.step} is not in {near.url} any more")
-                return await promote.copy_part(near.store, tier.store, attempt, rank, here.part.number)
+                written = await promote.copy_part(near.store, tier.store, attempt, rank, here.part.number)
+            self._check_wanted(tier, attempt)
+            return written
         except BaseException as error:
             tier.in_flight.discard(attempt)
-            await self._tell_others(tier, attempt, rank, error)
+            self.spawn(self._tell_others(tier, attempt, rank, error))
             raise
         finally:
             tier.waiting -= 1
+
+    def _check_wanted(self, tier: Place, attempt: Attempt) -> None:
+        """Not if it was taken back, or another rank has given it up."""
+        state = tier.log.state
+        if attempt in self.retracted:
+            raise SaveError(f"step {attempt.step} was taken back")
+        if attempt in state.aborted or (attempt in state.retired and attempt in state.reasons):
+            raise commit.given_up(state, attempt)
 
     def _to_promote(self, tier: Place) -> set[Attempt]:
         """What a further tier may still get from the nearest, from before a crash: not to be given up there."""
         near = self._near(tier)
         if near is None:
             return set()
-        due = promote.pending(near.log.state, tier.log.state, tier.every)
-        return {commit.attempt for commit in due} | set(near.log.state.held)
+        return {commit.attempt for commit in self._pending(near, tier)} | set(near.log.state.held)
+
+    def resume(self) -> None:
+        """After a start, when all ranks have recovered: go on with what a crash has interrupted."""
+        self._resuming = self.spawn(self._resume())
 
     async def _resume(self) -> None:
-        """After a start: go on with what a crash has interrupted. The ranks share the parts that they see out."""
+        """The ranks share the parts that they see out. What they find pending does not depend on when they look."""
         adoptions = self.adoptions
         for tier in self.tiers[1:]:
             near = self._near(tier)
-            for one in promote.pending(near.log.state, tier.log.state, tier.every) if near is not None else ():
-                if near is not None and one.attempt not in tier.in_flight and adoptions == self.adoptions:
-                    try:
+            if near is None:
+                continue
+            try:
+                await near.log.refresh()
+                await tier.prepare()
+                for one in self._pending(near, tier):
+                    if one.attempt not in tier.in_flight and adoptions == self.adoptions:
                         await self._resume_one(tier, near, one)
-                    except CheckpointError as error:
-                        events.log.warning("step %d is not in %s: %s", one.step, tier.url, error)
+            except CheckpointError as error:
+                events.log.warning(
+                    "what was on its way to %s when the last job ended is not there: %s", tier.url, error
+                )
+
+    def _pending(self, near: Place, tier: Place) -> list[Commit]:
+        return promote.pending(near.log.state, tier.log.state, tier.every, before=self._mine().epoch)
 
     async def _resume_one(self, tier: Place, near: Place, one: Commit) -> None:
         mine = one.parts[near.role.place :: len(near.role.ranks)]
         if not mine:
             return
-        near.promoting.add(one.attempt)
+        near.promoting[one.attempt] += 1
         tier.in_flight.add(one.attempt)
         try:
             async with tier.busy:
@@ -301,7 +345,7 @@ class Persister:
                 ]
             await self._settle(tier, written[0])
         finally:
-            near.promoting.discard(one.attempt)
+            near.unpin(one.attempt)
             tier.in_flight.discard(one.attempt)
 
     # -- from memory --
@@ -321,11 +365,14 @@ class Persister:
         adopted = self.adoptions
         try:
             async with tier.busy:
+                await tier.prepare()
                 if attempt in tier.log.state.commits:
                     tier.in_flight.discard(attempt)
                     return None  # a predecessor did it, and could not say so
                 number = self.tries.get(attempt, self.first_try)
                 self.tries[attempt] = number + 1
+                if arena.label(slot) != label:
+                    raise SaveError(f"step {attempt.step} is not in memory any more")
                 values = json.loads(bytes(arena.values(slot, label)))
                 snapshot = Snapshot(attempt, layout, arena.data(slot, label.data_size), values, label.finite)
                 async with self.ownership:
@@ -402,8 +449,9 @@ class Persister:
         while True:
             mine = self._mine()
             try:
+                patience_s = self.commit_s * (FAR_PATIENCE if tier.store.remote else 1)
                 await commit.settle(
-                    tier.log, self._mine, written, role, deadline_s=self.commit_s, on_held=lambda: self.tell(held)
+                    tier.log, self._mine, written, role, deadline_s=patience_s, on_held=lambda: self.tell(held)
                 )
                 return
             except FencedError:
@@ -438,9 +486,17 @@ class Persister:
         attempt, reason = Attempt.parse(message["attempt"]), str(message["reason"])
         self.retracted.add(attempt)
         self.holdings.mirror.take_back(attempt)
-        for tier in self.tiers:
-            async with tier.busy:
-                await commit.retract(tier.log, self._mine(), attempt, reason)
+        failures: list[CheckpointError] = []
+        with self._settles():
+            for tier in self.tiers:  # all of them, whatever happens in one
+                try:
+                    async with tier.busy:
+                        await tier.prepare()
+                        await commit.retract(tier.log, self._mine(), attempt, reason)
+                except CheckpointError as error:
+                    failures.append(error)
+        if failures:
+            raise failures[0]
         return {}
 
     async def close(self) -> None:
@@ -568,7 +624,7 @@ class Persister:
 
     async def check_owner(self) -> None:
         """FencedError once another job has taken the run over: nobody will come for this memory then."""
-        for tier in self.tiers:
+        for tier in (tier for tier in self.tiers if tier.opened):
             with contextlib.suppress(StoreError):
                 await tier.log.refresh()
                 self._succeed(tier.log)
@@ -577,11 +633,18 @@ class Persister:
     async def finish_begun(self) -> None:
         """What is being written is finished; for the parts of other ranks, which may never come, only a while."""
         end = time.monotonic() + self.commit_s
-        while self.writing and time.monotonic() < end:
+        while (self.writing or any(tier.waiting for tier in self.tiers)) and time.monotonic() < end:
             await asyncio.sleep(0.01)
         end = time.monotonic() + min(LATE_S, self.commit_s)
         while (self._late or any(self.settling.values())) and time.monotonic() < end:
             await asyncio.sleep(0.01)
+
+
+def _too_slow(tier: Place, attempt: Attempt) -> SkippedError:
+    return SkippedError(
+        f"step {attempt.step} {commit.LEFT_OUT} {tier.url}, which is slower than its steps come: raise its every=, or "
+        "max_mib_s if it is throttled"
+    )
 
 
 def _resolve(future: asyncio.Future[bool], value: bool) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +27,7 @@ READ_BACK_EVERY = 10  # checkpoints, in a remote place
 LIST_EVERY = 32  # clean-ups, in a remote place: between them only what is known by name goes
 OPENING_S = 30.0  # how long a remote place is tried when it is opened: an address may be wrong, and somebody waits
 PATIENCE_S = 300.0  # and for each request later
+REACHING = ("options", "environment", "max_mib_s", "max_inflight_mib")  # of a spec: how the place is reached
 READER_GRACE_S = 600.0  # in a remote place, between a PLAN and its deletions
 
 
@@ -44,8 +47,11 @@ class Place:
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
     verified: set[Attempt] = field(default_factory=set)
     in_flight: set[Attempt] = field(default_factory=set)
-    promoting: set[Attempt] = field(default_factory=set)  # read from here, on their way to a further place
+    promoting: Counter[Attempt] = field(default_factory=Counter)  # read from here, on their way to further places
     waiting: int = 0  # checkpoints that wait to be taken here from a nearer place
+    spec: dict[str, Any] = field(default_factory=dict, repr=False)  # perhaps secrets
+    opened: bool = True
+    outdated: list[Store] = field(default_factory=list)  # what is on its way goes on with them
     sweeping: asyncio.Task[None] | None = None
     sweeps: int = 0
     leaving: set[str] = field(default_factory=set)  # names that are deleted when the grace is over
@@ -54,6 +60,17 @@ class Place:
     @property
     def store(self) -> Store:
         return self.log.store
+
+    async def prepare(self) -> None:
+        """Open the place now, if it was out of reach before. Raises what is wrong with it."""
+        if not self.opened:
+            await self.log.open()
+            self.opened = True
+
+    def unpin(self, attempt: Attempt) -> None:
+        self.promoting[attempt] -= 1
+        if self.promoting[attempt] <= 0:
+            del self.promoting[attempt]
 
     async def drop_uploads(self, mine: Acquire, wanted: set[Attempt]) -> None:
         """Abort what earlier incarnations were uploading when they died; nobody sees it, and somebody pays for it."""
@@ -84,7 +101,7 @@ class Place:
     async def _sweep(self, mine: Acquire, tell: Callable[[Message], None]) -> None:
         await self._give_up_old(mine)
         state = self.log.state
-        doomed = retain.choose(state, self.keep, self.verified) - self.promoting
+        doomed = retain.choose(state, self.keep, self.verified) - self.promoting.keys()
         full = not self.store.remote or self.sweeps % LIST_EVERY == 0
         if not doomed and not (state.aborted and full):
             return
@@ -143,37 +160,63 @@ class Place:
         for task in list(self.graces):
             task.cancel()
         await asyncio.gather(*self.graces, return_exceptions=True)
-        with contextlib.suppress(CheckpointError):
-            await self.store.aclose()
+        for store in (self.store, *self.outdated):
+            with contextlib.suppress(CheckpointError):
+                await store.aclose()
 
 
-async def open_place(spec: dict[str, Any]) -> Place:
+async def open_place(spec: dict[str, Any], *, later: bool = False) -> Place:
     """What a trainer says of a tier, opened: created if it is not there, refused if it cannot be trusted.
 
-    `spec`: url, last and every of Keep, `cadence`, `options`, `grace_s` (None: as the kind of place needs it),
-    `max_mib_s` (None: as fast as it goes), `max_inflight_mib`.
+    `spec`: see `ckpt.tiers.Tier.spec`. `later`: a remote place that cannot be opened now is opened when it is needed.
     """
-    url = str(spec["url"])
-    remember_options(url, spec.get("options"))
-    rate, in_flight = spec.get("max_mib_s"), float(spec.get("max_inflight_mib") or 256)
-    limits = {"bytes_per_s": rate and float(rate) * 2**20, "in_flight": int(in_flight * 2**20)}
-    store: Any = open_store(url, writable=True, limits=limits, patience_s=OPENING_S)
+    store = _store_of(spec)
+    log = RunLog(store)
+    place = Place(str(spec["url"]), retain.Keep(spec["last"], spec["every"]), log, spec=spec)
+    _settings(place, spec)
     try:
         await commit.create_run(store)
-        log = RunLog(store)
         await log.open()
-        if store.remote:
-            store.budget_s = PATIENCE_S
+    except CheckpointError as error:
+        if not (later and store.remote):
+            await store.aclose()
+            raise
+        place.opened = False
+        events.log.warning("%s cannot be opened now: %s", place.url, error)
     except BaseException:
         await store.aclose()
         raise
-    place = Place(url, retain.Keep(spec["last"], spec["every"]), log)
-    renew(place, spec)
+    if store.remote:
+        store.budget_s = PATIENCE_S
     return place
 
 
-def renew(place: Place, spec: dict[str, Any]) -> None:
-    """What the next incarnation of the trainer may say otherwise."""
+async def renew(place: Place, spec: dict[str, Any]) -> None:
+    """What the next incarnation of the trainer may say otherwise: credentials and limits among it."""
+    _settings(place, spec)
+    if any(spec.get(key) != place.spec.get(key) for key in REACHING):
+        place.outdated.append(place.store)
+        place.log.store = _store_of(spec)
+    place.spec = spec
+    store: Any = place.store
+    if store.remote:
+        store.budget_s = OPENING_S
+    if place.opened:
+        await place.log.refresh()
+    if store.remote:
+        store.budget_s = PATIENCE_S
+
+
+def _settings(place: Place, spec: dict[str, Any]) -> None:
     grace_s = spec.get("grace_s")
     place.keep, place.every = retain.Keep(spec["last"], spec["every"]), int(spec.get("cadence", 1))
     place.grace_s = float(grace_s) if grace_s is not None else READER_GRACE_S if place.store.remote else 0.0
+
+
+def _store_of(spec: dict[str, Any]) -> Any:
+    url = str(spec["url"])
+    os.environ.update(spec.get("environment") or {})
+    remember_options(url, spec.get("options"))
+    rate, in_flight = spec.get("max_mib_s"), float(spec.get("max_inflight_mib") or 256)
+    limits = {"bytes_per_s": rate and float(rate) * 2**20, "in_flight": int(in_flight * 2**20)}
+    return open_store(url, writable=True, limits=limits, patience_s=OPENING_S)

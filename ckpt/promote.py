@@ -17,10 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.codec import blob_digest, file_digest
-from ckpt.commit import commit as append_commit
 from ckpt.commit import load_part
 from ckpt.errors import CorruptError, ExistsError, NotFoundError
-from ckpt.log import Acquire, Commit, RunLog, RunState
+from ckpt.log import Commit, RunLog, RunState
 from ckpt.manifest import MAX_JSON, Attempt, PackInfo, part_key, table_key
 from ckpt.store import PAGE, Store, get_small
 from ckpt.table import Table
@@ -32,15 +31,17 @@ BACKLOG = 3  # checkpoints that a new incarnation still takes to a further tier
 OnBytes = Callable[[int], None] | None
 
 
-def pending(near: RunState, far: RunState, every: int) -> list[Commit]:
+def pending(near: RunState, far: RunState, every: int, *, before: int) -> list[Commit]:
     """Checkpoints of the present history that are due in a further tier and not there yet, newest first. Pure.
 
-    Only what is newer than all that the further tier has, and of that the last few: a run that was long without its
-    bucket does not first make up for all of it.
+    Of epochs before this one: those are the same whenever a rank looks. Only what is newer than all that the further
+    tier has, and of that the last few: a run that was long without its bucket does not first make up for all of it.
     """
-    newest = max(far.commits, default=None)
-    due = [c for c in near.lineage() if c.step % every == 0 and (newest is None or c.attempt > newest)]
-    return [c for c in due if not far.ended(c.attempt)][:BACKLOG]
+    history = [c for c in near.lineage() if c.attempt.epoch < before]
+    there = [a for a in far.commits if a.epoch < before and a in {c.attempt for c in history}]
+    newest = max(there, default=None)
+    due = [c for c in history if c.step % every == 0 and (newest is None or c.attempt > newest)]
+    return [c for c in due[:BACKLOG] if not far.ended(c.attempt)]
 
 
 async def copy_part(
@@ -152,28 +153,3 @@ async def measure(log: RunLog, commit: Commit) -> Size:
     ]
     packs = [pack for written in parts for pack in written.part.packs]
     return Size(len(packs) + 2 * len(parts) + 1, sum(pack.size for pack in packs))
-
-
-async def copy_checkpoint(
-    source: RunLog, target: RunLog, commit: Commit, owner: Acquire | None, *, on_bytes: OnBytes = None
-) -> Commit:
-    """All of a checkpoint. `owner`: whose run the target is; None: whoever's it is by then.
-
-    SaveError if the target has given this attempt up meanwhile; CorruptError if the source is damaged or partial.
-    """
-    if not commit.whole:
-        raise CorruptError(
-            f"{source.store.url} holds {len(commit.parts)} of {commit.world} parts of step {commit.step}: the others "
-            "are on the disks of other nodes"
-        )
-    window = asyncio.Semaphore(PARTS)
-
-    async def copy(rank: int, number: int, digest: str) -> Written:
-        async with window:
-            return await copy_part(
-                source.store, target.store, commit.attempt, rank, number, expected=digest, on_bytes=on_bytes
-            )
-
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(copy(*part)) for part in commit.parts]
-    return await append_commit(target, owner, [task.result() for task in tasks])

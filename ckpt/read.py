@@ -19,7 +19,7 @@ import numpy as np
 
 from ckpt.codec import blob_digest, file_digest
 from ckpt.commit import load_table, read_part
-from ckpt.errors import CorruptError, NoCheckpointError, NotFoundError, StoreError
+from ckpt.errors import AccessError, CorruptError, NoCheckpointError, NotFoundError, StoreError
 from ckpt.events import log as logger
 from ckpt.log import Commit, RunLog
 from ckpt.manifest import Attempt, Part, index_key, table_key
@@ -31,7 +31,7 @@ from ckpt.table import Table, merge
 S = TypeVar("S")
 T = TypeVar("T")
 AT_ONCE = 64  # parts or tables
-READ = 8 << 20  # bytes of one read, at most (a blob is never split)
+READ, FAR_READ = 8 << 20, 16 << 20  # bytes of one read, at most (a blob is never split); and where each is a request
 GAP = 64 << 10  # reading over a gap this small is cheaper than another read
 PARALLEL = 8
 
@@ -160,15 +160,16 @@ class Read:
     blobs: tuple[int, ...]
 
 
-def plan_reads(table: Table, blobs: Iterable[int]) -> list[Read]:
-    """Ranges that cover the given blobs, near ones joined, in the order they lie on disk."""
+def plan_reads(table: Table, blobs: Iterable[int], *, far: bool = False) -> list[Read]:
+    """Ranges that cover the given blobs, near ones joined, in the order they lie on disk. `far`: in a remote place."""
+    most = FAR_READ if far else READ
     wanted = sorted((int(table.pack[blob]), int(table.offset[blob]), blob) for blob in blobs)
     reads: list[Read] = []
     group: list[int] = []
     pack = start = end = -1
     for p, offset, blob in wanted:
         last = offset + int(table.stored[blob])
-        if group and (p != pack or offset > end + GAP or max(last, end) - start > READ):
+        if group and (p != pack or offset > end + GAP or max(last, end) - start > most):
             reads.append(Read(table.packs[pack], start, end - start, tuple(group)))
             group = []
         if not group:
@@ -199,7 +200,7 @@ async def fetch(
     async def worker(pool: ThreadPoolExecutor) -> None:
         nonlocal failed
         loop = asyncio.get_running_loop()
-        scratch = memoryview(mmap.mmap(-1, READ + 2 * PAGE))
+        scratch = memoryview(mmap.mmap(-1, FAR_READ + 2 * PAGE))  # touched as far as it is used
         for read in queue:
             if failed:
                 return
@@ -240,28 +241,40 @@ def _deliver(table: Table, read: Read, data: memoryview, sink: Sink | None, on_d
             sink(blob, view)
 
 
+def _problem(store: Store, error: CorruptError | StoreError) -> str:
+    """What is wrong with stored bytes. An error that is only about reaching them is raised instead."""
+    if store.remote and (isinstance(error, AccessError) or error.retryable):
+        raise error
+    return str(error)
+
+
 async def verify(store: Store, commit: Commit, *, on_bytes: Callable[[int], None] | None = None) -> list[str]:
-    """Read every byte of a checkpoint; the problems found, none if it is sound."""
+    """Read every byte of a checkpoint; the problems found, none if it is sound.
+
+    StoreError if the place does not let itself be read now: that says nothing about what is in it.
+    """
     try:
         manifest = await load_manifest(store, commit)
     except (CorruptError, StoreError) as error:
-        return [str(error)]
+        return [_problem(store, error)]
     attempt, damaged = commit.attempt, list[str]()
     tables = [(table_key(attempt, part.rank, part.number), part.table) for part in manifest.parts]
     for key, digest in [(index_key(attempt, commit.index), commit.index), *tables]:
         try:
             await load_table(store, key, digest)
         except (CorruptError, StoreError) as error:
-            damaged.append(str(error))
+            damaged.append(_problem(store, error))
     for part in manifest.parts:
         for pack in part.packs:
             try:
                 head = await store.get(pack.key, start=0, length=pack.header_size)
             except StoreError as error:
-                damaged.append(str(error))
+                damaged.append(_problem(store, error))
                 continue
             if file_digest(head) != pack.header:
                 damaged.append(f"{pack.key} is damaged: its header does not match its digest")
-    reads = plan_reads(manifest.table, range(len(manifest.table.length)))
-    await fetch(store, manifest.table, reads, None, on_bytes=on_bytes, on_damage=lambda _, e: damaged.append(str(e)))
+    reads = plan_reads(manifest.table, range(len(manifest.table.length)), far=store.remote)
+    await fetch(
+        store, manifest.table, reads, None, on_bytes=on_bytes, on_damage=lambda _, e: damaged.append(_problem(store, e))
+    )
     return damaged

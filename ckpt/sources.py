@@ -278,7 +278,7 @@ class StoreSource:
             missing.update(dict.fromkeys(lost, error))
 
         async with read.opened(self.tier) as store:
-            reads = read.plan_reads(self.saved.table, blobs)
+            reads = read.plan_reads(self.saved.table, blobs, far=store.remote)
             await read.fetch(store, self.saved.table, reads, sink, on_damage=note if self._others else None)
         for url in self._others if missing else ():
             try:
@@ -311,7 +311,8 @@ class StoreSource:
                     sink(same, data)
                     done.append(same)
 
-            await read.fetch(store, theirs, read.plan_reads(theirs, alike), take, on_damage=lambda blobs, error: None)
+            reads = read.plan_reads(theirs, alike, far=store.remote)
+            await read.fetch(store, theirs, reads, take, on_damage=lambda blobs, error: None)
         for blob in done:
             del missing[blob]
         if done:

@@ -124,6 +124,7 @@ _BUILT_IN = {
 }
 _LIMIT, _RETRY = "ckpt_backends.limit:Limit", "ckpt_backends.retry:Retry"
 _options: dict[str, Mapping[str, Any]] = {}
+_ANYWHERE = ""  # among them, what holds for every place
 
 
 def normalise(url: str | Path) -> str:
@@ -139,16 +140,16 @@ def normalise(url: str | Path) -> str:
     return f"{scheme}://{rest.rstrip('/')}"
 
 
-def remember_options(url: str | Path, options: Mapping[str, Any] | None) -> None:
-    """How this process reaches a place, besides what environment and configuration files say: fsspec's
+def remember_options(url: str | Path | None, options: Mapping[str, Any] | None) -> None:
+    """How this process reaches a place (None: any), besides what environment and configuration files say: fsspec's
     `storage_options`. They hold wherever the place is opened from now on, and are never written down."""
     if options is not None:
-        _options[normalise(url)] = dict(options)
+        _options[_ANYWHERE if url is None else normalise(url)] = dict(options)
 
 
 def options_of(url: str | Path) -> Mapping[str, Any]:
     """What `remember_options` was told about a place."""
-    return _options.get(normalise(url), {})
+    return {**_options.get(_ANYWHERE, {}), **_options.get(normalise(url), {})}
 
 
 def open_store(

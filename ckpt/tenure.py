@@ -101,6 +101,8 @@ class Tenure:
         point("run.taken")
         owner = Acquire(epochs[0], nonce, restored)
         complete = together(world, "own", partial(guardian.own, owner, recover=restored is None), _complete)
+        if restored is None:
+            guardian.resume()
         for i in range(len(self._tiers)):
             attempts = [Attempt.parse(text) for number, text in complete if number == i]
             if attempts and guardian.roles[i].place == 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ import click
 
 from ckpt.errors import FormatError
 from ckpt.log import RunLog
-from ckpt.store import open_store
+from ckpt.store import open_store, remember_options
 
 OnBytes = Callable[[int], None] | None
 
@@ -39,14 +40,55 @@ def example(*lines: str) -> str:
     return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
 
 
+def parse_options(context: click.Context, parameter: click.Parameter, given: Sequence[str]) -> dict[str, Any]:
+    """KEY=VALUE as fsspec's storage_options: a.b=c is one inside another; true, false, null, numbers and JSON are what
+    they look like, but keys and secrets are always text. What was given is not repeated in errors: it may be a secret.
+    """
+    found: dict[str, Any] = {}
+    for one in given:
+        name, equals, text = one.partition("=")
+        if not equals or not name:
+            raise click.BadParameter("give KEY=VALUE", context, parameter)
+        inner, (*above, last) = found, name.split(".")
+        for word in above:
+            inner = inner.setdefault(word, {})
+            if not isinstance(inner, dict):
+                raise click.BadParameter(f"{word} has a value of its own already", context, parameter)
+        inner[last] = _value_of(last, text)
+    return found
+
+
+def _value_of(name: str, text: str) -> Any:
+    if re.search(r"key|secret|token|passw", name, re.IGNORECASE):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _for_all(context: click.Context, parameter: click.Parameter, given: Sequence[str]) -> None:
+    remember_options(None, parse_options(context, parameter, given))
+
+
+place_option = click.option(
+    "--option",
+    metavar="KEY=VALUE",
+    multiple=True,
+    expose_value=False,
+    callback=_for_all,
+    help="How to reach object stores, as fsspec's storage_options; repeatable. Secrets belong into the environment.",
+)
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 step_option = click.option("--step", type=click.IntRange(min=0), help="This step instead of the newest.")
 
 
 @contextlib.asynccontextmanager
-async def opened(url: str) -> AsyncIterator[RunLog]:
-    """A run's log. FormatError if there is no run; damaged records are said on stderr."""
-    log = RunLog(open_store(url))
+async def opened(url: str, *, whole: bool = False) -> AsyncIterator[RunLog]:
+    """A run's log, all of it if `whole`. FormatError if there is no run; damaged records are said on stderr."""
+    log = RunLog(open_store(url), whole=whole)
     try:
         try:
             await log.open()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from ckpt.errors import UsageError
 from ckpt.retain import Keep
 from ckpt.store import normalise, remember_options
+
+CREDENTIALS = ("AWS_", "GOOGLE_", "AZURE_")  # so begin the names of what says who one is
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,8 @@ class Tier:
         if self.reader_grace_s is not None and not self.reader_grace_s >= 0:
             raise UsageError(f"{self} makes no sense: reader_grace_s is a number from 0")
         object.__setattr__(self, "url", normalise(self.url))
+        if urlsplit(self.url).password:
+            raise UsageError("a password does not belong into a URL, which is logged: give it in storage_options=")
         if self.url.startswith("memory:"):
             raise UsageError(f"{self.url} lives in one process only, and would end with it: use ckpt.Memory()")
         if isinstance(self.keep, int):
@@ -76,7 +82,7 @@ class Tier:
             raise UsageError("storage_options must be plain values: they are handed to the writer process") from None
 
     def spec(self) -> dict[str, Any]:
-        """What the writer needs to know of it."""
+        """What the writer needs to know of it: the environment too, since one that is there may be of another."""
         return {
             "url": self.url,
             "last": self.keeping.last,
@@ -86,6 +92,7 @@ class Tier:
             "max_mib_s": self.max_mib_s,
             "max_inflight_mib": self.max_inflight_mib,
             "grace_s": self.reader_grace_s,
+            "environment": {k: v for k, v in os.environ.items() if k.startswith(CREDENTIALS)},
         }
 
     @property

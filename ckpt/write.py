@@ -64,9 +64,14 @@ async def write_part(
     layout, rank = snapshot.layout, snapshot.layout.rank
     key = pack_key(snapshot.attempt, rank, number)
     header = layout.arrangement.header
-    await _write_pack(store, key, header, snapshot.data, on_bytes)
+    digesting = asyncio.ensure_future(asyncio.to_thread(digest_blobs, layout, snapshot.data))  # meanwhile
     try:
-        digests = await asyncio.to_thread(digest_blobs, layout, snapshot.data)
+        await _write_pack(store, key, header, snapshot.data, on_bytes)
+    except BaseException:
+        await asyncio.wait((digesting,))  # it reads memory that is somebody else's from then on
+        raise
+    try:
+        digests = await digesting
         check()
         table = build_table(layout, key, digests)
         raw_table = table.to_bytes()
@@ -135,8 +140,9 @@ async def upload_from(
     upload = await store.upload(key, size=size)
     point("pack.opened")
     try:
-        window = asyncio.Semaphore(PARTS_IN_FLIGHT if upload.part else IN_FLIGHT)
         length = upload.part or CHUNK
+        room = getattr(store, "in_flight", PARTS_IN_FLIGHT * length) // length  # as far as it is limited
+        window = asyncio.Semaphore(max(1, min(PARTS_IN_FLIGHT, room)) if upload.part else IN_FLIGHT)
 
         async def write(offset: int) -> None:
             try:

@@ -166,7 +166,7 @@ class Writer:
         await self.persister.drain(adoptions)
 
     def _on_death(self, adoptions: int) -> None:
-        if not self.dead and adoptions == self.persister.adoptions:
+        if not self.dead and not self.leaving and adoptions == self.persister.adoptions:
             self.dead = True
             self._spawn(self._outlive(adoptions))
 
@@ -241,6 +241,11 @@ class Writer:
     async def do_write(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Make a checkpoint of a sealed slot in one tier; replies when it is durable."""
         return await self.persister.write(message), ()
+
+    async def do_resume(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """All ranks have recovered."""
+        self.persister.resume()
+        return {}, ()
 
     async def do_retract(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """A snapshot must not be committed, or not stay so."""

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 import torch
@@ -500,3 +501,16 @@ def test_a_reader_that_is_gone_already_is_quiet(made: Path) -> None:
     result = subprocess.run(words, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(writer)
     assert (result.returncode, result.stderr) == (141, "")
+
+
+def test_options_of_places() -> None:
+    """Options may lie inside others; what looks like JSON is, but keys and secrets are text; what cannot be parsed is
+    refused without being repeated."""
+    context: Any = None
+    given = ["a.b=5", "a.c=x", "anon=true", "secret=123", "url=http://x?y=z", 'config_kwargs={"read_timeout": 5}']
+    expected = {"a": {"b": 5, "c": "x"}, "anon": True, "secret": "123", "url": "http://x?y=z"}
+    assert terminal.parse_options(context, context, given) == expected | {"config_kwargs": {"read_timeout": 5}}
+    for wrong in (["hidden-without-key"], ["=hidden"], ["a=hidden", "a.b=hidden"]):
+        with pytest.raises(click.BadParameter) as caught:
+            terminal.parse_options(context, context, wrong)
+        assert "hidden" not in str(caught.value)

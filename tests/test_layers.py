@@ -17,18 +17,21 @@ import ckpt
 LAYERS = (
     ("errors", "events", "mutex", "geometry"),  # words everyone shares, a lock, boxes
     ("store", "triggers", "rally"),  # the byte interface of a place; when to save out of turn, and on which step
-    ("codec", "values", "link", "world", "testing"),  # digests, plain values as JSON, the wire to the writer, other ranks
-    ("notices", "pressure", "wakeup", "pulse", "fault"),  # what may happen: seen, and said
+    ("codec", "values", "link", "world", "testing"),  # digests, values as JSON, the wire to the writer, other ranks
+    ("notices", "pressure", "wakeup", "pulse", "fault", "findings"),  # what may happen, or be the case: seen, and said
     ("hang",),  # whether, and who, holds the others up
     ("evidence",),  # what a process does, from outside
     ("manifest",),  # the small files, and the names of all files
     ("plan",),  # where every byte goes
     ("share", "table", "log", "arena", "tensors"),  # what things are
     ("exchange", "sharding", "saved", "write", "rng", "hooks"),  # pieces of tensors; files; before an update
-    ("commit", "restore", "doctor"),  # files become a checkpoint; tensors again; what to know before a job
+    ("doctor_folder", "doctor_s3", "doctor_machine", "doctor_link"),  # what one kind of thing is like, before a job
+    ("doctor", "doctor_plan"),  # all about a place; what follows for a job
+    ("commit", "restore"),  # files become a checkpoint; tensors again
     ("nodes", "read"),  # what a state is made of; back from a store
     ("state", "retain", "promote"),  # the state as a whole; how long; from one place to another
     ("stage", "sources", "tiers", "upkeep"),  # tensors into memory; where to restore from, and to save to
+    ("copying",),  # a run to another place, from outside
     ("resume", "handle", "loaded", "compare"),  # what all ranks agree to restore; what users hold in their hands
     ("mirror", "client", "replicas", "relief"),  # a copy on another node; the trainer's end of the process boundary
     ("holdings", "places"),  # what a writer has in memory, and open
@@ -49,7 +52,8 @@ NO_TORCH = {
     "store", "codec", "values", "link", "manifest", "plan", "table", "log", "arena",
     "write", "commit", "read", "retain", "tiers", "handle", "writer", "compare",
     "triggers", "rally", "notices", "pressure", "wakeup", "pulse", "fault", "hang", "holdings", "persist", "vigil",
-    "witness", "promote", "places", "upkeep", "cli_upkeep", "doctor", "cli_doctor",
+    "witness", "promote", "places", "upkeep", "copying", "cli_upkeep", "findings", "doctor", "doctor_folder",
+    "doctor_s3", "doctor_machine", "doctor_link", "doctor_plan", "cli_doctor",
 }  # fmt: skip
 """What the writer process or a light `import ckpt` needs: none of these imports torch, not even for types."""
 

@@ -206,7 +206,7 @@ def test_a_damaged_piece_comes_from_the_bucket(moto: MotoServer, url: str, tmp_p
 
 
 def test_both_places_damaged_in_different_pieces(moto: MotoServer, url: str, tmp_path: Path) -> None:
-    """One piece is damaged here, another there: together they have all of it. The same piece in both: the older step."""
+    """One piece is damaged here, another there: both together have it. The same piece in both: the older step."""
     state, folder, second = toy.build(), tmp_path / "run", tmp_path / "second"
     folders = [ckpt.Tier(str(home), every=2) for home in (folder, second)]
     places = [ckpt.Memory(), *folders, tier(url, moto, every=4)]

@@ -129,7 +129,7 @@ def test_one_wrong_bit_after_restore_fails_it(tmp_path: Path) -> None:
     process = start("--ranks", "1,2", "--steps-per-round", 4, tmp=tmp, path=str(path))
     text = process.communicate(timeout=280.0)[0]
     assert process.returncode == 1, text
-    assert "wrong: tensor model.blocks.1.up.weight, restored at step" in text, print(text)
+    assert "wrong: tensor model.blocks.1.up.weight, restored at step" in text, text
     assert "FAILED" in text
     assert not left(tmp)
 

@@ -24,14 +24,13 @@ from s3_server import MotoServer, storage_options
 from test_cli import Result, attempt_of, call, flip
 
 import ckpt
-from ckpt import commit, retain, upkeep
-from ckpt.cli_upkeep import key_value
+from ckpt import commit, copying, retain, upkeep
 from ckpt.errors import FencedError, NoCheckpointError
 from ckpt.log import Acquire, Record, RunLog, RunState
 from ckpt.manifest import Attempt, new_nonce, owner, pack_key
 from ckpt.plan import Layout, TensorSpec
 from ckpt.retain import Keep
-from ckpt.store import open_store, remember_options
+from ckpt.store import open_store, options_of, remember_options
 from ckpt.write import Snapshot, write_part
 
 __all__ = ["call"]  # the fixture
@@ -161,26 +160,22 @@ def test_each_has_help_with_an_example(call: Call, name: str) -> None:
     assert f"\n  {name} " in call("--help").out
 
 
-def test_options_are_text_unless_they_look_like_json() -> None:
-    """A key of digits stays text; what cannot be parsed is refused without being repeated."""
-    assert key_value("key=0123") == ("key", "0123")
-    assert key_value("a=b=c") == ("a", "b=c")
-    assert key_value("anon=true") == ("anon", True)
-    assert key_value('config_kwargs={"read_timeout": 5}') == ("config_kwargs", {"read_timeout": 5})
-    for text in ("secret-without-key", "=x", "key={secret"):
-        with pytest.raises(Exception, match=r"KEY=VALUE|not JSON") as caught:
-            key_value(text)
-        assert "secret" not in str(caught.value)
-
-
 def test_options_reach_the_place(call: Call, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--option goes to both sides of a copy, the others to one, and win."""
     told: dict[str, Any] = {}
-    monkeypatch.setattr("ckpt.cli_upkeep.remember_options", lambda url, given: told.update({Path(url).name: given}))
+
+    def look(url: str, **settings: Any) -> Any:
+        told[Path(url).name] = dict(options_of(url))
+        return open_store(url, **settings)
+
+    for module in ("ckpt.cli_upkeep", "ckpt.copying", "ckpt.terminal"):
+        monkeypatch.setattr(f"{module}.open_store", look, raising=False)
     call("copy", run, f"{run}2", "--option", "a=1", "--src-option", "a=2", "--dst-option", "b=3")
-    assert told == {"run": {"a": "2"}, "run2": {"a": "1", "b": "3"}}
-    call("gc", run, "--option", "a=4")
-    assert told["run"] == {"a": "4"}
+    assert told == {"run": {"a": 2}, "run2": {"a": 1, "b": 3}}
+    call("gc", f"{run}2", "--option", "a=4")
+    assert told["run2"] == {"a": 4, "b": 3}
+    remember_options(run, {})
+    remember_options(f"{run}2", {})
 
 
 # -- copy --
@@ -280,15 +275,16 @@ def test_a_job_that_comes_while_files_are_copied_wins(
     run: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy does not fence somebody whom its plan did not know."""
-    there, real = tmp_path / "there", upkeep._copy_files
+    there, real = tmp_path / "there", copying._copy_files
 
-    async def and_a_job(source: Any, target: Any, *rest: Any) -> None:
-        await real(source, target, *rest)
+    async def and_a_job(source: Any, target: Any, *rest: Any) -> Any:
+        written = await real(source, target, *rest)
         log = RunLog(target)
         await log.open()
         await commit.acquire(log, new_nonce())
+        return written
 
-    monkeypatch.setattr(upkeep, "_copy_files", and_a_job)
+    monkeypatch.setattr(copying, "_copy_files", and_a_job)
     refused = call("copy", run, there, "--yes")
     assert refused.code == 2 and "took" in refused.err and steps(there) == []
 
@@ -303,7 +299,7 @@ def test_what_was_given_up_there_never_comes_back(run: Path, call: Call, tmp_pat
         end = Record("PLAN", {"retire": [str(gone)], "delete": []}, "plan:x")
     else:
         shutil.rmtree(there)
-        work(there, lambda log: commit.acquire(log, f"{upkeep.COPIED}{new_nonce()}"))
+        work(there, lambda log: commit.acquire(log, f"{copying.COPIED}{new_nonce()}"))
         end = Record("ABORT", {"attempt": str(gone), "reason": "by a test"}, "abort:x")
     work(there, lambda log: log.append(lambda state: end, owner=None))
     refused = call("copy", run, there, "--yes")
@@ -353,13 +349,13 @@ def test_a_source_that_retires_it_meanwhile(
     run: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not called damaged."""
-    real, copy = tmp_path / "there", upkeep.copy
+    real, copy = tmp_path / "there", copying.copy
 
     async def late(source: RunLog, *rest: Any, **more: Any) -> None:
         await retain.retire(source, None, Keep(1), {max(source.state.commits)})
         await copy(source, *rest, **more)
 
-    monkeypatch.setattr(upkeep, "copy", late)
+    monkeypatch.setattr(copying, "copy", late)
     refused = call("copy", run, real, 2, "--yes")
     assert refused.code == 2 and "was retired while it was copied" in refused.err
 
@@ -766,15 +762,16 @@ def bucket() -> Iterator[str]:
         yield server.url
 
 
-def options_of(server: str) -> list[str]:
+def words_of(server: str) -> list[str]:
     return [word for key, value in storage_options(server).items() for word in ("--option", f"{key}={value}")]
 
 
 def test_there_and_back_again(bucket: str, trained: Path, tmp_path: Path, call: Call) -> None:
     """To a bucket and from there to another folder: the same bits."""
     far = "s3://bucket/there"
-    assert call("copy", trained, far, "--all", "--yes", *options_of(bucket)).code == 0
-    assert call("copy", far, tmp_path / "back", "--yes", *options_of(bucket)).code == 0
+    remember_options(far, storage_options(bucket))
+    assert call("copy", trained, far, "--all", "--yes", *words_of(bucket)).code == 0
+    assert call("copy", far, tmp_path / "back", "--yes", *words_of(bucket)).code == 0
     assert differences(trained, tmp_path / "back", call) == []
     assert steps(far) == [6, 4, 2]
 

@@ -33,6 +33,7 @@ class Limit:
         self.store = store
         self.url = store.url
         self.remote = store.remote
+        self.in_flight = in_flight
         self._gate = Gate(bytes_per_s, in_flight, requests)
         if hasattr(store, "in_flight"):  # what it sends after `write_at` has returned
             store.in_flight = min(store.in_flight, in_flight)

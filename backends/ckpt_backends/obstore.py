@@ -24,15 +24,8 @@ from obstore.store import S3Store as Place
 
 from ckpt.errors import StoreError
 from ckpt.events import log
-from ckpt_backends.remote import (
-    InOrder,
-    MaybeDone,
-    OutOfRangeError,
-    UnknownRequestError,
-    check_complete,
-    check_range,
-    refusal,
-)
+from ckpt_backends.refusals import OutOfRangeError, UnknownRequestError, refusal
+from ckpt_backends.remote import InOrder, MaybeDone, check_complete, check_range
 
 if TYPE_CHECKING:
     from ckpt_backends.s3 import S3Store
@@ -326,4 +319,5 @@ def _said(error: Exception) -> tuple[str, int]:
 
 
 def _is_network(text: str) -> bool:
-    return "reqwest::Error" in text or "HTTP error" in text or "HttpError" in text
+    signs = ("reqwest::Error", "HTTP error", "HttpError", "Got invalid")  # the last: an answer that is none
+    return any(sign in text for sign in signs)

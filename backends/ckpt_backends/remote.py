@@ -4,36 +4,26 @@ Nothing is asked of a place before the first request, which also decides the eve
 Creating an object only if it is absent needs a file system that does so by itself; whether it tells the truth about
 that is found out by those who rely on it.
 
-The errors of all drivers are translated here by what they mean. A message of ours carries no secret: what a driver
-said is repeated without the queries of URLs, which may be signed, and without what the options call a key or a token.
+The errors of all drivers are translated by what they mean (`ckpt_backends.refusals`). A message of ours carries no
+secret: what a driver said is repeated without the queries of URLs, which may be signed, and without what the options
+call a key or a token.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import inspect
 import os
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt.errors import (
-    AccessError,
-    CheckpointError,
-    CorruptError,
-    ExistsError,
-    FullError,
-    NotFoundError,
-    StoreError,
-    UsageError,
-)
+from ckpt.errors import CheckpointError, CorruptError, ExistsError, NotFoundError, StoreError, UsageError
 from ckpt.store import Buffer, ObjectInfo, Upload, check_key, options_of
+from ckpt_backends.refusals import GoneError, meaning, without_secrets
 
 PART = 16 << 20  # bytes; 64 MiB gained nothing against a real server, and cost memory
 REQUESTS = 16  # in flight for what is done to many objects at once
-_MISSING = "not there"  # not None: a driver may mean something by that
 
 
 class RemoteStore:
@@ -200,34 +190,19 @@ class RemoteStore:
         """The driver's errors, by their meaning. Its own text may hold secrets, so it is not chained to."""
         try:
             yield
-        except (CheckpointError, FileNotFoundError) as error:
-            if isinstance(error, CheckpointError):
-                raise
+        except CheckpointError:
+            raise
+        except FileNotFoundError:
             raise NotFoundError(f"{what} in {self.clean(self.url)}: no such object") from None
         except Exception as error:
             raise self.translated(error, f"{what} in {self.clean(self.url)}") from None
 
     def translated(self, error: Exception, what: str) -> StoreError:
-        text = self.clean(f"{what}: {str(error) or type(error).__name__}")
-        status = next((s for s in map(_status, (error, error.__cause__)) if s), 0)
-        if isinstance(error, FileExistsError) or "PreconditionFailed" in str(error):
-            return ExistsError(text)
-        if _is_passing(error):
-            return StoreError(text, retryable=True)
-        if status:
-            return refusal("", status, text)
-        if isinstance(error, PermissionError):
-            return AccessError(f"{text}. {_ADVICE['AccessDenied']}")
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return FullError(text)
-        return StoreError(text)
+        return meaning(error, self.clean(f"{what}: {str(error) or type(error).__name__}"))
 
     def clean(self, text: str) -> str:
-        """Without anything secret: queries and passwords of URLs, and the secrets that the options hold."""
-        text = re.sub(r"://[^/@\s]*@", "://", re.sub(r"\?[^\s\"'<>)]*=[^\s\"'<>)]*", "", text))
-        for secret in secrets_in(self.options) | secrets_in(os.environ):
-            text = text.replace(secret, "***")
-        return text
+        """Without anything secret."""
+        return without_secrets(text, self.options, os.environ)
 
 
 class InOrder:
@@ -364,120 +339,3 @@ def check_range(upload: Upload, offset: int, view: memoryview, size: int) -> Non
 def check_complete(key: str, written: int, size: int) -> None:
     if written != size:
         raise StoreError(f"{key} is incomplete: {written} of {size} bytes were written")
-
-
-# -- what errors mean --
-
-
-class OutOfRangeError(StoreError):
-    """The object ends before the first byte that was asked for."""
-
-
-class GoneError(StoreError):
-    """No such upload: finished, aborted, or dropped by somebody."""
-
-
-class UnknownRequestError(StoreError):
-    """The server does not know this request, or not in this form."""
-
-
-_ADVICE = {
-    "NoSuchBucket": "Make the bucket, or correct the URL: buckets are never made here",
-    "AccessDenied": "Allow these credentials to list, read, write and delete there",
-    "InvalidAccessKeyId": "Check the access key, and that it belongs to this endpoint",
-    "SignatureDoesNotMatch": "Check the secret key, and that no proxy changes requests on their way",
-    "ExpiredToken": "Renew the credentials",
-    "RequestTimeTooSkewed": "Set the clock of this machine",
-    "PermanentRedirect": "The bucket is in another region: set AWS_REGION, or client_kwargs={'region_name': ...}",
-}
-_SAME_ADVICE = {
-    "AllAccessDisabled": "AccessDenied",
-    "AccountProblem": "AccessDenied",
-    "NotSignedUp": "AccessDenied",
-    "UnauthorizedAccess": "AccessDenied",
-    "InvalidSecurity": "InvalidAccessKeyId",
-    "InvalidToken": "ExpiredToken",
-    "ExpiredTokenException": "ExpiredToken",
-    "TokenRefreshRequired": "ExpiredToken",
-    "RequestExpired": "RequestTimeTooSkewed",
-    "AuthorizationHeaderMalformed": "PermanentRedirect",
-    "IllegalLocationConstraintException": "PermanentRedirect",
-    "TemporaryRedirect": "PermanentRedirect",
-    "InvalidBucketName": "NoSuchBucket",
-}
-_PASSING = {
-    "SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "Throttling", "ThrottlingException",
-    "RequestThrottled", "TooManyRequests", "BandwidthLimitExceeded", "OperationAborted", "ConditionalRequestConflict",
-    "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch", "ServerBusy",
-}  # fmt: skip
-"""Worth a retry. The digest that does not fit among them: it was right when we computed it."""
-_UNKNOWN = {
-    "NotImplemented",
-    "MethodNotAllowed",
-    "MalformedXML",
-    "InvalidRequest",
-    "MissingContentMD5",
-    "InvalidDigest",
-}
-_FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "StorageFull"}
-
-
-def refusal(code: str, status: int, text: str) -> StoreError:
-    """The error for an answer that is none: by the code of S3, else by the status of HTTP. `text`: what to say."""
-    advice = _ADVICE.get(_SAME_ADVICE.get(code, code))
-    if advice is None and status in (301, 307, 308):
-        advice = _ADVICE["PermanentRedirect"]
-    if advice is None and status in (401, 403) and code not in _FULL:
-        advice = _ADVICE["AccessDenied"]
-    if advice is not None:
-        return AccessError(f"{text}. {advice}")
-    if code in _PASSING:
-        return StoreError(text, retryable=True)
-    if code == "PreconditionFailed" or status == 412:
-        return ExistsError(text)
-    if code in _FULL or status == 507:
-        return FullError(f"no space left: {text}. Free some, raise the quota, or lower keep=")
-    if code == "InvalidRange" or status == 416:
-        return OutOfRangeError(text)
-    if code == "NoSuchUpload":
-        return GoneError(text)
-    if status == 404:
-        return NotFoundError(text)
-    if code in _UNKNOWN or status in (405, 501):
-        return UnknownRequestError(text)
-    return StoreError(text, retryable=status in (408, 425, 429, 500, 502, 503, 504))
-
-
-def secrets_in(options: Mapping[str, Any]) -> set[str]:
-    """The values that are secret by their names, at any depth."""
-    found: set[str] = set()
-    for name, value in options.items():
-        if isinstance(value, Mapping):
-            found |= secrets_in(value)
-        elif isinstance(value, str) and len(value) >= 8 and _SECRET.search(str(name)):
-            found.add(value)
-    return found
-
-
-_SECRET = re.compile(r"key|secret|token|passw|credential|sas|connection_string", re.IGNORECASE)
-
-
-def _status(error: BaseException | None) -> int:
-    """The status of HTTP, under the names that drivers have for it."""
-    for name in ("status", "status_code", "code"):
-        value = getattr(error, name, _MISSING)
-        if isinstance(value, str) and value.isdigit():
-            value = int(value)
-        if isinstance(value, int) and 300 <= value < 600:
-            return value
-    return 0
-
-
-def _is_passing(error: Exception) -> bool:
-    """Whether the network or the server was only for a moment not as it should be."""
-    if isinstance(error, (TimeoutError, ConnectionError, EOFError)):
-        return True
-    if isinstance(error, OSError) and error.errno in (errno.EIO, errno.EINTR, errno.EAGAIN, errno.EBUSY):
-        return True
-    names = {base.__name__ for base in type(error).__mro__}
-    return bool(names & {"ClientConnectionError", "ClientPayloadError", "gaierror", "IncompleteRead", "FSTimeoutError"})

@@ -32,6 +32,8 @@ class Retry:
         self.url = store.url
         self.remote = store.remote
         self.base_s, self.most_s, self.budget_s = base_s, most_s, budget_s
+        if hasattr(store, "in_flight"):
+            self.in_flight = store.in_flight
         self._waiting = 0  # calls that failed and are tried again
         self._down_since: float | None = None
 

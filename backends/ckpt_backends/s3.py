@@ -23,17 +23,8 @@ from botocore import exceptions as boto
 
 from ckpt.errors import AccessError, CorruptError, NotFoundError, StoreError, UsageError
 from ckpt.store import Buffer, ObjectInfo, Upload, check_key
-from ckpt_backends.remote import (
-    PART,
-    GoneError,
-    MaybeDone,
-    OutOfRangeError,
-    RemoteStore,
-    UnknownRequestError,
-    check_complete,
-    check_range,
-    refusal,
-)
+from ckpt_backends.refusals import GoneError, OutOfRangeError, UnknownRequestError, refusal
+from ckpt_backends.remote import PART, MaybeDone, RemoteStore, check_complete, check_range
 
 if TYPE_CHECKING:
     from ckpt_backends.obstore import DataPath

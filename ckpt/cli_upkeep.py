@@ -110,8 +110,8 @@ def copy(
         raise click.UsageError("STEP and --all exclude each other")
     if normalise(src) == normalise(dst):
         raise click.UsageError("SRC and DST are the same place")
-    remember_options(src, src_options)
-    remember_options(dst, dst_options)
+    remember_options(src, src_options or None)
+    remember_options(dst, dst_options or None)
     found = act(_copy(src, dst, step, every, take_over, yes, nothing if as_json else show_copy))
     if as_json:
         print_json(found)

@@ -179,6 +179,8 @@ def test_a_lost_reply_is_looked_up() -> None:
     """A store that loses replies: every request lands exactly once, whether the lost one had landed or not."""
 
     class Lossy(MemoryStore):
+        remote = True
+
         async def put(self, key: str, data: Any, *, create: bool = False) -> None:
             self.turn = getattr(self, "turn", 0) + 1
             if key.startswith("log/") and self.turn % 3 == 0:

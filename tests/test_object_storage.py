@@ -52,13 +52,16 @@ def tier(url: str, server: MotoServer | FaultProxy, *, every: int = 1, **setting
     return ckpt.Tier(url, every, storage_options=storage_options(server.url, **QUICK), **settings)
 
 
-def train(cp: ckpt.Checkpointer, state: dict[str, Any], steps: range) -> list[ckpt.Save]:
+def train(cp: ckpt.Checkpointer, state: dict[str, Any], steps: range, *, wait: bool = False) -> list[ckpt.Save]:
+    """`wait`: until each step is where it is due, since a bucket leaves out what comes too fast."""
     saves = []
     for step in steps:
         toy.train_step(state)
         save = cp.step(step)
         if save is not None:
             saves.append(save)
+            if wait and save.tiers:
+                save.promoted(60)
     return saves
 
 
@@ -121,7 +124,7 @@ def test_straight_from_memory(moto: MotoServer, url: str) -> None:
     state = toy.build()
     with ckpt.Checkpointer(state, [ckpt.Memory(), tier(url, moto, every=2, keep=5)]) as cp:
         cp.restore(default=0)
-        saves = train(cp, state, range(1, 7))
+        saves = train(cp, state, range(1, 7), wait=True)
         assert saves[-1].committed(60).tier == saves[-1].promoted(60).tier == url
     loaded = ckpt.load(url)
     assert loaded.step == 6
@@ -300,8 +303,7 @@ def test_somebody_elses_files_are_not_touched(moto: MotoServer, url: str) -> Non
     state = toy.build()
     with ckpt.Checkpointer(state, [ckpt.Memory(), tier(other, moto, keep=2, reader_grace_s=0)]) as cp:
         cp.restore(default=0)
-        train(cp, state, range(1, 3))
-        cp.wait(60)
+        train(cp, state, range(1, 3), wait=True)
         remember_options(other, storage_options(moto.url))
 
         async def beside() -> None:
@@ -311,7 +313,7 @@ def test_somebody_elses_files_are_not_touched(moto: MotoServer, url: str) -> Non
             await store.aclose()
 
         read.run(beside())
-        train(cp, state, range(3, 8))
+        train(cp, state, range(3, 8), wait=True)
     assert steps_at(other)[0] == 7 and len(steps_at(other)) <= 3
     assert {"packs/mine.txt", "mine.txt", "log/mine.txt"} <= set(keys_at(other))
 
@@ -321,18 +323,24 @@ def test_retention_in_a_bucket(moto: MotoServer, url: str) -> None:
     state = toy.build()
     with ckpt.Checkpointer(state, [ckpt.Memory(), tier(url, moto, keep=2, reader_grace_s=0)]) as cp:
         cp.restore(default=0)
-        for save in train(cp, state, range(1, 9)):
-            save.committed(60)
+        train(cp, state, range(1, 9), wait=True)
     steps = steps_at(url)
     assert steps[:2] == [8, 7] and len(steps) <= 3  # besides, the newest that was read back
     assert len(keys_at(url, "packs/")) == len(steps)
     patient = f"{url}-patient"
     with ckpt.Checkpointer(state, [ckpt.Memory(), tier(patient, moto, keep=2, reader_grace_s=3600)]) as cp:
         cp.restore(default=0)
-        for save in train(cp, state, range(11, 17)):
-            save.committed(60)
+        train(cp, state, range(11, 17), wait=True)
     assert len(steps_at(patient)) <= 3
     assert len(keys_at(patient, "packs/")) == 6
+
+
+def quiet(proxy: FaultProxy) -> int:
+    """Waits until nothing is asked for any more; how many requests there were."""
+    count = -1
+    while count != (count := len(proxy.paths())):
+        time.sleep(1)
+    return count
 
 
 def test_requests_are_few(proxy: FaultProxy, url: str) -> None:
@@ -340,13 +348,10 @@ def test_requests_are_few(proxy: FaultProxy, url: str) -> None:
     state = toy.build()
     with ckpt.Checkpointer(state, [ckpt.Memory(), tier(url, proxy, keep=2, reader_grace_s=3600)]) as cp:
         cp.restore(default=0)
-        for save in train(cp, state, range(1, 4)):  # the first clean-up looks at everything
-            save.committed(60)
-        time.sleep(0.5)
-        before = len(proxy.paths())
-        for save in train(cp, state, range(4, 8)):
-            save.committed(60)
-            time.sleep(0.2)
+        train(cp, state, range(1, 4), wait=True)  # the first clean-up looks at everything
+        before = quiet(proxy)
+        train(cp, state, range(4, 8), wait=True)
+        quiet(proxy)
         paths = proxy.paths()[before:]
     assert len(paths) <= 4 * (1 + 10), paths
 
@@ -375,8 +380,7 @@ def test_two_jobs_on_one_bucket(moto: MotoServer, url: str) -> None:
     first = toy.build()
     with ckpt.Checkpointer(first, [ckpt.Memory(), tier(url, moto)]) as old:
         old.restore(default=0)
-        for save in train(old, first, range(1, 3)):
-            save.committed(60)
+        train(old, first, range(1, 3), wait=True)
         script = OTHER_JOB.format(options=storage_options(moto.url))
         found = run_script(script, url)
         assert found.stdout.split() == ["2", "3"], found.stderr
@@ -510,3 +514,18 @@ def test_two_ranks_lose_everything_while_they_upload(
     alone = Ranks(1, "", url, 0, moto)
     assert alone.said == [["4", url, job.said[0][2]]]
     alone.end()
+
+
+def test_a_bucket_alone_that_is_down_does_not_stop_the_training(proxy: FaultProxy, url: str) -> None:
+    """There is no folder, and the bucket answers nothing but 503: steps go on, in memory; what would take too much of it
+    is left out of the bucket. When it is back, it gets what waited, and at the end the newest step."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, [ckpt.Memory(), tier(url, proxy)], busy_timeout_s=20) as cp:
+        cp.restore(default=0)
+        proxy.fail("status", count=100_000, code=503)
+        saves = train(cp, state, range(1, 13))
+        saves[-1].staged(20)
+        assert [save.step for save in saves if save.failed(url)]
+        proxy.clear()
+    remember_options(url, storage_options(proxy.url))
+    assert steps_at(url)[0] == 12

@@ -517,8 +517,8 @@ def test_two_ranks_lose_everything_while_they_upload(
 
 
 def test_a_bucket_alone_that_is_down_does_not_stop_the_training(proxy: FaultProxy, url: str) -> None:
-    """There is no folder, and the bucket answers nothing but 503: steps go on, in memory; what would take too much of it
-    is left out of the bucket. When it is back, it gets what waited, and at the end the newest step."""
+    """There is no folder, and the bucket answers nothing but 503: steps go on, in memory; what would take too much
+    of it is left out of the bucket. When it is back, it gets what waited, and at the end the newest step."""
     state = toy.build()
     with ckpt.Checkpointer(state, [ckpt.Memory(), tier(url, proxy)], busy_timeout_s=20) as cp:
         cp.restore(default=0)

@@ -8,7 +8,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib.util
+import os
 import random
+import subprocess
+import sys
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -16,6 +19,7 @@ from typing import Any
 
 import boto3
 import pytest
+from conftest import REPO
 from s3_server import REGION, FaultProxy, MotoServer, storage_options
 
 from ckpt.errors import AccessError, CorruptError, ExistsError, FullError, NotFoundError, StoreError, UsageError
@@ -853,3 +857,27 @@ def test_a_package_that_is_missing() -> None:
         pytest.skip("gcsfs is installed")
     with pytest.raises(UsageError, match="gcsfs"):
         open_store("gs://bucket/run")
+
+
+PRIORITIES = """
+import asyncio, os, sys
+from ckpt_backends.obstore import start_threads
+
+os.nice(int(sys.argv[1]))
+asyncio.run(start_threads())
+found = set()
+for thread in os.listdir("/proc/self/task"):
+    name, _, rest = open(f"/proc/self/task/{thread}/stat").read().rpartition(")")
+    if "tokio" in name:
+        found.add(int(rest.split()[16]))
+print(*found)
+"""
+
+
+@pytest.mark.parametrize("nice, expected", [(10, ["19"]), (0, [])])
+def test_uploads_of_a_modest_process_are_more_modest_still(nice: int, expected: list[str]) -> None:
+    """obstore's threads give way to the training in the writer; where somebody waits for a restore they do not."""
+    command = [sys.executable, "-c", PRIORITIES, str(nice)]
+    environment = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}
+    found = subprocess.run(command, env=environment, capture_output=True)
+    assert found.stdout.decode().split() == expected, found.stderr

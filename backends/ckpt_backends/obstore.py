@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import os
 import re
+import threading
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -20,6 +21,7 @@ from urllib.parse import urlsplit
 
 import obstore
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import MemoryStore
 from obstore.store import S3Store as Place
 
 from ckpt.errors import StoreError
@@ -34,6 +36,30 @@ IN_FLIGHT = 8  # parts of one object
 RETRIES = 5  # of one part, inside obstore: a part cannot be handed over twice
 HOLD_S = 600  # how long obstore may keep credentials; it asks again when half of it is over
 CLOSING_S = 5
+LOWEST = 19
+
+
+_started = threading.Lock()
+
+
+async def start_threads() -> None:
+    """obstore's threads have the priority of the thread that starts them: in a process that is modest already, as the
+    writer is, that is one of the lowest. There are several of them, each with a share of its own."""
+    if _started.acquire(blocking=False) and os.getpriority(os.PRIO_PROCESS, 0) > 0:
+        await asyncio.to_thread(_start_lowly)
+
+
+def _start_lowly() -> None:
+    def start() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
+        asyncio.run(anything())
+
+    async def anything() -> None:
+        await obstore.put_async(MemoryStore(), "x", b"x")
+
+    thread = threading.Thread(target=start)  # of its own: nobody may raise his priority again
+    thread.start()
+    thread.join()
 
 
 class Held:
@@ -68,6 +94,7 @@ class DataPath:
     @classmethod
     async def of(cls, store: S3Store, fs: Any, client: Any) -> Self | None:
         """None if obstore cannot do what this client does."""
+        await start_threads()
         path = cls(store, None if fs.anon else client._get_credentials())
         try:
             await path._open(fs, client)

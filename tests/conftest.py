@@ -16,7 +16,11 @@ import pytest
 REPO = Path(__file__).parent.parent
 
 
-LONGEST = ("test_rank_faults", "test_ranks", "test_kill", "test_nodes", "test_ladder", "test_sentinel", "test_resize")
+LONGEST = (
+    "test_rank_faults", "test_random_faults", "test_ranks", "test_kill", "test_nodes", "test_ladder", "test_sentinel",
+    "test_resize", "test_s3", "test_object_storage", "test_faults_example", "test_retry", "test_jobs",
+    "test_interleavings", "test_stores", "test_mirror", "test_upkeep", "test_doctor", "test_power_cut",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

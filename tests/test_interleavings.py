@@ -26,7 +26,7 @@ from ckpt.manifest import Attempt, pack_key
 from ckpt.store import Store
 from ckpt.write import Snapshot, Written
 
-QUICK = 600  # schedules a test; there are four of them
+QUICK = 500  # schedules a test; there are four of them
 LONG = int(os.environ.get("CKPT_SCHEDULES", "1000000"))
 FIRST = int(os.environ.get("CKPT_SEED", "0"))
 

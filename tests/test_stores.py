@@ -73,7 +73,7 @@ class TestStores(StoreTests):
         self.open = partial(STORES[request.param], f"file://{tmp_path}/store")
         self.rare = "," in request.param
 
-    @pytest.fixture(autouse=True, params=DECORATORS)
+    @pytest.fixture(autouse=True, params=["bare", "retried and limited"])
     def decorated(self, request: pytest.FixtureRequest, place: None) -> None:
         self.decorate = DECORATORS[request.param]
         self.many = 50 if self.rare or request.param != "bare" else 1500
@@ -134,7 +134,7 @@ class TestFsspec(StoreTests):
 
     creates_uploads = False
 
-    @pytest.fixture(autouse=True, params=DECORATORS)
+    @pytest.fixture(autouse=True, params=["bare", "retried and limited"])
     def place(self, request: pytest.FixtureRequest) -> None:
         self.decorate = DECORATORS[request.param]
         self.url = f"memory://{secrets.token_hex(8)}"

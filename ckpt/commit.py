@@ -58,7 +58,7 @@ async def create_run(store: Store) -> None:
     FormatError if the place holds somebody else's files.
     """
     try:
-        await store.head("FORMAT.json")
+        await get_small(store, "FORMAT.json", MAX_FORMAT)  # not just a look: what it is refused for, only this says
     except NotFoundError:
         if (root := await infer_root(store)) is not None:
             await store.put("FORMAT.json", new_format(root))  # lost, and the log still knows whose it is

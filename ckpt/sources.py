@@ -318,7 +318,8 @@ class StoreSource:
         if done:
             names = list(dict.fromkeys(mine.shards[int(self.saved.shard_of_blob[blob])].name for blob in sorted(done)))
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            self.repaired.append(f"{len(done)} damaged pieces ({', '.join(names[:3])}{more}) came from {url}")
+            what = "1 damaged piece" if len(done) == 1 else f"{len(done)} damaged pieces"
+            self.repaired.append(f"{what} ({', '.join(names[:3])}{more}) came from {url}")
             logger.warning(
                 "step %d in %s: %s; the first was: %s", self.attempt.step, self.tier, self.repaired[-1], error
             )

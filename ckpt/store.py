@@ -17,6 +17,7 @@ from ckpt.errors import UsageError
 
 Buffer = bytes | bytearray | memoryview
 PAGE = 4096
+_NEARLY = re.compile(r"(s3a?|gs|gcs|az|abfss?|https?|sftp|file|memory)(?::|//)", re.IGNORECASE)
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 
 
@@ -131,10 +132,16 @@ def normalise(url: str | Path) -> str:
     """A URL with a scheme; a plain path becomes an absolute `file://` URL."""
     text = str(url)
     scheme, separator, rest = text.partition("://")
+    if not separator and (found := _NEARLY.match(text)):
+        raise UsageError(
+            f"{text!r} is no folder and no URL: a URL has two slashes, {found[1]}://bucket/run1 (pathlib.Path takes "
+            f"one away: pass a str). A folder of that name is './{text}'"
+        )
     if not separator:
         scheme, rest = "file", text
     if not rest:
         raise UsageError(f"no place named in {text!r}: give a folder or a URL such as file:///data/run1")
+    scheme = scheme.lower()
     if scheme == "file":
         return "file://" + str(Path(rest).expanduser().resolve())  # one name for one folder, links or not
     return f"{scheme}://{rest.rstrip('/')}"

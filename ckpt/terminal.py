@@ -23,6 +23,7 @@ from ckpt.store import open_store, remember_options
 
 OnBytes = Callable[[int], None] | None
 
+PATIENCE_S = 10.0  # somebody waits
 SHOWN, WIDTH = 20, 60  # how many problems, and how much of a value, a person gets to see
 
 
@@ -88,7 +89,7 @@ step_option = click.option("--step", type=click.IntRange(min=0), help="This step
 @contextlib.asynccontextmanager
 async def opened(url: str, *, whole: bool = False) -> AsyncIterator[RunLog]:
     """A run's log, all of it if `whole`. FormatError if there is no run; damaged records are said on stderr."""
-    log = RunLog(open_store(url), whole=whole)
+    log = RunLog(open_store(url, patience_s=PATIENCE_S), whole=whole)
     try:
         try:
             await log.open()

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -17,11 +18,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+import toy
 from conftest import REPO, eventually, killed, run_script
 from s3_server import FaultProxy, MotoServer, storage_options
 from servers import NotInstalledError, Rclone, Rgw, Server
 from servers.process import find
 
+import ckpt
 from ckpt import commit as commits
 from ckpt import read, retain
 from ckpt.errors import CorruptError, ExistsError, FencedError, StoreError
@@ -368,6 +371,36 @@ def test_faults_before_a_real_server(rgw: Rgw, engine: str) -> None:
             assert await restored(store, log, 1) == content(of, 1)
 
         using(place, work)
+
+
+@pytest.mark.parametrize("engine", ["obstore", "s3fs"])
+def test_training_comes_back_from_the_bucket_alone(rgw: Rgw, engine: str, tmp_path: Path) -> None:
+    """Trained into a folder and a bucket; the folder and all processes are gone. By the URL alone every
+    bit of the newest step is back; the older ones were given up, and no upload is left unfinished."""
+    place = new_place(rgw, engine)
+    state, folder = toy.build(), tmp_path / "run"
+    far = ckpt.Tier(place, every=2, keep=2, storage_options=options_of(place), reader_grace_s=0)
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(str(folder), every=1), far]) as cp:
+        cp.restore(default=0)
+        for step in range(1, 13):
+            toy.train_step(state)
+            save = cp.step(step)
+            assert save is not None
+            save.promoted(60)
+    expected = toy.digest(state)
+    shutil.rmtree(folder)
+    again = toy.build(seed=9)
+    with ckpt.Checkpointer(again, [ckpt.Memory(), far]) as cp:
+        assert cp.restore() == 12
+        assert cp.last_restore is not None and cp.last_restore.tier == place
+        assert toy.digest(again) == expected
+    assert unfinished(rgw, place) == 0
+    assert len(read.run(keys_of(place, "packs/"))) <= 3
+
+
+async def keys_of(place: str, prefix: str) -> list[str]:
+    async with read.opened(place) as store:
+        return await keys(store, prefix)
 
 
 def test_the_end_of_a_multipart_upload_is_not_a_condition(rgw: Rgw) -> None:

@@ -505,3 +505,12 @@ def test_errors_are_ours(root: Path) -> None:
             assert isinstance(caught.value, StoreError) and caught.value.retryable
 
     using(lambda: LocalStore(f"file://{root}", writable=True, disk=Broken()), work)
+
+
+@pytest.mark.parametrize("text", ["s3:/bucket/run", "s3:bucket/run", "s3//bucket/run", "S3:/bucket/run", "file:/data"])
+def test_what_is_nearly_a_url_is_no_folder(text: str) -> None:
+    """pathlib takes a slash away; whoever believes that he has a bucket must not get a folder."""
+    with pytest.raises(UsageError, match="two slashes"):
+        normalise(text)
+    assert normalise("S3://bucket/run/") == "s3://bucket/run"
+    assert normalise("s3run").startswith("file:///")

@@ -30,7 +30,7 @@ _ADVICE = {
         ("NoSuchBucket InvalidBucketName", "Make the bucket, or correct the URL: buckets are never made here"),
         (
             "AccessDenied AllAccessDisabled AccountProblem NotSignedUp UnauthorizedAccess",
-            "Allow these credentials to list, read, write and delete there",
+            "Allow these credentials to list, read, write and delete there; only to read, use ckpt.load",
         ),
         ("InvalidAccessKeyId InvalidSecurity", "Check the access key, and that it belongs to this endpoint"),
         ("SignatureDoesNotMatch", "Check the secret key, and that no proxy changes requests on their way"),
@@ -61,7 +61,7 @@ def refusal(code: str, status: int, text: str) -> StoreError:
     if advice is None and status in (301, 307, 308):
         advice = _ADVICE["PermanentRedirect"]
     if advice is None and status in (401, 403) and code not in _FULL:
-        advice = _ADVICE["AccessDenied"]
+        advice = f"The key or the secret is wrong or expired, or: {_ADVICE['AccessDenied']}"
     if advice is not None:
         return AccessError(f"{text}. {advice}")
     if code in _PASSING:

@@ -157,7 +157,11 @@ class _Call:
         retry._is_down(error)
         spent = asyncio.get_running_loop().time() - self._since
         if spent >= retry.budget_s:
-            error.args = (f"{error} (tried {self._failures} times in {spent:.0f} s)", *error.args[1:])
+            error.args = (
+                f"{error} (tried {self._failures} times in {spent:.0f} s). Check the network, and the "
+                "endpoint if you name one",
+                *error.args[1:],
+            )
             raise error
         bound = min(retry.most_s, retry.base_s * 2.0 ** min(self._failures - 1, 60))
         await asyncio.sleep(min(random.uniform(0, bound), retry.budget_s - spent))

@@ -69,6 +69,8 @@ class S3Store(RemoteStore):
         self._data: DataPath | None = None
         self._bulk = True
         bucket, _, prefix = self._root.partition("/")
+        if not bucket:
+            raise UsageError(f"{url} names no bucket: s3://BUCKET/FOLDER")
         if self._root.startswith("arn:"):  # an access point, whose name has a slash, or colons only
             bucket, prefix = self._class(asynchronous=True, skip_instance_cache=True)._find_bucket_key(self._root)
         self.bucket, self.prefix = bucket, f"{prefix}/" if prefix else ""
@@ -282,7 +284,14 @@ class S3Store(RemoteStore):
     async def _connect(self) -> Any:
         fs = self._class(**self._patient(), asynchronous=True, skip_instance_cache=True)
         with self.errors("cannot connect"):
-            await fs.set_session()
+            try:
+                await fs.set_session()
+            except TypeError as error:  # an option that nobody knows ends in the session of the driver
+                raise UsageError(
+                    f"storage_options hold something that s3fs does not know: {str(error).partition('()')[2].strip()}. "
+                    "It knows key, secret, token, profile, anon, endpoint_url, client_kwargs, config_kwargs, "
+                    "s3_additional_kwargs and more"
+                ) from None
             try:
                 self._s3 = await fs.get_s3(self.bucket)
                 self._s3.meta.events.register("before-call.s3.HeadBucket", _do_not_redirect)

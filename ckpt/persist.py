@@ -169,11 +169,8 @@ class Persister:
         nearest one, so that memory does not wait for a network.
         """
         number, slot = int(message["tier"]), int(message["slot"])
-        tier, arena, attempt = (
-            self.tiers[number],
-            self.holdings.arenas[message["arena"]],
-            Attempt.parse(message["attempt"]),
-        )
+        tier, attempt = self.tiers[number], Attempt.parse(message["attempt"])
+        arena = self.holdings.arenas[message["arena"]]
         told: Message = {"op": "stored", "tier": number, "attempt": message["attempt"]}
         near = self._near(tier)
         if near is not None and (near.url, attempt) not in self._parts and attempt not in near.log.state.commits:

@@ -23,6 +23,7 @@ from ckpt.log import Acquire, Commit, RunLog, in_history
 from ckpt.manifest import Attempt, part_key, table_key
 from ckpt.manifest import owner as owner_of
 from ckpt.places import Place, open_place, renew
+from ckpt.retain import remember_packs
 from ckpt.write import Snapshot, Written, write_part
 
 COMMON_S = 1.0  # until the step before the newest will do, if not all ranks have the newest
@@ -421,6 +422,8 @@ class Persister:
         attempt = Attempt.parse(written.part.attempt)
         try:
             await self._commit(tier, written)
+            if written.part.world == 1:
+                remember_packs(tier.log, attempt, written.table.packs)
             events.log.info("step %d is a checkpoint in %s", attempt.step, tier.url)
         except FullError:
             await self._make_room(tier, attempt)

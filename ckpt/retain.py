@@ -76,8 +76,8 @@ async def retire(
     listed: list[str] = []
     for prefix in ("packs/", "parts/", "index/") if orphans else ():
         listed += [info.key async for info in log.store.list(prefix)]
-    # The listing comes first: a file that appears later belongs to an attempt that is not in it.
-    await log.refresh()
+    if orphans:  # The listing comes first: a file that appears later belongs to an attempt that is not in it.
+        await log.refresh()
     used = await files_of(log, log.state.commits.values())
     request = f"plan:{mine.nonce if mine else secrets.token_hex(4)}"
     planned: list[tuple[set[Attempt], list[str]]] = []
@@ -134,6 +134,11 @@ def plan_deletion(
 def _without(state: RunState, retiring: Set[Attempt]) -> RunState:
     """What `live_packs` looks at, as it will be once these are retired."""
     return RunState(pins=state.pins, retired=state.retired | retiring, aborted=state.aborted, commits=state.commits)
+
+
+def remember_packs(log: RunLog, attempt: Attempt, packs: Iterable[str]) -> None:
+    """What somebody knows who has just written all of a checkpoint: it need not be read again for this."""
+    _cache[(log.root, attempt)] = frozenset(packs)
 
 
 async def files_of(log: RunLog, commits: Iterable[Commit]) -> dict[Attempt, set[str]]:

@@ -125,7 +125,7 @@ class Role:
 
 
 async def commit(log: RunLog, mine: Acquire | None, parts: list[Written], *, kind: str = "COMMIT") -> Commit:
-    """Make a checkpoint of the parts of one attempt, one a rank. Doing it twice is harmless. `mine`: or None.
+    """Make a checkpoint of the parts of one attempt, one a rank. Doing it twice is harmless. `mine` None: fence nobody.
 
     SaveError if the attempt was aborted meanwhile, or the ranks saved what does not fit together; FencedError if a
     newer job has taken over.

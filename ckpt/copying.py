@@ -30,6 +30,7 @@ from ckpt.store import Store, open_store
 from ckpt.upkeep import Item, some
 from ckpt.write import Written
 
+PARTS = 4  # ranks' parts copied at once
 COPIED = "copy:"  # so begins the nonce of an ACQUIRE that a copy has made: no job trains under it
 
 OnBytes = Callable[[int], None] | None
@@ -203,7 +204,7 @@ async def _blame(source: RunLog, attempt: Attempt, error: CheckpointError) -> Ch
 
 
 async def _copy_files(source: Store, target: Store, commit: Commit, on_bytes: OnBytes) -> list[Written]:
-    window = asyncio.Semaphore(promote.PARTS)
+    window = asyncio.Semaphore(PARTS)
 
     async def one(rank: int, number: int, digest: str) -> Written:
         async with window:

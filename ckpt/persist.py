@@ -318,13 +318,17 @@ class Persister:
             try:
                 await near.log.refresh()
                 await tier.prepare()
-                for one in self._pending(near, tier):
-                    if one.attempt not in tier.in_flight and adoptions == self.adoptions:
-                        await self._resume_one(tier, near, one)
+                wanted = self._pending(near, tier)
             except CheckpointError as error:
-                events.log.warning(
-                    "what was on its way to %s when the last job ended is not there: %s", tier.url, error
-                )
+                events.log.warning("nothing of before the start is taken to %s: %s", tier.url, error)
+                continue
+            for one in wanted:  # one that is damaged, say, does not hold the others up
+                if one.attempt not in tier.in_flight and adoptions == self.adoptions:
+                    try:
+                        await self._resume_one(tier, near, one)
+                    except CheckpointError as error:
+                        events.log.warning("step %d is not in %s: %s", one.step, tier.url, error)
+                        await self._tell_others(tier, one.attempt, near.role.ranks[near.role.place], error)
 
     def _pending(self, near: Place, tier: Place) -> list[Commit]:
         return promote.pending(near.log.state, tier.log.state, tier.every, before=self._mine().epoch)

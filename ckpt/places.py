@@ -48,7 +48,7 @@ class Place:
     verified: set[Attempt] = field(default_factory=set)
     in_flight: set[Attempt] = field(default_factory=set)
     promoting: Counter[Attempt] = field(default_factory=Counter)  # read from here, on their way to further places
-    waiting: int = 0  # checkpoints that wait to be taken here from a nearer place
+    waiting: int = 0  # checkpoints on their way here, those that wait for their turn among them
     spec: dict[str, Any] = field(default_factory=dict, repr=False)  # perhaps secrets
     opened: bool = True
     outdated: list[Store] = field(default_factory=list)  # what is on its way goes on with them
@@ -153,8 +153,14 @@ class Place:
         self.leaving.difference_update(keys)
 
     async def close(self, mine: Acquire | None, tell: Callable[[Message], None]) -> None:
-        """Tidy up once more, and let go of the store."""
-        if self.sweeping is not None and mine is not None:
+        """Tidy up once more, and let go of the store.
+
+        A remote place is left as it is: to read a large checkpoint back could take longer than anybody waits at an end.
+        """
+        if self.sweeping is not None and self.store.remote:
+            self.sweeping.cancel()
+            await asyncio.gather(self.sweeping, return_exceptions=True)
+        elif self.sweeping is not None and mine is not None:
             await asyncio.gather(self.sweeping, return_exceptions=True)
             await self.sweep(mine, tell)  # it may have lagged behind the last commits
         for task in list(self.graces):

@@ -25,7 +25,6 @@ from ckpt.store import PAGE, Store, get_small
 from ckpt.table import Table
 from ckpt.write import Written, upload_from
 
-PARTS = 4  # ranks' parts copied at once
 BACKLOG = 3  # checkpoints that a new incarnation still takes to a further tier
 
 OnBytes = Callable[[int], None] | None

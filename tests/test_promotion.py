@@ -12,7 +12,7 @@ from test_log import attempt, committed, folded, new_log, reopened
 
 from ckpt import commit as commits
 from ckpt import places, promote
-from ckpt.errors import AccessError, SaveError, SkippedError, StoreError
+from ckpt.errors import AccessError, CorruptError, SaveError, SkippedError, StoreError
 from ckpt.log import Commit, Record, commit_body
 from ckpt.manifest import Attempt
 from ckpt.persist import Persister
@@ -155,6 +155,27 @@ async def test_what_one_rank_leaves_out_stops_no_other(writer: Writer) -> None:
         with pytest.raises(SaveError) as caught:
             await commits.settle(writer.far.log, lambda: writer.owner, own, writer.far.role, deadline_s=5)
         assert type(caught.value) is kind
+
+
+@scenario
+async def test_one_that_cannot_be_resumed_does_not_hold_up_the_others(writer: Writer) -> None:
+    """What a crash interrupted is taken up one by one: a damaged one is passed over, and the other ranks are told."""
+    steps = (30, 20, 10)
+    writer.persister._pending = lambda near, tier: [  # type: ignore[method-assign]
+        Commit(writer.attempt(step), 2, ((0, 0, "0" * 64),), "0" * 64) for step in steps
+    ]
+    resumed: list[int] = []
+
+    async def resume_one(tier: Place, near: Place, one: Commit) -> None:
+        resumed.append(one.step)
+        if one.step == 30:
+            raise CorruptError("a flipped bit")
+
+    writer.persister._resume_one = resume_one  # type: ignore[method-assign]
+    await writer.persister._resume()
+    assert resumed == [30, 20, 10]
+    await writer.far.log.refresh()
+    assert writer.far.log.state.aborted == {writer.attempt(30)}
 
 
 @scenario

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-long test-gpu test-s3 bench bench-ranks bench-faults bench-storage lint format clean
+.PHONY: demo test test-long test-gpu test-s3 bench bench-ranks bench-faults bench-storage bench-codecs lint format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -34,6 +34,10 @@ bench-faults: $(READY)
 bench-storage: $(READY)
 	sh tests/servers/install.sh $(BIN)
 	$(BIN)/python benchmarks/storage.py
+
+bench-codecs: $(READY)
+	-$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt blosc2 zipnn
+	$(BIN)/python benchmarks/codecs.py $(ARGS)
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu

@@ -8,6 +8,7 @@ What commands share, and how they show things, is in `ckpt.terminal`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fnmatch
 import json
 import os
@@ -19,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt import __version__, cli_doctor, cli_upkeep, link
-from ckpt.codec import file_digest
+from ckpt import __version__, cli_doctor, cli_repair, cli_upkeep, link
+from ckpt.digest import file_digest
 from ckpt.errors import CheckpointError, CorruptError, NotFoundError, StoreError
 from ckpt.events import log as logger
 from ckpt.fault import ADVICE, MAX_REPORT, Fault, incidents
 from ckpt.fault import PREFIX as FAULTS
 from ckpt.log import Commit, RunLog
-from ckpt.manifest import MAX_JSON, pack_key, part_key, read_format
+from ckpt.manifest import MAX_JSON, Attempt, owner, part_key, rank_and_try, read_format
 from ckpt.store import get_small, normalise
 from ckpt.terminal import (
     SAYING,
@@ -89,7 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 @place_option
 @json_option
 def ls(url: str, as_json: bool) -> int:
-    """List the checkpoints of a run, newest first."""
+    """List the checkpoints of a run, newest first.
+
+    The size is what each wrote itself: an increment uses files of older ones besides.
+    """
     found = asyncio.run(_ls(url))
     if as_json:
         return print_json(found)
@@ -100,9 +104,10 @@ def ls(url: str, as_json: bool) -> int:
         history = "not finite" if row["finite"] is False else history
         kept = "" if row["kept"] is None else f"kept: {row['kept']}"
         history = ", ".join(part for part in (history, kept) if part)
-        rows.append((row["step"], row["attempt"], when, human(row["bytes"]), row["ranks"], row["reason"], history))
+        size, kind = human(row["bytes"]), "full" if row["full"] else "increment"
+        rows.append((row["step"], row["attempt"], when, size, kind, row["ranks"], row["reason"], history))
     print(safe(found["url"]))
-    print_table(("step", "attempt", "when", "size", "ranks", "why", "history"), rows)
+    print_table(("step", "attempt", "when", "size", "kind", "ranks", "why", "history"), rows)
     return 0
 
 
@@ -118,6 +123,7 @@ async def _ls(url: str) -> dict[str, Any]:
                 "attempt": str(c.attempt),
                 "created": when,
                 "bytes": size,
+                "full": c.full,
                 "ranks": c.world,
                 "reason": c.reason,
                 "finite": c.finite,
@@ -153,19 +159,48 @@ async def created_at(log: RunLog, commit: Commit) -> str | None:
 @place_option
 @json_option
 def show(url: str, step: int | None, only: str | None, as_json: bool) -> int:
-    """Say what a checkpoint consists of: tensors, plain values, files."""
+    """Say what a checkpoint consists of, and how that is stored: tensors, plain values, files.
+
+    Stored: bytes that this checkpoint wrote for a tensor. Held: how its pieces are stored; raw, as planes (compressed),
+    as delta (the difference to an older one), derived (bf16 that is the rounding of fp32, which costs nothing), or as
+    reference to a file of an older checkpoint.
+    """
     found = asyncio.run(_show(url, step, only))
     if as_json:
         return print_json(found)
     print(safe(f"step {found['step']} of {found['url']}, attempt {found['attempt']}, ranks: {found['ranks']}"))
-    tensors = [(t["name"], t["dtype"], t["shape"], human(t["bytes"]), t["alias_of"] or "") for t in found["tensors"]]
-    print_table(("tensor", "dtype", "shape", "size", "same memory as"), tensors)
+    titles = ("tensor", "dtype", "shape", "size", "stored", "held", "same memory as")
+    print_table(titles, [tensor_row(t) for t in found["tensors"]])
     if only is None:
         print_table(("component", "kind"), [(c["path"], c["kind"]) for c in found["components"]])
         print_table(("value", "type", "is"), [(v["path"], v["type"], short(v["value"])) for v in found["values"]])
-        print_table(("pack", "size"), [(p["key"], human(p["size"])) for p in found["packs"]])
+        packs = [(p["key"], human(p["size"]), human(p["used"]), "" if p["own"] else p["step"]) for p in found["packs"]]
+        print_table(("pack", "size", "used", "of step"), packs)
     print(f"{found['distinct_tensors']} tensors, {human(found['tensor_bytes'])}")
+    for line in storage_lines(found) if only is None else ():
+        print(safe(line))
     return 0
+
+
+def tensor_row(tensor: dict[str, Any]) -> tuple[object, ...]:
+    """What a person reads of a tensor."""
+    if tensor["alias_of"]:
+        return tensor["name"], tensor["dtype"], tensor["shape"], human(tensor["bytes"]), "", "", tensor["alias_of"]
+    counts = tensor["held"]
+    held = ", ".join(word if len(counts) == 1 else f"{count} {word}" for word, count in counts.items())
+    sizes = human(tensor["bytes"]), human(tensor["stored"])
+    return tensor["name"], tensor["dtype"], tensor["shape"], *sizes, held, ""
+
+
+def storage_lines(found: dict[str, Any]) -> Iterator[str]:
+    written = f"{human(found['stored_bytes'])} stored anew"
+    if found["full"]:
+        yield f"a full checkpoint: {written}, all of it in files of its own"
+    else:
+        on = ", ".join(f"step {Attempt.parse(attempt).step}" for attempt in found["needs"])
+        yield f"an increment, built on {on}, number {found['chain']} after a full one: {written}"
+        yield f"files of older checkpoints that it uses: {found['older_packs']}"
+    yield f"a restore reads {human(found['restore_bytes'])}"
 
 
 async def _show(url: str, step: int | None, only: str | None) -> dict[str, Any]:
@@ -173,21 +208,28 @@ async def _show(url: str, step: int | None, only: str | None) -> dict[str, Any]:
 
     async with opened(url) as log:
         manifest = await manifest_of(log, step)
-        tensors = [
-            t
-            for t in compare.tensors_of(manifest.saved()).values()
-            if only is None or fnmatch.fnmatchcase(t.name, only)
-        ]
+        saved, table = manifest.saved(), manifest.table
+        tensors = [t for t in compare.tensors_of(saved).values() if only is None or fnmatch.fnmatchcase(t.name, only)]
         if only is not None and not tensors:
             raise click.UsageError(f"no tensor of step {manifest.commit.step} matches {only!r}; * stands for anything")
         distinct, entries = [t for t in tensors if t.alias_of is None], compare.entries_of(manifest)
+        storages = compare.Storages(table, manifest.attempt)
+        stored = {t.name: asdict(storages.of(list(saved.blobs(saved.labels[t.name])))) for t in distinct}
+        used = compare.used_of(table)
+        packs = {pack.key: pack for part in manifest.parts for pack in part.packs}
         return {
             "url": log.store.url,
             "damaged_records": log.state.damaged,
             "step": manifest.commit.step,
             "attempt": str(manifest.attempt),
             "ranks": manifest.commit.world,
-            "tensors": [asdict(t) for t in tensors],
+            "full": manifest.commit.full,
+            "needs": list(map(str, manifest.commit.needs)),
+            "chain": max((part.chain for part in manifest.parts), default=0),
+            "stored_bytes": sum(pack.size for pack in packs.values() if owner(pack.key) == manifest.attempt),
+            "older_packs": sum(owner(key) != manifest.attempt for key in used),
+            "restore_bytes": sum(used.values()),
+            "tensors": [{**asdict(t), **stored.get(t.name, asdict(compare.NOTHING))} for t in tensors],
             "distinct_tensors": len(distinct),
             "tensor_bytes": sum(t.bytes for t in distinct),
             "components": [{"path": path, "kind": str(facts.get("kind"))} for path, (facts, _) in entries.items()],
@@ -196,21 +238,39 @@ async def _show(url: str, step: int | None, only: str | None) -> dict[str, Any]:
                 for start in entries
                 for path, value in compare.leaves_of(entries, start)
             ],
-            "packs": [asdict(pack) for part in manifest.parts for pack in part.packs],
+            "packs": [
+                {**asdict(pack), **_whose(pack.key, manifest.attempt), "used": used.get(pack.key, 0)}
+                for pack in packs.values()
+            ],
         }
+
+
+def _whose(key: str, attempt: Attempt) -> dict[str, Any]:
+    whose = owner(key)
+    return {"own": whose == attempt, "step": None if whose is None else whose.step}
 
 
 @cli.command(epilog=example("ckpt verify runs/exp1", "ckpt verify runs/exp1 --all --json"))
 @click.argument("url")
 @step_option
 @click.option("--all", "every", is_flag=True, help="Every checkpoint instead of the newest.")
+@click.option(
+    "--data/--no-data",
+    default=True,
+    help="--data, the default: read every byte that a restore would, in files of older checkpoints too, and decode it."
+    " --no-data: only the log, the parts and tables, and the headers and sizes of the packs; quick, and blind to damage"
+    " in tensors.",
+)
 @place_option
 @json_option
-def verify(url: str, step: int | None, every: bool, as_json: bool) -> int:
-    """Read every byte of a checkpoint and check it. Exit code 1 if anything is damaged, the log included."""
+def verify(url: str, step: int | None, every: bool, data: bool, as_json: bool) -> int:
+    """Read every byte of a checkpoint and check it. Exit code 1 if anything is damaged, the log included.
+
+    `ckpt repair` puts right what it finds, as far as that can be had somewhere.
+    """
     if every and step is not None:
         raise click.UsageError("--step and --all exclude each other")
-    found = asyncio.run(_verify(url, step, every))
+    found = asyncio.run(_verify(url, step, every, data))
     if as_json:
         print_json(found)
     else:
@@ -222,7 +282,7 @@ def verify(url: str, step: int | None, every: bool, as_json: bool) -> int:
     return 1 if found["problems"] or any(c["problems"] for c in found["checkpoints"]) else 0
 
 
-async def _verify(url: str, step: int | None, every: bool) -> dict[str, Any]:
+async def _verify(url: str, step: int | None, every: bool, data: bool) -> dict[str, Any]:
     async with opened(url, whole=True) as log:
         problems = [f"log record {seq} is damaged or missing" for seq in log.state.damaged]
         try:
@@ -230,9 +290,10 @@ async def _verify(url: str, step: int | None, every: bool) -> dict[str, Any]:
         except (CorruptError, StoreError) as error:  # the log made up for it
             problems.append(str(error))
         commits = to_verify(log, step, every)
-        with progress("verifying", sum(await sizes_of(log, commits))) as on_bytes:
-            checkpoints = [await examine(log, commit, on_bytes) for commit in commits]
-        return {"url": log.store.url, "problems": problems, "checkpoints": checkpoints}
+        total = await bytes_to_read(log, commits) if data and sys.stderr.isatty() else 0
+        with progress("verifying", total) if total else contextlib.nullcontext() as on_bytes:
+            checkpoints = [await examine(log, commit, on_bytes, data=data) for commit in commits]
+        return {"url": log.store.url, "data": data, "problems": problems, "checkpoints": checkpoints}
 
 
 def to_verify(log: RunLog, step: int | None, every: bool) -> list[Commit]:
@@ -246,11 +307,23 @@ def to_verify(log: RunLog, step: int | None, every: bool) -> list[Commit]:
     return [read.choose(log, step)]
 
 
-async def examine(log: RunLog, commit: Commit, on_bytes: OnBytes = None) -> dict[str, Any]:
+async def bytes_to_read(log: RunLog, commits: list[Commit]) -> int:
+    """Of tensors, in all files that these checkpoints use; of what is damaged, as far as that can be known."""
+    from ckpt import read
+
+    total = 0
+    for commit in commits:
+        with contextlib.suppress(CorruptError, StoreError):
+            table = (await read.load_manifest(log.store, commit)).table
+            total += sum(b.nbytes for b in read.plan_reads(table, range(table.owned), far=log.store.remote))
+    return total
+
+
+async def examine(log: RunLog, commit: Commit, on_bytes: OnBytes = None, *, data: bool = True) -> dict[str, Any]:
     """One checkpoint's verdict: sound, damaged, or retired while we looked."""
     from ckpt import read
 
-    problems = await read.verify(log.store, commit, on_bytes=on_bytes)
+    problems = await read.verify(log.store, commit, data=data, on_bytes=on_bytes)
     verdict = "damaged" if problems else "sound"
     if problems and not await still_live(log, commit):
         problems, verdict = [], "retired"
@@ -421,9 +494,13 @@ def newest_first(log: RunLog) -> list[Commit]:
 
 
 async def sizes_of(log: RunLog, commits: list[Commit]) -> list[int]:
-    """Bytes of the packs that each checkpoint wrote."""
-    found = {info.key: info.size async for info in log.store.list("packs/")}
-    return [sum(found.get(pack_key(c.attempt, rank, number), 0) for rank, number, _ in c.parts) for c in commits]
+    """Bytes of the packs that each checkpoint wrote: not those of older ones that it uses, nor of tries that failed."""
+    sizes = {(c.attempt, rank, number): 0 for c in commits for rank, number, _ in c.parts}
+    async for info in log.store.list("packs/"):
+        attempt = owner(info.key)
+        if attempt is not None and (key := (attempt, *rank_and_try(info.key))) in sizes:
+            sizes[key] += info.size
+    return [sum(sizes[c.attempt, rank, number] for rank, number, _ in c.parts) for c in commits]
 
 
 def split_step(text: str) -> tuple[str, int | None]:
@@ -432,7 +509,7 @@ def split_step(text: str) -> tuple[str, int | None]:
     return (url, int(step)) if url and step.isascii() and step.isdigit() else (text, None)
 
 
-for command in (*cli_upkeep.COMMANDS, cli_doctor.doctor):
+for command in (*cli_upkeep.COMMANDS, cli_repair.repair, cli_doctor.doctor):
     cli.add_command(command)
 
 

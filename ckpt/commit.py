@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
-from ckpt.codec import file_digest
+from ckpt.digest import file_digest
 from ckpt.errors import (
     CorruptError,
     ExistsError,
@@ -29,9 +29,11 @@ from ckpt.log import Acquire, Commit, Record, RunLog, RunState, commit_body, inf
 from ckpt.manifest import (
     MAX_FORMAT,
     MAX_JSON,
+    MAX_NEEDS,
     Attempt,
     Part,
     index_key,
+    needs_texts,
     new_format,
     owner,
     part_key,
@@ -49,6 +51,8 @@ PROBES = 3  # whoever repeats a request whose answer was lost finds these bytes,
 LEFT_OUT = "was left out in"  # so says a reason for an ABORT that is no failure: the place cannot keep up
 POLL_S = (0.01, 0.5)  # seconds between two looks, at first and in the end
 FAR_STAGGER_S, FAR_POLL_S = 60.0, (0.5, 10.0)  # the same where each look is a request
+FEW = 4  # packs, each of which is asked for by itself
+HEADS = 64  # questions at a time
 GROWTH, FAR_GROWTH = 1.3, 2.0  # of the time between two looks
 
 
@@ -124,14 +128,91 @@ class Role:
         return len(self.ranks) < self.world
 
 
-async def commit(log: RunLog, mine: Acquire | None, parts: list[Written], *, kind: str = "COMMIT") -> Commit:
+def check_sources(
+    state: RunState, attempt: Attempt, needs: Iterable[Attempt], packs: Iterable[str] = frozenset()
+) -> None:
+    """SaveError unless the older checkpoints that an attempt builds on are live in this very state.
+
+    Then all that it takes from them is there, also what they took from still older ones, since no PLAN deletes what a
+    live one uses; and what is committed next to this state protects it from then on by using it too. `packs`: of these
+    checkpoints only those count that were committed, and of no other try.
+    """
+    tries = {a: {(rank, number) for rank, number, _ in state.commits[a].parts} for a in needs if a in state.commits}
+    for base in needs:
+        if base not in tries:
+            why = "was retired meanwhile" if base in state.retired else "is no checkpoint here"
+            raise SaveError(f"step {attempt.step} builds on step {base.step}, which {why}: the next save will be whole")
+    for key in packs:
+        of = owner(key)
+        if of in tries and rank_and_try(key) not in tries[of]:
+            raise SaveError(f"step {attempt.step} builds on {key}, of a try that was not committed")
+
+
+def check_borrowed(state: RunState, attempt: Attempt, packs: Iterable[str], used: Mapping[Attempt, Set[str]]) -> None:
+    """SaveError if what was copied refers to a pack that a PLAN may have named: of an attempt that has ended here, and
+    in use by no live checkpoint. `used`: as far as it is known, what each of them uses."""
+    safe = set[str]().union(*(used[a] for a in used.keys() & state.commits.keys()))
+    for key in sorted(packs):
+        of = owner(key)
+        if of is not None and of != attempt and key not in safe and state.ended(of):
+            raise SaveError(f"step {attempt.step} refers to {key}, of an attempt that was given up here")
+
+
+def vouches(state: RunState, base: Written) -> bool:
+    """Whether one may build on a part: it belongs to a live checkpoint, which was made of this very try."""
+    part = base.part
+    found = state.commits.get(Attempt.parse(part.attempt))
+    return found is not None and (part.rank, part.number, base.digest) in found.parts
+
+
+async def begin(log: RunLog, mine: Acquire | None, attempt: Attempt, pins: Iterable[Attempt]) -> None:
+    """Say that an attempt builds on these checkpoints: retention leaves them alone until it has ended.
+
+    Several ranks may say so of one attempt, each of its own. Nothing happens if the attempt has ended. SaveError if one
+    of them is no checkpoint any more, or they are too many.
+    """
+    wanted = set(pins)
+
+    def make(state: RunState) -> Record | None:
+        said = set(state.pins.get(attempt, ()))
+        if state.ended(attempt) or wanted <= said & state.commits.keys():
+            return None
+        check_sources(state, attempt, sorted(wanted))
+        pinned = wanted | (said & state.commits.keys())
+        _check_needs(attempt, pinned)
+        body = {"attempt": str(attempt), "pins": needs_texts(pinned)}
+        return Record("BEGIN", body, f"begin:{attempt}:{state.next_seq}" if said else f"begin:{attempt}")
+
+    await log.append(make, owner=mine)
+
+
+def _check_needs(attempt: Attempt, needs: Collection[Attempt]) -> None:
+    """SaveError if nobody could read the record that says this."""
+    if len(needs) > MAX_NEEDS:
+        raise SaveError(f"step {attempt.step} builds on {len(needs)} older ones, which is too many: save it whole")
+    if needs and max(needs) >= attempt:
+        raise SaveError(f"step {attempt.step} builds on step {max(needs).step}, which is not older: save it whole")
+
+
+async def commit(
+    log: RunLog,
+    mine: Acquire | None,
+    parts: list[Written],
+    *,
+    kind: str = "COMMIT",
+    used: Mapping[Attempt, Set[str]] | None = None,
+) -> Commit:
     """Make a checkpoint of the parts of one attempt, one a rank. Doing it twice is harmless. `mine` None: fence nobody.
 
-    SaveError if the attempt was aborted meanwhile, or the ranks saved what does not fit together; FencedError if a
-    newer job has taken over.
+    SaveError if the attempt was aborted meanwhile, or builds on a checkpoint that was retired meanwhile; FencedError if
+    a newer job has taken over. `used`: for a copy, which has brought along all that it refers to: what it was built on
+    need not be here then. Says which files each checkpoint here uses.
     """
     attempt = Attempt.parse(parts[0].part.attempt)
     parts = sorted(parts, key=lambda w: w.part.rank)
+    needs = sorted({Attempt.parse(need) for w in parts for need in w.part.needs})
+    packs = {key for w in parts for key in w.table.packs}
+    _check_needs(attempt, needs)
     raw_index = merge([w.table for w in parts]).to_bytes()
     digest = file_digest(raw_index)
     log.check_owner(mine)
@@ -145,11 +226,17 @@ async def commit(log: RunLog, mine: Acquire | None, parts: list[Written], *, kin
         digest,
         _all_finite([w.part.finite for w in parts]),
         next((w.part.reason for w in parts if w.part.reason != "due"), "due"),
+        tuple(needs),
     )
 
     def make(state: RunState) -> Record | None:
         if state.ended(attempt) or (kind == "HELD" and attempt in state.held):
             return None
+        # Packs may be of attempts that are retired by now: what was built on uses them, and vouches for them.
+        if used is None:
+            check_sources(state, attempt, needs, packs)
+        else:
+            check_borrowed(state, attempt, packs, used)
         return Record(kind, commit_body(found), f"{kind.lower()}:{attempt}")
 
     state = await log.append(make, owner=mine)
@@ -162,15 +249,23 @@ async def commit(log: RunLog, mine: Acquire | None, parts: list[Written], *, kin
 
 
 async def complete(log: RunLog, mine: Acquire, attempt: Attempt) -> None:
-    """All other places hold their parts too: what is HELD here is a checkpoint."""
+    """All other places hold their parts too: what is HELD here is a checkpoint.
+
+    SaveError, and the attempt is ended here, if it builds on a checkpoint that was retired meanwhile.
+    """
 
     def make(state: RunState) -> Record | None:
         held = state.held.get(attempt)
         if held is None or state.ended(attempt):
             return None
+        check_sources(state, attempt, held.needs)
         return Record("COMMIT", commit_body(held), f"commit:{attempt}")
 
-    await log.append(make, owner=mine)
+    try:
+        await log.append(make, owner=mine)
+    except SaveError as error:
+        await abort(log, mine, attempt, str(error), held=True)
+        raise
 
 
 def given_up(state: RunState, attempt: Attempt) -> SaveError:
@@ -214,10 +309,7 @@ async def settle(
         if waited >= role.place * stagger_s:
             parts = await _present(log.store, attempt, own, role)
             if parts is not None and attempt not in log.state.held:
-                if role.partial:
-                    await commit(log, owner(), parts, kind="HELD")
-                else:
-                    await _commit_fitting(log, owner(), parts)
+                await _commit_or_end(log, owner(), parts, kind="HELD" if role.partial else "COMMIT")
         elif role.world > 1:
             await log.refresh()
         state = log.state
@@ -237,14 +329,15 @@ async def settle(
             await log.refresh()
 
 
-async def _commit_fitting(log: RunLog, mine: Acquire, parts: list[Written]) -> None:
-    if len(parts) > 1:
-        try:
+async def _commit_or_end(log: RunLog, mine: Acquire, parts: list[Written], *, kind: str) -> None:
+    """SaveError, and the attempt is ended, if these parts cannot be a checkpoint."""
+    try:
+        if len(parts) > 1 and kind == "COMMIT":
             await asyncio.to_thread(check_fit, parts)
-        except SaveError as error:
-            await abort(log, mine, Attempt.parse(parts[0].part.attempt), str(error))
-            raise
-    await commit(log, mine, parts)
+        await commit(log, mine, parts, kind=kind)
+    except SaveError as error:
+        await abort(log, mine, Attempt.parse(parts[0].part.attempt), str(error))
+        raise
 
 
 async def _present(store: Store, attempt: Attempt, own: Written, role: Role) -> list[Written] | None:
@@ -311,6 +404,8 @@ async def recover(
 ) -> Recovery:
     """End every open attempt: commit it if it is whole, else abort it. `in_flight`: being written by us right now.
 
+    Also one that has no file yet, and only said what it would build on: that could never be retired.
+
     `partial`: this place holds the parts of some ranks only. There an attempt is left HELD with what is sound of it,
     since the disks of other nodes may have the rest.
     """
@@ -322,14 +417,14 @@ async def recover(
                 found.setdefault(attempt, []).append(info.key)
     state = await log.refresh()
     done = Recovery()
-    for attempt in sorted(found):
+    for attempt in sorted(found.keys() | state.pins.keys()):
         if state.ended(attempt) or attempt in in_flight or attempt in state.held:
             continue
         try:
-            parts = list((await _sound(log.store, attempt, found[attempt])).values())
+            parts = list((await _sound(log.store, attempt, found.get(attempt, []))).values())
             whole = _is_whole(parts)
             if whole or (partial and parts):
-                await (_commit_fitting(log, mine, parts) if whole else commit(log, mine, parts, kind="HELD"))
+                await _commit_or_end(log, mine, parts, kind="COMMIT" if whole else "HELD")
                 done.rolled_forward.append(attempt)
                 logger.info("rolled step %d forward: all of it had been written before the crash", attempt.step)
                 continue
@@ -394,7 +489,10 @@ async def stored_part(store: Store, attempt: Attempt, rank: int) -> Written | No
 async def load_part(store: Store, attempt: Attempt, rank: int, number: int, *, expected: str | None = None) -> Written:
     """A part and its table, checked against their digests, and its packs against their sizes."""
     part, digest = await read_part(store, attempt, rank, number, expected=expected)
-    table = await load_table(store, table_key(attempt, rank, number), part.table)
+    key = table_key(attempt, rank, number)
+    table = await load_table(store, key, part.table)
+    if not {pack.key for pack in part.packs}.issuperset(table.packs):
+        raise CorruptError(f"{key} names packs that its part does not")
     return Written(part, digest, table)
 
 
@@ -410,11 +508,25 @@ async def read_part(
     part = Part.from_bytes(raw, what)
     if (part.attempt, part.rank, part.number) != (str(attempt), rank, number):
         raise CorruptError(f"{what} says it is a part of {part.attempt}")
+    sizes = await _sizes(store, part)
     for pack in part.packs:
-        info = await store.head(pack.key)
-        if info.size != pack.size:
-            raise CorruptError(f"{pack.key} holds {info.size} bytes, not {pack.size}")
+        if sizes[pack.key] != pack.size:
+            raise CorruptError(f"{pack.key} holds {sizes[pack.key]} bytes, not {pack.size}")
     return part, digest
+
+
+async def _sizes(store: Store, part: Part) -> dict[str, int]:
+    """Of all packs of a part. NotFoundError if one is not there."""
+    keys = [pack.key for pack in part.packs]
+    found: dict[str, int] = {}
+    if store.remote and len(keys) > FEW:  # an answer to a listing says as much as many to single questions
+        for of in sorted({of for key in keys if (of := owner(key)) is not None}):
+            found |= {info.key: info.size async for info in store.list(f"packs/{of}.{part.rank}.")}
+    for start in range(0, len(keys), HEADS):
+        rest = [key for key in keys[start : start + HEADS] if key not in found]
+        infos = await asyncio.gather(*(store.head(key) for key in rest))
+        found |= {info.key: info.size for info in infos}
+    return found
 
 
 async def load_table(store: Store, key: str, digest: str) -> Table:

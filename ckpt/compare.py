@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, and how two of them differ: plain values out of manifests, without torch."""
+"""What a checkpoint consists of, how that is stored, and how two of them differ: plain values, without torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt import read, values
+from ckpt.codec import BF16, CODECS, RAW
 from ckpt.errors import CorruptError
 from ckpt.log import RunLog
-from ckpt.manifest import canonical
+from ckpt.manifest import Attempt, canonical, owner
 from ckpt.plan import BITS
 from ckpt.read import Manifest
 from ckpt.saved import Saved, scatter
+from ckpt.table import Table
 
 Rows = npt.NDArray[np.uint8]  # one row of bytes an element
 OnBytes = Callable[[int], None] | None
@@ -36,6 +38,90 @@ class Tensor:
     shape: tuple[int, ...]
     bytes: int
     alias_of: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How some blobs are stored. `stored`: bytes in packs of this checkpoint, each range once; `held`: how many blobs
+
+    are raw, planes (smaller by themselves), delta (the difference to an older one), derived (the rounding of others,
+    nothing is stored) or reference (in a pack of an older checkpoint, however they are stored there). `depth`: what has
+    to be decoded first: 0 nothing, 1 a base or a master, 2 a master that has a base itself. `reads`: bytes that a
+    restore of them reads, each range once, with what they are based on.
+    """
+
+    stored: int
+    held: dict[str, int]
+    depth: int
+    reads: int
+
+
+NOTHING = Storage(0, {}, 0, 0)
+HELD = ("raw", "planes", "delta", "derived", "reference")
+
+
+class Storages:
+    """Says of blobs of one table how they are stored."""
+
+    def __init__(self, table: Table, attempt: Attempt) -> None:
+        self.table = table
+        own = np.array([owner(key) == attempt for key in table.packs], np.bool_)
+        self.own = own[table.pack] if len(own) else np.zeros(0, np.bool_)
+        forms = np.array(
+            [{"none": 1, "same": 2, "master": 3}[CODECS[n].base] if n in CODECS else 0 for n in range(256)]
+        )
+        forms[RAW] = 0
+        self.form = np.where(~self.own & (table.stored > 0), HELD.index("reference"), forms[table.codec])
+        self._counted: set[tuple[int, int]] = set()
+
+    def of(self, blobs: list[int]) -> Storage:
+        """A range that several tensors share counts as stored for the first that is asked about."""
+        table, rows = self.table, np.array(blobs, np.int64)
+        counts = np.bincount(self.form[rows], minlength=len(HELD)).tolist()
+        needed = self._needed(rows)
+        depth = 0
+        if (table.base[rows] >= 0).any():
+            masters = self._needed(rows[table.codec[rows] == BF16])
+            depth = 2 if (table.base[masters] >= 0).any() else 1
+        everything = np.unique(np.concatenate([rows, needed, self._needed(needed)]))
+        return Storage(
+            sum(self._new(row) for row in rows[self.own[rows]].tolist()),
+            {word: n for word, n in zip(HELD, counts, strict=True) if n},
+            depth,
+            self.reads(everything),
+        )
+
+    def reads(self, rows: npt.NDArray[np.int64]) -> int:
+        """Bytes of the ranges of these blobs, each once."""
+        table = self.table
+        ranges = np.stack([table.pack[rows], table.offset[rows], table.stored[rows]], 1)[table.stored[rows] > 0]
+        return int(np.unique(ranges, axis=0)[:, 2].sum())
+
+    def _new(self, row: int) -> int:
+        place = int(self.table.pack[row]), int(self.table.offset[row])
+        size = int(self.table.stored[row])
+        if not size or place in self._counted:
+            return 0
+        self._counted.add(place)
+        return size
+
+    def _needed(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        table = self.table
+        based = rows[table.base[rows] >= 0]
+        derived = based[table.codec[based] == BF16].tolist()
+        masters = [np.arange(r.start, r.stop) for r in map(table.needed, derived)]
+        return np.concatenate([table.base[based[table.codec[based] != BF16]], *masters]).astype(np.int64)
+
+
+def used_of(table: Table) -> dict[str, int]:
+    """Bytes of each pack that a restore reads, each range once."""
+    rows = np.flatnonzero(table.stored > 0)
+    ranges = np.unique(np.stack([table.pack[rows], table.offset[rows], table.stored[rows]], 1), axis=0)
+    return {
+        key: int(ranges[ranges[:, 0] == number, 2].sum())
+        for number, key in enumerate(table.packs)
+        if (ranges[:, 0] == number).any()
+    }
 
 
 class Reference(str):

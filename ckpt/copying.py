@@ -7,7 +7,7 @@ does a copy take one over. It may be stopped at any moment and called again: wha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 from ckpt import promote
@@ -26,6 +26,7 @@ from ckpt.errors import (
 from ckpt.events import point
 from ckpt.log import Acquire, Commit, Record, RunLog, RunState, in_history
 from ckpt.manifest import Attempt, new_nonce
+from ckpt.retain import files_of
 from ckpt.store import Store, open_store
 from ckpt.upkeep import Item, some
 from ckpt.write import Written
@@ -183,10 +184,12 @@ async def copy(source: RunLog, target: RunLog, plan: CopyPlan, *, on_bytes: OnBy
         try:
             if commit is None:
                 raise NotFoundError(f"attempt {item.attempt} is gone")
-            written = await _copy_files(source.store, target.store, commit, on_bytes)
+            files = await files_of(target, target.state.commits.values())
+            used = {key for keys in files.values() for key in keys}
+            written = await _copy_files(source.store, target.store, commit, used, on_bytes)
             if number == 0 and plan.lead:
                 mine = await _lead(target, plan.after, item.attempt)
-            await append_commit(target, mine, written)
+            await append_commit(target, mine, written, used=files)
         except (NotFoundError, CorruptError) as error:
             raise await _blame(source, item.attempt, error) from None
         except SaveError as error:
@@ -203,12 +206,14 @@ async def _blame(source: RunLog, attempt: Attempt, error: CheckpointError) -> Ch
     )
 
 
-async def _copy_files(source: Store, target: Store, commit: Commit, on_bytes: OnBytes) -> list[Written]:
+async def _copy_files(source: Store, target: Store, commit: Commit, used: Set[str], on_bytes: OnBytes) -> list[Written]:
     window = asyncio.Semaphore(PARTS)
 
     async def one(rank: int, number: int, digest: str) -> Written:
         async with window:
-            await promote.copy_part(source, target, commit.attempt, rank, number, expected=digest, on_bytes=on_bytes)
+            await promote.copy_part(
+                source, target, commit.attempt, rank, number, expected=digest, used=used, on_bytes=on_bytes
+            )
             return await load_part(target, commit.attempt, rank, number, expected=digest)  # with packs of their size
 
     try:

@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt.codec import blob_digest
+from ckpt.digest import blob_digest
 from ckpt.doctor_folder import disk, file_system, nearest_folder, space
 from ckpt.doctor_s3 import bare_s3, bucket
 from ckpt.errors import (

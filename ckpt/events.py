@@ -47,7 +47,11 @@ WRITER_POINTS = (
     "drain.started",
     "mirror.taken",  # another rank's snapshot is in our memory, not sealed yet
 )
-POINTS = TRAINER_POINTS + WRITER_POINTS
+INCREMENT_POINTS = (  # of a writer that stores an increment, or compresses
+    "begin.landed",  # the log says what it builds on
+    "packs.stored",  # all of its packs are durable
+)
+POINTS = TRAINER_POINTS + WRITER_POINTS + INCREMENT_POINTS
 
 process = "trainer"  # the writer sets this to "writer" when it starts
 

@@ -128,6 +128,7 @@ class Guardian:
         if not self.inherited.arenas:
             self.client.send("close")
         self.client.close()
+        self._drop_prepared()
 
     # -- the writer --
 
@@ -408,7 +409,7 @@ class Guardian:
             client.send("arm", fds=self._arming[1], **self._arming[0])
         for attempt, reason in list(self._retracts.items()):
             self._send_retract(client, attempt, reason)
-        self._preparing = None
+        self._drop_prepared()
         for write in list(self._writes):
             self._send(write)
 
@@ -474,7 +475,14 @@ class Guardian:
                 return
             self._asked_size = size
             slots = self._ring + max(1, len(self._tiers))
+            self._drop_prepared()
             self._preparing = self.client.send("arena", slots=slots, slot_size=size)
+
+    def _drop_prepared(self) -> None:
+        """Nobody takes what was prepared any more: its descriptor would hold all of that memory."""
+        future, self._preparing = self._preparing, None
+        if future is not None:
+            future.add_done_callback(_close_descriptors)
 
     def take_prepared(self, timeout_s: float) -> None:
         """Move to the memory that was prepared; waits up to `timeout_s` for it. Raises why it could not be made."""
@@ -691,6 +699,7 @@ class Guardian:
                     self.client.ask("close", timeout_s=max(timeout_s, 0.1))
         finally:
             self.client.close()
+            self._drop_prepared()
             for arena in {a.id: a for a in (*self.inherited.arenas, *self._arenas())}.values():
                 arena.close()
 
@@ -700,6 +709,12 @@ class Guardian:
         for arena in {a.id: a for a in (*self.inherited.arenas, *self._arenas())}.values():
             os.close(arena.fd)
             arena.fd = -1
+
+
+def _close_descriptors(future: Future[Reply]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        for fd in future.result()[1]:
+            os.close(fd)
 
 
 Known = tuple[dict[str, Layout], dict[tuple[Attempt, int], bytes], list[Acquire]]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt.arena import EAGER, SEALED, Arena, Label
-from ckpt.codec import blob_digest
+from ckpt.digest import blob_digest
 from ckpt.errors import SaveError
 from ckpt.manifest import Attempt
 from ckpt.mirror import Mirror

@@ -6,15 +6,14 @@
 that a writer who lost the answer finds its own success again. Types and bodies:
 
     ACQUIRE   epoch, nonce, restored      a job takes the run over, or goes back to `restored` (an attempt or null)
-    BEGIN     attempt, pins               packs of older checkpoints that an open attempt uses
+    BEGIN     attempt, pins               an open attempt builds on these checkpoints: they stay until it ends
     HELD      as COMMIT                   on a disk that only some ranks see: their parts are here
-    COMMIT    attempt, world, parts, index, finite, reason    a checkpoint exists (there: its other parts do too)
+    COMMIT    attempt, world, parts, index, finite, reason    a checkpoint exists (there: its other parts do too);
+              needs                       which older checkpoints it was built on, if it was
     ABORT     attempt, reason             this attempt never will
     PLAN      retire, delete, reason      checkpoints given up and the files that go with them; why, if not by retention
     KEEP      attempt, note, keep         never retire this one; `keep` false takes that back
     SNAPSHOT  everything that follows from the records before it
-
-BEGIN is understood, and not written yet.
 
 Each record whose number is a multiple of SNAPSHOT_EVERY is a SNAPSHOT, so that a reader finds the newest one by its
 name, and reads that and what follows, however long the log has become. Records are never deleted: a late writer must
@@ -34,7 +33,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.codec import file_digest
+from ckpt.digest import file_digest
 from ckpt.errors import (
     CorruptError,
     ExistsError,
@@ -47,7 +46,18 @@ from ckpt.errors import (
 )
 from ckpt.events import log as logger
 from ckpt.events import point
-from ckpt.manifest import MAX_EPOCH, MAX_FORMAT, MAX_WORLD, Attempt, read_format, seal, unseal
+from ckpt.manifest import (
+    MAX_EPOCH,
+    MAX_FORMAT,
+    MAX_WORLD,
+    Attempt,
+    needs_texts,
+    read_format,
+    read_needs,
+    seal,
+    unseal,
+)
+from ckpt.manifest import owner as owner_of
 from ckpt.store import Store, get_small
 
 TYPES = ("ACQUIRE", "BEGIN", "HELD", "COMMIT", "ABORT", "PLAN", "KEEP", "SNAPSHOT")
@@ -72,7 +82,8 @@ class Acquire:
 @dataclass(frozen=True, slots=True)
 class Commit:
     """A checkpoint. `parts`: (rank, try, digest of the part) of every rank whose part is in this place, of `world`
-    ranks that saved; `index`: digest of the merged table."""
+    ranks that saved; `index`: digest of the merged table; `needs`: the older checkpoints that it was built on, in their
+    order: it uses packs that they use. They may be retired since: what keeps the packs is that this one uses them."""
 
     attempt: Attempt
     world: int
@@ -80,6 +91,7 @@ class Commit:
     index: str
     finite: bool | None = None
     reason: str = "due"  # or "ring": persisted because the trainer died, besides the cadence
+    needs: tuple[Attempt, ...] = ()
 
     @property
     def step(self) -> int:
@@ -89,6 +101,11 @@ class Commit:
     def whole(self) -> bool:
         """Whether this place has the parts of all ranks."""
         return len(self.parts) == self.world
+
+    @property
+    def full(self) -> bool:
+        """Whether all its bytes are in packs of its own. Else it is an increment."""
+        return not self.needs
 
 
 @dataclass
@@ -103,7 +120,7 @@ class RunState:
     retired: set[Attempt] = field(default_factory=set)
     aborted: set[Attempt] = field(default_factory=set)
     reasons: dict[Attempt, str] = field(default_factory=dict)  # why they were aborted, or taken back
-    pins: dict[Attempt, tuple[str, ...]] = field(default_factory=dict)  # of open attempts
+    pins: dict[Attempt, tuple[Attempt, ...]] = field(default_factory=dict)  # what open attempts build on
     kept: dict[Attempt, str] = field(default_factory=dict)  # with the note that says why
     requests: dict[str, int] = field(default_factory=dict)  # of the last SNAPSHOT_EVERY records at least
     damaged: list[int] = field(default_factory=list)
@@ -164,6 +181,7 @@ def fold(state: RunState, record: dict[str, Any]) -> None:
             for attempt in retire:
                 state.commits.pop(attempt, None)
                 state.held.pop(attempt, None)
+                state.pins.pop(attempt, None)
                 state.retired.add(attempt)
                 if "reason" in body:
                     state.reasons[attempt] = str(body["reason"])[:500]
@@ -181,7 +199,9 @@ def fold(state: RunState, record: dict[str, Any]) -> None:
             elif kind == "KEEP":
                 state.kept[attempt] = str(body["note"])[:500]
             elif kind == "BEGIN":
-                state.pins[attempt] = tuple(map(str, body["pins"]))
+                pins = read_needs(body["pins"], attempt)
+                if not state.ended(attempt):  # else nothing would ever take them back
+                    state.pins[attempt] = pins
             elif kind not in TYPES:
                 raise CorruptError(f"not a record: {kind!r}")
             if kind in ("COMMIT", "ABORT"):
@@ -207,12 +227,13 @@ def _commit(attempt: Attempt, body: dict[str, Any]) -> Commit:
         last = rank
     if finite is not None and type(finite) is not bool:
         raise CorruptError(f"impossible finite: {finite!r}")
-    return Commit(attempt, world, parts, index, finite, str(body["reason"]))
+    needs = read_needs(body.get("needs", []), attempt)
+    return Commit(attempt, world, parts, index, finite, str(body["reason"]), needs)
 
 
 def commit_body(commit: Commit) -> dict[str, Any]:
-    """What a COMMIT or HELD record says."""
-    return {
+    """What a COMMIT or HELD record says. Of a full checkpoint it says no needs, as before there were increments."""
+    body: dict[str, Any] = {
         "attempt": str(commit.attempt),
         "world": commit.world,
         "parts": [list(part) for part in commit.parts],
@@ -220,6 +241,7 @@ def commit_body(commit: Commit) -> dict[str, Any]:
         "finite": commit.finite,
         "reason": commit.reason,
     }
+    return body | {"needs": needs_texts(commit.needs)} if commit.needs else body
 
 
 def summary(state: RunState) -> dict[str, Any]:
@@ -232,7 +254,7 @@ def summary(state: RunState) -> dict[str, Any]:
         "retired": _grouped(state.retired),
         "aborted": _grouped(state.aborted),
         "reasons": [[str(a), why] for a, why in list(state.reasons.items())[-MAX_REASONS:]],
-        "pins": {str(a): list(state.pins[a]) for a in sorted(state.pins)},
+        "pins": {str(a): needs_texts(state.pins[a]) for a in sorted(state.pins)},
         "kept": [[str(a), note] for a, note in sorted(state.kept.items())],
         "requests": {request: n for request, n in state.requests.items() if n >= seq - SNAPSHOT_EVERY},
     }
@@ -247,7 +269,7 @@ def expand(body: dict[str, Any]) -> RunState:
             retired=_ungrouped(body["retired"]),
             aborted=_ungrouped(body["aborted"]),
             reasons={Attempt.parse(a): str(why) for a, why in body.get("reasons", ())},
-            pins={Attempt.parse(a): tuple(map(str, pins)) for a, pins in body["pins"].items()},
+            pins={(a := Attempt.parse(text)): read_needs(pins, a) for text, pins in body["pins"].items()},
             kept={Attempt.parse(a): str(note) for a, note in body["kept"]},
             requests={str(request): int(n) for request, n in body.get("requests", {}).items()},
         )
@@ -492,8 +514,9 @@ def _sequence(key: str) -> int | None:
 
 
 def live_packs(state: RunState, packs: Iterable[str], used: Iterable[str]) -> set[str]:
-    """Of the listed packs, those that must stay: `used` by live checkpoints, pinned, or of an attempt still open."""
-    from ckpt.manifest import owner as owner_of
+    """Of the listed packs, those that must stay: `used` by live checkpoints, or of an attempt still open.
 
-    protected = set(used).union(*state.pins.values())
+    What open attempts take from older checkpoints is `used` by these, which are pinned, and stay as long.
+    """
+    protected = set(used)
     return {key for key in packs if key in protected or (a := owner_of(key)) is None or not state.ended(a)}

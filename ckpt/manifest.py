@@ -2,6 +2,7 @@
 
     FORMAT.json                                   this is a run of ours, version, root id
     packs/<attempt>.<rank>.<try>.safetensors      tensor bytes
+    packs/<attempt>.<rank>.<try>-<n>.safetensors  the same of a part that has several packs: n = 0, 1, ...
     parts/<attempt>.<rank>.<try>.json             one rank's manifest: `Part`
     parts/<attempt>.<rank>.<try>.safetensors      its table: shards and blobs, see `ckpt.table`
     index/<attempt>-<digest>.safetensors          all tables of a checkpoint, merged; named by content, so that two
@@ -15,14 +16,15 @@ anywhere is noticed.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import secrets
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ckpt.codec import file_digest
+from ckpt.digest import file_digest
 from ckpt.errors import CorruptError, FormatError
 
 MAJOR, MINOR = 1, 0
@@ -31,6 +33,7 @@ MAX_FORMAT = 1 << 20
 MAX_EPOCH = 10**12
 MAX_WORLD = 1 << 20
 MAX_HEADER = 100 << 20  # of a pack; safetensors refuses more
+MAX_NEEDS = 64  # older checkpoints that one is built on
 _ATTEMPT = re.compile(r"([1-9][0-9]{0,11})\.([0-9a-f]{8})-(0|[1-9][0-9]{0,17})")
 
 
@@ -57,8 +60,24 @@ def new_nonce() -> str:
     return secrets.token_hex(4)
 
 
-def pack_key(attempt: Attempt, rank: int, number: int) -> str:
-    return f"packs/{attempt}.{rank}.{number}.safetensors"
+def read_needs(texts: Any, attempt: Attempt) -> tuple[Attempt, ...]:
+    """The attempts that one was built on. CorruptError unless all are older, in their order, and not too many."""
+    if not isinstance(texts, list) or len(texts) > MAX_NEEDS:
+        raise CorruptError(f"attempt {attempt} needs an impossible number of others")
+    found = tuple(map(Attempt.parse, texts))
+    if any(a >= b for a, b in itertools.pairwise((*found, attempt))):
+        raise CorruptError(f"attempt {attempt} needs one that is not older, or not in its place")
+    return found
+
+
+def needs_texts(attempts: Iterable[Attempt]) -> list[str]:
+    """As `read_needs` wants them."""
+    return [str(attempt) for attempt in sorted(set(attempts))]
+
+
+def pack_key(attempt: Attempt, rank: int, number: int, segment: int | None = None) -> str:
+    """`segment`: counts the packs of a part that has several; None if it has one."""
+    return f"packs/{attempt}.{rank}.{number}{'' if segment is None else f'-{segment}'}.safetensors"
 
 
 def part_key(attempt: Attempt, rank: int, number: int) -> str:
@@ -74,8 +93,8 @@ def index_key(attempt: Attempt, digest: str) -> str:
 
 
 _OWNED = re.compile(
-    r"(?:packs|parts|index)/([0-9]+\.[0-9a-f]{8}-[0-9]+)"
-    r"(?:\.([0-9]{1,9})\.([0-9]{1,9})|-[0-9a-f]{16})\.(?:safetensors|json)"
+    r"(?:(packs)|parts|index)/([0-9]+\.[0-9a-f]{8}-[0-9]+)"
+    r"(?:\.([0-9]{1,9})\.([0-9]{1,9})(?(1)(?:-[0-9]{1,9})?)|-[0-9a-f]{16})\.(?:safetensors|json)"
 )
 
 
@@ -83,16 +102,17 @@ def owner(key: str) -> Attempt | None:
     """The attempt that a pack, part or index file belongs to, by its name; None if it is not ours."""
     found = _OWNED.fullmatch(key)
     try:
-        return Attempt.parse(found[1]) if found else None
+        return Attempt.parse(found[2]) if found else None
     except CorruptError:
         return None
 
 
 def rank_and_try(key: str) -> tuple[int, int]:
+    """Of a pack, a part or its table."""
     found = _OWNED.fullmatch(key)
-    if found is None or found[2] is None:
+    if found is None or found[3] is None:
         raise CorruptError(f"not a part: {key}")
-    return int(found[2]), int(found[3])
+    return int(found[3]), int(found[4])
 
 
 # -- canonical, self-digested JSON --
@@ -160,7 +180,12 @@ class PackInfo:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's share of one attempt. `layout` is as `ckpt.plan.Layout.to_json`, `values` tagged plain values."""
+    """One rank's share of one attempt. `layout` is as `ckpt.plan.Layout.to_json`, `values` tagged plain values.
+
+    `packs`: all that its table names, also those of older attempts. `needs`: the older attempts that it was built on,
+    in their order: what it uses of still older ones, these used too. `chain`: how many increments lie between it and
+    the last full one; 0 for a part that needs nothing.
+    """
 
     attempt: str
     rank: int
@@ -174,16 +199,21 @@ class Part:
     finite: bool | None = None
     layout_digest: str = ""
     reason: str = "due"  # why it was saved, see `ckpt.log.Commit`
+    needs: list[str] = field(default_factory=list)
+    chain: int = 0
 
     def to_bytes(self) -> bytes:
         return seal(asdict(self))
 
     def check(self, what: str) -> None:
         """CorruptError unless every field is of its type and every number plausible."""
-        Attempt.parse(self.attempt)
+        attempt = Attempt.parse(self.attempt)
         numbers = (self.rank, self.number, self.world)
         if any(type(n) is not int for n in numbers) or not 0 <= self.rank < self.world <= MAX_WORLD or self.number < 0:
             raise CorruptError(f"{what} is of an impossible rank, try or world")
+        needs = read_needs(self.needs, attempt)
+        if type(self.chain) is not int or not 0 <= self.chain < (10**9 if self.needs else 1):
+            raise CorruptError(f"{what} lies at an impossible place behind a full one")
         kinds = (
             (self.layout, dict), (self.values, list), (self.table, str), (self.layout_digest, str), (self.reason, str),
             (self.finite, (bool, type(None))), (self.created, (int, float)),
@@ -192,8 +222,12 @@ class Part:
             raise CorruptError(f"{what} has a field of the wrong type")
         for pack in self.packs:
             sizes = (pack.header_size, pack.size)
-            if owner(pack.key) is None or not pack.key.startswith("packs/") or any(type(n) is not int for n in sizes):
+            named = isinstance(pack.key, str) and pack.key.startswith("packs/")
+            if not named or any(type(n) is not int for n in sizes):
                 raise CorruptError(f"{what} names an impossible pack")
+            # A pack may be of an older attempt that `needs` does not name: what is named there has it from that one.
+            if (of := owner(pack.key)) is None or not (of == attempt or (needs and of < attempt)):
+                raise CorruptError(f"{what} names a pack that it cannot have")
             if not 0 <= pack.header_size <= min(pack.size, MAX_HEADER):
                 raise CorruptError(f"{what} names a pack of impossible size")
 

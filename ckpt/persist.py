@@ -15,16 +15,29 @@ from typing import Any
 
 from ckpt import commit, events, promote
 from ckpt.arena import Arena, Label
-from ckpt.codec import blob_digest
-from ckpt.errors import CheckpointError, FencedError, FullError, SaveError, SkippedError, StoreError, UsageError
+from ckpt.digest import blob_digest
+from ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    FencedError,
+    FullError,
+    SaveError,
+    SkippedError,
+    StoreError,
+    UsageError,
+)
 from ckpt.holdings import Holdings
 from ckpt.link import Message
 from ckpt.log import Acquire, Commit, RunLog, in_history
-from ckpt.manifest import Attempt, part_key, table_key
+from ckpt.manifest import Attempt, part_key, rank_and_try, table_key
 from ckpt.manifest import owner as owner_of
+from ckpt.pace import Idle, threads
 from ckpt.places import Place, open_place, renew
+from ckpt.plan import Layout
 from ckpt.retain import remember_packs
-from ckpt.write import Snapshot, Written, write_part
+from ckpt.supply import InMemory, InStore, Source, bases_in, bases_near
+from ckpt.table import Table
+from ckpt.write import Snapshot, Written
 
 COMMON_S = 1.0  # until the step before the newest will do, if not all ranks have the newest
 OTHERS_S = 5.0  # for other ranks to bring theirs, when ours is written
@@ -36,7 +49,8 @@ LATE_S = 30.0  # for the parts of other ranks, when nobody is left to wait for t
 class Persister:
     """Everything runs in the writer's event loop; blocking work goes to threads.
 
-    `tell`: sends the trainer a message, if it is there; `spawn`: runs something beside.
+    `tell`: sends the trainer a message, if it is there; `spawn`: runs something beside; `pace`: what threads that
+    compress call after a while of work, with its seconds, to be held back.
     """
 
     def __init__(
@@ -44,8 +58,9 @@ class Persister:
         holdings: Holdings,
         tell: Callable[[Message], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        pace: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        self.holdings, self.tell, self.spawn = holdings, tell, spawn
+        self.holdings, self.tell, self.spawn, self.pace = holdings, tell, spawn, pace
         self.adoptions = 0  # trainers that have taken this writer over
         self.owner: Acquire | None = None
         self.heir = ""  # the nonce of the owner that our trainer is about to be
@@ -82,6 +97,7 @@ class Persister:
             if tier is None:
                 # A writer that takes the place of a dead one must not fail for a bucket that is out of reach just now.
                 tier = await open_place(spec, later=bool(self.first_try and tiers))
+                tier.encoder.threads, tier.encoder.pace, tier.encoder.idle = threads(), self.pace, Idle()
             else:
                 await renew(tier, spec)
             tiers.append(tier)
@@ -124,6 +140,8 @@ class Persister:
             tier.role = commit.Role(tuple(ranks), place, world)
             if tier.opened:
                 await tier.log.refresh()  # another rank's writer has appended who the owner is
+        for tier in (tier for tier in self.tiers if tier.opened):
+            tier.scrub_slowly()
         for i in message.get("recover", ()):
             tier = self.tiers[i]
             wanted = self._to_promote(tier)
@@ -158,7 +176,10 @@ class Persister:
         """The other places hold their parts of these attempts too."""
         tier = self.tiers[message["tier"]]
         for attempt in message["attempts"]:
-            await commit.complete(tier.log, self._mine(), Attempt.parse(attempt))
+            try:
+                await commit.complete(tier.log, self._mine(), Attempt.parse(attempt))
+            except SaveError as error:  # what it builds on is gone: it has been ended
+                events.log.warning("%s: %s", tier.url, error)
         return {}
 
     # -- writing --
@@ -279,7 +300,7 @@ class Persister:
                 here = await commit.stored_part(near.store, attempt, rank)
                 if here is None:
                     raise SaveError(f"step {attempt.step} is not in {near.url} any more")
-                written = await promote.copy_part(near.store, tier.store, attempt, rank, here.part.number)
+                written = await self._transfer(tier, near, here)
             self._check_wanted(tier, attempt)
             return written
         except BaseException as error:
@@ -288,6 +309,24 @@ class Persister:
             raise
         finally:
             tier.waiting -= 1
+
+    async def _transfer(self, tier: Place, near: Place, here: Written) -> Written:
+        """A part of a nearer place, stored as the further one stores its parts; taken up where a crash cut it off."""
+        attempt, part = Attempt.parse(here.part.attempt), here.part
+        there = await commit.stored_part(tier.store, attempt, part.rank)
+        if there is not None:
+            return there
+        layout, source = Layout.from_json(part.layout), InStore(near.store, here.table)
+        previous = await tier.encoder.previous(tier.log, attempt, layout)
+        tried = [info.key async for info in tier.store.list(f"packs/{attempt}.{part.rank}.")]
+        plain = not part.needs and not here.table.codec.any() and len(part.packs) == 1
+        if plain and set(tried) <= {part.packs[0].key} and not tier.encoder.worth(tier.store, source, layout, previous):
+            written = await promote.copy_part(near.store, tier.store, attempt, part.rank, part.number)
+            tier.encoder.remember(written)
+            return written
+        number = max([self.first_try, *(rank_and_try(key)[1] + 1 for key in tried)])
+        snapshot = Snapshot(attempt, layout, memoryview(b""), part.values, part.finite)
+        return await self._encode(tier, snapshot, source, number, reason=part.reason)
 
     def _check_wanted(self, tier: Place, attempt: Attempt) -> None:
         """Not if it was taken back, or another rank has given it up."""
@@ -341,10 +380,11 @@ class Persister:
         tier.in_flight.add(one.attempt)
         try:
             async with tier.busy:
-                written = [
-                    await promote.copy_part(near.store, tier.store, one.attempt, rank, number, expected=digest)
+                here = [
+                    await commit.load_part(near.store, one.attempt, rank, number, expected=digest)
                     for rank, number, digest in mine
                 ]
+                written = [await self._transfer(tier, near, part) for part in here]
             await self._settle(tier, written[0])
         finally:
             near.unpin(one.attempt)
@@ -386,7 +426,9 @@ class Persister:
                     if arena.label(slot) != label:
                         raise SaveError(f"step {attempt.step} was overwritten in memory while it was written")
 
-                written = await write_part(tier.log.store, snapshot, number=number, reason=reason, check=check)
+                written = await self._encode(
+                    tier, snapshot, InMemory(layout, snapshot.data), number, reason=reason, check=check
+                )
                 if attempt in self.retracted:
                     raise SaveError(f"step {attempt.step} was taken back while it was written")
             values_digest = blob_digest(arena.values(slot, label))
@@ -405,6 +447,72 @@ class Persister:
                 del self.writing[key]
                 if adopted != self.adoptions:  # the new trainer was told that this slot is being written
                     self.tell({"op": "unpinned", "arena": arena.id.hex(), "slot": slot})
+
+    async def _encode(
+        self,
+        tier: Place,
+        snapshot: Snapshot,
+        source: Source,
+        number: int,
+        *,
+        reason: str,
+        check: Callable[[], None] = lambda: None,
+    ) -> Written:
+        attempt, rank = snapshot.attempt, snapshot.layout.rank
+
+        async def begin(built_on: Attempt) -> bool:
+            """The writer that commits pins what is built on; that it is still there is seen again at the commit."""
+            if tier.role.place == 0:
+                try:
+                    await commit.begin(tier.log, self._mine(), attempt, (built_on,))
+                except SaveError:
+                    return False
+            return built_on in tier.log.state.commits
+
+        previous = await tier.encoder.previous(tier.log, attempt, snapshot.layout)
+        near = self._near(tier)
+        bases = bases_in(tier.store)
+        if near is not None:
+            known: dict[Attempt, Table | None] = {}
+
+            async def find(older: Attempt) -> Table | None:
+                if older not in known:
+                    known[older] = await self._table_of(near, older, rank)
+                return known[older]
+
+            bases = bases_near(near.store, find)
+        written = await tier.encoder.write(
+            tier.log.store,
+            snapshot,
+            source,
+            previous,
+            number=number,
+            reason=reason,
+            on_needs=begin,
+            bases=bases,
+            check=check,
+        )
+        if near is not None:
+            self._anchor(tier, near, written)
+        return written
+
+    def _anchor(self, tier: Place, near: Place, written: Written) -> None:
+        """Keep in the nearer place what deltas in the further one are taken against, if there are any."""
+        if tier.encoder.policy.compression == "none" or not tier.encoder.uses_bases:
+            near.anchors.pop(tier.url, None)
+        elif not written.part.needs:
+            near.anchors[tier.url] = Attempt.parse(written.part.attempt)
+
+    async def _table_of(self, near: Place, attempt: Attempt, rank: int) -> Table | None:
+        """A rank's table of a checkpoint in a nearer place."""
+        found = near.log.state.commits.get(attempt)
+        mine = next((part for part in found.parts if part[0] == rank), None) if found is not None else None
+        if mine is None:
+            return None
+        try:
+            return (await commit.load_part(near.store, attempt, rank, mine[1], expected=mine[2])).table
+        except (CorruptError, StoreError):
+            return None
 
     async def _tell_others(self, tier: Place, attempt: Attempt, rank: int, error: BaseException) -> None:
         """That this rank's part will not come, if there are others who wait for it."""
@@ -440,8 +548,18 @@ class Persister:
             raise
         finally:
             tier.in_flight.discard(attempt)
+        await self._let_go(tier, attempt)
         self._forget_old()
         self._sweep_soon(tier)
+
+    async def _let_go(self, tier: Place, newer: Attempt) -> None:
+        """What failed to be written, and keeps what it was to be built on from being retired, is not tried again once
+        a newer one is there."""
+        mine = self._mine()
+        for attempt in [a for a in tier.log.state.pins if a < newer and a not in tier.in_flight]:
+            if tier.role.place == 0 and tier.role.world == 1 and attempt.epoch == mine.epoch:
+                with contextlib.suppress(CheckpointError):
+                    await commit.abort(tier.log, mine, attempt, "it could not be written, and a newer one was")
 
     async def _commit(self, tier: Place, written: Written) -> None:
         """Commit as whoever we are by then: a restore may open our next epoch while a checkpoint is on its way."""
@@ -481,7 +599,8 @@ class Persister:
             if not isinstance(error, FencedError) and part.reason == "due":
                 await commit.abort(tier.log, self._mine(), attempt, f"rank {part.rank}: {error}")
             if attempt in tier.log.state.aborted:
-                keys = [*(pack.key for pack in part.packs), part_key(attempt, part.rank, part.number)]
+                own = [pack.key for pack in part.packs if owner_of(pack.key) == attempt]
+                keys = [*own, part_key(attempt, part.rank, part.number)]
                 for key in [*keys, table_key(attempt, part.rank, part.number)]:
                     await tier.log.store.delete(key)
 

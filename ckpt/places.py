@@ -15,12 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt import commit, events, retain
+from ckpt.encode import Encoder
 from ckpt.errors import CheckpointError, FencedError
+from ckpt.increment import Policy
 from ckpt.link import Message
 from ckpt.log import Acquire, RunLog
 from ckpt.manifest import Attempt
 from ckpt.manifest import owner as owner_of
 from ckpt.read import verify
+from ckpt.scrub import Scrub
 from ckpt.store import Store, open_store, remember_options
 
 READ_BACK_EVERY = 10  # checkpoints, in a remote place
@@ -28,6 +31,7 @@ LIST_EVERY = 32  # clean-ups, in a remote place: between them only what is known
 OPENING_S = 30.0  # how long a remote place is tried when it is opened: an address may be wrong, and somebody waits
 PATIENCE_S = 300.0  # and for each request later
 REACHING = ("options", "environment", "max_mib_s", "max_inflight_mib")  # of a spec: how the place is reached
+SCRUB_MIB_S = 8.0  # in folders
 READER_GRACE_S = 600.0  # in a remote place, between a PLAN and its deletions
 
 
@@ -48,6 +52,9 @@ class Place:
     verified: set[Attempt] = field(default_factory=set)
     in_flight: set[Attempt] = field(default_factory=set)
     promoting: Counter[Attempt] = field(default_factory=Counter)  # read from here, on their way to further places
+    encoder: Encoder = field(default_factory=Encoder)
+    anchors: dict[str, Attempt] = field(default_factory=dict)  # what further places take deltas against, by their URL
+    read_back: set[Attempt] = field(default_factory=set)  # sound when they were read
     waiting: int = 0  # checkpoints on their way here, those that wait for their turn among them
     spec: dict[str, Any] = field(default_factory=dict, repr=False)  # perhaps secrets
     opened: bool = True
@@ -56,6 +63,7 @@ class Place:
     sweeps: int = 0
     leaving: set[str] = field(default_factory=set)  # names that are deleted when the grace is over
     graces: set[asyncio.Task[None]] = field(default_factory=set)
+    scrubbing: asyncio.Task[None] | None = None
 
     @property
     def store(self) -> Store:
@@ -66,6 +74,14 @@ class Place:
         if not self.opened:
             await self.log.open()
             self.opened = True
+
+    def scrub_slowly(self) -> None:
+        """Read again what is stored, now and then, if that is wanted here."""
+        wanted = self.spec.get("scrub_mib_s")
+        rate = float(wanted if wanted is not None else 0 if self.store.remote else SCRUB_MIB_S) * 2**20
+        if rate > 0 and (self.scrubbing is None or self.scrubbing.done()):
+            scrub = Scrub(self.log, rate, lambda: self.role, self.busy.locked, self.encoder.suspects.add)
+            self.scrubbing = asyncio.create_task(scrub.run())
 
     def unpin(self, attempt: Attempt) -> None:
         self.promoting[attempt] -= 1
@@ -101,7 +117,8 @@ class Place:
     async def _sweep(self, mine: Acquire, tell: Callable[[Message], None]) -> None:
         await self._give_up_old(mine)
         state = self.log.state
-        doomed = retain.choose(state, self.keep, self.verified) - self.promoting.keys()
+        pinned = self.promoting.keys() | self.anchors.values()
+        doomed = retain.choose(state, self.keep, self.verified) - pinned
         full = not self.store.remote or self.sweeps % LIST_EVERY == 0
         if not doomed and not (state.aborted and full):
             return
@@ -111,18 +128,21 @@ class Place:
         newest = history[0]
         recent = {c.attempt for c in history[: READ_BACK_EVERY if self.store.remote else 1]}
         if not recent & self.verified:
-            problems = await verify(self.store, newest)
+            # What it took over from one that was read back need not be read again: it costs more than to write it.
+            new = bool(newest.needs) and self.read_back.issuperset(newest.needs)
+            problems = await verify(self.store, newest, new=new)
             if problems:
                 tell({"op": "damaged", "tier": self.url, "step": newest.step, "problems": problems[:10]})
                 return
             self.verified = {newest.attempt}
+            self.read_back = (self.read_back & state.commits.keys()) | {newest.attempt}
         self.sweeps += 1
         await retain.retire(
             self.log,
             mine,
             self.keep,
             self.verified,
-            pinned=frozenset(self.promoting),
+            pinned=frozenset(pinned),
             orphans=full,
             spared=frozenset(self.leaving),
             delete=self._delete_later if self.grace_s else None,
@@ -157,6 +177,9 @@ class Place:
 
         A remote place is left as it is: to read a large checkpoint back could take longer than anybody waits at an end.
         """
+        if self.scrubbing is not None:
+            self.scrubbing.cancel()
+            await asyncio.gather(self.scrubbing, return_exceptions=True)
         if self.sweeping is not None and self.store.remote:
             self.sweeping.cancel()
             await asyncio.gather(self.sweeping, return_exceptions=True)
@@ -216,6 +239,12 @@ async def renew(place: Place, spec: dict[str, Any]) -> None:
 def _settings(place: Place, spec: dict[str, Any]) -> None:
     grace_s = spec.get("grace_s")
     place.keep, place.every = retain.Keep(spec["last"], spec["every"]), int(spec.get("cadence", 1))
+    place.encoder.policy = Policy(
+        bool(spec.get("incremental", True)),
+        str(spec.get("compression", "auto")),
+        int(spec.get("full_every", 10)),
+        place.every,
+    )
     place.grace_s = float(grace_s) if grace_s is not None else READER_GRACE_S if place.store.remote else 0.0
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ckpt.codec import file_digest
+from ckpt.digest import file_digest
 from ckpt.errors import CorruptError, StateError
 from ckpt.manifest import MAX_WORLD, canonical
 from ckpt.store import PAGE

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.codec import blob_digest, file_digest
 from ckpt.commit import load_part
+from ckpt.digest import blob_digest, file_digest
 from ckpt.errors import CorruptError, ExistsError, NotFoundError
 from ckpt.log import Commit, RunLog, RunState
 from ckpt.manifest import MAX_JSON, Attempt, PackInfo, part_key, table_key
 from ckpt.store import PAGE, Store, get_small
 from ckpt.table import Table
-from ckpt.write import Written, upload_from
+from ckpt.write import CHUNK, Written, upload_from
 
 BACKLOG = 3  # checkpoints that a new incarnation still takes to a further tier
 
@@ -51,11 +51,14 @@ async def copy_part(
     number: int,
     *,
     expected: str | None = None,
+    used: Set[str] = frozenset(),
     on_bytes: OnBytes = None,
 ) -> Written:
-    """One rank's part with its table and packs. `expected`: the digest of the part, where it is known.
+    """One rank's part with its table and packs, those of older attempts too that it uses. `expected`: the digest of the
+    part, where it is known. `used`: packs that checkpoints in the target use.
 
-    What is there already, whole, is left as it is. CorruptError if the source is damaged.
+    What is there already, whole, is left as it is. CorruptError if the source is damaged, or what the target uses is
+    something else.
     """
     written = await load_part(source, attempt, rank, number, expected=expected)
     keys = part_key(attempt, rank, number), table_key(attempt, rank, number)
@@ -64,7 +67,7 @@ async def copy_part(
             on_bytes(sum(pack.size for pack in written.part.packs))
         return written  # it comes last, so all of it is there
     for pack in written.part.packs:
-        await _copy_pack(source, target, pack, written.table, on_bytes)
+        await _copy_pack(source, target, pack, written.table, pack.key in used, on_bytes)
     for key in reversed(keys):
         await _put_once(target, key, await get_small(source, key, MAX_JSON))
     return written
@@ -85,12 +88,17 @@ async def _put_once(target: Store, key: str, data: memoryview) -> None:
             raise
 
 
-async def _copy_pack(source: Store, target: Store, pack: PackInfo, table: Table, on_bytes: OnBytes) -> None:
+async def _copy_pack(source: Store, target: Store, pack: PackInfo, table: Table, used: bool, on_bytes: OnBytes) -> None:
     try:
         there = (await target.head(pack.key)).size
     except NotFoundError:
         there = -1
-    if there == pack.size and target.remote:
+    if used and there >= 0 and (there != pack.size or not await _same(target, pack, table)):
+        raise CorruptError(
+            f"{target.url} uses a {pack.key} that is damaged, or another one: mend it with `ckpt repair`, or copy "
+            "to a new place"
+        )
+    if there == pack.size and (target.remote or used):
         if on_bytes is not None:
             on_bytes(pack.size)
         return  # objects appear whole, or not at all; a file has its full size before its first byte
@@ -99,8 +107,19 @@ async def _copy_pack(source: Store, target: Store, pack: PackInfo, table: Table,
     await upload_from(target, pack.key, pack.size, Sound(source, pack, table).read, on_bytes)
 
 
+async def _same(store: Store, pack: PackInfo, table: Table) -> bool:
+    """Whether a pack holds what a table says of it."""
+    sound = Sound(store, pack, table)
+    try:
+        for offset in range(0, pack.size, CHUNK):
+            await sound.read(offset, min(CHUNK, pack.size - offset))
+    except CorruptError:
+        return False
+    return True
+
+
 class Sound:
-    """Ranges of a pack, of which every blob that they touch has been verified."""
+    """Ranges of a pack, of which every blob of the table that they touch has been verified."""
 
     def __init__(self, source: Store, pack: PackInfo, table: Table) -> None:
         self._source, self._pack = source, pack
@@ -108,7 +127,7 @@ class Sound:
         order = np.argsort(table.offset[mine], kind="stable")
         self._starts: npt.NDArray[np.int64] = table.offset[mine][order]
         self._stops: npt.NDArray[np.int64] = self._starts + table.stored[mine][order]
-        self._digests: list[bytes] = [bytes(digest) for digest in table.digest[mine][order]]
+        self._digests: list[bytes] = [bytes(digest) for digest in table.stored_digest[mine][order]]
 
     async def read(self, offset: int, length: int) -> memoryview:
         """CorruptError if anything in this range is damaged."""
@@ -150,5 +169,5 @@ async def measure(log: RunLog, commit: Commit) -> Size:
         await load_part(log.store, commit.attempt, rank, number, expected=digest)
         for rank, number, digest in commit.parts
     ]
-    packs = [pack for written in parts for pack in written.part.packs]
-    return Size(len(packs) + 2 * len(parts) + 1, sum(pack.size for pack in packs))
+    packs = {pack.key: pack.size for written in parts for pack in written.part.packs}
+    return Size(len(packs) + 2 * len(parts) + 1, sum(packs.values()))

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import mmap
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
-from ckpt.codec import blob_digest, file_digest
+from ckpt.codec import BF16, RAW, decode
 from ckpt.commit import load_table, read_part
+from ckpt.digest import blob_digest, file_digest
 from ckpt.errors import AccessError, CorruptError, NoCheckpointError, NotFoundError, StoreError
 from ckpt.events import log as logger
 from ckpt.log import Commit, RunLog
-from ckpt.manifest import Attempt, Part, index_key, table_key
-from ckpt.plan import Layout
+from ckpt.manifest import Attempt, Part, index_key, owner, table_key
+from ckpt.plan import Layout, pages
 from ckpt.saved import Saved
 from ckpt.store import PAGE, Store, open_store
 from ckpt.table import Table, merge
@@ -34,6 +36,8 @@ AT_ONCE = 64  # parts or tables
 READ, FAR_READ = 8 << 20, 16 << 20  # bytes of one read, at most (a blob is never split); and where each is a request
 GAP = 64 << 10  # reading over a gap this small is cheaper than another read
 PARALLEL = 8
+SCRATCH = 1 << 20  # bytes, of memory for a batch, at least
+ALIGNED = 64
 
 Sink = Callable[[int, memoryview], None]
 """`sink(blob, data)`: verified bytes of a blob, by its number in the table. Called from several threads; the memory is
@@ -145,7 +149,7 @@ async def load_manifest(store: Store, commit: Commit) -> Manifest:
     ends = np.zeros(len(table.packs), np.int64)
     np.maximum.at(ends, table.pack, table.offset + table.stored)
     for key, end in zip(table.packs, ends.tolist(), strict=True):
-        if key in packs and end > packs[key]:
+        if end > packs.get(key, -1):
             raise CorruptError(f"{index_key(commit.attempt, commit.index)} points behind the end of {key}")
     return Manifest(commit, parts, table)
 
@@ -160,85 +164,232 @@ class Read:
     blobs: tuple[int, ...]
 
 
-def plan_reads(table: Table, blobs: Iterable[int], *, far: bool = False) -> list[Read]:
-    """Ranges that cover the given blobs, near ones joined, in the order they lie on disk. `far`: in a remote place."""
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What is read and decoded together. `blobs` are those that are wanted; `reads` have their bases as well."""
+
+    reads: tuple[Read, ...]
+    blobs: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(read.length for read in self.reads)
+
+
+def plan_reads(table: Table, blobs: Iterable[int], *, far: bool = False) -> list[Batch]:
+    """Batches that cover the given blobs, in the order they lie on disk. `far`: in a remote place.
+
+    What is derived goes with what it is derived from, so that this is not read twice.
+    """
     most = FAR_READ if far else READ
-    wanted = sorted((int(table.pack[blob]), int(table.offset[blob]), blob) for blob in blobs)
-    reads: list[Read] = []
+    wanted = sorted(_place(table, blob) for blob in set(blobs))
+    batches: list[Batch] = []
     group: list[int] = []
-    pack = start = end = -1
-    for p, offset, blob in wanted:
-        last = offset + int(table.stored[blob])
-        if group and (p != pack or offset > end + GAP or max(last, end) - start > most):
-            reads.append(Read(table.packs[pack], start, end - start, tuple(group)))
+    pack = start = end = plain = 0
+    for p, offset, last, _, blob in wanted:
+        nbytes = int(table.length[blob]) * (2 if table.base[blob] >= table.owned else 1)
+        far_off = p != pack or offset > end + GAP
+        if group and (far_off or max(last, end) - start > most or plain + nbytes > most):
+            batches.append(_batch(table, group, most))
             group = []
         if not group:
-            pack, start, end = p, offset, last
+            pack, start, end, plain = p, offset, last, 0
         group.append(blob)
-        end = max(end, last)
+        end, plain = max(end, last), plain + nbytes
     if group:
-        reads.append(Read(table.packs[pack], start, end - start, tuple(group)))
-    return reads
+        batches.append(_batch(table, group, most))
+    return batches
+
+
+def _place(table: Table, blob: int) -> tuple[int, int, int, bool, int]:
+    """Where a blob lies, or what it is derived from: pack, start, end."""
+    derived = int(table.codec[blob]) == BF16
+    at = int(table.base[blob]) if derived else blob
+    offset = int(table.offset[at])
+    return int(table.pack[at]), offset, offset + int(table.stored[at]), derived, blob
+
+
+def closure(table: Table, blobs: Iterable[int]) -> list[int]:
+    """These blobs and all that they need, each behind what it needs itself."""
+    found: dict[int, None] = {}
+    for blob in blobs:
+        for needed in table.needed(blob):
+            found.update(dict.fromkeys(table.needed(needed)))
+            found[needed] = None
+    direct = [blob for blob in dict.fromkeys(blobs) if blob not in found]
+    return [*found, *direct]
+
+
+def _batch(table: Table, group: list[int], most: int) -> Batch:
+    """The ranges of a group and its bases, near ones joined."""
+    rows = sorted((int(table.pack[b]), int(table.offset[b]), b) for b in closure(table, group) if table.stored[b])
+    reads: list[Read] = []
+    inside: list[int] = []
+    pack = start = end = 0
+    for p, offset, blob in rows:
+        last = offset + int(table.stored[blob])
+        if inside and (p != pack or offset > end + GAP or max(last, end) - start > most):
+            reads.append(Read(table.packs[pack], start, end - start, tuple(inside)))
+            inside = []
+        if not inside:
+            pack, start, end = p, offset, last
+        inside.append(blob)
+        end = max(end, last)
+    if inside:
+        reads.append(Read(table.packs[pack], start, end - start, tuple(inside)))
+    return Batch(tuple(reads), tuple(group))
 
 
 async def fetch(
     store: Store,
     table: Table,
-    reads: Sequence[Read],
+    batches: Sequence[Batch],
     sink: Sink | None,
     *,
     on_bytes: Callable[[int], None] | None = None,
     on_damage: OnDamage | None = None,
 ) -> None:
-    """Read, verify and hand over. The first damaged blob raises CorruptError before any byte of it is handed over.
+    """Read, verify, decode and hand over. The first damaged blob raises CorruptError before any byte of it is handed
+    over.
 
-    With `on_damage`, that is told what cannot be read instead, and reading goes on. Memory in use: PARALLEL reads.
+    With `on_damage`, that is told what cannot be had instead, and reading goes on. Memory in use: PARALLEL batches.
     """
-    queue = iter(reads)
+    queue = iter(batches)
     failed = False
 
     async def worker(pool: ThreadPoolExecutor) -> None:
         nonlocal failed
         loop = asyncio.get_running_loop()
-        scratch = memoryview(mmap.mmap(-1, FAR_READ + 2 * PAGE))  # touched as far as it is used
-        for read in queue:
+        scratch = Scratch()
+        for batch in queue:
             if failed:
                 return
+            room = scratch.take(batch)
+            results = await asyncio.gather(
+                *(
+                    store.get(read.pack, start=read.start, length=read.length, into=view)
+                    for read, view in zip(batch.reads, room, strict=True)
+                ),
+                return_exceptions=True,
+            )
             try:
-                data = await store.get(read.pack, start=read.start, length=read.length, into=scratch)
-                await loop.run_in_executor(pool, _deliver, table, read, data, sink, on_damage)
-            except (StoreError, CorruptError) as error:
-                if on_damage is None:
-                    failed = True
-                    raise
-                on_damage(read.blobs, error)
+                got = [_got(result) for result in results]
+                if on_damage is None and (errors := [e for e in got if isinstance(e, StoreError)]):
+                    raise errors[0]
+                await loop.run_in_executor(pool, _deliver, table, batch, got, scratch, sink, on_damage)
+            except (StoreError, CorruptError):
+                failed = True
+                raise
             if on_bytes is not None:
-                on_bytes(read.length)
+                on_bytes(batch.nbytes)
 
     with ThreadPoolExecutor(PARALLEL, "ckpt-verify") as pool:
         results = await asyncio.gather(
-            *(worker(pool) for _ in range(min(PARALLEL, len(reads)))), return_exceptions=True
+            *(worker(pool) for _ in range(min(PARALLEL, len(batches)))), return_exceptions=True
         )
     for result in results:
         if isinstance(result, BaseException):
             raise result
 
 
-def _deliver(table: Table, read: Read, data: memoryview, sink: Sink | None, on_damage: OnDamage | None) -> None:
-    for blob in read.blobs:
-        at = int(table.offset[blob]) - read.start
-        view = data[at : at + int(table.stored[blob])]
-        if blob_digest(view) != table.digest[blob].tobytes():
-            shard = int(np.searchsorted(table.starts, blob, "right")) - 1
-            problem = (
-                f"{table.shards[shard].name} is damaged: {len(view)} bytes at {read.start + at} of {read.pack} "
-                "do not match their digest"
-            )
+def _got(result: memoryview | BaseException) -> memoryview | StoreError:
+    """What a store gave, or that it could not."""
+    if isinstance(result, (memoryview, StoreError)):
+        return result
+    raise result
+
+
+class Scratch:
+    """Memory of one worker, used again for each batch: fresh pages cost more than what is done with them."""
+
+    def __init__(self) -> None:
+        self._stored = self._plain = memoryview(b"")
+
+    def take(self, batch: Batch) -> list[memoryview]:
+        """Room for each read, as `Store.get` wants it."""
+        sizes = [pages(read.length) + 2 * PAGE for read in batch.reads]
+        self._stored = _at_least(self._stored, sum(sizes))
+        ends = list(itertools.accumulate(sizes))
+        return [self._stored[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+    def decoded(self, sizes: Sequence[int]) -> list[memoryview]:
+        """Room for what is decoded, each piece at an address that suits any word."""
+        room = [-(-size // ALIGNED) * ALIGNED for size in sizes]
+        self._plain = _at_least(self._plain, sum(room))
+        starts = [end - size for size, end in zip(room, itertools.accumulate(room), strict=True)]
+        return [self._plain[start : start + size] for size, start in zip(sizes, starts, strict=True)]
+
+
+def _at_least(memory: memoryview, size: int) -> memoryview:
+    return memory if len(memory) >= size else memoryview(mmap.mmap(-1, max(size, SCRATCH)))
+
+
+def _deliver(
+    table: Table,
+    batch: Batch,
+    got: Sequence[memoryview | StoreError],
+    scratch: Scratch,
+    sink: Sink | None,
+    on_damage: OnDamage | None,
+) -> None:
+    """Verify, decode and hand over what one batch has read. `on_damage` None: CorruptError for the first damage."""
+    stored: dict[int, memoryview] = {}
+    lost: dict[int, CorruptError | StoreError] = {}
+    for read, data in zip(batch.reads, got, strict=True):
+        for blob in read.blobs:
+            if isinstance(data, StoreError):
+                lost[blob] = data
+                continue
+            at = int(table.offset[blob]) - read.start
+            stored[blob] = data[at : at + int(table.stored[blob])]
+    wanted = set(batch.blobs)
+    rows = closure(table, batch.blobs)
+    encoded = [blob for blob in rows if int(table.codec[blob]) != RAW]
+    room = dict(zip(encoded, scratch.decoded([int(table.length[blob]) for blob in encoded]), strict=True))
+    plain: dict[int, memoryview] = {}
+    for blob in rows:
+        try:
+            gone = next((lost[b] for b in (blob, *table.needed(blob)) if b in lost), None)
+            if gone is not None:
+                raise gone
+            plain[blob] = _plain_of(table, blob, stored.get(blob, memoryview(b"")), plain, room.get(blob))
+        except (CorruptError, StoreError) as error:
             if on_damage is None:
-                raise CorruptError(problem)
-            on_damage((blob,), CorruptError(problem))
-        elif sink is not None:
-            sink(blob, view)
+                raise
+            lost[blob] = error
+            if blob in wanted:
+                on_damage((blob,), error)
+            continue
+        if blob in wanted and sink is not None:
+            sink(blob, plain[blob])
+
+
+def _plain_of(
+    table: Table, blob: int, stored: memoryview, plain: Mapping[int, memoryview], room: memoryview | None
+) -> memoryview:
+    """The plain bytes of one blob. CorruptError unless both its digests are right."""
+    if stored and blob_digest(stored) != table.stored_digest[blob].tobytes():
+        where = f"{len(stored)} bytes at {int(table.offset[blob])} of {table.packs[int(table.pack[blob])]}"
+        raise CorruptError(f"{name_of(table, blob)} is damaged: {where} do not match their digest")
+    if room is None:
+        return stored
+    needed = [plain[b] for b in table.needed(blob)]
+    base = needed[0] if len(needed) == 1 else b"".join(needed) if needed else None
+    try:
+        decode(int(table.codec[blob]), stored, len(room), base, room)
+    except CorruptError as error:
+        raise CorruptError(f"{name_of(table, blob)} is damaged: {error}") from None
+    if blob_digest(room) != table.digest[blob].tobytes():
+        raise CorruptError(f"{name_of(table, blob)} is damaged: what is decoded does not match its digest")
+    return room
+
+
+def name_of(table: Table, blob: int) -> str:
+    """The tensor that a blob belongs to."""
+    if blob >= table.owned:
+        users = np.flatnonzero(table.base[: table.owned] == blob)
+        return f"what {name_of(table, int(users[0]))} is based on" if users.size else "a base of nothing"
+    return table.shards[int(np.searchsorted(table.starts, blob, "right")) - 1].name
 
 
 def _problem(store: Store, error: CorruptError | StoreError) -> str:
@@ -248,9 +399,17 @@ def _problem(store: Store, error: CorruptError | StoreError) -> str:
     return str(error)
 
 
-async def verify(store: Store, commit: Commit, *, on_bytes: Callable[[int], None] | None = None) -> list[str]:
+async def verify(
+    store: Store,
+    commit: Commit,
+    *,
+    data: bool = True,
+    new: bool = False,
+    on_bytes: Callable[[int], None] | None = None,
+) -> list[str]:
     """Read every byte of a checkpoint; the problems found, none if it is sound.
 
+    `data` False: everything but the tensors' bytes. `new`: of these, only what it did not take from older checkpoints.
     StoreError if the place does not let itself be read now: that says nothing about what is in it.
     """
     try:
@@ -266,6 +425,8 @@ async def verify(store: Store, commit: Commit, *, on_bytes: Callable[[int], None
             damaged.append(_problem(store, error))
     for part in manifest.parts:
         for pack in part.packs:
+            if new and owner(pack.key) != attempt:
+                continue
             try:
                 head = await store.get(pack.key, start=0, length=pack.header_size)
             except StoreError as error:
@@ -273,8 +434,15 @@ async def verify(store: Store, commit: Commit, *, on_bytes: Callable[[int], None
                 continue
             if file_digest(head) != pack.header:
                 damaged.append(f"{pack.key} is damaged: its header does not match its digest")
-    reads = plan_reads(manifest.table, range(len(manifest.table.length)), far=store.remote)
+    table = manifest.table
+    own = np.array([not new or owner(key) == attempt for key in table.packs], np.bool_)
+    batches = plan_reads(table, np.flatnonzero(own[table.pack[: table.owned]]).tolist(), far=store.remote)
     await fetch(
-        store, manifest.table, reads, None, on_bytes=on_bytes, on_damage=lambda _, e: damaged.append(_problem(store, e))
+        store,
+        table,
+        batches if data else (),
+        None,
+        on_bytes=on_bytes,
+        on_damage=lambda _, error: damaged.append(_problem(store, error)),
     )
     return damaged

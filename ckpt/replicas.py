@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt.codec import blob_digest
+from ckpt.digest import blob_digest
 from ckpt.sharding import Piece
 from ckpt.share import Holding
 from ckpt.tensors import as_bytes

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ckpt import errors, read
-from ckpt.codec import blob_digest
+from ckpt.digest import blob_digest
 from ckpt.errors import (
     CheckpointError,
     CorruptError,

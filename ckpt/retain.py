@@ -24,7 +24,7 @@ ALWAYS = 2  # so that one bad file can never be fatal
 class Keep:
     """Keep the newest `last` checkpoints, and every one whose step is a multiple of `every`.
 
-    The two newest are kept in any case.
+    The two newest are kept in any case, and so are the two newest full ones.
     """
 
     last: int = 3
@@ -36,12 +36,17 @@ class Keep:
 
 
 def choose(state: RunState, keep: Keep, verified: Iterable[Attempt]) -> set[Attempt]:
-    """The checkpoints to give up: never a KEEP, the newest verified or the last finite one, nor the newest two."""
+    """The checkpoints to give up: never a KEEP, the newest verified or the last finite one, nor the newest two.
+
+    Nor the newest two full ones, since many increments may depend on one blob of a full one; nor what an attempt that
+    is still open builds on.
+    """
     history = state.lineage()
     rest = sorted((c for c in state.commits.values() if c not in history), key=lambda c: c.attempt, reverse=True)
     ordered: list[Commit] = [*history, *rest]
     due = [c for c in ordered if c.reason == "due"]
-    stay = {c.attempt for c in [*ordered[:ALWAYS], *due[: keep.last]]}
+    full = [c for c in ordered if c.full]
+    stay = {c.attempt for c in [*ordered[:ALWAYS], *full[:ALWAYS], *due[: keep.last]]}
     # What was persisted at a death does not push the regular ones out; it goes once a newer regular one is there,
     # or enough of its own kind, in a storm of restarts.
     ring = history[: history.index(due[0]) if due and due[0] in history else None]
@@ -49,6 +54,7 @@ def choose(state: RunState, keep: Keep, verified: Iterable[Attempt]) -> set[Atte
     if keep.every:
         stay |= {c.attempt for c in ordered if c.step % keep.every == 0}
     stay |= state.kept.keys()
+    stay = stay.union(*state.pins.values())
     checked = set(verified)
     stay |= {c.attempt for c in [c for c in ordered if c.attempt in checked][:1]}
     stay |= {c.attempt for c in [c for c in ordered if c.finite is not False][:1]}
@@ -133,7 +139,7 @@ def plan_deletion(
 
 def _without(state: RunState, retiring: Set[Attempt]) -> RunState:
     """What `live_packs` looks at, as it will be once these are retired."""
-    return RunState(pins=state.pins, retired=state.retired | retiring, aborted=state.aborted, commits=state.commits)
+    return RunState(retired=state.retired | retiring, aborted=state.aborted, commits=state.commits)
 
 
 def remember_packs(log: RunLog, attempt: Attempt, packs: Iterable[str]) -> None:
@@ -142,7 +148,8 @@ def remember_packs(log: RunLog, attempt: Attempt, packs: Iterable[str]) -> None:
 
 
 async def files_of(log: RunLog, commits: Iterable[Commit]) -> dict[Attempt, set[str]]:
-    """The files that each live checkpoint needs. One that cannot be read keeps everything: it is left out."""
+    """The files that each live checkpoint needs, also those of older ones. What cannot be read keeps everything: it is
+    left out."""
     found: dict[Attempt, set[str]] = {}
     for commit in list(commits):
         keys = {index_key(commit.attempt, commit.index)}

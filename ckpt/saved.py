@@ -136,7 +136,8 @@ class Saved:
     @cached_property
     def position(self) -> I64:
         """Of every blob: where it begins in the bytes of its shard."""
-        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.table.length, dtype=np.int64)])
+        lengths = self.table.length[: self.table.owned]
+        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
         found: I64 = before[:-1] - before[self.table.starts[:-1]][self.shard_of_blob]
         return found
 

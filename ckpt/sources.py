@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ckpt import read
 from ckpt.arena import Arena, Label
-from ckpt.codec import DIGEST_SIZE, blob_digest
+from ckpt.digest import DIGEST_SIZE, blob_digest
 from ckpt.errors import CorruptError, FormatError, StoreError
 from ckpt.events import log as logger
 from ckpt.log import Commit

@@ -12,7 +12,6 @@ the compute stream waits for the copy, and the host does not.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import queue
 import threading
 import time
@@ -26,6 +25,7 @@ from torch import Tensor
 from ckpt.arena import EAGER, EMPTY, FILLING, SEALED, Arena, Label
 from ckpt.errors import CheckpointError, DeadlineError, SaveError, SkippedError, WriterError
 from ckpt.events import log, point
+from ckpt.frozen import Frozen
 from ckpt.manifest import Attempt
 from ckpt.mutex import Got
 from ckpt.plan import Layout, pages
@@ -35,8 +35,7 @@ from ckpt.tensors import TORCH_DTYPE, device_in_use
 LEAST_SLOTS = 2  # one to hold the newest snapshot, one to take the next
 LARGE = 1 << 20  # bytes from which one memcpy, without the GIL, beats a batched copy
 
-_memmove = ctypes.CDLL(None).memmove
-_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+Pair = tuple[Tensor, Tensor, int]  # where a tensor goes, what goes there, and which one of the layout it is
 
 
 @dataclass(eq=False)
@@ -118,6 +117,7 @@ class Stager:
         self._holds = 0  # above 0 while a predecessor may still write into an adopted arena
         self._arena: Arena | None = None
         self._views: dict[tuple[bytes, int], tuple[Layout, list[Tensor]]] = {}
+        self._frozen = Frozen()
         self._streams: dict[torch.device, Any] = {}
         self._registered: list[int] = []
         self._pending: Job | None = None
@@ -133,6 +133,11 @@ class Stager:
     @property
     def arena(self) -> Arena | None:
         return self._arena
+
+    @property
+    def skipped_bytes(self) -> int:
+        """How much was not copied so far, since it was in its slot already; see `ckpt.frozen`."""
+        return self._frozen.skipped_bytes
 
     def submit(self, job: Job) -> None:
         """Begin a snapshot and wait until its eager part is in memory, or it has failed."""
@@ -194,6 +199,7 @@ class Stager:
             if slot is None or arena.slots - len(pinned) <= least:
                 return
             self.pin(arena, slot)
+            self._frozen.forget(slot)
             given.append(arena.give_up(slot))
 
         self.do(give)
@@ -245,6 +251,7 @@ class Stager:
             if arena is not None and arena is self._arena:
                 label = arena.label(slot)
                 if label is not None and label.attempt == job.attempt:
+                    self._frozen.forget(slot)
                     arena.set_label(slot, Label(EMPTY))
 
         self.do(clear)
@@ -262,6 +269,7 @@ class Stager:
                     raise WriterError("the memory of the last run is still locked by another process")
                 time.sleep(0.001)
             self._views.clear()
+            self._frozen.clear()
             self._register(arena)
             self._arena = arena
             self._order = max([self._order, *(label.order for _, label in arena.sealed())])
@@ -326,6 +334,7 @@ class Stager:
     def _unlock(self) -> None:
         if self._arena is not None:
             self._unregister()
+            self._frozen.clear()
             self._arena.mutex.unlock()
             self._arena = None
 
@@ -335,8 +344,11 @@ class Stager:
             if arena is None:
                 raise SkippedError(f"step {job.attempt.step} was not saved: no memory is ready yet")
             job.slot = arena, self._claim(arena, job)
+            self._frozen.open(job.slot[1], job.reading.layout)
             self._fill_eager(*job.slot, job)
-            if not job.postponed:
+            if job.postponed:
+                self._frozen.close(job.slot[1])
+            else:
                 self._fill_guarded(*job.slot, job)
 
     def _complete(self, job: Job) -> None:
@@ -348,6 +360,7 @@ class Stager:
                 job.slot = None
                 raise SkippedError(f"step {job.attempt.step} was not saved: its place in memory was taken")
             job.postponed = False
+            self._frozen.open(slot, job.reading.layout)
             self._fill_guarded(arena, slot, job)
             self._pending = job  # the thread that trains looks once more whether somebody was writing
 
@@ -446,13 +459,15 @@ class Stager:
         point("stage.copied")
         if job.error is None:
             arena.set_label(slot, self._label(SEALED, job))
+            self._frozen.close(slot)
             point("stage.sealed")
             job.place = (arena, slot)
 
-    def _pairs(self, arena: Arena, slot: int, job: Job, *, guarded: bool) -> list[tuple[Tensor, Tensor]]:
+    def _pairs(self, arena: Arena, slot: int, job: Job, *, guarded: bool) -> list[Pair]:
         """Where each of these tensors goes, and what goes there."""
         views = self._slot_views(arena, slot, job.reading.layout)
-        return [(v, s) for v, s, g in zip(views, job.sources, job.reading.guarded, strict=True) if g is guarded]
+        found = zip(views, job.sources, job.reading.guarded, strict=True)
+        return [(view, source, i) for i, (view, source, one) in enumerate(found) if one is guarded]
 
     def _label(self, state: int, job: Job) -> Label:
         layout = job.reading.layout
@@ -473,14 +488,13 @@ class Stager:
         self._views[key] = (layout, views)
         return views
 
-    def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]], streams: dict[torch.device, Any]) -> None:
-        """Large contiguous host tensors by memcpy without the GIL; the rest in one batched call a device."""
+    def _copy(self, pairs: Sequence[Pair], streams: dict[torch.device, Any]) -> None:
+        """Large contiguous host tensors one by one, unless they are there; the rest in one batched call a device."""
         batches: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-        for target, source in pairs:
-            size = target.nbytes
+        for target, source, number in pairs:
             plain = source.is_contiguous() and not source.is_conj() and not source.is_neg()
-            if size >= LARGE and plain and source.device.type == "cpu":
-                _memmove(target.data_ptr(), source.data_ptr(), size)
+            if target.nbytes >= LARGE and plain and source.device.type == "cpu":
+                self._frozen.put(number, target, source)
                 continue
             targets, sources = batches.setdefault(source.device, ([], []))
             targets.append(target)

@@ -46,7 +46,8 @@ class Upload(Protocol):
         """
 
     async def finish(self) -> None:
-        """Make the object durable and visible. After an error here the object must be written again by a new name."""
+        """Make the object durable and visible. After an error here the object must be written again by a new name,
+        or, if it replaces another, once more."""
 
     async def abort(self) -> None:
         """Drop what was written. Safe to call at any time; never raises for something already gone."""
@@ -64,8 +65,13 @@ class Store(Protocol):
     async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
         """Store a small object, all or nothing, durable on return. `create=True`: ExistsError if it is there."""
 
-    async def upload(self, key: str, *, size: int) -> Upload:
-        """Begin a large object of exactly `size` bytes under a name that nobody uses: not every store looks."""
+    async def upload(self, key: str, *, size: int, replace: bool = False) -> Upload:
+        """Begin a large object of exactly `size` bytes under a name that nobody uses: not every store looks.
+
+        `replace`: what may be there under this name stays what it was until `finish` has put the new object in its
+        place, whole and durable; and for good if that never happens. Two who replace one object must agree about its
+        bytes.
+        """
 
     async def get(
         self,

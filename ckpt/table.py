@@ -9,9 +9,14 @@ Kept as columns in a safetensors file, so that millions of rows load at once and
     dims, dim_ends            global shape, offsets and sizes of a shard, one after the other, and where each shard ends
     blob_ends                 shard i owns blobs blob_ends[i-1] .. blob_ends[i]
     pack, offset, stored      which file, where in it (bytes from its start), bytes stored
-    length, codec, base       plain bytes, codec (0: raw), base blob (-1: none)
+    length, codec, base       plain bytes, codec (0: raw, see `ckpt.codec`), base blob (-1: none)
     digest                    16 bytes a blob, of the plain bytes
-    packs                     JSON list of pack keys
+    stored_digest             16 bytes of each blob that is not raw, of the bytes stored
+    packs                     JSON list of pack keys, those of older attempts too
+
+Behind the blobs of the shards come *bases*: whole blobs of older checkpoints, against which deltas were taken. So a
+table says all that is needed to read what it lists, a delta is never taken against a delta, and nothing can go round in
+circles: what a delta is based on belongs to no shard, and what is derived is based on what is not.
 """
 
 from __future__ import annotations
@@ -26,8 +31,9 @@ import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
 
-from ckpt.codec import DIGEST_SIZE, RAW
-from ckpt.errors import CorruptError
+from ckpt.codec import BF16, CODECS, RAW
+from ckpt.digest import DIGEST_SIZE
+from ckpt.errors import CorruptError, FormatError
 from ckpt.geometry import Box
 from ckpt.manifest import MAX_WORLD, owner
 from ckpt.plan import BITS, MAX_DIMS
@@ -67,7 +73,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class Table:
-    """`shards[i]` owns blobs `starts[i]` to `starts[i + 1]` of the columns."""
+    """`shards[i]` owns blobs `starts[i]` to `starts[i + 1]` of the columns; from `starts[-1]` on they are bases.
+
+    `stored_digest` is given for every blob, that of a raw one is its `digest`.
+    """
 
     shards: tuple[Shard, ...]
     starts: I64
@@ -78,7 +87,26 @@ class Table:
     codec: I64
     base: I64
     digest: Bytes
+    stored_digest: Bytes
     packs: tuple[str, ...]
+
+    @property
+    def owned(self) -> int:
+        """How many blobs belong to shards: the others are bases."""
+        return int(self.starts[-1])
+
+    def needed(self, blob: int) -> range:
+        """The blobs without which one cannot be decoded."""
+        base = int(self.base[blob])
+        if base < 0:
+            return range(0)
+        if int(self.codec[blob]) != BF16:
+            return range(base, base + 1)
+        stop, left = base, 2 * int(self.length[blob])
+        while left > 0:
+            left -= int(self.length[stop])
+            stop += 1
+        return range(base, stop)
 
     def blobs(self, shard: int) -> range:
         return range(int(self.starts[shard]), int(self.starts[shard + 1]))
@@ -102,6 +130,7 @@ class Table:
             "codec": self.codec.astype(np.uint8),
             "base": self.base,
             "digest": self.digest,
+            "stored_digest": self.stored_digest[self.codec != RAW],
             "packs": np.frombuffer(json.dumps(self.packs).encode(), np.uint8),
         }
         return bytes(safetensors.numpy.save(columns))
@@ -129,25 +158,33 @@ class Table:
 
 
 def merge(tables: Sequence[Table]) -> Table:
-    """One table of all ranks' tables."""
+    """One table of all ranks' tables: all their shards' blobs, then all their bases."""
     if len(tables) == 1:
         return tables[0]
     packs = tuple(dict.fromkeys(key for t in tables for key in t.packs))
     place = {key: i for i, key in enumerate(packs)}
-    starts, blobs = [np.zeros(1, np.int64)], 0
-    for t in tables:
-        starts.append(t.starts[1:] + blobs)
-        blobs += int(t.starts[-1])
+    owned = np.cumsum([0, *(t.owned for t in tables)])
+    bases = owned[-1] + np.cumsum([0, *(len(t.length) - t.owned for t in tables)])
+    columns: dict[str, tuple[list[Any], list[Any]]] = {name: ([], []) for name in _COLUMNS}
+    for i, t in enumerate(tables):
+        base = np.where(t.base >= t.owned, t.base - t.owned + bases[i], t.base + owned[i])
+        renumbered = {
+            "pack": np.array([place[key] for key in t.packs], np.int64)[t.pack],
+            "base": np.where(t.base < 0, -1, base),
+        }
+        for name, (first, last) in columns.items():
+            column = renumbered.get(name, getattr(t, name))
+            first.append(column[: t.owned])
+            last.append(column[t.owned :])
     return Table(
         shards=tuple(s for t in tables for s in t.shards),
-        starts=np.concatenate(starts),
-        pack=np.concatenate([np.array([place[key] for key in t.packs], np.int64)[t.pack] for t in tables]),
+        starts=np.concatenate([np.zeros(1, np.int64), *(t.starts[1:] + owned[i] for i, t in enumerate(tables))]),
         packs=packs,
-        **{
-            name: np.concatenate([getattr(t, name) for t in tables])
-            for name in ("offset", "stored", "length", "codec", "base", "digest")
-        },
+        **{name: np.concatenate([*first, *last]) for name, (first, last) in columns.items()},
     )
+
+
+_COLUMNS = ("pack", "offset", "stored", "length", "codec", "base", "digest", "stored_digest")
 
 
 def _ends(rows: Sequence[Sequence[object]]) -> I64:
@@ -167,13 +204,20 @@ def _checked(columns: dict[str, npt.NDArray[np.generic]], what: str) -> Table:
             raise CorruptError(f"{what}: column {name} does not add up")
         return [0, *column.tolist()]
 
+    def digests(name: str, count: int) -> Bytes:
+        column = columns[name]
+        if column.dtype != np.uint8 or column.shape != (count, DIGEST_SIZE):
+            raise CorruptError(f"{what}: column {name} is out of range")
+        return column.astype(np.uint8)
+
     shards, blobs = columns["dtypes"].size, columns["length"].size
     packs = json.loads(columns["packs"].tobytes())
     if type(packs) is not list or not all(type(k) is str and owner(k) and k.startswith("packs/") for k in packs):
         raise CorruptError(f"{what}: names impossible packs")
     text, dims = columns["names"].tobytes(), columns["dims"].astype(np.int64, casting="safe")
     name_ends, dim_ends = ends("name_ends", shards, len(text)), ends("dim_ends", shards, dims.size)
-    starts = np.array(ends("blob_ends", shards, blobs), np.int64)
+    owned = int(numbers("blob_ends", shards, 0, blobs)[-1]) if shards else 0  # what follows are bases
+    starts = np.array(ends("blob_ends", shards, owned), np.int64)
     dtypes = numbers("dtypes", shards, 0, len(DTYPES) - 1).tolist()
     ranks = numbers("ranks", shards, 0, MAX_WORLD).tolist()
     instances = numbers("instances", shards, -1, MAX_WORLD).tolist()
@@ -188,9 +232,13 @@ def _checked(columns: dict[str, npt.NDArray[np.generic]], what: str) -> Table:
         if any(o + n > g for g, o, n in zip(shape, at, sizes, strict=True)):
             raise CorruptError(f"{what}: shard {i}, of {name}, lies outside its tensor")
         rows.append(Shard(name, DTYPES[dtypes[i]], tuple(shape), tuple(at), tuple(sizes), ranks[i], instances[i]))
-    digest = columns["digest"]
-    if digest.dtype != np.uint8 or digest.shape != (blobs, DIGEST_SIZE):
-        raise CorruptError(f"{what}: column digest is out of range")
+    codec, digest = numbers("codec", blobs, RAW, 255), digests("digest", blobs)
+    if unknown := sorted(set(np.unique(codec).tolist()) - CODECS.keys()):
+        raise FormatError(
+            f"{what} uses codec {unknown[0]}, which this version does not know: upgrade with `pip install -U everystep`"
+        )
+    stored_digest = digest.copy()
+    stored_digest[codec != RAW] = digests("stored_digest", int(np.count_nonzero(codec)))
     table = Table(
         shards=tuple(rows),
         starts=starts,
@@ -198,12 +246,14 @@ def _checked(columns: dict[str, npt.NDArray[np.generic]], what: str) -> Table:
         offset=numbers("offset", blobs),
         stored=numbers("stored", blobs, 0, MAX_BLOB),
         length=numbers("length", blobs, 0, MAX_BLOB),
-        codec=numbers("codec", blobs, RAW, 255),
-        base=numbers("base", blobs, -1, blobs),
-        digest=digest.astype(np.uint8),
+        codec=codec,
+        base=numbers("base", blobs, -1, blobs - 1),
+        digest=digest,
+        stored_digest=stored_digest,
         packs=tuple(packs),
     )
     _check_sums(table, what)
+    _check_forms(table, what)
     return table
 
 
@@ -215,9 +265,40 @@ def _check_sums(table: Table, what: str) -> None:
         if int(held[i]) != shard.nbytes:
             raise CorruptError(f"{what}: the blobs of {shard.name} do not add up to its size")
     sizes = np.array([BITS[shard.dtype] // 8 for shard in table.shards], np.int64)
-    if (table.length % np.repeat(sizes, np.diff(table.starts))).any():
+    if (table.length[: table.owned] % np.repeat(sizes, np.diff(table.starts))).any():
         raise CorruptError(f"{what}: a blob ends within an element")
-    if table.codec.any():
-        raise CorruptError(f"{what}: uses an encoding of a newer version")
-    if (table.stored != table.length).any():
+
+
+def _check_forms(table: Table, what: str) -> None:
+    """Every blob is based on what its codec can use, at a bounded depth, and stored in no more than its size."""
+    raw = table.codec == RAW
+    if (table.stored != table.length)[raw].any():
         raise CorruptError(f"{what}: a raw blob is stored at another length")
+    if (table.stored > table.length).any():
+        raise CorruptError(f"{what}: a blob takes more room than its plain bytes")
+    if raw.all() and (table.base < 0).all():
+        return
+    kind = np.array([_BASES.index(CODECS[n].base) if n in CODECS else 0 for n in range(256)])[table.codec]
+    alone, delta, derived = (np.flatnonzero(kind == i) for i in range(3))
+    base = table.base
+    if (base[alone] >= 0).any():
+        raise CorruptError(f"{what}: a blob has a base that it cannot use")
+    if (kind[table.owned :] != 0).any():
+        raise CorruptError(f"{what}: a base needs a base itself")
+    if (base[delta] < table.owned).any() or (table.length[base[delta]] != table.length[delta]).any():
+        raise CorruptError(f"{what}: a delta against what cannot be its base")
+    if (base[derived] < 0).any() or (base[derived] >= table.owned).any() or table.stored[derived].any():
+        raise CorruptError(f"{what}: something is derived from nothing")
+    sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(table.length)])
+    stop = np.searchsorted(sums, sums[base[derived]] + 2 * table.length[derived], "left")
+    shard = np.searchsorted(table.starts, base[derived], "right") - 1
+    ends = sums[np.minimum(stop, len(sums) - 1)] - sums[base[derived]] == 2 * table.length[derived]
+    inside = stop <= table.starts[np.minimum(shard + 1, len(table.shards))]
+    fp32 = np.array([s.dtype == "F32" for s in table.shards], np.bool_)[shard]
+    through = np.concatenate([np.zeros(1, np.int64), np.cumsum(kind == 2)])
+    plain = through[np.minimum(stop, len(kind))] == through[base[derived]]
+    if not (ends & inside & fp32 & plain).all():
+        raise CorruptError(f"{what}: something is derived from what cannot be its master")
+
+
+_BASES = ("none", "same", "master")

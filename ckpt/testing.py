@@ -64,9 +64,9 @@ def pieces(part: int, size: int) -> list[tuple[int, int]]:
     return [(start, min(start + part, size)) for start in range(0, size, part)] if part else [(0, size)]
 
 
-async def upload(store: Store, key: str, data: bytes) -> None:
+async def upload(store: Store, key: str, data: bytes, *, replace: bool = False) -> None:
     """Write a large object as the library does: ranges begun in order, several at a time."""
-    target = await store.upload(key, size=len(data))
+    target = await store.upload(key, size=len(data), **({"replace": True} if replace else {}))
     try:
         view = memoryview(data)
         await asyncio.gather(*(target.write_at(a, view[a:b]) for a, b in pieces(target.part, len(data))))
@@ -474,6 +474,60 @@ class StoreTests:
             assert len(winners) == 1
             assert all(isinstance(result, ExistsError) for result in results if result is not None)
             assert bytes(await store.get("packs/p")) == b"%d" % winners[0] * 9000
+
+        self.using_two(work)
+
+    def test_an_upload_replaces_only_if_it_is_told_to(self) -> None:
+        """With `replace`, and only at its end: longer or shorter bytes stand in place of the old ones, for whoever
+        opens it, and a name that nobody had is as good."""
+
+        async def work(store: Store, other: Store) -> None:
+            for i, (old, new) in enumerate(((BLOB, BLOB[::-1]), (b"short", BLOB), (BLOB, b""), (None, BLOB))):
+                key = f"packs/{i}"
+                if old is not None:
+                    await upload(store, key, old)
+                    assert bytes(await store.get(key, start=0, length=len(old))) == old
+                target = await store.upload(key, size=len(new), replace=True)
+                await asyncio.gather(
+                    *(target.write_at(a, memoryview(new)[a:b]) for a, b in pieces(target.part, len(new)))
+                )
+                if old is not None:
+                    assert bytes(await store.get(key)) == bytes(await other.get(key)) == old
+                    assert [info.size async for info in other.list(key)] == [len(old)]
+                else:
+                    assert await keys(other, key) == []
+                await target.finish()
+                for reader in (store, other):
+                    assert await keys(reader, key) == [key]
+                    assert bytes(await reader.get(key)) == new
+                assert bytes(await store.get(key, start=0, length=len(new))) == new
+
+        self.using_two(work)
+
+    def test_a_replacement_that_is_given_up_changes_nothing(self) -> None:
+        """What was there stays, whether the upload was aborted before its first byte, in the middle, or forgotten; and
+        a later one gets through."""
+
+        async def work(store: Store, other: Store) -> None:
+            await upload(store, "packs/p", BLOB)
+            for written in (False, True):
+                target = await store.upload("packs/p", size=len(BLOB), replace=True)
+                if written and target.part == 0:
+                    await target.write_at(0, memoryview(bytes(PAGE)))
+                elif written:
+                    await asyncio.gather(
+                        *(target.write_at(a, memoryview(bytes(b - a))) for a, b in pieces(target.part, len(BLOB)))
+                    )
+                await target.abort()
+                await target.abort()
+                assert await keys(other) == ["packs/p"] and bytes(await other.get("packs/p")) == BLOB
+            forgotten = await store.upload("packs/p", size=8, replace=True)
+            await forgotten.write_at(0, memoryview(b"complete" if forgotten.part else b"half"))
+            assert await keys(other) == ["packs/p"] and bytes(await other.get("packs/p")) == BLOB
+            await upload(other, "packs/p", BLOB[::-1], replace=True)
+            assert bytes(await store.get("packs/p")) == BLOB[::-1]
+            await forgotten.abort()
+            assert await keys(other) == ["packs/p"] and bytes(await store.get("packs/p")) == BLOB[::-1]
 
         self.using_two(work)
 

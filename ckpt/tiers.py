@@ -14,6 +14,7 @@ from ckpt.errors import UsageError
 from ckpt.retain import Keep
 from ckpt.store import normalise, remember_options
 
+COMPRESSION = ("auto", "none", "zstd")
 CREDENTIALS = ("AWS_", "GOOGLE_", "AZURE_")  # so begin the names of what says who one is
 
 
@@ -51,6 +52,13 @@ class Tier:
     environment and configuration files say; `max_mib_s` throttles what is sent and read, and at most `max_inflight_mib`
     are on their way at any moment. `reader_grace_s`: how long what is retired stays, for those who are reading it; by
     default 600 in object stores and 0 in folders, where an open file survives its deletion.
+
+    `incremental`: what has not changed since the checkpoint before is not stored again. Every `full_every`-th
+    checkpoint is stored as a whole all the same, and the first two: no bad file can spoil all there is. `compression`:
+    "zstd" stores each tensor in the smallest form that gives back the same bits, also as the difference to an older
+    one; "none" never does; "auto" does where the place takes bytes more slowly than idle cores compress them.
+    `scrub_mib_s`: how fast what is stored is read again in the background, to notice bytes that go bad; 0: never; by
+    default 8 in folders and 0 in object stores, which check themselves and charge for reading.
     """
 
     url: str
@@ -60,6 +68,10 @@ class Tier:
     max_mib_s: float | None = None
     max_inflight_mib: int = 256
     reader_grace_s: float | None = None
+    incremental: bool = True
+    compression: str = "auto"
+    full_every: int = 10
+    scrub_mib_s: float | None = None
 
     def __post_init__(self) -> None:
         if type(self.every) is not int or self.every < 1 or not isinstance(self.keep, (int, Keep)):
@@ -69,6 +81,14 @@ class Tier:
             raise UsageError(f"{self} makes no sense: max_mib_s and max_inflight_mib are numbers above 0")
         if self.reader_grace_s is not None and not self.reader_grace_s >= 0:
             raise UsageError(f"{self} makes no sense: reader_grace_s is a number from 0")
+        if self.compression not in COMPRESSION or type(self.incremental) is not bool:
+            raise UsageError(
+                f"{self} makes no sense: compression is one of {', '.join(COMPRESSION)}, incremental a bool"
+            )
+        if type(self.full_every) is not int or self.full_every < 1:
+            raise UsageError(f"{self} makes no sense: full_every counts from 1")
+        if self.scrub_mib_s is not None and not (isinstance(self.scrub_mib_s, (int, float)) and self.scrub_mib_s >= 0):
+            raise UsageError(f"{self} makes no sense: scrub_mib_s is a number from 0")
         object.__setattr__(self, "url", normalise(self.url))
         if urlsplit(self.url).password:
             raise UsageError("a password does not belong into a URL, which is logged: give it in storage_options=")
@@ -92,6 +112,10 @@ class Tier:
             "max_mib_s": self.max_mib_s,
             "max_inflight_mib": self.max_inflight_mib,
             "grace_s": self.reader_grace_s,
+            "incremental": self.incremental,
+            "compression": self.compression,
+            "full_every": self.full_every,
+            "scrub_mib_s": self.scrub_mib_s,
             "environment": {k: v for k, v in os.environ.items() if k.startswith(CREDENTIALS)},
         }
 

@@ -215,12 +215,16 @@ def why_kept(state: RunState, keep: retain.Keep, checked: Attempt) -> dict[Attem
     ordered = [*history, *rest]
     due = {c.attempt for c in [c for c in ordered if c.reason == "due"][: keep.last]}
     newest = {c.attempt for c in ordered[: retain.ALWAYS]}
+    full = {c.attempt for c in [c for c in ordered if c.full][: retain.ALWAYS]} - newest
+    pinned = set[Attempt]().union(*state.pins.values())
     finite = next((c.attempt for c in ordered if c.finite is not False), None)
     found = {}
     for attempt in state.commits.keys() - retain.choose(state, keep, {checked}):
         reasons = [
             f"kept: {state.kept[attempt]}" if attempt in state.kept else "",
             "the newest two stay" if attempt in newest else "",
+            "one of the last two full ones" if attempt in full else "",
+            "in use by one that is being written" if attempt in pinned else "",
             "the newest finite one" if attempt == finite else "",
             f"of the last {keep.last}" if attempt in due else "",
             f"every {keep.every}" if keep.every and attempt.step % keep.every == 0 else "",
@@ -255,12 +259,14 @@ class GcPlan:
 
 def plan_gc(url: str, state: RunState, stock: Stock, uploads: Sequence[str], abort_open: bool) -> GcPlan:
     """Pure. CorruptError if nothing may be deleted there."""
-    owned = sorted(by_owner([*stock.sizes, *uploads]).items())
+    begun: dict[Attempt, list[str]] = {attempt: [] for attempt in state.pins}  # of which there may be no file yet
+    owned = sorted((begun | by_owner([*stock.sizes, *uploads])).items())
     ending = tuple(a for a, _ in owned if abort_open and may_end(state, a))
     later = replace(state, aborted=state.aborted | set(ending))
     found = decide_gc(url, later, stock) or Sweep()
     doomed = set(found.delete)
-    live = [key for key in stock.sizes if owner(key) in state.commits and key not in doomed]
+    used = set[str]().union(*(stock.used[attempt] for attempt in state.commits if attempt in stock.used))
+    live = [key for key in stock.sizes if key in used or (owner(key) in state.commits and key not in doomed)]
     return GcPlan(
         tuple(stock.item(a, keys, _why_doomed(state, a)) for a, keys in sorted(by_owner(found.delete).items())),
         stock.files(found.delete),

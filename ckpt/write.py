@@ -9,18 +9,18 @@ import asyncio
 import contextlib
 import mmap
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ckpt.codec import DIGEST_SIZE, blob_digest, file_digest
+from ckpt.digest import DIGEST_SIZE, blob_digest, file_digest
 from ckpt.errors import FullError, StoreError
 from ckpt.events import point
-from ckpt.manifest import Attempt, PackInfo, Part, pack_key, part_key, table_key
+from ckpt.manifest import Attempt, PackInfo, Part, owner, pack_key, part_key, table_key
 from ckpt.plan import BLOB, Layout, pages
-from ckpt.store import Store
+from ckpt.store import PAGE, Store
 from ckpt.table import Shard, Table
 
 CHUNK = 8 << 20  # one write; large enough for full speed, small enough for several in flight
@@ -57,7 +57,8 @@ async def write_part(
     on_bytes: Callable[[int], None] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> Written:
-    """Store one rank's share of an attempt. After an error nothing of it counts; write again with a higher `number`.
+    """Store one rank's share of an attempt, all of it raw. After an error nothing of it counts; write again with a
+    higher `number`.
 
     `check` raises if the snapshot has changed meanwhile; it is called before anything counts.
     """
@@ -70,35 +71,56 @@ async def write_part(
     except BaseException:
         await asyncio.wait((digesting,))  # it reads memory that is somebody else's from then on
         raise
+    pack = PackInfo(key, len(header) + len(snapshot.data), len(header), file_digest(header))
+    table = build_table(layout, key, await digesting)
+    return await finish_part(store, snapshot, table, [pack], number=number, reason=reason, check=check)
+
+
+async def finish_part(
+    store: Store,
+    snapshot: Snapshot,
+    table: Table,
+    packs: list[PackInfo],
+    *,
+    number: int,
+    reason: str,
+    needs: Sequence[Attempt] = (),
+    chain: int = 0,
+    check: Callable[[], None] = lambda: None,
+) -> Written:
+    """Table and part, when the packs are there. `packs`: all that the table names; those of this attempt are taken
+    away again if it fails before anybody can have seen the part. `needs`: the checkpoint that it was built on."""
+    attempt, rank = snapshot.attempt, snapshot.layout.rank
+    own = [pack.key for pack in packs if owner(pack.key) == attempt]
     try:
-        digests = await digesting
         check()
-        table = build_table(layout, key, digests)
         raw_table = table.to_bytes()
-        await store.put(table_key(snapshot.attempt, rank, number), raw_table, create=True)
+        await store.put(table_key(attempt, rank, number), raw_table, create=True)
         point("table.stored")
     except BaseException:
-        await _drop(store, key)
+        await drop(store, own)
         raise
     part = Part(
-        attempt=str(snapshot.attempt),
+        attempt=str(attempt),
         rank=rank,
         number=number,
-        world=layout.world,
-        layout=layout.to_json(),
-        layout_digest=layout.digest,
+        world=snapshot.layout.world,
+        layout=snapshot.layout.to_json(),
+        layout_digest=snapshot.layout.digest,
         values=snapshot.values,
         table=file_digest(raw_table),
-        packs=[PackInfo(key, len(header) + len(snapshot.data), len(header), file_digest(header))],
+        packs=packs,
         created=time.time(),
         reason=reason,
         finite=snapshot.finite,
+        needs=[str(a) for a in needs],
+        chain=chain,
     )
     raw_part = part.to_bytes()
     try:
-        await store.put(part_key(snapshot.attempt, rank, number), raw_part, create=True)
+        await store.put(part_key(attempt, rank, number), raw_part, create=True)
     except FullError:
-        await _drop(store, key)
+        await drop(store, own)
         raise
     # After any other error here the part may be there all the same, and others may have found it and the pack: only
     # the log can say that they do not count, and the clean-up takes them.
@@ -106,10 +128,11 @@ async def write_part(
     return Written(part, file_digest(raw_part), table)
 
 
-async def _drop(store: Store, pack: str) -> None:
-    """Without its part no record can ever name the pack; do not leave gigabytes on a disk that may be full."""
-    with contextlib.suppress(StoreError):
-        await store.delete(pack)
+async def drop(store: Store, packs: Iterable[str]) -> None:
+    """Without their part no record can ever name them; do not leave gigabytes on a disk that may be full."""
+    for pack in packs:
+        with contextlib.suppress(StoreError):
+            await store.delete(pack)
 
 
 async def _write_pack(
@@ -165,9 +188,14 @@ async def upload_from(
         raise
 
 
+def page_aligned(size: int) -> memoryview:
+    """Memory whose address suits direct I/O."""
+    return memoryview(mmap.mmap(-1, max(PAGE, pages(size))))[:size]
+
+
 def _page_aligned(data: bytes) -> memoryview:
     """A copy whose address suits direct I/O."""
-    view = memoryview(mmap.mmap(-1, pages(len(data))))[: len(data)]
+    view = page_aligned(len(data))
     view[:] = data
     return view
 
@@ -194,5 +222,6 @@ def build_table(layout: Layout, pack: str, digests: bytes | None) -> Table:
         codec=np.zeros(len(blobs), np.int64),
         base=np.full(len(blobs), -1, np.int64),
         digest=np.frombuffer(raw, np.uint8).reshape(-1, DIGEST_SIZE),
+        stored_digest=np.frombuffer(raw, np.uint8).reshape(-1, DIGEST_SIZE),
         packs=(pack,),
     )

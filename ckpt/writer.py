@@ -34,6 +34,7 @@ from ckpt.holdings import Holdings, check_room
 from ckpt.link import Channel, Message
 from ckpt.manifest import Attempt
 from ckpt.mutex import Got
+from ckpt.pace import Pace
 from ckpt.persist import Persister
 from ckpt.plan import Layout
 from ckpt.pressure import Room, spare_from_oom
@@ -64,7 +65,7 @@ class Writer:
         self.finished = asyncio.Event()
         self.loop = asyncio.get_running_loop()
         self.holdings = Holdings()
-        self.persister = Persister(self.holdings, self._tell, self._spawn)
+        self.persister = Persister(self.holdings, self._tell, self._spawn, Pace(lambda: self.trainer))
         self.witness = Witness(key, self.holdings, self.persister)
         self.vigil: Vigil | None = None
         self.heard = asyncio.Event()  # the sentinel deals with what it was told last

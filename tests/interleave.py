@@ -1,9 +1,10 @@
 """Every order in which the requests of several processes can reach one object store, tried at random, with faults.
 
 What runs is the library itself: its log, commits, recovery, retention and reading, by several actors at once (jobs of
-some ranks that take the run from one another, cleaners, readers). Each of their requests to the store waits until the
-simulator lets it through, one at a time, chosen by a seeded generator; time passes only when the simulator says so. A
-seed always gives the same schedule, and `Failure` shows it request by request.
+some ranks that take the run from one another, cleaners, readers). Checkpoints are full, or increments that refer to
+packs of older ones. Each request of an actor to the store waits until the simulator lets it through, one at a time,
+chosen by a seeded generator; time passes only when the simulator says so. A seed always gives the same schedule, and
+`Failure` shows it request by request.
 
 What may happen to a request, as with a real object store:
 
@@ -30,14 +31,17 @@ import json
 import logging
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from ckpt import commit as commits
 from ckpt import log as run_log
-from ckpt import manifest, read, retain, write
+from ckpt import manifest, read, retain, upkeep, write
 from ckpt.commit import Role
+from ckpt.digest import file_digest
 from ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -50,10 +54,11 @@ from ckpt.errors import (
     StoreError,
 )
 from ckpt.log import Acquire, RunLog
-from ckpt.manifest import Attempt, new_format, owner, part_key, table_key
+from ckpt.manifest import Attempt, PackInfo, new_format, owner, pack_key, part_key, table_key
 from ckpt.plan import Layout, TensorSpec
 from ckpt.retain import Keep
 from ckpt.store import ObjectInfo
+from ckpt.table import Table
 from ckpt.write import Snapshot, Written, write_part
 from ckpt_backends import retry
 
@@ -61,6 +66,7 @@ LATENCY_S = 0.01  # virtual; of each request
 MAX_TURNS = 4_000  # of one schedule; then everybody is stopped, as by a power cut
 SNAPSHOT_EVERY = 4  # so that the few records of a schedule reach several
 ROWS = 4
+FROZEN = ("f", "g")  # tensors that rarely change; "w" always does
 
 
 class Violation(Exception):
@@ -116,7 +122,7 @@ class Loop(asyncio.BaseEventLoop):
         return done
 
 
-PLAYED = (commits, manifest, read, retain, retry, run_log, write)  # the modules that take part
+PLAYED = (commits, manifest, read, retain, retry, run_log, upkeep, write)  # the modules that take part
 
 
 def _users_of(name: str) -> list[Any]:
@@ -208,8 +214,8 @@ class SimStore:
             create=create,
         )
 
-    async def upload(self, key: str, *, size: int) -> SimUpload:
-        return SimUpload(self, key, size)
+    async def upload(self, key: str, *, size: int, replace: bool = False) -> SimUpload:
+        return SimUpload(self, key, size, replace)
 
     async def get(
         self,
@@ -285,15 +291,15 @@ class SimUpload:
 
     part = 0
 
-    def __init__(self, store: SimStore, key: str, size: int) -> None:
-        self.store, self.key, self.data = store, key, bytearray(size)
+    def __init__(self, store: SimStore, key: str, size: int, replace: bool) -> None:
+        self.store, self.key, self.data, self.create = store, key, bytearray(size), not replace
 
     async def write_at(self, offset: int, view: memoryview) -> None:
         self.data[offset : offset + len(view)] = view
 
     async def finish(self) -> None:
-        sim, key, raw = self.store.sim, self.key, bytes(self.data)
-        await self.store.request("finish", key, lambda: sim.put(key, raw, True), changes=True, create=True)
+        sim, key, raw, create = self.store.sim, self.key, bytes(self.data), self.create
+        await self.store.request("finish", key, lambda: sim.put(key, raw, create), changes=True, create=create)
 
     async def abort(self) -> None:
         pass
@@ -312,6 +318,7 @@ class Sim:
         self.actors: list[Actor] = []
         self.late: list[Request] = []
         self.trace: list[tuple[float, str, str, str, str]] = []
+        self.origins: dict[tuple[Attempt, int], dict[str, Attempt]] = {}  # of frozen tensors: when they last changed
         self.over = False
         self.problem = ""
         self.turns = 0
@@ -322,6 +329,12 @@ class Sim:
         self.tries_again = dice.random() < 0.3
         self.change = dice.choice((0.01, 0.05, 0.2))  # of who is quick and who is slow
         self.conflict = dice.choice((0.0, 0.0, 0.1))
+
+    def staged(self, attempt: Attempt, layout: Layout) -> bytes:
+        """What a rank has in memory of an attempt: the bytes say which attempt and rank they belong to."""
+        origins = self.origins.get((attempt, layout.rank), {})
+        found = [f"{origins.get(name, attempt)} {layout.rank} {name}" for name in sorted((*FROZEN, "w"))]
+        return b"".join(hashlib.sha256(text.encode()).digest()[: 4 * ROWS] for text in found)
 
     # What requests do.
 
@@ -476,7 +489,9 @@ class Oracle:
     * Records never change and never go, form a chain without holes, and no request is in the log twice.
     * Epochs grow, and nobody writes as an incarnation that has been overtaken.
     * An attempt that has ended is not ended again; nothing of an open one, or of one that stays, is up for deletion.
-    * The newest checkpoint of the history is never retired, unless it is taken back with a reason.
+    * The newest checkpoint of the history is never retired, unless it is taken back with a reason. Nor are the newest
+      two full ones of it, nor what an open attempt said that it builds on.
+    * An open attempt builds on live ones only, and a checkpoint names no pack that a PLAN deletes.
     * What was acknowledged is a checkpoint until a PLAN retires it; what was reported as failed never is one.
     """
 
@@ -489,7 +504,10 @@ class Oracle:
         self.acquires: list[Acquire] = []
         self.live: dict[Attempt, dict[str, Any]] = {}
         self.files: dict[Attempt, dict[str, bytes]] = {}  # of live ones
-        self.needed: dict[str, Attempt] = {}
+        self.needed: dict[str, set[Attempt]] = {}
+        self.doomed: set[str] = set()  # what a PLAN said goes
+        self.pins: dict[Attempt, set[Attempt]] = {}  # of open attempts
+        self.increments = 0
         self.ended: dict[Attempt, str] = {}
         self.acknowledged: set[Attempt] = set()
 
@@ -501,7 +519,7 @@ class Oracle:
 
     def deleted(self, key: str) -> None:
         if key in self.needed:
-            raise Violation(f"{key} was deleted, and {self.needed[key]} is live")
+            raise Violation(f"{key} was deleted, and {named(self.needed[key])} is live")
         if key.startswith("log/") or key == "FORMAT.json":
             raise Violation(f"{key} was deleted")
 
@@ -543,6 +561,16 @@ class Oracle:
                 self.committed(attempt, body)
             else:
                 self.ended[attempt] = "aborted"
+            self.pins.pop(attempt, None)
+        elif kind == "BEGIN":
+            self.begun(Attempt.parse(body["attempt"]), {Attempt.parse(pin) for pin in body["pins"]})
+
+    def begun(self, attempt: Attempt, pins: set[Attempt]) -> None:
+        if attempt in self.live or attempt in self.ended:
+            raise Violation(f"BEGIN of {attempt}, which is {self.ended.get(attempt, 'live')}")
+        if gone := pins - self.live.keys():
+            raise Violation(f"BEGIN of {attempt} builds on {named(gone)}, which is not live")
+        self.pins[attempt] = pins
 
     def committed(self, attempt: Attempt, body: dict[str, Any]) -> None:
         if [rank for rank, _, _ in body["parts"]] != list(range(body["world"])):
@@ -553,14 +581,21 @@ class Oracle:
         for rank, number, digest in body["parts"]:
             key, table = part_key(attempt, rank, number), table_key(attempt, rank, number)
             part = json.loads(self.must_be(key, attempt, digest))
-            self.must_be(table, attempt, part["table"])
-            for name in (key, table, *(pack["key"] for pack in part["packs"])):
+            rows = Table.from_bytes(self.must_be(table, attempt, part["table"]), table)
+            for name in (key, table, *(pack["key"] for pack in part["packs"]), *rows.packs):
                 self.files[attempt][name] = self.must_be(name, attempt)
-            layout = layout_of(rank, body["world"])
-            whole = layout.arrangement.header + data_of(attempt, layout)
-            if [self.sim.objects[pack["key"]] for pack in part["packs"]] != [whole]:
+                if name in self.doomed:
+                    raise Violation(f"{attempt} is live, and {name} was up for deletion before")
+            if self.read(rows) != self.sim.staged(attempt, layout_of(rank, body["world"])):
                 raise Violation(f"{attempt} was committed with other bytes than rank {rank} saved")
-        self.needed.update(dict.fromkeys(self.files[attempt], attempt))
+        self.increments += "needs" in body
+        for name in self.files[attempt]:
+            self.needed.setdefault(name, set()).add(attempt)
+
+    def read(self, rows: Table) -> bytes:
+        """All bytes that a table says."""
+        places = zip(rows.pack.tolist(), rows.offset.tolist(), rows.length.tolist(), strict=True)
+        return b"".join(self.sim.objects[rows.packs[pack]][at : at + length] for pack, at, length in places)
 
     def must_be(self, key: str, attempt: Attempt, digest: str = "") -> bytes:
         raw = self.sim.objects.get(key)
@@ -571,22 +606,31 @@ class Oracle:
         return raw
 
     def plan(self, body: dict[str, Any]) -> None:
-        newest = self.history()[:1]
+        history = self.history()
+        newest, full = history[:1], [a for a in history if not self.live[a].get("needs")][:2]
+        pinned = set[Attempt]().union(*self.pins.values())
         for attempt in map(Attempt.parse, body["retire"]):
             if attempt not in self.live:
                 raise Violation(f"PLAN retires {attempt}, which is {self.ended.get(attempt, 'open')}")
             if attempt in newest and "reason" not in body:
                 raise Violation(f"PLAN retires the newest checkpoint, {attempt}")
+            if attempt in full and "reason" not in body:
+                raise Violation(f"PLAN retires {attempt}, one of the newest two full ones")
+            if attempt in pinned and "reason" not in body:
+                raise Violation(f"PLAN retires {attempt}, which an open attempt builds on")
             del self.live[attempt]
             self.ended[attempt] = "retired"
             for key in self.files.pop(attempt):
-                del self.needed[key]
+                self.needed[key].discard(attempt)
+                if not self.needed[key]:
+                    del self.needed[key]
         for key in body["delete"]:
             of = owner(key)
             if key in self.needed:
-                raise Violation(f"PLAN deletes {key}, and {self.needed[key]} is live")
+                raise Violation(f"PLAN deletes {key}, and {named(self.needed[key])} is live")
             if of is not None and of not in self.live and of not in self.ended:
                 raise Violation(f"PLAN deletes {key} of an attempt that is open")
+        self.doomed.update(body["delete"])
 
     def history(self) -> list[Attempt]:
         return run_log.in_history(self.acquires, self.live)
@@ -624,20 +668,84 @@ class Oracle:
             raise Violation(f"{lost} were acknowledged, and are gone")
 
 
+def named(attempts: set[Attempt]) -> str:
+    return " and ".join(map(str, sorted(attempts)))
+
+
 # -- what actors do: around the library as `ckpt.persist` does it --
 
 
 @functools.cache
 def layout_of(rank: int, world: int) -> Layout:
-    """What one rank stages of a tensor that all hold alike."""
+    """What one rank stages of tensors that all hold alike."""
     whole, at = ((world * ROWS,), (rank * ROWS,)) if world > 1 else (None, ())
-    pieces = (TensorSpec("w", "F32", (ROWS,), whole=whole, offsets=at),)
-    return Layout(pieces, {}, [{"path": [], "kind": "x", "facts": {}, "names": ["w"]}], rank, world)
+    names = sorted((*FROZEN, "w"))
+    pieces = tuple(TensorSpec(name, "F32", (ROWS,), whole=whole, offsets=at) for name in names)
+    return Layout(pieces, {}, [{"path": [], "kind": "x", "facts": {}, "names": names}], rank, world)
 
 
-def data_of(attempt: Attempt, layout: Layout) -> bytes:
-    """The bytes say which attempt and rank they belong to."""
-    return hashlib.sha256(f"{attempt} {layout.rank}".encode()).digest()[: layout.arrangement.data_size]
+def rows_of(table: Table) -> dict[str, int]:
+    """Each tensor is one blob."""
+    return {shard.name: row for row, shard in enumerate(table.shards)}
+
+
+def takes(base: Written, same: Sequence[str]) -> dict[str, str]:
+    """In which packs these tensors are, as an older part says."""
+    rows = rows_of(base.table)
+    return {name: base.table.packs[int(base.table.pack[rows[name]])] for name in same}
+
+
+async def write_increment(
+    store: Any, snapshot: Snapshot, base: Written, same: Sequence[str], *, number: int = 0
+) -> Written:
+    """As `write_part`; but of tensors that are the `same` as in an older part only the place is written."""
+    layout, attempt = snapshot.layout, snapshot.attempt
+    rank, taken, rows = layout.rank, takes(base, same), rows_of(base.table)
+    own = [i for i, piece in enumerate(layout.tensors) if piece.name not in taken]
+    data = b"".join(snapshot.data[4 * ROWS * i : 4 * ROWS * (i + 1)] for i in own)
+    header = Layout(tuple(layout.tensors[i] for i in own), {}, []).arrangement.header
+    key = pack_key(attempt, rank, number, 0)
+    packs = [key, *sorted(set(taken.values()))]
+    whole = write.build_table(layout, key, write.digest_blobs(layout, snapshot.data))
+    places = {layout.tensors[i].name: (0, len(header) + 4 * ROWS * n) for n, i in enumerate(own)}
+    places |= {name: (packs.index(pack), int(base.table.offset[rows[name]])) for name, pack in taken.items()}
+    pack, offset = zip(*(places[shard.name] for shard in whole.shards), strict=True)
+    table = replace(whole, pack=np.array(pack), offset=np.array(offset), packs=tuple(packs))
+    raw = table.to_bytes()
+    upload = await store.upload(key, size=len(header) + len(data))
+    await upload.write_at(0, memoryview(header + data))
+    await upload.finish()
+    try:
+        await store.put(table_key(attempt, rank, number), raw, create=True)
+    except StoreError:
+        with contextlib.suppress(StoreError):
+            await store.delete(key)
+        raise
+    known = {info.key: info for info in base.part.packs}
+    known[key] = PackInfo(key, len(header) + len(data), len(header), file_digest(header))
+    part = replace(
+        base.part,
+        attempt=str(attempt),
+        rank=rank,
+        number=number,
+        world=layout.world,
+        layout=layout.to_json(),
+        layout_digest=layout.digest,
+        table=file_digest(raw),
+        packs=[known[one] for one in packs],
+        needs=[base.part.attempt],
+        chain=base.part.chain + 1,
+    )
+    raw_part = part.to_bytes()
+    await store.put(part_key(attempt, rank, number), raw_part, create=True)
+    return Written(part, file_digest(raw_part), table)
+
+
+def kept_same(sim: Sim, snapshot: Snapshot, base: Written) -> list[str]:
+    """The frozen tensors that have not changed since an older part."""
+    now = sim.origins.get((snapshot.attempt, snapshot.layout.rank), {})
+    then = sim.origins.get((Attempt.parse(base.part.attempt), base.part.rank), {})
+    return [name for name in FROZEN if name in now and now[name] == then.get(name)]
 
 
 @dataclass
@@ -682,6 +790,8 @@ class Rank:
         self.sim, self.world = job.sim, job.world
         self.log = RunLog(job.sim.store(actor))
         self.layout = layout_of(rank, job.world)
+        self.stored: list[Written] = []  # what increments may be taken against, whatever has become of it
+        self.newest: Attempt | None = None  # what memory holds
         self.sweeping: asyncio.Task[Any] | None = None
 
     @property
@@ -701,6 +811,7 @@ class Rank:
         await insist(self.log.open if self.rank else self.log.refresh)
         if self.rank == 0:
             await insist(lambda: commits.recover(self.log, self.mine))
+        await self.remember()
         tasks = []
         for number in range(1, self.job.steps + 1):
             attempt = Attempt(self.mine.epoch, step + number, self.mine.nonce)
@@ -723,18 +834,59 @@ class Rank:
         history = self.log.state.lineage()
         self.job.mine.set_result((mine, history[0].step if history else 0))
 
+    async def remember(self) -> None:
+        """What a checkpoint of the history says of our part, if we have one in it."""
+        for found in self.log.state.lineage()[:2]:
+            if self.rank < found.world and self.sim.dice.random() < 0.7:
+                rank, number, digest = found.parts[self.rank]
+                with contextlib.suppress(StoreError, CorruptError):
+                    part = await commits.load_part(self.log.store, found.attempt, rank, number, expected=digest)
+                    self.stored.append(part)
+                    self.newest = self.newest or found.attempt
+
+    def stage(self, attempt: Attempt) -> Snapshot:
+        """Frozen tensors change now and then; when it is tried again nothing does."""
+        key, dice = (attempt, self.rank), self.sim.dice
+        if key not in self.sim.origins:
+            before = self.sim.origins.get((self.newest, self.rank), {}) if self.newest is not None else {}
+            same = {name: before[name] for name in FROZEN if name in before and dice.random() < 0.85}
+            self.sim.origins[key] = dict.fromkeys(FROZEN, attempt) | same
+            self.newest = attempt
+        return Snapshot(attempt, self.layout, memoryview(self.sim.staged(attempt, self.layout)), [None])
+
     async def write(self, attempt: Attempt, number: int = 0) -> Written | None:
         """One rank alone tries again under a higher number; with others the attempt is given up at once."""
         try:
             self.log.check_owner(self.mine)
-            data = memoryview(data_of(attempt, self.layout))
-            return await write_part(self.log.store, Snapshot(attempt, self.layout, data, [None]), number=number)
+            snapshot = self.stage(attempt)
+            written = await self.write_less(snapshot, number)
+            if written is None:
+                written = await write_part(self.log.store, snapshot, number=number)
+            self.stored.append(written)
+            return written
         except StoreError:
             if self.world == 1 and number < 2:
                 return await self.write(attempt, number + 1)
             if self.world > 1:
                 await self.give_up(attempt)
             return None
+
+    async def write_less(self, snapshot: Snapshot, number: int) -> Written | None:
+        """An increment, if it can be one. Some writers do not say so before: they may find out in the end."""
+        dice, state = self.sim.dice, self.log.state
+        older = [(Attempt.parse(w.part.attempt), w) for w in self.stored if kept_same(self.sim, snapshot, w)]
+        bases = [(of, w) for of, w in older if of < snapshot.attempt and commits.vouches(state, w)][-4:]
+        if not bases or dice.random() < 0.15:
+            return None
+        of, base = dice.choice(bases)
+        if dice.random() < 0.7:
+            try:
+                await commits.begin(self.log, self.mine, snapshot.attempt, {of})
+            except SaveError:
+                return None
+            if dice.random() < 0.1:
+                return None  # and then it is written whole
+        return await write_increment(self.log.store, snapshot, base, kept_same(self.sim, snapshot, base), number=number)
 
     async def settle(self, attempt: Attempt, written: Written) -> None:
         role = Role(tuple(range(self.world)), self.rank, self.world)
@@ -768,13 +920,15 @@ class Rank:
                 self.sim.oracle.acknowledge(attempt)
             if attempt in self.log.state.aborted:
                 self.sim.oracle.fail(attempt)
-                part = None if written is None else written.part
-                for key in [] if part is None else [*(pack.key for pack in part.packs), *_names(attempt, part)]:
+                for key in [] if written is None else given_up(attempt, written):
                     await self.log.store.delete(key)
 
 
-def _names(attempt: Attempt, part: Any) -> list[str]:
-    return [part_key(attempt, part.rank, part.number), table_key(attempt, part.rank, part.number)]
+def given_up(attempt: Attempt, written: Written) -> list[str]:
+    """The files that go with an attempt that was aborted: not those that it only refers to."""
+    rank, number = written.part.rank, written.part.number
+    packs = [pack.key for pack in written.part.packs if owner(pack.key) == attempt]
+    return [*packs, part_key(attempt, rank, number), table_key(attempt, rank, number)]
 
 
 async def tidy(log: RunLog, mine: Acquire, keep: Keep) -> None:
@@ -802,15 +956,36 @@ async def cleaner(sim: Sim, actor: Actor, begin: int) -> None:
         await asyncio.sleep(sim.dice.random())
 
 
+async def shell(sim: Sim, actor: Actor, begin: int) -> None:
+    """`ckpt gc` and `ckpt prune`: by hand, while others are at work."""
+    await until(sim, begin)
+    actor.fenced, dice = False, sim.dice
+    log = RunLog(sim.store(actor))
+    await insist(log.open)
+    for _ in range(dice.randint(1, 2)):
+        stock = await upkeep.take_stock(log)
+        if dice.random() < 0.5:
+            plan = upkeep.plan_gc(log.store.url, log.state, stock, [], dice.random() < 0.5)
+            landed, _ = await upkeep.gc(log, stock, plan.ending)
+        else:
+            checked = read.choose(log)
+            if await read.verify(log.store, checked):
+                continue
+            upkeep.plan_prune(log, stock, Keep(last=1))
+            landed = await upkeep.prune(log, stock, Keep(last=1), checked.attempt)
+        await upkeep.delete(log.store, [(key, 0) for key in landed.delete], grace_s=dice.choice((0.0, 1.0)))
+
+
 async def taker_back(sim: Sim, actor: Actor, begin: int) -> None:
-    """Says of the newest checkpoint, as the incarnation it finds, that it is not what it claims to be."""
+    """Says of a new checkpoint, as the incarnation it finds, that it is not what it claims to be."""
     await until(sim, begin)
     log = RunLog(sim.store(actor))
     await insist(log.open)
     history = log.state.lineage()
     if history:
         actor.mine = mine = log.state.acquires[-1]
-        await insist(lambda: commits.retract(log, mine, history[0].attempt, "of no one moment"))
+        wrong = sim.dice.choice(history[:3]).attempt
+        await insist(lambda: commits.retract(log, mine, wrong, "of no one moment"))
 
 
 async def reader(sim: Sim, actor: Actor, begin: int) -> None:
@@ -829,7 +1004,7 @@ async def reader(sim: Sim, actor: Actor, begin: int) -> None:
         if known and (known[0].epoch, known[0].step) > (chosen.attempt.epoch, chosen.step):
             raise Violation(f"{known[0]} was acknowledged, and a reader found {chosen.attempt}")
         try:
-            await restore(log, chosen.attempt)
+            await restore(sim, log, chosen.attempt)
             sim.say(actor.name, "restored", str(chosen.attempt))
             return
         except (NotFoundError, CorruptError) as error:  # a table is made up for by another, which is gone as well
@@ -839,12 +1014,13 @@ async def reader(sim: Sim, actor: Actor, begin: int) -> None:
             continue
 
 
-async def restore(log: RunLog, attempt: Attempt) -> None:
+async def restore(sim: Sim, log: RunLog, attempt: Attempt) -> None:
     manifest = await read.load_manifest(log.store, log.state.commits[attempt])
     found: dict[int, bytes] = {}
     reads = read.plan_reads(manifest.table, range(len(manifest.table.length)))
     await read.fetch(log.store, manifest.table, reads, lambda blob, data: found.__setitem__(blob, bytes(data)))
-    wanted = b"".join(data_of(attempt, layout_of(rank, len(manifest.parts))) for rank in range(len(manifest.parts)))
+    world = len(manifest.parts)
+    wanted = b"".join(sim.staged(attempt, layout_of(rank, world)) for rank in range(world))
     if b"".join(found[blob] for blob in sorted(found)) != wanted:
         raise Violation(f"a reader got other bytes than {attempt} saved")
 
@@ -860,7 +1036,7 @@ async def _everybody(sim: Sim) -> None:
     for name in "ABC"[: dice.choice((1, 2, 2, 2, 3))]:
         world = dice.choice((1, 1, 2, 2, 2, 3))
         job = Job(
-            sim, name, world, dice.randint(1, 3), dice.random() < 0.3, sim.loop.create_future(),
+            sim, name, world, dice.randint(1, 4), dice.random() < 0.3, sim.loop.create_future(),
             f"{dice.getrandbits(32):08x}",
         )  # fmt: skip
         begin = 0 if name == "A" else dice.randint(0, 8)
@@ -868,7 +1044,8 @@ async def _everybody(sim: Sim) -> None:
         for rank, actor in enumerate(job.actors):
             tasks.append(sim.start(actor, Rank(job, actor, rank).run(begin)))
     others: list[tuple[str, float, Any]] = [
-        ("cleaner", 0.6, cleaner), ("cleaner 2", 0.3, cleaner), ("reader", 0.4, reader), ("taker back", 0.1, taker_back)
+        ("cleaner", 0.6, cleaner), ("cleaner 2", 0.3, cleaner), ("shell", 0.3, shell), ("reader", 0.4, reader),
+        ("taker back", 0.2, taker_back),
     ]  # fmt: skip
     for name, chance, work in others:
         if dice.random() < chance:
@@ -902,8 +1079,6 @@ async def _afterwards(sim: Sim) -> None:
     store = sim.store(actor)
     task = sim.start(actor, _finish(sim, actor, store))
     await task
-    while sim.late:
-        sim.land_late()
 
 
 async def _finish(sim: Sim, actor: Actor, store: Any) -> None:
@@ -916,18 +1091,34 @@ async def _finish(sim: Sim, actor: Actor, store: Any) -> None:
     await commits.recover(log, mine)
     if open_ones := {str(a) for a in left if a not in oracle.live and a not in oracle.ended}:
         raise Violation(f"recovery left {open_ones} open")
-    attempt, layout = Attempt(mine.epoch, 10**6, mine.nonce), layout_of(0, 1)
-    written = await write_part(store, Snapshot(attempt, layout, memoryview(data_of(attempt, layout)), [None]))
-    await commits.settle(log, lambda: mine, written, Role(), deadline_s=2.0)
-    oracle.acknowledge(attempt)
+    if oracle.pins:
+        raise Violation(f"recovery left {named(set(oracle.pins))} open, which nothing was ever written of")
+    written: Written | None = None
+    for step in (10**6, 10**6 + 1, 10**6 + 2):  # a full one, and increments
+        attempt, layout = Attempt(mine.epoch, step, mine.nonce), layout_of(0, 1)
+        sim.origins[attempt, 0] = dict.fromkeys(FROZEN, Attempt(mine.epoch, 10**6, mine.nonce))
+        snapshot = Snapshot(attempt, layout, memoryview(sim.staged(attempt, layout)), [None])
+        if written is None:
+            written = await write_part(store, snapshot)
+        else:
+            await commits.begin(log, mine, attempt, {Attempt.parse(written.part.attempt)})
+            written = await write_increment(store, snapshot, written, FROZEN)
+        await commits.settle(log, lambda: mine, written, Role(), deadline_s=2.0)
+        oracle.acknowledge(attempt)
     await retain.retire(log, mine, Keep(last=1), {attempt})
+    while sim.late:
+        sim.land_late()
+    await commits.recover(log, mine)
+    await retain.retire(log, mine, Keep(last=1), {attempt})
+    if left_over := {key for key in sim.objects if owner(key) is not None} - oracle.needed.keys():
+        raise Violation(f"clean-up left {sorted(left_over)}, which nothing needs")
     fresh = RunLog(store)
     await fresh.open()
     for one in (log, fresh):
         await one.refresh()
         oracle.agrees(one)
     for live in oracle.live:
-        await restore(fresh, live)
+        await restore(sim, fresh, live)
 
 
 def schedule(seed: int) -> Failure | None:

@@ -60,6 +60,39 @@ def run(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "copy"))
 
 
+def save_increments(places: list[Path], steps: range, *, compression: str = "zstd", full_every: int = 10) -> None:
+    """A run in several places, with tensors of each kind: frozen, partly trained, noise, a master and its rounding."""
+    draw = torch.Generator().manual_seed(0)
+    state: dict[str, Any] = {
+        "frozen": torch.randn(64, 256, generator=draw),
+        "master": torch.randn(64, 128, generator=draw),
+        "rounded": torch.empty(64, 128, dtype=torch.bfloat16),
+        "noise": torch.empty(64, 64),
+        "tiny": torch.zeros(3),
+    }
+    tiers = [ckpt.Tier(str(p), every=1, keep=20, compression=compression, full_every=full_every) for p in places]
+    with ckpt.Checkpointer(state, [ckpt.Memory(), *tiers]) as cp:
+        cp.restore(default=0)
+        for step in steps:
+            state["master"][: 4 * step] *= 1 + 1e-6
+            state["rounded"].copy_(state["master"])
+            state["noise"].copy_(torch.randn(64, 64, generator=draw))
+            state["tiny"] += 1
+            save = cp.save(step)
+            save.promoted(60.0)
+
+
+@pytest.fixture(scope="module")
+def increments(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with five checkpoints, the first two and the fifth full, the others increments."""
+    folder = tmp_path_factory.mktemp("increments")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("XDG_RUNTIME_DIR", str(folder))
+    save_increments([folder / "run"], range(1, 6), full_every=5)
+    patch.undo()
+    return folder / "run"
+
+
 class Result:
     """What a command printed, and its exit code."""
 
@@ -120,9 +153,10 @@ def test_ls_lists_newest_first(made: Path, call: Any) -> None:
     assert (found.code, [r["step"] for r in rows], found.json["url"]) == (0, [6, 4, 2], f"file://{made}")
     assert [r["newest"] for r in rows] == [True, False, False] and all(r["in_history"] for r in rows)
     for row in rows:
-        pack = made / "packs" / f"{row['attempt']}.0.0.safetensors"
+        own = sum(pack.stat().st_size for pack in (made / "packs").glob(f"{row['attempt']}.*"))
         part = json.loads((made / "parts" / f"{row['attempt']}.0.0.json").read_text())
-        assert (row["bytes"], row["ranks"], row["reason"]) == (pack.stat().st_size, 1, "due")
+        assert (row["bytes"], row["ranks"], row["reason"]) == (own, 1, "due")
+        assert row["full"] == (not part["needs"])
         assert cli.datetime.fromisoformat(row["created"]).timestamp() == int(part["created"])
     lines = call("ls", made).out.splitlines()
     assert lines[0] == f"file://{made}" and re.match(r" +6 .* newest$", lines[2]) and len(lines) == 6
@@ -153,6 +187,7 @@ def test_show_says_what_is_inside(made: Path, call: Any) -> None:
     own = [t for t in tensors.values() if t["alias_of"] is None]
     assert tensors["model.0.weight"] == {
         "name": "model.0.weight", "dtype": "F32", "shape": [64, 64], "bytes": 16384, "alias_of": None,
+        "stored": 16384, "held": {"raw": 1}, "depth": 0, "reads": 16384,
     }  # fmt: skip
     assert tensors["tied"]["alias_of"] == "model.0.weight"
     assert (found["step"], found["distinct_tensors"]) == (4, len(own))
@@ -162,9 +197,84 @@ def test_show_says_what_is_inside(made: Path, call: Any) -> None:
     assert values["odd.nan"] == ("float", "nan") and values["odd.big"] == ("int", hex(10**30))
     assert {c["path"]: c["kind"] for c in found["components"]}["optim"] == "optimizer"
     assert [p["size"] for p in found["packs"]] == [(made / found["packs"][0]["key"]).stat().st_size]
+    assert (found["full"], found["needs"], found["older_packs"]) == (True, [], 0)
+    assert found["stored_bytes"] == found["packs"][0]["size"]
+    assert found["packs"][0]["used"] == found["restore_bytes"] <= found["tensor_bytes"]
     text = call("show", made, "--step", 4).out
     assert re.search(r"^tied +F32 +\(64, 64\) .* model\.0\.weight$", text, re.MULTILINE)
     assert re.search(r"^sched\.last_epoch +int +4$", text, re.MULTILINE)
+
+
+def test_ls_says_which_are_increments(increments: Path, call: Any) -> None:
+    """And how much each has written itself, in however many files; that is less for an increment."""
+    rows = {row["step"]: row for row in call("ls", increments, "--json").json["checkpoints"]}
+    assert {step: row["full"] for step, row in rows.items()} == {1: True, 2: True, 3: False, 4: False, 5: True}
+    for row in rows.values():
+        own = [pack.stat().st_size for pack in (increments / "packs").glob(f"{row['attempt']}.*")]
+        assert row["bytes"] == sum(own) > 0
+    assert max(rows[3]["bytes"], rows[4]["bytes"]) < 0.7 * rows[5]["bytes"]
+    lines = call("ls", increments).out.splitlines()
+    assert [line.split()[6] for line in lines[2:-1]] == ["full", "increment", "increment", "full", "full"]
+
+
+def test_show_says_how_tensors_are_held(increments: Path, call: Any) -> None:
+    """Of each tensor: what was stored for it, in which form, what must be decoded first, what a restore reads; of all:
+    what it is built on, the older files it uses, and bytes that add up."""
+    found = call("show", increments, "--step", 4, "--json").json
+    tensors = {t["name"]: t for t in found["tensors"]}
+    held = {name: (t["held"], t["depth"]) for name, t in tensors.items()}
+    assert held["frozen"] == ({"reference": 1}, 0) and tensors["frozen"]["stored"] == 0
+    assert held["tiny"] == ({"raw": 1}, 0) and tensors["tiny"]["stored"] == 12
+    assert held["noise"] == ({"planes": 1}, 0)
+    assert held["master"] == ({"delta": 1}, 1) and held["rounded"] == ({"derived": 1}, 2)
+    assert 0 < tensors["master"]["stored"] < 0.1 * tensors["master"]["bytes"] < tensors["master"]["reads"]
+    assert tensors["rounded"]["stored"] == 0 and tensors["rounded"]["reads"] == tensors["master"]["reads"]
+    assert (found["full"], found["chain"], len(found["needs"])) == (False, 2, 1)
+    assert found["older_packs"] == sum(not pack["own"] for pack in found["packs"]) > 0
+    assert found["stored_bytes"] == sum(pack["size"] for pack in found["packs"] if pack["own"])
+    assert found["restore_bytes"] == sum(pack["used"] for pack in found["packs"])
+    assert found["restore_bytes"] == sum(t["reads"] for name, t in tensors.items() if name != "rounded")
+    assert sum(t["stored"] for t in tensors.values()) == sum(p["used"] for p in found["packs"] if p["own"])
+    whole = call("show", increments, "--step", 5, "--json").json
+    assert whole["full"] and not whole["needs"] and not whole["older_packs"]
+    assert {t["name"]: t["depth"] for t in whole["tensors"]}["rounded"] == 1
+    text = call("show", increments, "--step", 4).out
+    assert (
+        re.search(r"^master +F32 +\(64, 128\) .* delta$", text, re.MULTILINE)
+        and "an increment, built on step 3" in text
+    )
+    assert all(len(line) <= 100 for line in text.splitlines())
+
+
+def test_verify_reads_older_files_too_unless_it_is_told_not_to(increments: Path, tmp_path: Path, call: Any) -> None:
+    """A flipped bit in a file of step 2 damages what builds on it; --no-data sees headers and sizes only. What progress
+    is told beforehand is what is read then."""
+    run = Path(shutil.copytree(increments, tmp_path / "copy"))
+    assert call("verify", run, "--all", "--no-data", "--json").json["data"] is False
+    (pack,) = (run / "packs").glob(f"{attempt_of(run, 2)}.*")
+    found = json.loads(call("show", run, "--step", 3, "--json").out)
+    assert pack.name in {Path(p["key"]).name for p in found["packs"]}
+    size = int.from_bytes(pack.read_bytes()[:8], "little") + 8
+    entries = json.loads(pack.read_bytes()[8:size])
+    flip(pack, size + next(e for n, e in entries.items() if n.startswith("frozen"))["data_offsets"][0] + 9)
+    verdicts = {c["step"]: c["verdict"] for c in call("verify", run, "--all", "--json").json["checkpoints"]}
+    assert verdicts == {1: "sound", 2: "damaged", 3: "damaged", 4: "damaged", 5: "sound"}
+    assert call("verify", run, "--all", "--no-data").code == 0
+    os.truncate(pack, pack.stat().st_size - 1)
+    assert call("verify", run, "--all", "--no-data").code == 1
+
+    async def counted() -> tuple[int, int]:
+        log = RunLog(open_store(increments))
+        await log.open()
+        commits, seen = cli.newest_first(log), list[int]()
+        for commit in commits:
+            await cli.examine(log, commit, seen.append)
+        total = await cli.bytes_to_read(log, commits)
+        await log.store.aclose()
+        return sum(seen), total
+
+    seen, total = asyncio.run(counted())
+    assert seen == total > 0
 
 
 def test_show_only_filters_tensors(made: Path, call: Any) -> None:
@@ -255,8 +365,9 @@ def test_what_is_retired_meanwhile_is_not_called_damaged(run: Path) -> None:
 def test_diff_of_equal_checkpoints_reads_no_tensor(run: Path, call: Any) -> None:
     """A copy of a run is equal, which the digests alone can tell: even with the packs' bytes gone."""
     for pack in (run / "packs").iterdir():
+        size = pack.stat().st_size
         os.truncate(pack, 0)
-        os.truncate(pack, json.loads((run / "parts" / f"{pack.stem}.json").read_text())["packs"][0]["size"])
+        os.truncate(pack, size)
     found = call("diff", f"{run}@4", f"{run}@4", "--json")
     assert (found.code, found.json["equal"], found.json["a"]["step"]) == (0, True, 4)
     assert call("diff", run, run).out == "equal\n"
@@ -404,9 +515,9 @@ def test_json_is_one_document_with_stable_keys(command: str, made: Path, call: A
         "ls": {"url", "damaged_records", "checkpoints"},
         "show": {
             "url", "damaged_records", "step", "attempt", "ranks", "tensors", "distinct_tensors", "tensor_bytes",
-            "components", "values", "packs",
+            "components", "values", "packs", "full", "needs", "chain", "stored_bytes", "older_packs", "restore_bytes",
         },
-        "verify": {"url", "problems", "checkpoints"},
+        "verify": {"url", "data", "problems", "checkpoints"},
         "diff": {"a", "b", "equal", "only_in_a", "only_in_b", "changed", "tensors", "values"},
     }  # fmt: skip
     found = call(*arguments_of(command, made), "--json")

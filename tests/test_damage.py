@@ -19,7 +19,7 @@ import pytest
 
 from ckpt import commit, manifest, read, retain
 from ckpt.arena import SEALED, Arena, Label
-from ckpt.codec import blob_digest
+from ckpt.digest import blob_digest
 from ckpt.errors import CheckpointError, CorruptError, NoCheckpointError
 from ckpt.log import Acquire, Commit, RunLog
 from ckpt.manifest import Attempt, new_nonce

@@ -39,7 +39,7 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt import commit, link, read, retain
-from ckpt.codec import blob_digest, file_digest
+from ckpt.digest import blob_digest, file_digest
 from ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -618,13 +618,13 @@ WRONG_KINDS: dict[str, Callable[[Any], Any]] = {
     "unsigned": lambda a: a.astype(np.uint64),
     "complex": lambda a: a.astype(np.complex64),
     "a grid": lambda a: a.reshape(1, -1),
-    "one number": lambda a: a.reshape(-1)[:1].reshape(()),
+    "one number": lambda a: np.resize(a, ()),
     "nothing": lambda a: a.reshape(-1)[:0],
     "one more": lambda a: np.concatenate([a.reshape(-1), a.reshape(-1)[-1:]]),
 }
 COLUMNS = (
     "names", "name_ends", "dtypes", "ranks", "instances", "dims", "dim_ends", "blob_ends", "pack", "offset", "stored",
-    "length", "codec", "base", "digest", "packs",
+    "length", "codec", "base", "digest", "stored_digest", "packs",
 )  # fmt: skip
 
 
@@ -974,7 +974,8 @@ def test_boxes_that_overlap_in_every_way_are_no_hang(count: int, dimensions: int
     specs = tuple(TensorSpec("x", "U8", size, whole=shape, offsets=at) for at, size in dict(boxes).items())
     columns = {name: np.zeros(0, np.int64) for name in ("pack", "offset", "stored", "length", "codec", "base")}
     shards = tuple(Shard("x", "U8", shape, at, size) for at, size in boxes)
-    table = Table(shards, np.zeros(count + 1, np.int64), digest=np.zeros((0, 16), np.uint8), packs=(), **columns)
+    digests = {name: np.zeros((0, 16), np.uint8) for name in ("digest", "stored_digest")}
+    table = Table(shards, np.zeros(count + 1, np.int64), packs=(), **digests, **columns)
     started = time.process_time()
     with pytest.raises(CorruptError, match="do not agree about x"):
         Saved([Layout(specs, {}, [])], [[]], table)

@@ -10,6 +10,7 @@ import copy
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import interleave
@@ -22,7 +23,7 @@ from ckpt import retain
 from ckpt.commit import Recovery, Role
 from ckpt.errors import FullError, OutcomeUnknownError, StoreError
 from ckpt.log import Acquire, RunLog, RunState
-from ckpt.manifest import Attempt, pack_key
+from ckpt.manifest import Attempt, owner, pack_key
 from ckpt.store import Store
 from ckpt.write import Snapshot, Written
 
@@ -78,10 +79,11 @@ def test_schedules_get_somewhere() -> None:
     seen = "\n".join(sim.told() for sim in sims)
     for what in (
         "lost, done", "lost, not done", "lost, lands later", "lands now", "409", "412 on our own", "killed, done",
-        "killed, not done", "dies", "restored", "FencedError", "COMMIT", "ABORT", "PLAN",
+        "killed, not done", "dies", "restored", "FencedError", "COMMIT", "ABORT", "PLAN", "BEGIN",
     ):  # fmt: skip
         assert what in seen, f"nothing was ever {what}"
     assert sum(len(sim.oracle.acknowledged) for sim in sims) > len(sims)
+    assert sum(sim.oracle.increments > 2 for sim in sims) > len(sims) // 5  # the last two are of the end
     assert any("retired" in sim.oracle.ended.values() for sim in sims)
     assert sum("stopped after so many turns" in sim.told() for sim in sims) < len(sims) // 20
 
@@ -323,6 +325,69 @@ def the_end_of_the_log_is_not_seen(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimStore, "list", beyond)
 
 
+def the_base_may_be_gone(patch: pytest.MonkeyPatch) -> None:
+    """Whether what was built on is still a checkpoint is looked at in the beginning only."""
+    check = commits.check_sources
+
+    def early(state: RunState, attempt: Attempt, needs: Any, packs: Any = None) -> None:
+        if packs is None:
+            check(state, attempt, needs)
+
+    patch.setattr(commits, "check_sources", early)
+
+
+def whatever_was_written_will_do(patch: pytest.MonkeyPatch) -> None:
+    """An increment is taken against a try of a checkpoint that may not be the one that was committed."""
+    check = commits.check_sources
+    patch.setattr(commits, "vouches", lambda state, base: Attempt.parse(base.part.attempt) in state.commits)
+    patch.setattr(commits, "check_sources", lambda state, attempt, needs, packs=(): check(state, attempt, needs))
+
+
+def what_is_built_on_goes(patch: pytest.MonkeyPatch) -> None:
+    """What an open attempt said that it builds on is given up all the same."""
+    choose = retain.choose
+    patch.setattr(retain, "choose", lambda state, *details: choose(replace(state, pins={}), *details))
+
+
+def an_increment_is_as_good_as_a_full_one(patch: pytest.MonkeyPatch) -> None:
+    """The newest full ones may go, as long as something newer stays."""
+    choose = retain.choose
+
+    def careless(state: RunState, *details: Any) -> set[Attempt]:
+        alike = {attempt: replace(found, needs=()) for attempt, found in state.commits.items()}
+        return choose(replace(state, commits=alike), *details)
+
+    patch.setattr(retain, "choose", careless)
+
+
+def a_pack_belongs_to_who_wrote_it(patch: pytest.MonkeyPatch) -> None:
+    """Of what a checkpoint uses, only what it has written itself is left alone."""
+    files_of = retain.files_of
+
+    async def own(*args: Any) -> dict[Attempt, set[str]]:
+        return {of: {key for key in keys if owner(key) == of} for of, keys in (await files_of(*args)).items()}
+
+    patch.setattr(retain, "files_of", own)
+
+
+def what_only_began_stays_open(patch: pytest.MonkeyPatch) -> None:
+    """Recovery ends what it finds files of, and nothing else."""
+    recover = commits.recover
+
+    async def by_files(log: RunLog, mine: Acquire, *args: Any, **details: Any) -> Recovery:
+        keys = [info.key async for info in log.store.list("p")]
+        unseen = frozenset((await log.refresh()).pins) - {owner(key) for key in keys}
+        return await recover(log, mine, unseen, **details)
+
+    patch.setattr(commits, "recover", by_files)
+
+
+def giving_up_takes_what_was_borrowed(patch: pytest.MonkeyPatch) -> None:
+    """With an attempt that was aborted go all packs that its part names, also those of older ones."""
+    given_up = interleave.given_up
+    patch.setattr(interleave, "given_up", lambda of, own: [*given_up(of, own), *(pack.key for pack in own.part.packs)])
+
+
 BROKEN = [
     records_overwrite,
     nobody_is_fenced,
@@ -339,6 +404,13 @@ BROKEN = [
     the_pack_goes_though_its_part_may_be_there,
     a_snapshot_forgets_what_ended,
     the_end_of_the_log_is_not_seen,
+    the_base_may_be_gone,
+    whatever_was_written_will_do,
+    what_is_built_on_goes,
+    an_increment_is_as_good_as_a_full_one,
+    a_pack_belongs_to_who_wrote_it,
+    what_only_began_stays_open,
+    giving_up_takes_what_was_borrowed,
 ]
 
 

@@ -17,21 +17,23 @@ import ckpt
 LAYERS = (
     ("errors", "events", "mutex", "geometry"),  # words everyone shares, a lock, boxes
     ("store", "triggers", "rally"),  # the byte interface of a place; when to save out of turn, and on which step
-    ("codec", "values", "link", "world", "testing"),  # digests, values as JSON, the wire to the writer, other ranks
-    ("notices", "pressure", "wakeup", "pulse", "fault", "findings"),  # what may happen, or be the case: seen, and said
+    ("digest", "codec", "values", "link", "world", "testing"),  # bytes, values, the wire, ranks
+    ("notices", "pressure", "wakeup", "pulse", "pace", "fault", "findings"),  # what may happen, or is the case
     ("hang",),  # whether, and who, holds the others up
     ("evidence",),  # what a process does, from outside
     ("manifest",),  # the small files, and the names of all files
     ("plan",),  # where every byte goes
     ("share", "table", "log", "arena", "tensors"),  # what things are
+    ("increment",),  # what becomes of each blob
     ("exchange", "sharding", "saved", "write", "rng", "hooks"),  # pieces of tensors; files; before an update
     ("doctor_folder", "doctor_s3", "doctor_machine", "doctor_link"),  # what one kind of thing is like, before a job
     ("doctor", "doctor_plan"),  # all about a place; what follows for a job
     ("commit", "restore"),  # files become a checkpoint; tensors again
-    ("nodes", "read"),  # what a state is made of; back from a store
-    ("state", "retain", "promote"),  # the state as a whole; how long; from one place to another
-    ("stage", "sources", "tiers", "upkeep"),  # tensors into memory; where to restore from, and to save to
-    ("copying",),  # a run to another place, from outside
+    ("nodes", "read", "packs"),  # what a state is made of; back from a store, and into it
+    ("supply",),  # plain bytes of blobs
+    ("state", "retain", "promote", "encode", "frozen", "scrub", "damage"),  # a state; how long; elsewhere, smaller
+    ("stage", "sources", "tiers", "upkeep", "cures"),  # tensors into memory; where to restore from, and to save to
+    ("copying", "repair"),  # a run to another place; damaged files right again
     ("resume", "handle", "loaded", "compare"),  # what all ranks agree to restore; what users hold in their hands
     ("mirror", "client", "replicas", "relief"),  # a copy on another node; the trainer's end of the process boundary
     ("holdings", "places"),  # what a writer has in memory, and open
@@ -42,6 +44,7 @@ LAYERS = (
     ("tenure", "sentinel"),  # whose run it is; the trainer's own watch
     ("checkpointer", "terminal"),  # what the user holds; how commands show things
     ("cli_upkeep", "cli_doctor"),  # commands that change a run, or come before one
+    ("cli_repair",),  # one that shows its plan as those do
     ("cli",),
 )
 """Bottom first. A module imports from the rows below its own only, never from its own row."""
@@ -49,11 +52,13 @@ LAYERS = (
 BACKENDS_MAY_USE = {"errors", "events", "store"}
 NO_TORCH = {
     "errors", "events", "mutex", "geometry", "share", "saved", "exchange", "mirror",
-    "store", "codec", "values", "link", "manifest", "plan", "table", "log", "arena",
+    "store", "digest", "codec", "values", "link", "manifest", "plan", "table", "log", "arena",
     "write", "commit", "read", "retain", "tiers", "handle", "writer", "compare",
     "triggers", "rally", "notices", "pressure", "wakeup", "pulse", "fault", "hang", "holdings", "persist", "vigil",
-    "witness", "promote", "places", "upkeep", "copying", "cli_upkeep", "findings", "doctor", "doctor_folder",
-    "doctor_s3", "doctor_machine", "doctor_link", "doctor_plan", "cli_doctor",
+    "witness", "increment", "supply", "packs", "encode", "pace", "scrub", "promote", "places", "upkeep", "copying",
+    "damage", "cures",
+    "repair", "cli_repair", "cli_upkeep", "findings",
+    "doctor", "doctor_folder", "doctor_s3", "doctor_machine", "doctor_link", "doctor_plan", "cli_doctor",
 }  # fmt: skip
 """What the writer process or a light `import ckpt` needs: none of these imports torch, not even for types."""
 

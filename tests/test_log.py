@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import random
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interleave import write_increment
 
 from ckpt import commit as commits
 from ckpt import log as run_log
@@ -36,8 +38,33 @@ from ckpt.errors import (
     SaveError,
     StoreError,
 )
-from ckpt.log import MAX_GAP, Acquire, Commit, Record, RunLog, RunState, fold, in_history, record_key
-from ckpt.manifest import Attempt, new_nonce, part_key, seal, table_key
+from ckpt.log import (
+    MAX_GAP,
+    Acquire,
+    Commit,
+    Record,
+    RunLog,
+    RunState,
+    commit_body,
+    expand,
+    fold,
+    in_history,
+    record_key,
+    summary,
+)
+from ckpt.manifest import (
+    MAX_NEEDS,
+    Attempt,
+    PackInfo,
+    Part,
+    new_nonce,
+    owner,
+    pack_key,
+    part_key,
+    rank_and_try,
+    seal,
+    table_key,
+)
 from ckpt.plan import Layout, TensorSpec
 from ckpt.read import load_manifest, verify
 from ckpt.retain import Keep
@@ -165,13 +192,118 @@ def test_a_commit_may_hold_the_parts_of_some_ranks() -> None:
     assert found.whole
 
 
+def begun(of: Attempt, *pins: Attempt) -> dict[str, Any]:
+    return record("BEGIN", {"attempt": str(of), "pins": [str(pin) for pin in pins]}, request=f"begin:{of}")
+
+
+def needing(of: Attempt, *needs: Attempt, kind: str = "COMMIT") -> dict[str, Any]:
+    body = committed(of)["body"] | {"needs": [str(need) for need in needs]}
+    return record(kind, body, request=f"{kind.lower()}:{of}")
+
+
 def test_pins_live_as_long_as_their_attempt_is_open() -> None:
-    """What BEGIN pins is protected until COMMIT or ABORT."""
-    a = attempt(1, 1)
-    begin = record("BEGIN", {"attempt": str(a), "pins": ["packs/p"]})
-    assert folded(begin).pins == {a: ("packs/p",)}
-    assert folded(begin, committed(a)).pins == {}
-    assert folded(begin, record("ABORT", {"attempt": str(a), "reason": ""}, request="x")).pins == {}
+    """What BEGIN pins stays so until COMMIT, ABORT or PLAN of the attempt, in whichever order they come; and HELD is
+    no end."""
+    a, b, c = (attempt(1, step) for step in (1, 2, 3))
+    begin = begun(c, a, b)
+    assert folded(begin).pins == {c: (a, b)}
+    assert folded(begin, held(c)).pins == {c: (a, b)}
+    assert folded(begin, begun(c, b)).pins == {c: (b,)}
+    for end in (committed(c), aborted(c), record("PLAN", {"retire": [str(c)], "delete": []})):
+        assert folded(begin, end).pins == {} == folded(end, begin).pins
+
+
+def test_what_a_checkpoint_was_built_on_is_in_its_record() -> None:
+    """COMMIT and HELD say it, and a full one says nothing at all, as ever; a SNAPSHOT says the same of both."""
+    a, b, c, d = (attempt(1, step) for step in (1, 2, 3, 4))
+    state = folded(acquired(1), committed(a), committed(b), needing(c, a, b), needing(d, b, kind="HELD"), begun(d, b))
+    assert [state.commits[one].needs for one in (a, b, c)] == [(), (), (a, b)]
+    assert [state.commits[one].full for one in (a, b, c)] == [True, True, False]
+    assert state.held[d].needs == (b,)
+    assert "needs" not in commit_body(state.commits[a]) and commit_body(state.commits[a]) == committed(a)["body"]
+    assert commit_body(state.commits[c]) == needing(c, a, b)["body"]
+    state.next_seq = 8
+    again = expand(json.loads(json.dumps(summary(state))))
+    assert (again.commits, again.held, again.pins) == (state.commits, state.held, state.pins)
+
+
+OTHERS = {
+    "itself": ["1.00000001-5"],
+    "a newer one": ["2.00000002-1"],
+    "one twice": ["1.00000001-1", "1.00000001-1"],
+    "in no order": ["1.00000001-2", "1.00000001-1"],
+    "in the order of text": ["1.00000001-10", "1.00000001-9"],
+    "too many": [f"1.00000000-{step}" for step in range(MAX_NEEDS + 1)],
+    "a path": ["../../x"],
+    "a pack": ["packs/1.00000001-1.0.0.safetensors"],
+    "numbers": 5,
+    "text": "1.00000001-1",
+    "a list of lists": [["1.00000001-1"]],
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("kind", ["BEGIN", "COMMIT", "HELD"])
+def test_what_cannot_be_built_on_is_an_impossible_record(kind: str, name: str) -> None:
+    """Only older attempts, each once, in their order, and not too many; of a part as well."""
+    of = attempt(1, 5 if name != "in the order of text" else 50)
+    bad = needing(of, kind=kind)
+    bad["body"] = bad["body"] | {"needs": OTHERS[name], "pins": OTHERS[name]}
+    state, same = folded(acquired(1)), folded(acquired(1))
+    with pytest.raises(CorruptError):
+        fold(state, {**bad, "seq": 1})
+    assert state == same
+    with pytest.raises(CorruptError):
+        part_of(of, needs=OTHERS[name]).check("a part")
+
+
+def part_of(of: Attempt, packs: Sequence[str] = (), **fields: Any) -> Part:
+    infos = [PackInfo(key, 100, 10, DIGEST) for key in packs]
+    return Part(str(of), 0, 0, 1, {}, [], DIGEST, infos, 0.0, **fields)
+
+
+def test_what_a_part_may_say_about_older_ones() -> None:
+    """Older attempts, how far the last full one is, and packs of older attempts; of none if it is full."""
+    older, other = attempt(1, 1), attempt(1, 2)
+    keys = [pack_key(attempt(1, 5), 0, 0, 3), pack_key(older, 0, 0)]
+    part_of(attempt(1, 5), keys[:1]).check("a part")
+    for needs in ([str(older)], [str(other)], [str(older), str(other)], []):
+        part = part_of(attempt(1, 5), keys if needs else keys[:1], needs=needs, chain=3 if needs else 0)
+        part.check("a part")
+        assert Part.from_bytes(part.to_bytes(), "a part") == part
+    told = json.loads(part_of(older).to_bytes())
+    assert (told["needs"], told["chain"]) == ([], 0)
+    bad: list[dict[str, Any]] = [
+        {"chain": 1}, {"chain": -1, "needs": [str(older)]}, {"chain": 1.0, "needs": [str(older)]},
+        {"chain": True, "needs": [str(older)]}, {"packs": keys}, {"packs": [pack_key(attempt(2, 1), 0, 0)]},
+        {"packs": [pack_key(attempt(1, 6), 0, 0)], "needs": [str(older)]},
+    ]  # fmt: skip
+    for fields in bad:
+        with pytest.raises(CorruptError):
+            part_of(attempt(1, 5), **fields).check("a part")
+
+
+def test_a_part_of_before_there_were_increments_is_full() -> None:
+    """Without the new fields it is read as ever."""
+    data = json.loads(part_of(attempt(1, 5)).to_bytes())
+    for name in ("needs", "chain", "digest"):
+        del data[name]
+    part = Part.from_bytes(seal(data), "a part")
+    assert (part.needs, part.chain) == ([], 0)
+
+
+def test_names_of_several_packs_of_a_part() -> None:
+    """They belong to their attempt, rank and try; nothing else has such names."""
+    of = attempt(1, 5)
+    assert pack_key(of, 7, 2) == f"packs/{of}.7.2.safetensors"
+    for segment in (0, 1, 12345):
+        key = pack_key(of, 7, 2, segment)
+        assert key == f"packs/{of}.7.2-{segment}.safetensors"
+        assert owner(key) == of and rank_and_try(key) == (7, 2)
+        assert owner(key.replace("packs/", "parts/")) is None and owner(key.replace("packs/", "index/")) is None
+    for key in (f"packs/{of}.7.2-.safetensors", f"packs/{of}.7.2-x.safetensors", f"packs/{of}.7.2-1-1.safetensors"):
+        assert owner(key) is None
 
 
 @pytest.mark.parametrize(
@@ -358,12 +490,12 @@ def test_acquire_gives_every_job_an_epoch_of_its_own_and_fences_the_others() -> 
         logs = [await reopened(Gate(store, random.Random(i))) for i in range(8)]
         owners = await asyncio.gather(*(commits.acquire(log, new_nonce(), floor=40) for log in logs))
         assert sorted(o.epoch for o in owners) == list(range(41, 49))
-        for log, owner in zip(logs, owners, strict=True):
-            if owner.epoch == 48:
-                await log.append(kept(attempt(1, 1), "newest"), owner=owner)
+        for log, one in zip(logs, owners, strict=True):
+            if one.epoch == 48:
+                await log.append(kept(attempt(1, 1), "newest"), owner=one)
             else:
                 with pytest.raises(FencedError):
-                    await log.append(kept(attempt(1, 1), f"{owner.epoch}"), owner=owner)
+                    await log.append(kept(attempt(1, 1), f"{one.epoch}"), owner=one)
         again = await commits.acquire(logs[0], owners[0].nonce)
         assert again == owners[0]  # the same request twice is one record
 
@@ -1009,6 +1141,388 @@ def test_a_part_that_is_stored_is_found_again_without_its_memory() -> None:
     asyncio.run(scenario())
 
 
+# -- increments --
+
+TWO = Layout(
+    (TensorSpec("f", "F32", (4,)), TensorSpec("w", "F32", (4,))),
+    {},
+    [{"path": [], "kind": "x", "facts": {}, "names": ["f", "w"]}],
+)
+
+
+def of_two(mine: Acquire, step: int) -> Snapshot:
+    data = b"never changes...".ljust(16) + f"{step:016d}".encode()
+    return Snapshot(Attempt(mine.epoch, step, mine.nonce), TWO, memoryview(data), [None])
+
+
+@dataclass
+class Chain:
+    """A run with a full checkpoint, step 1, and what can be built on it."""
+
+    store: Any
+    log: RunLog
+    mine: Acquire
+    base: Written
+
+    @classmethod
+    async def open(cls, store: Any = None) -> Chain:
+        log, mine = await new_log(MemoryStore() if store is None else store)
+        chain = cls(log.store, log, mine, await write_part(log.store, of_two(mine, 1)))
+        await commits.commit(log, mine, [chain.base])
+        return chain
+
+    def attempt(self, step: int) -> Attempt:
+        return Attempt(self.mine.epoch, step, self.mine.nonce)
+
+    async def build(self, step: int, base: Written | None = None, *, say: bool = True, number: int = 0) -> Written:
+        """The part of an increment; `say` it before."""
+        base = base or self.base
+        if say:
+            await commits.begin(self.log, self.mine, self.attempt(step), {Attempt.parse(base.part.attempt)})
+        return await write_increment(self.store, of_two(self.mine, step), base, ["f"], number=number)
+
+    async def lose(self, *steps: int) -> None:
+        """These are taken back."""
+        for step in steps:
+            await commits.retract(self.log, self.mine, self.attempt(step), "it mixes two moments")
+
+    async def records(self) -> list[str]:
+        keys = sorted(key for key in self.store.objects if key.startswith("log/"))
+        return [json.loads(self.store.objects[key])["type"] for key in keys]
+
+    async def sound(self) -> list[int]:
+        """The steps that are live; every one of them is whole."""
+        state = (await reopened(self.store)).state
+        assert not state.damaged
+        for found in state.commits.values():
+            assert await verify(self.store, found) == []
+        return sorted(found.step for found in state.commits.values())
+
+
+def test_an_increment_is_a_checkpoint_that_says_what_it_was_built_on() -> None:
+    """It can be read, and goes on being whole when what it was built on is retired and its files are gone."""
+
+    async def scenario() -> None:
+        chain = await Chain.open()
+        second = await chain.build(2)
+        found = await commits.commit(chain.log, chain.mine, [second])
+        assert found.needs == (chain.attempt(1),) and not found.full
+        third = await chain.build(3, second)
+        await commits.commit(chain.log, chain.mine, [third])
+        assert third.part.packs[1].key == chain.base.table.packs[0] and third.part.needs == [str(chain.attempt(2))]
+        assert await chain.records() == ["ACQUIRE", "COMMIT", "BEGIN", "COMMIT", "BEGIN", "COMMIT"]
+        await chain.lose(1, 2)
+        await retain.retire(chain.log, chain.mine, Keep(last=1), {chain.attempt(3)})
+        assert await chain.sound() == [3]
+        left = [key for key in chain.store.objects if owner(key) == chain.attempt(1)]
+        assert left == [pack_key(chain.attempt(1), 0, 0)]
+        fourth = await chain.build(4, third)  # what it builds on is live, though a pack is of one that is not
+        await commits.commit(chain.log, chain.mine, [fourth])
+        assert await chain.sound() == [3, 4]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("kind", ["COMMIT", "HELD"])
+@pytest.mark.parametrize("how", ["retired", "aborted", "never there", "of another try"])
+def test_what_was_built_on_something_that_is_gone_is_no_checkpoint(kind: str, how: str) -> None:
+    """SaveError that names the step; no record, and nothing is damaged."""
+
+    async def scenario() -> None:
+        chain = await Chain.open()
+        if how == "retired":
+            own = await chain.build(3)
+            await chain.lose(1)
+            message = "step 3 builds on step 1, which was retired meanwhile: the next save will be whole"
+        else:
+            base = await write_part(chain.store, of_two(chain.mine, 2), number=4)
+            message = "step 3 builds on step 2, which is no checkpoint here: the next save will be whole"
+            if how == "aborted":
+                await commits.abort(chain.log, chain.mine, chain.attempt(2), "no")
+            if how == "of another try":
+                await commits.commit(chain.log, chain.mine, [await write_part(chain.store, of_two(chain.mine, 2))])
+                message = f"builds on {pack_key(chain.attempt(2), 0, 4)}, of a try that was not committed"
+            assert not commits.vouches(chain.log.state, base) and commits.vouches(chain.log.state, chain.base)
+            own = await chain.build(3, base, say=False)
+        records = await chain.records()
+        with pytest.raises(SaveError, match=re.escape(message)):
+            await commits.commit(chain.log, chain.mine, [own], kind=kind)
+        assert await chain.records() == records and 3 not in await chain.sound()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("late", ["before the index", "before the record"])
+def test_what_was_built_on_is_looked_at_in_the_very_slot(late: str) -> None:
+    """However late a base is taken back: the COMMIT that comes next does not land."""
+
+    class Late(MemoryStore):
+        then: Any = None
+
+        async def put(self, key: str, data: Any, *, create: bool = False) -> None:
+            if self.then is not None and key.startswith("index/" if late == "before the index" else "log/"):
+                work, self.then = self.then, None
+                await work()
+            await super().put(key, data, create=create)
+
+    async def scenario() -> None:
+        chain = await Chain.open(Late())
+        own, other = await chain.build(2), await reopened(chain.store)
+
+        async def meanwhile() -> None:
+            await commits.retract(other, chain.mine, chain.attempt(1), "it mixes two moments")
+
+        chain.store.then = meanwhile
+        with pytest.raises(SaveError, match="step 1, which was retired"):
+            await commits.commit(chain.log, chain.mine, [own])
+        assert await chain.sound() == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("partial", [False, True])
+def test_who_waits_hears_at_once_that_a_base_is_gone(partial: bool) -> None:
+    """SaveError though the deadline is far, and the attempt has ended: nothing stays open, and nothing is pinned."""
+
+    async def scenario() -> None:
+        chain = await Chain.open()
+        own = await chain.build(2)
+        own = replace(own, part=replace(own.part, world=2 if partial else 1))
+        await chain.lose(1)
+        role = Role((0,), 0, 2 if partial else 1)
+        task = commits.settle(chain.log, lambda: chain.mine, own, role, deadline_s=1000)
+        (said,) = refused(await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 30))
+        assert "step 1, which was retired meanwhile" in said
+        state = (await reopened(chain.store)).state
+        assert state.aborted == {chain.attempt(1), chain.attempt(2)} - state.retired and not state.pins
+        assert "step 1, which was retired" in state.reasons[chain.attempt(2)]
+        assert (await chain.records())[-1] == "ABORT"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("gone", [False, True])
+def test_what_is_held_is_no_checkpoint_once_its_base_is_gone(gone: bool) -> None:
+    """`complete` refuses and ends it, and who waits for it hears why; while the base is there it completes it."""
+
+    async def scenario() -> None:
+        chain = await Chain.open()
+        own = await chain.build(2)
+        own = replace(own, part=replace(own.part, world=2))
+        waiting = asyncio.create_task(
+            commits.settle(chain.log, lambda: chain.mine, own, Role((0,), 0, 2), deadline_s=1000)
+        )
+        other = await reopened(chain.store)
+        while chain.attempt(2) not in other.state.held:
+            await asyncio.sleep(0.01)
+            await other.refresh()
+        assert other.state.pins == {chain.attempt(2): (chain.attempt(1),)}
+        if not gone:
+            await commits.complete(other, chain.mine, chain.attempt(2))
+            await asyncio.wait_for(waiting, 30)
+            assert other.state.commits[chain.attempt(2)].needs == (chain.attempt(1),) and not other.state.pins
+            return
+        await chain.lose(1)
+        with pytest.raises(SaveError, match="step 1, which was retired"):
+            await commits.complete(other, chain.mine, chain.attempt(2))
+        (said,) = refused(await asyncio.wait_for(asyncio.gather(waiting, return_exceptions=True), 30))
+        assert "step 1, which was retired" in said
+        assert not other.state.held and not other.state.pins and await chain.sound() == []
+        await commits.complete(other, chain.mine, chain.attempt(2))  # there is nothing to do any more
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("swept", [False, True])
+@pytest.mark.parametrize("lost", [False, True])
+def test_recovery_of_increments(lost: bool, swept: bool, partial: bool) -> None:
+    """Rolled forward while what they were built on is there, else ended, with its files there or not; once and for
+    all."""
+
+    async def scenario() -> None:
+        chain = await Chain.open()
+        await chain.build(2)
+        await chain.build(3, say=False)
+        if lost:
+            await chain.lose(1)
+        if swept:
+            sound = await save(chain.log, chain.mine, 9)
+            await retain.retire(chain.log, chain.mine, Keep(last=1), {sound})
+        log = await reopened(chain.store)
+        mine = await commits.acquire(log, new_nonce())
+        await commits.recover(log, mine, partial=partial)
+        records = await chain.records()
+        state = (await reopened(chain.store)).state
+        assert not state.pins and not state.held
+        for step in (2, 3):
+            assert (chain.attempt(step) in state.commits) is not lost and state.ended(chain.attempt(step))
+        await commits.recover(log, mine, partial=partial)
+        assert await chain.records() == records
+        await chain.sound()
+
+    asyncio.run(scenario())
+
+
+def test_recovery_ends_what_has_only_begun() -> None:
+    """An attempt without any file would pin what it would have built on for ever; not one that is being written."""
+
+    async def scenario() -> None:
+        chain = await Chain.open()
+        for step in (2, 3):
+            await commits.begin(chain.log, chain.mine, chain.attempt(step), {chain.attempt(1)})
+        done = await commits.recover(chain.log, chain.mine, frozenset({chain.attempt(3)}))
+        assert done.aborted == [chain.attempt(2)] and set(chain.log.state.pins) == {chain.attempt(3)}
+        await commits.recover(chain.log, chain.mine, partial=True)
+        assert not chain.log.state.pins and chain.log.state.aborted == {chain.attempt(2), chain.attempt(3)}
+
+    asyncio.run(scenario())
+
+
+def test_what_begin_says() -> None:
+    """Once, however often it is called; of several ranks all that they say; nothing of what has ended."""
+
+    async def scenario() -> None:
+        chain = await Chain.open()
+        for step in (2, 3):
+            await commits.commit(chain.log, chain.mine, [await write_part(chain.store, of_two(chain.mine, step))])
+        one, two, three, of = (chain.attempt(step) for step in (1, 2, 3, 10))
+        logs = [await reopened(chain.store) for _ in range(3)]
+        for log, pins in zip([*logs, *logs], [{one}, {two}, {one, two}] * 2, strict=True):
+            await commits.begin(log, chain.mine, of, pins)
+        assert (await chain.log.refresh()).pins == {of: (one, two)}
+        assert (await chain.records()).count("BEGIN") == 2
+        await chain.lose(1)
+        await commits.begin(chain.log, chain.mine, of, {three})  # one that is gone needs no protection
+        assert chain.log.state.pins == {of: (two, three)}
+        await commits.begin(chain.log, chain.mine, chain.attempt(11), set())
+        assert chain.attempt(11) not in chain.log.state.pins
+        for ended in (of, chain.attempt(12)):
+            await commits.abort(chain.log, chain.mine, ended, "no")
+        records = await chain.records()
+        for ended in (of, chain.attempt(12)):
+            await commits.begin(chain.log, chain.mine, ended, {two})
+        assert await chain.records() == records and not chain.log.state.pins and not chain.log.state.damaged
+
+    asyncio.run(scenario())
+
+
+def test_what_cannot_be_built_on_is_refused_before_anything_is_written() -> None:
+    """SaveError, and no record: what is gone or was never there, what is not older, and too many of them."""
+
+    async def scenario() -> None:
+        chain = await Chain.open()
+        for step in range(3, 3 + MAX_NEEDS):
+            await commits.commit(chain.log, chain.mine, [await write_part(chain.store, of_two(chain.mine, step))])
+        await chain.lose(3)
+        records, live = await chain.records(), set(chain.log.state.commits)
+        assert len(live) == MAX_NEEDS
+        for of, pins, message in (
+            (100, {chain.attempt(3)}, "step 3, which was retired"),
+            (100, {chain.attempt(2)}, "step 2, which is no checkpoint"),
+            (2, {chain.attempt(4)}, "step 4, which is not older"),
+        ):
+            with pytest.raises(SaveError, match=message):
+                await commits.begin(chain.log, chain.mine, chain.attempt(of), pins)
+        assert await chain.records() == records
+        await commits.begin(chain.log, chain.mine, chain.attempt(100), live)
+        own = await write_part(chain.store, of_two(chain.mine, 99))
+        await commits.commit(chain.log, chain.mine, [own])
+        with pytest.raises(SaveError, match="65 older ones"):
+            await commits.begin(chain.log, chain.mine, chain.attempt(100), {chain.attempt(99)})
+        newer = str(chain.attempt(99))
+        for needs, message in (([*map(str, live), newer], "65 older ones"), ([newer], "not older")):
+            bad = replace(own, part=replace(own.part, attempt=str(chain.attempt(98)), needs=needs))
+            with pytest.raises(SaveError, match=message):
+                await commits.commit(chain.log, chain.mine, [bad])
+        assert not (await reopened(chain.store)).state.damaged
+
+    asyncio.run(scenario())
+
+
+def test_what_a_copy_brings_along_need_not_be_a_checkpoint_there() -> None:
+    """The packs of what it was built on came with it. Refused if one may be deleted at any moment: of an attempt that
+    has ended there, unless a checkpoint there uses it, at the time of the record."""
+
+    async def scenario() -> None:
+        for how in ("unknown", "aborted", "in use", "in use no more", "its own"):
+            chain = await Chain.open()
+            second, third = await chain.build(2), await chain.build(3)
+            store = MemoryStore()
+            log, mine = await new_log(store)
+            store.objects |= {key: raw for key, raw in chain.store.objects.items() if owner(key) is not None}
+            used: dict[Attempt, set[str]] = {}
+            if how.startswith("in use"):
+                await commits.commit(log, mine, [second], used={})
+                used = {chain.attempt(2): set(second.table.packs)}
+            if how == "its own":
+                await commits.commit(log, mine, [chain.base])
+                used = {chain.attempt(1): set(chain.base.table.packs)}
+            else:
+                with pytest.raises(SaveError, match="step 1, which is no checkpoint here"):
+                    await commits.commit(log, mine, [third])
+            if how not in ("unknown", "its own"):
+                await commits.abort(log, mine, chain.attempt(1), "no")
+            if how == "in use no more":
+                await commits.retract(log, mine, chain.attempt(2), "no")
+            if how in ("aborted", "in use no more"):
+                with pytest.raises(SaveError, match="of an attempt that was given up here"):
+                    await commits.commit(log, mine, [third], used=used)
+                continue
+            found = await commits.commit(log, mine, [third], used=used)
+            assert found.needs == (chain.attempt(1),) and await verify(store, found) == []
+            await commits.recover(log, mine)  # what is there of others is ended, and their packs stay
+            for step in (8, 9):
+                last = await save(log, mine, step)
+            await retain.retire(log, mine, Keep(last=3), {last})
+            assert await verify(store, found) == [] and chain.attempt(3) in log.state.commits
+
+    asyncio.run(scenario())
+
+
+def test_a_begin_whose_reply_is_lost_is_found_again() -> None:
+    """Whether it had landed or not: it is in the log once."""
+
+    class Lossy(MemoryStore):
+        remote = True
+        lose = ""
+
+        async def put(self, key: str, data: Any, *, create: bool = False) -> None:
+            how, self.lose = (self.lose, "") if key.startswith("log/") else ("", self.lose)
+            if how != "not done":
+                await super().put(key, data, create=create)
+            if how:
+                raise StoreError("no answer", retryable=True)
+
+    async def scenario() -> None:
+        for how in ("done", "not done"):
+            chain = await Chain.open(Lossy())
+            chain.store.lose = how
+            await commits.begin(chain.log, chain.mine, chain.attempt(2), {chain.attempt(1)})
+            assert chain.log.state.pins == {chain.attempt(2): (chain.attempt(1),)}
+            assert (await chain.records()).count("BEGIN") == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_table_that_names_other_packs_than_its_part_does_not_count() -> None:
+    """Nobody would know of what it uses: CorruptError, and recovery ends the attempt."""
+
+    async def scenario() -> None:
+        chain = await Chain.open()
+        own = await chain.build(2)
+        part = replace(own.part, packs=own.part.packs[:1])
+        chain.store.objects[part_key(chain.attempt(2), 0, 0)] = part.to_bytes()
+        with pytest.raises(CorruptError, match="names packs that its part does not"):
+            await commits.load_part(chain.store, chain.attempt(2), 0, 0)
+        await commits.recover(chain.log, chain.mine)
+        assert await chain.sound() == [1]
+
+    asyncio.run(scenario())
+
+
 # -- the simulator --
 
 
@@ -1068,8 +1582,8 @@ class Gate:
         for info in found:
             yield info
 
-    async def upload(self, key: str, *, size: int) -> Any:
-        upload = await self._do(self.inner.upload(key, size=size))
+    async def upload(self, key: str, *, size: int, replace: bool = False) -> Any:
+        upload = await self._do(self.inner.upload(key, size=size, replace=replace))
         gate = self
 
         class Upload:

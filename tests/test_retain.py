@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interleave import write_increment
 
-from ckpt import commit, read, retain
-from ckpt.errors import CheckpointError, FencedError, StoreError, UsageError
+from ckpt import commit, read, retain, upkeep
+from ckpt.errors import CheckpointError, FencedError, SaveError, StoreError, UsageError
 from ckpt.log import Acquire, Commit, Record, RunLog, RunState
 from ckpt.manifest import Attempt, new_nonce, owner, pack_key
 from ckpt.plan import Layout, TensorSpec
 from ckpt.retain import ALWAYS, Keep, choose
-from ckpt.write import Snapshot, write_part
+from ckpt.upkeep import why_kept
+from ckpt.write import Snapshot, Written, write_part
 from ckpt_backends.memory import MemoryStore
 
 LAYOUT = Layout((TensorSpec("w", "F32", (4,)),), {}, [])
@@ -27,7 +30,8 @@ LAYOUT = Layout((TensorSpec("w", "F32", (4,)),), {}, [])
 
 @st.composite
 def states(draw: st.DrawFn) -> tuple[RunState, Keep, set[Attempt]]:
-    """A run with rollbacks, ring commits, NaN checkpoints and KEEPs; how much to keep; what has been verified."""
+    """A run with rollbacks, ring commits, NaN checkpoints, increments, KEEPs and open attempts; how much to keep; what
+    has been verified."""
     state = RunState()
     for epoch in range(1, draw(st.integers(1, 4)) + 1):
         present = [c.attempt for c in state.lineage()]
@@ -36,10 +40,13 @@ def states(draw: st.DrawFn) -> tuple[RunState, Keep, set[Attempt]]:
         for step in draw(st.sets(st.integers(0, 30), max_size=5)):
             attempt = Attempt(epoch, step, f"{epoch:08x}")
             finite, reason = draw(st.sampled_from([None, True, False])), draw(st.sampled_from(["due", "ring"]))
-            state.commits[attempt] = Commit(attempt, 1, (), "", finite, reason)
+            needs = draw(st.sampled_from([(), *((one,) for one in state.commits if one < attempt)]))
+            state.commits[attempt] = Commit(attempt, 1, (), "", finite, reason, needs)
     known = sorted(state.commits)
     some = st.sets(st.sampled_from(known)) if known else st.just(set[Attempt]())
     state.kept = dict.fromkeys(draw(some), "")
+    if known and draw(st.booleans()):
+        state.pins = {Attempt(9, step, "9" * 8): (draw(st.sampled_from(known)),) for step in range(2)}
     keep = Keep(last=draw(st.integers(1, 4)), every=draw(st.sampled_from([None, 1, 5])))
     return state, keep, draw(some)
 
@@ -60,6 +67,8 @@ def wrongly_given_up(state: RunState, keep: Keep, verified: Iterable[Attempt], g
         problems.extend(f"{what}: {c.attempt}" for c in found if c.attempt in gone)
 
     lost("the newest two", every[:ALWAYS])
+    lost("the newest two full ones", [c for c in every if not c.needs][:ALWAYS])
+    lost("what an open attempt builds on", [c for c in every if any(c.attempt in pins for pins in state.pins.values())])
     lost("the newest verified one", [c for c in every if c.attempt in alive][:1])
     lost("the last finite one", [c for c in every if c.finite is not False][:1])
     lost("a KEEP", [c for c in every if c.attempt in state.kept])
@@ -76,7 +85,8 @@ def wrongly_given_up(state: RunState, keep: Keep, verified: Iterable[Attempt], g
 @given(states())
 @settings(max_examples=500, deadline=None)
 def test_choose_never_gives_up_what_must_stay(drawn: tuple[RunState, Keep, set[Attempt]]) -> None:
-    """The newest verified, newest two, last finite one, KEEPs, what the policy names, what a death persisted."""
+    """The newest verified, newest two, newest two full ones, last finite one, KEEPs, what open attempts build on, what
+    the policy names, what a death persisted."""
     state, keep, verified = drawn
     assert wrongly_given_up(state, keep, verified, choose(state, keep, verified)) == []
 
@@ -112,6 +122,64 @@ def test_negative_control_a_greedy_policy_is_seen() -> None:
     assert wrongly_given_up(state, Keep(1), set(), {attempts[2]})
     assert wrongly_given_up(state, Keep(1), {attempts[0]}, {attempts[0]})
     assert wrongly_given_up(state, Keep(1), set(), {attempts[0]}) == []
+
+
+def increments(full: Iterable[int], steps: int, *, undone: Iterable[int] = ()) -> RunState:
+    """Steps 0 to `steps` of which these are full; others are built on the one before. Some are of a lost history."""
+    back = Attempt(1, min(undone) - 1, "0" * 8) if undone else None
+    state = RunState(acquires=[Acquire(1, "0" * 8, None), Acquire(2, "1" * 8, back)])
+    before: tuple[Attempt, ...] = ()
+    for step in range(steps + 1):
+        attempt = Attempt(1, step, "0" * 8)
+        state.commits[attempt] = Commit(attempt, 1, (), "", needs=() if step in full else before)
+        before = (attempt,)
+    return state
+
+
+def left_by(state: RunState, keep: Keep) -> list[int]:
+    """The steps that stay, when everything was verified."""
+    gone = choose(state, keep, state.commits)
+    return sorted(a.step for a in state.commits if a not in gone)
+
+
+def test_the_newest_two_full_ones_stay() -> None:
+    """However far back; before those that a rollback has undone; and where nothing is an increment nothing changes."""
+    assert left_by(increments({0, 3, 6, 9}, 20), Keep(2)) == [6, 9, 19, 20]
+    assert left_by(increments({0}, 20), Keep(2)) == [0, 19, 20]
+    assert left_by(increments({0, 19, 20}, 20), Keep(2)) == [19, 20]
+    assert left_by(increments(range(21), 20), Keep(3)) == [18, 19, 20]
+    assert left_by(increments({0, 3, 6, 18}, 20, undone=[11]), Keep(2)) == [3, 6, 9, 10]
+
+
+def test_what_an_open_attempt_builds_on_is_not_given_up() -> None:
+    """As long as it is open, whatever the policy says; a pin of what is not there means nothing."""
+    state = increments(range(9), 8)
+    state.pins = {Attempt(2, 9, "1" * 8): (Attempt(1, 2, "0" * 8), Attempt(1, 4, "0" * 8)), Attempt(2, 10, "1" * 8): ()}
+    assert left_by(state, Keep(1)) == [2, 4, 7, 8]
+    state.pins = {Attempt(2, 9, "1" * 8): (Attempt(1, 99, "0" * 8),)}
+    assert left_by(state, Keep(1)) == [7, 8]
+
+
+def test_negative_control_giving_up_full_or_pinned_ones_is_seen() -> None:
+    """The oracle objects to both."""
+    state = increments({0, 3, 6, 9}, 20)
+    assert wrongly_given_up(state, Keep(1), set(), {Attempt(1, 6, "0" * 8)})
+    assert wrongly_given_up(state, Keep(1), set(), {Attempt(1, 3, "0" * 8)}) == []
+    state.pins = {Attempt(2, 21, "1" * 8): (Attempt(1, 3, "0" * 8),)}
+    assert wrongly_given_up(state, Keep(1), set(), {Attempt(1, 3, "0" * 8)})
+
+
+@pytest.mark.parametrize("full", [{0, 3, 6, 9}, {0}, set(range(21))])
+def test_it_is_said_why_each_stays(full: set[int]) -> None:
+    """Exactly what `choose` leaves has a reason, and the right one."""
+    state = increments(full, 20)
+    state.pins = {Attempt(2, 21, "1" * 8): (Attempt(1, 5, "0" * 8),)}
+    why = {a.step: said for a, said in why_kept(state, Keep(1), max(state.commits)).items()}
+    assert sorted(why) == left_by(state, Keep(1)) and all(why.values())
+    assert "in use by one that is being written" in why[5]
+    assert [step for step, said in sorted(why.items()) if "one of the last two full ones" in said] == [
+        step for step in sorted(full)[-2:] if step < 19
+    ]
 
 
 @pytest.mark.parametrize("numbers", [{"last": 0}, {"last": -1}, {"every": 0}])
@@ -229,19 +297,198 @@ def test_leftovers_of_aborted_attempts_and_other_tries_are_swept() -> None:
     asyncio.run(scenario())
 
 
-def test_what_an_open_attempt_pins_stays() -> None:
-    """A pack that BEGIN names outlives the checkpoint it came from."""
+@pytest.mark.parametrize("end", ["COMMIT", "ABORT"])
+def test_what_an_open_attempt_builds_on_stays(end: str) -> None:
+    """What BEGIN names outlives the policy until the attempt has ended, and then goes. HELD is no end."""
 
     async def scenario() -> None:
         store = MemoryStore()
         log, mine = await opened(store)
         attempts = await save(log, mine, 1, 2, 3)
-        pinned = pack_key(attempts[0], 0, 0)
-        body = {"attempt": str(Attempt(mine.epoch, 4, mine.nonce)), "pins": [pinned]}
-        await log.append(lambda state: Record("BEGIN", body, "begin"), owner=mine)
-        assert await retain.retire(log, mine, Keep(1), {attempts[-1]}) == {attempts[0]}
-        assert await files(store) == {1: 1, 2: WHOLE, 3: WHOLE}
-        assert pinned in store.objects
+        of = Attempt(mine.epoch, 4, mine.nonce)
+        await commit.begin(log, mine, of, attempts[:1])
+        assert await retain.retire(log, mine, Keep(1), {attempts[-1]}) == set()
+        written = await write_part(store, snapshot(mine, 4))
+        await commit.commit(log, mine, [written], kind="HELD")
+        assert await retain.retire(log, mine, Keep(1), {attempts[-1]}) == set()
+        assert await files(store) == {1: WHOLE, 2: WHOLE, 3: WHOLE, 4: WHOLE}
+        if end == "COMMIT":
+            await commit.complete(log, mine, of)
+        else:
+            await commit.abort(log, mine, of, "for the test", held=True)
+        assert attempts[0] in await retain.retire(log, mine, Keep(1), {attempts[-1]})
+        assert 1 not in await files(store)
+
+    asyncio.run(scenario())
+
+
+def test_what_is_built_on_is_taken_back_by_force() -> None:
+    """`retract` knows that it is wrong, whoever builds on it; that one is no checkpoint then, and its files go."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await opened(store)
+        attempts = await save(log, mine, 1, 2, 3)
+        of = Attempt(mine.epoch, 4, mine.nonce)
+        await commit.begin(log, mine, of, attempts[:1])
+        written = await increment(log, mine, 4, await commit.load_part(store, attempts[0], 0, 0))
+        await commit.retract(log, mine, attempts[0], "it mixes two moments")
+        with pytest.raises(SaveError, match="step 1, which was retired"):
+            await commit.settle(log, lambda: mine, written, commit.Role(), deadline_s=1000)
+        await retain.retire(log, mine, Keep(1), {attempts[-1]})
+        assert await files(store) == {2: WHOLE, 3: WHOLE}
+        assert await sound(store) == [3, 2]
+
+    asyncio.run(scenario())
+
+
+async def increment(log: RunLog, mine: Acquire, step: int, base: Written) -> Written:
+    """A part that takes everything from an older one, and has an empty pack of its own."""
+    at = int(base.table.offset[0])
+    data = await log.store.get(base.table.packs[int(base.table.pack[0])], start=at, length=16)
+    return await write_increment(log.store, replace(snapshot(mine, step), data=data), base, ["w"])
+
+
+async def chain(log: RunLog, mine: Acquire, *steps: int) -> list[Attempt]:
+    """A full one, and increments, each built on the one before. All refer to the pack of the first."""
+    attempts = await save(log, mine, steps[0])
+    base = await commit.load_part(log.store, attempts[0], 0, 0)
+    for step in steps[1:]:
+        attempts.append(Attempt(mine.epoch, step, mine.nonce))
+        await commit.begin(log, mine, attempts[-1], attempts[-2:-1])
+        base = await increment(log, mine, step, base)
+        await commit.commit(log, mine, [base])
+    return attempts
+
+
+def check_shared_packs(*, orphans: bool = True, remembered: bool = False) -> None:
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await opened(store)
+        attempts = await chain(log, mine, 1, 2, 3, 4)
+        later = await save(log, mine, 5, 6)
+        retain._cache.clear()
+        if remembered:  # as by who has just written it
+            found = await commit.load_part(store, attempts[3], 0, 0)
+            retain.remember_packs(log, attempts[3], found.table.packs)
+        await retain.retire(log, mine, Keep(3), {later[-1]}, orphans=orphans)
+        assert await files(store) == {1: 1, 4: WHOLE, 5: WHOLE, 6: WHOLE}
+        assert pack_key(attempts[0], 0, 0) in store.objects
+        assert await sound(store) == [6, 5, 4]
+        await retain.retire(log, mine, Keep(2), {later[-1]}, orphans=orphans)
+        assert await files(store) == {5: WHOLE, 6: WHOLE}
+        assert await sound(store) == [6, 5]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("orphans", [False, True])
+@pytest.mark.parametrize("remembered", [False, True])
+def test_a_pack_stays_as_long_as_anything_uses_it(orphans: bool, remembered: bool) -> None:
+    """The other files of what it came from go at once; it goes with the last checkpoint that refers to it."""
+    check_shared_packs(orphans=orphans, remembered=remembered)
+
+
+def test_negative_control_a_missing_pack_of_an_older_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clean-up that takes a pack for that of who wrote it, the check above is red."""
+    files_of = retain.files_of
+
+    async def own(*args: Any) -> dict[Attempt, set[str]]:
+        return {of: {key for key in keys if owner(key) == of} for of, keys in (await files_of(*args)).items()}
+
+    monkeypatch.setattr(retain, "files_of", own)
+    with pytest.raises(AssertionError):
+        check_shared_packs()
+
+
+def test_an_increment_that_cannot_be_read_keeps_everything_while_it_stays() -> None:
+    """Which packs of older ones it refers to is unknown, so none is deleted."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await opened(store)
+        attempts = await chain(log, mine, 1, 2)
+        later = await save(log, mine, 3, 4, 5)
+        key = next(k for k in store.objects if k.startswith("parts/") and str(attempts[1]) in k and k.endswith("json"))
+        store.objects[key] = b"damaged"
+        retain._cache.clear()
+        before = set(store.objects)
+        assert await retain.retire(log, mine, Keep(4), {later[-1]}) == set()
+        assert set(store.objects) == before
+
+    asyncio.run(scenario())
+
+
+# -- by hand --
+
+
+async def swept(store: MemoryStore, *, abort_open: bool = False) -> tuple[upkeep.GcPlan, RunLog]:
+    """`ckpt gc --yes`."""
+    log = await read.open_run(store.url, store)
+    stock = await upkeep.take_stock(log)
+    plan = upkeep.plan_gc(store.url, log.state, stock, [], abort_open)
+    landed, _ = await upkeep.gc(log, stock, plan.ending)
+    assert set(landed.delete) == {key for key, _ in plan.delete}
+    await upkeep.delete(store, plan.delete, grace_s=0.0)
+    return plan, log
+
+
+def test_gc_counts_packs_of_retired_ones_among_the_live() -> None:
+    """What a live increment refers to is no leftover, though nothing else of its owner is there."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await opened(store)
+        attempts = await chain(log, mine, 1, 2, 3)
+        await commit.retract(log, mine, attempts[0], "for the test")
+        await commit.retract(log, mine, attempts[1], "for the test")
+        plan, _ = await swept(store)
+        assert {item.attempt: item.files for item in plan.doomed} == {attempts[0]: WHOLE - 1, attempts[1]: WHOLE}
+        kept = {key for key in store.objects if owner(key) is not None}
+        assert plan.live.files == len(kept) == WHOLE + 1
+        assert plan.live.size == sum(len(store.objects[key]) for key in kept)
+        assert await sound(store) == [3]
+        assert not (await swept(store))[0].delete
+
+    asyncio.run(scenario())
+
+
+def test_prune_keeps_what_increments_refer_to() -> None:
+    """`ckpt prune` gives up the one they came from, and not the pack."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await opened(store)
+        await chain(log, mine, 1, 2, 3)
+        await save(log, mine, 4, 5)
+        await chain(log, mine, 6, 7)
+        stock = await upkeep.take_stock(log)
+        plan = upkeep.plan_prune(log, stock, Keep(5))
+        assert [item.attempt.step for item in plan.give_up] == [2, 1]
+        assert [item.files for item in plan.give_up] == [WHOLE, WHOLE - 1]
+        landed = await upkeep.prune(log, stock, Keep(5), plan.check.attempt)
+        await upkeep.delete(store, stock.files(landed.delete), grace_s=0.0)
+        assert await sound(store) == [7, 6, 5, 4, 3]
+
+    asyncio.run(scenario())
+
+
+def test_gc_can_end_what_has_only_begun() -> None:
+    """With --abort-open, once its epoch is over: else it would pin for ever what it would have been built on."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await opened(store)
+        attempts = await save(log, mine, 1, 2, 3)
+        of = Attempt(mine.epoch, 4, mine.nonce)
+        await commit.begin(log, mine, of, attempts[:1])
+        assert (await swept(store, abort_open=True))[0].ending == ()  # it may be being written
+        again, later = await opened(store)
+        shown, _ = await swept(store)
+        assert [(item.attempt, item.files) for item in shown.opened] == [(of, 0)] and shown.ending == ()
+        plan, found = await swept(store, abort_open=True)
+        assert plan.ending == (of,) and not found.state.pins and of in found.state.aborted
+        assert await retain.retire(again, later, Keep(1), {attempts[-1]}) == {attempts[0]}
 
     asyncio.run(scenario())
 

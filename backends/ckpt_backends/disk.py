@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 
 _RENAME_NOREPLACE = 1
@@ -31,6 +32,17 @@ class Disk:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
+
+    def lock(self, fd: int) -> bool:
+        """Whether nobody else has this file locked; then we have, until it is closed. True where nothing is locked."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL):
+                raise
+        return True
 
     def pwrite(self, fd: int, view: memoryview, offset: int) -> int:
         return os.pwrite(fd, view, offset)

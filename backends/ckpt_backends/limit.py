@@ -47,9 +47,10 @@ class Limit:
         async with self._gate.request(memoryview(data).nbytes):
             await self.store.put(key, data, create=create)
 
-    async def upload(self, key: str, *, size: int) -> LimitUpload:
+    async def upload(self, key: str, *, size: int, replace: bool = False) -> LimitUpload:
+        more = {"replace": True} if replace else {}  # somebody's own store may not know it, and hold checkpoints
         async with self._gate.request():
-            return LimitUpload(self._gate, await self.store.upload(key, size=size))
+            return LimitUpload(self._gate, await self.store.upload(key, size=size, **more))
 
     async def get(
         self,

@@ -24,10 +24,10 @@ class MemoryStore:
             raise ExistsError(f"{key} exists")
         self.objects[check_key(key)] = bytes(data)
 
-    async def upload(self, key: str, *, size: int) -> MemoryUpload:
-        if key in self.objects:
+    async def upload(self, key: str, *, size: int, replace: bool = False) -> MemoryUpload:
+        if key in self.objects and not replace:
             raise ExistsError(f"{key} exists")
-        return MemoryUpload(self, check_key(key), size)
+        return MemoryUpload(self, check_key(key), size, replace=replace)
 
     async def get(
         self,
@@ -73,8 +73,9 @@ class MemoryStore:
 class MemoryUpload:
     part = 0
 
-    def __init__(self, store: MemoryStore, key: str, size: int) -> None:
+    def __init__(self, store: MemoryStore, key: str, size: int, *, replace: bool = False) -> None:
         self._store, self._key, self._data = store, key, bytearray(size)
+        self._replace = replace
 
     async def write_at(self, offset: int, view: memoryview) -> None:
         if offset + len(view) > len(self._data):
@@ -82,7 +83,7 @@ class MemoryUpload:
         self._data[offset : offset + len(view)] = view
 
     async def finish(self) -> None:
-        await self._store.put(self._key, self._data, create=True)
+        await self._store.put(self._key, self._data, create=not self._replace)
 
     async def abort(self) -> None:
         self._data = bytearray()

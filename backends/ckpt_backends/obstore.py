@@ -149,8 +149,8 @@ class DataPath:
             raise await self.store.short(key, start, length, len(data))
         return memoryview(data)
 
-    def upload(self, key: str, size: int) -> ObstoreUpload:
-        return ObstoreUpload(self, key, size)
+    def upload(self, key: str, size: int, *, replace: bool = False) -> ObstoreUpload:
+        return ObstoreUpload(self, key, size, replace=replace)
 
     @contextlib.contextmanager
     def errors(self, what: str) -> Any:
@@ -183,14 +183,15 @@ class ObstoreUpload:
     sent again by itself: obstore retries, and after an error of its own the whole upload is over.
     """
 
-    def __init__(self, path: DataPath, key: str, size: int) -> None:
+    def __init__(self, path: DataPath, key: str, size: int, *, replace: bool = False) -> None:
         from ckpt_backends.s3 import part_size
 
         self.part = part_size(size)
         self.resumable = self.keeps = size <= self.part  # see `ckpt_backends.retry`, `ckpt_backends.limit`
         self._path, self._store, self._key, self._size = path, path.store, key, size
+        self._replace = replace
         self._order = InOrder()
-        self._once = MaybeDone(path.store, key, size)
+        self._once = MaybeDone(path.store, key, size, replace=replace)
         self._offered: asyncio.Queue[memoryview | None] = asyncio.Queue(1)
         self._taken = asyncio.Event()
         self._whole: memoryview | None = None
@@ -257,7 +258,8 @@ class ObstoreUpload:
     async def _put(self) -> None:
         with self._path.errors(f"cannot store {self._key}"):
             await self._path.renew()
-            await obstore.put_async(self._path.once, self._store.name(self._key), self._whole or b"", mode="create")
+            mode: Any = "overwrite" if self._replace else "create"
+            await obstore.put_async(self._path.once, self._store.name(self._key), self._whole or b"", mode=mode)
 
     async def _complete(self) -> None:
         assert self._sending is not None
@@ -289,7 +291,7 @@ class ObstoreUpload:
                 for key, upload_id in await self._store.unfinished(self._key):
                     if key == self._key:
                         await self._store.drop(key, upload_id)
-            if self._once.undecided or state == "finishing":  # and perhaps finished
+            if (self._once.undecided or state == "finishing") and not self._replace:  # and perhaps finished
                 await self._store.delete(self._key)
 
     async def _stop(self, sending: asyncio.Task[Any]) -> None:

@@ -113,7 +113,8 @@ class RemoteStore:
         base = f"{self._root}/"  # with its slash: what is in run10 is not in run1
         for name, info in sorted(found.items()):
             key = name.removeprefix(base)
-            if name.startswith(base + prefix) and key > after and info.get("type") == "file":
+            hidden = key.rpartition("/")[2].startswith(".")
+            if name.startswith(base + prefix) and key > after and info.get("type") == "file" and not hidden:
                 yield ObjectInfo(key, int(info["size"]))
 
     async def delete(self, key: str) -> None:
@@ -142,10 +143,10 @@ class RemoteStore:
 
     # -- large objects --
 
-    async def upload(self, key: str, *, size: int) -> Upload:
+    async def upload(self, key: str, *, size: int, replace: bool = False) -> Upload:
         """Keys of large objects are names of their own: nobody looks whether there is something under them."""
         self._path(key)
-        return FileUpload(self, key, size)
+        return FileUpload(self, key, size, replace=replace)
 
     def blocking(self) -> Any:
         """The same file system for threads, where it has files to write to."""
@@ -238,16 +239,20 @@ class InOrder:
 class FileUpload:
     """Part by part through fsspec's own file object, in a thread. It holds a few parts in memory, whatever the size.
 
-    What is not larger than one part is stored in one request, at the end, and only if its name is free.
+    What is not larger than one part is stored in one request, at the end, and only if its name is free. What replaces
+    another object is written under a name that no listing shows, and moved: some file systems know no other way.
     """
 
     part = PART
 
-    def __init__(self, store: RemoteStore, key: str, size: int) -> None:
-        self._store, self._key, self._size = store, key, size
+    def __init__(self, store: RemoteStore, key: str, size: int, *, replace: bool = False) -> None:
+        self._store, self._key, self._size, self._replace = store, key, size, replace
+        path = store._path(key)
+        folder, _, name = path.rpartition("/")
+        self._path = f"{folder}/.{name}.new" if replace else path
         self.resumable = self.keeps = size <= self.part  # see `ckpt_backends.retry`, `ckpt_backends.limit`
         self._order = InOrder()
-        self._once = MaybeDone(store, key, size)
+        self._once = MaybeDone(store, key, size, replace=replace)
         self._whole: memoryview = memoryview(b"")
         self._file: Any = None
         self._finished = False
@@ -266,17 +271,21 @@ class FileUpload:
                 await asyncio.to_thread(self._file.write, view)
 
     def _open(self) -> Any:
-        fs, path = self._store.blocking(), self._store._path(self._key)
-        return fs.open(path, "wb", block_size=self.part)
+        return self._store.blocking().open(self._path, "wb", block_size=self.part)
+
+    def _close(self) -> None:
+        self._file.close()
+        if self._replace:
+            self._store.blocking().mv(self._path, self._store._path(self._key))
 
     async def finish(self) -> None:
         self._order.check_complete(self._key, self._size)
         if self._size <= self.part:
-            create = bool(_only_if_absent(await self._store._connected()))
+            create = not self._replace and bool(_only_if_absent(await self._store._connected()))
             await self._once.run(lambda: self._store.put(self._key, self._whole, create=create))
         else:
             with self._store.errors(f"cannot finish {self._key}"):
-                await asyncio.to_thread(self._file.close)
+                await asyncio.to_thread(self._close)
         self._finished = True
 
     async def abort(self) -> None:
@@ -288,15 +297,18 @@ class FileUpload:
             await asyncio.to_thread(file.discard)
         with contextlib.suppress(Exception):
             file.closed = True  # or it would be finished when it is collected
-        with contextlib.suppress(StoreError):
-            await self._store.delete(self._key)
+        with contextlib.suppress(Exception):
+            await asyncio.to_thread(lambda: self._store.blocking().rm_file(self._path))
 
 
 class MaybeDone:
-    """The last request of an upload, which may have to be repeated because its answer was lost."""
+    """The last request of an upload, which may have to be repeated because its answer was lost.
 
-    def __init__(self, store: RemoteStore, key: str, size: int) -> None:
-        self._store, self._key, self._size = store, key, size
+    `replace`: there was an object of that name and size before, so nobody can see whether it was done.
+    """
+
+    def __init__(self, store: RemoteStore, key: str, size: int, *, replace: bool = False) -> None:
+        self._store, self._key, self._size, self._replace = store, key, size, replace
         self.undecided = False  # it may have been carried out, though nobody said so
 
     async def run(self, request: Callable[[], Awaitable[Any]]) -> Any:
@@ -316,6 +328,8 @@ class MaybeDone:
 
     async def check(self) -> None:
         """Raise unless the object is there with its size; its name being its own, that decides it."""
+        if self._replace:
+            raise StoreError(f"nobody knows whether {self._key} was replaced: do it again")
         found = (await self._store.head(self._key)).size
         if found != self._size:
             self.undecided = False  # somebody else's

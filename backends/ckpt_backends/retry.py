@@ -61,8 +61,9 @@ class Retry:
             return False
         return bytes(found) == bytes(data)
 
-    async def upload(self, key: str, *, size: int) -> RetryUpload:
-        return RetryUpload(self, await self._repeat(partial(self.store.upload, key, size=size)))
+    async def upload(self, key: str, *, size: int, replace: bool = False) -> RetryUpload:
+        more = {"replace": True} if replace else {}  # somebody's own store may not know it, and hold checkpoints
+        return RetryUpload(self, await self._repeat(partial(self.store.upload, key, size=size, **more)))
 
     async def get(
         self,

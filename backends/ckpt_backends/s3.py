@@ -222,13 +222,13 @@ class S3Store(RemoteStore):
 
     # -- large objects --
 
-    async def upload(self, key: str, *, size: int) -> Upload:
+    async def upload(self, key: str, *, size: int, replace: bool = False) -> Upload:
         """Create-only by its name alone: names of packs are never used twice, and nobody looks first."""
         name = self.name(key)
         await self._connected()
         if self._data is not None and size:
-            return self._data.upload(key, size)
-        upload = S3Upload(self, key, size)
+            return self._data.upload(key, size, replace=replace)
+        upload = S3Upload(self, key, size, replace=replace)
         if size > upload.part:
             answer = await self.call("create_multipart_upload", f"cannot begin {key}", Key=name)
             upload.id = answer["UploadId"]
@@ -376,14 +376,14 @@ class S3Upload:
     Each call may be repeated after an error, `finish` too: if the answer to it was lost, the object is there.
     """
 
-    def __init__(self, store: S3Store, key: str, size: int) -> None:
+    def __init__(self, store: S3Store, key: str, size: int, *, replace: bool = False) -> None:
         self.part = part_size(size)
         self.id = ""
         self.resumable, self.keeps = True, size <= self.part  # see `ckpt_backends.retry`, `ckpt_backends.limit`
-        self._store, self._key, self._size = store, key, size
+        self._store, self._key, self._size, self._replace = store, key, size, replace
         self._whole: memoryview = memoryview(b"")
         self._parts: dict[int, tuple[int, dict[str, Any]]] = {}
-        self._once = MaybeDone(store, key, size)
+        self._once = MaybeDone(store, key, size, replace=replace)
         self._over = False
 
     async def write_at(self, offset: int, view: memoryview) -> None:
@@ -409,7 +409,7 @@ class S3Upload:
         if self.id:
             await self._complete()
         else:
-            await self._once.run(lambda: self._store.put(self._key, self._whole, create=True))
+            await self._once.run(lambda: self._store.put(self._key, self._whole, create=not self._replace))
         self._over = True
 
     async def _complete(self) -> None:
@@ -434,5 +434,5 @@ class S3Upload:
         with contextlib.suppress(StoreError):  # beyond reach: a later clean-up finds it
             if self.id:
                 await self._store.drop(self._key, self.id)
-            if self._once.undecided:  # and perhaps finished
+            if self._once.undecided and not self._replace:  # and perhaps finished
                 await self._store.delete(self._key)

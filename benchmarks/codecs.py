@@ -1,0 +1,918 @@
+"""What compression and increments are worth, on states of real trainings, beside zstd, blosc2 and ZipNN.
+
+    make bench-codecs     or: python benchmarks/codecs.py [--quick] [--part 1 2 3 4] [--states DIR] [--json FILE]
+
+The states (benchmarks/states.py) are trained first, for a few minutes, and kept in DIR if it is given: 4 GB. Another
+3 GB of disk and 5 GB of memory are needed meanwhile.
+
+  1  whole states, tensor class by tensor class: bytes stored / bytes, and GB/s of a core
+  2  increments against a base that is 1, 10 and 100 steps older, by the codec alone
+  3  the same through a Checkpointer and a folder: bytes of packs, and the time to restore a full one and an increment
+  4  training time that a save takes, with compression and without
+
+Ratios are exact, and everything that was encoded is decoded and compared. Tensors are cut into blobs as the library
+cuts them, of 4 MiB at most. "entropy" is the least for a coder that takes every byte of a blob's planes by itself
+(order 0; planes after the rotation, or of the zigzagged differences): with repeats one can go below it. Speeds are
+GB of plain bytes a CPU second on one pinned core, the contenders in turns; they depend on the machine, their ratios
+less. ZipNN changes what it is given to compress, so it gets a copy, which is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import os
+import platform
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import states
+import torch
+import zstandard
+from rich.console import Console
+from rich.table import Table
+from states import LAGS, Size, Tensors
+
+import ckpt
+from ckpt import codec
+from ckpt.plan import BLOB
+from ckpt.tensors import DTYPE_NAME
+
+Json = dict[str, Any]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+MIB = 1 << 20
+WHOLE_SHARE = 0.9  # a delta that is larger than this share of the whole form is not worth a base
+LIMIT_S = 300.0  # of one save
+NEVER = 1_000_000  # steps
+FULL_ONES = 2  # the first checkpoints of a run, stored whole in any case
+OURS, ZIPNN, BLOSC = "everystep", "ZipNN", "blosc2 zstd 1"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`timed_mib`: at most so much of a class; `rounds`: of timing; `copies`: of a state, to have something to restore.
+
+    `restores`: of each kind; `windows`: of training for each way to save; `periods`: in one, of two times `half` steps.
+    """
+
+    size: Size
+    kinds: tuple[str, ...]
+    timed_mib: int
+    rounds: int
+    copies: int
+    restores: int
+    windows: int
+    periods: int
+    half: int
+
+
+FULL = Plan(
+    states.FULL, tuple(states.KINDS), timed_mib=32, rounds=7, copies=4, restores=7, windows=4, periods=4, half=10
+)
+QUICK = Plan(
+    states.QUICK,
+    ("adamw", "mixed", "lora", "sparse"),
+    timed_mib=4,
+    rounds=3,
+    copies=2,
+    restores=3,
+    windows=2,
+    periods=2,
+    half=15,
+)
+GOALS = {
+    "full": {"adamw": 0.83, "mixed": 0.71},
+    "increments": {"mixed": (0.62, 0.68, 0.71), "sparse": (0.01, 0.05, 0.2)},
+    "of_changed": {"lora": 1.05},
+    "speed of ZipNN's": 1.0,
+    "restore of a full one's": 1.7,
+}
+TIMED = (
+    ("adamw", "w F32"), ("adamw", "exp_avg F32"), ("adamw", "exp_avg_sq F32"), ("mixed", "w BF16"), ("half", "w F16"),
+    ("sparse", "w F32"),
+)  # fmt: skip
+RESTORED = ("adamw", "mixed")
+
+
+# -- blobs --
+
+
+@dataclass(frozen=True)
+class Blob:
+    plain: Bytes
+    dtype: str
+
+    @property
+    def word(self) -> int:
+        return codec.word_of(self.dtype)
+
+    @cached_property
+    def size(self) -> int:
+        return len(self.plain)
+
+
+Blobs = dict[str, list[Blob]]  # by the tensor's name
+
+
+def raw_of(tensor: torch.Tensor) -> Bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def cut(tensors: Tensors) -> Blobs:
+    """As the library does: at tensor boundaries, into blobs of at most 4 MiB."""
+    found = {}
+    for name, tensor in tensors.items():
+        raw, dtype = raw_of(tensor), DTYPE_NAME[tensor.dtype]
+        found[name] = [Blob(raw[at : at + BLOB], dtype) for at in range(0, len(raw), BLOB)]
+    return found
+
+
+def class_of(name: str, blobs: list[Blob]) -> str:
+    return f"{name.partition('/')[0]} {blobs[0].dtype}"
+
+
+def by_class(blobs: Blobs) -> dict[str, list[Blob]]:
+    found = defaultdict(list)
+    for name, some in blobs.items():
+        found[class_of(name, some)] += some
+    return dict(found)
+
+
+def size_of(blobs: Blobs) -> int:
+    return sum(b.size for some in blobs.values() for b in some)
+
+
+def entropy_of(plain: Bytes, word: int) -> float:
+    """Bytes, if every byte of each plane is coded by itself, with the best code for that plane."""
+    total = 0.0
+    for plane in plain.reshape(-1, word).T:
+        shares = np.bincount(plane, minlength=256) / max(1, len(plane))
+        total -= float((shares[shares > 0] * np.log2(shares[shares > 0])).sum()) * len(plane) / 8
+    return total
+
+
+def words_of(plain: Bytes, word: int) -> np.ndarray[Any, Any]:
+    return np.ascontiguousarray(plain).view(f"<u{word}")
+
+
+def rotated(plain: Bytes, word: int) -> Bytes:
+    words = words_of(plain, word)
+    one, rest = words.dtype.type(1), words.dtype.type(8 * word - 1)
+    return ((words << one) | (words >> rest)).view(np.uint8)
+
+
+def difference(plain: Bytes, base: Bytes, word: int) -> Bytes:
+    """Of floats: bits in the order of the numbers, subtracted, sign in the lowest bit."""
+
+    def ordered(raw: Bytes) -> np.ndarray[Any, Any]:
+        words = words_of(raw, word)
+        top = words.dtype.type(1 << (8 * word - 1))
+        return np.where(words & top, ~words, words | top)
+
+    found = (ordered(plain) - ordered(base)).view(f"<i{word}")
+    return ((found << 1) ^ (found >> (8 * word - 1))).view(np.uint8)
+
+
+# -- contenders --
+
+
+class Ours:
+    """ckpt.codec, without a base; with `bases`, against those."""
+
+    def __init__(self, bases: dict[int, Blob] | None = None) -> None:
+        self.bases = bases
+
+    def base(self, blob: Blob) -> Bytes | None:
+        return None if self.bases is None else self.bases[id(blob)].plain
+
+    def id(self, blob: Blob) -> int:
+        return codec.whole_codec(blob.dtype) if self.bases is None else codec.delta_codec(blob.dtype)
+
+    def prepare(self, blob: Blob) -> Any:
+        return blob.plain
+
+    def compress(self, blob: Blob, given: Any) -> bytes:
+        return codec.encode(self.id(blob), given, blob.word, self.base(blob))
+
+    def decompress(self, blob: Blob, stored: bytes, into: bytearray) -> Any:
+        codec.decode(self.id(blob), stored, blob.size, self.base(blob), memoryview(into))
+        return into
+
+
+class Zstd:
+    def __init__(self, level: int) -> None:
+        self.compressor, self.reader = zstandard.ZstdCompressor(level), zstandard.ZstdDecompressor()
+
+    def prepare(self, blob: Blob) -> Any:
+        return blob.plain
+
+    def compress(self, blob: Blob, given: Any) -> bytes:
+        return self.compressor.compress(given)
+
+    def decompress(self, blob: Blob, stored: bytes, into: bytearray) -> Any:
+        return self.reader.decompress(stored)
+
+
+class Blosc:
+    def __init__(self) -> None:
+        self.blosc2 = importlib.import_module("blosc2")
+        self.blosc2.set_nthreads(1)
+
+    def prepare(self, blob: Blob) -> Any:
+        return blob.plain
+
+    def compress(self, blob: Blob, given: Any) -> bytes:
+        b = self.blosc2
+        found: bytes = b.compress(given, typesize=blob.word, clevel=1, filter=b.Filter.SHUFFLE, codec=b.Codec.ZSTD)
+        return found
+
+    def decompress(self, blob: Blob, stored: bytes, into: bytearray) -> Any:
+        self.blosc2.decompress(stored, dst=into)
+        return into
+
+
+class Zip:
+    NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        make = importlib.import_module("zipnn").ZipNN
+        self.by_dtype = {d: make(bytearray_dtype=name, threads=1) for d, name in self.NAMES.items()}
+
+    def prepare(self, blob: Blob) -> Any:
+        return bytearray(blob.plain)  # it writes to what it compresses
+
+    def compress(self, blob: Blob, given: Any) -> bytes:
+        found: bytes = self.by_dtype[blob.dtype].compress(given)
+        return found
+
+    def decompress(self, blob: Blob, stored: bytes, into: bytearray) -> Any:
+        return self.by_dtype[blob.dtype].decompress(stored)
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    OURS: Ours,
+    ZIPNN: Zip,
+    BLOSC: Blosc,
+    "zstd 1": lambda: Zstd(1),
+    "zstd 3": lambda: Zstd(3),
+}
+
+
+def contenders() -> dict[str, Any]:
+    """Those that are installed."""
+    found = {}
+    for name, make in MAKERS.items():
+        try:
+            found[name] = make()
+        except ImportError as error:
+            print(f"{name} is left out: {error}")
+    return found
+
+
+def stored_size(who: Any, blob: Blob) -> int:
+    """Bytes it takes, raw if that is less. Whatever was compressed is read back and compared."""
+    stored = who.compress(blob, who.prepare(blob))
+    found = who.decompress(blob, stored, bytearray(blob.size))
+    if bytes(found) != blob.plain.tobytes():
+        raise AssertionError(f"{type(who).__name__} changed a blob of {blob.dtype}")
+    return min(len(stored), blob.size)
+
+
+@contextmanager
+def pinned() -> Iterator[None]:
+    """On one core."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def speeds(whos: dict[str, Any], blobs: list[Blob], rounds: int) -> dict[str, Json]:
+    """GB of plain bytes a CPU second; everybody compresses and reads back the same blobs, in turns."""
+    taken: dict[str, dict[str, list[float]]] = {name: {"compress": [], "decompress": []} for name in whos}
+    total, order = sum(b.size for b in blobs), list(whos)
+    for turn in range(rounds + 1):  # the first one warms up
+        for name in order:
+            who, times = whos[name], {"compress": 0.0, "decompress": 0.0}
+            for blob in blobs:
+                given, into = who.prepare(blob), bytearray(blob.size)
+                began = time.process_time()
+                stored = who.compress(blob, given)
+                times["compress"] += time.process_time() - began
+                began = time.process_time()
+                who.decompress(blob, stored, into)
+                times["decompress"] += time.process_time() - began
+            for what, seconds in times.items() if turn else ():
+                taken[name][what].append(seconds)
+        order = order[1:] + order[:1]
+    return {
+        name: {what: total / 1e9 / statistics.median(some) for what, some in times.items()}
+        for name, times in taken.items()
+    }
+
+
+# -- derived weights --
+
+
+def masters_of(blobs: Blobs, kept: Blobs) -> set[str]:
+    """bf16 tensors that are the rounding of their fp32 masters: nothing is stored of them."""
+    found = set()
+    for name, some in kept.items():
+        master = blobs.get("master/" + name.partition("/")[2])
+        if name.startswith("w/") and master and some[0].dtype == "BF16":
+            joined, plain = (np.concatenate([b.plain for b in each]) for each in (master, some))
+            if codec.derives(joined, plain):
+                found.add(name)
+    return found
+
+
+# -- part 1: whole states --
+
+
+def sizes(whos: dict[str, Any], blobs: list[Blob]) -> Json:
+    raw = sum(b.size for b in blobs)
+    found: Json = {"mib": raw / MIB, "entropy": sum(entropy_of(rotated(b.plain, b.word), b.word) for b in blobs) / raw}
+    return found | {name: sum(stored_size(who, b) for b in blobs) / raw for name, who in whos.items()}
+
+
+def whole_states(plan: Plan, folder: Path, whos: dict[str, Any]) -> Json:
+    """Ratios by state and class; "state" is all of it, where ours derives what it can."""
+    found: Json = {}
+    for kind in plan.kinds:
+        blobs = cut(states.snapshot(folder, plan.size, kind, 0))
+        classes = {label: sizes(whos, some) for label, some in by_class(blobs).items()}
+        mib = sum(f["mib"] for f in classes.values())
+        derived = masters_of(blobs, blobs)
+        nothing = sum(b.size for name in derived for b in blobs[name]) / MIB
+        state: Json = {"mib": mib, "derived": nothing / mib}
+        for column in ("entropy", *whos):
+            state[column] = sum(f[column] * f["mib"] for f in classes.values()) / mib
+        state["as stored"] = state[OURS]
+        if derived:
+            label = class_of(*next((n, blobs[n]) for n in derived))
+            state["as stored"] -= classes[label][OURS] * nothing / mib
+        found[kind] = {"classes": classes, "state": state}
+    return found
+
+
+def timed_blobs(plan: Plan, folder: Path) -> Iterator[tuple[str, list[Blob]]]:
+    for kind, label in TIMED:
+        if kind in plan.kinds:
+            some = by_class(cut(states.snapshot(folder, plan.size, kind, 0)))[label]
+            some = sorted(some, key=lambda b: -b.size)
+            taken, room = [], plan.timed_mib * MIB
+            while some and (not taken or some[0].size <= room) and room > 0:
+                taken.append(some.pop(0))
+                room -= taken[-1].size
+            yield f"{kind}: {label}", taken
+
+
+def whole_speeds(plan: Plan, folder: Path, whos: dict[str, Any]) -> Json:
+    return {label: speeds(whos, blobs, plan.rounds) for label, blobs in timed_blobs(plan, folder)}
+
+
+# -- part 2: increments --
+
+
+@dataclass
+class Tally:
+    """Bytes of a class at one lag."""
+
+    raw: int = 0
+    unchanged: int = 0
+    entropy: float = 0.0
+    delta: int = 0
+    whole: int = 0
+    chosen: int = 0  # by the sizes themselves
+    estimated: int = 0  # by what samples say
+    derived: int = 0
+
+
+def weigh(tally: Tally, blob: Blob, base: Blob | None, derived: bool) -> None:
+    """Count a blob in. `base`: None for a tensor that came into being later."""
+    tally.raw += blob.size
+    if base is None:
+        whole = stored_size(Ours(), blob)
+        for name in ("entropy", "delta", "whole", "chosen", "estimated"):
+            setattr(tally, name, getattr(tally, name) + whole)
+        return
+    if np.array_equal(blob.plain, base.plain):
+        tally.unchanged += blob.size
+        return
+    word, delta_id, whole_id = blob.word, codec.delta_codec(blob.dtype), codec.whole_codec(blob.dtype)
+    delta, whole = stored_size(Ours({id(blob): base}), blob), stored_size(Ours(), blob)
+    tally.entropy += entropy_of(difference(blob.plain, base.plain, word), word)
+    tally.delta += delta
+    tally.whole += whole
+    if derived:
+        tally.derived += blob.size
+        return
+    tally.chosen += delta if delta < WHOLE_SHARE * whole else whole
+    ratio = codec.estimate(delta_id, blob.plain, word, base.plain)
+    seems = ratio < WHOLE_SHARE * min(1.0, codec.estimate(whole_id, blob.plain, word))
+    tally.estimated += delta if seems else whole
+
+
+def increment(base: Blobs, now: Blobs) -> dict[str, Tally]:
+    """What a class takes at a lag, and what choosing between delta and whole makes of it."""
+    found: dict[str, Tally] = defaultdict(Tally)
+    derived = masters_of(now, now)
+    for name, some in now.items():
+        for i, blob in enumerate(some):
+            older = base[name][i] if name in base else None
+            weigh(found[class_of(name, some)], blob, older, name in derived)
+    return dict(found)
+
+
+def told(tally: Tally) -> Json:
+    changed = max(1, tally.raw - tally.unchanged)
+    return {
+        "mib": tally.raw / MIB,
+        "unchanged": tally.unchanged / tally.raw,
+        "entropy": tally.entropy / tally.raw,
+        "delta": tally.delta / tally.raw,
+        "chosen": tally.chosen / tally.raw,
+        "estimated": tally.estimated / tally.raw,
+        "derived": tally.derived / tally.raw,
+        "of_changed": tally.chosen / changed,
+    }
+
+
+def increments(plan: Plan, folder: Path) -> Json:
+    found: Json = {}
+    for kind in plan.kinds:
+        base = cut(states.snapshot(folder, plan.size, kind, 0))
+        found[kind] = {}
+        for lag in LAGS:
+            classes = increment(base, cut(states.snapshot(folder, plan.size, kind, lag)))
+            whole = Tally(*(sum(getattr(t, f) for t in classes.values()) for f in asdict(Tally())))
+            found[kind][lag] = {"state": told(whole), "classes": {label: told(t) for label, t in classes.items()}}
+    return found
+
+
+def delta_speeds(plan: Plan, folder: Path) -> Json:
+    """Ours only: nobody else has it."""
+    found = {}
+    for kind, label in TIMED:
+        if kind not in plan.kinds:
+            continue
+        for lag in (LAGS[0], LAGS[-1]):
+            older, newer = (by_class(cut(states.snapshot(folder, plan.size, kind, n)))[label] for n in (0, lag))
+            pairs = sorted(zip(newer, older, strict=True), key=lambda pair: -pair[0].size)
+            pairs = pairs[: max(1, plan.timed_mib * MIB // pairs[0][0].size)]
+            who = Ours({id(new): old for new, old in pairs})
+            found[f"{kind}: {label}, lag {lag}"] = speeds({OURS: who}, [new for new, _ in pairs], plan.rounds)[OURS]
+    return found
+
+
+# -- part 3: through the library --
+
+
+class Live:
+    """Tensors that become one snapshot after the other, as a training state would."""
+
+    def __init__(self, tensors: Tensors, copies: int = 1) -> None:
+        self.state: dict[str, Any] = {}
+        self.live: dict[str, list[torch.Tensor]] = defaultdict(list)
+        for i in range(copies):
+            for name, tensor in tensors.items():
+                label, _, parameter = name.partition("/")
+                one = self.state.setdefault(f"{label}{i}" if copies > 1 else label, {})[parameter] = tensor.clone()
+                self.live[name].append(one)
+
+    def become(self, tensors: Tensors) -> None:
+        for name, some in self.live.items():
+            for one in some:
+                one.copy_(tensors[name])
+
+    def forget(self) -> None:
+        for some in self.live.values():
+            for one in some:
+                one.zero_()
+
+    def holds(self, tensors: Tensors) -> bool:
+        """Bit for bit: NaNs too."""
+        return all(
+            torch.equal(one.view(torch.uint8), tensors[name].view(torch.uint8))
+            for name, some in self.live.items()
+            for one in some
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for some in self.live.values() for one in some)
+
+
+def tier(folder: Path, compression: str, *, incremental: bool, every: int = NEVER) -> ckpt.Tier:
+    return ckpt.Tier(
+        str(folder), every=every, keep=ckpt.Keep(last=100), compression=compression, incremental=incremental
+    )
+
+
+@contextmanager
+def opened(state: Json, tiers: list[Any]) -> Iterator[ckpt.Checkpointer]:
+    with ckpt.Checkpointer(state, tiers, triggers=[]) as cp:
+        yield cp
+    del cp
+    gc.collect()  # the memory that snapshots lay in goes with the last reference: dozens of them would not fit
+
+
+def packs_of(folder: Path, attempt: str) -> int:
+    """Bytes of all packs of an attempt."""
+    return sum(p.stat().st_size for p in (folder / "packs").glob(f"{attempt}.*"))
+
+
+def save(cp: ckpt.Checkpointer, step: int, folder: Path) -> Json:
+    began = time.perf_counter()
+    attempt = cp.save(step).committed(LIMIT_S).attempt
+    return {"seconds": time.perf_counter() - began, "packs": packs_of(folder, attempt)}
+
+
+def changed_bytes(base: Tensors, now: Tensors) -> int:
+    return sum(t.nbytes for name, t in now.items() if name not in base or not torch.equal(base[name], t))
+
+
+def common(base: Tensors, now: Tensors) -> Tensors:
+    """A moment that came into being after the base step is left out: a Checkpointer's tensors are here to stay."""
+    return {name: t for name, t in now.items() if name in base}
+
+
+def saved(plan: Plan, folder: Path, scratch: Path) -> Json:
+    """Bytes of packs of a full checkpoint and the increments after it, and whether each came back."""
+    found: Json = {}
+    for kind in plan.kinds:
+        base = states.snapshot(folder, plan.size, kind, 0)
+        shots = {0: base} | {n: common(base, states.snapshot(folder, plan.size, kind, n)) for n in LAGS}
+        live, place = Live(base), scratch / "saved"
+        by_lag: dict[int, Json] = {}
+        with opened(live.state, [tier(place, "zstd", incremental=True)]) as cp:
+            cp.restore(default=0)
+            cp.save(FULL_ONES - 1).committed(LIMIT_S)
+            for lag, tensors in shots.items():
+                live.become(tensors)
+                by_lag[lag] = save(cp, FULL_ONES + lag, place)
+                by_lag[lag]["ratio"] = by_lag[lag]["packs"] / live.nbytes
+                if lag:
+                    by_lag[lag]["of_changed"] = by_lag[lag]["packs"] / max(1, changed_bytes(base, tensors))
+        for lag, tensors in shots.items():
+            loaded = ckpt.load(str(place), step=FULL_ONES + lag)
+            by_lag[lag]["right"] = all(
+                torch.equal(loaded[name.replace("/", ".", 1)].view(torch.uint8), t.view(torch.uint8))
+                for name, t in tensors.items()
+            )
+        with opened(live.state, [tier(place, "zstd", incremental=True)]) as cp:
+            live.forget()
+            cp.restore()
+            by_lag[LAGS[-1]]["right"] &= live.holds(shots[LAGS[-1]])
+        found[kind] = by_lag
+        shutil.rmtree(place)
+    return found
+
+
+def drop_caches() -> bool:
+    """Whether what is read next comes from the disk."""
+    done = subprocess.run(["sh", "-c", "sync; echo 1 > /proc/sys/vm/drop_caches"], stderr=subprocess.DEVNULL)
+    return done.returncode == 0
+
+
+def restored(plan: Plan, folder: Path, scratch: Path) -> Json:
+    """Seconds of restore(): full ones without and with compression, and increments, in turns."""
+    found: Json = {"cold": drop_caches()}
+    for kind in (kind for kind in RESTORED if kind in plan.kinds):
+        base = states.snapshot(folder, plan.size, kind, 0)
+        live, seconds, right = Live(base, plan.copies), defaultdict[str, list[float]](list), True
+        ways: dict[str, tuple[ckpt.Tier, Tensors]] = {}
+        for name, compression, lag in (
+            ("full, raw", "none", LAGS[-1]),
+            ("full", "zstd", LAGS[-1]),
+            *((f"increment, lag {lag}", "zstd", lag) for lag in LAGS),
+        ):
+            incremental = name.startswith("increment")
+            place = tier(scratch / f"{kind}-{name.replace(' ', '')}", compression, incremental=incremental)
+            ways[name] = place, states.snapshot(folder, plan.size, kind, lag)
+            with opened(live.state, [place]) as cp:
+                cp.restore(default=0)
+                live.become(base)
+                for step in range(1, FULL_ONES + 1) if incremental else ():
+                    cp.save(step).committed(LIMIT_S)
+                live.become(ways[name][1])
+                cp.save(FULL_ONES + lag).committed(LIMIT_S)
+        for _ in range(plan.restores):
+            for name, (place, tensors) in ways.items():
+                with opened(live.state, [place]) as cp:
+                    live.forget()
+                    drop_caches()
+                    began = time.perf_counter()
+                    cp.restore()
+                    seconds[name].append(time.perf_counter() - began)
+                    right &= live.holds(tensors)
+        found[kind] = {"mib": live.nbytes / MIB, "seconds": dict(seconds), "right": right}
+        for place, _ in ways.values():
+            shutil.rmtree(Path(place.url.removeprefix("file://")))
+    return found
+
+
+# -- part 4: what training loses --
+
+
+WAYS = {
+    "no saves": ("none", False),
+    "none": ("none", False),
+    "auto": ("auto", False),
+    "auto, incremental": ("auto", True),
+    "zstd": ("zstd", False),
+}
+
+
+def window(training: states.Training, way: str, plan: Plan, place: Path) -> Json:
+    """Periods that begin with a save: seconds of the first half of one, less those of its second half.
+
+    The write has the first half to end in; `late` counts those that took longer. `writer_s`: CPU seconds of the writer
+    process, a period; it is work that training may have to wait for, and less disturbed than times are.
+    """
+    others = set(psutil.Process().children())
+    compression, incremental = WAYS[way]
+    period, lost, packs, late = 2 * plan.half, list[float](), list[int](), 0
+    state = {"model": training.model, "optim": training.optimizers[0]}
+    every = NEVER if way == "no saves" else period
+    tiers = [ckpt.Memory(keep=2, every=every), tier(place, compression, incremental=incremental, every=every)]
+    with opened(state, tiers) as cp:
+        cp.restore(default=0)
+        for step in range(1, FULL_ONES + 1):
+            cp.save(step).committed(LIMIT_S)  # memory is ready from here on, and there is a base
+        time.sleep(1.0)  # let the clean-up after it end
+        first, writers = len(cp.stats.stalls), set(psutil.Process().children()) - others
+        before = cpu_of(writers)
+        for start in range(period, period * (plan.periods + 1), period):
+            with_save, one = half(training, cp, start, plan.half)
+            late += one is not None and one.status != "committed"
+            lost.append(with_save - half(training, cp, start + plan.half, plan.half)[0])
+            packs.append(packs_of(place, one.committed(LIMIT_S).attempt) if one is not None else 0)
+        stalls, writer_s = list(cp.stats.stalls)[first:] or [0.0], (cpu_of(writers) - before) / plan.periods
+    return {"lost_s": lost, "stall_s": stalls, "packs": packs, "late": late, "writer_s": [writer_s]}
+
+
+def cpu_of(processes: set[psutil.Process]) -> float:
+    return sum(t.user + t.system for t in (process.cpu_times() for process in processes))
+
+
+def half(training: states.Training, cp: ckpt.Checkpointer, start: int, steps: int) -> tuple[float, Any]:
+    """Seconds of so many steps from number `start` on, and the save of the first one, if it was due."""
+    began, saves = time.perf_counter(), []
+    for step in range(start, start + steps):
+        training.step()
+        saves.append(cp.step(step))
+    return time.perf_counter() - began, saves[0]
+
+
+def training_lost(plan: Plan, scratch: Path) -> Json:
+    """Windows of each way in a random order, so that a drift of the machine falls on all of them."""
+    torch.manual_seed(0)
+    size_of_it = replace(plan.size, batch=plan.size.batch // 2)  # short steps: a save is felt more
+    training = states.Training(size_of_it, states.Gpt(size_of_it), states.adamw(size_of_it))
+    for _ in range(10):
+        training.step()
+    size = sum(t.nbytes for t in training.tensors().values())
+    all_of: dict[str, list[Json]] = defaultdict(list)
+    chance = random.Random(0)
+    for turn in range(plan.windows):
+        for way in chance.sample(list(WAYS), len(WAYS)):
+            all_of[way].append(window(training, way, plan, scratch / f"lost-{turn}"))
+            shutil.rmtree(scratch / f"lost-{turn}")
+    found = {}
+    for way in WAYS:
+        lost, stalls, packs, writer = (
+            [n for one in all_of[way] for n in one[key]] for key in ("lost_s", "stall_s", "packs", "writer_s")
+        )
+        found[way] = {
+            "lost_s": lost,
+            "stall_s": statistics.median(stalls),
+            "ratio": statistics.median(packs) / size,
+            "writer_s": statistics.median(writer),
+            "late": sum(one["late"] for one in all_of[way]),
+        }
+    return found
+
+
+# -- tables --
+
+
+def show(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    table = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
+
+
+def ratio(value: float | None, digits: int = 3) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def goal(value: float | None) -> str:
+    return "" if value is None else f"{value:g}"
+
+
+def show_whole(found: Json) -> None:
+    columns = ["entropy", *(name for name in MAKERS if name in next(iter(found.values()))["state"])]
+    rows = []
+    for kind, f in found.items():
+        for label, one in f["classes"].items():
+            rows.append([f"{kind}: {label}", f"{one['mib']:.1f}", *(ratio(one[c]) for c in columns), "", ""])
+        state = f["state"]
+        line = [f"{kind}: state", f"{state['mib']:.1f}", *(ratio(state[c]) for c in columns)]
+        rows.append([*line, ratio(state["as stored"]), goal(GOALS["full"].get(kind))])
+    title = 'Full: bytes stored / bytes. "as stored": what is derived from a master takes nothing'
+    show(title, ["", "MiB", *columns, "as stored", "goal"], rows)
+
+
+def show_speeds(found: Json) -> None:
+    if not found:
+        return
+    names = list(next(iter(found.values())))
+    for what in ("compress", "decompress"):
+        rows = []
+        for label, by in found.items():
+            line = [label, *(ratio(by[name][what], 2) for name in names)]
+            rows.append(
+                [
+                    *line,
+                    ratio(by[OURS][what] / by[ZIPNN][what], 2) if ZIPNN in by else "",
+                    goal(GOALS["speed of ZipNN's"]),
+                ]
+            )
+        show(f"{what}: GB/s of one core", ["", *names, "ours / ZipNN's", "goal"], rows)
+
+
+def show_increments(found: Json) -> None:
+    rows, states_rows = [], []
+    for kind, by_lag in found.items():
+        for label in by_lag[LAGS[0]]["classes"]:
+            cells = [by_lag[lag]["classes"][label] for lag in LAGS if label in by_lag[lag]["classes"]]
+            told = [f"{c['delta']:.4f} ({c['entropy']:.3f})" for c in cells]
+            rows.append([f"{kind}: {label}", *told, *(ratio(c["unchanged"], 2) for c in cells)])
+        goals = GOALS["increments"].get(kind, (None,) * len(LAGS))
+        line = [kind]
+        for lag, wanted in zip(LAGS, goals, strict=True):
+            line += [ratio(by_lag[lag]["state"]["chosen"], 4), goal(wanted)]
+        line += [ratio(max(f["state"]["estimated"] / max(1e-9, f["state"]["chosen"]) for f in by_lag.values()), 4)]
+        line += [ratio(max(by_lag[lag]["state"]["of_changed"] for lag in LAGS)), goal(GOALS["of_changed"].get(kind))]
+        states_rows.append(line)
+    lags = [f"lag {lag}" for lag in LAGS]
+    show(
+        "Deltas alone: bytes stored / bytes (entropy of the planes); share of bytes in unchanged blobs",
+        ["", *lags, *(f"same, {lag}" for lag in LAGS)],
+        rows,
+    )
+    columns = [column for lag in lags for column in (lag, "goal")]
+    show(
+        f"Increments: references, derived, deltas if below {WHOLE_SHARE} of the whole form; bytes stored / bytes",
+        ["", *columns, "by estimate(), more", "most / changed blobs", "goal"],
+        states_rows,
+    )
+
+
+def show_delta_speeds(found: Json) -> None:
+    rows = [[label, ratio(f["compress"], 2), ratio(f["decompress"], 2)] for label, f in found.items()]
+    show("With a base: GB/s of one core", ["", "encode", "decode"], rows)
+
+
+def show_saved(found: Json) -> None:
+    rows = []
+    for kind, by_lag in found.items():
+        line = [kind, ratio(by_lag[0]["ratio"], 4), goal(GOALS["full"].get(kind))]
+        goals = GOALS["increments"].get(kind, (None,) * len(LAGS))
+        for lag, wanted in zip(LAGS, goals, strict=True):
+            line += [ratio(by_lag[lag]["ratio"], 4), goal(wanted)]
+        line += [ratio(max(by_lag[lag]["of_changed"] for lag in LAGS)), goal(GOALS["of_changed"].get(kind))]
+        rows.append([*line, "yes" if all(f["right"] for f in by_lag.values()) else "NO"])
+    columns = [column for lag in LAGS for column in (f"lag {lag}", "goal")]
+    show(
+        "Through a Checkpointer: bytes of packs / bytes of the state",
+        ["", "full", "goal", *columns, "most / changed tensors", "goal", "right"],
+        rows,
+    )
+
+
+def show_restored(found: Json) -> None:
+    rows = []
+    for kind in (kind for kind in found if kind != "cold"):
+        f = found[kind]
+        full = statistics.median(f["seconds"]["full"])
+        for name, some in f["seconds"].items():
+            middle = statistics.median(some)
+            wanted = goal(GOALS["restore of a full one's"]) if name.startswith("increment") else ""
+            line = [f"{kind}, {f['mib']:.0f} MiB: {name}", f"{middle:.3f}", f"{min(some):.3f}", f"{max(some):.3f}"]
+            rows.append([*line, ratio(middle / full, 2), wanted, "yes" if f["right"] else "NO"])
+    title = f"restore(), {'cold' if found['cold'] else 'warm'} cache, seconds, in turns"
+    show(title, ["", "median", "least", "most", "of a full one's", "goal", "right"], rows)
+
+
+def show_lost(found: Json) -> None:
+    none = statistics.median(found["none"]["lost_s"])
+    rows = []
+    for way, f in found.items():
+        low, middle, high = (1000 * q for q in statistics.quantiles(f["lost_s"], n=4))
+        line = [way, f"{middle:.0f} ms", f"{low:.0f} .. {high:.0f}", f"{1000 * statistics.mean(f['lost_s']):.0f} ms"]
+        line += [f"{middle - 1000 * none:+.0f} ms", "at most 0" if way.startswith("auto") else ""]
+        rows.append(
+            [
+                *line,
+                f"{f['writer_s']:.2f} s",
+                f"{1000 * f['stall_s']:.1f} ms",
+                ratio(f["ratio"]),
+                f"{f['late']}/{len(f['lost_s'])}",
+            ]
+        )
+    show(
+        'Training time lost a save ("no saves" shows the noise)',
+        [
+            "compression",
+            "median",
+            "quartiles",
+            "mean",
+            "- none's",
+            "goal",
+            "writer's CPU",
+            "a step waits",
+            "packs / state",
+            "late",
+        ],
+        rows,
+    )
+
+
+# -- main --
+
+
+def measure(plan: Plan, parts: list[int], folder: Path, scratch: Path) -> Json:
+    found: Json = {}
+    if 1 in parts:
+        with pinned():
+            whos = contenders()
+            found["full"], found["speeds"] = whole_states(plan, folder, whos), whole_speeds(plan, folder, whos)
+        show_whole(found["full"])
+        show_speeds(found["speeds"])
+    if 2 in parts:
+        with pinned():
+            found["increments"], found["delta_speeds"] = increments(plan, folder), delta_speeds(plan, folder)
+        show_increments(found["increments"])
+        show_delta_speeds(found["delta_speeds"])
+    if 3 in parts:
+        found["saved"] = saved(plan, folder, scratch)
+        show_saved(found["saved"])
+        found["restored"] = restored(plan, folder, scratch)
+        show_restored(found["restored"])
+    if 4 in parts:
+        found["lost"] = training_lost(plan, scratch)
+        show_lost(found["lost"])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="smaller and fewer states, little trained: a minute")
+    parser.add_argument("--part", type=int, nargs="+", choices=(1, 2, 3, 4), default=[1, 2, 3, 4], help="only these")
+    parser.add_argument("--states", metavar="DIR", help="where the trained states are kept; default: thrown away")
+    parser.add_argument("--folder", metavar="DIR", help="where checkpoints are written; default: a temporary folder")
+    parser.add_argument("--json", metavar="FILE", help="write all figures there as well")
+    arguments = parser.parse_args()
+    plan, started = QUICK if arguments.quick else FULL, time.monotonic()
+    machine = {"cpus": os.cpu_count(), "load": os.getloadavg()[0], "torch": torch.__version__}
+    print(
+        f"{machine['cpus']} cores, load {machine['load']:.1f}, torch {torch.__version__}, Python "
+        f"{platform.python_version()}, zstandard {zstandard.__version__}"
+    )
+    with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="bench-") as scratch:
+        folder = Path(arguments.states or Path(scratch) / "states")
+        states.prepare(folder, plan.size, list(plan.kinds))
+        for kind in plan.kinds:
+            print(f"  {kind}: {states.ABOUT[kind]}")
+        found = measure(plan, arguments.part, folder, Path(scratch))
+    print(f"{time.monotonic() - started:.0f} s in all")
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps({"machine": machine, "plan": asdict(plan), **found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""The command that puts damaged files of a run right again: repair. What it does is in `ckpt.repair`.
+
+It prints a plan and does nothing, unless `--yes` is given. With `--json`, one document: the plan, and under `done` what
+was done, null where nothing was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckpt.cli_upkeep import act, yes_option
+from ckpt.store import normalise
+from ckpt.terminal import (
+    SHOWN,
+    example,
+    human,
+    json_option,
+    opened,
+    place_option,
+    print_json,
+    print_table,
+    progress,
+    safe,
+    say,
+)
+
+if TYPE_CHECKING:
+    from ckpt.damage import Diagnosis, PackDamage
+    from ckpt.log import Commit, RunLog
+    from ckpt.repair import Mended
+
+Found = dict[str, Any]
+NAMES = 2  # tensors of one damaged piece that a person gets to see
+
+
+@click.command(
+    epilog=example(
+        "ckpt repair runs/exp1", "ckpt repair /nvme/exp1 --from s3://bucket/exp1 --yes", "ckpt repair runs/exp1 --json"
+    )
+)
+@click.argument("url")
+@click.option("--from", "sources", metavar="URL", multiple=True,
+              help="Where sound bytes may be had besides: another place of the run; repeatable.")  # fmt: skip
+@click.option("--step", type=click.IntRange(min=0), help="Only what the checkpoint of this step needs.")
+@place_option
+@yes_option
+@json_option
+def repair(url: str, sources: Sequence[str], step: int | None, yes: bool, as_json: bool) -> int:
+    """Put damaged or missing files right again, bit for bit. A job may be training there.
+
+    Reads all that checkpoints need, and says what is damaged and where each piece can be had: in the same file of
+    another place, or wherever the same content is sound. With --yes the files are written again under their names,
+    verified on the way; until a file is complete the old one stays. Log records are not repaired. Exit code 1 if
+    damage remains, or was found and --yes was not given.
+    """
+    places = [normalise(source) for source in sources]
+    if normalise(url) in places or len(set(places)) != len(places):
+        raise click.UsageError("URL and each --from are different places")
+    found = act(_repair(url, places, step, yes, as_json))
+    if as_json:
+        print_json(found)
+    return 1 if found["damaged"] and (found["done"] is None or found["remains"]) else 0
+
+
+async def _repair(url: str, sources: Sequence[str], step: int | None, yes: bool, quiet: bool) -> Found:
+    from ckpt.repair import Repair
+
+    async with contextlib.AsyncExitStack() as stack:
+        log = await stack.enter_async_context(opened(url, whole=True))
+        others = [await stack.enter_async_context(opened(source)) for source in sources]
+        commits = _wanted(log, step)
+        work = Repair(log, others, commits)
+        with progress("reading", await work.look()) as on_bytes:
+            diagnosis = await work.survey(on_bytes)
+        for other in others if diagnosis.any else ():
+            if not _kin(log, other):
+                say(f"WARNING: {other.store.url} is another run: of use is only what has the same content")
+        lost = sum(piece.stored for pack in diagnosis.packs for piece in pack.pieces)
+        with progress("looking for sound bytes", lost) as on_bytes:
+            await work.seek(on_bytes)
+        found: Found = {
+            "url": log.store.url,
+            "from": list(sources),
+            "steps": sorted({commit.step for commit in work.commits}, reverse=True),
+            "damaged": diagnosis.any,
+            **_summary(diagnosis),
+            "remains": diagnosis.remains,
+            "done": None,
+        }
+        if not quiet:
+            show(found)
+        if yes and diagnosis.any:
+            with progress("writing", found["bytes_to_write"]) as on_bytes:
+                done = await work.mend(on_bytes)
+            found["done"] = _done(done)
+            found["remains"] = diagnosis.remains or bool(done.failed)
+            if not quiet:
+                show_done(found)
+        elif not quiet and found["damaged"]:
+            print("Nothing was done. With --yes it is." if found["bytes_to_write"] else "Nothing can be done.")
+        return found
+
+
+def _wanted(log: RunLog, step: int | None) -> list[Commit]:
+    """NoCheckpointError if there is none; but if log records are damaged, that is what has to be said."""
+    from ckpt import read
+
+    if step is None and (log.state.commits or log.state.damaged):
+        return list(log.state.commits.values())
+    return [read.choose(log, step)]
+
+
+def _kin(log: RunLog, other: RunLog) -> bool:
+    mine, theirs = log.state, other.state
+    return bool((mine.commits.keys() | mine.held.keys()) & (theirs.commits.keys() | theirs.held.keys()))
+
+
+def _summary(found: Diagnosis) -> dict[str, Any]:
+    pieces = [piece for pack in found.packs for piece in pack.pieces]
+    return {
+        "damaged_records": found.records,
+        "unreadable": [{"step": attempt.step, "why": why} for attempt, why in found.unread],
+        "files": [
+            {
+                "key": f.key,
+                "step": f.step,
+                "problem": f.problem,
+                "from": f.source or None,
+                "repairable": f.raw is not None,
+            }
+            for f in found.files
+        ],
+        "packs": [_pack(pack) for pack in found.packs],
+        "bytes_damaged": sum(piece.stored for piece in pieces),
+        "bytes_lost": sum(piece.stored for piece in pieces if piece.cure is None),
+        "bytes_to_write": sum(p.info.size for p in found.packs if p.worth)
+        + sum(len(f.raw) for f in found.files if f.raw is not None),
+    }
+
+
+def _pack(pack: PackDamage) -> dict[str, Any]:
+    cure = pack.header_cure
+    return {
+        "key": pack.info.key,
+        "size": pack.info.size if pack.known else None,
+        "problem": pack.problem or None,
+        "header": {"damaged": pack.header, "from": cure and cure.where, "how": cure and cure.how},
+        "pieces": [
+            {
+                "offset": piece.offset,
+                "bytes": piece.stored,
+                "steps": piece.steps,
+                "tensors": piece.tensors,
+                "from": piece.cure and piece.cure.where,
+                "how": piece.cure and piece.cure.how,
+                "why_not": piece.why if piece.cure is None else None,
+            }
+            for piece in pack.pieces
+        ],
+        "write_again": pack.worth,
+        "repairable": pack.whole_again,
+    }
+
+
+def _done(done: Mended) -> Found:
+    return {
+        "files": done.files,
+        "packs": done.packs,
+        "given_up_meanwhile": done.left,
+        "failed": [{"key": key, "why": why} for key, why in done.failed],
+        "zeros": done.zeros,
+    }
+
+
+def show(found: Found) -> None:
+    print(safe(f"{found['url']}: {len(found['steps'])} checkpoints read"))
+    if not found["damaged"]:
+        print("nothing is damaged")
+        return
+    for record in found["damaged_records"][:SHOWN]:
+        print(f"log record {record} is damaged or missing, which cannot be repaired")
+    for one in found["unreadable"][:SHOWN]:
+        print(safe(f"step {one['step']} cannot be looked into as a whole: {one['why']}"))
+    files = [
+        (f["key"], f["step"] if f["step"] is not None else "", f["problem"], f["from"] or "LOST")
+        for f in found["files"]
+    ]
+    for pack in found["packs"]:
+        header = pack["header"]
+        if pack["problem"]:
+            hope = "see below" if pack["write_again"] else "LOST"
+            files.append((pack["key"], "", pack["problem"], hope))
+        if header["damaged"]:
+            origin = f"{header['how']}, {header['from']}" if header["from"] else "LOST"
+            files.append((pack["key"], "", "its header is damaged", origin))
+    if files:
+        print_table(("file", "step", "what", "can be had from"), files[:SHOWN])
+    rows = _rows(found)
+    if rows:
+        print_table(("tensor", "steps", "size", "pack", "can be had from"), rows[:SHOWN])
+    more = max(0, len(files) - SHOWN) + max(0, len(rows) - SHOWN)
+    if more:
+        print(f"and {more} more; --json shows all")
+    again = [pack for pack in found["packs"] if pack["write_again"]]
+    ready = [f for f in found["files"] if f["repairable"]]
+    print(f"damaged: {found['bytes_damaged']} bytes of tensors, of which {found['bytes_lost']} cannot be had")
+    print(f"to write again: {len(again) + len(ready)} files, {found['bytes_to_write']} bytes")
+
+
+def _rows(found: Found) -> list[tuple[object, ...]]:
+    """Pieces of the same tensors, out of the same pack and from the same source, together; what is lost comes first."""
+    from ckpt.upkeep import some
+
+    together: dict[tuple[Any, ...], int] = {}
+    for pack in found["packs"]:
+        for piece in pack["pieces"]:
+            names: list[str] = piece["tensors"]
+            more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
+            steps = some(piece["steps"])
+            source = f"{piece['how']}, {piece['from']}" if piece["from"] else f"LOST: {piece['why_not']}"
+            key = (not source.startswith("LOST"), ", ".join(names[:NAMES]) + more, steps, pack["key"], source)
+            together[key] = together.get(key, 0) + piece["bytes"]
+    ordered = sorted(together.items(), key=lambda item: item[0][0])
+    return [(cells[1], cells[2], human(size), *cells[3:]) for cells, size in ordered]
+
+
+def show_done(found: Found) -> None:
+    done = found["done"]
+    for key in done["given_up_meanwhile"][:SHOWN]:
+        print(safe(f"left out, since the run has given it up meanwhile: {key}"))
+    for one in done["failed"][:SHOWN]:
+        print(safe(f"failed, and is as it was: {one['key']}: {one['why']}"))
+    if done["zeros"]:
+        print(f"{done['zeros']} bytes that no checkpoint names could not be had, and are zeros now")
+    print(f"wrote {len(done['files']) + len(done['packs'])} files again, verified on the way")
+    if found["remains"]:
+        print("Damage remains: see above. `ckpt verify --all` says which checkpoints are sound")

@@ -1,0 +1,28 @@
+"""Digests: of blobs, and of small files.
+
+Why xxh3-128: on one core of the machines measured, xxh3-128 ran at 15-37 GB/s, crc32c at 12, blake3 at 2.6-7.6 and
+sha256 at 1.5-2.0, while an NVMe drive takes 1-8 GB/s. The writer shares its cores with training, so a digest slower
+than the disk would cost training time; xxh3-128 costs next to nothing. It detects damage (an accident has one chance in
+2**128), it does not stop a forger: whoever can write to the store can also write a valid checkpoint. Records and tables
+are small and use SHA-256, which any tool can check.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import xxhash
+
+from ckpt.store import Buffer
+
+DIGEST_SIZE = 16
+
+
+def blob_digest(data: Buffer) -> bytes:
+    """16 bytes: XXH3-128 in canonical (big-endian) form."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def file_digest(data: Buffer) -> str:
+    """SHA-256 of a small file, in hex."""
+    return hashlib.sha256(data).hexdigest()

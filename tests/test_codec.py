@@ -1,0 +1,599 @@
+"""Every bit comes back through every codec, damage is refused before it costs anything, and states get small."""
+
+from __future__ import annotations
+
+import inspect
+import struct
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zstandard
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from ckpt import codec
+from ckpt.codec import BF16, CODECS, DELTA, FLOAT_DELTA, PLANES, RAW, ROTATED, decode, derives, encode, estimate
+from ckpt.errors import CorruptError, FormatError, UsageError
+from ckpt.plan import BITS
+
+QUICK = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+WORDS = (1, 2, 4, 8)
+PLAIN = (PLANES, ROTATED, DELTA, FLOAT_DELTA)  # those that cut words into planes
+MIB = 1 << 20
+STEPS = 80
+
+
+def back(way: int, stored: bytes, length: int, base: bytes | None = None) -> bytes:
+    """Decoded, into memory that held something else before."""
+    into = bytearray(b"\xa5" * length)
+    decode(way, stored, length, base, memoryview(into))
+    return bytes(into)
+
+
+def with_base(way: int, base: bytes) -> bytes | None:
+    return base if CODECS[way].base == "same" else None
+
+
+def floats(word: int) -> list[int]:
+    """Bit patterns of floats where mistakes hide, of both signs: zeros, denormals, infinities, NaNs of all kinds."""
+    mantissa = {2: 7, 4: 23, 8: 52}[word]
+    bits = 8 * word
+    top = (1 << bits - 1) - (1 << mantissa)  # infinity
+    few = [
+        0,
+        1,
+        2,
+        (1 << mantissa) - 1,
+        1 << mantissa,
+        top - 1,
+        top,
+        top + 1,
+        top | 1 << mantissa - 1,
+        2 ** (bits - 1) - 1,
+    ]
+    return few + [1 << bits - 1 | pattern for pattern in few]
+
+
+@st.composite
+def blobs(draw: st.DrawFn) -> tuple[int, bytes, bytes]:
+    """A word size, words, and as many others: noise, special floats, few values, near numbers, long runs."""
+    word = draw(st.sampled_from(WORDS))
+    count = draw(st.sampled_from([0, 1, 2, 3]) | st.integers(0, 3000) | st.integers(60_000, 140_000))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+
+    def bits(kind: str, near: bytes | None) -> bytes:
+        if kind == "special" and word > 1:
+            return bytes(rng.choice(np.array(floats(word), f"<u{word}"), count).tobytes())
+        if kind == "normal" and word in (4, 8):
+            return bytes(rng.normal(0, 0.02, count).astype(f"<f{word}").tobytes())
+        if kind == "near" and near is not None:
+            steps = rng.integers(-3, 4, count).astype(f"<i{word}").view(f"<u{word}")
+            return bytes((np.frombuffer(near, f"<u{word}") + steps).tobytes())
+        if kind == "runs":
+            return bytes(np.repeat(rng.integers(0, 3, count // 50 + 1, np.uint8), 50 * word)[: count * word].tobytes())
+        return bytes(rng.integers(0, 256, count * word, np.uint8).tobytes())
+
+    kinds = st.sampled_from(["noise", "special", "normal", "runs"])
+    base = bits(draw(kinds), None)
+    return word, bits(draw(kinds | st.just("near")), base), base
+
+
+def naive(way: int, plain: bytes, word: int, base: bytes) -> list[bytes]:
+    """The planes by the words of the description, with Python's integers."""
+    bits = 8 * word
+    top, ones = 1 << bits - 1, (1 << bits) - 1
+
+    def ordered(found: int) -> int:
+        return found if found < top else -(found - top) - 1  # -0 comes right before 0
+
+    def transformed(new: int, old: int) -> int:
+        if way == PLANES:
+            return new
+        if way == ROTATED:
+            return (new << 1 | new >> bits - 1) & ones
+        difference = (ordered(new) - ordered(old) if way == FLOAT_DELTA else new - old) & ones
+        return (2 * difference if difference < top else 2 * (ones - difference) + 1) & ones
+
+    pairs = zip(*(struct.unpack(f"<{len(b) // word}{'_BH_I___Q'[word]}", b) for b in (plain, base)), strict=True)
+    words = [transformed(new, old).to_bytes(word, "little") for new, old in pairs]
+    return [bytes(w[k] for w in words) for k in range(word)]
+
+
+def assembled(word: int, planes: list[bytes]) -> bytes:
+    return struct.pack(f"<B{word}I", word, *map(len, planes)) + b"".join(planes)
+
+
+def taken_apart(stored: bytes, length: int) -> list[bytes]:
+    """The planes as they are stored."""
+    word = stored[0]
+    sizes = struct.unpack_from(f"<{word}I", stored, 1)
+    ends = np.cumsum([1 + 4 * word, *sizes])
+    return [stored[a:b] for a, b in pairwise(ends)]
+
+
+# -- the bits --
+
+
+@QUICK
+@given(blobs(), st.sampled_from([RAW, *PLAIN]))
+@example((4, b"", b""), ROTATED)
+@example((8, b"", b""), FLOAT_DELTA)
+def test_every_bit_comes_back(found: tuple[int, bytes, bytes], way: int) -> None:
+    """Any words, through any codec, from memory at any address, are the same words."""
+    word, plain, base = found
+    stored = encode(way, plain, word, with_base(way, base))
+    assert isinstance(stored, bytes)
+    assert back(way, stored, len(plain), with_base(way, base)) == plain
+    odd = memoryview(b"x" + plain)[1:], memoryview(b"xyz" + base)[3:]
+    assert encode(way, odd[0], word, odd[1] if with_base(way, base) is not None else None) == stored
+    into = memoryview(bytearray(len(plain) + 1))[1:]
+    decode(way, stored, len(plain), with_base(way, base), into)
+    assert into == plain
+
+
+@pytest.mark.parametrize("word", [2, 4, 8])
+def test_every_pair_of_special_floats(word: int) -> None:
+    """Differences between any two of zeros, denormals, infinities and NaNs give back the very bits."""
+    every = floats(word)
+    new, old = (np.array(p, f"<u{word}").tobytes() for p in zip(*[(a, b) for a in every for b in every], strict=True))
+    for way in PLAIN:
+        assert back(way, encode(way, new, word, with_base(way, old)), len(new), with_base(way, old)) == new
+
+
+def test_all_words_of_16_bits() -> None:
+    """Every pattern against another: the order of the floats is one to one."""
+    new = np.arange(65536, dtype="<u2").tobytes()
+    for turn in (0, 1, 777, 32768):
+        old = np.roll(np.frombuffer(new, "<u2"), turn).tobytes()
+        for way in PLAIN:
+            assert back(way, encode(way, new, 2, with_base(way, old)), len(new), with_base(way, old)) == new
+
+
+@pytest.mark.parametrize("way", PLAIN)
+@pytest.mark.parametrize("word", WORDS)
+def test_the_stored_form_is_what_the_description_says(way: int, word: int) -> None:
+    """Planes made in the plainest way are read, however they are compressed; and ours are those planes."""
+    rng = np.random.default_rng(word)
+    base = rng.integers(0, 256, 700 * word, np.uint8).tobytes()
+    special = np.array(floats(word), f"<u{word}").tobytes() if word > 1 else b""
+    plain = (special + rng.choice(np.frombuffer(base, np.uint8), 700 * word).tobytes())[: 700 * word]
+    planes = naive(way, plain, word, base)
+    checked = zstandard.ZstdCompressor(level=19, write_checksum=True)
+    for few in (planes, [p if k % 2 else checked.compress(p) for k, p in enumerate(planes)]):
+        if all(len(p) <= 700 for p in few):
+            assert back(way, assembled(word, few), len(plain), with_base(way, base)) == plain
+    ours = taken_apart(encode(way, plain, word, with_base(way, base)), len(plain))
+    assert [p if len(p) == 700 else zstandard.decompress(p) for p in ours] == planes
+    wrong = [planes[-1][::-1], *planes[1:]]
+    assert back(way, assembled(word, wrong), len(plain), with_base(way, base)) != plain
+
+
+def test_a_stored_form_of_today_stays_readable() -> None:
+    """These bytes were written by version 1 of the codecs; later versions must read them."""
+    plain = np.array([0.5, -0.5, 0.25, 1.0], "<f4").tobytes()
+    stored = bytes.fromhex("0404000000040000000400000004000000" + "00010000" + "00000000" + "00000000" + "7e7e7d7f")
+    assert encode(ROTATED, plain, 4) == stored
+    assert back(ROTATED, stored, 16) == plain
+
+
+def test_blobs_larger_than_usual() -> None:
+    """Nothing depends on 4 MiB, not even windows: planes of 10 MiB come back."""
+    plain = np.random.default_rng(0).normal(0, 1, 10 * MIB // 2).astype("<f4").tobytes() * 2
+    stored = encode(ROTATED, plain, 4)
+    assert len(stored) < 0.9 * len(plain)
+    assert back(ROTATED, stored, len(plain)) == plain
+
+
+# -- the registry --
+
+
+def test_every_dtype_has_words_and_codecs() -> None:
+    """Each dtype of the plan has words that make up whole elements, and codecs that take such words."""
+    for dtype, bits in BITS.items():
+        word = codec.word_of(dtype)
+        assert word in WORDS and bits % (8 * word) == 0
+        real = dtype in ("F64", "F32", "F16", "BF16") or dtype.startswith("C")
+        assert codec.whole_codec(dtype) == (ROTATED if real else PLANES)
+        assert codec.delta_codec(dtype) == (FLOAT_DELTA if real else DELTA)
+    assert [codec.word_of(d) for d in ("F32", "BF16", "F64", "C64", "C128", "C32", "U8")] == [4, 2, 8, 4, 8, 2, 1]
+    with pytest.raises(UsageError):
+        codec.word_of("F128")
+
+
+def test_the_registry_is_complete() -> None:
+    """Ids are what is written in tables: they never change their meaning."""
+    names = ["raw", "planes", "rotated", "delta", "float-delta", "bf16"]
+    assert [(c.id, c.name, c.version) for c in CODECS.values()] == [(k, name, 1) for k, name in enumerate(names)]
+    assert list(CODECS) == [RAW, PLANES, ROTATED, DELTA, FLOAT_DELTA, BF16]
+
+
+@pytest.mark.parametrize("unknown", [6, 99, -1])
+def test_a_codec_of_a_newer_version_says_so(unknown: int) -> None:
+    """Who reads a newer checkpoint is told to upgrade, not that it is damaged."""
+    with pytest.raises(FormatError, match=r"written by a newer.*upgrade with `pip install -U everystep`"):
+        decode(unknown, b"", 0, None, memoryview(bytearray()))
+    with pytest.raises(FormatError):
+        estimate(unknown, b"1234", 4)
+
+
+def test_wrong_calls_are_refused() -> None:
+    """Half words, unknown word sizes, too much room and bases that do not fit are the caller's mistakes."""
+    calls: list[Callable[[], Any]] = [
+        lambda: encode(ROTATED, b"123", 4),
+        lambda: encode(ROTATED, b"1234", 3),
+        lambda: estimate(ROTATED, b"1234", 0),
+        lambda: encode(ROTATED, b"1234", 4, b"1234"),
+        lambda: encode(DELTA, b"1234", 4),
+        lambda: encode(DELTA, b"1234", 4, b"12345678"),
+        lambda: encode(BF16, b"12", 2, b"12"),
+        lambda: decode(RAW, b"1234", 4, None, memoryview(bytearray(5))),
+    ]
+    for call in calls:
+        with pytest.raises(UsageError):
+            call()
+    assert len(encode(DELTA, b"1234", 4, b"1234")) == 1 + 16 + 4  # the same, rightly called
+
+
+# -- derived bf16 --
+
+
+def rounded(master: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """As torch rounds."""
+    return torch.from_numpy(master.view(np.float32)).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+
+
+def masters() -> np.ndarray[Any, Any]:
+    """Every upper half of an fp32 word, with lower halves around the ties."""
+    lows = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    return (np.arange(65536, dtype=np.uint32)[:, None] << np.uint32(16) | lows).ravel()
+
+
+def test_rounding_is_that_of_torch() -> None:
+    """All exponents, signs, ties and infinities round as torch rounds them."""
+    master = masters()
+    numbers = master[(master & 0x7FFFFFFF) <= 0x7F800000]
+    for count in (len(numbers), 1, 0):
+        some = numbers[-count:] if count else numbers[:0]
+        plain = rounded(some).tobytes()
+        assert derives(some.tobytes(), plain)
+        assert encode(BF16, plain, 2, some.tobytes()) == b""
+        assert back(BF16, b"", len(plain), some.tobytes()) == plain
+    assert estimate(BF16, plain, 2, b"") == 0.0
+
+
+def test_a_yes_about_nans_is_never_wrong() -> None:
+    """Processors disagree about NaNs: whatever is called derived decodes to the very bits."""
+    master = masters()
+    nans = master[(master & 0x7FFFFFFF) > 0x7F800000]
+    for word in (0x7FC0, 0xFFC0, 0xFFFF, 0x7FFF):
+        plain = np.full(len(nans), word, np.uint16).tobytes()
+        assert derives(nans.tobytes(), plain) == (back(BF16, b"", len(plain), nans.tobytes()) == plain)
+        assert derives(nans.tobytes(), plain) == (word == 0x7FC0)
+    by_torch = rounded(nans).tobytes()
+    assert not derives(nans.tobytes(), by_torch) or back(BF16, b"", len(by_torch), nans.tobytes()) == by_torch
+
+
+def test_what_is_nearly_derived_is_not() -> None:
+    """One wrong bit anywhere, other rounding, or another length: no."""
+    master = np.random.default_rng(0).normal(0, 1, 300_000).astype("<f4").view("<u4")
+    plain = rounded(master)
+    assert derives(master.tobytes(), plain.tobytes())
+    for at in (0, 150_000, len(plain) - 1):
+        for bit in (0, 15):
+            wrong = plain.copy()
+            wrong[at] ^= 1 << bit
+            assert not derives(master.tobytes(), wrong.tobytes())
+    assert not derives(master.tobytes(), (master >> 16).astype("<u2").tobytes())
+    assert not derives(master.tobytes(), plain[:-1].tobytes())
+    assert not derives(b"12", b"1")
+
+
+# -- damage --
+
+
+def training_like(count: int = 4000) -> bytes:
+    return np.random.default_rng(0).normal(0, 0.02, count).astype("<f4").tobytes()
+
+
+def test_any_flipped_bit_is_refused_or_seen_by_a_digest() -> None:
+    """Never another error, never a hang; nearly always what comes out is not what went in."""
+    plain, base = training_like(600), training_like(600)[::-1]
+    base = (np.frombuffer(plain, "<u4") ^ 5).tobytes()
+    unnoticed = flips = 0
+    for way in PLAIN:
+        stored = encode(way, plain, 4, with_base(way, base))
+        assert len(stored) < len(plain)  # at least one plane is a frame
+        for bit in range(0, 8 * len(stored), 1 if way == ROTATED else 7):
+            wrong = bytearray(stored)
+            wrong[bit // 8] ^= 1 << bit % 8
+            try:
+                unnoticed += back(way, bytes(wrong), len(plain), with_base(way, base)) == plain
+            except CorruptError:
+                pass
+            flips += 1
+    assert unnoticed < 0.01 * flips  # such as bits of a frame's window that only make it larger
+
+
+@pytest.mark.parametrize("way", PLAIN)
+def test_every_truncation_and_every_extra_byte_is_refused(way: int) -> None:
+    """Too short by any number of bytes, or too long, or the length of another blob: damaged."""
+    plain = training_like(300)
+    base = with_base(way, plain[::-1])
+    stored = encode(way, plain, 4, base)
+    for wrong in [stored[:size] for size in range(len(stored))] + [stored + b"\0", stored + stored, b"\4" + stored]:
+        with pytest.raises(CorruptError):
+            back(way, wrong, len(plain), base)
+    for length in (0, 4, len(plain) - 4, len(plain) - 1, len(plain) + 4):
+        with pytest.raises(CorruptError):
+            back(way, stored, length, None if base is None else bytes(length))
+    assert back(way, stored, len(plain), base) == plain  # and the contexts survived all of it
+
+
+@QUICK
+@given(st.binary(max_size=200), st.sampled_from(list(CODECS)), st.integers(0, 64), st.integers(0, 130))
+def test_noise_is_refused_or_read(stored: bytes, way: int, length: int, base: int) -> None:
+    """Any bytes, of any length, with any base: CorruptError, or the bytes that they are."""
+    try:
+        back(way, stored, length, bytes(base) if base % 3 else None)
+    except CorruptError:
+        return
+    assert way in (RAW, BF16) or len(stored) >= 1 + 4 * stored[0]
+
+
+def frames() -> Iterator[tuple[str, bytes, bool]]:
+    """A plane of 5000 bytes as zstd may bring it, and whether it is to be read."""
+    plane = bytes(5000)
+    frame = zstandard.ZstdCompressor().compress(plane)
+    yield "ordinary", frame, True
+    yield "checksum", zstandard.ZstdCompressor(write_checksum=True).compress(plane), True
+    wide = zstandard.ZstdCompressionParameters(window_log=27, force_max_window=1, strategy=1)
+    yield "another parameter", zstandard.ZstdCompressor(compression_params=wide).compress(plane), True
+    yield "trailing byte", frame + b"\0", False
+    yield "two frames", zstandard.compress(plane[:2500]) * 2, False
+    yield "and an empty frame", frame + zstandard.compress(b""), False
+    skippable = b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd"
+    yield "skippable before", skippable + frame, False
+    yield "skippable behind", frame + skippable, False
+    yield "skippable alone", skippable, False
+    yield "one byte less", zstandard.compress(plane[:-1]), False
+    yield "one byte more", zstandard.compress(plane + b"\0"), False
+    yield "unknown size", zstandard.ZstdCompressor(write_content_size=False).compress(plane), False
+    data = zstandard.ZstdCompressionDict(b"0123456789abcdef" * 64, dict_type=zstandard.DICT_TYPE_RAWCONTENT)
+    yield (
+        "raw dictionary",
+        zstandard.ZstdCompressor(dict_data=data).compress(b"0123456789abcdef" * 312 + b"01234567"),
+        False,
+    )
+    yield "dictionary id", frame[:4] + bytes([frame[4] | 1, 7]) + frame[5:], False
+    yield "magic", b"\x29" + frame[1:], False
+    yield "old format", b"\x27\xb5\x2f\xfd" + frame[4:], False
+    head = b"\x28\xb5\x2f\xfd\x60" + struct.pack("<H", 5000 - 256)  # one segment, 16 bits of content size
+    yield "one byte repeated", head + (5000 << 3 | 1 << 1 | 1).to_bytes(3, "little") + b"\0", True
+    yield "fewer repeated", head + (4999 << 3 | 1 << 1 | 1).to_bytes(3, "little") + b"\0", False
+    yield "more repeated", head + (5001 << 3 | 1 << 1 | 1).to_bytes(3, "little") + b"\0", False
+    yield "far more repeated", head + ((1 << 21) - 1 << 3 | 1 << 1 | 1).to_bytes(3, "little") + b"\0", False
+    yield "no last block", head + (5000 << 3 | 1 << 1).to_bytes(3, "little") + b"\0", False
+    yield "reserved block", head + (1 << 3 | 3 << 1 | 1).to_bytes(3, "little") + b"\0", False
+    window = b"\x28\xb5\x2f\xfd\x40" + bytes([(27 - 10) << 3]) + struct.pack("<H", 5000 - 256)
+    yield "window of 128 MiB", window + (5000 << 3 | 1 << 1 | 1).to_bytes(3, "little") + b"\0", False
+
+
+@pytest.mark.parametrize(("name", "frame", "good"), [pytest.param(*f, id=f[0]) for f in frames()])
+def test_a_plane_is_exactly_one_ordinary_frame(name: str, frame: bytes, good: bool) -> None:
+    """Nothing before it, nothing behind it, its size known and right, no dictionary, a bounded window."""
+    stored = assembled(1, [frame])
+    if good:
+        assert back(PLANES, stored, 5000) == bytes(5000)
+        return
+    with pytest.raises(CorruptError):
+        back(PLANES, stored, 5000)
+
+
+def test_what_no_encoder_writes_is_refused() -> None:
+    """Half words, planes longer than they are plain, and bytes for what is derived."""
+    frame = zstandard.compress(b"abcd")
+    assert len(frame) > 4
+    wrong: list[tuple[int, bytes, int, bytes | None]] = [
+        (PLANES, assembled(4, [b"a"] * 4), 5, None),
+        (PLANES, assembled(1, [frame]), 4, None),
+        (PLANES, assembled(1, [frame]), 0, None),
+        (PLANES, struct.pack("<BI", 1, 0xFFFFFFFF) + b"abcd", 4, None),
+        (PLANES, b"\x03" + bytes(12), 0, None),
+        (PLANES, b"\x00", 0, None),
+        (BF16, b"\0", 2, bytes(4)),
+        (BF16, b"", 3, bytes(6)),
+        (BF16, b"", 2, bytes(8)),
+        (BF16, b"", 2, None),
+        (DELTA, assembled(1, [b"abcd"]), 4, b"abc"),
+        (DELTA, assembled(1, [b"abcd"]), 4, None),
+        (ROTATED, assembled(1, [b"abcd"]), 4, b"abcd"),
+        (RAW, b"abc", 4, None),
+    ]
+    for way, stored, length, base in wrong:
+        with pytest.raises(CorruptError):
+            back(way, stored, length, base)
+    assert back(PLANES, assembled(1, [b"abcd"]), 4) == b"abcd"
+
+
+BOMB = """
+import resource, struct, sys
+import zstandard
+from ckpt import codec
+from ckpt.errors import CorruptError
+
+small = zstandard.ZstdCompressor(level=19).compress(bytes(200 << 20))
+assert len(small) < 10_000
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (48 << 20),) * 2)
+if sys.argv[1] == "careless":
+    zstandard.ZstdDecompressor().decompress(small)
+for word in (1, 4):
+    for length in (4 << 20, 4096):
+        stored = struct.pack(f"<B{word}I", word, *[len(small)] * word) + small * word
+        try:
+            codec.decode(codec.PLANES, stored, length, None, memoryview(bytearray(length)))
+        except CorruptError:
+            continue
+        raise SystemExit("a bomb was read")
+print("refused")
+"""
+
+
+def test_a_bomb_takes_no_memory() -> None:
+    """A frame of a few kB that claims 200 MiB is refused by a process that has 48 MiB left; zstd alone dies of it."""
+
+    def run(how: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-c", BOMB, how], capture_output=True, text=True, timeout=60, cwd=here)
+
+    here = Path(inspect.getfile(codec)).parent.parent
+    careful = run("careful")
+    assert careful.stdout == "refused\n", careful.stderr
+    careless = run("careless")
+    assert careless.returncode != 0 and "MemoryError" in careless.stderr
+
+
+# -- sizes --
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, bytes]:
+    """What AdamW leaves of a small byte-level model after some steps on the standard library, and one step before."""
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the same numbers everywhere, and no waiting for cores that others use
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    text = b"".join((folder / name).read_bytes() for name in ("argparse.py", "typing.py", "inspect.py", "ast.py"))
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    width, context = 128, 12
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(256, width), torch.nn.Flatten(), torch.nn.Linear(width * context, 4 * width),
+        torch.nn.GELU(), torch.nn.Linear(4 * width, width), torch.nn.LayerNorm(width), torch.nn.Linear(width, 256),
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    found = {}
+    for step in range(STEPS):
+        at = torch.randint(len(data) - context - 1, (32,))[:, None] + torch.arange(context + 1)
+        loss = torch.nn.functional.cross_entropy(model(data[at[:, :-1]]), data[at[:, -1]])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step >= STEPS - 2:
+            weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+            names = {"w": weights, "bf16": weights.bfloat16().view(torch.int16)}
+            for name in ("exp_avg", "exp_avg_sq"):
+                names[name] = torch.cat([optimizer.state[p][name].flatten() for p in model.parameters()])
+            found.update({f"{name}{step - STEPS}": value.numpy().tobytes() for name, value in names.items()})
+    torch.set_num_threads(threads)
+    return found
+
+
+LIMITS = [
+    ("w", None, 4, 0.835), ("exp_avg", None, 4, 0.845), ("exp_avg_sq", None, 4, 0.80), ("bf16", None, 2, 0.665),
+    ("w", "w", 4, 0.63), ("exp_avg_sq", "exp_avg_sq", 4, 0.63), ("bf16", "bf16", 2, 0.25),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "base", "word", "limit"), LIMITS)
+def test_states_of_a_training_get_small(
+    trained: dict[str, bytes], name: str, base: str | None, word: int, limit: float
+) -> None:
+    """Stored bytes by plain ones, at most; what is estimated is near it. Zstd by itself, or no base, stays above."""
+    plain, old = trained[f"{name}-1"], None if base is None else trained[f"{base}-2"]
+    way = ROTATED if base is None else FLOAT_DELTA
+    stored = encode(way, plain, word, old)
+    ratio = len(stored) / len(plain)
+    assert back(way, stored, len(plain), old) == plain
+    assert ratio <= limit
+    assert abs(estimate(way, plain, word, old) - ratio) < 0.05
+    other = zstandard.compress(plain, 1) if base is None else encode(ROTATED, plain, word)
+    assert len(other) / len(plain) > limit
+
+
+def test_a_few_changed_rows_cost_a_few_rows() -> None:
+    """An embedding of which 0.7 % of the rows changed by a training step: less than that is stored."""
+    rng = np.random.default_rng(0)
+    old = rng.normal(0, 0.02, (8192, 128)).astype("<f4")
+    new = old.copy()
+    rows = rng.choice(len(old), 57, replace=False)
+    new[rows] *= 1 + 0.001 * rng.normal(0, 1, (57, 128)).astype("<f4")
+    stored = encode(FLOAT_DELTA, new.tobytes(), 4, old.tobytes())
+    assert back(FLOAT_DELTA, stored, new.nbytes, old.tobytes()) == new.tobytes()
+    assert len(stored) < 0.006 * new.nbytes
+    assert len(encode(ROTATED, new.tobytes(), 4)) > 0.8 * new.nbytes  # the base is what does it
+    same = encode(FLOAT_DELTA, old.tobytes(), 4, old.tobytes())
+    assert len(same) < 0.001 * old.nbytes
+
+
+def test_noise_costs_nothing_but_its_header() -> None:
+    """What cannot be compressed is longer by the header alone, and estimated so."""
+    noise = np.random.default_rng(0).integers(0, 256, MIB, np.uint8).tobytes()
+    for word in WORDS:
+        assert len(encode(PLANES, noise, word)) == MIB + 1 + 4 * word
+        assert 1 <= estimate(PLANES, noise, word) < 1.001
+    assert estimate(RAW, noise, 1) == 1
+    assert len(encode(PLANES, bytes(MIB), 1)) < 200
+
+
+# -- threads --
+
+
+def all_at_once(count: int) -> int:
+    """How many of many blobs, coded by several threads at once, came back wrong."""
+    rng = np.random.default_rng(0)
+    work = [rng.integers(0, 256, 300_000 + 8 * k, np.uint8).tobytes() for k in range(count)]
+    start = threading.Barrier(4)
+
+    def run(number: int) -> int:
+        wrong = 0
+        start.wait()
+        for plain in work[number::4]:
+            stored = encode(PLANES, plain, 4)
+            wrong += len(stored) != len(plain) + 17 or back(PLANES, stored, len(plain)) != plain
+        return wrong
+
+    with ThreadPoolExecutor(4) as pool:
+        return sum(pool.map(run, range(4)))
+
+
+class Shared:
+    """Work space that all threads share; zstandard's contexts they do not, which would end the process."""
+
+    planes, room = codec._Local.planes, codec._Local.room
+
+    def __init__(self) -> None:
+        self._planes = np.empty(0, np.uint8)
+        self._rooms: dict[tuple[int, int], Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(codec._Local(), name)
+
+
+def test_threads_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread has its own work space; with one for all, blobs get mixed up."""
+    assert all_at_once(64) == 0
+    monkeypatch.setattr(codec, "_local", Shared())
+    assert any(all_at_once(64) for _ in range(20))
+
+
+def test_threads_with_real_work(trained: dict[str, bytes]) -> None:
+    """Frames too are made and read by several threads at once, of several codecs, and all is well."""
+    jobs = [(name, word, base) for name, base, word, _ in LIMITS] * 3
+
+    def run(job: tuple[str, int, str | None]) -> bool:
+        name, word, base = job
+        plain, old = trained[f"{name}-1"][:MIB], None if base is None else trained[f"{base}-2"][:MIB]
+        way = ROTATED if base is None else FLOAT_DELTA
+        return back(way, encode(way, plain, word, old), len(plain), old) == plain
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(run, jobs))

@@ -31,8 +31,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ckpt
 import ckpt.share as share_module
 from ckpt.arena import SEALED, Arena, Label
-from ckpt.digest import blob_digest
 from ckpt.commit import acquire, check_fit, commit, create_run
+from ckpt.digest import blob_digest
 from ckpt.errors import CorruptError, MismatchError, NoCheckpointError, SaveError, UsageError
 from ckpt.geometry import Box, intersect
 from ckpt.log import Acquire, Commit, RunLog

@@ -31,6 +31,7 @@ import numpy as np
 import zstandard
 
 from ckpt.errors import CorruptError, FormatError, UsageError
+from ckpt.shuffle import PIECE, UNSIGNED, Array, at_a_time, merge, room, shift_left, split
 from ckpt.store import Buffer
 
 RAW, PLANES, ROTATED, DELTA, FLOAT_DELTA, BF16 = range(6)
@@ -61,18 +62,15 @@ CODECS = {
     )
 }
 
-Array = np.ndarray[Any, Any]
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "C128": 8, "C64": 4, "C32": 2}  # a complex number is two words
 _OTHERS = {
     "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1,
     "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F4_E2M1X2": 1,
 }  # fmt: skip
 _WORDS = _FLOATS | _OTHERS
-_UNSIGNED: dict[int, Any] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _SIGNED: dict[int, Any] = {1: np.dtype("<i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
 
 _BLOB = 4 << 20  # bytes; for blobs up to here a thread keeps its work space
-_PIECE = 256 << 10  # bytes worked on at a time: they and what becomes of them stay in a core's own cache
 _NOISE = 7.85  # bits a byte; a plane above it is left alone
 _REPEATS = 0.9  # zstd that looks for repeats is half as fast: it must make a plane so much smaller
 _PLACES = 8  # where samples are taken, spread evenly
@@ -110,15 +108,12 @@ def encode(codec: int, plain: Buffer, word: int, base: Buffer | None = None) -> 
     _check_base(codec, length, base_length, UsageError)
     if codec in (RAW, BF16):
         return bytes(plain) if codec == RAW else b""
-    if word not in _UNSIGNED or length % word:
+    if word not in UNSIGNED or length % word:
         raise UsageError(f"{length} bytes are not words of {word}")
     words, base_words = _words(plain, word), _words_or_none(base, word)
-    count, step = len(words), _PIECE // word
-    planes = _local.planes(word, count)
-    for at in range(0, count, step):
-        to = min(at + step, count)
-        piece = _forward(codec, words[at:to], None if base_words is None else base_words[at:to])
-        _split(piece, planes[:, at:to])
+    planes = _local.planes(word, len(words))
+    for part in _parts(len(words), at_a_time(word, len(words))):
+        split(_changed(codec, words[part], None if base_words is None else base_words[part]), planes[:, part])
     stored = [_compress(plane) for plane in planes]
     return b"".join([struct.pack(f"<B{word}I", word, *map(len, stored)), *stored])
 
@@ -142,7 +137,7 @@ def decode(codec: int, stored: Buffer, length: int, base: Buffer | None, into: m
     elif codec == BF16:
         if len(view) or length % 2 or base is None:
             raise CorruptError("a blob of derived bf16 words has bytes of its own, or half a word")
-        for rounded, part in _rounded(base, out.view(_UNSIGNED[2])):
+        for rounded, part in _rounded(base, out.view(UNSIGNED[2])):
             np.copyto(part, rounded)
     else:
         word, cut = _cut(view, length)
@@ -165,7 +160,7 @@ def estimate(codec: int, plain: Buffer, word: int, base: Buffer | None = None) -
     length = memoryview(plain).nbytes
     if codec == BF16 or not length:
         return 0.0 if codec == BF16 else 1.0
-    if word not in _UNSIGNED or length % word or length <= _ESTIMATE * _PLACES:
+    if word not in UNSIGNED or length % word or length <= _ESTIMATE * _PLACES:
         return len(encode(codec, plain, word, base)) / length
     starts = [start // word * word for start in _starts(length, _ESTIMATE)]
 
@@ -195,7 +190,7 @@ def _check_base(codec: int, length: int, base: int | None, error: type[Exception
 
 def _words(data: Buffer, word: int) -> Array:
     """Buffers as words, without a copy where they lie as numpy likes it."""
-    found: Array = np.frombuffer(memoryview(data).cast("B"), np.uint8).view(_UNSIGNED[word])
+    found: Array = np.frombuffer(memoryview(data).cast("B"), np.uint8).view(UNSIGNED[word])
     return found if found.flags.aligned else found.copy()
 
 
@@ -217,23 +212,23 @@ class _Local(threading.local):
         self.entropy = zstandard.ZstdCompressor(compression_params=entropy)
         self.repeats = zstandard.ZstdCompressor(level=1, write_content_size=True, write_checksum=False)
         self.reader = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
-        self._planes: Array = np.empty(0, np.uint8)
-        self._rooms: dict[tuple[int, int], Array] = {}
+        self._spaces: dict[str, Array] = {}
 
     def planes(self, word: int, count: int) -> Array:
         """Room for the planes of a blob, until the next call."""
-        if word * count > _BLOB:
-            return np.empty((word, count), np.uint8)
-        if word * count > len(self._planes):
-            self._planes = np.empty(min(_BLOB, 2 * word * count), np.uint8)
-        return self._planes[: word * count].reshape(word, count)
+        return self._space("planes", word * count).reshape(word, count)
 
-    def room(self, number: int, word: int, count: int) -> Array:
-        """Room for so many words of a piece: 0 for what is made of them, 1 and 2 for what is needed on the way."""
-        found = self._rooms.get((number, word))
-        if found is None:
-            found = self._rooms[number, word] = np.empty(_PIECE // word, _UNSIGNED[word])
-        return found[:count]
+    def words(self, word: int, count: int) -> Array:
+        """Room for words of a blob, until the next call."""
+        found: Array = self._space("words", word * count).view(UNSIGNED[word])
+        return found
+
+    def _space(self, name: str, size: int) -> Array:
+        if size > _BLOB:
+            return np.empty(size, np.uint8)
+        if name not in self._spaces or size > len(self._spaces[name]):
+            self._spaces[name] = np.empty(min(_BLOB, 2 * size), np.uint8)
+        return self._spaces[name][:size]
 
 
 _local = _Local()
@@ -242,51 +237,66 @@ _local = _Local()
 # -- words --
 
 
-def _forward(codec: int, words: Array, base: Array | None) -> Array:
-    """A piece's words as they are cut into planes, in work space 0."""
-    found, spare = _room(0, words), _room(1, words)
-    last = 8 * words.itemsize - 1
+def _parts(count: int, step: int) -> Iterator[slice]:
+    return (slice(at, min(at + step, count)) for at in range(0, count, step))
+
+
+def _changed(codec: int, words: Array, base: Array | None) -> Array:
+    """Words as they are cut into planes; in work space, unless they stay as they are."""
     if codec == PLANES:
-        np.copyto(found, words)
-    elif base is None:  # rotated
-        _shift_left(words, 1, found)
-        np.right_shift(words, last, out=spare)
-        np.bitwise_or(found, spare, out=found)
-    else:
-        difference = _room(2, words)
-        if codec == FLOAT_DELTA:
-            _order(words, found, spare)
-            _order(base, difference, spare)
-            np.subtract(found, difference, out=difference)
-        else:
-            np.subtract(words, base, out=difference)
-        np.right_shift(_signed(difference), last, out=_signed(spare))
-        _shift_left(difference, 1, found)
-        np.bitwise_xor(found, spare, out=found)
+        return words
+    found = _local.words(words.itemsize, len(words))
+    for part in _parts(len(words), PIECE // words.itemsize):
+        _forward(codec, words[part], None if base is None else base[part], found[part])
     return found
 
 
-def _backward(codec: int, found: Array, base: Array | None, words: Array) -> None:
-    """The words that `_forward` made `found` of; that and work spaces 1 and 2 are used up."""
+def _restore(codec: int, words: Array, base: Array | None) -> None:
+    """The opposite of `_changed`, in place."""
+    for part in _parts(len(words), PIECE // words.itemsize):
+        _backward(codec, words[part], None if base is None else base[part])
+
+
+def _forward(codec: int, words: Array, base: Array | None, found: Array) -> None:
+    """Fill `found` with a piece's words as they are cut into planes."""
     spare = _room(1, words)
-    if codec == PLANES:
-        np.copyto(words, found)
-    elif base is None:  # rotated
-        np.right_shift(found, 1, out=spare)
-        _shift_left(found, 8 * words.itemsize - 1, found)
-        np.bitwise_or(found, spare, out=words)
+    last = 8 * words.itemsize - 1
+    if base is None:  # rotated
+        shift_left(words, 1, found)
+        np.right_shift(words, last, out=spare)
+        np.bitwise_or(found, spare, out=found)
+        return
+    difference = _room(2, words)
+    if codec == FLOAT_DELTA:
+        _order(words, found, spare)
+        _order(base, difference, spare)
+        np.subtract(found, difference, out=difference)
     else:
-        np.bitwise_and(found, 1, out=spare)
-        np.negative(spare, out=spare)
-        np.right_shift(found, 1, out=found)
-        np.bitwise_xor(found, spare, out=found)
-        if codec == FLOAT_DELTA:
-            ordered = _room(2, words)
-            _order(base, ordered, spare)
-            np.add(found, ordered, out=found)
-            _order(found, words, spare)
-        else:
-            np.add(found, base, out=words)
+        np.subtract(words, base, out=difference)
+    np.right_shift(_signed(difference), last, out=_signed(spare))
+    shift_left(difference, 1, found)
+    np.bitwise_xor(found, spare, out=found)
+
+
+def _backward(codec: int, words: Array, base: Array | None) -> None:
+    """Turn what `_forward` made of a piece's words into those again."""
+    spare = _room(1, words)
+    if base is None:  # rotated
+        np.right_shift(words, 1, out=spare)
+        shift_left(words, 8 * words.itemsize - 1, words)
+        np.bitwise_or(words, spare, out=words)
+        return
+    np.bitwise_and(words, 1, out=spare)
+    np.negative(spare, out=spare)
+    np.right_shift(words, 1, out=words)
+    np.bitwise_xor(words, spare, out=words)
+    if codec == FLOAT_DELTA:
+        ordered = _room(2, words)
+        _order(base, ordered, spare)
+        np.add(words, ordered, out=words)
+        _order(words, words, spare)
+    else:
+        np.add(words, base, out=words)
 
 
 def _order(words: Array, into: Array, spare: Array) -> None:
@@ -296,15 +306,8 @@ def _order(words: Array, into: Array, spare: Array) -> None:
     np.bitwise_xor(words, spare, out=into)
 
 
-def _shift_left(words: Array, bits: int, into: Array) -> None:
-    if words.itemsize > 2:
-        np.left_shift(words, bits, out=into)
-    else:
-        np.multiply(words, 1 << bits, out=into)  # processors have no shift for many narrow words at once
-
-
 def _room(number: int, like: Array) -> Array:
-    return _local.room(number, like.itemsize, len(like))
+    return room(number, like.itemsize, len(like))
 
 
 def _signed(words: Array) -> Array:
@@ -314,10 +317,10 @@ def _signed(words: Array) -> Array:
 
 def _rounded(master: Buffer, words: Array) -> Iterator[tuple[Array, Array]]:
     """fp32 bits as bf16 bits, to nearest and ties to even, every NaN 0x7fc0: piece by piece, with those of `words`."""
-    whole, step = _words(master, 4), _PIECE // 4
+    whole, step = _words(master, 4), PIECE // 4
     for at in range(0, len(whole), step):
         piece = whole[at : at + step]
-        found, rounded = _room(0, piece), _local.room(0, 2, len(piece))
+        found, rounded = _room(0, piece), room(0, 2, len(piece))
         np.left_shift(piece, 1, out=found)
         nans = found > 0xFF000000
         np.right_shift(piece, 16, out=found)
@@ -332,50 +335,6 @@ def _rounded(master: Buffer, words: Array) -> Iterator[tuple[Array, Array]]:
 
 
 # -- planes --
-#
-# Words are cut in half, and those again: numpy narrows and widens integers several times faster than it picks every
-# second or fourth byte.
-
-
-def _split(words: Array, planes: Array) -> None:
-    """Cut words into their planes, the lowest first; `words` is used up."""
-    half = words.itemsize // 2
-    if not half:
-        np.copyto(planes[0], words)
-        return
-    _narrow(words, planes[:half])
-    np.right_shift(words, 8 * half, out=words)
-    _narrow(words, planes[half:])
-
-
-def _narrow(words: Array, planes: Array) -> None:
-    """Cut the lower half of every word into planes."""
-    part = planes[0] if len(planes) == 1 else _local.room(0, len(planes), len(words))
-    np.copyto(part, words, casting="unsafe")
-    if len(planes) > 1:
-        _split(part, planes)
-
-
-def _merge(planes: list[Array], words: Array) -> None:
-    """The words that `_split` cut into these planes."""
-    half = len(planes) // 2
-    if not half:
-        np.copyto(words, planes[0])
-        return
-    spare = _room(1, words)
-    np.copyto(words, _half(planes[half:], len(words)))
-    _shift_left(words, 8 * half, words)
-    np.copyto(spare, _half(planes[:half], len(words)))
-    np.bitwise_or(words, spare, out=words)
-
-
-def _half(planes: list[Array], count: int) -> Array:
-    """Words as wide as there are planes, in work space."""
-    if len(planes) == 1:
-        return planes[0]
-    found = _local.room(0, len(planes), count)
-    _merge(planes, found)
-    return found
 
 
 def _compress(plane: Array) -> Buffer:
@@ -406,21 +365,20 @@ def _entropy(sample: Array) -> float:
 
 def _rebuild(codec: int, word: int, cut: list[memoryview], base: Buffer | None, out: Array) -> None:
     """Fill `out` from stored planes."""
-    count, step = len(out) // word, _PIECE // word
+    count = len(out) // word
     room = _local.planes(word, count)
     planes = [_decompress(stored, plane) for stored, plane in zip(cut, room, strict=True)]
-    words, base_words = out.view(_UNSIGNED[word]), _words_or_none(base, word)
-    for at in range(0, count, step):
-        to = min(at + step, count)
-        found = _room(0, words[at:to])
-        _merge([plane[at:to] for plane in planes], found)
-        _backward(codec, found, None if base_words is None else base_words[at:to], words[at:to])
+    words, base_words = out.view(UNSIGNED[word]), _words_or_none(base, word)
+    for whole in _parts(count, at_a_time(word, count)):
+        merge([plane[whole] for plane in planes], room[:, whole], words[whole])
+        if codec != PLANES:
+            _restore(codec, words[whole], None if base_words is None else base_words[whole])
 
 
 def _cut(stored: memoryview, length: int) -> tuple[int, list[memoryview]]:
     """The word size, and each plane as it is stored. CorruptError unless all adds up."""
     word = stored[0] if len(stored) else 0
-    if word not in _UNSIGNED or length % word or len(stored) < 1 + 4 * word:
+    if word not in UNSIGNED or length % word or len(stored) < 1 + 4 * word:
         raise CorruptError(f"an encoded blob of {length} bytes has an impossible header")
     lengths = struct.unpack_from(f"<{word}I", stored, 1)
     if max(lengths) > length // word or 1 + 4 * word + sum(lengths) != len(stored):

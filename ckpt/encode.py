@@ -89,7 +89,8 @@ class Encoder:
     threads: int = 1
     pace: Callable[[float], None] = lambda seconds: None
     idle: Callable[[], float] = lambda: float("inf")
-    suspects: set[bytes] = field(default_factory=set)
+    suspects: set[tuple[str, int]] = field(default_factory=set)  # packs and offsets of what is damaged here
+    distrusted: set[Attempt] = field(default_factory=set)  # damaged checkpoints: nothing is built on them
     sink: float | None = None  # bytes a second that the place takes
     rate: float = ENCODED_A_SECOND  # of one thread
     kinds: dict[str, Learnt] = field(default_factory=dict)
@@ -106,7 +107,7 @@ class Encoder:
         history = [c for c in log.state.lineage() if c.attempt < attempt]
         newest = history[0] if history else None
         mine = next((p for p in newest.parts if p[0] == layout.rank), None) if newest is not None else None
-        if newest is None or mine is None or newest.world != layout.world:
+        if newest is None or mine is None or newest.world != layout.world or newest.attempt in self.distrusted:
             return None
         try:
             written = self._written.get((newest.attempt, layout.rank))

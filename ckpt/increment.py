@@ -108,10 +108,10 @@ class BlobPlan:
 
 
 def plan_blobs(
-    layout: Layout, digests: Digests, previous: Previous | None, *, suspects: Set[bytes] = frozenset()
+    layout: Layout, digests: Digests, previous: Previous | None, *, suspects: Set[tuple[str, int]] = frozenset()
 ) -> BlobPlan:
-    """`digests`: of all blobs, in pack order. `previous`: None for a full checkpoint. `suspects`: digests of what is
-    known to be damaged in this place, so that it is stored anew."""
+    """`digests`: of all blobs, in pack order. `previous`: None for a full checkpoint. `suspects`: packs
+    and offsets of what is known to be damaged in this place, so that it is stored anew."""
     count = len(digests)
     taken, base = np.full(count, -1, np.int64), np.full(count, -1, np.int64)
     if previous is not None:
@@ -132,10 +132,11 @@ def plan_blobs(
     return BlobPlan(taken, _same(layout, digests, taken), base)
 
 
-def _sound(table: Table, suspects: Set[bytes]) -> npt.NDArray[np.bool_]:
+def _sound(table: Table, suspects: Set[tuple[str, int]]) -> npt.NDArray[np.bool_]:
     if not suspects:
         return np.ones(len(table.length), np.bool_)
-    sound = np.array([bytes(digest) not in suspects for digest in table.digest], np.bool_)
+    places = zip(table.pack.tolist(), table.offset.tolist(), strict=True)
+    sound = np.array([(table.packs[pack], offset) not in suspects for pack, offset in places], np.bool_)
     based = table.base >= 0
     sound[based] &= sound[table.base[based]]
     return sound

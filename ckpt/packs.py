@@ -28,7 +28,7 @@ from ckpt.store import Store
 from ckpt.table import Shard, Table
 from ckpt.write import Snapshot, drop, page_aligned, upload_from
 
-PACK = (16 << 20, 128 << 20)  # bytes of a pack of blobs, at least and at most
+PACK = (16 << 20, 64 << 20)  # bytes of a pack of blobs, at least and at most
 PACKS = 64  # of a part, at most, as far as those sizes allow
 UPLOADS = 2  # packs on their way at the same time
 

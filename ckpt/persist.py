@@ -102,6 +102,8 @@ class Persister:
                 await renew(tier, spec)
             tiers.append(tier)
         self.tiers = tiers
+        for tier in tiers:  # what was kept here for a place that is gone
+            tier.anchors = {url: a for url, a in tier.anchors.items() if any(url == t.url for t in tiers[1:])}
         reply: Message = {
             "tiers": [
                 {

@@ -64,6 +64,7 @@ class Place:
     leaving: set[str] = field(default_factory=set)  # names that are deleted when the grace is over
     graces: set[asyncio.Task[None]] = field(default_factory=set)
     scrubbing: asyncio.Task[None] | None = None
+    scrub_rate: float = 0.0  # bytes a second
 
     @property
     def store(self) -> Store:
@@ -74,13 +75,19 @@ class Place:
         if not self.opened:
             await self.log.open()
             self.opened = True
+            self.scrub_slowly()
 
     def scrub_slowly(self) -> None:
         """Read again what is stored, now and then, if that is wanted here."""
         wanted = self.spec.get("scrub_mib_s")
         rate = float(wanted if wanted is not None else 0 if self.store.remote else SCRUB_MIB_S) * 2**20
-        if rate > 0 and (self.scrubbing is None or self.scrubbing.done()):
-            scrub = Scrub(self.log, rate, lambda: self.role, self.busy.locked, self.encoder.suspects.add)
+        if self.scrubbing is not None and (rate != self.scrub_rate or self.scrubbing.done()):
+            self.scrubbing.cancel()
+            self.scrubbing = None
+        self.scrub_rate = rate
+        if rate > 0 and self.opened and self.scrubbing is None:
+            told = self.encoder.suspects.add, self.encoder.distrusted.add
+            scrub = Scrub(self.log, rate, lambda: self.role, self.busy.locked, *told)
             self.scrubbing = asyncio.create_task(scrub.run())
 
     def unpin(self, attempt: Attempt) -> None:
@@ -132,6 +139,7 @@ class Place:
             new = bool(newest.needs) and self.read_back.issuperset(newest.needs)
             problems = await verify(self.store, newest, new=new)
             if problems:
+                self.encoder.distrusted.add(newest.attempt)
                 tell({"op": "damaged", "tier": self.url, "step": newest.step, "problems": problems[:10]})
                 return
             self.verified = {newest.attempt}

@@ -6,6 +6,7 @@ What is damaged is said in the log, and is not built on any more: the next check
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -15,26 +16,29 @@ from ckpt.commit import Role, load_part
 from ckpt.errors import CheckpointError, CorruptError, NotFoundError, StoreError
 from ckpt.events import log as logger
 from ckpt.log import Commit, RunLog
+from ckpt.manifest import Attempt
 from ckpt.read import Batch, fetch, plan_reads
 from ckpt.table import Table
 from ckpt.write import Written
 
-ROUND_S = 6 * 3600.0  # from the end of a round over all that is stored to the next one
-PAUSE_S = 30.0  # before the first, and while there is nothing to do
+ROUND_S = 6 * 3600.0  # after which what was read is read once more
+PAUSE_S = 30.0  # between two looks at what is new
 
 
 @dataclass
 class Scrub:
     """One place, slowly. `bytes_per_s`: at most; `role`: which ranks' parts are ours; `busy`: not now, please.
 
-    `found`: told of the digest of each damaged blob. A round reads each stored range once, whoever uses it.
+    `found`: told of the pack and offset of each damaged blob; `distrust`: of a checkpoint of which more than blobs is
+    damaged. A round reads each stored range once, whoever uses it, and a base with each delta.
     """
 
     log: RunLog
     bytes_per_s: float
     role: Callable[[], Role]
     busy: Callable[[], bool]
-    found: Callable[[bytes], None]
+    found: Callable[[tuple[str, int]], None]
+    distrust: Callable[[Attempt], None] = lambda attempt: None
     rounds: int = 0
     nbytes: int = 0
     damaged: int = 0
@@ -42,16 +46,16 @@ class Scrub:
 
     async def run(self) -> None:
         """Until it is cancelled. Errors of the place are no reason to stop: it is tried again later."""
+        began = time.monotonic()
         while True:
             await asyncio.sleep(PAUSE_S)
+            if time.monotonic() - began > ROUND_S:
+                self._seen.clear()
+                began = time.monotonic()
             try:
-                fresh = await self.round()
+                await self.round()
             except CheckpointError as error:
                 logger.info("%s is not read again now: %s", self.log.store.url, error)
-                continue
-            if not fresh:
-                await asyncio.sleep(ROUND_S)
-                self._seen.clear()
 
     async def round(self) -> bool:
         """Read what has not been read in this round; whether there was anything."""
@@ -70,6 +74,7 @@ class Scrub:
                 written = await load_part(self.log.store, commit.attempt, rank, number, expected=digest)
             except (CorruptError, NotFoundError) as error:
                 if commit.attempt in (await self.log.refresh()).commits:
+                    self.distrust(commit.attempt)
                     self._say(commit, str(error))
                 continue
             fresh |= await self._part(commit, written)
@@ -104,9 +109,9 @@ class Scrub:
             return  # that says nothing about the bytes
         if commit.attempt not in (await self.log.refresh()).commits:
             return
-        self.found(table.digest[blob].tobytes())
-        for base in table.needed(blob):
-            self.found(table.digest[base].tobytes())
+        for one in (blob, *table.needed(blob)):
+            if table.stored[one]:
+                self.found(_range(table, one))
         self._say(commit, str(error))
 
     def _say(self, commit: Commit, problem: str) -> None:

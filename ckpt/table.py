@@ -45,6 +45,7 @@ DTYPES = (
 MAX_TABLE = 1 << 30
 MAX_TABLE_HEADER = 1 << 16  # of fifteen columns
 MAX_BLOB = 64 << 20  # bytes read at once; we cut at 4 MiB
+MAX_MASTERS = 8  # blobs that one may be derived from; as we cut there are two
 
 I64 = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
@@ -297,7 +298,8 @@ def _check_forms(table: Table, what: str) -> None:
     fp32 = np.array([s.dtype == "F32" for s in table.shards], np.bool_)[shard]
     through = np.concatenate([np.zeros(1, np.int64), np.cumsum(kind == 2)])
     plain = through[np.minimum(stop, len(kind))] == through[base[derived]]
-    if not (ends & inside & fp32 & plain).all():
+    few = stop - base[derived] <= MAX_MASTERS  # or reading could take the square of what the table holds
+    if not (ends & inside & fp32 & plain & few).all():
         raise CorruptError(f"{what}: something is derived from what cannot be its master")
 
 

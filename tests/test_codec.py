@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import inspect
 import struct
 import subprocess
@@ -21,7 +23,7 @@ import zstandard
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from ckpt import codec
+from ckpt import codec, shuffle
 from ckpt.codec import BF16, CODECS, DELTA, FLOAT_DELTA, PLANES, RAW, ROTATED, decode, derives, encode, estimate
 from ckpt.errors import CorruptError, FormatError, UsageError
 from ckpt.plan import BITS
@@ -121,6 +123,15 @@ def taken_apart(stored: bytes, length: int) -> list[bytes]:
     return [stored[a:b] for a, b in pairwise(ends)]
 
 
+@pytest.fixture(params=["numpy", "blosc2"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planes are cut and joined by numpy, or by blosc2's library."""
+    if request.param == "numpy":
+        monkeypatch.setattr(shuffle, "find_library", lambda: None)
+    elif shuffle.find_library() is None:
+        pytest.skip("blosc2 is not installed")
+
+
 # -- the bits --
 
 
@@ -161,6 +172,7 @@ def test_all_words_of_16_bits() -> None:
 
 @pytest.mark.parametrize("way", PLAIN)
 @pytest.mark.parametrize("word", WORDS)
+@pytest.mark.usefixtures("either_way")
 def test_the_stored_form_is_what_the_description_says(way: int, word: int) -> None:
     """Planes made in the plainest way are read, however they are compressed; and ours are those planes."""
     rng = np.random.default_rng(word)
@@ -186,12 +198,126 @@ def test_a_stored_form_of_today_stays_readable() -> None:
     assert back(ROTATED, stored, 16) == plain
 
 
+@pytest.mark.usefixtures("either_way")
 def test_blobs_larger_than_usual() -> None:
     """Nothing depends on 4 MiB, not even windows: planes of 10 MiB come back."""
     plain = np.random.default_rng(0).normal(0, 1, 10 * MIB // 2).astype("<f4").tobytes() * 2
     stored = encode(ROTATED, plain, 4)
     assert len(stored) < 0.9 * len(plain)
     assert back(ROTATED, stored, len(plain)) == plain
+
+
+# -- by numpy, and by blosc2 --
+
+needs_blosc2 = pytest.mark.skipif(importlib.util.find_spec("blosc2") is None, reason="blosc2 is not installed")
+
+
+@needs_blosc2
+@QUICK
+@given(blobs(), st.sampled_from(PLAIN))
+def test_both_ways_store_the_same(found: tuple[int, bytes, bytes], way: int) -> None:
+    """With blosc2 and without it the stored bytes are the same, and each reads them back, at any address."""
+    assert shuffle.find_library() is not None
+    word, plain, base = found
+    old = with_base(way, base)
+    stored = encode(way, plain, word, old)
+    into = memoryview(bytearray(len(plain) + 1))[1:]
+    decode(way, stored, len(plain), old, into)
+    assert into == plain
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shuffle, "find_library", lambda: None)
+        assert encode(way, plain, word, old) == stored
+        assert back(way, stored, len(plain), old) == plain
+
+
+def test_larger_than_the_library_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blobs of more bytes than a C int can say are cut and joined by numpy, to the same bytes."""
+    plain = np.random.default_rng(0).normal(0, 1, MIB // 4).astype("<f4").tobytes()
+    stored = encode(ROTATED, plain, 4)
+    monkeypatch.setattr(shuffle, "_MOST", MIB - 1)
+    assert shuffle.at_a_time(4, MIB // 4) == shuffle.PIECE // 4
+    assert encode(ROTATED, plain, 4) == stored
+    assert back(ROTATED, stored, MIB) == plain
+
+
+FOUND = """
+import sys
+from ckpt import codec, shuffle
+
+assert shuffle.find_library() is not None
+plain = bytes(range(256)) * 16
+stored, into = codec.encode(codec.ROTATED, plain, 4), bytearray(len(plain))
+codec.decode(codec.ROTATED, stored, len(plain), None, memoryview(into))
+assert into == plain
+print("blosc2" in sys.modules)
+"""
+
+
+@needs_blosc2
+def test_the_library_is_used_without_its_package() -> None:
+    """An installed blosc2 is found and used; the package itself, which is slow to import, is not imported."""
+    here = Path(inspect.getfile(codec)).parent.parent
+    found = subprocess.run([sys.executable, "-c", FOUND], capture_output=True, text=True, timeout=60, cwd=here)
+    assert found.stdout == "False\n", found.stderr
+
+
+def raising(error: Exception) -> Callable[[str], Any]:
+    def find(name: str) -> Any:
+        raise error
+
+    return find
+
+
+@pytest.mark.parametrize("find", [lambda name: None, raising(ValueError()), raising(ImportError())])
+def test_no_package_no_library(find: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without blosc2, or with something odd of that name, numpy does it all."""
+    monkeypatch.setattr(shuffle.importlib.util, "find_spec", find)
+    assert shuffle.find_library.__wrapped__() is None
+
+
+def test_files_that_are_no_such_library_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be loaded, and what has no such functions, is passed over for the next."""
+    (tmp_path / "garbage.so").write_bytes(b"no library")
+    other = importlib.util.find_spec("zstandard.backend_c")
+    assert other is not None and other.origin is not None
+    files = [tmp_path / "none.so", tmp_path / "garbage.so", Path(other.origin)]
+    real = shuffle._library_files()
+    monkeypatch.setattr(shuffle, "_library_files", lambda: files)
+    assert shuffle.find_library.__wrapped__() is None
+    monkeypatch.setattr(shuffle, "_library_files", lambda: files + real)
+    assert (shuffle.find_library.__wrapped__() is None) == (not real)
+
+
+def by_hand(wrong: Callable[[int, int], bool], done: int = 0) -> shuffle.Library:
+    """A library of Python's: `wrong` says for which bytes of a word, and words, it loses the last byte."""
+
+    def run(word: int, size: int, source: int, into: int, back: bool) -> int:
+        shape = (word, size // word) if back else (size // word, word)
+        found = np.frombuffer((ctypes.c_char * size).from_address(source), np.uint8).reshape(shape).T
+        ctypes.memmove(into, found.tobytes(), size - wrong(word, size // word))
+        return size - done
+
+    return shuffle.Library(lambda *a: run(*a, back=False), lambda *a: run(*a, back=True))
+
+
+def test_a_library_that_does_otherwise_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its first use it is compared with numpy, for all sizes of words and odd numbers of them."""
+    lies = {
+        "none": by_hand(lambda word, count: False),
+        "one size of word": by_hand(lambda word, count: word == 8),
+        "odd numbers": by_hand(lambda word, count: count % 16 == 1),
+        "few": by_hand(lambda word, count: count < 16),
+        "many": by_hand(lambda word, count: count > 1000),
+        "half done": by_hand(lambda word, count: False, done=1),
+    }
+    assert {name for name, library in lies.items() if shuffle.does_as_numpy(library)} == {"none"}
+    plain = training_like(4001)
+    stored = encode(ROTATED, plain, 4)
+    monkeypatch.setattr(shuffle, "find_library", lambda: lies["none"])
+    assert encode(ROTATED, plain, 4) == stored
+    assert back(ROTATED, stored, len(plain)) == plain
+    monkeypatch.setattr(shuffle, "find_library", lambda: lies["odd numbers"])
+    assert back(ROTATED, stored, len(plain)) != plain  # had it been used
 
 
 # -- the registry --
@@ -568,16 +694,16 @@ def all_at_once(count: int) -> int:
 class Shared:
     """Work space that all threads share; zstandard's contexts they do not, which would end the process."""
 
-    planes, room = codec._Local.planes, codec._Local.room
+    planes, words, _space = codec._Local.planes, codec._Local.words, codec._Local._space
 
     def __init__(self) -> None:
-        self._planes = np.empty(0, np.uint8)
-        self._rooms: dict[tuple[int, int], Any] = {}
+        self._spaces: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(codec._Local(), name)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_threads_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread has its own work space; with one for all, blobs get mixed up."""
     assert all_at_once(64) == 0
@@ -585,6 +711,7 @@ def test_threads_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(all_at_once(64) for _ in range(20))
 
 
+@pytest.mark.usefixtures("either_way")
 def test_threads_with_real_work(trained: dict[str, bytes]) -> None:
     """Frames too are made and read by several threads at once, of several codecs, and all is well."""
     jobs = [(name, word, base) for name, base, word, _ in LIMITS] * 3

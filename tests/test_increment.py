@@ -53,6 +53,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (plan, increment, write):
         monkeypatch.setattr(module, "BLOB", BLOB)
     monkeypatch.setattr(encode, "SMALL", 64)
+    monkeypatch.setattr(encode, "LITTLE", 64)
     monkeypatch.setattr(packs, "PACK", (2 * BLOB, 8 * BLOB))
     monkeypatch.setattr(encode, "WINDOW", 3 * BLOB)
     monkeypatch.setattr(encode, "SELF_CHECK", 3)
@@ -392,7 +393,7 @@ def test_negative_control_a_clean_up_that_forgets_references_is_seen(monkeypatch
 
 def suspect(table: Table, blob: int) -> Any:
     """What a place remembers of a blob that it has found damaged."""
-    return table.digest[blob].tobytes()
+    return table.packs[int(table.pack[blob])], int(table.offset[blob])
 
 
 # -- plans --
@@ -1143,7 +1144,6 @@ def test_a_promotion_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> Non
         snapshot = Snapshot(Attempt(1, 1, "0badcafe"), layout, memoryview(b""), [])
         source = supply.InStore(near.log.store, written.table)
         there = await far.encoders[0].write(far.log.store, snapshot, source, None)
-        assert (there.table.codec == BF16).sum() > 10
         wanted = expected(there.table, state)
         assert await fetched(far.log.store, there.table, range(there.table.owned)) == wanted  # type: ignore[arg-type]
 

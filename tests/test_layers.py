@@ -16,7 +16,7 @@ import ckpt
 
 LAYERS = (
     ("errors", "events", "mutex", "geometry"),  # words everyone shares, a lock, boxes
-    ("store", "triggers", "rally"),  # the byte interface of a place; when to save out of turn, and on which step
+    ("store", "shuffle", "triggers", "rally"),  # the byte interface of a place; byte planes; when to save out of turn
     ("digest", "codec", "values", "link", "world", "testing"),  # bytes, values, the wire, ranks
     ("notices", "pressure", "wakeup", "pulse", "pace", "fault", "findings"),  # what may happen, or is the case
     ("hang",),  # whether, and who, holds the others up
@@ -52,7 +52,7 @@ LAYERS = (
 BACKENDS_MAY_USE = {"errors", "events", "store"}
 NO_TORCH = {
     "errors", "events", "mutex", "geometry", "share", "saved", "exchange", "mirror",
-    "store", "digest", "codec", "values", "link", "manifest", "plan", "table", "log", "arena",
+    "store", "shuffle", "digest", "codec", "values", "link", "manifest", "plan", "table", "log", "arena",
     "write", "commit", "read", "retain", "tiers", "handle", "writer", "compare",
     "triggers", "rally", "notices", "pressure", "wakeup", "pulse", "fault", "hang", "holdings", "persist", "vigil",
     "witness", "increment", "supply", "packs", "encode", "pace", "scrub", "promote", "places", "upkeep", "copying",

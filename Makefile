@@ -36,7 +36,7 @@ bench-storage: $(READY)
 	$(BIN)/python benchmarks/storage.py
 
 bench-codecs: $(READY)
-	-$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt blosc2 zipnn
+	-$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt zipnn
 	$(BIN)/python benchmarks/codecs.py $(ARGS)
 
 test-gpu: $(READY)

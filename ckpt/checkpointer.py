@@ -553,7 +553,13 @@ class Checkpointer:
 
     def _on_damaged(self, note: dict[str, Any]) -> None:
         problems = "; ".join(note["problems"])
-        self._note_error(SaveError(f"step {note['step']} in {note['tier']} is damaged on disk: {problems}"), None)
+        self._note_error(
+            SaveError(
+                f"step {note['step']} in {note['tier']} is damaged on disk: {problems}. Training can go on: the next "
+                f"checkpoint does not build on it. `ckpt repair {note['tier']}` says what can be mended"
+            ),
+            None,
+        )
 
     def _wait_for_copy(self) -> None:
         self._pulse.update()
@@ -604,7 +610,10 @@ class Checkpointer:
             self._restored = False
             lines = "\n  ".join(f"step {s.step} in {s.tier}: {s.reason}" for s in result.skipped)
             touched = ". The state is partly overwritten: do not train on it" if self._torn else ""
-            raise CorruptError(f"no checkpoint could be restored{touched}\n  {lines}")
+            raise CorruptError(
+                f"no checkpoint could be restored{touched}. `ckpt repair URL`, with --from another place, may mend it"
+                f"\n  {lines}"
+            )
         if default is MISSING or self._tenure.has_checkpoints or step is not None:
             wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
             lost = "" if self._world.size == 1 else ", at least none of which the parts of all ranks can be reached"
@@ -621,6 +630,8 @@ class Checkpointer:
         self._capture.forget()
         self._tenure.take_over(self._guardian.owner.epoch, source.attempt)
         self._torn = False
+        if source.damaged:
+            self._guardian.doubt(source.tier, source.attempt, source.damaged)
         self._last_step, self._updates_before = source.attempt.step, self._hook.count
         self._restored, self._last, self._newest = True, None, None
         self._unpin_restored()

@@ -12,6 +12,7 @@ import contextlib
 import fnmatch
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -22,13 +23,13 @@ import click
 
 from ckpt import __version__, cli_doctor, cli_repair, cli_upkeep, link
 from ckpt.digest import file_digest
-from ckpt.errors import CheckpointError, CorruptError, NotFoundError, StoreError
+from ckpt.errors import CheckpointError, CorruptError, FormatError, NotFoundError, StoreError
 from ckpt.events import log as logger
 from ckpt.fault import ADVICE, MAX_REPORT, Fault, incidents
 from ckpt.fault import PREFIX as FAULTS
 from ckpt.log import Commit, RunLog
 from ckpt.manifest import MAX_JSON, Attempt, owner, part_key, rank_and_try, read_format
-from ckpt.store import get_small, normalise
+from ckpt.store import Store, get_small, normalise
 from ckpt.terminal import (
     SAYING,
     SHOWN,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
     from ckpt.read import Manifest
 
 PARALLEL = 64  # small files read at once
+NAMED = re.compile(r"\b(packs|parts|index)/[\w.-]+\.(safetensors|json)\b")  # a file of a checkpoint, in a message
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -79,10 +81,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails as well
         return 141
     except CheckpointError as error:
-        say(str(error))
+        say(f"{error}{hint(sys.argv[1:] if arguments is None else arguments, error)}")
     except MemoryError:
         say("not enough memory: comparing a tensor takes twice its size, so use a larger machine")
     return 2
+
+
+def hint(arguments: Sequence[str], error: CheckpointError) -> str:
+    """For those who gave URL@STEP, as `ckpt diff` takes it, to another command."""
+    if not isinstance(error, FormatError) or arguments[:1] not in (["show"], ["verify"], ["repair"]):
+        return ""
+    step = next((step for _, step in map(split_step, map(str, arguments[1:])) if step is not None), None)
+    return "" if step is None else f" (use --step {step})"
 
 
 @cli.command(epilog=example("ckpt ls runs/exp1", "ckpt ls runs/exp1 --json | jq '.checkpoints[0].step'"))
@@ -104,10 +114,13 @@ def ls(url: str, as_json: bool) -> int:
         history = "not finite" if row["finite"] is False else history
         kept = "" if row["kept"] is None else f"kept: {row['kept']}"
         history = ", ".join(part for part in (history, kept) if part)
-        size, kind = human(row["bytes"]), "full" if row["full"] else "increment"
+        size, kind = "gone" if row["gone"] else human(row["bytes"]), "full" if row["full"] else "increment"
         rows.append((row["step"], row["attempt"], when, size, kind, row["ranks"], row["reason"], history))
     print(safe(found["url"]))
     print_table(("step", "attempt", "when", "size", "kind", "ranks", "why", "history"), rows)
+    written = human(sum(row["bytes"] for row in found["checkpoints"]))
+    count = cli_upkeep.count_of(len(rows), "checkpoint")
+    print(f"{count}, {written} written; in files of tensors: {human(found['bytes_in_files'])}")
     return 0
 
 
@@ -117,12 +130,14 @@ async def _ls(url: str) -> dict[str, Any]:
         for start in range(0, len(commits), PARALLEL):
             created += await asyncio.gather(*(created_at(log, c) for c in commits[start : start + PARALLEL]))
         history = {c.attempt: i for i, c in enumerate(log.state.lineage())}
+        sizes, in_files = await sizes_of(log, commits)
         rows = [
             {
                 "step": c.step,
                 "attempt": str(c.attempt),
                 "created": when,
-                "bytes": size,
+                "bytes": size or 0,
+                "gone": size is None,
                 "full": c.full,
                 "ranks": c.world,
                 "reason": c.reason,
@@ -131,10 +146,15 @@ async def _ls(url: str) -> dict[str, Any]:
                 "in_history": c.attempt in history,
                 "kept": log.state.kept.get(c.attempt),
             }
-            for c, when, size in zip(commits, created, await sizes_of(log, commits), strict=True)
+            for c, when, size in zip(commits, created, sizes, strict=True)
             if c.attempt in log.state.commits  # not retired while we looked
         ]
-        return {"url": log.store.url, "damaged_records": log.state.damaged, "checkpoints": rows}
+        return {
+            "url": log.store.url,
+            "damaged_records": log.state.damaged,
+            "bytes_in_files": in_files,
+            "checkpoints": rows,
+        }
 
 
 async def created_at(log: RunLog, commit: Commit) -> str | None:
@@ -162,8 +182,8 @@ def show(url: str, step: int | None, only: str | None, as_json: bool) -> int:
     """Say what a checkpoint consists of, and how that is stored: tensors, plain values, files.
 
     Stored: bytes that this checkpoint wrote for a tensor. Held: how its pieces are stored; raw, as planes (compressed),
-    as delta (the difference to an older one), derived (bf16 that is the rounding of fp32, which costs nothing), or as
-    reference to a file of an older checkpoint.
+    as delta (the difference to an older one), derived (bf16 that is the rounding of fp32, which costs nothing), as
+    reference to a file of an older checkpoint, or as another tensor, which has the same bytes.
     """
     found = asyncio.run(_show(url, step, only))
     if as_json:
@@ -197,8 +217,12 @@ def storage_lines(found: dict[str, Any]) -> Iterator[str]:
     if found["full"]:
         yield f"a full checkpoint: {written}, all of it in files of its own"
     else:
-        on = ", ".join(f"step {Attempt.parse(attempt).step}" for attempt in found["needs"])
-        yield f"an increment, built on {on}, number {found['chain']} after a full one: {written}"
+        steps = [Attempt.parse(attempt).step for attempt in found["needs"]]
+        on = f"built on {', '.join(f'step {step}' for step in steps)}"
+        if not found["needs_there"]:
+            older = sorted({pack["step"] for pack in found["packs"] if not pack["own"] and pack["used"]}, reverse=True)
+            on = f"refers to files of step{'s' * (len(older) > 1)} {', '.join(map(str, older))}"
+        yield f"an increment, {on}, number {found['chain']} after a full one: {written}"
         yield f"files of older checkpoints that it uses: {found['older_packs']}"
     yield f"a restore reads {human(found['restore_bytes'])}"
 
@@ -225,6 +249,7 @@ async def _show(url: str, step: int | None, only: str | None) -> dict[str, Any]:
             "ranks": manifest.commit.world,
             "full": manifest.commit.full,
             "needs": list(map(str, manifest.commit.needs)),
+            "needs_there": all(need in log.state.commits for need in manifest.commit.needs),
             "chain": max((part.chain for part in manifest.parts), default=0),
             "stored_bytes": sum(pack.size for pack in packs.values() if owner(pack.key) == manifest.attempt),
             "older_packs": sum(owner(key) != manifest.attempt for key in used),
@@ -275,11 +300,25 @@ def verify(url: str, step: int | None, every: bool, data: bool, as_json: bool) -
         print_json(found)
     else:
         print_table(("step", "attempt", "verdict"), [tuple(c.values())[:3] for c in found["checkpoints"]])
-        for problems in (found["problems"], *(c["problems"] for c in found["checkpoints"])):
+        for problems in (found["problems"], list(by_problem(found["checkpoints"]))):
             print("".join(f"{safe(problem)}\n" for problem in problems[:SHOWN]), end="")
             if len(problems) > SHOWN:
                 print(f"and {len(problems) - SHOWN} more; --json shows all")
+        if any(c["problems"] for c in found["checkpoints"]):
+            print(safe(f"`ckpt repair {found['url']}` may mend it"))
     return 1 if found["problems"] or any(c["problems"] for c in found["checkpoints"]) else 0
+
+
+def by_problem(checkpoints: list[dict[str, Any]]) -> Iterator[str]:
+    """What is wrong, once for all checkpoints that suffer from it."""
+    from ckpt.upkeep import some
+
+    steps: dict[str, list[int]] = {}
+    for one in checkpoints:
+        for problem in one["problems"]:
+            steps.setdefault(problem, []).append(one["step"])
+    for problem, who in steps.items():
+        yield f"step{'s' * (len(who) > 1)} {some(who)}: {problem}"
 
 
 async def _verify(url: str, step: int | None, every: bool, data: bool) -> dict[str, Any]:
@@ -327,7 +366,25 @@ async def examine(log: RunLog, commit: Commit, on_bytes: OnBytes = None, *, data
     verdict = "damaged" if problems else "sound"
     if problems and not await still_live(log, commit):
         problems, verdict = [], "retired"
+    problems = await plainly(log.store, problems)
     return {"step": commit.step, "attempt": str(commit.attempt), "verdict": verdict, "problems": problems}
+
+
+async def plainly(store: Store, problems: list[str]) -> list[str]:
+    """The same, but of a file that is not there only that."""
+    found, gone = list[str](), dict[str, bool]()
+    for problem in problems:
+        if named := NAMED.search(problem):
+            key = named[0]
+            if key not in gone:
+                try:
+                    await store.head(key)
+                    gone[key] = False
+                except StoreError as error:
+                    gone[key] = isinstance(error, NotFoundError)
+            problem = f"{key} is gone" if gone[key] else problem
+        found.append(problem)
+    return list(dict.fromkeys(found))
 
 
 @cli.command(epilog=example("ckpt diff runs/exp1@500 runs/exp1@600", "ckpt diff runs/exp1 runs/exp2 --json"))
@@ -493,14 +550,25 @@ def newest_first(log: RunLog) -> list[Commit]:
     return sorted(log.state.commits.values(), key=lambda c: c.attempt, reverse=True)
 
 
-async def sizes_of(log: RunLog, commits: list[Commit]) -> list[int]:
-    """Bytes of the packs that each checkpoint wrote: not those of older ones that it uses, nor of tries that failed."""
+async def sizes_of(log: RunLog, commits: list[Commit]) -> tuple[list[int | None], int]:
+    """Bytes of the packs that each checkpoint wrote: not those of older ones that it uses, nor of tries that failed.
+
+    None if a full one has no pack of some part any more. And the bytes of all packs there are.
+    """
     sizes = {(c.attempt, rank, number): 0 for c in commits for rank, number, _ in c.parts}
+    there, total = set(), 0
     async for info in log.store.list("packs/"):
         attempt = owner(info.key)
+        total += info.size
         if attempt is not None and (key := (attempt, *rank_and_try(info.key))) in sizes:
             sizes[key] += info.size
-    return [sum(sizes[c.attempt, rank, number] for rank, number, _ in c.parts) for c in commits]
+            there.add(key)
+    found: list[int | None] = []
+    for commit in commits:
+        mine = [(commit.attempt, rank, number) for rank, number, _ in commit.parts]
+        gone = commit.full and not there.issuperset(mine)
+        found.append(None if gone else sum(sizes[key] for key in mine))
+    return found, total
 
 
 def split_step(text: str) -> tuple[str, int | None]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt.cli_upkeep import act, yes_option
+from ckpt.cli_upkeep import act, count_of, yes_option
 from ckpt.store import normalise
 from ckpt.terminal import (
     SHOWN,
@@ -87,6 +87,10 @@ async def _repair(url: str, sources: Sequence[str], step: int | None, yes: bool,
             "from": list(sources),
             "steps": sorted({commit.step for commit in work.commits}, reverse=True),
             "damaged": diagnosis.any,
+            "verdicts": [
+                {"step": attempt.step, "attempt": str(attempt), "verdict": verdict}
+                for attempt, verdict in work.verdicts()
+            ],
             **_summary(diagnosis),
             "remains": diagnosis.remains,
             "done": None,
@@ -96,7 +100,7 @@ async def _repair(url: str, sources: Sequence[str], step: int | None, yes: bool,
         if yes and diagnosis.any:
             with progress("writing", found["bytes_to_write"]) as on_bytes:
                 done = await work.mend(on_bytes)
-            found["done"] = _done(done)
+            found["done"] = _done(done, diagnosis)
             found["remains"] = diagnosis.remains or bool(done.failed)
             if not quiet:
                 show_done(found)
@@ -148,7 +152,11 @@ def _pack(pack: PackDamage) -> dict[str, Any]:
         "key": pack.info.key,
         "size": pack.info.size if pack.known else None,
         "problem": pack.problem or None,
-        "header": {"damaged": pack.header, "from": cure and cure.where, "how": cure and cure.how},
+        "header": {
+            "damaged": pack.header and pack.there is not None,
+            "from": cure and cure.where,
+            "how": cure and cure.how,
+        },
         "pieces": [
             {
                 "offset": piece.offset,
@@ -166,21 +174,25 @@ def _pack(pack: PackDamage) -> dict[str, Any]:
     }
 
 
-def _done(done: Mended) -> Found:
+def _done(done: Mended, found: Diagnosis) -> Found:
+    zeroed = [piece for pack in found.packs if pack.info.key in done.lost for piece in pack.lost]
     return {
         "files": done.files,
         "packs": done.packs,
         "given_up_meanwhile": done.left,
         "failed": [{"key": key, "why": why} for key, why in done.failed],
         "zeros": done.zeros,
+        "lost_zeros": sum(done.lost.values()),
+        "lost_zeros_steps": sorted({step for piece in zeroed for step in piece.steps}, reverse=True),
     }
 
 
 def show(found: Found) -> None:
-    print(safe(f"{found['url']}: {len(found['steps'])} checkpoints read"))
+    print(safe(f"{found['url']}: {count_of(len(found['verdicts']), 'checkpoint')} read"))
     if not found["damaged"]:
         print("nothing is damaged")
         return
+    show_verdicts(found["verdicts"])
     for record in found["damaged_records"][:SHOWN]:
         print(f"log record {record} is damaged or missing, which cannot be repaired")
     for one in found["unreadable"][:SHOWN]:
@@ -192,7 +204,7 @@ def show(found: Found) -> None:
     for pack in found["packs"]:
         header = pack["header"]
         if pack["problem"]:
-            hope = "see below" if pack["write_again"] else "LOST"
+            hope = "LOST" if not pack["write_again"] else "see below" if pack["repairable"] else "in part, see below"
             files.append((pack["key"], "", pack["problem"], hope))
         if header["damaged"]:
             origin = f"{header['how']}, {header['from']}" if header["from"] else "LOST"
@@ -207,8 +219,24 @@ def show(found: Found) -> None:
         print(f"and {more} more; --json shows all")
     again = [pack for pack in found["packs"] if pack["write_again"]]
     ready = [f for f in found["files"] if f["repairable"]]
-    print(f"damaged: {found['bytes_damaged']} bytes of tensors, of which {found['bytes_lost']} cannot be had")
-    print(f"to write again: {len(again) + len(ready)} files, {found['bytes_to_write']} bytes")
+    lost = human(found["bytes_lost"])
+    print(f"damaged: {human(found['bytes_damaged'])} of tensors, of which {lost} cannot be had")
+    print(f"to write again: {count_of(len(again) + len(ready), 'file')}, {human(found['bytes_to_write'])}")
+
+
+def show_verdicts(verdicts: Sequence[Found]) -> None:
+    """What it comes to, a line for each checkpoint that is damaged."""
+    from ckpt.upkeep import some
+
+    bad = [one for one in verdicts if one["verdict"] != "sound"]
+    sound = [one["step"] for one in verdicts if one["verdict"] == "sound"]
+    for one in bad[:SHOWN]:
+        print(f"step {one['step']}: {one['verdict']}")
+    if len(bad) > SHOWN:
+        print(f"and {len(bad) - SHOWN} more that are damaged; --json shows all")
+    if sound:
+        print(f"step{'s' * (len(sound) > 1)} {some(sound)}: sound")
+    print()
 
 
 def _rows(found: Found) -> list[tuple[object, ...]]:
@@ -229,6 +257,8 @@ def _rows(found: Found) -> list[tuple[object, ...]]:
 
 
 def show_done(found: Found) -> None:
+    from ckpt.upkeep import some
+
     done = found["done"]
     for key in done["given_up_meanwhile"][:SHOWN]:
         print(safe(f"left out, since the run has given it up meanwhile: {key}"))
@@ -236,6 +266,10 @@ def show_done(found: Found) -> None:
         print(safe(f"failed, and is as it was: {one['key']}: {one['why']}"))
     if done["zeros"]:
         print(f"{done['zeros']} bytes that no checkpoint names could not be had, and are zeros now")
-    print(f"wrote {len(done['files']) + len(done['packs'])} files again, verified on the way")
+    if done["lost_zeros"]:
+        steps = done["lost_zeros_steps"]
+        stay = f"step{'s' * (len(steps) > 1)} {some(steps)} {'stays' if len(steps) == 1 else 'stay'} damaged"
+        print(f"{done['lost_zeros']} bytes that nobody has are zeros now: {stay}; `ckpt verify` sees it, --no-data not")
+    print(f"wrote {count_of(len(done['files']) + len(done['packs']), 'file')} again, verified on the way")
     if found["remains"]:
         print("Damage remains: see above. `ckpt verify --all` says which checkpoints are sound")

@@ -20,6 +20,7 @@ from ckpt.store import normalise, open_store, remember_options
 from ckpt.terminal import (
     SHOWN,
     example,
+    human,
     json_option,
     opened,
     parse_options,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
 
 T = TypeVar("T")
 Found = dict[str, Any]
-TITLES = ("step", "attempt", "files", "bytes", "what")
+TITLES = ("step", "attempt", "files", "size", "what")
 Show = Callable[[Found], None]
 
 
@@ -104,7 +105,8 @@ def copy(
     """Copy the newest checkpoint, or that of STEP, to another place: a new run, or one that is there.
 
     Every byte is verified on the way. What is there already is not copied again, so an interrupted copy goes on where
-    it stopped. A training that is started in a new DST goes on from there. Exit code 1 if --all had to leave some out.
+    it stopped. A training that is started in a new DST goes on from there. With --all, what turns out damaged is left
+    out, and the others are copied; exit code 1 if any was.
     """
     if every and step is not None:
         raise click.UsageError("STEP and --all exclude each other")
@@ -116,7 +118,9 @@ def copy(
     if as_json:
         print_json(found)
     elif found["copy"]:
-        show_end(found, f"copied {len(found['copy'])}, verified on the way")
+        for one in found["done"]["failed"] if found["done"] else ():
+            print(safe(f"left out: {one['why']}"))
+        show_end(found, f"copied {len(found['done']['copied']) if found['done'] else 0}, verified on the way")
     return 1 if found["not_copied"] else 0
 
 
@@ -126,7 +130,7 @@ def show_copy(found: Found) -> None:
     rows += [(*_cells(one), "already there") for one in found["already_there"]]
     rows += [(*_cells(one), f"not copied: {one['why']}") for one in found["not_copied"]]
     print_table(TITLES, rows)
-    print(f"{len(found['copy'])} to copy: {found['files']} files, {found['bytes']} bytes")
+    print(f"{len(found['copy'])} to copy: {count_of(found['files'], 'file')}, {human(found['bytes'])}")
     if found["fences"]:
         print("a job that trains in the target is fenced")
 
@@ -145,10 +149,13 @@ async def _copy(src: str, dst: str, step: int | None, every: bool, take_over: bo
             far = await copying.open_target(dst)
             try:
                 with progress("copying", sum(item.size for item in plan.copy)) as on_bytes:
-                    await copying.copy(source, far, plan, on_bytes=on_bytes)
+                    failed = await copying.copy(source, far, plan, go_on=every, on_bytes=on_bytes)
             finally:
                 await far.store.aclose()
-            found["done"] = {"copied": [str(item.attempt) for item in plan.copy]}
+            out = {item.attempt for item in failed}
+            copied = [str(item.attempt) for item in plan.copy if item.attempt not in out]
+            found["done"] = {"copied": copied, "failed": list(map(_item, failed))}
+            found["not_copied"] += found["done"]["failed"]
         return found
 
 
@@ -223,7 +230,7 @@ def prune(
     if not (found["files"] or found["give_up"]):
         return 0
     done = found["done"] or {"given_up": (), "files": 0}
-    return show_end(found, f"gave up {len(done['given_up'])}, deleted {done['files']} files")
+    return show_end(found, f"gave up {len(done['given_up'])}, deleted {count_of(done['files'], 'file')}")
 
 
 def show_prune(found: Found) -> None:
@@ -233,7 +240,7 @@ def show_prune(found: Found) -> None:
     print_table(TITLES, rows)
     if found["leftovers"]:
         print(f"{found['leftovers']} files of attempts that have ended go as well")
-    print(f"{len(found['give_up'])} to give up: {found['files']} files, {found['bytes']} bytes")
+    print(f"{len(found['give_up'])} to give up: {count_of(found['files'], 'file')}, {human(found['bytes'])}")
     if found["partial"]:
         print("this place holds the parts of some ranks only: do the same in those of the other nodes")
     if found["files"] or found["give_up"]:
@@ -305,7 +312,9 @@ def gc(url: str, abort_open: bool, grace_s: float | None, yes: bool, as_json: bo
     if not found["needed"]:
         return 0
     done = found["done"] or {"files": 0, "uploads": 0}
-    return show_end(found, f"deleted {done['files']} files, dropped {done['uploads']} unfinished uploads")
+    return show_end(
+        found, f"deleted {count_of(done['files'], 'file')}, dropped {count_of(done['uploads'], 'unfinished upload')}"
+    )
 
 
 def show_gc(found: Found) -> None:
@@ -319,8 +328,10 @@ def show_gc(found: Found) -> None:
         print(safe(f"not ours, stays: {key}"))
     if len(found["foreign"]) > SHOWN:
         print(f"and {len(found['foreign']) - SHOWN} more that are not ours; --json shows all")
-    print(f"needed by checkpoints: {found['live']['files']} files, {found['live']['bytes']} bytes")
-    print(f"to delete: {found['files']} files, {found['bytes']} bytes, and {found['uploads']} unfinished uploads")
+    live, files = found["live"], count_of(found["files"], "file")
+    print(f"needed by checkpoints: {count_of(live['files'], 'file')}, {human(live['bytes'])}")
+    uploads = count_of(found["uploads"], "unfinished upload")
+    print(f"to delete: {files}, {human(found['bytes'])}, and {uploads}")
     if found["files"]:
         print(_patience(found["grace_s"]))
 
@@ -426,7 +437,12 @@ def _item(item: Item) -> Found:
 
 
 def _cells(found: Found) -> tuple[object, ...]:
-    return found["step"], found["attempt"], found["files"] or "", found["bytes"] or ""
+    size = human(found["bytes"]) if found["bytes"] else ""
+    return found["step"], found["attempt"], found["files"] or "", size
+
+
+def count_of(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _patience(grace_s: float) -> str:

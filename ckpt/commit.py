@@ -25,7 +25,7 @@ from ckpt.errors import (
 )
 from ckpt.events import log as logger
 from ckpt.events import point
-from ckpt.log import Acquire, Commit, Record, RunLog, RunState, commit_body, infer_root
+from ckpt.log import MAX_DOUBTS, Acquire, Commit, Record, RunLog, RunState, commit_body, infer_root
 from ckpt.manifest import (
     MAX_FORMAT,
     MAX_JSON,
@@ -389,6 +389,17 @@ async def retract(log: RunLog, mine: Acquire, attempt: Attempt, reason: str) -> 
 
     await abort(log, mine, attempt, reason, held=True)  # from here on it cannot be committed any more
     await log.append(make, owner=mine)
+
+
+async def doubt(log: RunLog, mine: Acquire, attempt: Attempt, ranges: Collection[tuple[str, int]]) -> None:
+    """Say to the writers of all ranks which bytes were found damaged, by pack and offset, so that nobody builds on
+    them."""
+    new = sorted(set(ranges) - log.state.doubts)[:MAX_DOUBTS]
+    if not new:
+        return
+    body = {"attempt": str(attempt), "ranges": [list(one) for one in new]}
+    request = f"doubt:{attempt}:{file_digest(repr(new).encode())[:16]}"
+    await log.append(lambda state: Record("DOUBT", body, request), owner=mine)
 
 
 @dataclass

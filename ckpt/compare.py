@@ -45,7 +45,8 @@ class Storage:
     """How some blobs are stored. `stored`: bytes in packs of this checkpoint, each range once; `held`: how many blobs
 
     are raw, planes (smaller by themselves), delta (the difference to an older one), derived (the rounding of others,
-    nothing is stored) or reference (in a pack of an older checkpoint, however they are stored there). `depth`: what has
+    nothing is stored), reference (in a pack of an older checkpoint, however they are stored there) or as another (stored
+    for a tensor that was asked about before). `depth`: what has
     to be decoded first: 0 nothing, 1 a base or a master, 2 a master that has a base itself. `reads`: bytes that a
     restore of them reads, each range once, with what they are based on.
     """
@@ -57,7 +58,7 @@ class Storage:
 
 
 NOTHING = Storage(0, {}, 0, 0)
-HELD = ("raw", "planes", "delta", "derived", "reference")
+HELD = ("raw", "planes", "delta", "derived", "reference", "as another")
 
 
 class Storages:
@@ -77,7 +78,9 @@ class Storages:
     def of(self, blobs: list[int]) -> Storage:
         """A range that several tensors share counts as stored for the first that is asked about."""
         table, rows = self.table, np.array(blobs, np.int64)
-        counts = np.bincount(self.form[rows], minlength=len(HELD)).tolist()
+        forms = self.form[rows]
+        forms[[self._is_counted(row) for row in blobs]] = HELD.index("as another")
+        counts = np.bincount(forms, minlength=len(HELD)).tolist()
         needed = self._needed(rows)
         depth = 0
         if (table.base[rows] >= 0).any():
@@ -96,6 +99,10 @@ class Storages:
         table = self.table
         ranges = np.stack([table.pack[rows], table.offset[rows], table.stored[rows]], 1)[table.stored[rows] > 0]
         return int(np.unique(ranges, axis=0)[:, 2].sum())
+
+    def _is_counted(self, row: int) -> bool:
+        place = int(self.table.pack[row]), int(self.table.offset[row])
+        return bool(self.own[row]) and bool(self.table.stored[row]) and place in self._counted
 
     def _new(self, row: int) -> int:
         place = int(self.table.pack[row]), int(self.table.offset[row])

@@ -39,9 +39,10 @@ OnBytes = Callable[[int], None] | None
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """Newest first. `lead`: the target's history is to go on from the first of `copy`; `fences`: whoever trains there.
+    """Newest first. A file that several of `copy` share counts with the first of them.
 
-    `after`: the ACQUIRE that was the target's newest when this was decided.
+    `lead`: the target's history is to go on from the newest of these; `fences`: whoever trains there. `after`: the
+    ACQUIRE that was the target's newest when this was decided.
     """
 
     copy: tuple[Item, ...]
@@ -49,6 +50,7 @@ class CopyPlan:
     left_out: tuple[Item, ...]
     new: bool
     lead: bool
+    take_over: bool
     fences: bool
     after: Acquire | None
 
@@ -82,6 +84,7 @@ async def plan_copy(source: RunLog, target: RunLog | None, wanted: Sequence[Comm
             "given up there. Copy to another place"
         )
     copy, there, left_out = list[Item](), list[Item](), list[Item]()
+    counted: set[str] = set()
     for commit in wanted:
         if target is not None and commit.attempt in far.commits:
             problem = await _missing(target, far.commits[commit.attempt])
@@ -90,11 +93,11 @@ async def plan_copy(source: RunLog, target: RunLog | None, wanted: Sequence[Comm
             left_out.append(Item(commit.attempt, why=why))
         else:
             try:
-                size = await promote.measure(source, commit)
+                size = await promote.measure(source, commit, counted)
                 copy.append(Item(commit.attempt, size.nbytes, size.files))
             except (NotFoundError, CorruptError) as error:
                 left_out.append(Item(commit.attempt, why=str(await _blame(source, commit.attempt, error))))
-    newest = copy[0].attempt if copy else None
+    newest = _newest(copy[0], there) if copy else None
     lead = newest is not None and leads(far, newest, take_over)
     fences = lead and not nobodys(far)
     if fences and not take_over:
@@ -103,7 +106,12 @@ async def plan_copy(source: RunLog, target: RunLog | None, wanted: Sequence[Comm
             "would hide it. With --take-over the target goes on from it, and a job that trains there is fenced"
         )
     after = far.acquires[-1] if far.acquires else None
-    return CopyPlan(tuple(copy), tuple(there), tuple(left_out), target is None, lead, fences, after)
+    return CopyPlan(tuple(copy), tuple(there), tuple(left_out), target is None, lead, take_over, fences, after)
+
+
+def _newest(first: Item, there: Sequence[Item]) -> Attempt:
+    """Of those of the source that the target will have once the first is copied."""
+    return max(item.attempt for item in (first, *there))
 
 
 def why_not(near: RunState, far: RunState, commit: Commit) -> str:
@@ -134,7 +142,7 @@ def leads(far: RunState, newest: Attempt, take_over: bool) -> bool:
     where the history goes on, so what came later in the source would count as undone.
     """
     history = in_history(far.acquires, {*far.commits, newest})
-    if newest.epoch > far.epoch:
+    if newest.epoch > far.epoch and newest not in far.commits:
         return True
     if take_over:
         return history[:1] != [newest]
@@ -172,13 +180,17 @@ async def open_target(url: str) -> RunLog:
     return log
 
 
-async def copy(source: RunLog, target: RunLog, plan: CopyPlan, *, on_bytes: OnBytes = None) -> None:
+async def copy(
+    source: RunLog, target: RunLog, plan: CopyPlan, *, go_on: bool = False, on_bytes: OnBytes = None
+) -> list[Item]:
     """Do it, the newest first. Whoever trains in the target is fenced only once the files are there.
 
-    CorruptError if the source is damaged, NoCheckpointError if it has retired a checkpoint meanwhile, FencedError if
-    a job took the target over meanwhile.
+    CorruptError if the source is damaged, NoCheckpointError if it has retired a checkpoint meanwhile; but with `go_on`
+    such a one is left out, the others are copied, and what was left out is returned with the reason. FencedError if a
+    job took the target over meanwhile.
     """
-    for number, item in enumerate(plan.copy):
+    left_out, leading, after = list[Item](), plan.lead, plan.after
+    for item in plan.copy:
         commit = source.state.commits.get(item.attempt)
         mine: Acquire | None = None
         try:
@@ -186,20 +198,47 @@ async def copy(source: RunLog, target: RunLog, plan: CopyPlan, *, on_bytes: OnBy
                 raise NotFoundError(f"attempt {item.attempt} is gone")
             files = await files_of(target, target.state.commits.values())
             used = {key for keys in files.values() for key in keys}
-            written = await _copy_files(source.store, target.store, commit, used, on_bytes)
-            if number == 0 and plan.lead:
-                mine = await _lead(target, plan.after, item.attempt)
+            written = await _copy_files(source.store, target.store, commit, used, _at_most(item.size, on_bytes))
+            # Which one leads is decided by the first that is really here: those before it have turned out damaged.
+            newest = _newest(item, plan.there)
+            if leading and leads(target.state, newest, plan.take_over):
+                mine = after = await _lead(target, after, newest)
             await append_commit(target, mine, written, used=files)
+            leading = False
         except (NotFoundError, CorruptError) as error:
-            raise await _blame(source, item.attempt, error) from None
+            blamed = await _blame(source, item.attempt, error, target)
+            if not go_on:
+                raise blamed from None
+            left_out.append(Item(item.attempt, why=str(blamed)))
         except SaveError as error:
             raise SaveError(f"{target.store.url}: {error}. Copy to another place") from None
+    return left_out
 
 
-async def _blame(source: RunLog, attempt: Attempt, error: CheckpointError) -> CheckpointError:
-    """Whether what cannot be read is damaged, or was retired while we looked."""
+def _at_most(most: int, on_bytes: OnBytes) -> OnBytes:
+    """Tells of so many bytes only: files that came with another checkpoint have been told of."""
+    if on_bytes is None:
+        return None
+    left = most
+
+    def tell(count: int) -> None:
+        nonlocal left
+        count = min(count, left)
+        left -= count
+        on_bytes(count)
+
+    return tell
+
+
+async def _blame(
+    source: RunLog, attempt: Attempt, error: CheckpointError, target: RunLog | None = None
+) -> CheckpointError:
+    """Whether what cannot be read is damaged, and where, or was retired while we looked."""
+    if target is not None and str(error).startswith(target.store.url):
+        return CorruptError(f"step {attempt.step} cannot be copied: {error}")
     if attempt in (await source.refresh()).commits:
-        return CorruptError(f"step {attempt.step} of {source.store.url} is damaged: {error}")
+        url = source.store.url
+        return CorruptError(f"step {attempt.step} of {url} is damaged: {error}. `ckpt repair {url}` may mend it")
     return NoCheckpointError(
         f"step {attempt.step} of {source.store.url} was retired while it was copied. Copy a newer one, or `ckpt keep` "
         "it first"

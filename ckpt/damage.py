@@ -42,6 +42,7 @@ from ckpt.table import MAX_TABLE, Table, merge
 OnBytes = Callable[[int], None] | None
 Get = Callable[[], Awaitable[bytes | memoryview]]
 Ranges = np.ndarray[Any, Any]
+VERDICTS = ("sound", "sound after this", "stays damaged", "lost")
 _RANGE = np.dtype([("pack", "<i4"), ("offset", "<i8"), ("stored", "<i8"), ("low", "<u8"), ("high", "<u8")])
 
 
@@ -328,6 +329,28 @@ class Survey:
                     by_place[place].rows.append((sheet, row))
         for pack in damaged.values():
             pack.pieces = [piece for piece in pack.pieces if piece.rows]
+
+    def verdicts(self) -> list[tuple[Attempt, str]]:
+        """Of every checkpoint, newest first: "sound", what a repair makes of it, "sound after this", "stays damaged",
+        or "lost", if bytes that it needs cannot be had."""
+        found: dict[Attempt, int] = {commit.attempt: 0 for commit in self.commits}
+
+        def worse(attempts: Iterable[Attempt | None], much: int) -> None:
+            for attempt in attempts:
+                if attempt in found:
+                    found[attempt] = max(found[attempt], much)
+
+        worse([attempt for attempt, _ in self.found.unread], 3)
+        for file in self.found.files:
+            worse([owner(file.key)], 2 if file.raw is None else 1)
+        for pack in self.found.packs:
+            users = {sheet.commit.attempt for sheet in self.sheets if pack.info.key in sheet.table.packs}
+            for piece in pack.pieces:
+                worse([sheet.commit.attempt for sheet, _ in piece.rows], 3 if piece.cure is None else 1)
+            if pack.header or pack.size_is_wrong:
+                right = pack.worth and (not pack.header or pack.header_cure is not None)
+                worse(users, 1 if right else 2)
+        return [(attempt, VERDICTS[much]) for attempt, much in sorted(found.items(), reverse=True)]
 
     # -- structure --
 

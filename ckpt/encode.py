@@ -41,7 +41,7 @@ LITTLE = 4 << 20  # bytes of a part, below which "auto" does not compress: there
 WINDOW = 32 << 20  # plain bytes whose bases are in memory at the same time
 PROBES = 5  # blobs of a kind that are looked at before the others
 SHARING_PROBES = 32
-WORTH = 0.1  # of the bytes: for less a checkpoint does not come to depend on another one
+WORTH, LEAST = 0.1, 256 << 10  # of the bytes, and bytes: for less a checkpoint does not come to depend on another
 SELF_CHECK = 16  # one of so many encoded blobs is decoded again before it is trusted
 WHOLE, WHOLE_AGAIN = 0.95, 0.97  # of the plain size, from which on nothing is encoded; the second: if it was before
 DELTA, DELTA_AGAIN = 0.85, 0.9  # of the size without a base, from which on it is not worth one
@@ -109,6 +109,7 @@ class Encoder:
         mine = next((p for p in newest.parts if p[0] == layout.rank), None) if newest is not None else None
         if newest is None or mine is None or newest.world != layout.world or newest.attempt in self.distrusted:
             return None
+        self.suspects |= log.state.doubts
         try:
             written = self._written.get((newest.attempt, layout.rank))
             if written is None or written.digest != mine[2]:
@@ -192,7 +193,8 @@ class Encoder:
         def probe() -> bool:
             alike = [blob_digest(source.peek(b)) == previous.table.digest[rows[b]].tobytes() for b in some]
             sizes = [source.layout.arrangement.blobs[b].length for b in some]
-            return bool(sum(n for n, same in zip(sizes, alike, strict=True) if same) > WORTH * sum(sizes))
+            share = sum(n for n, same in zip(sizes, alike, strict=True) if same) / max(1, sum(sizes))
+            return bool(share > WORTH and share * source.layout.arrangement.data_size > LEAST)
 
         return await asyncio.to_thread(probe)
 
@@ -247,7 +249,7 @@ class _Work:
             await self._choose(plan)
         if not self._any_delta():
             plan.base[:] = -1
-            if self.previous is not None and self._taken(plan) <= WORTH:
+            if self.previous is not None and not self._worth(plan):
                 self.previous, plan = None, plan_blobs(self.layout, digests, None)
         if self.previous is not None and on_needs is not None and self._builds(plan):
             allowed = await on_needs(self.previous.attempt)
@@ -281,13 +283,14 @@ class _Work:
             reason=reason,
             needs=() if built_on is None else (built_on.attempt,),
             chain=0 if built_on is None else built_on.part.chain + 1,
+            full=None if built_on is None else built_on.full,
             check=check,
         )
 
-    def _taken(self, plan: BlobPlan) -> float:
-        """The share of the bytes that need not be stored again."""
-        total = self.layout.arrangement.data_size
-        return sum(self.blobs[blob].length for blob in np.flatnonzero(plan.taken >= 0)) / max(1, total)
+    def _worth(self, plan: BlobPlan) -> bool:
+        """Whether enough need not be stored again."""
+        taken = sum(self.blobs[blob].length for blob in np.flatnonzero(plan.taken >= 0))
+        return bool(taken > max(LEAST, WORTH * self.layout.arrangement.data_size))
 
     def _builds(self, plan: BlobPlan) -> bool:
         """Whether anything of the previous checkpoint may be used."""

@@ -11,7 +11,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -325,6 +325,10 @@ class Guardian:
         """All places hold their parts of these."""
         self.client.send("complete", tier=tier, attempts=[str(a) for a in attempts])
 
+    def doubt(self, url: str, attempt: Attempt, ranges: Iterable[tuple[str, int]]) -> None:
+        """These bytes of a place were found damaged: nothing is to be built on them."""
+        self.client.send("doubt", url=url, attempt=str(attempt), ranges=[list(one) for one in sorted(ranges)])
+
     def _on_note(self, note: Message) -> None:
         if note["op"] == "gone":
             self._stager.hold(-1)
@@ -336,6 +340,8 @@ class Guardian:
             self.on_held(int(note["tier"]), Attempt.parse(note["attempt"]))
         elif note["op"] == "damaged":
             self.on_damaged(note)
+        elif note["op"] == "said":
+            log.warning("%s", note["text"])
         else:
             self.on_alert(note)
 
@@ -480,7 +486,8 @@ class Guardian:
 
     def _drop_prepared(self) -> None:
         """Nobody takes what was prepared any more: its descriptor would hold all of that memory."""
-        future, self._preparing = self._preparing, None
+        with self._lock:
+            future, self._preparing = self._preparing, None
         if future is not None:
             future.add_done_callback(_close_descriptors)
 

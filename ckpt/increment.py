@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.codec import BF16, derives
+from ckpt.codec import BF16, decode
 from ckpt.log import RunState
 from ckpt.manifest import Attempt, PackInfo, Part, owner
 from ckpt.plan import BLOB, Layout, TensorSpec
@@ -68,6 +68,11 @@ class Previous:
         return Attempt.parse(self.part.attempt)
 
     @cached_property
+    def full(self) -> Attempt:
+        """The last full one, which it may be itself."""
+        return Attempt.parse(self.part.full) if self.part.full else self.attempt
+
+    @cached_property
     def packs(self) -> dict[str, PackInfo]:
         return {pack.key: pack for pack in self.part.packs}
 
@@ -94,7 +99,8 @@ class BlobPlan:
     """One entry a blob, in pack order; -1: no.
 
     `taken`: the blob of the previous checkpoint that it is; `same`: the earlier blob of this one that it equals;
-    `base`: the blob of the previous table, stored whole, that it may be stored as a delta against.
+    `base`: the blob of the previous table that it may be stored as a delta against. It is stored whole, in the last
+    full checkpoint: what is a delta depends on nothing between.
     """
 
     taken: I64
@@ -121,10 +127,11 @@ def plan_blobs(
         row = rows[there]
         equal = (table.digest[row] == digests[there]).all(1) & (table.codec[row] != BF16) & sound[row]
         taken[there[equal]] = row[equal]
-        # What it was a delta against, or that itself, if it is stored whole.
+        # What it was a delta against, or that itself, if it is stored whole in the full one.
         delta = table.base[row] >= table.owned
         whole = np.where(delta, table.base[row], row)
-        useful = ~equal & (table.codec[whole] != BF16) & sound[whole]
+        from_full = np.array([owner(key) == previous.full for key in table.packs], np.bool_)[table.pack[whole]]
+        useful = ~equal & (table.codec[whole] != BF16) & sound[whole] & (delta | from_full)
         base[there[useful]] = whole[useful]
         for key in _given_up(previous, taken):
             leaving = _uses(table, taken, table.packs.index(key))
@@ -160,10 +167,10 @@ def _given_up(previous: Previous, taken: I64) -> list[str]:
     dead = [
         key
         for key, nbytes in zip(table.packs, needed.tolist(), strict=True)
-        if 0 < nbytes < MOSTLY_DEAD * previous.packs[key].size and owner(key) != previous.attempt
+        if 0 < nbytes < MOSTLY_DEAD * previous.packs[key].size and owner(key) not in (previous.attempt, previous.full)
     ]
     used = {owner(key) for key, nbytes in zip(table.packs, needed.tolist(), strict=True) if nbytes and key not in dead}
-    owners = sorted((a for a in used if a is not None), reverse=True)
+    owners = sorted((a for a in used if a is not None and a != previous.full), reverse=True)
     too_old = set(owners[MAX_OWNERS:])
     return dead + [key for key in table.packs if owner(key) in too_old and key not in dead]
 
@@ -189,20 +196,20 @@ def find_masters(layout: Layout, peek: Callable[[int], memoryview]) -> I64:
     first: dict[int, int] = {}
     for number, blob in enumerate(arrangement.blobs):
         first.setdefault(blob.tensor, number)
-    fp32: dict[object, list[int]] = {}
+    heads = dict[tuple[object, bytes], int]()
     for i, tensor in enumerate(layout.tensors):
         if tensor.dtype == "F32" and i in first:
-            fp32.setdefault(_form(tensor), []).append(i)
+            master = peek(first[i])[:PEEK]
+            head = bytearray(len(master) // 2)
+            decode(BF16, b"", len(head), master, memoryview(head))
+            heads.setdefault((_form(tensor), bytes(head)), i)
     masters = np.full(len(arrangement.blobs), -1, np.int64)
     for i, tensor in enumerate(layout.tensors):
-        if tensor.dtype != "BF16" or i not in first:
-            continue
-        head = peek(first[i])[: PEEK // 2]
-        for candidate in fp32.get(_form(tensor), ()):
-            if derives(peek(first[candidate])[: 2 * len(head)], head):
+        if tensor.dtype == "BF16" and i in first:
+            found = heads.get((_form(tensor), bytes(peek(first[i])[: PEEK // 2])))
+            if found is not None:
                 count = -(-tensor.nbytes // BLOB)
-                masters[first[i] : first[i] + count] = first[candidate] + 2 * np.arange(count)
-                break
+                masters[first[i] : first[i] + count] = first[found] + 2 * np.arange(count)
     return masters
 
 

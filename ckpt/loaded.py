@@ -12,9 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ckpt import read
+from ckpt import mend, read
 from ckpt.errors import CorruptError, UsageError
 from ckpt.geometry import Box
+from ckpt.manifest import Attempt
 from ckpt.restore import Filler, Target
 from ckpt.saved import Key, Saved
 from ckpt.store import normalise, remember_options
@@ -28,8 +29,9 @@ class Loaded(Mapping[str, Tensor]):
     `step` and `url` say what it is. `values(…)` is the Mapping's; plain values are under `plain(path)`.
     """
 
-    def __init__(self, url: str, step: int, saved: Saved, names: dict[str, Key]) -> None:
-        self.url, self.step, self._saved, self._names = url, step, saved, names
+    def __init__(self, url: str, attempt: Attempt, saved: Saved, names: dict[str, Key]) -> None:
+        self.url, self.step, self._saved, self._names = url, attempt.step, saved, names
+        self._attempt = attempt
         self._cache: dict[Key, Tensor] = {}
         self._lock = threading.Lock()
 
@@ -71,7 +73,7 @@ class Loaded(Mapping[str, Tensor]):
         names = {name.removeprefix(start): key for name, key in self._names.items() if name.startswith(start)}
         if not names:
             raise UsageError(f"no tensor of step {self.step} has a name that starts with {start!r}")
-        return Loaded(self.url, self.step, self._saved, names)
+        return Loaded(self.url, self._attempt, self._saved, names)
 
     def plain(self, path: str, *, rank: int = 0) -> Any:
         """The plain values that a rank had under one entry of the state, such as `plain("epoch")`. KeyError if none."""
@@ -103,8 +105,7 @@ class Loaded(Mapping[str, Tensor]):
         filler = Filler(self._saved, fills)
         log = await read.open_run(self.url)
         try:
-            reads = read.plan_reads(self._saved.table, filler.blobs, far=log.store.remote)
-            await read.fetch(log.store, self._saved.table, reads, filler.add)
+            await mend.fetch(log.store, self._attempt, self._saved.table, filler.blobs, filler.add)
         finally:
             await log.store.aclose()
 
@@ -157,4 +158,4 @@ def load(
     names = {n: key for n, key in sorted(saved.labels.items()) if only is None or fnmatch.fnmatchcase(n, only)}
     if not names and only is not None:
         raise UsageError(f"no tensor of step {found.commit.step} in {place} matches {only!r}")
-    return Loaded(place, found.commit.step, saved, names)
+    return Loaded(place, found.attempt, saved, names)

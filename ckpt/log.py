@@ -12,6 +12,7 @@ that a writer who lost the answer finds its own success again. Types and bodies:
               needs                       which older checkpoints it was built on, if it was
     ABORT     attempt, reason             this attempt never will
     PLAN      retire, delete, reason      checkpoints given up and the files that go with them; why, if not by retention
+    DOUBT     attempt, ranges             bytes of it that were found damaged, by pack and offset: not to be built on
     KEEP      attempt, note, keep         never retire this one; `keep` false takes that back
     SNAPSHOT  everything that follows from the records before it
 
@@ -60,10 +61,15 @@ from ckpt.manifest import (
 from ckpt.manifest import owner as owner_of
 from ckpt.store import Store, get_small
 
-TYPES = ("ACQUIRE", "BEGIN", "HELD", "COMMIT", "ABORT", "PLAN", "KEEP", "SNAPSHOT")
+TYPES = ("ACQUIRE", "BEGIN", "HELD", "COMMIT", "ABORT", "PLAN", "KEEP", "DOUBT", "SNAPSHOT")
 SNAPSHOT_EVERY = 256
-LOOSE = {"reasons", "requests"}  # in a SNAPSHOT: of these only the last ones, and versions may differ in how many
+LOOSE = {
+    "reasons",
+    "requests",
+    "doubts",
+}  # in a SNAPSHOT: of these only the last ones, and versions may differ in how many
 MAX_PARTS = 1_000_000  # in a SNAPSHOT: with more it could become too large to be read, and is left out
+MAX_DOUBTS = 10_000
 MAX_REASONS = 64  # why attempts ended, of so many of the last ones, in a SNAPSHOT
 MAX_RECORD = 256 << 20
 MAX_GAP = 100_000  # missing records before one that is believed to belong to the log
@@ -122,6 +128,7 @@ class RunState:
     reasons: dict[Attempt, str] = field(default_factory=dict)  # why they were aborted, or taken back
     pins: dict[Attempt, tuple[Attempt, ...]] = field(default_factory=dict)  # what open attempts build on
     kept: dict[Attempt, str] = field(default_factory=dict)  # with the note that says why
+    doubts: set[tuple[str, int]] = field(default_factory=set)  # packs and offsets of what was found damaged
     requests: dict[str, int] = field(default_factory=dict)  # of the last SNAPSHOT_EVERY records at least
     damaged: list[int] = field(default_factory=list)
 
@@ -198,6 +205,8 @@ def fold(state: RunState, record: dict[str, Any]) -> None:
                 state.kept.pop(attempt, None)
             elif kind == "KEEP":
                 state.kept[attempt] = str(body["note"])[:500]
+            elif kind == "DOUBT":
+                state.doubts |= {(str(pack), int(offset)) for pack, offset in body["ranges"][:MAX_DOUBTS]}
             elif kind == "BEGIN":
                 pins = read_needs(body["pins"], attempt)
                 if not state.ended(attempt):  # else nothing would ever take them back
@@ -256,6 +265,7 @@ def summary(state: RunState) -> dict[str, Any]:
         "reasons": [[str(a), why] for a, why in list(state.reasons.items())[-MAX_REASONS:]],
         "pins": {str(a): needs_texts(state.pins[a]) for a in sorted(state.pins)},
         "kept": [[str(a), note] for a, note in sorted(state.kept.items())],
+        "doubts": [list(one) for one in sorted(state.doubts)[:MAX_DOUBTS]],
         "requests": {request: n for request, n in state.requests.items() if n >= seq - SNAPSHOT_EVERY},
     }
 
@@ -271,6 +281,7 @@ def expand(body: dict[str, Any]) -> RunState:
             reasons={Attempt.parse(a): str(why) for a, why in body.get("reasons", ())},
             pins={(a := Attempt.parse(text)): read_needs(pins, a) for text, pins in body["pins"].items()},
             kept={Attempt.parse(a): str(note) for a, note in body["kept"]},
+            doubts={(str(pack), int(offset)) for pack, offset in body.get("doubts", ())},
             requests={str(request): int(n) for request, n in body.get("requests", {}).items()},
         )
         for epoch, nonce, restored in body["acquires"]:

@@ -184,7 +184,7 @@ class Part:
 
     `packs`: all that its table names, also those of older attempts. `needs`: the older attempts that it was built on,
     in their order: what it uses of still older ones, these used too. `chain`: how many increments lie between it and
-    the last full one; 0 for a part that needs nothing.
+    the last full one; 0 for a part that needs nothing. `full`: which that is; empty for a part that needs nothing.
     """
 
     attempt: str
@@ -201,9 +201,13 @@ class Part:
     reason: str = "due"  # why it was saved, see `ckpt.log.Commit`
     needs: list[str] = field(default_factory=list)
     chain: int = 0
+    full: str = ""
 
     def to_bytes(self) -> bytes:
-        return seal(asdict(self))
+        data = asdict(self)
+        if not self.needs:  # a full one says what it has always said
+            del data["needs"], data["chain"], data["full"]
+        return seal(data)
 
     def check(self, what: str) -> None:
         """CorruptError unless every field is of its type and every number plausible."""
@@ -214,6 +218,8 @@ class Part:
         needs = read_needs(self.needs, attempt)
         if type(self.chain) is not int or not 0 <= self.chain < (10**9 if self.needs else 1):
             raise CorruptError(f"{what} lies at an impossible place behind a full one")
+        if self.full != "" and not (needs and Attempt.parse(self.full) < attempt):
+            raise CorruptError(f"{what} builds on an impossible full one")
         kinds = (
             (self.layout, dict), (self.values, list), (self.table, str), (self.layout_digest, str), (self.reason, str),
             (self.finite, (bool, type(None))), (self.created, (int, float)),

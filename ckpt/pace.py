@@ -19,6 +19,7 @@ LOOK_S = 0.1  # between two looks
 STARVED = 0.05  # seconds that threads of the trainer waited, a second
 REST = 3.0  # seconds of sleep for a second of work, while it is starved
 MOST_S = 0.5
+LEAST_S = 0.5  # seconds of all cores together, that say anything about how idle they are
 MAX_THREADS = 4  # of the background work of one rank
 
 
@@ -32,13 +33,14 @@ class Idle:
     """How many cores were idle since it was last asked."""
 
     def __init__(self) -> None:
-        self._times = psutil.cpu_times()
+        self._times, self._share = psutil.cpu_times(), 1.0
 
     def __call__(self) -> float:
-        before, self._times = self._times, psutil.cpu_times()
-        idle, total = self._times.idle - before.idle, sum(self._times) - sum(before)
-        share = idle / total if total > 0 else 1.0
-        return max(share, 0.0) * len(os.sched_getaffinity(0))
+        now = psutil.cpu_times()
+        idle, total = now.idle - self._times.idle, sum(now) - sum(self._times)
+        if total > LEAST_S:  # asked twice in a row, it would see a moment only
+            self._times, self._share = now, max(idle / total, 0.0)
+        return self._share * len(os.sched_getaffinity(0))
 
 
 class Pace:

@@ -35,7 +35,7 @@ from ckpt.pace import Idle, threads
 from ckpt.places import Place, open_place, renew
 from ckpt.plan import Layout
 from ckpt.retain import remember_packs
-from ckpt.supply import InMemory, InStore, Source, bases_in, bases_near
+from ckpt.supply import InMemory, InStore, Source, bases_in, bases_near, no_bases
 from ckpt.table import Table
 from ckpt.write import Snapshot, Written
 
@@ -61,6 +61,7 @@ class Persister:
         pace: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self.holdings, self.tell, self.spawn, self.pace = holdings, tell, spawn, pace
+        self.hurried = 0  # saves that somebody waits for who has little time
         self.adoptions = 0  # trainers that have taken this writer over
         self.owner: Acquire | None = None
         self.heir = ""  # the nonce of the owner that our trainer is about to be
@@ -77,6 +78,11 @@ class Persister:
         self.first_try = 0
         self.linger_s = 600.0
         self.commit_s = 600.0  # how long the parts of other ranks are waited for
+
+    def _rest(self, seconds: float) -> None:
+        """Between two pieces of work: as long as the training wants, unless there is no time."""
+        if not self.hurried:
+            self.pace(seconds)
 
     def _forget_old(self) -> None:
         held = self.holdings.forget_old()
@@ -97,7 +103,8 @@ class Persister:
             if tier is None:
                 # A writer that takes the place of a dead one must not fail for a bucket that is out of reach just now.
                 tier = await open_place(spec, later=bool(self.first_try and tiers))
-                tier.encoder.threads, tier.encoder.pace, tier.encoder.idle = threads(), self.pace, Idle()
+                tier.tell = self.tell
+                tier.encoder.threads, tier.encoder.pace, tier.encoder.idle = threads(), self._rest, Idle()
             else:
                 await renew(tier, spec)
             tiers.append(tier)
@@ -173,6 +180,15 @@ class Persister:
         if self.owner is None or (owner.epoch, owner.nonce) != (self.owner.epoch, self.owner.nonce):
             self.owner = owner
             self.acquires.append(owner)
+
+    async def doubt(self, message: Message) -> Message:
+        """The trainer has found damage in a place when it restored."""
+        ranges = {(str(pack), int(offset)) for pack, offset in message["ranges"]}
+        for tier in (tier for tier in self.tiers if tier.url == message["url"]):
+            tier.encoder.suspects |= ranges
+            await tier.prepare()
+            await commit.doubt(tier.log, self._mine(), Attempt.parse(message["attempt"]), ranges)
+        return {}
 
     async def complete(self, message: Message) -> Message:
         """The other places hold their parts of these attempts too."""
@@ -326,6 +342,7 @@ class Persister:
             written = await promote.copy_part(near.store, tier.store, attempt, part.rank, part.number)
             tier.encoder.remember(written)
             return written
+        tried += [info.key async for info in tier.store.list(f"parts/{attempt}.{part.rank}.")]
         number = max([self.first_try, *(rank_and_try(key)[1] + 1 for key in tried)])
         snapshot = Snapshot(attempt, layout, memoryview(b""), part.values, part.finite)
         return await self._encode(tier, snapshot, source, number, reason=part.reason)
@@ -434,7 +451,9 @@ class Persister:
                 if attempt in self.retracted:
                     raise SaveError(f"step {attempt.step} was taken back while it was written")
             values_digest = blob_digest(arena.values(slot, label))
-            self.holdings.digests[attempt, layout.rank] = written.table.digest.tobytes() + values_digest
+            self.holdings.digests[attempt, layout.rank] = (
+                written.table.digest[: written.table.owned].tobytes() + values_digest
+            )
             return written
         except BaseException as error:
             tier.in_flight.discard(attempt)
@@ -464,17 +483,25 @@ class Persister:
 
         async def begin(built_on: Attempt) -> bool:
             """The writer that commits pins what is built on; that it is still there is seen again at the commit."""
-            if tier.role.place == 0:
-                try:
-                    await commit.begin(tier.log, self._mine(), attempt, (built_on,))
-                except SaveError:
-                    return False
+            try:
+                while tier.role.place == 0:
+                    mine = self._mine()
+                    try:
+                        await commit.begin(tier.log, mine, attempt, (built_on,))
+                        break
+                    except FencedError:
+                        async with self.ownership:  # is it we ourselves who are taking over?
+                            self._succeed(tier.log)
+                            if self._mine() == mine:
+                                raise
+            except SaveError:
+                return False
             return built_on in tier.log.state.commits
 
         previous = await tier.encoder.previous(tier.log, attempt, snapshot.layout)
         near = self._near(tier)
-        bases = bases_in(tier.store)
-        if near is not None:
+        bases = no_bases if tier.store.remote or reason == "ring" else bases_in(tier.store)  # which have to be read
+        if near is not None and reason != "ring":
             known: dict[Attempt, Table | None] = {}
 
             async def find(older: Attempt) -> Table | None:
@@ -559,7 +586,7 @@ class Persister:
         a newer one is there."""
         mine = self._mine()
         for attempt in [a for a in tier.log.state.pins if a < newer and a not in tier.in_flight]:
-            if tier.role.place == 0 and tier.role.world == 1 and attempt.epoch == mine.epoch:
+            if tier.role.place == 0 and tier.role.world == 1 and attempt.epoch <= mine.epoch:
                 with contextlib.suppress(CheckpointError):
                     await commit.abort(tier.log, mine, attempt, "it could not be written, and a newer one was")
 
@@ -650,6 +677,13 @@ class Persister:
         the newest one is written to the further tiers as well, for a machine that is about to go. Returns, for each
         step and tier, what became of it: `error` is empty if it is durable.
         """
+        self.hurried += 1
+        try:
+            return await self._persist(deadline_s, far, attempts)
+        finally:
+            self.hurried -= 1
+
+    async def _persist(self, deadline_s: float, far: bool, attempts: list[Attempt] | None) -> list[Message]:
         began = time.monotonic()
         steps = [a for a in self._wanted() if attempts is None or a in attempts]
         tasks = [self.spawn(self._drain_alive(steps))]

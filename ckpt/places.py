@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -65,6 +66,8 @@ class Place:
     graces: set[asyncio.Task[None]] = field(default_factory=set)
     scrubbing: asyncio.Task[None] | None = None
     scrub_rate: float = 0.0  # bytes a second
+    tell: Callable[[Message], None] = lambda message: None
+    warned: set[Attempt] = field(default_factory=set)  # of what cannot be read the user has been told
 
     @property
     def store(self) -> Store:
@@ -79,6 +82,7 @@ class Place:
 
     def scrub_slowly(self) -> None:
         """Read again what is stored, now and then, if that is wanted here."""
+        tell = self.tell
         wanted = self.spec.get("scrub_mib_s")
         rate = float(wanted if wanted is not None else 0 if self.store.remote else SCRUB_MIB_S) * 2**20
         if self.scrubbing is not None and (rate != self.scrub_rate or self.scrubbing.done()):
@@ -87,7 +91,8 @@ class Place:
         self.scrub_rate = rate
         if rate > 0 and self.opened and self.scrubbing is None:
             told = self.encoder.suspects.add, self.encoder.distrusted.add
-            scrub = Scrub(self.log, rate, lambda: self.role, self.busy.locked, *told)
+            say = functools.partial(_say, tell)
+            scrub = Scrub(self.log, rate, lambda: self.role, self.busy.locked, *told, say)
             self.scrubbing = asyncio.create_task(scrub.run())
 
     def unpin(self, attempt: Attempt) -> None:
@@ -137,14 +142,17 @@ class Place:
         if not recent & self.verified:
             # What it took over from one that was read back need not be read again: it costs more than to write it.
             new = bool(newest.needs) and self.read_back.issuperset(newest.needs)
-            problems = await verify(self.store, newest, new=new)
+            lost: set[tuple[str, int]] = set()
+            problems = await verify(self.store, newest, new=new, on_lost=lambda pack, at: lost.add((pack, at)))
             if problems:
                 self.encoder.distrusted.add(newest.attempt)
+                await commit.doubt(self.log, mine, newest.attempt, lost)
                 tell({"op": "damaged", "tier": self.url, "step": newest.step, "problems": problems[:10]})
                 return
             self.verified = {newest.attempt}
             self.read_back = (self.read_back & state.commits.keys()) | {newest.attempt}
         self.sweeps += 1
+        await self._warn(tell)
         await retain.retire(
             self.log,
             mine,
@@ -155,6 +163,15 @@ class Place:
             spared=frozenset(self.leaving),
             delete=self._delete_later if self.grace_s else None,
         )
+
+    async def _warn(self, tell: Callable[[Message], None]) -> None:
+        """Once, of each checkpoint that cannot be read, since nothing is cleaned up while it stays."""
+        commits = self.log.state.commits
+        unread = commits.keys() - (await retain.files_of(self.log, commits.values())).keys()
+        for attempt in sorted(unread - self.warned):
+            what = f"step {attempt.step} of {self.url} cannot be read, so nothing is cleaned up there while it stays"
+            _say(tell, f"{what}: `ckpt repair {self.url}` says what can be mended")
+        self.warned = unread
 
     async def _give_up_old(self, mine: Acquire) -> None:
         """What is HELD since long, while newer steps became checkpoints or are HELD as well, will never be one."""
@@ -200,6 +217,10 @@ class Place:
         for store in (self.store, *self.outdated):
             with contextlib.suppress(CheckpointError):
                 await store.aclose()
+
+
+def _say(tell: Callable[[Message], None], text: str) -> None:
+    tell({"op": "said", "text": text})
 
 
 async def open_place(spec: dict[str, Any], *, later: bool = False) -> Place:

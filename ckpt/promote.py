@@ -163,11 +163,17 @@ class Size:
     nbytes: int
 
 
-async def measure(log: RunLog, commit: Commit) -> Size:
-    """How much there is to copy. CorruptError or NotFoundError if it is not whole."""
+async def measure(log: RunLog, commit: Commit, counted: set[str] | None = None) -> Size:
+    """How much there is to copy. CorruptError or NotFoundError if it is not whole.
+
+    `counted`: packs that count no more, since another checkpoint brings them; those of this one are added.
+    """
     parts = [
         await load_part(log.store, commit.attempt, rank, number, expected=digest)
         for rank, number, digest in commit.parts
     ]
     packs = {pack.key: pack.size for written in parts for pack in written.part.packs}
+    if counted is not None:
+        packs = {key: size for key, size in packs.items() if key not in counted}
+        counted.update(packs)
     return Size(len(packs) + 2 * len(parts) + 1, sum(packs.values()))

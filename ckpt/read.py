@@ -406,8 +406,9 @@ async def verify(
     data: bool = True,
     new: bool = False,
     on_bytes: Callable[[int], None] | None = None,
+    on_lost: Callable[[str, int], None] = lambda pack, offset: None,
 ) -> list[str]:
-    """Read every byte of a checkpoint; the problems found, none if it is sound.
+    """Read every byte of a checkpoint; the problems found, none if it is sound. `on_lost`: told where damage may lie.
 
     `data` False: everything but the tensors' bytes. `new`: of these, only what it did not take from older checkpoints.
     StoreError if the place does not let itself be read now: that says nothing about what is in it.
@@ -437,12 +438,19 @@ async def verify(
     table = manifest.table
     own = np.array([not new or owner(key) == attempt for key in table.packs], np.bool_)
     batches = plan_reads(table, np.flatnonzero(own[table.pack[: table.owned]]).tolist(), far=store.remote)
+
+    def note(blobs: Sequence[int], error: CorruptError | StoreError) -> None:
+        damaged.append(_problem(store, error))
+        for blob in closure(table, blobs):
+            if table.stored[blob]:
+                on_lost(table.packs[int(table.pack[blob])], int(table.offset[blob]))
+
     await fetch(
         store,
         table,
         batches if data else (),
         None,
         on_bytes=on_bytes,
-        on_damage=lambda _, error: damaged.append(_problem(store, error)),
+        on_damage=note,
     )
     return damaged

@@ -41,6 +41,7 @@ class Mended:
     left: list[str] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
     zeros: int = 0  # bytes that no checkpoint names, and that could not be had
+    lost: dict[str, int] = field(default_factory=dict)  # packs, and bytes of live checkpoints that are zeros there now
 
 
 class Repair(Survey):
@@ -90,8 +91,12 @@ class Repair(Survey):
                 done.left.append(key)
                 continue
             try:
-                done.zeros += await _Rewrite(self, pack).run(on_bytes)
+                rewrite = _Rewrite(self, pack)
+                await rewrite.run(on_bytes)
                 done.packs.append(key)
+                done.zeros += rewrite.zeros
+                if rewrite.lost:
+                    done.lost[key] = rewrite.lost
             except (CorruptError, StoreError) as error:
                 done.failed.append((key, str(error)))
         return done
@@ -120,10 +125,10 @@ class _Rewrite:
         if pack.header_cure is not None:
             self._patches.append((0, self.info.header_size, pack.header_cure))
         self._last: tuple[Cure, bytes | memoryview] | None = None
-        self.zeros = 0
+        self.zeros = 0  # bytes that had to be left zero, of those that nobody names
+        self.lost = 0  # and of those that a live checkpoint names
 
-    async def run(self, on_bytes: OnBytes) -> int:
-        """How many bytes had to be left zero, of those that nobody names."""
+    async def run(self, on_bytes: OnBytes) -> None:
         upload = await self.store.upload(self.info.key, size=self.info.size, replace=True)
         point("pack.opened")
         try:
@@ -138,7 +143,6 @@ class _Rewrite:
         except BaseException:
             await upload.abort()
             raise
-        return self.zeros
 
     async def _range(self, start: int, length: int) -> memoryview:
         view = page_aligned(length)
@@ -171,7 +175,9 @@ class _Rewrite:
                 if await self._copied(store, a, part):
                     break
             else:
-                if not any(low < b and a < high for low, high in self._named) and a >= self.info.header_size:
+                if any(piece.offset < b and a < piece.offset + piece.stored for piece in self.pack.lost):
+                    self.lost += b - a
+                elif not any(low < b and a < high for low, high in self._named) and a >= self.info.header_size:
                     self.zeros += b - a
 
     async def _copied(self, store: Store, start: int, view: memoryview) -> bool:

@@ -207,7 +207,8 @@ def restore_first(
                     direct = direct or isinstance(error, TransferError)
                     continue
                 result.skipped.append(Skipped(source.attempt.step, source.tier, str(error)))
-                logger.warning("step %d in %s cannot be used: %s", source.attempt.step, source.tier, error)
+                advice = "" if source.tier == "memory" else f" (`ckpt repair {source.tier}` may mend it)"
+                logger.warning("step %d in %s cannot be used%s: %s", source.attempt.step, source.tier, advice, error)
                 break
             finally:
                 source.close()

@@ -54,7 +54,7 @@ def choose(state: RunState, keep: Keep, verified: Iterable[Attempt]) -> set[Atte
     if keep.every:
         stay |= {c.attempt for c in ordered if c.step % keep.every == 0}
     stay |= state.kept.keys()
-    stay = stay.union(*state.pins.values())
+    stay = stay.union(*state.pins.values(), *(c.needs for c in state.held.values()))
     checked = set(verified)
     stay |= {c.attempt for c in [c for c in ordered if c.attempt in checked][:1]}
     stay |= {c.attempt for c in [c for c in ordered if c.finite is not False][:1]}
@@ -144,7 +144,7 @@ def _without(state: RunState, retiring: Set[Attempt]) -> RunState:
 
 def remember_packs(log: RunLog, attempt: Attempt, packs: Iterable[str]) -> None:
     """What somebody knows who has just written all of a checkpoint: it need not be read again for this."""
-    _cache[(log.root, attempt)] = frozenset(packs)
+    _cache[(log.store.url, attempt)] = frozenset(packs)
 
 
 async def files_of(log: RunLog, commits: Iterable[Commit]) -> dict[Attempt, set[str]]:
@@ -155,7 +155,7 @@ async def files_of(log: RunLog, commits: Iterable[Commit]) -> dict[Attempt, set[
         keys = {index_key(commit.attempt, commit.index)}
         for rank, number, _ in commit.parts:
             keys |= {part_key(commit.attempt, rank, number), table_key(commit.attempt, rank, number)}
-        packs = _cache.get((log.root, commit.attempt))
+        packs = _cache.get((log.store.url, commit.attempt))
         if packs is None:
             try:
                 manifest = await load_manifest(log.store, commit)
@@ -164,7 +164,7 @@ async def files_of(log: RunLog, commits: Iterable[Commit]) -> dict[Attempt, set[
                     "step %d cannot be read, so nothing is cleaned up while it stays: %s", commit.step, error
                 )
                 continue
-            packs = _cache[(log.root, commit.attempt)] = frozenset(manifest.table.packs)
+            packs = _cache[(log.store.url, commit.attempt)] = frozenset(manifest.table.packs)
         found[commit.attempt] = keys | packs
     return found
 

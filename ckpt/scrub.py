@@ -30,7 +30,7 @@ class Scrub:
     """One place, slowly. `bytes_per_s`: at most; `role`: which ranks' parts are ours; `busy`: not now, please.
 
     `found`: told of the pack and offset of each damaged blob; `distrust`: of a checkpoint of which more than blobs is
-    damaged. A round reads each stored range once, whoever uses it, and a base with each delta.
+    damaged; `say`: told it in words. A round reads each stored range once, whoever uses it, and a base with each delta.
     """
 
     log: RunLog
@@ -39,10 +39,12 @@ class Scrub:
     busy: Callable[[], bool]
     found: Callable[[tuple[str, int]], None]
     distrust: Callable[[Attempt], None] = lambda attempt: None
+    say: Callable[[str], None] = lambda text: None
     rounds: int = 0
     nbytes: int = 0
     damaged: int = 0
     _seen: set[tuple[str, int]] = field(default_factory=set)
+    _done: set[tuple[Attempt, int, int]] = field(default_factory=set)  # parts of which all has been read
 
     async def run(self) -> None:
         """Until it is cancelled. Errors of the place are no reason to stop: it is tried again later."""
@@ -51,6 +53,7 @@ class Scrub:
             await asyncio.sleep(PAUSE_S)
             if time.monotonic() - began > ROUND_S:
                 self._seen.clear()
+                self._done.clear()
                 began = time.monotonic()
             try:
                 await self.round()
@@ -70,6 +73,8 @@ class Scrub:
         mine = [part for i, part in enumerate(commit.parts) if i % max(1, len(role.ranks)) == role.place]
         fresh = False
         for rank, number, digest in mine:
+            if (commit.attempt, rank, number) in self._done:
+                continue
             try:
                 written = await load_part(self.log.store, commit.attempt, rank, number, expected=digest)
             except (CorruptError, NotFoundError) as error:
@@ -78,6 +83,7 @@ class Scrub:
                     self._say(commit, str(error))
                 continue
             fresh |= await self._part(commit, written)
+            self._done.add((commit.attempt, rank, number))
         return fresh
 
     async def _part(self, commit: Commit, written: Written) -> bool:
@@ -117,11 +123,12 @@ class Scrub:
     def _say(self, commit: Commit, problem: str) -> None:
         self.damaged += 1
         url = self.log.store.url
-        logger.warning(
-            "step %d in %s has gone bad: %s. The next checkpoint does not build on it; `ckpt repair %s --from OTHER` "
-            "mends it if another place has the same bytes",
-            commit.step, url, problem, url,
-        )  # fmt: skip
+        text = (
+            f"step {commit.step} in {url} has gone bad: {problem}. The next checkpoint does not build on it; `ckpt "
+            f"repair {url}`, with --from another place if there is one, may mend it"
+        )
+        logger.warning("%s", text)
+        self.say(text)
 
 
 def _range(table: Table, blob: int) -> tuple[str, int]:

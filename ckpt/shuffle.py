@@ -1,6 +1,6 @@
-"""Words cut into byte planes and joined again, a piece at a time: by blosc2's library if that is installed, or by numpy.
+"""Words cut into byte planes and joined again: by blosc2's library if that is installed, or else by numpy.
 
-Plane k holds byte k of every word, so that a piece of 3 words of 4 bytes, 0123 4567 89ab, is 048 159 26a 37b. Both ways
+Plane k holds byte k of every word: the planes of 3 words of 4 bytes, 0123 4567 89ab, are 048 159 26a 37b. Both ways
 give the same bytes; the library, which python-blosc2 brings along, is several times as fast. It is called directly:
 importing the package costs more time than it saves. Any thread may call what is here; each has its own work space.
 """
@@ -42,13 +42,13 @@ def split(words: Array, planes: Array) -> None:
 
 
 def merge(planes: Sequence[Array], rows: Array, words: Array) -> None:
-    """Fill `words` with those that `split` cut into these planes. `rows`: space for them, in which some may lie."""
+    """Fill `words` with those that `split` cut into these planes. `rows`: space for them; some may be there already."""
     library = _library_for(words, rows)
     if library is None:
         _join(planes, words)
         return
     for plane, row in zip(planes, rows, strict=True):
-        if plane.ctypes.data != row.ctypes.data:
+        if plane.base is not row.base:
             np.copyto(row, plane)
     library.unshuffle(rows, words)
 
@@ -173,7 +173,7 @@ def find_library() -> Library | None:
 
 def _library_for(words: Array, planes: Array) -> Library | None:
     """It takes planes that lie side by side in one piece of memory, as many bytes as a C int can say."""
-    possible = 1 < words.itemsize and words.nbytes <= _MOST
+    possible = words.itemsize > 1 and words.nbytes <= _MOST
     return find_library() if possible and words.flags.c_contiguous and planes.flags.c_contiguous else None
 
 
@@ -183,9 +183,8 @@ def _library_files() -> list[Path]:
     except (ImportError, ValueError):
         return []
     roots = [Path(root) for root in (spec and spec.submodule_search_locations) or ()]
-    return [
-        path for root in roots for folder in ("lib", "lib64") for path in sorted((root / folder).glob("libblosc2.so*"))
-    ]
+    folders = [root / name for root in roots for name in ("lib", "lib64")]
+    return [path for folder in folders for path in sorted(folder.glob("libblosc2.so*"))]
 
 
 def _declared(function: Any) -> Callable[[int, int, int, int], int]:
@@ -199,9 +198,7 @@ def does_as_numpy(library: Library) -> bool:
     """Whether it cuts and joins as numpy does: words of all sizes, and numbers of them that fill no register."""
     noise = np.random.default_rng(0).integers(0, 256, 8 * max(_TRIED), np.uint8)
     try:
-        return all(
-            _does_one(library, noise[: word * count].view(UNSIGNED[word])) for word in (2, 4, 8) for count in _TRIED
-        )
+        return all(_does_one(library, noise[: w * count].view(UNSIGNED[w])) for w in (2, 4, 8) for count in _TRIED)
     except RuntimeError:
         return False
 

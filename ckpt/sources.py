@@ -16,11 +16,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ckpt import read
+from ckpt import mend, read
 from ckpt.arena import Arena, Label
 from ckpt.digest import DIGEST_SIZE, blob_digest
-from ckpt.errors import CorruptError, FormatError, StoreError
-from ckpt.events import log as logger
+from ckpt.errors import CorruptError
 from ckpt.log import Commit
 from ckpt.manifest import Attempt, pack_key, rank_and_try
 from ckpt.plan import Layout
@@ -43,6 +42,7 @@ class Source(Protocol):
     tier: str
     undone: bool  # not in the present history: a later restore went back behind it
     repaired: list[str]  # what was damaged here and came from elsewhere
+    damaged: set[tuple[str, int]]  # where that lies, by pack and offset
 
     @property
     def partial(self) -> bool:
@@ -109,6 +109,7 @@ class MemorySource:
         """`describing`: this rank speaks for its node, all of whose ranks see the same."""
         self.attempt, self.undone, self.partial, self._describing = attempt, undone, not alone, describing
         self.repaired: list[str] = []
+        self.damaged: set[tuple[str, int]] = set()
         self._here = {s.layout.rank: s for s in snapshots}
         self._saved: Saved | None = None
         self._digested: set[int] = set()  # ranks whose digests are known
@@ -221,6 +222,7 @@ class StoreSource:
         """
         self.attempt, self.tier, self.undone, self.partial = attempt, url, undone, partial
         self.repaired: list[str] = []
+        self.damaged: set[tuple[str, int]] = set()
         self._commit, self._describing, self._others = commit, describing, others
         self._saved: Saved | None = None
 
@@ -272,57 +274,10 @@ class StoreSource:
         read.run(self._read(blobs, sink))
 
     async def _read(self, blobs: Sequence[int], sink: Sink) -> None:
-        missing: dict[int, CorruptError | StoreError] = {}
-
-        def note(lost: Sequence[int], error: CorruptError | StoreError) -> None:
-            missing.update(dict.fromkeys(lost, error))
-
         async with read.opened(self.tier) as store:
-            reads = read.plan_reads(self.saved.table, blobs, far=store.remote)
-            await read.fetch(store, self.saved.table, reads, sink, on_damage=note if self._others else None)
-        for url in self._others if missing else ():
-            try:
-                await self._repair(url, missing, sink)
-            except (CorruptError, FormatError, StoreError) as error:
-                logger.warning("step %d cannot be repaired from %s: %s", self.attempt.step, url, error)
-        if missing:
-            raise next(iter(missing.values()))
-
-    async def _repair(self, url: str, missing: dict[int, CorruptError | StoreError], sink: Sink) -> None:
-        """Take what is missing from another place, by its digest; what was found is not missing any more."""
-        async with read.opened(url) as store:
-            state = (await read.open_run(url, store)).state
-            commit = state.commits.get(self.attempt) or state.held.get(self.attempt)
-            if commit is None:
-                return
-            theirs = (await read.load_manifest(store, commit)).table
-            mine = self.saved.table
-            wanted: dict[tuple[bytes, int], list[int]] = {}
-            for blob in missing:
-                wanted.setdefault((mine.digest[blob].tobytes(), int(mine.length[blob])), []).append(blob)
-            keys = zip(map(bytes, theirs.digest), theirs.length.tolist(), strict=True)
-            found = {key: blob for blob, key in enumerate(keys) if key in wanted}
-            alike = {blob: wanted[key] for key, blob in found.items()}
-            error = next(iter(missing.values()))
-            done: list[int] = []
-
-            def take(blob: int, data: memoryview) -> None:
-                for same in alike[blob]:
-                    sink(same, data)
-                    done.append(same)
-
-            reads = read.plan_reads(theirs, alike, far=store.remote)
-            await read.fetch(store, theirs, reads, take, on_damage=lambda blobs, error: None)
-        for blob in done:
-            del missing[blob]
-        if done:
-            names = list(dict.fromkeys(mine.shards[int(self.saved.shard_of_blob[blob])].name for blob in sorted(done)))
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            what = "1 damaged piece" if len(done) == 1 else f"{len(done)} damaged pieces"
-            self.repaired.append(f"{what} ({', '.join(names[:3])}{more}) came from {url}")
-            logger.warning(
-                "step %d in %s: %s; the first was: %s", self.attempt.step, self.tier, self.repaired[-1], error
-            )
+            mended = await mend.fetch(store, self.attempt, self.saved.table, blobs, sink, self._others)
+        self.repaired += mended.repaired
+        self.damaged |= mended.ranges
 
     def close(self) -> None:
         self._saved = None

@@ -11,7 +11,7 @@ Kept as columns in a safetensors file, so that millions of rows load at once and
     pack, offset, stored      which file, where in it (bytes from its start), bytes stored
     length, codec, base       plain bytes, codec (0: raw, see `ckpt.codec`), base blob (-1: none)
     digest                    16 bytes a blob, of the plain bytes
-    stored_digest             16 bytes of each blob that is not raw, of the bytes stored
+    stored_digest             16 bytes of each blob that is not raw, of the bytes stored; left out if all are
     packs                     JSON list of pack keys, those of older attempts too
 
 Behind the blobs of the shards come *bases*: whole blobs of older checkpoints, against which deltas were taken. So a
@@ -131,9 +131,10 @@ class Table:
             "codec": self.codec.astype(np.uint8),
             "base": self.base,
             "digest": self.digest,
-            "stored_digest": self.stored_digest[self.codec != RAW],
             "packs": np.frombuffer(json.dumps(self.packs).encode(), np.uint8),
         }
+        if self.codec.any():
+            columns["stored_digest"] = self.stored_digest[self.codec != RAW]
         return bytes(safetensors.numpy.save(columns))
 
     @classmethod
@@ -239,7 +240,8 @@ def _checked(columns: dict[str, npt.NDArray[np.generic]], what: str) -> Table:
             f"{what} uses codec {unknown[0]}, which this version does not know: upgrade with `pip install -U everystep`"
         )
     stored_digest = digest.copy()
-    stored_digest[codec != RAW] = digests("stored_digest", int(np.count_nonzero(codec)))
+    if codec.any() or "stored_digest" in columns:
+        stored_digest[codec != RAW] = digests("stored_digest", int(np.count_nonzero(codec)))
     table = Table(
         shards=tuple(rows),
         starts=starts,

@@ -122,7 +122,8 @@ def refuse(state: RunState, stock: Stock, url: str, retiring: Set[Attempt] = fro
         steps = some([attempt.step for attempt in unreadable])
         raise CorruptError(
             f"step {steps} of {url} cannot be read, so nobody knows which files it needs: nothing is deleted while it "
-            "stays. `ckpt verify` says what is wrong; `ckpt prune` can give it up, and `ckpt keep --undo` lets it go"
+            "stays. `ckpt verify` says what is wrong; it goes by `ckpt prune` when two newer ones are there, and if it "
+            "is kept, `ckpt keep --undo` comes first"
         )
 
 

@@ -86,10 +86,12 @@ async def finish_part(
     reason: str,
     needs: Sequence[Attempt] = (),
     chain: int = 0,
+    full: Attempt | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> Written:
     """Table and part, when the packs are there. `packs`: all that the table names; those of this attempt are taken
-    away again if it fails before anybody can have seen the part. `needs`: the checkpoint that it was built on."""
+    away again if it fails before anybody can have seen the part. `needs`: the checkpoint that it was built on;
+    `chain`, `full`: how many lie between it and the last full one, and which that is."""
     attempt, rank = snapshot.attempt, snapshot.layout.rank
     own = [pack.key for pack in packs if owner(pack.key) == attempt]
     try:
@@ -115,6 +117,7 @@ async def finish_part(
         finite=snapshot.finite,
         needs=[str(a) for a in needs],
         chain=chain,
+        full="" if full is None else str(full),
     )
     raw_part = part.to_bytes()
     try:

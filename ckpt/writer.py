@@ -235,6 +235,10 @@ class Writer:
         """All ranks have agreed who the owner is."""
         return await self.persister.own(message), ()
 
+    async def do_doubt(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Damage that a restore has found."""
+        return await self.persister.doubt(message), ()
+
     async def do_complete(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """The other places hold their parts too."""
         return await self.persister.complete(message), ()

@@ -64,7 +64,7 @@ def save_increments(places: list[Path], steps: range, *, compression: str = "zst
     """A run in several places, with tensors of each kind: frozen, partly trained, noise, a master and its rounding."""
     draw = torch.Generator().manual_seed(0)
     state: dict[str, Any] = {
-        "frozen": torch.randn(64, 256, generator=draw),
+        "frozen": torch.randn(400, 256, generator=draw),
         "master": torch.randn(64, 128, generator=draw),
         "rounded": torch.empty(64, 128, dtype=torch.bfloat16),
         "noise": torch.empty(64, 64),
@@ -156,7 +156,7 @@ def test_ls_lists_newest_first(made: Path, call: Any) -> None:
         own = sum(pack.stat().st_size for pack in (made / "packs").glob(f"{row['attempt']}.*"))
         part = json.loads((made / "parts" / f"{row['attempt']}.0.0.json").read_text())
         assert (row["bytes"], row["ranks"], row["reason"]) == (own, 1, "due")
-        assert row["full"] == (not part["needs"])
+        assert row["full"] == (not part.get("needs"))
         assert cli.datetime.fromisoformat(row["created"]).timestamp() == int(part["created"])
     lines = call("ls", made).out.splitlines()
     assert lines[0] == f"file://{made}" and re.match(r" +6 .* newest$", lines[2]) and len(lines) == 6
@@ -243,7 +243,7 @@ def test_show_says_how_tensors_are_held(increments: Path, call: Any) -> None:
         re.search(r"^master +F32 +\(64, 128\) .* delta$", text, re.MULTILINE)
         and "an increment, built on step 3" in text
     )
-    assert all(len(line) <= 100 for line in text.splitlines())
+    assert all(len(line) <= 100 for line in text.splitlines()[1:]), "but for the URL, which may be long"
 
 
 def test_verify_reads_older_files_too_unless_it_is_told_not_to(increments: Path, tmp_path: Path, call: Any) -> None:

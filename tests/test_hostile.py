@@ -624,7 +624,7 @@ WRONG_KINDS: dict[str, Callable[[Any], Any]] = {
 }
 COLUMNS = (
     "names", "name_ends", "dtypes", "ranks", "instances", "dims", "dim_ends", "blob_ends", "pack", "offset", "stored",
-    "length", "codec", "base", "digest", "stored_digest", "packs",
+    "length", "codec", "base", "digest", "packs",
 )  # fmt: skip
 
 

@@ -54,6 +54,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "BLOB", BLOB)
     monkeypatch.setattr(encode, "SMALL", 64)
     monkeypatch.setattr(encode, "LITTLE", 64)
+    monkeypatch.setattr(encode, "LEAST", 0)
     monkeypatch.setattr(packs, "PACK", (2 * BLOB, 8 * BLOB))
     monkeypatch.setattr(encode, "WINDOW", 3 * BLOB)
     monkeypatch.setattr(encode, "SELF_CHECK", 3)

@@ -627,27 +627,29 @@ def built(folder: str, *, steps: int = 7, second: ckpt.Tier | None = None, **set
 
 
 def injure(folder: str, what: str) -> None:
-    """One bit: in the frozen layer that all increments share, in a delta of the newest only, in its table."""
+    """One bit: in the frozen layer that all increments share, in what deltas of all of them are based on, in a delta of
+    the newest only, in its table."""
     newest, (_, table) = next(iter(live(folder).items()))
     if what == "table":
         for path in (*Path(folder, "index").glob(f"{newest}*"), Path(folder, table_key(newest, 0, 0))):
             flip(path, path.stat().st_size - 40)
         return
-    if what == "base":
+    if what == "shared":
         key, offset = place_of(table, "model.frozen.weight")
         assert owner(key) != newest
     else:
-        deltas = [b for b in range(table.owned) if table.codec[b] in (DELTA, FLOAT_DELTA)]
-        assert deltas
-        key, offset = table.packs[int(table.pack[deltas[0]])], int(table.offset[deltas[0]])
-        assert owner(key) == newest
+        delta = next(b for b in range(table.owned) if table.codec[b] in (DELTA, FLOAT_DELTA))
+        row = int(table.base[delta]) if what == "base" else delta
+        key, offset = table.packs[int(table.pack[row])], int(table.offset[row])
+        assert (owner(key) == newest) == (what == "delta")
     flip(Path(folder, key), offset + 20)
 
 
-@pytest.mark.parametrize("what, step", [("base", 2), ("delta", 6), ("table", 6)])
+@pytest.mark.parametrize("what, step", [("shared", 7), ("base", 2), ("delta", 6), ("table", 6)])
 def test_damage_costs_what_shares_it(what: str, step: int, run_dir: str) -> None:
-    """A flipped bit in a blob that all increments use, in a delta, or in a table: a restore passes over those that need
-    it, says which, and takes the newest that does not; what is saved then can be read, though more damage is there."""
+    """A flipped bit in what all increments are based on, in a delta, or in a table: a restore passes over what needs
+    it, says which, and takes the newest that does not. In what another full checkpoint has as well: nothing is lost, it
+    comes from there. What is saved then can be read, though more damage is there."""
     wanted = built(run_dir, compression="zstd")
     assert steps_at(run_dir) == [7, 6, 5, 4, 2]
     injure(run_dir, what)
@@ -657,7 +659,8 @@ def test_damage_costs_what_shares_it(what: str, step: int, run_dir: str) -> None
         assert differing(other, wanted[step]) == []
         assert cp.last_restore is not None
         skipped = [s for s in cp.last_restore.skipped if "damaged" in s.reason]
-        assert len(skipped) == {"base": 4, "delta": 1, "table": 1}[what]
+        assert len(skipped) == {"shared": 0, "base": 4, "delta": 1, "table": 1}[what]
+        assert ["step 2" in text for text in cp.last_restore.repaired] == ([True] if what == "shared" else [])
         for more in (step + 1, step + 2):
             train(other, more)
             cp.save(more).committed(60)
@@ -668,9 +671,10 @@ def test_damage_costs_what_shares_it(what: str, step: int, run_dir: str) -> None
         assert differing(again, new) == []
 
 
-@pytest.mark.parametrize("what", ["base", "delta"])
+@pytest.mark.parametrize("what", ["shared", "base", "delta"])
 def test_a_second_place_has_what_is_damaged(what: str, run_dir: str) -> None:
-    """With the same steps in another place, stored otherwise, the newest is restored, with that piece from there."""
+    """With the same steps in another place, stored otherwise, the newest is restored, with that piece from there; if
+    another checkpoint in the same place has it too, from that."""
     second = ckpt.Tier(f"{run_dir}2", every=1, keep=4, compression="none")
     wanted = built(run_dir, compression="zstd", second=second)
     injure(run_dir, what)
@@ -678,7 +682,7 @@ def test_a_second_place_has_what_is_damaged(what: str, run_dir: str) -> None:
     with ckpt.Checkpointer(other, [ckpt.Memory(), ckpt.Tier(run_dir, every=1), second]) as cp:
         assert cp.restore() == 7
         assert cp.last_restore is not None and len(cp.last_restore.repaired) == 1
-        assert f"{run_dir}2" in cp.last_restore.repaired[0]
+        assert (f"{run_dir}2" in cp.last_restore.repaired[0]) == (what != "shared")
     assert differing(other, wanted[7]) == []
 
 
@@ -908,7 +912,7 @@ def test_an_upload_that_fails_costs_one_checkpoint(moto: MotoServer, proxy: Faul
     found = live(url)
     assert [a.step for a, (c, _) in found.items() if not c.full] == [7, 6, 5, 3][: len(found) - 2]
     assert 4 not in {a.step for a in found} and sound(url) == []
-    assert any((table.codec == FLOAT_DELTA).any() for _, table in found.values())
+    assert not any((table.codec == FLOAT_DELTA).any() for _, table in found.values()), "bases were fetched from there"
     other = build(seed=2, size=300)
     with ckpt.Checkpointer(other, [ckpt.Memory(), bucket(url, moto)]) as cp:
         assert cp.restore() == 7

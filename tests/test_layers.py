@@ -31,7 +31,7 @@ LAYERS = (
     ("commit", "restore"),  # files become a checkpoint; tensors again
     ("nodes", "read", "packs"),  # what a state is made of; back from a store, and into it
     ("supply",),  # plain bytes of blobs
-    ("state", "retain", "promote", "encode", "frozen", "scrub", "damage"),  # a state; how long; elsewhere, smaller
+    ("state", "retain", "promote", "mend", "encode", "frozen", "scrub", "damage"),  # a state; how long; elsewhere
     ("stage", "sources", "tiers", "upkeep", "cures"),  # tensors into memory; where to restore from, and to save to
     ("copying", "repair"),  # a run to another place; damaged files right again
     ("resume", "handle", "loaded", "compare"),  # what all ranks agree to restore; what users hold in their hands

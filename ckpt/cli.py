@@ -120,7 +120,7 @@ def ls(url: str, as_json: bool) -> int:
     print_table(("step", "attempt", "when", "size", "kind", "ranks", "why", "history"), rows)
     written = human(sum(row["bytes"] for row in found["checkpoints"]))
     count = cli_upkeep.count_of(len(rows), "checkpoint")
-    print(f"{count}, {written} written; in files of tensors: {human(found['bytes_in_files'])}")
+    print(f"{count}, {written} written, {human(found['bytes_in_files'])} in files")
     return 0
 
 
@@ -304,9 +304,13 @@ def verify(url: str, step: int | None, every: bool, data: bool, as_json: bool) -
             print("".join(f"{safe(problem)}\n" for problem in problems[:SHOWN]), end="")
             if len(problems) > SHOWN:
                 print(f"and {len(problems) - SHOWN} more; --json shows all")
-        if any(c["problems"] for c in found["checkpoints"]):
+        if any(c["problems"] for c in found["checkpoints"]) or any(map(mendable, found["problems"])):
             print(safe(f"`ckpt repair {found['url']}` may mend it"))
     return 1 if found["problems"] or any(c["problems"] for c in found["checkpoints"]) else 0
+
+
+def mendable(problem: str) -> bool:
+    return not problem.startswith("log record ")
 
 
 def by_problem(checkpoints: list[dict[str, Any]]) -> Iterator[str]:

@@ -268,8 +268,9 @@ def show_done(found: Found) -> None:
         print(f"{done['zeros']} bytes that no checkpoint names could not be had, and are zeros now")
     if done["lost_zeros"]:
         steps = done["lost_zeros_steps"]
-        stay = f"step{'s' * (len(steps) > 1)} {some(steps)} {'stays' if len(steps) == 1 else 'stay'} damaged"
-        print(f"{done['lost_zeros']} bytes that nobody has are zeros now: {stay}; `ckpt verify` sees it, --no-data not")
+        stay = f"step {some(steps)} stays damaged" if len(steps) == 1 else f"steps {some(steps)} stay damaged"
+        zeros = f"{done['lost_zeros']} bytes that nobody has are zeros now"
+        print(f"{zeros}: {stay}; `ckpt verify` sees it, --no-data does not")
     print(f"wrote {count_of(len(done['files']) + len(done['packs']), 'file')} again, verified on the way")
     if found["remains"]:
         print("Damage remains: see above. `ckpt verify --all` says which checkpoints are sound")

@@ -45,10 +45,10 @@ class Storage:
     """How some blobs are stored. `stored`: bytes in packs of this checkpoint, each range once; `held`: how many blobs
 
     are raw, planes (smaller by themselves), delta (the difference to an older one), derived (the rounding of others,
-    nothing is stored), reference (in a pack of an older checkpoint, however they are stored there) or as another (stored
-    for a tensor that was asked about before). `depth`: what has
-    to be decoded first: 0 nothing, 1 a base or a master, 2 a master that has a base itself. `reads`: bytes that a
-    restore of them reads, each range once, with what they are based on.
+    nothing is stored), reference (in a pack of an older checkpoint, however they are stored there) or "as another" (for
+    a tensor that was asked about before, which has the same bytes). `depth`: what has to be decoded first: 0 nothing,
+    1 a base or a master, 2 a master that has a base itself. `reads`: bytes that a restore of them reads, each range
+    once, with what they are based on.
     """
 
     stored: int

@@ -481,15 +481,25 @@ class Guardian:
                 return
             self._asked_size = size
             slots = self._ring + max(1, len(self._tiers))
-            self._drop_prepared()
+            self._drop_prepared(self.client)
             self._preparing = self.client.send("arena", slots=slots, slot_size=size)
 
-    def _drop_prepared(self) -> None:
-        """Nobody takes what was prepared any more: its descriptor would hold all of that memory."""
+    def _drop_prepared(self, client: WriterClient | None = None) -> None:
+        """Nobody takes what was prepared any more: its descriptor would hold all of that memory, and so would the
+        writer (`client`, if it goes on)."""
         with self._lock:
             future, self._preparing = self._preparing, None
+
+        def drop(future: Future[Reply]) -> None:
+            if not future.cancelled() and future.exception() is None:
+                made, fds = future.result()
+                for fd in fds:
+                    os.close(fd)
+                if client is not None:
+                    client.send("release", arena=made["arena"])
+
         if future is not None:
-            future.add_done_callback(_close_descriptors)
+            future.add_done_callback(drop)
 
     def take_prepared(self, timeout_s: float) -> None:
         """Move to the memory that was prepared; waits up to `timeout_s` for it. Raises why it could not be made."""
@@ -716,12 +726,6 @@ class Guardian:
         for arena in {a.id: a for a in (*self.inherited.arenas, *self._arenas())}.values():
             os.close(arena.fd)
             arena.fd = -1
-
-
-def _close_descriptors(future: Future[Reply]) -> None:
-    if not future.cancelled() and future.exception() is None:
-        for fd in future.result()[1]:
-            os.close(fd)
 
 
 Known = tuple[dict[str, Layout], dict[tuple[Attempt, int], bytes], list[Acquire]]

@@ -81,14 +81,7 @@ class Tier:
             raise UsageError(f"{self} makes no sense: max_mib_s and max_inflight_mib are numbers above 0")
         if self.reader_grace_s is not None and not self.reader_grace_s >= 0:
             raise UsageError(f"{self} makes no sense: reader_grace_s is a number from 0")
-        if self.compression not in COMPRESSION or type(self.incremental) is not bool:
-            raise UsageError(
-                f"{self} makes no sense: compression is one of {', '.join(COMPRESSION)}, incremental a bool"
-            )
-        if type(self.full_every) is not int or self.full_every < 1:
-            raise UsageError(f"{self} makes no sense: full_every counts from 1")
-        if self.scrub_mib_s is not None and not (isinstance(self.scrub_mib_s, (int, float)) and self.scrub_mib_s >= 0):
-            raise UsageError(f"{self} makes no sense: scrub_mib_s is a number from 0")
+        self._check_increments()
         object.__setattr__(self, "url", normalise(self.url))
         if urlsplit(self.url).password:
             raise UsageError("a password does not belong into a URL, which is logged: give it in storage_options=")
@@ -100,6 +93,22 @@ class Tier:
             json.dumps(dict(self.storage_options or {}))
         except (TypeError, ValueError):
             raise UsageError("storage_options must be plain values: they are handed to the writer process") from None
+
+    def _check_increments(self) -> None:
+        rate = self.scrub_mib_s
+        number = rate is None or (isinstance(rate, (int, float)) and type(rate) is not bool and rate >= 0)
+        for right, name, wanted in (
+            (self.compression in COMPRESSION, "compression", '"auto", "none" or "zstd"'),
+            (type(self.incremental) is bool, "incremental", "True or False"),
+            (
+                type(self.full_every) is int and self.full_every >= 1,
+                "full_every",
+                "a whole number from 1 (1: always full)",
+            ),
+            (number, "scrub_mib_s", "MiB a second from 0 (0: never)"),
+        ):
+            if not right:
+                raise UsageError(f"Tier({self.url!r}): {name}={getattr(self, name)!r}, and it has to be {wanted}")
 
     def spec(self) -> dict[str, Any]:
         """What the writer needs to know of it: the environment too, since one that is there may be of another."""

@@ -159,7 +159,7 @@ def test_ls_lists_newest_first(made: Path, call: Any) -> None:
         assert row["full"] == (not part.get("needs"))
         assert cli.datetime.fromisoformat(row["created"]).timestamp() == int(part["created"])
     lines = call("ls", made).out.splitlines()
-    assert lines[0] == f"file://{made}" and re.match(r" +6 .* newest$", lines[2]) and len(lines) == 6
+    assert lines[0] == f"file://{made}" and re.match(r" +6 .* newest$", lines[2]) and len(lines) == 7
 
 
 def test_ls_tells_undone_from_present_and_leaves_out_retired(run: Path, call: Any) -> None:
@@ -214,7 +214,50 @@ def test_ls_says_which_are_increments(increments: Path, call: Any) -> None:
         assert row["bytes"] == sum(own) > 0
     assert max(rows[3]["bytes"], rows[4]["bytes"]) < 0.7 * rows[5]["bytes"]
     lines = call("ls", increments).out.splitlines()
-    assert [line.split()[6] for line in lines[2:-1]] == ["full", "increment", "increment", "full", "full"]
+    assert [line.split()[6] for line in lines[2:7]] == ["full", "increment", "increment", "full", "full"]
+    assert re.fullmatch(r"5 checkpoints, [0-9.]+ [kM]B written, [0-9.]+ [kM]B in files", lines[-1])
+
+
+def test_ls_says_where_a_full_one_has_lost_its_file(increments: Path, tmp_path: Path, call: Any) -> None:
+    """Instead of a size that is none. Control: in a sound run nothing is gone."""
+    run = Path(shutil.copytree(increments, tmp_path / "copy"))
+    for pack in (run / "packs").glob(f"{attempt_of(run, 2)}.*"):
+        pack.unlink()
+    rows = {row["step"]: row for row in call("ls", run, "--json").json["checkpoints"]}
+    assert {step for step, row in rows.items() if row["gone"]} == {2} and rows[2]["bytes"] == 0
+    assert [line.split()[4] == "gone" for line in call("ls", run).out.splitlines()[2:7]] == [False] * 3 + [True, False]
+    assert " gone " not in call("ls", increments).out
+
+
+def test_verify_says_the_same_once(increments: Path, tmp_path: Path, call: Any) -> None:
+    """What several checkpoints suffer from, for all of them; and what may be done. A sound run has no such line."""
+    run = Path(shutil.copytree(increments, tmp_path / "copy"))
+    (pack,) = (run / "packs").glob(f"{attempt_of(run, 2)}.*")
+    pack.unlink()
+    found = call("verify", run, "--all")
+    tail = [f"steps 4, 3, 2: packs/{pack.name} is gone", f"`ckpt repair file://{run}` may mend it"]
+    assert found.code == 1 and found.out.splitlines()[-2:] == tail
+    assert "ckpt repair" not in call("verify", increments, "--all").out
+
+
+@pytest.mark.parametrize("command", ["show", "verify", "repair"])
+def test_a_step_behind_the_url_is_told_how_it_is_given(command: str, made: Path, call: Any) -> None:
+    """Only `diff` takes URL@STEP."""
+    assert "(use --step 4)" in call(command, f"{made}@4").err
+    assert "use --step" not in call(command, f"{made}-none").err
+
+
+def test_show_says_what_is_stored_for_another(tmp_path: Path, call: Any) -> None:
+    """Of tensors with the same bytes one is stored, where the pieces are stored one by one."""
+    run, same = tmp_path / "run", torch.randn(9000)
+    state = {"a": same, "b": same.clone(), "c": torch.randn(9000)}
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(str(run), every=1, compression="zstd")]) as cp:
+        cp.restore(default=0)
+        cp.save(1).committed(60.0)
+    tensors = {t["name"]: t for t in call("show", run, "--json").json["tensors"]}
+    assert tensors["b"]["held"] == {"as another": 1} and not tensors["b"]["stored"]
+    assert tensors["a"]["held"].keys() == tensors["c"]["held"].keys() and "as another" not in tensors["a"]["held"]
+    assert "as another" in call("show", run).out
 
 
 def test_show_says_how_tensors_are_held(increments: Path, call: Any) -> None:
@@ -243,6 +286,8 @@ def test_show_says_how_tensors_are_held(increments: Path, call: Any) -> None:
         re.search(r"^master +F32 +\(64, 128\) .* delta$", text, re.MULTILINE)
         and "an increment, built on step 3" in text
     )
+    gone = "\n".join(cli.storage_lines({**found, "needs_there": False}))
+    assert found["needs_there"] and "an increment, refers to files of step 2, number 2 after" in gone
     assert all(len(line) <= 100 for line in text.splitlines()[1:]), "but for the URL, which may be long"
 
 
@@ -512,10 +557,11 @@ def test_a_damaged_checkpoint_is_code_2_where_it_is_needed(run: Path, call: Any)
 def test_json_is_one_document_with_stable_keys(command: str, made: Path, call: Any) -> None:
     """The same keys every time, ASCII only, and no tensor's data."""
     keys = {
-        "ls": {"url", "damaged_records", "checkpoints"},
+        "ls": {"url", "damaged_records", "bytes_in_files", "checkpoints"},
         "show": {
             "url", "damaged_records", "step", "attempt", "ranks", "tensors", "distinct_tensors", "tensor_bytes",
-            "components", "values", "packs", "full", "needs", "chain", "stored_bytes", "older_packs", "restore_bytes",
+            "components", "values", "packs", "full", "needs", "needs_there", "chain", "stored_bytes",
+            "older_packs", "restore_bytes",
         },
         "verify": {"url", "data", "problems", "checkpoints"},
         "diff": {"a", "b", "equal", "only_in_a", "only_in_b", "changed", "tensors", "values"},

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,7 @@ import toy
 from conftest import REPO, eventually, killed, run_script
 from hypothesis import given, settings
 from s3_server import MotoServer, storage_options
-from test_cli import Result, attempt_of, call, flip
+from test_cli import Result, attempt_of, call, flip, save_increments
 
 import ckpt
 from ckpt import commit, copying, retain, upkeep
@@ -345,15 +346,95 @@ def test_a_damaged_source_is_named(run: Path, call: Call, tmp_path: Path, what: 
     assert call("copy", run, tmp_path / "there", 5, "--yes").code == 0  # control: the others can be had
 
 
+def hurt(run: Path, step: int) -> Path:
+    pack = run / "packs" / (attempt_of(run, step) + ".0.0.safetensors")
+    flip(pack, pack.stat().st_size // 2)
+    return pack
+
+
+@pytest.mark.parametrize("damaged", [(6,), (6, 5), (4,), (6, 3, 1), (6, 5, 4, 3, 2, 1)])
+def test_all_but_what_turns_out_damaged(run: Path, call: Call, tmp_path: Path, damaged: Sequence[int]) -> None:
+    """The others are copied, whichever is damaged; it is said which are not, and why; a repair and a repetition bring
+    them. Control: one that is asked for by itself is refused."""
+    there, rest = tmp_path / "there", [step for step in (6, 5, 4, 3, 2, 1) if step not in damaged]
+    packs = [hurt(run, step) for step in damaged]
+    found = call("copy", run, there, "--all", "--yes")
+    assert found.code == 1 and f"copied {len(rest)}, verified" in found.out and steps(there) == rest
+    for pack, step in zip(packs, damaged, strict=True):
+        assert re.search(rf"^left out: step {step} of .*{pack.name}.* `ckpt repair file://{run}` may", found.out, re.M)
+    assert call("copy", run, tmp_path / "one", damaged[0], "--yes").code == 2
+    for pack in packs:
+        flip(pack, pack.stat().st_size // 2)
+    again = call("copy", run, there, "--all", "--yes", "--json")
+    assert again.code == 0 and len(again.json["done"]["copied"]) == len(damaged)
+    assert steps(there) == [6, 5, 4, 3, 2, 1] and call("verify", there, "--all").code == 0
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_lead_passes_to_the_next(run: Path, call: Call, tmp_path: Path, again: bool) -> None:
+    """In a copy that has a lead of its own, the newest that could be copied leads, and later the one that could not:
+    whether the source went on in its epoch, or has gone back in a next one."""
+    there = tmp_path / "there"
+    call("copy", run, there, "--all", "--yes")
+    if again:
+        make(run, 7, 8, 9, back_to=5)
+    else:
+        work(run, lambda log: save(log, log.state.acquires[-1], 7, 8, 9))
+    pack = hurt(run, 9)
+    found = call("copy", run, there, "--all", "--yes", "--json")
+    assert (found.code, [one["step"] for one in found.json["not_copied"]]) == (1, [9])
+    assert [one["step"] for one in found.json["done"]["failed"]] == [9]
+    assert steps(there)[:2] == [8, 7]
+    flip(pack, pack.stat().st_size // 2)
+    assert call("copy", run, there, "--all", "--yes").code == 0 and steps(there)[:3] == steps(run)[:3] == [9, 8, 7]
+
+
+def test_what_is_there_already_leads_what_is_older(run: Path, call: Call, tmp_path: Path) -> None:
+    """With --take-over the target goes on from the newest of the source, though only older ones had to be copied."""
+    there = tmp_path / "there"
+    call("copy", run, there, "--yes")
+    make(there, 7)
+    assert steps(there) == [7, 6]
+    hurt(run, 5)
+    found = call("copy", run, there, "--all", "--take-over", "--yes", "--json")
+    assert found.code == 1 and found.json["fences"]
+    assert steps(there) == [6, 4, 3, 2, 1]
+
+
+def test_files_of_several_count_once(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the plan, in its rows and in the progress: that is what is brought over, though increments share files."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    run, there = tmp_path / "run", tmp_path / "there"
+    save_increments([run], range(1, 6))
+    plan = call("copy", run, there, "--all", "--json").json
+    packs = {key: len(data) for key, data in tree(run).items() if key.startswith("packs/")}
+    assert plan["bytes"] == sum(row["bytes"] for row in plan["copy"]) == sum(packs.values())
+    files = [key for key in tree(run) if key.startswith(("packs/", "parts/", "index/"))]
+    assert plan["files"] == sum(row["files"] for row in plan["copy"]) == len(files)
+    assert len(plan["copy"]) == 5 and plan["copy"][0]["bytes"] > max(row["bytes"] for row in plan["copy"][1:4])
+    assert " kB" in call("copy", run, there, "--all").out
+    seen = list[int]()
+
+    async def do(source: RunLog) -> None:
+        wanted = source.state.lineage()
+        target = await copying.open_target(str(there))
+        decided = await copying.plan_copy(source, target, wanted, take_over=False)
+        assert await copying.copy(source, target, decided, on_bytes=seen.append) == []
+        await target.store.aclose()
+
+    work(run, do)
+    assert sum(seen) == plan["bytes"] and steps(there) == [5, 4, 3, 2, 1]
+
+
 def test_a_source_that_retires_it_meanwhile(
     run: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not called damaged."""
     real, copy = tmp_path / "there", copying.copy
 
-    async def late(source: RunLog, *rest: Any, **more: Any) -> None:
+    async def late(source: RunLog, *rest: Any, **more: Any) -> Any:
         await retain.retire(source, None, Keep(1), {max(source.state.commits)})
-        await copy(source, *rest, **more)
+        return await copy(source, *rest, **more)
 
     monkeypatch.setattr(copying, "copy", late)
     refused = call("copy", run, real, 2, "--yes")

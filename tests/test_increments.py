@@ -708,7 +708,7 @@ def test_scrubbing_finds_what_has_gone_bad(run_dir: str) -> None:
     assert seen == [[], []] and fresh == [True, False]
     stored = sum(packs_in(run_dir).values())
     assert 0.6 * stored < amounts[0] == amounts[1]
-    injure(run_dir, "base")
+    injure(run_dir, "shared")
     seen, _, _ = read.run(scrubbed(run_dir))
     newest = next(iter(live(run_dir).values()))[1]
     shard = next(i for i, s in enumerate(newest.shards) if s.name == "model.frozen.weight")

@@ -381,10 +381,14 @@ def saved_run(tiers: Any, steps: int) -> list[Any]:
 
 
 def flip(folder: str, attempt_step: int) -> None:
-    """One bit, in the middle of the tensors of the pack of a step."""
+    """One bit, in the pack of a step, of weights that are others at each step: nothing else has the same bytes."""
     (pack,) = [p for p in Path(folder, "packs").iterdir() if f"-{attempt_step}.0." in p.name]
     data = bytearray(pack.read_bytes())
-    data[len(data) - 40] ^= 4
+    size = int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8 : 8 + size])
+    weights = [name for name, entry in entries.items() if name.startswith("model.") and entry["dtype"] == "F32"]
+    name = min(weights) if weights else max(entries)
+    data[8 + size + entries[name]["data_offsets"][0]] ^= 4
     pack.chmod(0o600)
     pack.write_bytes(data)
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from ckpt import codec
 from ckpt.codec import BF16, RAW
-from ckpt.commit import load_part
+from ckpt.commit import load_part, vouches
 from ckpt.digest import DIGEST_SIZE, blob_digest
 from ckpt.errors import CorruptError, FormatError, SaveError, StoreError
 from ckpt.events import log as logger
@@ -112,7 +112,7 @@ class Encoder:
         self.suspects |= log.state.doubts
         try:
             written = self._written.get((newest.attempt, layout.rank))
-            if written is None or written.digest != mine[2]:
+            if written is None or not vouches(log.state, written):  # another try of it was committed
                 written = await load_part(log.store, newest.attempt, layout.rank, mine[1], expected=mine[2])
         except (CorruptError, FormatError, StoreError) as error:
             logger.warning("step %d of %s is not built on: %s", newest.step, log.store.url, error)

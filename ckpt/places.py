@@ -146,8 +146,8 @@ class Place:
             problems = await verify(self.store, newest, new=new, on_lost=lambda pack, at: lost.add((pack, at)))
             if problems:
                 self.encoder.distrusted.add(newest.attempt)
-                await commit.doubt(self.log, mine, newest.attempt, lost)
                 tell({"op": "damaged", "tier": self.url, "step": newest.step, "problems": problems[:10]})
+                await commit.doubt(self.log, mine, newest.attempt, lost)  # which may fail: a disk may be full as well
                 return
             self.verified = {newest.attempt}
             self.read_back = (self.read_back & state.commits.keys()) | {newest.attempt}

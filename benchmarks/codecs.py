@@ -42,17 +42,17 @@ from typing import Any
 
 import numpy as np
 import psutil
-import states
 import torch
 import zstandard
 from rich.console import Console
 from rich.table import Table
-from states import LAGS, Size, Tensors
 
 import ckpt
+import states
 from ckpt import codec
 from ckpt.plan import BLOB
 from ckpt.tensors import DTYPE_NAME
+from states import LAGS, Size, Tensors
 
 Json = dict[str, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

@@ -627,7 +627,6 @@ class Checkpointer:
         self._torn = True
 
     def _finish_restore(self, source: Source, result: Restored, started: float) -> None:
-        self._capture.forget()
         self._tenure.take_over(self._guardian.owner.epoch, source.attempt)
         self._torn = False
         if source.damaged:

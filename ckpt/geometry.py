@@ -128,6 +128,8 @@ def times_covered(shape: Dims, boxes: Iterable[Box], effort: Effort | None = Non
     if math.prod(shape) == 0:
         return 1, 1
     real = [box for box in boxes if all(box[1])]
+    if len(real) == 1 and real[0][1] == shape and not any(real[0][0]):
+        return 1, 1
     if not shape:
         return len(real), len(real)
     starts = np.array([offsets for offsets, _ in real], np.int64).reshape(len(real), len(shape))

@@ -105,7 +105,8 @@ class Loaded(Mapping[str, Tensor]):
         filler = Filler(self._saved, fills)
         log = await read.open_run(self.url)
         try:
-            await mend.fetch(log.store, self._attempt, self._saved.table, filler.blobs, filler.add)
+            table = self._saved.table
+            await mend.fetch(log.store, self._attempt, table, filler.blobs, filler.add, room=filler.room)
         finally:
             await log.store.aclose()
 

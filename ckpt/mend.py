@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ckpt import read
+from ckpt import read, stream
 from ckpt.errors import CorruptError, FormatError, StoreError
 from ckpt.events import log as logger
 from ckpt.log import Commit, RunState
@@ -31,18 +31,29 @@ class Mended:
 
 
 async def fetch(
-    store: Store, attempt: Attempt, table: Table, blobs: Sequence[int], sink: read.Sink, others: Sequence[str] = ()
+    store: Store,
+    attempt: Attempt,
+    table: Table,
+    blobs: Sequence[int],
+    sink: read.Sink,
+    others: Sequence[str] = (),
+    room: stream.Room | None = None,
 ) -> Mended:
     """Hand all of these blobs to `sink`, each verified. CorruptError or StoreError if one cannot be had anywhere.
 
-    `others`: URLs of places that have the same checkpoint.
+    `others`: URLs of places that have the same checkpoint. `room`: where blobs may be read to instead; what comes from
+    elsewhere is handed to `sink` all the same.
     """
     missing: Lost = {}
 
     def note(lost: Sequence[int], error: CorruptError | StoreError) -> None:
         missing.update(dict.fromkeys(lost, error))
 
-    await read.fetch(store, table, read.plan_reads(table, blobs, far=store.remote), sink, on_damage=note)
+    batches = read.plan_reads(table, blobs, far=store.remote)
+    if store.remote:
+        await read.fetch(store, table, batches, sink, on_damage=note)
+    else:
+        await stream.fetch(store, table, batches, sink, note, room)
     mended = Mended()
     if missing:
         rows = [row for row in read.closure(table, missing) if table.stored[row]]

@@ -8,8 +8,9 @@ sets plain values and attaches what had to be created.
 
 from __future__ import annotations
 
-from collections.abc import Container, MutableMapping
+from collections.abc import Callable, Container, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -90,6 +91,25 @@ class Collector:
         return {**reference, "name": name}
 
 
+class Pointers:
+    """Where tensors had their memory. Asked a thousand times a step, so what can be looked up once is."""
+
+    def __init__(self) -> None:
+        self._ask: list[Callable[[], int]] = []
+        self._were: list[int] = []
+
+    def add(self, tensor: Tensor) -> None:
+        self._ask.append(partial(_pointer, tensor) if is_dtensor(tensor) else tensor.data_ptr)
+        self._were.append(_pointer(tensor))
+
+    def changed(self) -> bool:
+        return [ask() for ask in self._ask] != self._were
+
+
+def _pointer(tensor: Tensor) -> int:
+    return local(tensor).data_ptr()
+
+
 class ModuleNode:
     """An nn.Module: parameters and persistent buffers, in place."""
 
@@ -100,7 +120,8 @@ class ModuleNode:
         self.module, self._ddp = unwrap(module)
         self._sizes: list[tuple[dict[str, Any], int]] = []
         self._children: list[tuple[dict[str, Any], str, nn.Module | None]] = []
-        self._places: list[tuple[dict[str, Any], str, Tensor, int, object]] = []
+        self._places: list[tuple[dict[str, Any], str, Tensor, object]] = []
+        self._pointers = Pointers()
         self._piece: Contents | None = None
 
     def read(self, names: Names) -> Contents:
@@ -117,14 +138,15 @@ class ModuleNode:
         for owner, key, child in self._children:
             if owner.get(key) is not child:
                 return True
-        for owner, key, tensor, pointer, form in self._places:
-            if owner.get(key) is not tensor or local(tensor).data_ptr() != pointer or _form(tensor) != form:
+        for owner, key, tensor, form in self._places:
+            if owner.get(key) is not tensor or _form(tensor) != form:
                 return True
-        return False
+        return self._pointers.changed()
 
     def _read(self) -> Contents:
         self._piece = None  # should reading fail half-way, what is noted below must not pass for unchanged
         self._sizes, self._children, self._places = [], [], []
+        self._pointers = Pointers()
         live: dict[str, Tensor] = {}
         for full, module in self.module.named_modules(remove_duplicate=False):
             prefix = clean(full)
@@ -135,7 +157,8 @@ class ModuleNode:
                 for key, tensor in owner.items():
                     if tensor is not None and key not in module._non_persistent_buffers_set:
                         live[f"{prefix}.{key}" if prefix else key] = check(tensor, (*self.path, prefix, key))
-                        self._places.append((owner, key, tensor, local(tensor).data_ptr(), _form(tensor)))
+                        self._places.append((owner, key, tensor, _form(tensor)))
+                        self._pointers.add(tensor)
         return Contents([self._entry(key, tensor) for key, tensor in live.items()])
 
     def _entry(self, key: str, tensor: Tensor) -> Entry:
@@ -210,7 +233,8 @@ class OptimizerNode:
         self._state: object = None
         self._groups: list[tuple[list[Tensor], int]] = []
         self._dicts: list[tuple[Tensor, dict[str, Any], int]] = []
-        self._places: list[tuple[dict[str, Any], str, Tensor, int]] = []
+        self._places: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._pointers = Pointers()
         self._others: list[tuple[str, dict[str, Any], str]] = []
 
     def read(self, names: Names) -> Contents:
@@ -243,9 +267,11 @@ class OptimizerNode:
         for param, values, size in self._dicts:
             if state.get(param) is not values or len(values) != size:
                 return True
-        for values, key, tensor, pointer in self._places:
-            if values.get(key) is not tensor or local(tensor).data_ptr() != pointer:
+        for values, key, tensor in self._places:
+            if values.get(key) is not tensor:
                 return True
+        if self._pointers.changed():
+            return True
         # A key that was None may have become a tensor.
         return any(isinstance(values.get(key), Tensor) for _, values, key in self._others)
 
@@ -254,6 +280,7 @@ class OptimizerNode:
         self._names, self._state = names, self.optimizer.state
         self._groups = [(group["params"], len(group["params"])) for group in self.optimizer.param_groups]
         self._dicts, self._places, self._others = [], [], []
+        self._pointers = Pointers()
         fixed: list[Entry] = []
         called = self.param_names(names)
         for param, values in self.optimizer.state.items():
@@ -267,7 +294,8 @@ class OptimizerNode:
                 if isinstance(value, Tensor):
                     path = (*self.path, "state", name, key)
                     fixed.append(Entry(show(path), check(value, path), True, _beside(param, names)))
-                    self._places.append((values, key, value, local(value).data_ptr()))
+                    self._places.append((values, key, value))
+                    self._pointers.add(value)
                 else:
                     self._others.append((name, values, key))
         params = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
@@ -307,9 +335,10 @@ class OptimizerNode:
         def finish() -> None:
             for name, key, value in others:
                 fresh[name][key] = value()
-            self.optimizer.state.clear()
-            for name, values in fresh.items():
-                self.optimizer.state[params[name][0]] = values
+            state = {params[name][0]: values for name, values in fresh.items()}
+            if not _filled(self.optimizer.state, state):
+                self.optimizer.state.clear()
+                self.optimizer.state.update(state)
             for group, build in zip(self.optimizer.param_groups, groups, strict=False):
                 _update_group(group, build())
 
@@ -341,6 +370,17 @@ class OptimizerNode:
         elif not placement.spec(full).accelerator and placement.accelerated:
             device = torch.device("cpu")  # an offloaded optimizer
         return placement.create(full, device, beside)
+
+
+def _filled(live: Mapping[Any, dict[str, Any]], wanted: Mapping[Any, dict[str, Any]]) -> bool:
+    """Whether the state consists of these very tensors in these places already, and of nothing else."""
+    if list(map(id, live)) != list(map(id, wanted)):
+        return False
+    for param, values in wanted.items():
+        have = live[param]
+        if list(have) != list(values) or any(have[key] is not value for key, value in values.items()):
+            return False
+    return True
 
 
 def _beside(param: Tensor, names: Names) -> Replicas | Tensor | None:

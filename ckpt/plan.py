@@ -146,6 +146,16 @@ class Layout:
         return file_digest(canonical(self.to_json()))
 
     @cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor."""
+        return [t.nbytes for t in self.tensors]
+
+    @cached_property
+    def accelerated(self) -> bool:
+        """Whether any of it is on an accelerator."""
+        return any(t.accelerator for t in self.tensors)
+
+    @cached_property
     def by_name(self) -> dict[str, TensorSpec]:
         return {t.name: t for t in self.tensors}
 

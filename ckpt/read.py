@@ -36,7 +36,7 @@ AT_ONCE = 64  # parts or tables
 READ, FAR_READ = 8 << 20, 16 << 20  # bytes of one read, at most (a blob is never split); and where each is a request
 GAP = 64 << 10  # reading over a gap this small is cheaper than another read
 PARALLEL = 8
-SCRATCH = 1 << 20  # bytes, of memory for a batch, at least
+SCRATCH = 10 << 20  # bytes of memory for a batch, at least: most need no more, and what is not touched costs nothing
 ALIGNED = 64
 
 Sink = Callable[[int, memoryview], None]
@@ -321,7 +321,12 @@ class Scratch:
 
 
 def _at_least(memory: memoryview, size: int) -> memoryview:
-    return memory if len(memory) >= size else memoryview(mmap.mmap(-1, max(size, SCRATCH)))
+    if len(memory) >= size:
+        return memory
+    made = mmap.mmap(-1, max(size, SCRATCH), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has none
+    with contextlib.suppress(OSError):
+        made.madvise(mmap.MADV_HUGEPAGE)  # a few faults instead of thousands, and longer requests to the disk
+    return memoryview(made)
 
 
 def _deliver(
@@ -332,7 +337,7 @@ def _deliver(
     sink: Sink | None,
     on_damage: OnDamage | None,
 ) -> None:
-    """Verify, decode and hand over what one batch has read. `on_damage` None: CorruptError for the first damage."""
+    """Verify, decode and hand over what one batch has read."""
     stored: dict[int, memoryview] = {}
     lost: dict[int, CorruptError | StoreError] = {}
     for read, data in zip(batch.reads, got, strict=True):
@@ -342,16 +347,37 @@ def _deliver(
                 continue
             at = int(table.offset[blob]) - read.start
             stored[blob] = data[at : at + int(table.stored[blob])]
-    wanted = set(batch.blobs)
-    rows = closure(table, batch.blobs)
-    encoded = [blob for blob in rows if int(table.codec[blob]) != RAW]
-    room = dict(zip(encoded, scratch.decoded([int(table.length[blob]) for blob in encoded]), strict=True))
+    deliver(table, batch.blobs, stored, lost, scratch, sink, on_damage, {})
+
+
+def deliver(
+    table: Table,
+    blobs: Sequence[int],
+    stored: Mapping[int, memoryview],
+    lost: dict[int, CorruptError | StoreError],
+    scratch: Scratch,
+    sink: Sink | None,
+    on_damage: OnDamage | None,
+    places: Mapping[int, memoryview],
+) -> None:
+    """Verify, decode and hand over blobs. `stored`: their bytes, and those of their bases; `lost`: why some are not.
+
+    `places`: where the plain bytes of some of them belong. They are decoded to there, or are there already, and the
+    sink is not told. `on_damage` None: CorruptError for the first damage.
+    """
+    wanted = set(blobs)
+    rows = closure(table, blobs)
+    codecs = dict(zip(rows, table.codec[rows].tolist(), strict=True))
+    room = {blob: places[blob] for blob in rows if codecs[blob] != RAW and blob in places}
+    encoded = [blob for blob in rows if codecs[blob] != RAW and blob not in places]
+    room.update(zip(encoded, scratch.decoded(table.length[encoded].tolist()), strict=True))
     plain: dict[int, memoryview] = {}
     for blob in rows:
         try:
-            gone = next((lost[b] for b in (blob, *table.needed(blob)) if b in lost), None)
-            if gone is not None:
-                raise gone
+            if lost:
+                gone = next((lost[b] for b in (blob, *table.needed(blob)) if b in lost), None)
+                if gone is not None:
+                    raise gone
             plain[blob] = _plain_of(table, blob, stored.get(blob, memoryview(b"")), plain, room.get(blob))
         except (CorruptError, StoreError) as error:
             if on_damage is None:
@@ -360,7 +386,7 @@ def _deliver(
             if blob in wanted:
                 on_damage((blob,), error)
             continue
-        if blob in wanted and sink is not None:
+        if sink is not None and blob in wanted and blob not in places:
             sink(blob, plain[blob])
 
 

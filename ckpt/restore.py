@@ -334,13 +334,33 @@ class Filler:
         """The blobs of a shard that hold something of an overlap."""
         shard, saved = self._saved.table.shards[number], self._saved
         item = BITS[shard.dtype] // 8
+        blobs = saved.table.blobs(number)
+        if overlap.run == (0, item * math.prod(shard.sizes)):
+            return [blob for blob in blobs if saved.table.length[blob]]
         low, high = overlap.run or tuple(item * n for n in run_of(overlap.region, shard.sizes))
-        for blob in saved.table.blobs(number):
+        found = []
+        for blob in blobs:
             start, length = int(saved.position[blob]), int(saved.table.length[blob])
             if start < high and start + length > low:
                 boxes = boxes_of_run(shard.sizes, start // item, (start + length) // item)
                 if overlap.run or any(intersect(box, overlap.region) for box in boxes):
-                    yield blob
+                    found.append(blob)
+        return found
+
+    def room(self, blob: int) -> memoryview | None:
+        """Where the bytes of a blob may be put instead of adding them: if all of it belongs in one place, in host
+        memory, and nowhere else.
+        """
+        number = int(self._saved.shard_of_blob[blob])
+        overlaps = self._overlaps.get(number, ())
+        if len(overlaps) != 1 or overlaps[0].run is None or overlaps[0].view.device.type != "cpu":
+            return None
+        low, high = overlaps[0].run
+        start = int(self._saved.position[blob])
+        stop = start + int(self._saved.table.length[blob])
+        if start < low or stop > high:
+            return None
+        return overlaps[0].view.numpy()[start - low : stop - low].data
 
     def add(self, blob: int, data: memoryview) -> None:
         number = int(self._saved.shard_of_blob[blob])
@@ -368,6 +388,9 @@ _ITEM = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 
 def _overlap(box: Box, target: Target) -> _Overlap | None:
+    if box == target.box and target.tensor.is_contiguous() and target.tensor.numel():
+        view = as_bytes(target.tensor)  # all of one is all of the other: what most restores consist of
+        return _Overlap(within(box, box), view, (0, view.numel()))
     common = intersect(box, target.box)
     if common is None:
         return None

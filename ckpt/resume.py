@@ -378,7 +378,7 @@ def _fill(
     table = source.saved.table
     result.nbytes = result.nbytes_received = 0
     if exchange is None:
-        source.read(filler.blobs, filler.add)
+        source.read(filler.blobs, filler.add, filler.room)
         result.nbytes = int(table.length[filler.blobs].sum())
         return
     count = len(table.length)
@@ -396,11 +396,14 @@ def _fill(
         for rank in recipients[blob]:
             exchange.send(rank, blob, data)
 
+    def room(blob: int) -> memoryview | None:
+        return filler.room(blob) if mine[blob] and not recipients[blob] else None
+
     try:
         exchange.expect(share.expects.tolist())
         others = {rank for each in share.recipients for rank in each}
         exchange.connect([post["contact"] for post in posts], sorted(others), world.nodes, timeout_s=30.0)
-        source.read(share.reads.tolist(), sink)
+        source.read(share.reads.tolist(), sink, room)
         exchange.finish_sending()
         exchange.wait(share.expects.tolist(), TRANSFER_S)
     except (PeerError, DeadlineError) as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,11 +25,13 @@ from ckpt.log import Commit
 from ckpt.manifest import Attempt, pack_key, rank_and_try
 from ckpt.plan import Layout
 from ckpt.saved import Saved
+from ckpt.stream import Room
 from ckpt.table import Table, merge
 from ckpt.values import Json
 from ckpt.write import build_table
 
-MEMORY_THREADS = 4
+MEMORY_THREADS = max(2, min(8, len(os.sched_getaffinity(0))))
+LARGE = 64 << 10  # bytes that are worth asking where they belong
 
 Mask = npt.NDArray[np.bool_]
 Sink = Callable[[int, memoryview], None]
@@ -60,8 +63,8 @@ class Source(Protocol):
     def readable(self) -> Mask:
         """The blobs that this rank can read."""
 
-    def read(self, blobs: Sequence[int], sink: Sink) -> None:
-        """Read, verify, hand over."""
+    def read(self, blobs: Sequence[int], sink: Sink, room: Room | None = None) -> None:
+        """Read, verify, hand over; or put where there is room. If that fails, what lies there is not to be used."""
 
     def close(self) -> None: ...
 
@@ -156,22 +159,38 @@ class MemorySource:
         here = np.array([rank_and_try(key)[0] in self._here for key in table.packs], np.bool_)
         return here[table.pack]
 
-    def read(self, blobs: Sequence[int], sink: Sink) -> None:
+    def read(self, blobs: Sequence[int], sink: Sink, room: Room | None = None) -> None:
+        ends = np.cumsum(self.saved.table.length[list(blobs)])
+        cuts = np.searchsorted(ends, np.linspace(0, ends[-1] if len(ends) else 0, MEMORY_THREADS + 1)[1:-1])
+        parts = np.split(np.array(blobs, np.int64), cuts)
         with ThreadPoolExecutor(MEMORY_THREADS, "ckpt-restore") as pool:
-            list(pool.map(lambda i: self._read(blobs[i::MEMORY_THREADS], sink), range(MEMORY_THREADS)))
+            list(pool.map(lambda part: self._read(part.tolist(), sink, room), parts))
         for snapshot in self._here.values():
             snapshot.check()  # another process's memory may have moved on while we read it
 
-    def _read(self, blobs: Sequence[int], sink: Sink) -> None:
+    def _read(self, blobs: list[int], sink: Sink, room: Room | None) -> None:
         table = self.saved.table
-        for blob in blobs:
-            snapshot = self._here[rank_and_try(table.packs[int(table.pack[blob])])[0]]
-            at = int(table.offset[blob]) - len(snapshot.layout.arrangement.header)
-            data = snapshot.arena.data(snapshot.slot)[at : at + int(table.length[blob])]
-            if snapshot.layout.rank in self._digested and blob_digest(data) != table.digest[blob].tobytes():
+        ranks = [rank_and_try(key)[0] for key in table.packs]
+        rows = zip(
+            blobs,
+            table.pack[blobs].tolist(),
+            table.offset[blobs].tolist(),
+            table.length[blobs].tolist(),
+            map(bytes, table.digest[blobs]),
+            strict=True,
+        )
+        for blob, pack, offset, length, digest in rows:
+            snapshot = self._here[ranks[pack]]
+            at = offset - len(snapshot.layout.arrangement.header)
+            data = snapshot.arena.data(snapshot.slot)[at : at + length]
+            if ranks[pack] in self._digested and blob_digest(data) != digest:
                 name = table.shards[int(self.saved.shard_of_blob[blob])].name
                 raise CorruptError(f"{name} is damaged in memory: its bytes do not match their digest")
-            sink(blob, data)
+            place = room(blob) if room is not None and length >= LARGE else None
+            if place is None:
+                sink(blob, data)
+            else:  # without the GIL, and without torch's threads on top of these
+                np.copyto(np.frombuffer(place, np.uint8), np.frombuffer(data, np.uint8))
 
     @property
     def world(self) -> int:
@@ -270,12 +289,12 @@ class StoreSource:
         mine = {rank for rank, _, _ in self._commit.parts} if self._commit is not None else set()
         return np.array([rank_and_try(key)[0] in mine for key in table.packs], np.bool_)[table.pack]
 
-    def read(self, blobs: Sequence[int], sink: Sink) -> None:
-        read.run(self._read(blobs, sink))
+    def read(self, blobs: Sequence[int], sink: Sink, room: Room | None = None) -> None:
+        read.run(self._read(blobs, sink, room))
 
-    async def _read(self, blobs: Sequence[int], sink: Sink) -> None:
+    async def _read(self, blobs: Sequence[int], sink: Sink, room: Room | None) -> None:
         async with read.opened(self.tier) as store:
-            mended = await mend.fetch(store, self.attempt, self.saved.table, blobs, sink, self._others)
+            mended = await mend.fetch(store, self.attempt, self.saved.table, blobs, sink, self._others, room)
         self.repaired += mended.repaired
         self.damaged |= mended.ranges
 

@@ -1,8 +1,9 @@
 """Live tensors into a slot, beside training.
 
 One thread owns the arena: it holds the robust mutex, makes all transitions of slots, and copies. A `Job` is one
-snapshot; any thread may submit one. What the caller waits for is short: `eager_done`, when everything that may change
-before the next optimizer step is in the slot. The rest is copied during the next forward and backward, and
+snapshot; any thread may submit one. What the caller waits for is short: everything that may change before the next
+optimizer step has been taken. If that is little, and in host memory, the caller clones it and waits for nobody; else it
+waits for `eager_done`, when it is in the slot. The rest is copied during the next forward and backward, and
 `before_update`, called from a hook before any optimizer changes anything, waits for that.
 
 On an accelerator the copies run on a stream of their own, which first waits for the compute stream; before an update
@@ -15,8 +16,11 @@ import contextlib
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
+from operator import attrgetter, not_
 from typing import Any
 
 import torch
@@ -33,7 +37,12 @@ from ckpt.state import Reading
 from ckpt.tensors import TORCH_DTYPE, device_in_use
 
 LEAST_SLOTS = 2  # one to hold the newest snapshot, one to take the next
+POLL_S = 0.001  # between two looks at what a device is copying
+PORTABLE = 1  # page-locked for every device, not only for the one that is current
 LARGE = 1 << 20  # bytes from which one memcpy, without the GIL, beats a batched copy
+LITTLE = 1 << 20  # bytes that are cloned sooner than another thread has woken up
+
+_VERSION = attrgetter("_version")
 
 Pair = tuple[Tensor, Tensor, int]  # where a tensor goes, what goes there, and which one of the layout it is
 
@@ -57,10 +66,12 @@ class Job:
     finite: bool | None = None  # what the user said of this step
     postponed: bool = False  # only what cannot be had later is copied, until `complete` asks for the rest
     slot: tuple[Arena, int] | None = None  # where it is being staged
+    order: int = 0  # as in its label
     place: tuple[Arena, int] | None = None  # where it was sealed
     versions: list[int] = field(default_factory=list)
     streams: dict[torch.device, Any] = field(default_factory=dict)  # the caller's compute streams
     ready: dict[torch.device, Any] = field(default_factory=dict)  # events on them
+    eager: dict[torch.device, Any] = field(default_factory=dict)  # events after the copies of the eager part
     done: dict[torch.device, Any] = field(default_factory=dict)  # events after the copies
     _checking: threading.Lock = field(default_factory=threading.Lock)
     _proven: bool = False
@@ -69,16 +80,27 @@ class Job:
         self.thread = threading.get_ident()
         reading = self.reading
         self.sources = reading.tensors
-        self.overlapped = [t for t, guarded in zip(self.sources, reading.guarded, strict=True) if guarded]
-        self.versions = [t._version for t in self.overlapped]
-        for device in {t.device for t in reading.tensors if t.device.type != "cpu"}:
-            stream = torch.get_device_module(device).current_stream(device)
-            self.streams[device], self.ready[device] = stream, stream.record_event()
+        self.overlapped = list(compress(self.sources, reading.guarded))
+        self.versions = list(map(_VERSION, self.overlapped))
+        if reading.layout.accelerated:
+            for device in {t.device for t in reading.tensors if t.device.type != "cpu"}:
+                stream = torch.get_device_module(device).current_stream(device)
+                self.streams[device], self.ready[device] = stream, stream.record_event()
+
+    def clone_eager(self) -> bool:
+        """Take what may change before the next optimizer step, if it is little; whether that is done."""
+        layout, guarded = self.reading.layout, self.reading.guarded
+        if self.streams or sum(compress(layout.sizes, map(not_, guarded))) > LITTLE:
+            return False
+        if not all(guarded):
+            pairs = zip(self.sources, guarded, strict=True)
+            self.sources = [source if kept else source.clone() for source, kept in pairs]
+        return True
 
     def check_versions(self) -> bool:
         """Has somebody else written to what is being copied? Only before an optimizer may change anything."""
         with self._checking:
-            if not self._proven and [t._version for t in self.overlapped] != self.versions:
+            if not self._proven and list(map(_VERSION, self.overlapped)) != self.versions:
                 names = [s.name for s, g in zip(self.reading.layout.tensors, self.reading.guarded, strict=True) if g]
                 pairs = zip(names, self.overlapped, self.versions, strict=True)
                 self.written_by_others = [name for name, t, version in pairs if t._version != version]
@@ -98,6 +120,21 @@ class Job:
     @property
     def ended(self) -> bool:
         return self.place is not None or self.error is not None
+
+
+def _event(device: torch.device, stream: Any) -> Any:
+    """Behind all that is on a stream; who waits for it sleeps, where CUDA would spin."""
+    module = torch.get_device_module(device)
+    event = module.Event(blocking=True) if device.type == "cuda" else module.Event()
+    event.record(stream)
+    return event
+
+
+def _reached(events: dict[torch.device, Any]) -> bool:
+    try:
+        return all(event.query() for event in events.values())
+    except Exception:  # of a kernel that failed: whoever waits is told
+        return True
 
 
 def _end(job: Job) -> None:
@@ -120,7 +157,10 @@ class Stager:
         self._frozen = Frozen()
         self._streams: dict[torch.device, Any] = {}
         self._registered: list[int] = []
+        self._refused = False  # the driver would not page-lock this arena
+        self._flying: deque[Job] = deque()  # all queued, and not all copied; for the staging thread only
         self._pending: Job | None = None
+        self._copying: Job | None = None  # proven, but still read by a device: every stream that updates waits for it
         self._gate = threading.Event()  # not set while something is copied that no optimizer may change
         self._gate.set()
         self._order = 0
@@ -140,17 +180,20 @@ class Stager:
         return self._frozen.skipped_bytes
 
     def submit(self, job: Job) -> None:
-        """Begin a snapshot and wait until its eager part is in memory, or it has failed."""
+        """Begin a snapshot and wait until its eager part has been taken, or it has failed."""
         before, self._pending = self._pending, job
         try:
+            taken = job.clone_eager()
             self._queue.put(lambda: self._stage(job))
-            job.eager_done.wait()
+            if not taken:
+                job.eager_done.wait()
         except BaseException:  # Ctrl-C: whether it was begun or not, nobody shall wait for it
             job.error = job.error or SaveError(f"saving step {job.attempt.step} was interrupted")
             self._queue.put(lambda: _end(job))
             raise
-        if before is not None:
-            self._prove(before)  # its copy has ended, since jobs are done in turn
+        if before is not None:  # all of it is queued at least, since jobs are done in turn
+            self._line_up(before)
+            self._prove(before)
 
     def postpone(self, job: Job) -> None:
         """Copy of a job only what cannot be had later; `complete` may ask for the rest."""
@@ -210,6 +253,7 @@ class Stager:
 
         A copy that does not end in time costs the snapshot, never the training.
         """
+        self._line_up_again()
         job, gate = self._pending, self._gate
         if (job is None and gate.is_set()) or threading.current_thread() is self._thread:
             return 0.0
@@ -220,8 +264,7 @@ class Stager:
             return time.perf_counter() - started
         if job.streams:
             in_time = job.enqueued.wait(timeout_s)
-            for device, event in job.done.items():
-                torch.get_device_module(device).current_stream(device).wait_event(event)
+            self._line_up(job)
         else:
             in_time = job.copied.wait(timeout_s)
         if not in_time:
@@ -229,6 +272,20 @@ class Stager:
         self._pending = None
         self._prove(job)
         return time.perf_counter() - started
+
+    def _line_up(self, job: Job) -> None:
+        """What the caller queues from now on, on its current streams, comes after the copies of this job."""
+        for device, event in job.done.items():
+            torch.get_device_module(device).current_stream(device).wait_event(event)
+        self._copying = job if job.done else None
+
+    def _line_up_again(self) -> None:
+        """Another optimizer may step on another stream."""
+        job = self._copying
+        if job is not None and job.copied.is_set():
+            self._copying = None
+        elif job is not None:
+            self._line_up(job)
 
     def prove(self, job: Job | None = None) -> None:
         """Called by the thread that trains, between its writes, when this job (or the pending one) has been copied."""
@@ -259,7 +316,11 @@ class Stager:
     def use(self, arena: Arena, on_locked: Callable[[], None]) -> None:
         """Stage into this arena from now on; `on_locked` is called when its mutex is held."""
 
+        device = torch.cuda.current_device() if device_in_use() else None
+
         def switch() -> None:
+            if device is not None:
+                torch.cuda.set_device(device)  # any thread begins with the first one, and would take memory there
             if self._arena is arena:
                 return
             self._unlock()
@@ -270,12 +331,22 @@ class Stager:
                 time.sleep(0.001)
             self._views.clear()
             self._frozen.clear()
+            self._refused = False
             self._register(arena)
             self._arena = arena
+            threading.Thread(target=self._touch, args=(arena,), name="ckpt-touch", daemon=True).start()
             self._order = max([self._order, *(label.order for _, label in arena.sealed())])
             on_locked()
 
         self.do(switch)
+
+    def _touch(self, arena: Arena) -> None:
+        """Before it is used, slot by slot: the copies are quicker then."""
+        if self._registered:  # that has done it
+            return
+        for slot in range(arena.slots):
+            if self._arena is arena:
+                arena.touch(slot)
 
     def do(self, work: Callable[[], None], timeout_s: float = 60.0) -> None:
         """Run something in the staging thread, between two jobs, and wait for it."""
@@ -284,6 +355,7 @@ class Stager:
 
         def run() -> None:
             try:
+                self._land(wait=True)
                 work()
             except BaseException as error:
                 failure.append(error)
@@ -326,10 +398,35 @@ class Stager:
 
     def _run(self) -> None:
         with torch.no_grad():
-            while (work := self._queue.get()) is not None:
+            while (work := self._next()) is not None:
                 work()
                 del work  # a job holds on to tensors
+            self._land(wait=True)
             self._unlock()
+
+    def _next(self) -> Callable[[], None] | None:
+        """What to do next; until there is something, what devices have copied is sealed."""
+        while self._flying:
+            try:
+                return self._queue.get(timeout=POLL_S)
+            except queue.Empty:
+                self._land(wait=False)
+        return self._queue.get()
+
+    def _land(self, *, wait: bool) -> None:
+        """Label and seal what devices have copied by now, in turn; `wait`: all that is on its way."""
+        while self._flying:
+            job = self._flying[0]
+            slot = job.slot
+            assert slot is not None
+            if not wait and not _reached(job.done):
+                if job.eager and _reached(job.eager):
+                    slot[0].set_label(slot[1], self._label(EAGER, job))
+                    job.eager = {}
+                return
+            self._flying.popleft()
+            with self._ending(job):
+                self._seal(*slot, job)
 
     def _unlock(self) -> None:
         if self._arena is not None:
@@ -339,17 +436,31 @@ class Stager:
             self._arena = None
 
     def _stage(self, job: Job) -> None:
+        self._land(wait=False)
         with self._ending(job):
             arena = self._arena
             if arena is None:
                 raise SkippedError(f"step {job.attempt.step} was not saved: no memory is ready yet")
+            with self._changed:
+                full = self._free(arena) is None
+            if full:
+                self._land(wait=True)
+            for device in job.streams:
+                torch.get_device_module(device).set_device(device)
+            if job.streams and not self._registered and not self._refused:  # the device came into use since
+                self._register(arena)
             job.slot = arena, self._claim(arena, job)
             self._frozen.open(job.slot[1], job.reading.layout)
             self._fill_eager(*job.slot, job)
             if job.postponed:
+                self._settle_eager(*job.slot, job)
                 self._frozen.close(job.slot[1])
-            else:
-                self._fill_guarded(*job.slot, job)
+                return
+            if not job.streams:
+                self._settle_eager(*job.slot, job)
+            self._fill_guarded(*job.slot, job)
+            if not job.streams:
+                self._seal(*job.slot, job)
 
     def _complete(self, job: Job) -> None:
         """The rest of a job that was postponed."""
@@ -362,6 +473,8 @@ class Stager:
             job.postponed = False
             self._frozen.open(slot, job.reading.layout)
             self._fill_guarded(arena, slot, job)
+            self._flying.clear()  # it is the only one, and waited for here
+            self._seal(arena, slot, job)
             self._pending = job  # the thread that trains looks once more whether somebody was writing
 
     @contextlib.contextmanager
@@ -374,8 +487,10 @@ class Stager:
         except BaseException as error:
             log.exception("staging step %d failed", job.attempt.step)
             job.error = SaveError(f"step {job.attempt.step} could not be staged: {type(error).__name__}: {error}")
-        if job.postponed and job.error is None:
+        if job.error is None and (job.postponed or job in self._flying):
             return
+        if job.error is not None:
+            self._await_copies(job)
         if job.error is not None and job.slot is not None and self._arena is job.slot[0]:
             self._arena.set_label(job.slot[1], Label(EMPTY))
         job.sources = []
@@ -385,6 +500,14 @@ class Stager:
             job.on_end(job)
         except Exception:  # must not end the thread that holds the mutex
             log.exception("after step %d was staged", job.attempt.step)
+
+    def _await_copies(self, job: Job) -> None:
+        """A job that failed: nobody may have its slot, or free what it reads, while a device still copies."""
+        if job in self._flying:
+            self._flying.remove(job)
+        for device in job.streams:
+            with contextlib.suppress(Exception):  # a device that has failed copies nothing any more
+                self._stream(device).synchronize()
 
     def _claim(self, arena: Arena, job: Job) -> int:
         """The emptiest or oldest slot. Never one being written, never the newest snapshot, nor the newest finite."""
@@ -403,6 +526,7 @@ class Stager:
                     )
                     raise DeadlineError(f"step {job.attempt.step} was not saved: no slot became free in time: {why}")
         self._order += 1
+        job.order = self._order
         arena.set_label(slot, self._label(FILLING, job))
         point("stage.claimed")
         return slot
@@ -410,7 +534,9 @@ class Stager:
     def _free(self, arena: Arena) -> int | None:
         if self._holds > 0:
             return None
+        flying = {job.slot for job in self._flying}
         free = [slot for slot in range(arena.slots) if self._pinned.get((arena.id, slot), 0) <= 0]
+        free = [slot for slot in free if (arena, slot) not in flying]
         sealed = arena.sealed()  # newest first
         held = {slot for slot, _ in sealed}
         empty = [slot for slot in free if slot not in held]
@@ -427,17 +553,20 @@ class Stager:
         self._copy(self._pairs(arena, slot, job, guarded=False), streams)
         start = pages(reading.layout.arrangement.data_size)
         arena.data(slot)[start : start + len(job.values)] = job.values
-        copied = {device: stream.record_event() for device, stream in streams.items()}
-        for device, event in copied.items():
+        job.eager = {device: _event(device, stream) for device, stream in streams.items()}
+        for device, event in job.eager.items():
             job.streams[device].wait_event(event)  # later kernels may change what we still read
         point("stage.eager")
         job.eager_done.set()
-        for event in copied.values():
+
+    def _settle_eager(self, arena: Arena, slot: int, job: Job) -> None:
+        for event in job.eager.values():
             event.synchronize()
+        job.eager = {}
         arena.set_label(slot, self._label(EAGER, job))
 
     def _fill_guarded(self, arena: Arena, slot: int, job: Job) -> None:
-        """What only optimizers change, and the seal."""
+        """What only optimizers change. A device may have done nothing of it yet: see `_land`."""
         streams = {device: self._stream(device) for device in job.streams}
         self._copy(self._pairs(arena, slot, job, guarded=True), streams)
         if job.beside is not None:
@@ -445,8 +574,14 @@ class Stager:
                 for device, stream in streams.items():
                     stack.enter_context(torch.get_device_module(device).stream(stream))
                 job.beside()
-        job.done = {device: stream.record_event() for device, stream in streams.items()}
+        job.done = {device: _event(device, stream) for device, stream in streams.items()}
+        self._frozen.close(slot)
+        if job.streams:
+            self._flying.append(job)
         job.enqueued.set()
+
+    def _seal(self, arena: Arena, slot: int, job: Job) -> None:
+        """When the last of its copies has ended."""
         for event in job.done.values():
             event.synchronize()
         job.check_versions()
@@ -459,7 +594,6 @@ class Stager:
         point("stage.copied")
         if job.error is None:
             arena.set_label(slot, self._label(SEALED, job))
-            self._frozen.close(slot)
             point("stage.sealed")
             job.place = (arena, slot)
 
@@ -472,7 +606,7 @@ class Stager:
     def _label(self, state: int, job: Job) -> Label:
         layout = job.reading.layout
         size = layout.arrangement.data_size
-        return Label(state, self._order, job.attempt, layout.digest, size, len(job.values), time.time(), job.finite)
+        return Label(state, job.order, job.attempt, layout.digest, size, len(job.values), time.time(), job.finite)
 
     def _slot_views(self, arena: Arena, slot: int, layout: Layout) -> list[Tensor]:
         """The slot as tensors of the layout's shapes, made once."""
@@ -489,22 +623,28 @@ class Stager:
         return views
 
     def _copy(self, pairs: Sequence[Pair], streams: dict[torch.device, Any]) -> None:
-        """Large contiguous host tensors one by one, unless they are there; the rest in one batched call a device."""
-        batches: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+        """What devices copy first, then what we copy: large contiguous host tensors one by one, unless they are there;
+        the rest in one batched call a device."""
+        batches: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {device: ([], []) for device in streams}
+        large: list[Pair] = []
         for target, source, number in pairs:
             plain = source.is_contiguous() and not source.is_conj() and not source.is_neg()
             if target.nbytes >= LARGE and plain and source.device.type == "cpu":
-                self._frozen.put(number, target, source)
+                large.append((target, source, number))
                 continue
             targets, sources = batches.setdefault(source.device, ([], []))
             targets.append(target)
             sources.append(source)
         for device, (targets, sources) in batches.items():
+            if not targets:
+                continue
             if device in streams:
                 with torch.get_device_module(device).stream(streams[device]):
                     torch._foreach_copy_(targets, sources, non_blocking=True)
             else:
                 torch._foreach_copy_(targets, sources)
+        for target, source, number in large:
+            self._frozen.put(number, target, source)
 
     # -- devices --
 
@@ -520,10 +660,13 @@ class Stager:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         for slot in range(arena.slots):
             address = torch.frombuffer(arena.data(slot), dtype=torch.uint8).data_ptr()
-            if int(runtime.cudaHostRegister(address, arena.slot_size, 0)) == 0:
+            if int(runtime.cudaHostRegister(address, arena.slot_size, PORTABLE)) == 0:
                 self._registered.append(address)
             else:
+                with contextlib.suppress(RuntimeError):  # CUDA keeps a thread's last error, for the next kernel's check
+                    torch.ones(1, device="cuda")
                 log.warning("memory could not be page-locked for the device: copies will be slower (see ulimit -l)")
+                self._refused = True
                 return
 
     def _unregister(self) -> None:

@@ -30,7 +30,7 @@ LAYERS = (
     ("doctor", "doctor_plan"),  # all about a place; what follows for a job
     ("commit", "restore"),  # files become a checkpoint; tensors again
     ("nodes", "read", "packs"),  # what a state is made of; back from a store, and into it
-    ("supply",),  # plain bytes of blobs
+    ("supply", "stream"),  # plain bytes of blobs; from a folder to where they belong
     ("state", "retain", "promote", "mend", "encode", "frozen", "scrub", "damage"),  # a state; how long; elsewhere
     ("stage", "sources", "tiers", "upkeep", "cures"),  # tensors into memory; where to restore from, and to save to
     ("copying", "repair"),  # a run to another place; damaged files right again
@@ -56,7 +56,7 @@ NO_TORCH = {
     "write", "commit", "read", "retain", "tiers", "handle", "writer", "compare",
     "triggers", "rally", "notices", "pressure", "wakeup", "pulse", "fault", "hang", "holdings", "persist", "vigil",
     "witness", "increment", "supply", "packs", "encode", "pace", "scrub", "promote", "places", "upkeep", "copying",
-    "damage", "cures",
+    "damage", "cures", "stream",
     "repair", "cli_repair", "cli_upkeep", "findings",
     "doctor", "doctor_folder", "doctor_s3", "doctor_machine", "doctor_link", "doctor_plan", "cli_doctor",
 }  # fmt: skip

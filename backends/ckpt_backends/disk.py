@@ -10,6 +10,7 @@ import ctypes
 import errno
 import fcntl
 import os
+from collections.abc import Sequence
 
 _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100
@@ -49,6 +50,9 @@ class Disk:
 
     def preadv(self, fd: int, view: memoryview, offset: int) -> int:
         return os.preadv(fd, [view], offset)
+
+    def scatter(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        return os.preadv(fd, views, offset)
 
     def truncate(self, fd: int, size: int) -> None:
         os.ftruncate(fd, size)

@@ -42,6 +42,7 @@ Listing = list[ObjectInfo]
 THREADS = 8  # enough requests in flight to keep one NVMe drive busy
 RESERVE = 1 << 20
 OPEN_FILES = 16
+_VECTORS = 1024  # of one preadv, at most
 _LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]{16}\.new")
 
 
@@ -232,6 +233,17 @@ class LocalStore:
         finally:
             with self._reading_lock:
                 reader.release()
+
+    def scatter(self, key: str, start: int, views: Sequence[memoryview]) -> None:
+        """Fill these, one after another, with bytes from `start` on: through the page cache, in the calling thread."""
+        path = self._path(key)
+        with _errors(self.url, path):
+            reader = self._reader(path)
+            try:
+                reader.scatter(start, views)
+            finally:
+                with self._reading_lock:
+                    reader.release()
 
     def _reader(self, path: str) -> _Reader:
         """An open file, kept open: a reader must not lose a file that is cleaned up under it."""
@@ -474,6 +486,20 @@ class _Reader:
             into = memoryview(bytearray(length))
         self._fill(self._buffered, into[:length], start, length)
         return into[:length]
+
+    def scatter(self, start: int, views: Sequence[memoryview]) -> None:
+        if start + sum(map(len, views)) > self._size:
+            raise StoreError(f"{self._path} holds {self._size} bytes, more were asked for, from {start} on")
+        left = [view for view in views if len(view)]
+        while left:
+            count = self._disk.scatter(self._buffered, left[:_VECTORS], start)
+            if count <= 0:
+                raise StoreError(f"{self._path} ended early, at {start} of {self._size} bytes")
+            start += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
 
     def _fill(self, fd: int, view: memoryview, offset: int, needed: int) -> None:
         done = 0

@@ -46,6 +46,16 @@ class MemoryStore:
             raise StoreError(f"{key} holds {size} bytes, {end} were asked for")
         return memoryview(self.objects[key])[start:end]
 
+    def scatter(self, key: str, start: int, views: Sequence[memoryview]) -> None:
+        check_key(key)
+        if key not in self.objects:
+            raise NotFoundError(f"{key} is not in {self.url}")
+        data = memoryview(self.objects[key])[start:]
+        if sum(map(len, views)) > len(data):
+            raise StoreError(f"{key} holds {len(data)} bytes from {start} on, more were asked for")
+        for view in views:
+            view[:], data = data[: len(view)], data[len(view) :]
+
     async def head(self, key: str) -> ObjectInfo:
         if check_key(key) not in self.objects:
             raise NotFoundError(f"{key} is not in {self.url}")

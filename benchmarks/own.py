@@ -1,0 +1,273 @@
+"""Figures of ours that have no peer. Run by `figures.py`; prints one JSON line a finding.
+
+    python benchmarks/own.py --folder DIR [--size full]
+
+- `start`: how long after the first optimizer step memory is ready; until then `step()` skips, and says so.
+- `every step`: a training that saves every step to memory, against the same one that does not, in alternating blocks,
+  so that what else the machine does hits both. `step()` blocks: all of them, for a 99th percentile.
+- `alone`: staging and writing while nothing is trained: bytes a second from `staged()` to `committed()`.
+- `after death`: a new process restores from the memory that a killed one left, and goes on.
+- `tensors`: what a step costs a tensor, at 1,000 and at 10,000 small ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import multiprocessing
+import os
+import signal
+import statistics
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from torch import nn
+
+import ckpt
+from usage import Clock
+from workload import SIZES, Size, Training
+
+BLOCK = 8  # steps with, and as many without
+LEAST_SAVES = 208
+
+
+def say(figure: str, **what: Any) -> None:
+    print(json.dumps({"kind": "own", "figure": figure, **what}), flush=True)
+
+
+def state_of(training: Training) -> dict[str, Any]:
+    return {"model": training.model, "optim": training.optim}
+
+
+def start(size: Size, folder: Path) -> None:
+    """From the end of the first optimizer step until a step is staged, with the training going on."""
+    training = Training.build(size)
+    tiers = [ckpt.Memory(), ckpt.Tier(str(folder / "start"), every=10**6)]
+    with ckpt.Checkpointer(state_of(training), tiers) as checkpointer:
+        checkpointer.restore(default=0)
+        began = time.perf_counter()
+        step, blocked = 0, []
+        while time.perf_counter() - began < 60.0:
+            step += 1
+            before = time.perf_counter()
+            save = checkpointer.step(step)
+            blocked.append(time.perf_counter() - before)
+            if save is not None and save.status in ("staging", "staged"):
+                save.staged(60.0)
+                break
+            training.step()
+        ready = time.perf_counter() - began
+        slots = arena_bytes()
+    say("start", ready_s=ready, skipped=step - 1, longest_block_s=max(blocked), arena_bytes=slots)
+
+
+def arena_bytes() -> int:
+    """Of the shared memory that holds the snapshots, by its open descriptor."""
+    found = 0
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if "ckpt-arena" in os.readlink(fd):
+                found = max(found, fd.stat().st_size)
+    return found
+
+
+def every_step(size: Size, folder: Path) -> None:
+    training = Training.build(size)
+    tiers = [ckpt.Memory(), ckpt.Tier(str(folder / "every"), every=10**6)]
+    with_s: list[float] = []
+    without_s: list[float] = []
+    ratios: list[float] = []
+    blocks: list[float] = []
+    cpu: dict[str, list[float]] = {}
+    with ckpt.Checkpointer(state_of(training), tiers) as checkpointer:
+        checkpointer.restore(default=0)
+        step = 1
+        checkpointer.save(step).committed(120.0)
+        while len(blocks) < LEAST_SAVES:
+            mine: list[float] = []
+            others: list[float] = []
+            clock = Clock.now()
+            for _ in range(BLOCK):
+                began = time.perf_counter()
+                training.step()
+                step += 1
+                before = time.perf_counter()
+                checkpointer.step(step)
+                ended = time.perf_counter()
+                blocks.append(ended - before)
+                mine.append(ended - began)
+            for who, used in Clock.now().since(clock).items():
+                cpu.setdefault(who, []).append(used.total / BLOCK)
+            training.step()  # waits for the last copy
+            for _ in range(BLOCK):
+                began = time.perf_counter()
+                training.step()
+                others.append(time.perf_counter() - began)
+            with_s += mine
+            without_s += others
+            ratios.append(statistics.median(mine) / statistics.median(others))
+    blocks.sort()
+    say(
+        "every step",
+        saves=len(blocks),
+        step_with_s=statistics.median(with_s),
+        step_without_s=statistics.median(without_s),
+        ratio=statistics.median(ratios),
+        blocks_median_s=statistics.median(blocks),
+        blocks_p99_s=blocks[int(len(blocks) * 0.99)],
+        blocks_worst_s=blocks[-1],
+        cpu_s_per_step={who: statistics.median(used) for who, used in cpu.items()},
+    )
+
+
+def alone(size: Size, folder: Path) -> None:
+    """No training beside it: what the copy and the writer reach by themselves."""
+    training = Training.build(size)
+    tiers = [ckpt.Memory(), ckpt.Tier(str(folder / "alone"), every=10**6, keep=2)]
+    staged, written, whole = [], [], []
+    with ckpt.Checkpointer(state_of(training), tiers) as checkpointer:
+        checkpointer.restore(default=0)
+        checkpointer.save(1).committed(120.0)
+        for step in range(2, 8):
+            training.step()
+            time.sleep(2.0)  # reading back, and clean-up
+            began = time.perf_counter()
+            save = checkpointer.save(step)
+            save.staged(60.0)
+            staged.append(time.perf_counter() - began)
+            save.committed(120.0)
+            whole.append(time.perf_counter() - began)
+            written.append(whole[-1] - staged[-1])
+    say(
+        "alone",
+        nbytes=training.nbytes,
+        staged_s=statistics.median(staged[1:]),
+        written_s=statistics.median(written[1:]),
+        durable_s=statistics.median(whole[1:]),
+    )
+
+
+def _victim(size: str, folder: str, pipe: Connection) -> None:
+    training = Training.build(SIZES[size])
+    checkpointer = ckpt.Checkpointer(state_of(training), [ckpt.Memory(), ckpt.Tier(folder, every=10**6)])
+    checkpointer.restore(default=0)
+    checkpointer.save(1).committed(120.0)
+    training.step()
+    checkpointer.save(2).staged(60.0)
+    pipe.send(training.digest())
+    time.sleep(1000)
+
+
+def _heir(size: str, folder: str, pipe: Connection) -> None:
+    training = Training.build(SIZES[size], seed=1)
+    training.spoil()
+    gc.collect()
+    began = time.perf_counter()
+    checkpointer = ckpt.Checkpointer(state_of(training), [ckpt.Memory(), ckpt.Tier(folder, every=10**6)])
+    opened = time.perf_counter() - began
+    step = checkpointer.restore()
+    whole = time.perf_counter() - began
+    last = checkpointer.last_restore
+    assert last is not None
+    pipe.send((opened, whole - opened, step, last.tier, last.verified, training.digest()))
+    checkpointer.close()
+
+
+def after_death(size: str, folder: Path) -> None:
+    """SIGKILL, and a new process: opening, and restoring from the memory of the one that died."""
+    spawn = multiprocessing.get_context("spawn")
+    for number in range(3):
+        place = str(folder / f"death-{number}")
+        here, there = spawn.Pipe()
+        victim = spawn.Process(target=_victim, args=(size, place, there))
+        victim.start()
+        expected = here.recv()
+        assert victim.pid is not None
+        os.kill(victim.pid, signal.SIGKILL)
+        victim.join()
+        heir = spawn.Process(target=_heir, args=(size, place, there))
+        heir.start()
+        opened, restored, step, tier, verified, digest = here.recv()
+        heir.join()
+        say(
+            "after death",
+            open_s=opened,
+            restore_s=restored,
+            tier=tier,
+            verified=verified,
+            equal=digest == expected and step == 2,
+        )
+
+
+def many_tensors(count: int, folder: Path) -> None:
+    """Parameters of 16 numbers each; two moments and a step count of each are tensors too."""
+    torch.manual_seed(0)
+    model = nn.ParameterList([nn.Parameter(torch.randn(16)) for _ in range(count // 4)])
+    optim = torch.optim.AdamW(model.parameters(), foreach=True)
+
+    def update() -> None:
+        for parameter in model:
+            parameter.grad = torch.ones_like(parameter)
+        optim.step()
+
+    update()
+    tiers = [ckpt.Memory(), ckpt.Tier(str(folder / f"tensors-{count}"), every=10**6)]
+    blocked, staged, committed, restored = [], [], [], []
+    with ckpt.Checkpointer({"model": model, "optim": optim}, tiers) as checkpointer:
+        checkpointer.restore(default=0)
+        checkpointer.save(1).committed(120.0)
+        for step in range(2, 32):
+            update()
+            began = time.perf_counter()
+            save = checkpointer.step(step)
+            blocked.append(time.perf_counter() - began)
+            assert save is not None
+            save.staged(60.0)
+            staged.append(time.perf_counter() - began)
+        for step in range(32, 37):
+            update()
+            began = time.perf_counter()
+            checkpointer.save(step).committed(120.0)
+            committed.append(time.perf_counter() - began)
+            began = time.perf_counter()
+            checkpointer.restore()
+            restored.append(time.perf_counter() - began)
+    say(
+        "tensors",
+        count=count,
+        blocks_s=statistics.median(blocked),
+        staged_s=statistics.median(staged),
+        committed_s=statistics.median(committed),
+        restore_s=statistics.median(restored),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--size", choices=SIZES, default="full")
+    parser.add_argument("--only", nargs="*", help="start, every, alone, death, tensors")
+    arguments = parser.parse_args()
+    size, folder = SIZES[arguments.size], arguments.folder
+    work = {
+        "start": lambda: start(size, folder),
+        "every": lambda: every_step(size, folder),
+        "alone": lambda: alone(size, folder),
+        "death": lambda: after_death(arguments.size, folder),
+        "tensors": lambda: [many_tensors(count, folder) for count in (1_000, 10_000)],
+    }
+    for name in arguments.only or work:
+        work[name]()
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""What a process and its children use: memory, and CPU time by process and thread. Linux, from /proc."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that descend from it, and sessions that it began (a writer leaves its parent's)."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    found, todo = [], [pid]
+    while todo:
+        found.append(one := todo.pop())
+        todo += children.get(one, [])
+    return found
+
+
+def memory(pid: int) -> int:
+    """Bytes of a family, what several share counted once (proportional set size)."""
+    total = 0
+    for one in family(pid):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{one}/smaps_rollup").read_text().splitlines():
+                if line.startswith("Pss:"):
+                    total += int(line.split()[1]) << 10
+    return total
+
+
+@dataclass
+class Peak:
+    """The most memory that was seen, and the first."""
+
+    before: int = 0
+    most: int = 0
+
+    @property
+    def extra(self) -> int:
+        return self.most - self.before
+
+
+@contextlib.contextmanager
+def watching(pid: int, every_s: float = 0.1) -> Iterator[Peak]:
+    """Look at a family's memory again and again. It slows that family down: for saves that are not timed."""
+    before = memory(pid)
+    peak = Peak(before, before)
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(every_s):
+            peak.most = max(peak.most, memory(pid))
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        ended.set()
+        thread.join()
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """CPU seconds, in programs and in the kernel."""
+
+    user: float = 0.0
+    system: float = 0.0
+
+    def __add__(self, other: Cpu) -> Cpu:
+        return Cpu(self.user + other.user, self.system + other.system)
+
+    def __sub__(self, other: Cpu) -> Cpu:
+        return Cpu(self.user - other.user, self.system - other.system)
+
+    @property
+    def total(self) -> float:
+        return self.user + self.system
+
+
+@dataclass
+class Clock:
+    """CPU time so far of the calling process's threads by name, of its children, and of everything else."""
+
+    threads: dict[str, Cpu] = field(default_factory=dict)
+    children: Cpu = field(default_factory=Cpu)
+    machine: Cpu = field(default_factory=Cpu)
+
+    @classmethod
+    def now(cls) -> Clock:
+        """Threads that Python does not know (OpenMP's) are counted as "compute", like the main thread."""
+        me = os.getpid()
+        names = {t.native_id: t.name for t in threading.enumerate()}
+        found = cls()
+        for task in Path(f"/proc/{me}/task").iterdir():
+            name = names.get(int(task.name), "compute")
+            name = "compute" if name == "MainThread" else name.partition("_")[0]
+            found.threads[name] = found.threads.get(name, Cpu()) + _cpu(task / "stat")
+        for one in family(me):
+            if one != me:
+                found.children += _cpu(Path(f"/proc/{one}/stat"))
+        fields = [int(n) * TICK_S for n in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+        found.machine = Cpu(fields[0] + fields[1], fields[2] + fields[5] + fields[6])  # irq and softirq with system
+        return found
+
+    def since(self, before: Clock) -> dict[str, Cpu]:
+        """By thread of the trainer, "writer processes", and "others": kernel threads and whoever else was there."""
+        found = {name: cpu - before.threads.get(name, Cpu()) for name, cpu in self.threads.items()}
+        found["child processes"] = self.children - before.children
+        own = sum(found.values(), Cpu())
+        found["kernel and others"] = self.machine - before.machine - own
+        return found
+
+
+def _cpu(stat: Path) -> Cpu:
+    with contextlib.suppress(OSError, IndexError):
+        fields = stat.read_text().rpartition(")")[2].split()
+        return Cpu(int(fields[11]) * TICK_S, int(fields[12]) * TICK_S)
+    return Cpu()

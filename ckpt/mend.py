@@ -49,7 +49,7 @@ async def fetch(
     def note(lost: Sequence[int], error: CorruptError | StoreError) -> None:
         missing.update(dict.fromkeys(lost, error))
 
-    batches = read.plan_reads(table, blobs, far=store.remote)
+    batches = read.plan_reads(table, blobs, far=True)  # long reads, from a folder as well
     if store.remote:
         await read.fetch(store, table, batches, sink, on_damage=note)
     else:

@@ -8,9 +8,8 @@ sets plain values and attaches what had to be created.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, MutableMapping
+from collections.abc import Container, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -91,23 +90,27 @@ class Collector:
         return {**reference, "name": name}
 
 
-class Pointers:
-    """Where tensors had their memory. Asked a thousand times a step, so what can be looked up once is."""
+class Memories:
+    """Where tensors have their memory, and in which form. Asked at every step, so what can be looked up once is."""
 
-    def __init__(self) -> None:
-        self._ask: list[Callable[[], int]] = []
-        self._were: list[int] = []
+    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
+        self._plain = [t for t in tensors if not is_dtensor(t)]
+        self._others = [t for t in tensors if is_dtensor(t)]
+        self._ask = [t.data_ptr for t in self._plain]
+        self._were, self._forms = self._places(), self._shapes()
 
-    def add(self, tensor: Tensor) -> None:
-        self._ask.append(partial(_pointer, tensor) if is_dtensor(tensor) else tensor.data_ptr)
-        self._were.append(_pointer(tensor))
+    def _places(self) -> list[int]:
+        return [ask() for ask in self._ask] + [local(t).data_ptr() for t in self._others]
 
-    def changed(self) -> bool:
-        return [ask() for ask in self._ask] != self._were
+    def _shapes(self) -> list[object]:
+        return [(t.shape, t.stride(), t.dtype) for t in (*self._plain, *map(local, self._others))]
 
+    def moved(self) -> bool:
+        return self._places() != self._were
 
-def _pointer(tensor: Tensor) -> int:
-    return local(tensor).data_ptr()
+    def reshaped(self) -> bool:
+        """Differs when `.data` was set to another view of the same memory."""
+        return self._shapes() != self._forms
 
 
 class ModuleNode:
@@ -120,8 +123,8 @@ class ModuleNode:
         self.module, self._ddp = unwrap(module)
         self._sizes: list[tuple[dict[str, Any], int]] = []
         self._children: list[tuple[dict[str, Any], str, nn.Module | None]] = []
-        self._places: list[tuple[dict[str, Any], str, Tensor, object]] = []
-        self._pointers = Pointers()
+        self._places: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._memories = Memories()
         self._piece: Contents | None = None
 
     def read(self, names: Names) -> Contents:
@@ -138,15 +141,15 @@ class ModuleNode:
         for owner, key, child in self._children:
             if owner.get(key) is not child:
                 return True
-        for owner, key, tensor, form in self._places:
-            if owner.get(key) is not tensor or _form(tensor) != form:
+        for owner, key, tensor in self._places:
+            if owner.get(key) is not tensor:
                 return True
-        return self._pointers.changed()
+        return self._memories.moved() or self._memories.reshaped()
 
     def _read(self) -> Contents:
         self._piece = None  # should reading fail half-way, what is noted below must not pass for unchanged
         self._sizes, self._children, self._places = [], [], []
-        self._pointers = Pointers()
+        self._memories = Memories()
         live: dict[str, Tensor] = {}
         for full, module in self.module.named_modules(remove_duplicate=False):
             prefix = clean(full)
@@ -157,8 +160,8 @@ class ModuleNode:
                 for key, tensor in owner.items():
                     if tensor is not None and key not in module._non_persistent_buffers_set:
                         live[f"{prefix}.{key}" if prefix else key] = check(tensor, (*self.path, prefix, key))
-                        self._places.append((owner, key, tensor, _form(tensor)))
-                        self._pointers.add(tensor)
+                        self._places.append((owner, key, tensor))
+        self._memories = Memories([tensor for _, _, tensor in self._places])
         return Contents([self._entry(key, tensor) for key, tensor in live.items()])
 
     def _entry(self, key: str, tensor: Tensor) -> Entry:
@@ -180,12 +183,6 @@ def alike(ddp: nn.parallel.DistributedDataParallel | None, key: str, tensor: Ten
         return replicas
     # The first rank's buffers overwrite the others' before each forward; without that they go their own ways.
     return Replicas(replicas.ranks, first_only=True) if ddp.broadcast_buffers else None
-
-
-def _form(tensor: Tensor) -> object:
-    """Differs when `.data` was set to another view of the same memory."""
-    mine = local(tensor)
-    return mine.shape, mine.stride(), mine.dtype
 
 
 class CustomModuleNode:
@@ -234,7 +231,7 @@ class OptimizerNode:
         self._groups: list[tuple[list[Tensor], int]] = []
         self._dicts: list[tuple[Tensor, dict[str, Any], int]] = []
         self._places: list[tuple[dict[str, Any], str, Tensor]] = []
-        self._pointers = Pointers()
+        self._memories = Memories()
         self._others: list[tuple[str, dict[str, Any], str]] = []
 
     def read(self, names: Names) -> Contents:
@@ -270,7 +267,7 @@ class OptimizerNode:
         for values, key, tensor in self._places:
             if values.get(key) is not tensor:
                 return True
-        if self._pointers.changed():
+        if self._memories.moved():
             return True
         # A key that was None may have become a tensor.
         return any(isinstance(values.get(key), Tensor) for _, values, key in self._others)
@@ -280,7 +277,7 @@ class OptimizerNode:
         self._names, self._state = names, self.optimizer.state
         self._groups = [(group["params"], len(group["params"])) for group in self.optimizer.param_groups]
         self._dicts, self._places, self._others = [], [], []
-        self._pointers = Pointers()
+        self._memories = Memories()
         fixed: list[Entry] = []
         called = self.param_names(names)
         for param, values in self.optimizer.state.items():
@@ -295,9 +292,9 @@ class OptimizerNode:
                     path = (*self.path, "state", name, key)
                     fixed.append(Entry(show(path), check(value, path), True, _beside(param, names)))
                     self._places.append((values, key, value))
-                    self._pointers.add(value)
                 else:
                     self._others.append((name, values, key))
+        self._memories = Memories([tensor for _, _, tensor in self._places])
         params = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         self._piece = Contents(
             fixed, facts={"params": params, "with_state": [called[id(p)] for p, _, _ in self._dicts]}

@@ -55,6 +55,7 @@ class Placement:
     last: list[Callable[[], object]] = field(default_factory=list)  # after all finishers: they may draw random numbers
     _keys: dict[tuple[str, int | None], Key | None] = field(default_factory=dict)
     _reader: int | None = None
+    _asked: dict[tuple[str, int, bool, int | None], tuple[Entry, Key | None]] = field(default_factory=dict)
     _cut: dict[tuple[str, int], tuple[Entry, list[Piece]]] = field(default_factory=dict)
     _created: dict[Key, Tensor] = field(default_factory=dict)
     _handed: set[Key] = field(default_factory=set)  # created only to be handed to a load_state_dict, which copies
@@ -146,6 +147,12 @@ class Placement:
         return True
 
     def _key_for(self, name: str, entry: Entry) -> Key | None:
+        asked = name, id(entry.tensor), entry.guarded, self._reader
+        if asked not in self._asked:  # several times of each tensor
+            self._asked[asked] = entry, self._look_up(name, entry)
+        return self._asked[asked][1]
+
+    def _look_up(self, name: str, entry: Entry) -> Key | None:
         here = self._pieces(entry)
         instance = here[0].holding.instance if here else None
         whole = all(p.holding.sizes == p.holding.full for p in here)

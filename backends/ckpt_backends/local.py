@@ -216,15 +216,24 @@ class LocalStore:
         path = self._path(key)
         with _errors(self.url, path):
             if length is None:
-                async with aiofiles.open(path, "rb", buffering=0, opener=self._opener) as file:
-                    size = os.fstat(file.fileno()).st_size
-                    if start > size:
-                        raise StoreError(f"{path} ends before byte {start}")
-                    if limit is not None and size > limit:
-                        raise CorruptError(f"{key} is implausibly large: {size} bytes")
-                    await file.seek(start)
-                    return memoryview(await file.read())
+                return await self._run(self._read_whole, path, start, limit)
             return await self._run(self._read_range, path, start, length, into)
+
+    def _read_whole(self, path: str, start: int, limit: int | None) -> memoryview:
+        fd = self.disk.open(path, os.O_RDONLY)
+        try:
+            size = os.fstat(fd).st_size
+            if start > size:
+                raise StoreError(f"{path} ends before byte {start}")
+            if limit is not None and size > limit:
+                raise CorruptError(f"{path} is implausibly large: {size} bytes")
+            found = memoryview(bytearray(size - start))
+            done = 0
+            while done < len(found) and (count := self.disk.preadv(fd, found[done:], start + done)) > 0:
+                done += count
+            return found[:done].toreadonly()
+        finally:
+            self.disk.close(fd)
 
     def _read_range(self, path: str, start: int, length: int, into: memoryview | None) -> memoryview:
         reader = self._reader(path)

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-long test-gpu test-s3 bench bench-ranks bench-faults bench-storage bench-codecs lint format clean
+.PHONY: demo test test-long test-gpu test-s3 bench bench-gpu bench-ranks bench-faults bench-storage bench-codecs lint format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -23,7 +23,10 @@ test-long: $(READY)
 	$(BIN)/python -m pytest -m long --timeout 7200
 
 bench: $(READY)
-	$(BIN)/python benchmarks/core.py
+	$(BIN)/python benchmarks/figures.py $(ARGS)
+
+bench-gpu: $(READY)
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 bench-ranks: $(READY)
 	$(BIN)/python benchmarks/ranks.py

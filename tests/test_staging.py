@@ -21,7 +21,7 @@ import ckpt
 from ckpt.errors import CheckpointError, SaveError
 from ckpt.resume import Restored, restore_first
 from ckpt.sources import MemorySource
-from ckpt.stage import Stager
+from ckpt.stage import Job, Stager
 from ckpt.state import Capture
 from ckpt.world import World
 
@@ -293,6 +293,57 @@ def test_buffers_of_the_next_forward_stay_out(open_run: Any) -> None:
 
     run = Run(build, move)
     assert check_boundaries(open_run(run.state), run, 15) == []
+
+
+def busy(cp: ckpt.Checkpointer) -> threading.Event:
+    """The staging thread does nothing until this is set."""
+    opened = threading.Event()
+    cp._stager._queue.put(lambda: opened.wait(30.0))
+    return opened
+
+
+def small_buffers() -> State:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {
+        "model": model,
+        "optim": optim,
+        "mine": {"t": torch.arange(12.0).view(3, 4).t(), "a": torch.zeros(3).numpy()},
+    }
+
+
+def test_a_step_waits_for_no_thread_if_little_may_change(open_run: Any) -> None:
+    """What may change before the next update is taken by step() itself, so later writes stay out, whenever the rest
+    is copied; and step() returns while the staging thread is busy with something else."""
+    state, twin = small_buffers(), small_buffers()
+    cp = open_run(state)
+    cp.step(1).staged(30.0)
+    wanted = freeze(state)
+    opened = busy(cp)
+    save = cp.step(2)  # would hang here if it waited
+    state["model"][1].running_mean += 5
+    state["mine"]["t"].mul_(3)
+    state["mine"]["a"] += 1
+    opened.set()
+    save.staged(30.0)
+    assert read_back(cp, 2, twin) == wanted
+
+
+def test_negative_control_without_the_clone_later_writes_leak_in(
+    open_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the clone that keeps them out."""
+    monkeypatch.setattr(Job, "clone_eager", lambda self: True)
+    state, twin = small_buffers(), small_buffers()
+    cp = open_run(state)
+    cp.step(1).staged(30.0)
+    wanted = freeze(state)
+    opened = busy(cp)
+    save = cp.step(2)
+    state["model"][1].running_mean += 5
+    opened.set()
+    save.staged(30.0)
+    assert read_back(cp, 2, twin) != wanted
 
 
 def test_a_moving_average_is_copied_eagerly(open_run: Any) -> None:

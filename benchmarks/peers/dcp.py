@@ -47,7 +47,7 @@ class InThread(Blocking):
     waits, as the documentation of `AsyncSaveResponse` has it.
     """
 
-    threads = 1  # two take more from the training than they save
+    threads = 1  # its default, which leaves more of few cores to the training
     where: ClassVar[AsyncCheckpointerType] = AsyncCheckpointerType.THREAD
     shared: ClassVar[bool] = False
 

@@ -50,7 +50,7 @@ async def fetch(
         missing.update(dict.fromkeys(lost, error))
 
     batches = read.plan_reads(table, blobs, far=True)  # long reads, from a folder as well
-    if store.remote:
+    if store.remote or not hasattr(store, "scatter"):
         await read.fetch(store, table, batches, sink, on_damage=note)
     else:
         await stream.fetch(store, table, batches, sink, note, room)

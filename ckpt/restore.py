@@ -313,8 +313,8 @@ class Filler:
     `blobs`: the numbers of all that are wanted, ascending.
     """
 
-    def __init__(self, saved: Saved, fills: Mapping[Key, list[Target]]) -> None:
-        self._saved = saved
+    def __init__(self, saved: Saved, fills: Mapping[Key, list[Target]], *, in_place: bool = True) -> None:
+        self._saved, self._in_place = saved, in_place
         self._later: list[tuple[Tensor, Tensor]] = []
         self._overlaps: dict[int, list[_Overlap]] = {}
         wanted: set[int] = set()
@@ -327,6 +327,8 @@ class Filler:
                     self._overlaps[number] = found
                     wanted.update(b for o in found for b in self._needed(number, o))
         self.blobs = sorted(wanted)
+        self._crowded = _crowded([o.view for found in self._overlaps.values() for o in found])
+        self._filled = [target.tensor for targets in fills.values() for target in targets]
 
     def _ready(self, target: Target, spec: TensorSpec) -> Target:
         """A target that takes bytes as they are; one of another dtype (under strict=False) is filled at the end."""
@@ -360,7 +362,9 @@ class Filler:
         """
         number = int(self._saved.shard_of_blob[blob])
         overlaps = self._overlaps.get(number, ())
-        if len(overlaps) != 1 or overlaps[0].run is None or overlaps[0].view.device.type != "cpu":
+        if not self._in_place or len(overlaps) != 1 or id(overlaps[0].view) in self._crowded:
+            return None
+        if overlaps[0].run is None or overlaps[0].view.device.type != "cpu":
             return None
         low, high = overlaps[0].run
         start = int(self._saved.position[blob])
@@ -389,6 +393,26 @@ class Filler:
         """Tensors that could not take bytes as they are."""
         for target, whole in self._later:
             target.copy_(whole)
+        for tensor in self._filled:  # autograd must know, though torch has not seen who wrote
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+
+
+def _crowded(views: list[Tensor]) -> set[int]:
+    """Those of which another shares memory, by id: while one is verified, the other must not be written."""
+    spans = []
+    for view in views:
+        last = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+        if view.numel() and view.device.type == "cpu":
+            spans.append((view.data_ptr(), view.data_ptr() + (last + 1) * view.element_size(), id(view)))
+    found: set[int] = set()
+    end = widest = 0
+    for start, stop, view_id in sorted(spans):
+        if start < end:
+            found |= {widest, view_id}
+        if stop > end:
+            end, widest = stop, view_id
+    return found
 
 
 _ITEM = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}

@@ -252,7 +252,7 @@ def _restore(
             nonlocal exchange
             source.open(described)
             placement = _place(capture, source.saved, strict)
-            filler = Filler(source.saved, placement.fills)
+            filler = Filler(source.saved, placement.fills, in_place=strict)
             ready.append((placement, filler))
             if world.size > 1:
                 exchange = Exchange(world.rank, _verified(source.saved, filler))

@@ -158,6 +158,8 @@ class Stager:
         self._streams: dict[torch.device, Any] = {}
         self._registered: list[int] = []
         self._refused = False  # the driver would not page-lock this arena
+        self._touched = threading.Event()
+        self._toucher: threading.Thread | None = None
         self._flying: deque[Job] = deque()  # all queued, and not all copied; for the staging thread only
         self._pending: Job | None = None
         self._copying: Job | None = None  # proven, but still read by a device: every stream that updates waits for it
@@ -183,7 +185,7 @@ class Stager:
         """Begin a snapshot and wait until its eager part has been taken, or it has failed."""
         before, self._pending = self._pending, job
         try:
-            taken = job.clone_eager()
+            taken = (before is None or before.copied.is_set()) and job.clone_eager()  # else they would pile up
             self._queue.put(lambda: self._stage(job))
             if not taken:
                 job.eager_done.wait()
@@ -243,6 +245,7 @@ class Stager:
                 return
             self.pin(arena, slot)
             self._frozen.forget(slot)
+            self._stop_touching()
             given.append(arena.give_up(slot))
 
         self.do(give)
@@ -334,7 +337,11 @@ class Stager:
             self._refused = False
             self._register(arena)
             self._arena = arena
-            threading.Thread(target=self._touch, args=(arena,), name="ckpt-touch", daemon=True).start()
+            self._stop_touching()
+            if not self._registered:  # that has done it
+                self._touched = threading.Event()
+                self._toucher = threading.Thread(target=self._touch, args=(arena,), name="ckpt-touch", daemon=True)
+                self._toucher.start()
             self._order = max([self._order, *(label.order for _, label in arena.sealed())])
             on_locked()
 
@@ -342,11 +349,15 @@ class Stager:
 
     def _touch(self, arena: Arena) -> None:
         """Before it is used, slot by slot: the copies are quicker then."""
-        if self._registered:  # that has done it
-            return
         for slot in range(arena.slots):
-            if self._arena is arena:
-                arena.touch(slot)
+            arena.touch(slot, lambda: not self._touched.is_set())
+
+    def _stop_touching(self) -> None:
+        """What is touched after it was given back would be taken again."""
+        self._touched.set()
+        if self._toucher is not None:
+            self._toucher.join()
+            self._toucher = None
 
     def do(self, work: Callable[[], None], timeout_s: float = 60.0) -> None:
         """Run something in the staging thread, between two jobs, and wait for it."""
@@ -429,6 +440,7 @@ class Stager:
                 self._seal(*slot, job)
 
     def _unlock(self) -> None:
+        self._stop_touching()
         if self._arena is not None:
             self._unregister()
             self._frozen.clear()
@@ -470,6 +482,7 @@ class Stager:
             if arena is None or label is None or (label.state, label.attempt) != (EAGER, job.attempt):
                 job.slot = None
                 raise SkippedError(f"step {job.attempt.step} was not saved: its place in memory was taken")
+            self._land(wait=True)
             job.postponed = False
             self._frozen.open(slot, job.reading.layout)
             self._fill_guarded(arena, slot, job)

@@ -57,8 +57,8 @@ class Store(Protocol):
     """The whole contract. Errors are `ckpt.errors.StoreError` and its children, never a driver's own.
 
     `remote`: requests take long and cost money, and deleting an object takes it away from those who are reading it.
-    A store that is not has one more method, `scatter(key, start, views)`: fill these views, one after another, with
-    the bytes from `start` on, in the calling thread, through whatever cache there is.
+    A store that is not may have one more method, `scatter(key, start, views)`: fill these views, one after another,
+    with the bytes from `start` on, in the calling thread, through whatever cache there is. Restores are quicker then.
     """
 
     url: str

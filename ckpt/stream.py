@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+import numpy as np
 
 from ckpt.codec import RAW
 from ckpt.errors import CorruptError, StoreError
@@ -75,11 +77,30 @@ def _run(
             views, found = _views(table, read, spare, places)
             try:
                 _scatter(store, read, views)
-            except StoreError as error:
-                lost.update(dict.fromkeys(read.blobs, error))
-            else:
-                stored.update(found)
+            except StoreError:  # of a place that cannot be read, or is not there: the rest may be
+                found = _one_by_one(store, table, read, found, lost)
+            stored.update(found)
         deliver(table, batch.blobs, stored, lost, scratch, sink, on_damage, places)
+
+
+def _one_by_one(
+    store: Store,
+    table: Table,
+    read: Read,
+    places: dict[int, memoryview],
+    lost: dict[int, CorruptError | StoreError],
+) -> dict[int, memoryview]:
+    """Those of a read's blobs that can be read."""
+    found: dict[int, memoryview] = {}
+    for blob, place in places.items():
+        start, length = int(table.offset[blob]), int(table.stored[blob])
+        try:
+            _scatter(store, Read(read.pack, start, length, (blob,)), [place])
+        except StoreError as error:
+            lost[blob] = error
+        else:
+            found[blob] = place
+    return found
 
 
 def _scatter(store: Store, read: Read, views: Sequence[memoryview]) -> None:
@@ -95,21 +116,30 @@ def _places(table: Table, batch: Batch, room: Room | None) -> dict[int, memoryvi
 
 
 def _views(
-    table: Table, read: Read, spare: memoryview, places: Mapping[int, memoryview]
+    table: Table, read: Read, spare: memoryview, places: dict[int, memoryview]
 ) -> tuple[list[memoryview], dict[int, memoryview]]:
     """Where the bytes of one read go, one piece after another, and where each blob lies then.
 
     Raw blobs go to their places, and what lies between them to the spare memory, at the same offset as in the read.
+    What several blobs are stored as (equal pieces are stored once) goes there too, and loses its places.
     """
     views: list[memoryview] = []
     found: dict[int, memoryview] = {}
     done = 0
     blobs = list(read.blobs)
-    offsets, sizes = table.offset[blobs].tolist(), table.stored[blobs].tolist()
+    starts = table.offset[blobs]
+    ends = starts + table.stored[blobs]
+    shared = np.zeros(len(blobs), np.bool_)
+    meets = np.maximum.accumulate(ends)[:-1] > starts[1:]  # ascending by where they begin
+    shared[1:] |= meets
+    shared[:-1] |= ends[:-1] > starts[1:]
+    sizes = table.stored[blobs].tolist()
     raw = (table.codec[blobs] == RAW).tolist()
-    for blob, offset, size, plain in zip(blobs, offsets, sizes, raw, strict=True):
+    for blob, offset, size, plain, several in zip(blobs, starts.tolist(), sizes, raw, shared.tolist(), strict=True):
         at = offset - read.start
-        if plain and blob in places and at >= done:
+        if plain and several:
+            places.pop(blob, None)  # it is handed to the sink
+        if plain and blob in places:
             if at > done:
                 views.append(spare[done:at])
             views.append(places[blob])

@@ -617,6 +617,23 @@ class StoreTests:
 
         self.using(work)
 
+    def test_scatter(self) -> None:
+        """Where a store that is not remote has it: views of any size are filled in turn, or it is an error."""
+
+        async def work(store: Store) -> None:
+            scatter: Any = getattr(store, "scatter", None)
+            if store.remote or scatter is None:
+                pytest.skip("it has no such method")
+            await store.put("packs/x", BLOB)
+            views = [memoryview(bytearray(size)) for size in (3, 0, 1, len(BLOB) // 2)]
+            scatter("packs/x", 5, views)
+            assert b"".join(views) == BLOB[5 : 9 + len(BLOB) // 2]
+            for key, start in [("packs/x", len(BLOB) - 2), ("packs/y", 0)]:
+                with pytest.raises(StoreError):
+                    scatter(key, start, [memoryview(bytearray(2)), memoryview(bytearray(1))])
+
+        self.using(work)
+
     def test_many_ranges_at_once(self) -> None:
         """Reads at the same time do not mix their bytes up."""
 

@@ -222,16 +222,19 @@ class LocalStore:
     def _read_whole(self, path: str, start: int, limit: int | None) -> memoryview:
         fd = self.disk.open(path, os.O_RDONLY)
         try:
-            size = os.fstat(fd).st_size
+            found = os.fstat(fd)
+            size = found.st_size
+            if not stat.S_ISREG(found.st_mode):
+                raise StoreError(f"{path} is not a file")
             if start > size:
                 raise StoreError(f"{path} ends before byte {start}")
             if limit is not None and size > limit:
                 raise CorruptError(f"{path} is implausibly large: {size} bytes")
-            found = memoryview(bytearray(size - start))
+            data = memoryview(bytearray(size - start))
             done = 0
-            while done < len(found) and (count := self.disk.preadv(fd, found[done:], start + done)) > 0:
+            while done < len(data) and (count := self.disk.preadv(fd, data[done:], start + done)) > 0:
                 done += count
-            return found[:done].toreadonly()
+            return data[:done].toreadonly()
         finally:
             self.disk.close(fd)
 

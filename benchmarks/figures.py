@@ -290,7 +290,7 @@ def machine(folder: Path) -> Json:
         "cpu": model[0].partition(":")[2].strip() if model else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / GIB, 1),
-        "kernel": platform.release(),
+        "kernel": platform.release().partition("-")[0],
         "file_system": file_system(folder),
         "torch": importlib.metadata.version("torch"),
         "python": platform.python_version(),

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import ckpt
 from ckpt.errors import CheckpointError, SaveError
+from ckpt.frozen import Frozen
 from ckpt.resume import Restored, restore_first
 from ckpt.sources import MemorySource
 from ckpt.stage import Job, Stager
@@ -344,6 +345,56 @@ def test_negative_control_without_the_clone_later_writes_leak_in(
     opened.set()
     save.staged(30.0)
     assert read_back(cp, 2, twin) != wanted
+
+
+def test_a_write_into_a_copy_under_way_is_noticed_over_several_steps(
+    open_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps without an update between them (a scaler skips it), then a write by hand: no torn snapshot is left."""
+    opened, put = threading.Event(), Frozen.put
+    opened.set()
+
+    def slow(self: Frozen, number: int, target: Any, source: Any) -> None:
+        put(self, number, target, source)
+        assert opened.wait(30.0)
+
+    monkeypatch.setattr(Frozen, "put", slow)
+
+    def make() -> State:
+        model = nn.ParameterList([nn.Parameter(torch.ones(1 << 20)) for _ in range(3)])
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        return {"model": model, "optim": optim, "scaler": torch.amp.GradScaler("cpu")}
+
+    state, twin = make(), make()
+    cp = open_run(state)
+    cp.step(1).staged(30.0)
+    opened.clear()
+    saves = [cp.step(2)]
+    threading.Timer(0.5, opened.set).start()
+    saves.append(cp.step(3))
+    with torch.no_grad():
+        for p in state["model"]:
+            p.add_(1.0)
+    for step, save in enumerate(saves, 2):
+        with contextlib.suppress(CheckpointError):
+            save.staged(30.0)
+            read_back(cp, step, twin)
+            assert len({p.unique().item() for p in twin["model"]}) == 1
+
+
+def test_steps_do_not_pile_up_behind_a_full_ring(open_run: Any) -> None:
+    """Without an optimizer between them, a step that finds the one before still waiting for a slot waits itself."""
+    cp = open_run({"t": torch.zeros(4)}, busy_timeout_s=0.5)
+    cp.step(1).staged(30.0)
+    arena = cp._stager.arena
+    for slot in range(arena.slots):
+        cp._stager.pin(arena, slot)
+    with pytest.raises(CheckpointError, match="no slot became free"):
+        for step in range(2, 100):
+            cp.step(step)
+    assert cp._last_step < 6
+    for slot in range(arena.slots):
+        cp._stager.unpin(arena.id, slot)
 
 
 def test_a_moving_average_is_copied_eagerly(open_run: Any) -> None:

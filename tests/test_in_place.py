@@ -1,0 +1,173 @@
+"""Restores put bytes straight into live tensors: what that must not change."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+from ckpt.restore import Filler
+
+State = dict[str, Any]
+Open = Callable[..., ckpt.Checkpointer]
+
+MIB = 1 << 18  # elements of float32
+
+
+@pytest.fixture
+def open_at(tmp_path: Path) -> Iterator[Open]:
+    """A Checkpointer on one folder, nothing else; closed at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def open_at(state: State, **settings: Any) -> ckpt.Checkpointer:
+            tier = ckpt.Tier(str(tmp_path / "run"), **{"every": 1, "keep": 4, **settings})
+            cp = ckpt.Checkpointer(state, [tier], triggers=())
+            stack.callback(close, cp)
+            return cp
+
+        yield open_at
+
+
+def close(cp: ckpt.Checkpointer) -> None:
+    with contextlib.suppress(ckpt.CheckpointError):
+        cp.close()
+
+
+def saved(open_at: Open, state: State, **settings: Any) -> None:
+    cp = open_at(state, **settings)
+    cp.restore(default=0)
+    cp.save(1).committed(60.0)
+    cp.close()
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd", "auto"])
+def test_equal_tensors_that_are_stored_once_both_come_back(open_at: Open, compression: str) -> None:
+    """A target network beside the online one: the same bytes in the same place of a file go to both."""
+
+    def make() -> State:
+        return {"frozen": torch.randn(8 * MIB), "online": torch.zeros(MIB), "target": torch.zeros(MIB)}
+
+    state = make()
+    cp = open_at(state, compression=compression)
+    cp.restore(default=0)
+    for step in range(1, 5):
+        state["online"].normal_()
+        state["target"].copy_(state["online"])
+        cp.save(step).committed(60.0)
+    cp.close()
+    found = make()
+    cp = open_at(found)
+    assert cp.restore() == 4
+    assert cp.last_restore is not None and not cp.last_restore.skipped
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def damage(folder: Path, wanted: bytes) -> None:
+    """Overwrite the bytes of a tensor in whichever file has them."""
+    for pack in (folder / "run" / "packs").iterdir():
+        raw = bytearray(pack.read_bytes())
+        at = raw.find(wanted)
+        if at >= 0:
+            raw[at : at + len(wanted)] = bytes(len(wanted))
+            pack.write_bytes(raw)
+            return
+    raise AssertionError("these bytes are in no file")
+
+
+def test_what_a_lenient_restore_could_not_have_is_left_alone(open_at: Open, tmp_path: Path) -> None:
+    """A damaged newest checkpoint, and an older one without that tensor: with strict=False it keeps what it had."""
+    first = {"a": torch.randn(MIB)}
+    saved(open_at, first, compression="none")
+    second = {"a": torch.randn(MIB), "late": torch.full((MIB,), 1.5)}
+    cp = open_at(second, compression="none")
+    cp.restore(strict=False)
+    second["late"].fill_(1.5)
+    cp.save(2).committed(60.0)
+    cp.close()
+    damage(tmp_path, torch.full((1024,), 1.5).numpy().tobytes())
+    live = {"a": torch.zeros(MIB), "late": torch.full((MIB,), -1.0)}
+    cp = open_at(live)
+    assert cp.restore(strict=False) == 1
+    assert torch.equal(live["a"], first["a"]) and bool((live["late"] == -1.0).all())
+
+
+def test_negative_control_in_place_it_would_not_be(
+    open_at: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read straight into place, as a strict restore is, the damaged bytes would lie there."""
+    begin = Filler.__init__
+
+    def always(self: Filler, saved: Any, fills: Any, *, in_place: bool = True) -> None:
+        begin(self, saved, fills)
+
+    monkeypatch.setattr(Filler, "__init__", always)
+    with pytest.raises(AssertionError):
+        test_what_a_lenient_restore_could_not_have_is_left_alone(open_at, tmp_path)
+
+
+class Pair(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4096, 256)
+        self.head = nn.Linear(256, 4096, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
+def test_two_tensors_into_one_memory_do_not_look_damaged(open_at: Open) -> None:
+    """Saved untied, restored leniently into a tied model: one of the two is there, whole, and nothing is reported."""
+    model = Pair(tied=False)
+    saved(open_at, {"m": model}, compression="none")
+    live = Pair(tied=True)
+    cp = open_at({"m": live})
+    assert cp.restore(strict=False) == 1
+    assert cp.last_restore is not None and not cp.last_restore.skipped
+    found = live.embedding.weight
+    assert torch.equal(found, model.embedding.weight) or torch.equal(found, model.head.weight)
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_views_of_one_buffer_are_restored(open_at: Open, compression: str) -> None:
+    """Flat parameter buffers and their views overlap: while one is decoded and verified, nobody writes the other."""
+
+    def make() -> State:
+        flat = torch.randn(4 * MIB)
+        return {"flat": flat, "view": flat[1024:], "part": flat[: 2 * MIB]}
+
+    state = make()
+    saved(open_at, state, compression=compression)
+    for _ in range(4):
+        live = make()
+        cp = open_at(live)
+        assert cp.restore() == 1
+        assert torch.equal(live["flat"], state["flat"])
+        cp.close()
+
+
+def test_autograd_knows_that_a_restore_has_written(open_at: Open) -> None:
+    """Backward through a graph of before the restore is an error, not a wrong gradient."""
+    weight = nn.Parameter(torch.ones(MIB))
+    saved(open_at, {"w": weight})
+    loss = (weight * weight).sum()
+    cp = open_at({"w": weight})
+    cp.restore()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_store_without_scatter_is_read_as_before(open_at: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store of one's own need not have it."""
+    from ckpt_backends.local import LocalStore
+
+    state = {"t": torch.randn(2 * MIB)}
+    saved(open_at, state)
+    monkeypatch.delattr(LocalStore, "scatter")
+    live = {"t": torch.zeros(2 * MIB)}
+    assert open_at(live).restore() == 1
+    assert torch.equal(live["t"], state["t"])

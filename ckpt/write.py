@@ -149,7 +149,7 @@ async def _write_pack(
             return data[start : start + length]
         return _page_aligned(header[offset:] + data[: max(0, start + length)])
 
-    await upload_from(store, key, len(header) + len(data), piece, on_bytes)
+    await upload_from(store, key, len(header) + len(data), piece, on_bytes, first=len(header))
 
 
 async def upload_from(
@@ -158,10 +158,13 @@ async def upload_from(
     size: int,
     piece: Callable[[int, int], Awaitable[memoryview]],
     on_bytes: Callable[[int], None] | None = None,
+    *,
+    first: int = 0,
 ) -> None:
     """Store `size` bytes under a new key: `piece(offset, length)` gives them, range by range, several at a time.
 
-    What a piece raises, and what the store raises, ends the upload; nothing of it is left then.
+    `first`: how long the first range should be, where the store takes any: what is behind it need not be copied to be
+    in one piece with it. What a piece raises, and what the store raises, ends the upload; nothing of it is left then.
     """
     upload = await store.upload(key, size=size)
     point("pack.opened")
@@ -170,9 +173,9 @@ async def upload_from(
         room = getattr(store, "in_flight", PARTS_IN_FLIGHT * length) // length  # as far as it is limited
         window = asyncio.Semaphore(max(1, min(PARTS_IN_FLIGHT, room)) if upload.part else IN_FLIGHT)
 
-        async def write(offset: int) -> None:
+        async def write(offset: int, end: int) -> None:
             try:
-                view = await piece(offset, min(length, size - offset))
+                view = await piece(offset, end - offset)
                 await upload.write_at(offset, view)
             finally:
                 window.release()
@@ -180,15 +183,21 @@ async def upload_from(
                 on_bytes(len(view))
 
         async with asyncio.TaskGroup() as group:
-            for offset in range(0, size, length):
+            for offset, end in _ranges(size, length, 0 if upload.part else first):
                 await window.acquire()  # the ranges are begun in their order
-                group.create_task(write(offset))
+                group.create_task(write(offset, end))
         await upload.finish()
     except BaseException as error:
         await upload.abort()
         if isinstance(error, BaseExceptionGroup):
             raise error.exceptions[0] from None
         raise
+
+
+def _ranges(size: int, length: int, first: int) -> list[tuple[int, int]]:
+    """(start, end) of the ranges of an object: one of `first` bytes, unless that is 0, and then of `length` each."""
+    starts = [*([0] if first else ()), *range(first, size, length)]
+    return list(zip(starts, [*starts[1:], size], strict=False))
 
 
 def page_aligned(size: int) -> memoryview:

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 import ckpt
-from usage import Clock
+from usage import Clock, shared
 from workload import SIZES, Size, Training
 
 BLOCK = 8  # steps with, and as many without
@@ -65,18 +65,8 @@ def start(size: Size, folder: Path) -> None:
                 break
             training.step()
         ready = time.perf_counter() - began
-        slots = arena_bytes()
+        slots = shared("ckpt-arena")
     say("start", ready_s=ready, skipped=step - 1, longest_block_s=max(blocked), arena_bytes=slots)
-
-
-def arena_bytes() -> int:
-    """Of the shared memory that holds the snapshots, by its open descriptor."""
-    found = 0
-    for fd in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            if "ckpt-arena" in os.readlink(fd):
-                found = max(found, fd.stat().st_size)
-    return found
 
 
 def every_step(size: Size, folder: Path) -> None:

@@ -38,6 +38,16 @@ def memory(pid: int) -> int:
     return total
 
 
+def shared(name: str) -> int:
+    """Bytes of the largest shared memory of this name (`memfd_create`) that the calling process has open, perhaps 0."""
+    sizes = [0]
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if name in os.readlink(fd):
+                sizes.append(fd.stat().st_size)
+    return max(sizes)
+
+
 @dataclass
 class Peak:
     """The most memory that was seen, and the first."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import ckpt
 from peers import Peer
+from usage import shared
 from workload import Training
 
 
@@ -35,13 +34,7 @@ class Everystep(Peer):
         self.checkpointer.restore()
 
     def extra_slots(self) -> int:
-        """The shared memory that holds the snapshots, by its open descriptor."""
-        sizes = [0]
-        for fd in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):
-                if "ckpt-arena" in os.readlink(fd):
-                    sizes.append(fd.stat().st_size)
-        return max(sizes)
+        return shared("ckpt-arena")
 
     def tidy(self) -> None:
         """`keep=2` does it."""

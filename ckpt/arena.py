@@ -48,8 +48,8 @@ _POPULATE_WRITE = 23
 _SEALS = 0x0001 | 0x0002 | 0x0004  # no further seals, no shrinking, no growing
 _ADD_SEALS = 1033
 _CHUNK = 64 << 20
-_TOUCHING = 2  # threads
-_TOUCHED = 8 << 20  # at a time: somebody who maps memory meanwhile waits for it
+_TOUCHING_THREADS = 2
+_PIECE = 8 << 20  # at a time: somebody who maps memory meanwhile waits for it
 _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -127,8 +127,8 @@ class Arena:
         `wanted` is asked before each piece.
         """
         start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory)) + _DATA + slot * self.slot_size
-        for at in range(0, self.slot_size, _TOUCHED):
-            length = min(_TOUCHED, self.slot_size - at)
+        for at in range(0, self.slot_size, _PIECE):
+            length = min(_PIECE, self.slot_size - at)
             if not wanted() or _libc.madvise(ctypes.c_void_p(start + at), ctypes.c_size_t(length), _POPULATE_WRITE):
                 return
 
@@ -225,5 +225,5 @@ def _populate(fd: int, memory: mmap.mmap, size: int, on_bytes: Callable[[int], N
         if on_bytes is not None:
             on_bytes(length)
 
-    with ThreadPoolExecutor(min(_TOUCHING, len(os.sched_getaffinity(0))), "ckpt-touch") as pool:
+    with ThreadPoolExecutor(min(_TOUCHING_THREADS, len(os.sched_getaffinity(0))), "ckpt-touch") as pool:
         list(pool.map(touch, range(0, size, _CHUNK)))

@@ -40,6 +40,7 @@ from ckpt.fault import Fault
 from ckpt.guardian import Guardian, Written
 from ckpt.handle import Save
 from ckpt.hooks import UpdateHook
+from ckpt.job import Job
 from ckpt.manifest import Attempt
 from ckpt.pulse import LEAVING, OPENING, PAUSED, RESTORING, Pulse
 from ckpt.relief import Gap
@@ -47,7 +48,7 @@ from ckpt.resume import Restored, gather, restore_first, together
 from ckpt.sentinel import Sentinel
 from ckpt.share import Seat
 from ckpt.sources import MemorySource, Source
-from ckpt.stage import Job, Stager
+from ckpt.stage import Stager
 from ckpt.state import Capture
 from ckpt.tenure import Tenure
 from ckpt.tiers import as_tiers

@@ -1,7 +1,7 @@
 """Live tensors into a slot, beside training.
 
-One thread owns the arena: it holds the robust mutex, makes all transitions of slots, and copies. A `Job` is one
-snapshot; any thread may submit one. What the caller waits for is short: everything that may change before the next
+One thread owns the arena: it holds the robust mutex, makes all transitions of slots, and copies. A `Job` (`ckpt.job`) is
+one snapshot; any thread may submit one. What the caller waits for is short: everything that may change before the next
 optimizer step has been taken. If that is little, and in host memory, the caller clones it and waits for nobody; else it
 waits for `eager_done`, when it is in the slot. The rest is copied during the next forward and backward, and
 `before_update`, called from a hook before any optimizer changes anything, waits for that.
@@ -18,9 +18,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import compress
-from operator import attrgetter, not_
 from typing import Any
 
 import torch
@@ -30,116 +27,21 @@ from ckpt.arena import EAGER, EMPTY, FILLING, SEALED, Arena, Label
 from ckpt.errors import CheckpointError, DeadlineError, SaveError, SkippedError, WriterError
 from ckpt.events import log, point
 from ckpt.frozen import Frozen
-from ckpt.manifest import Attempt
+from ckpt.job import Job, event_behind, reached
 from ckpt.mutex import Got
 from ckpt.plan import Layout, pages
-from ckpt.state import Reading
 from ckpt.tensors import TORCH_DTYPE, device_in_use
 
 LEAST_SLOTS = 2  # one to hold the newest snapshot, one to take the next
 POLL_S = 0.001  # between two looks at what a device is copying
 PORTABLE = 1  # page-locked for every device, not only for the one that is current
 LARGE = 1 << 20  # bytes from which one memcpy, without the GIL, beats a batched copy
-LITTLE = 1 << 20  # bytes that are cloned sooner than another thread has woken up
-
-_VERSION = attrgetter("_version")
 
 Pair = tuple[Tensor, Tensor, int]  # where a tensor goes, what goes there, and which one of the layout it is
 
 
-@dataclass(eq=False)
-class Job:
-    """One snapshot on its way into memory."""
-
-    attempt: Attempt
-    reading: Reading
-    values: bytes
-    busy: str = "wait"  # or "skip"
-    deadline: float = float("inf")  # of waiting for a slot, monotonic
-    on_end: Callable[[Job], None] = lambda job: None
-    beside: Callable[[], None] | None = None  # to be done as well while the guarded tensors do not change
-    eager_done: threading.Event = field(default_factory=threading.Event)
-    enqueued: threading.Event = field(default_factory=threading.Event)  # all copies are on their stream
-    copied: threading.Event = field(default_factory=threading.Event)
-    error: CheckpointError | None = None
-    written_by_others: list[str] = field(default_factory=list)
-    finite: bool | None = None  # what the user said of this step
-    postponed: bool = False  # only what cannot be had later is copied, until `complete` asks for the rest
-    slot: tuple[Arena, int] | None = None  # where it is being staged
-    order: int = 0  # as in its label
-    place: tuple[Arena, int] | None = None  # where it was sealed
-    versions: list[int] = field(default_factory=list)
-    streams: dict[torch.device, Any] = field(default_factory=dict)  # the caller's compute streams
-    ready: dict[torch.device, Any] = field(default_factory=dict)  # events on them
-    eager: dict[torch.device, Any] = field(default_factory=dict)  # events after the copies of the eager part
-    done: dict[torch.device, Any] = field(default_factory=dict)  # events after the copies
-    _checking: threading.Lock = field(default_factory=threading.Lock)
-    _proven: bool = False
-
-    def __post_init__(self) -> None:
-        self.thread = threading.get_ident()
-        reading = self.reading
-        self.sources = reading.tensors
-        self.overlapped = list(compress(self.sources, reading.guarded))
-        self.versions = list(map(_VERSION, self.overlapped))
-        if reading.layout.accelerated:
-            for device in {t.device for t in reading.tensors if t.device.type != "cpu"}:
-                stream = torch.get_device_module(device).current_stream(device)
-                self.streams[device], self.ready[device] = stream, stream.record_event()
-
-    def clone_eager(self) -> bool:
-        """Take what may change before the next optimizer step, if it is little; whether that is done."""
-        layout, guarded = self.reading.layout, self.reading.guarded
-        if self.streams or sum(compress(layout.sizes, map(not_, guarded))) > LITTLE:
-            return False
-        if not all(guarded):
-            pairs = zip(self.sources, guarded, strict=True)
-            self.sources = [source if kept else source.clone() for source, kept in pairs]
-        return True
-
-    def check_versions(self) -> bool:
-        """Has somebody else written to what is being copied? Only before an optimizer may change anything."""
-        with self._checking:
-            if not self._proven and list(map(_VERSION, self.overlapped)) != self.versions:
-                names = [s.name for s, g in zip(self.reading.layout.tensors, self.reading.guarded, strict=True) if g]
-                pairs = zip(names, self.overlapped, self.versions, strict=True)
-                self.written_by_others = [name for name, t, version in pairs if t._version != version]
-            return bool(self.written_by_others)
-
-    def prove(self) -> bool:
-        """The last check, by the thread that trains: True if the snapshot turns out to be spoilt after it was sealed.
-
-        A version is counted up only after the write, so the check at the end of the copy can miss a write that is
-        still going on. The thread that writes cannot: when it is here, its writes have ended.
-        """
-        spoilt = self.check_versions() and self.error is None
-        with self._checking:
-            self._proven, self.overlapped = True, []
-        return spoilt
-
-    @property
-    def ended(self) -> bool:
-        return self.place is not None or self.error is not None
-
-
-def _event(device: torch.device, stream: Any) -> Any:
-    """Behind all that is on a stream; who waits for it sleeps, where CUDA would spin."""
-    module = torch.get_device_module(device)
-    event = module.Event(blocking=True) if device.type == "cuda" else module.Event()
-    event.record(stream)
-    return event
-
-
-def _reached(events: dict[torch.device, Any]) -> bool:
-    try:
-        return all(event.query() for event in events.values())
-    except Exception:  # of a kernel that failed: whoever waits is told
-        return True
-
-
 def _end(job: Job) -> None:
-    for event in (job.eager_done, job.enqueued, job.copied):
-        event.set()
+    job.release()
     if job.place is None:
         job.on_end(job)
 
@@ -430,8 +332,8 @@ class Stager:
             job = self._flying[0]
             slot = job.slot
             assert slot is not None
-            if not wait and not _reached(job.done):
-                if job.eager and _reached(job.eager):
+            if not wait and not reached(job.done):
+                if job.eager and reached(job.eager):
                     slot[0].set_label(slot[1], self._label(EAGER, job))
                     job.eager = {}
                 return
@@ -507,8 +409,7 @@ class Stager:
         if job.error is not None and job.slot is not None and self._arena is job.slot[0]:
             self._arena.set_label(job.slot[1], Label(EMPTY))
         job.sources = []
-        for event in (job.eager_done, job.enqueued, job.copied):
-            event.set()
+        job.release()
         try:
             job.on_end(job)
         except Exception:  # must not end the thread that holds the mutex
@@ -566,7 +467,7 @@ class Stager:
         self._copy(self._pairs(arena, slot, job, guarded=False), streams)
         start = pages(reading.layout.arrangement.data_size)
         arena.data(slot)[start : start + len(job.values)] = job.values
-        job.eager = {device: _event(device, stream) for device, stream in streams.items()}
+        job.eager = {device: event_behind(device, stream) for device, stream in streams.items()}
         for device, event in job.eager.items():
             job.streams[device].wait_event(event)  # later kernels may change what we still read
         point("stage.eager")
@@ -587,7 +488,7 @@ class Stager:
                 for device, stream in streams.items():
                     stack.enter_context(torch.get_device_module(device).stream(stream))
                 job.beside()
-        job.done = {device: _event(device, stream) for device, stream in streams.items()}
+        job.done = {device: event_behind(device, stream) for device, stream in streams.items()}
         self._frozen.close(slot)
         if job.streams:
             self._flying.append(job)

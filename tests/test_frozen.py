@@ -28,9 +28,10 @@ from ckpt.arena import SEALED, Arena
 from ckpt.digest import blob_digest
 from ckpt.errors import SaveError
 from ckpt.frozen import FRESH, MOST_REST, SAMPLES, Frozen, Rates
+from ckpt.job import Job
 from ckpt.manifest import Attempt
 from ckpt.plan import Layout, pages
-from ckpt.stage import LARGE, Job, Stager
+from ckpt.stage import LARGE, Stager
 from ckpt.state import Capture
 
 SIDE = 600  # a square of this side is just large enough to be tried

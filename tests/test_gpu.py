@@ -15,7 +15,8 @@ from test_state import Saved, State, differences, fill, freeze
 from torch import nn
 
 import ckpt
-from ckpt.stage import Job, Stager
+from ckpt.job import Job
+from ckpt.stage import Stager
 from ckpt.state import Capture
 from ckpt.tensors import DTYPE_NAME
 

@@ -32,6 +32,7 @@ LAYERS = (
     ("nodes", "read", "packs"),  # what a state is made of; back from a store, and into it
     ("supply", "stream"),  # plain bytes of blobs; from a folder to where they belong
     ("state", "retain", "promote", "mend", "encode", "frozen", "scrub", "damage"),  # a state; how long; elsewhere
+    ("job",),  # a snapshot on its way
     ("stage", "sources", "tiers", "upkeep", "cures"),  # tensors into memory; where to restore from, and to save to
     ("copying", "repair"),  # a run to another place; damaged files right again
     ("resume", "handle", "loaded", "compare"),  # what all ranks agree to restore; what users hold in their hands

@@ -35,6 +35,7 @@ from ckpt.commit import acquire, check_fit, commit, create_run
 from ckpt.digest import blob_digest
 from ckpt.errors import CorruptError, MismatchError, NoCheckpointError, SaveError, UsageError
 from ckpt.geometry import Box, intersect
+from ckpt.job import Job
 from ckpt.log import Acquire, Commit, RunLog
 from ckpt.manifest import Attempt
 from ckpt.plan import BITS, Layout, TensorSpec, pages
@@ -45,7 +46,7 @@ from ckpt.sharding import Entry, indices
 from ckpt.sharding import pieces as of_rank
 from ckpt.share import GLOBAL, Holding, Seat, share
 from ckpt.sources import MemorySource, Snapshot, Source, StoreSource
-from ckpt.stage import Job, Stager
+from ckpt.stage import Stager
 from ckpt.state import Capture, _spec
 from ckpt.store import Store, open_store
 from ckpt.tensors import DTYPE_NAME, TORCH_DTYPE

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 import ckpt
 from ckpt.errors import CheckpointError, SaveError
 from ckpt.frozen import Frozen
+from ckpt.job import Job
 from ckpt.resume import Restored, restore_first
 from ckpt.sources import MemorySource
-from ckpt.stage import Job, Stager
+from ckpt.stage import Stager
 from ckpt.state import Capture
 from ckpt.world import World
 

@@ -1,6 +1,6 @@
 """Live tensors into a slot, beside training.
 
-One thread owns the arena: it holds the robust mutex, makes all transitions of slots, and copies. A `Job` (`ckpt.job`) is
+One thread owns the arena: it holds the robust mutex, makes all transitions of slots, and copies. A `Job` (`job.py`) is
 one snapshot; any thread may submit one. What the caller waits for is short: everything that may change before the next
 optimizer step has been taken. If that is little, and in host memory, the caller clones it and waits for nobody; else it
 waits for `eager_done`, when it is in the slot. The rest is copied during the next forward and backward, and

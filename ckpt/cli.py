@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt import __version__, cli_doctor, cli_repair, cli_upkeep, link
+from ckpt import __version__, cli_doctor, cli_offline, cli_repair, cli_upkeep, link
 from ckpt.digest import file_digest
 from ckpt.errors import CheckpointError, CorruptError, FormatError, NotFoundError, StoreError
 from ckpt.events import log as logger
@@ -37,6 +37,7 @@ from ckpt.terminal import (
     example,
     human,
     json_option,
+    manifest_of,
     opened,
     place_option,
     print_json,
@@ -45,11 +46,13 @@ from ckpt.terminal import (
     safe,
     say,
     short,
+    split_step,
     step_option,
+    still_live,
 )
 
 if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
-    from ckpt.read import Manifest
+    pass
 
 PARALLEL = 64  # small files read at once
 NAMED = re.compile(r"\b(packs|parts|index)/[\w.-]+\.(safetensors|json)\b")  # a file of a checkpoint, in a message
@@ -83,13 +86,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         say(f"{error}{hint(sys.argv[1:] if arguments is None else arguments, error)}")
     except MemoryError:
-        say("not enough memory: comparing a tensor takes twice its size, so use a larger machine")
+        say("not enough memory for this")
     return 2
 
 
 def hint(arguments: Sequence[str], error: CheckpointError) -> str:
     """For those who gave URL@STEP, as `ckpt diff` takes it, to another command."""
-    if not isinstance(error, FormatError) or arguments[:1] not in (["show"], ["verify"], ["repair"]):
+    if not isinstance(error, FormatError) or arguments[:1] not in (["show"], ["verify"], ["repair"], ["restore"]):
         return ""
     step = next((step for _, step in map(split_step, map(str, arguments[1:])) if step is not None), None)
     return "" if step is None else f" (use --step {step})"
@@ -391,73 +394,6 @@ async def plainly(store: Store, problems: list[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-@cli.command(epilog=example("ckpt diff runs/exp1@500 runs/exp1@600", "ckpt diff runs/exp1 runs/exp2 --json"))
-@click.argument("a")
-@click.argument("b")
-@place_option
-@json_option
-def diff(a: str, b: str, as_json: bool) -> int:
-    """Compare two checkpoints, each given as URL or URL@STEP. Exit code 1 if they differ in anything.
-
-    Only tensors whose digests differ are read, one at a time.
-    """
-    found = asyncio.run(_diff(a, b))
-    if as_json:
-        print_json(found)
-    else:
-        if not found["equal"]:
-            print_table(("difference", "name", "A", "B"), list(diff_rows(found)))
-        print("equal" if found["equal"] else "different")
-    return 0 if found["equal"] else 1
-
-
-async def _diff(a: str, b: str) -> dict[str, Any]:
-    from ckpt import compare
-
-    (url_a, step_a), (url_b, step_b) = split_step(a), split_step(b)
-    async with opened(url_a) as log_a, opened(url_b) as log_b:
-        one, two = await manifest_of(log_a, step_a), await manifest_of(log_b, step_b)
-        saved_a, saved_b = one.saved(), two.saved()
-        here, there = compare.tensors_of(saved_a), compare.tensors_of(saved_b)
-        shared = [t for name, t in here.items() if name in there]
-        alike = [t for t in shared if t == there[t.name] and t.alias_of is None]
-        keys_a, keys_b = saved_a.labels, saved_b.labels
-        suspects = [t for t in alike if saved_a.content(keys_a[t.name]) != saved_b.content(keys_b[t.name])]
-        with progress("comparing", 2 * sum(t.bytes for t in suspects)) as on_bytes:
-            differing = await compare.differing_tensors((log_a, saved_a), (log_b, saved_b), suspects, on_bytes)
-        found: dict[str, Any] = {
-            "only_in_a": [name for name in here if name not in there],
-            "only_in_b": [name for name in there if name not in here],
-            "changed": [
-                {"name": t.name, "a": asdict(t), "b": asdict(there[t.name])} for t in shared if t != there[t.name]
-            ],
-            "tensors": differing,
-            "values": list(compare.differing_values(compare.entries_of(one), compare.entries_of(two))),
-        }
-        sides = {
-            side: {"url": log.store.url, "step": manifest.commit.step, "attempt": str(manifest.attempt)}
-            for side, log, manifest in (("a", log_a, one), ("b", log_b, two))
-        }
-        return {**sides, "equal": not any(found.values()), **found}
-
-
-def diff_rows(found: dict[str, Any]) -> Iterator[tuple[object, ...]]:
-    """What a person reads: difference, name, A, B."""
-    yield from (("only in A", name, "", "") for name in found["only_in_a"])
-    yield from (("only in B", name, "", "") for name in found["only_in_b"])
-    for row in found["changed"]:
-        yield "changed", row["name"], *(f"{t['dtype']} {t['shape']}" + same_as(t) for t in (row["a"], row["b"]))
-    for row in found["tensors"]:
-        most = "" if row["max_abs_difference"] is None else f"by at most {row['max_abs_difference']}"
-        yield "bytes", row["name"], f"{row['differing']} of {row['elements']} elements", most
-    for row in found["values"]:
-        yield "value", row["path"], *("" if row["only_in"] not in (None, side) else short(row[side]) for side in "ab")
-
-
-def same_as(tensor: dict[str, Any]) -> str:
-    return f", the same memory as {tensor['alias_of']}" if tensor["alias_of"] else ""
-
-
 @cli.command(epilog=example("ckpt faults runs/exp1", "ckpt faults runs/exp1 --json | jq '.incidents[-1][0].exit_code'"))
 @click.argument("url")
 @click.option("--last", type=click.IntRange(min=1), help="Only so many of the newest incidents.")
@@ -533,23 +469,6 @@ def trigger(run: str, why: str, as_json: bool) -> int:
 # -- what commands share --
 
 
-async def manifest_of(log: RunLog, step: int | None) -> Manifest:
-    from ckpt import read
-
-    commit = read.choose(log, step)
-    try:
-        manifest = await read.load_manifest(log.store, commit)
-    except (CorruptError, NotFoundError) as error:
-        what = f"is damaged ({error})" if await still_live(log, commit) else "was retired while it was read"
-        raise CorruptError(f"step {commit.step} {what}: choose another, see `ckpt ls`") from None
-    return manifest
-
-
-async def still_live(log: RunLog, commit: Commit) -> bool:
-    """Whether what could not be read ought to be there; a running job may have retired it."""
-    return commit.attempt in (await log.refresh()).commits
-
-
 def newest_first(log: RunLog) -> list[Commit]:
     return sorted(log.state.commits.values(), key=lambda c: c.attempt, reverse=True)
 
@@ -575,13 +494,7 @@ async def sizes_of(log: RunLog, commits: list[Commit]) -> tuple[list[int | None]
     return found, total
 
 
-def split_step(text: str) -> tuple[str, int | None]:
-    """URL or URL@STEP. A folder whose name itself ends like that is given with a slash behind it."""
-    url, _, step = text.rpartition("@")
-    return (url, int(step)) if url and step.isascii() and step.isdigit() else (text, None)
-
-
-for command in (*cli_upkeep.COMMANDS, cli_repair.repair, cli_doctor.doctor):
+for command in (*cli_upkeep.COMMANDS, *cli_offline.COMMANDS, cli_repair.repair, cli_doctor.doctor):
     cli.add_command(command)
 
 

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ckpt import read, values
+from ckpt import values
 from ckpt.codec import BF16, CODECS, RAW
 from ckpt.errors import CorruptError
-from ckpt.log import RunLog
 from ckpt.manifest import Attempt, canonical, owner
-from ckpt.plan import BITS
+from ckpt.plan import TensorSpec
 from ckpt.read import Manifest
-from ckpt.saved import Saved, scatter
+from ckpt.saved import Saved
 from ckpt.table import Table
 
-Rows = npt.NDArray[np.uint8]  # one row of bytes an element
-OnBytes = Callable[[int], None] | None
 Entries = dict[str, tuple[dict[str, Any], Any]]  # by path: what never changes about it, and its plain values as stored
-
-CHUNK = 1 << 20  # elements compared at once
-FLOATING = {"F16": "<f2", "BF16": "", "F32": "<f4", "F64": "<f8", "C64": "<c8", "C128": "<c16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,59 +132,18 @@ class Reference(str):
 
 def tensors_of(saved: Saved) -> dict[str, Tensor]:
     """All names, those that stand for another's memory included."""
-    names = {key: label for label, key in reversed(saved.labels.items()) if label.partition("#")[0] == key[0]}
+    first = {key: label for label, key in reversed(saved.labels.items()) if label.partition("#")[0] == key[0]}
+    specs = {label: saved.tensors[key].spec for label, key in saved.labels.items()}
+    return all_names(specs, {label: first.get(key, label) for label, key in saved.labels.items()})
+
+
+def all_names(tensors: Mapping[str, TensorSpec], names: Mapping[str, str]) -> dict[str, Tensor]:
+    """`names`: of every name, the one under which its tensor is known."""
     found: dict[str, Tensor] = {}
-    for label, key in saved.labels.items():
-        spec = saved.tensors[key].spec
-        of = names.get(key, label)
-        found[label] = Tensor(label, spec.dtype, spec.shape, spec.nbytes, None if of == label else of)
+    for name, of in names.items():
+        spec = tensors[of]
+        found[name] = Tensor(name, spec.dtype, spec.shape, spec.nbytes, None if of == name else of)
     return found
-
-
-async def differing_tensors(
-    one: tuple[RunLog, Saved], two: tuple[RunLog, Saved], suspects: list[Tensor], on_bytes: OnBytes = None
-) -> list[dict[str, Any]]:
-    """How much tensors differ that are alike in dtype and shape, and not in their digests."""
-    found = []
-    for t in suspects:
-        a, b = await asyncio.gather(rows_of(*one, t, on_bytes), rows_of(*two, t, on_bytes))
-        count, most = difference(a, b, t.dtype)
-        if not count:
-            continue  # the same, and only cut in another way
-        row = {"name": t.name, "dtype": t.dtype, "elements": len(a), "differing": count}
-        found.append({**row, "max_abs_difference": jsonable(most)})
-    return found
-
-
-async def rows_of(log: RunLog, saved: Saved, tensor: Tensor, on_bytes: OnBytes) -> Rows:
-    """A verified tensor: one row of bytes an element."""
-    key, item = saved.labels[tensor.name], BITS[tensor.dtype] // 8
-    whole = np.empty((*tensor.shape, item), np.uint8)
-    reads = read.plan_reads(saved.table, saved.blobs(key), far=log.store.remote)
-    await read.fetch(
-        log.store, saved.table, reads, lambda blob, data: scatter(saved, blob, data, whole), on_bytes=on_bytes
-    )
-    return whole.reshape(-1, item)
-
-
-def difference(a: Rows, b: Rows, dtype: str) -> tuple[int, float | None]:
-    """How many elements differ in any bit, and by how much at most: None where numpy cannot tell."""
-    count, most = 0, None
-    for start in range(0, len(a), CHUNK):
-        x, y = a[start : start + CHUNK], b[start : start + CHUNK]
-        where = (x != y).any(axis=1)
-        count += int(where.sum())
-        if where.any() and dtype in FLOATING:
-            with np.errstate(all="ignore"):
-                here = np.abs(as_floats(x[where], dtype) - as_floats(y[where], dtype)).max()
-            most = float(here if most is None else np.maximum(most, here))  # NaN stays NaN
-    return count, most
-
-
-def as_floats(rows: Rows, dtype: str) -> npt.NDArray[Any]:
-    if dtype == "BF16":  # the upper half of a float32
-        return (rows.view("<u2").astype("<u4") << 16).view("<f4").astype("<f8")
-    return rows.view(FLOATING[dtype]).astype("<c16" if dtype.startswith("C") else "<f8")
 
 
 def entries_of(manifest: Manifest) -> Entries:

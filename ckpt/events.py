@@ -51,7 +51,12 @@ INCREMENT_POINTS = (  # of a writer that stores an increment, or compresses
     "begin.landed",  # the log says what it builds on
     "packs.stored",  # all of its packs are durable
 )
-POINTS = TRAINER_POINTS + WRITER_POINTS + INCREMENT_POINTS
+OFFLINE_POINTS = (  # of a command that makes something new of a checkpoint
+    "export.window",  # some bytes are about to be written
+    "export.whole",  # all is there, and nothing has its name yet
+    "export.appeared",  # it has, and what it was made in is still there
+)
+POINTS = TRAINER_POINTS + WRITER_POINTS + INCREMENT_POINTS + OFFLINE_POINTS
 
 process = "trainer"  # the writer sets this to "writer" when it starts
 

@@ -7,7 +7,6 @@ long as it is clear which tensor is meant.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import CorruptError
-from ckpt.geometry import Effort, TangledError, boxes_of_run, times_covered
+from ckpt.geometry import Effort, TangledError, times_covered
 from ckpt.plan import Layout, TensorSpec
 from ckpt.share import GLOBAL
 from ckpt.table import Table
@@ -294,16 +293,3 @@ def _merged_values(nodes: list[SavedNode]) -> Json:
 
 def _union(lists: Iterable[Iterable[Any]]) -> list[Any]:
     return list(dict.fromkeys(one for each in lists for one in each))
-
-
-def scatter(saved: Saved, blob: int, data: memoryview, whole: npt.NDArray[np.uint8]) -> None:
-    """A blob's place in its tensor; `whole` has the tensor's shape, and the bytes of an element as last dimension."""
-    shard = saved.table.shards[int(saved.shard_of_blob[blob])]
-    item = whole.shape[-1]
-    start, place = int(saved.position[blob]) // item, 0
-    source = np.frombuffer(data, np.uint8).reshape(-1, item)
-    for offsets, sizes in boxes_of_run(shard.sizes, start, start + len(source)):
-        where = tuple(slice(i + j, i + j + n) for i, j, n in zip(shard.offsets, offsets, sizes, strict=True))
-        count = math.prod(sizes)
-        whole[where] = source[place : place + count].reshape(*sizes, item)
-        place += count

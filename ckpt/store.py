@@ -59,6 +59,7 @@ class Store(Protocol):
     `remote`: requests take long and cost money, and deleting an object takes it away from those who are reading it.
     A store that is not may have one more method, `scatter(key, start, views)`: fill these views, one after another,
     with the bytes from `start` on, in the calling thread, through whatever cache there is. Restores are quicker then.
+    And `soon(key, start, length)`: these bytes will be asked for so before long; it never fails.
     """
 
     url: str

@@ -13,13 +13,16 @@ import logging
 import re
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt.errors import FormatError
-from ckpt.log import RunLog
+from ckpt.errors import CorruptError, FormatError, NotFoundError
+from ckpt.log import Commit, RunLog
 from ckpt.store import open_store, remember_options
+
+if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
+    from ckpt.read import Manifest
 
 OnBytes = Callable[[int], None] | None
 
@@ -163,3 +166,26 @@ def progress(what: str, total: int) -> Iterator[OnBytes]:
     with parts.Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
         task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)
+
+
+async def manifest_of(log: RunLog, step: int | None) -> Manifest:
+    from ckpt import read
+
+    commit = read.choose(log, step)
+    try:
+        manifest = await read.load_manifest(log.store, commit)
+    except (CorruptError, NotFoundError) as error:
+        what = f"is damaged ({error})" if await still_live(log, commit) else "was retired while it was read"
+        raise CorruptError(f"step {commit.step} {what}: choose another, see `ckpt ls`") from None
+    return manifest
+
+
+async def still_live(log: RunLog, commit: Commit) -> bool:
+    """Whether what could not be read ought to be there; a running job may have retired it."""
+    return commit.attempt in (await log.refresh()).commits
+
+
+def split_step(text: str) -> tuple[str, int | None]:
+    """URL or URL@STEP. A folder whose name itself ends like that is given with a slash behind it."""
+    url, _, step = text.rpartition("@")
+    return (url, int(step)) if url and step.isascii() and step.isdigit() else (text, None)

@@ -36,6 +36,11 @@ LAYERS = (
     ("stage", "sources", "tiers", "upkeep", "cures"),  # tensors into memory; where to restore from, and to save to
     ("copying", "repair"),  # a run to another place; damaged files right again
     ("resume", "handle", "loaded", "compare"),  # what all ranks agree to restore; what users hold in their hands
+    ("origin", "outfile", "cast", "inert"),  # what is carried to other forms and back, as values
+    ("origin_run", "origin_files", "align"),  # a checkpoint; other libraries' files; how much two of them differ
+    ("export", "parse_safetensors", "parse_torch"),  # bytes to where a plan has them; what files of others say
+    ("to_safetensors", "to_torch", "to_run", "parse_dcp"),  # forms
+    ("to_dcp",),
     ("mirror", "client", "replicas", "relief"),  # a copy on another node; the trainer's end of the process boundary
     ("holdings", "places"),  # what a writer has in memory, and open
     ("persist", "vigil"),  # from there to durable places; its watch over the trainer
@@ -44,7 +49,7 @@ LAYERS = (
     ("guardian",),  # who holds memory and writer
     ("tenure", "sentinel"),  # whose run it is; the trainer's own watch
     ("checkpointer", "terminal"),  # what the user holds; how commands show things
-    ("cli_upkeep", "cli_doctor"),  # commands that change a run, or come before one
+    ("cli_upkeep", "cli_doctor", "cli_offline"),  # commands that change a run, or come before one
     ("cli_repair",),  # one that shows its plan as those do
     ("cli",),
 )
@@ -58,7 +63,9 @@ NO_TORCH = {
     "triggers", "rally", "notices", "pressure", "wakeup", "pulse", "fault", "hang", "holdings", "persist", "vigil",
     "witness", "increment", "supply", "packs", "encode", "pace", "scrub", "promote", "places", "upkeep", "copying",
     "damage", "cures", "stream",
-    "repair", "cli_repair", "cli_upkeep", "findings",
+    "repair", "cli_repair", "cli_upkeep", "cli_offline", "findings",
+    "origin", "origin_run", "origin_files", "outfile", "cast", "inert", "align", "export", "parse_safetensors",
+    "parse_torch", "parse_dcp", "to_safetensors", "to_run",
     "doctor", "doctor_folder", "doctor_s3", "doctor_machine", "doctor_link", "doctor_plan", "cli_doctor",
 }  # fmt: skip
 """What the writer process or a light `import ckpt` needs: none of these imports torch, not even for types."""

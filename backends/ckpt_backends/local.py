@@ -257,6 +257,16 @@ class LocalStore:
                 with self._reading_lock:
                     reader.release()
 
+    def soon(self, key: str, start: int, length: int) -> None:
+        """These bytes will be asked for by `scatter` before long: the kernel may begin to read them. Never fails."""
+        with contextlib.suppress(OSError, StoreError):
+            reader = self._reader(self._path(key))
+            try:
+                reader.soon(start, length)
+            finally:
+                with self._reading_lock:
+                    reader.release()
+
     def _reader(self, path: str) -> _Reader:
         """An open file, kept open: a reader must not lose a file that is cleaned up under it."""
         with self._reading_lock:
@@ -512,6 +522,9 @@ class _Reader:
                 count -= len(left.pop(0))
             if count:
                 left[0] = left[0][count:]
+
+    def soon(self, start: int, length: int) -> None:
+        os.posix_fadvise(self._buffered, start, max(0, min(length, self._size - start)), os.POSIX_FADV_WILLNEED)
 
     def _fill(self, fd: int, view: memoryview, offset: int, needed: int) -> None:
         done = 0

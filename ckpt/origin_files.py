@@ -1,0 +1,217 @@
+"""Files of other libraries as an origin: safetensors, `torch.save`, torch's distributed checkpoints.
+
+What such files say is parsed to a `Foreign` value first (`ckpt.parse_safetensors`, `ckpt.parse_torch`,
+`ckpt.parse_dcp`): which bytes of which file are which box of which tensor. Nothing in them is ever run: pickles are
+read by `ckpt.inert`, which builds nothing but plain data. Their bytes carry no digests of ours: that they are what was
+written, only whoever wrote them can say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckpt.errors import CorruptError
+from ckpt.geometry import Box, Dims, TangledError, times_covered
+from ckpt.origin import Assembly, Bytes, Entry, Origin, View, Want
+from ckpt.plan import BITS, TensorSpec, check_components, check_tensors
+from ckpt.values import Json, show
+
+READ = 8 << 20  # bytes at once
+THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor, whose bytes lie in row-major order at byte `at` of a file.
+
+    `strides`: in elements, of a piece that lies in another order: then `at` is where its first element is.
+    """
+
+    name: str
+    dtype: str  # by our names
+    whole: Dims
+    offsets: Dims
+    sizes: Dims
+    file: str  # relative to the folder
+    at: int
+    strides: Dims | None = None
+
+    @property
+    def box(self) -> Box:
+        return self.offsets, self.sizes
+
+    @property
+    def span(self) -> int:
+        """Bytes of the file from the first element to the last."""
+        item = BITS[self.dtype] // 8
+        if 0 in self.sizes:
+            return 0
+        if self.strides is None:
+            return int(np.prod(self.sizes, dtype=object)) * item
+        return (1 + sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True))) * item
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """What files of another library hold. `what`: for people, such as "a torch.save file".
+
+    `entries` are in our terms: weights as kind "module", optimizers as kind "optimizer" and so on, so that a
+    Checkpointer can restore from what is made of them. `notes`: what was left out or changed, and why. `held`: files
+    that are in memory, of bytes that lie in no file as they are, such as numpy arrays in a pickle.
+    """
+
+    what: str
+    folder: Path
+    pieces: tuple[Piece, ...]
+    aliases: dict[str, str]
+    entries: tuple[Entry, ...]
+    notes: tuple[str, ...] = ()
+    step: int | None = None
+    held: dict[str, bytes] = field(default_factory=dict)
+
+
+class FilesOrigin:
+    """Reads ranges of files. CorruptError if the pieces do not cover their tensors, or a file is too short."""
+
+    def __init__(self, foreign: Foreign) -> None:
+        self.title, self.about = foreign.what, {"path": str(foreign.folder), "step": foreign.step}
+        self._foreign, self.keep = foreign, 0
+        self._pieces: dict[str, list[int]] = {}
+        for i, piece in enumerate(foreign.pieces):
+            self._pieces.setdefault(piece.name, []).append(i)
+        self.tensors = {name: _whole([foreign.pieces[i] for i in found]) for name, found in self._pieces.items()}
+        check_tensors(self.tensors.values())
+        self.names = {**{name: name for name in self.tensors}, **foreign.aliases}
+        if dangling := [a for a, name in foreign.aliases.items() if name not in self.tensors or a in self.tensors]:
+            raise CorruptError(f"{dangling[0]} is another name of nothing")
+        check_components(
+            [{"path": list(e.path), "kind": e.kind, "facts": e.facts, "names": list(e.names)} for e in foreign.entries],
+            self.tensors.keys() | foreign.aliases.keys(),
+        )
+        self._files: dict[str, int] = {}
+        try:
+            for name in sorted({p.file for p in foreign.pieces} - foreign.held.keys()):
+                self._files[name] = _open(foreign.folder, name)
+            self._check_sizes()
+            self.identity = f"{foreign.folder.resolve()} {[_stamp(name, fd) for name, fd in self._files.items()]}"
+        except BaseException:
+            self._close()
+            raise
+
+    def _check_sizes(self) -> None:
+        sizes = {name: os.fstat(fd).st_size for name, fd in self._files.items()}
+        sizes |= {name: len(data) for name, data in self._foreign.held.items()}
+        for piece in self._foreign.pieces:
+            if piece.at < 0 or piece.at + piece.span > sizes[piece.file]:
+                raise CorruptError(f"{piece.name} lies behind the end of {piece.file}: the file was cut off")
+
+    def view(self, rank: int = 0, world: int = 1) -> View:
+        names = {name: name for name in self.tensors}
+        foreign = self._foreign
+        return View(foreign.entries, names, foreign.aliases, foreign.notes, foreign.step)
+
+    def plain(self) -> dict[str, tuple[dict[str, Any], Json]]:
+        found = {}
+        for entry in self._foreign.entries:
+            found[show(entry.path)] = {"path": list(entry.path), "kind": entry.kind, "facts": entry.facts}, entry.values
+        return found
+
+    def same(self, label: str, other: Origin, theirs: str) -> bool:
+        return False  # there are no digests
+
+    async def read(self, wants: Sequence[Want]) -> None:
+        await asyncio.to_thread(self._read, wants)
+
+    def _read(self, wants: Sequence[Want]) -> None:
+        assembly, pieces = Assembly(), self._foreign.pieces
+        for want in wants:
+            for number in self._pieces[want.label]:
+                assembly.meet(number, pieces[number].box, want)
+        ranges = [
+            (number, at, min(at + _length(pieces[number]), stop))
+            for number, start, stop in assembly.runs()
+            for at in range(start, stop, _length(pieces[number]))
+            if assembly.needs(number, at, min(at + _length(pieces[number]), stop))
+        ]
+        with ThreadPoolExecutor(THREADS, "ckpt-read") as pool:
+            list(pool.map(lambda one: self._take(assembly, *one), ranges))
+
+    def _take(self, assembly: Assembly, number: int, start: int, stop: int) -> None:
+        piece = self._foreign.pieces[number]
+        if piece.strides is None:
+            data = self._bytes(piece, piece.at + start, stop - start)
+        else:  # all of it, in its order
+            item = BITS[piece.dtype] // 8
+            raw = np.frombuffer(self._bytes(piece, piece.at, piece.span), np.uint8)
+            strides = (*(s * item for s in piece.strides), 1)
+            ordered: Bytes = np.lib.stride_tricks.as_strided(raw, (*piece.sizes, item), strides, writeable=False)
+            data = np.ascontiguousarray(ordered).reshape(-1).data[start:stop]
+        assembly.add(number, start, data)
+
+    def _bytes(self, piece: Piece, at: int, length: int) -> memoryview:
+        if piece.file in self._foreign.held:
+            return memoryview(self._foreign.held[piece.file])[at : at + length]
+        return _bytes_at(self._files[piece.file], piece.file, at, length)
+
+    def _close(self) -> None:
+        for fd in self._files.values():
+            os.close(fd)
+        self._files = {}
+
+    async def aclose(self) -> None:
+        self._close()
+
+
+def _stamp(name: str, fd: int) -> tuple[str, int, int]:
+    found = os.fstat(fd)
+    return name, found.st_size, found.st_mtime_ns
+
+
+def _length(piece: Piece) -> int:
+    """Bytes to read at once: whole elements; of a piece in another order all of it."""
+    return READ if piece.strides is None else max(1, 1 << 62)
+
+
+def _whole(pieces: list[Piece]) -> TensorSpec:
+    first = pieces[0]
+    if any((p.dtype, p.whole) != (first.dtype, first.whole) for p in pieces):
+        raise CorruptError(f"the files do not agree about the shape or dtype of {first.name}")
+    spec = TensorSpec(first.name, first.dtype, first.whole)
+    check_tensors([spec, *(TensorSpec(p.name, p.dtype, p.sizes, False, p.whole, p.offsets) for p in pieces)])
+    try:
+        least, most = times_covered(first.whole, [p.box for p in pieces])
+    except TangledError as error:
+        raise CorruptError(f"{first.name}: {error}") from None
+    if (least, most) != (1, 1):
+        raise CorruptError(f"some of {first.name} is {'missing' if least == 0 else f'there {most} times'}")
+    return spec
+
+
+def _open(folder: Path, name: str) -> int:
+    """Only files inside the folder: what a file says is not trusted. (A link that the user has put there may point
+    anywhere: so do the caches of model hubs.)"""
+    if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
+        raise CorruptError(f"names a file outside its folder: {name!r}")
+    try:
+        return os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CorruptError(f"{folder / name} cannot be read: {error.strerror}") from None
+
+
+def _bytes_at(fd: int, name: str, at: int, length: int) -> memoryview:
+    data = memoryview(bytearray(length))
+    done = 0
+    while done < length:
+        count = os.preadv(fd, [data[done:]], at + done)
+        if not count:
+            raise CorruptError(f"{name} is shorter than it was: it changed while it was read")
+        done += count
+    return data

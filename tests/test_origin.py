@@ -1,0 +1,123 @@
+"""Pieces of tensors put together again: any boxes, any order, any part of the whole."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt.errors import CorruptError, UsageError
+from ckpt.geometry import Box
+from ckpt.origin import Assembly, Entry, View, Want, describe, described, select
+
+ITEM = 2
+
+
+def cut(shape: tuple[int, ...], draw: random.Random) -> list[Box]:
+    """Boxes that cover an array exactly once, cut anyhow."""
+    boxes = [((0,) * len(shape), shape)]
+    for _ in range(draw.randrange(6)):
+        at, size = boxes.pop(draw.randrange(len(boxes)))
+        dims = [d for d, n in enumerate(size) if n > 1]
+        if not dims:
+            boxes.append((at, size))
+            continue
+        dim = draw.choice(dims)
+        n = draw.randrange(1, size[dim])
+        first = (*size[:dim], n, *size[dim + 1 :])
+        rest = (*size[:dim], size[dim] - n, *size[dim + 1 :])
+        boxes += [(at, first), ((*at[:dim], at[dim] + n, *at[dim + 1 :]), rest)]
+    return boxes
+
+
+def part(array: np.ndarray[Any, Any], box: Box) -> np.ndarray[Any, Any]:
+    return array[tuple(slice(i, i + n) for i, n in zip(*box, strict=True))]
+
+
+def put_together(shape: tuple[int, ...], seed: int, *, leave_out: bool = False) -> tuple[Any, Any]:
+    """What is wanted of an array that lies in pieces, and what comes out."""
+    draw = random.Random(seed)
+    whole = np.arange(1, 1 + math.prod(shape), dtype="<u2").reshape(shape)
+    pieces = cut(shape, draw)
+    wanted, assembly, wants = [], Assembly(), []
+    for _ in range(draw.randrange(1, 4)):
+        box = draw.choice(cut(shape, draw))
+        count = math.prod(box[1])
+        start = draw.randrange(count)
+        stop = draw.randrange(start + 1, count + 1)
+        wants.append(Want("x", box, start, stop, np.zeros((stop - start) * ITEM, np.uint8)))
+        wanted.append(np.ascontiguousarray(part(whole, box)).reshape(-1)[start:stop])
+    for number, want in itertools.product(range(len(pieces)), wants):
+        assembly.meet(number, pieces[number], want)
+    runs = list(assembly.runs())
+    draw.shuffle(runs)
+    for i, (number, low, high) in enumerate(runs):
+        raw = np.ascontiguousarray(part(whole, pieces[number])).reshape(-1).view(np.uint8)
+        places = list(range(low, high, draw.choice([ITEM, 3 * ITEM, 100 * ITEM])))
+        for start, stop in zip(places, [*places[1:], high], strict=True):
+            if leave_out and i == 0:
+                continue
+            room = assembly.room(number, start, stop)
+            if room is not None and draw.random() < 0.5:
+                room[:] = raw[start:stop].data
+            elif assembly.needs(number, start, stop):
+                assembly.add(number, start, raw[start:stop].data)
+    return wanted, [want.into.view("<u2") for want in wants]
+
+
+shapes = st.lists(st.integers(1, 7), max_size=4).map(tuple)
+
+
+@settings(deadline=None, max_examples=200)
+@given(shapes, st.integers(0, 10**9))
+def test_pieces_come_together(shape: tuple[int, ...], seed: int) -> None:
+    """Whatever the pieces are and whatever is wanted of the whole: it comes out, from only what is needed."""
+    wanted, found = put_together(shape, seed)
+    assert all(np.array_equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+def test_negative_control_a_piece_that_never_comes_is_seen() -> None:
+    """The comparison above is false if one piece is left out."""
+    wanted, found = put_together((5, 7), 3, leave_out=True)
+    assert not all(np.array_equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+# -- views --
+
+VIEW = View(
+    (
+        Entry(("model",), "module", {}, ("model.a", "model.tied", "model.b")),
+        Entry(("optim",), "optimizer", {"params": [["model.a"]]}, ("optim.state.model.a.exp_avg",), {"groups": []}),
+        Entry(("step",), "plain", {}, (), 3),
+    ),
+    {"model.a": "model.a", "model.b": "model.b", "optim.state.model.a.exp_avg": "optim.state.model.a.exp_avg"},
+    {"model.tied": "model.a"},
+    step=7,
+)
+
+
+def test_selecting_by_name() -> None:
+    """Modules may lose tensors, other entries are there whole or not at all, plain ones by their own name."""
+    assert [e.path for e in select(VIEW, ["*"]).entries] == [("model",), ("optim",), ("step",)]
+    found = select(VIEW, ["model.tied"])
+    assert (dict(found.tensors), dict(found.aliases)) == ({"model.a": "model.a"}, {"model.tied": "model.a"})
+    assert found.entries == (Entry(("model",), "module", {}, ("model.a", "model.tied")),)
+    assert [e.path for e in select(VIEW, ["st?p"]).entries] == [("step",)]
+    with pytest.raises(UsageError, match=r"'nosuch'.*model\.a"):
+        select(VIEW, ["nosuch"])
+
+
+def test_a_description_comes_back() -> None:
+    """Entries, aliases and places are the same after a way through text; damaged text is refused."""
+    places = {"model.a": ("model", "a"), "optim.state.model.a.exp_avg": ("optim", "state", 0, "exp_avg")}
+    text = describe(VIEW, places)
+    assert described(text) == (VIEW.entries, VIEW.aliases, places)
+    for bad in ("", "[]", "{}", text[:-9], text.replace('"version":1', '"version":2'), "[" * 10**5):
+        with pytest.raises(CorruptError):
+            described(bad)

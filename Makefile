@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-long test-gpu test-s3 bench bench-gpu bench-ranks bench-faults bench-storage bench-codecs lint format clean
+.PHONY: demo test test-long test-gpu test-s3 bench bench-gpu bench-ranks bench-faults bench-storage bench-codecs bench-offline lint format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +37,9 @@ bench-faults: $(READY)
 bench-storage: $(READY)
 	sh tests/servers/install.sh $(BIN)
 	$(BIN)/python benchmarks/storage.py
+
+bench-offline: $(READY)
+	$(BIN)/python benchmarks/offline.py $(ARGS)
 
 bench-codecs: $(READY)
 	-$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt zipnn

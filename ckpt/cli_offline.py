@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
 T = TypeVar("T")
 Found = dict[str, Any]
 
-WINDOW = 16 << 20  # bytes of a window where no bound is given
+WINDOW, FAR_WINDOW = 16 << 20, 64 << 20  # bytes of a window where no bound is given; several requests, from far away
 FILES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".ckpt": "torch", ".bin": "torch"}
 FORMATS = ("safetensors", "torch", "dcp", "run")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *(?:([KMGT])(i?)B?|B)?", re.IGNORECASE)
@@ -77,8 +77,8 @@ memory_option = click.option(
     "--max-memory",
     metavar="SIZE",
     callback=size_of,
-    help="What this process may need at most, such as 256MiB. By default about that, and what torch needs if FORMAT is "
-    "torch or dcp.",
+    help="What this process may need at most, such as 256MiB. By default about 200 MiB, 500 MiB from a bucket, and what"
+    " torch needs if FORMAT is torch or dcp.",
 )
 from_option = click.option(
     "--from",
@@ -338,7 +338,8 @@ async def _make(
             "done": None,
         }
         if not dry_run:
-            window = WINDOW if max_memory is None else window_for(max_memory)
+            most = FAR_WINDOW if getattr(origin, "far", False) else WINDOW
+            window = most if max_memory is None else min(most, window_for(max_memory))
             origin.keep = 2 * window
             with progress("writing", total) as on_bytes:
                 done = await export(origin, output, path, window=window, on_bytes=on_bytes)

@@ -38,7 +38,7 @@ from ckpt.outfile import Literal, OutFile, Output, Run, Sum, Sums
 from ckpt.plan import BITS
 from ckpt.store import PAGE
 
-SMALLEST, LARGEST = 1 << 20, 32 << 20  # bytes of a window
+SMALLEST, LARGEST = 1 << 20, 64 << 20  # bytes of a window
 SHARES = 8  # what a window costs in all, in windows: two to write from, what is read, cast, and kept for the next
 SPARE = 44 << 20  # bytes for what reading needs at least, and whatever is loaded on the way
 LEAST = 256 << 10  # bytes of a window of one of many files

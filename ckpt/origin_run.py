@@ -27,6 +27,7 @@ class RunOrigin:
         self.title = f"step {self.step} of {log.store.url}"
         self.identity = f"{log.store.url} {manifest.attempt}"
         self.about = {"url": log.store.url, "step": self.step, "attempt": str(manifest.attempt)}
+        self.far = log.store.remote
         self.finite = manifest.commit.finite
         self.keys = _labels(self.saved)
         self.names = {t.name: t.alias_of or t.name for t in tensors_of(self.saved).values()}

@@ -29,7 +29,7 @@ from ckpt.nodes import (
 from ckpt.plan import Layout, TensorSpec
 from ckpt.restore import Names, Placement
 from ckpt.rng import adapt
-from ckpt.saved import Saved
+from ckpt.saved import Saved, SavedNode
 from ckpt.sharding import Entry, Piece, is_dtensor, local, slices, unsupported
 from ckpt.sharding import pieces as of_rank
 from ckpt.share import GLOBAL, Cut, Holding, Seat, share
@@ -321,7 +321,7 @@ class Capture:
             node = live.pop(one.path, None)
             if node is None:
                 placement.problem(f"{show(one.path)} is in the checkpoint, and not in the state")
-            elif node.kind != one.kind:
+            elif node.kind != one.kind and not _plain_again(node, one):
                 placement.problem(f"{show(one.path)} is a {one.kind} in the checkpoint and a {node.kind} here")
             else:
                 node.prepare(one, placement)
@@ -329,6 +329,11 @@ class Capture:
             placement.problem(f"{show(path)} is not in the checkpoint")
         placement.check_sharing()
         return placement
+
+
+def _plain_again(node: Node, saved: SavedNode) -> bool:
+    """A dict of what `state_dict()` said is stored like any dict: what other programs saved does not say which it was."""
+    return isinstance(node, PlainNode) and saved.kind == StatefulNode.kind and type(node.parent[node.key]) is dict
 
 
 def _who(names: Names) -> dict[int, tuple[str, object]]:

@@ -37,12 +37,16 @@ LAYERS = (
     ("copying", "repair"),  # a run to another place; damaged files right again
     ("resume", "handle", "loaded", "compare"),  # what all ranks agree to restore; what users hold in their hands
     ("origin", "outfile", "cast", "inert"),  # what is carried to other forms and back, as values
-    ("origin_run", "origin_files", "align"),  # a checkpoint; other libraries' files; how much two of them differ
-    ("export", "parse_safetensors", "parse_torch"),  # bytes to where a plan has them; what files of others say
-    ("to_safetensors", "to_torch", "to_run", "parse_dcp"),  # forms
-    ("to_dcp",),
+    ("origin_run", "origin_files", "align", "export", "torch_native"),  # where from; how; what torch has for it
+    ("parse_values", "to_safetensors", "to_torch", "to_dcp", "to_run"),  # forms
+    ("parse_entries", "parse_safetensors"),  # what files of others say
+    ("parse_torch",),
+    ("parse_dcp",),
     ("mirror", "client", "replicas", "relief"),  # a copy on another node; the trainer's end of the process boundary
+    ("dcp_share",),  # one rank's share of what torch's distributed checkpoint saves
     ("holdings", "places"),  # what a writer has in memory, and open
+    ("dcp_source", "dcp_run"),  # what it loads, and who saves
+    ("dcp",),
     ("persist", "vigil"),  # from there to durable places; its watch over the trainer
     ("witness",),  # what it says about a fault
     ("writer",),  # the other end of the process boundary
@@ -65,7 +69,7 @@ NO_TORCH = {
     "damage", "cures", "stream",
     "repair", "cli_repair", "cli_upkeep", "cli_offline", "findings",
     "origin", "origin_run", "origin_files", "outfile", "cast", "inert", "align", "export", "parse_safetensors",
-    "parse_torch", "parse_dcp", "to_safetensors", "to_run",
+    "parse_torch", "parse_dcp", "parse_values", "parse_entries", "to_safetensors", "to_run",
     "doctor", "doctor_folder", "doctor_s3", "doctor_machine", "doctor_link", "doctor_plan", "cli_doctor",
 }  # fmt: skip
 """What the writer process or a light `import ckpt` needs: none of these imports torch, not even for types."""
@@ -143,6 +147,15 @@ def test_the_core_knows_no_store(path: Path) -> None:
     assert ("torch" not in names) or path.stem not in NO_TORCH
 
 
+def reads_plain(call: ast.Call) -> bool:
+    """torch.load that runs no code, as it says itself."""
+    said = {word.arg: ast.unparse(word.value) for word in call.keywords}
+    return ast.unparse(call.func) == "torch.load" and said.get("weights_only") == "True"
+
+
+WRITES_TORCH_FILES = {"torch_native": {"torch.save"}}  # of fake tensors: the form that torch.load reads
+
+
 @pytest.mark.parametrize("path", [p for folder in PACKAGES for p in modules(folder)], ids=lambda path: path.stem)
 def test_nothing_that_runs_code_or_forks(path: Path) -> None:
     """No pickle in any guise, no eval, no fork, no named shared memory."""
@@ -160,7 +173,7 @@ def test_nothing_that_runs_code_or_forks(path: Path) -> None:
         "code",
     }
     assert {name.split(".")[0] for name in imported(tree)} & banned == set()
-    called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and not reads_plain(node)}
     bad = {
         "eval",
         "exec",
@@ -173,7 +186,7 @@ def test_nothing_that_runs_code_or_forks(path: Path) -> None:
         "torch.save",
         "np.load",
     }
-    assert called & bad == set()
+    assert called & bad == WRITES_TORCH_FILES.get(path.stem, set())
     for node in ast.walk(tree):
         if isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "shell"):
             assert ast.unparse(node.value) == "False"

@@ -219,10 +219,12 @@ def act(work: Coroutine[Any, Any, T]) -> T:
 @contextlib.asynccontextmanager
 async def open_run(url: str, step: int | None, others: Sequence[str] = ()) -> AsyncIterator[Origin]:
     """A checkpoint of a run."""
+    from ckpt.origin_dcp import untangled
     from ckpt.origin_run import RunOrigin
 
     async with opened(url) as log:
-        yield RunOrigin(log, await manifest_of(log, step), [normalise(other) for other in others])
+        run = RunOrigin(log, await manifest_of(log, step), [normalise(other) for other in others])
+        yield await untangled(run)
 
 
 @contextlib.asynccontextmanager

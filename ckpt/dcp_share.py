@@ -108,7 +108,9 @@ def content_of(plan: SavePlan, planner: SavePlanner, share: Share) -> Content:
             objects.append(name)
         elif (spec := _spec(item)) is not None:
             pieces.append((spec, item))
-    facts = {"objects": objects, "mappings": _mappings(plan.planner_data, names)}
+    mappings = _mappings(plan.planner_data, names)
+    order = [name for name in plan.planner_data if name in share.names or name in names] if mappings else list(names)
+    facts = {"objects": objects, "mappings": mappings, "order": order}  # as in the state: optimizers count parameters
     known = sorted({*names, *share.names})
     component = {"path": PATH, "kind": KIND, "facts": facts, "names": known}
     layout = Layout(tuple(spec for spec, _ in pieces), {}, [component], share.rank, share.world)

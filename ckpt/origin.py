@@ -243,8 +243,11 @@ def describe(view: View, places: Mapping[str, Sequence[str | int]]) -> str:
     return canonical({"version": 1, "step": view.step, **data}).decode()
 
 
-def described(text: str) -> tuple[tuple[Entry, ...], dict[str, str], dict[str, tuple[str | int, ...]]]:
-    """Entries, aliases and places again. CorruptError unless it is as `describe` writes it."""
+Described = tuple[tuple[Entry, ...], dict[str, str], dict[str, tuple[str | int, ...]], int | None]
+
+
+def described(text: str) -> Described:
+    """Entries, aliases, places and the step again. CorruptError unless it is as `describe` writes it."""
     try:
         if len(text) > MAX_DESCRIPTION:
             raise ValueError("implausibly large")
@@ -254,10 +257,12 @@ def described(text: str) -> tuple[tuple[Entry, ...], dict[str, str], dict[str, t
         entries = tuple(Entry(tuple(p), str(k), dict(f), tuple(map(str, n)), v) for p, k, f, n, v in data["entries"])
         aliases = {str(alias): str(name) for alias, name in data["aliases"].items()}
         places = {str(name): tuple(place) for name, place in data["places"].items()}
+        if (step := data["step"]) is not None and not (type(step) is int and 0 <= step < 10**18):
+            raise ValueError("an impossible step")
         if not all(type(key) in (str, int) for e in entries for key in e.path):
             raise ValueError("a path of something else than names and numbers")
         if not all(type(key) in (str, int) for place in places.values() for key in place):
             raise ValueError("a place of something else than names and numbers")
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CorruptError(f"{DESCRIPTION} is damaged: {error}") from None
-    return entries, aliases, places
+    return entries, aliases, places, step

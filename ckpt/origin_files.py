@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,6 +28,7 @@ from ckpt.values import Json, show
 
 READ = 8 << 20  # bytes at once
 THREADS = 2
+OPEN_FILES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +99,11 @@ class FilesOrigin:
             [{"path": list(e.path), "kind": e.kind, "facts": e.facts, "names": list(e.names)} for e in foreign.entries],
             self.tensors.keys() | foreign.aliases.keys(),
         )
-        self._files: dict[str, int] = {}
-        try:
-            for name in sorted({p.file for p in foreign.pieces} - foreign.held.keys()):
-                self._files[name] = _open(foreign.folder, name)
-            self._check_sizes()
-            self.identity = f"{foreign.folder.resolve()} {[_stamp(name, fd) for name, fd in self._files.items()]}"
-        except BaseException:
-            self._close()
-            raise
-
-    def _check_sizes(self) -> None:
-        sizes = {name: os.fstat(fd).st_size for name, fd in self._files.items()}
-        sizes |= {name: len(data) for name, data in self._foreign.held.items()}
-        for piece in self._foreign.pieces:
+        self._files = _Files(foreign.folder, sorted({p.file for p in foreign.pieces} - foreign.held.keys()))
+        self.identity = f"{foreign.folder.resolve()} {sorted(self._files.stamps.items())}"
+        sizes = {name: size for name, (size, _) in self._files.stamps.items()}
+        sizes |= {name: len(data) for name, data in foreign.held.items()}
+        for piece in foreign.pieces:
             if piece.at < 0 or piece.at + piece.span > sizes[piece.file]:
                 raise CorruptError(f"{piece.name} lies behind the end of {piece.file}: the file was cut off")
 
@@ -147,7 +141,10 @@ class FilesOrigin:
     def _take(self, assembly: Assembly, number: int, start: int, stop: int) -> None:
         piece = self._foreign.pieces[number]
         if piece.strides is None:
-            data = self._bytes(piece, piece.at + start, stop - start)
+            room = assembly.room(number, start, stop)
+            data = self._bytes(piece, piece.at + start, stop - start, room)
+            if room is not None:
+                return
         else:  # all of it, in its order
             item = BITS[piece.dtype] // 8
             raw = np.frombuffer(self._bytes(piece, piece.at, piece.span), np.uint8)
@@ -156,23 +153,59 @@ class FilesOrigin:
             data = np.ascontiguousarray(ordered).reshape(-1).data[start:stop]
         assembly.add(number, start, data)
 
-    def _bytes(self, piece: Piece, at: int, length: int) -> memoryview:
+    def _bytes(self, piece: Piece, at: int, length: int, into: memoryview | None = None) -> memoryview:
+        view = memoryview(bytearray(length)) if into is None else into
         if piece.file in self._foreign.held:
-            return memoryview(self._foreign.held[piece.file])[at : at + length]
-        return _bytes_at(self._files[piece.file], piece.file, at, length)
-
-    def _close(self) -> None:
-        for fd in self._files.values():
-            os.close(fd)
-        self._files = {}
+            view[:] = self._foreign.held[piece.file][at : at + length]
+        else:
+            self._files.read(piece.file, at, view)
+        return view
 
     async def aclose(self) -> None:
-        self._close()
+        self._files.close()
 
 
-def _stamp(name: str, fd: int) -> tuple[str, int, int]:
+class _Files:
+    """Files inside of a folder, some of them open. `stamps`: size and time of change of each, as they were at first."""
+
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        self._folder, self._lock = folder, threading.Lock()
+        self._open: OrderedDict[str, int] = OrderedDict()
+        self.stamps: dict[str, tuple[int, int]] = {}
+        for name in names:
+            fd = _open(folder, name)
+            self.stamps[name] = _stamp(fd)
+            os.close(fd)
+
+    def read(self, name: str, at: int, view: memoryview) -> None:
+        """CorruptError if the file has changed since."""
+        with self._lock:  # while it reads, nobody closes the file
+            fd = self._fd(name)
+            done = 0
+            while done < len(view):
+                count = os.preadv(fd, [view[done:]], at + done)
+                if not count:
+                    raise CorruptError(f"{name} is shorter than it was: it changed while it was read")
+                done += count
+
+    def _fd(self, name: str) -> int:
+        if name not in self._open:
+            while len(self._open) >= OPEN_FILES:
+                os.close(self._open.popitem(last=False)[1])
+            self._open[name] = _open(self._folder, name)
+            if _stamp(self._open[name]) != self.stamps[name]:
+                raise CorruptError(f"{name} changed while it was read: let whoever writes it finish, and repeat this")
+        self._open.move_to_end(name)
+        return self._open[name]
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
+def _stamp(fd: int) -> tuple[int, int]:
     found = os.fstat(fd)
-    return name, found.st_size, found.st_mtime_ns
+    return found.st_size, found.st_mtime_ns
 
 
 def _length(piece: Piece) -> int:
@@ -204,14 +237,3 @@ def _open(folder: Path, name: str) -> int:
         return os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise CorruptError(f"{folder / name} cannot be read: {error.strerror}") from None
-
-
-def _bytes_at(fd: int, name: str, at: int, length: int) -> memoryview:
-    data = memoryview(bytearray(length))
-    done = 0
-    while done < length:
-        count = os.preadv(fd, [data[done:]], at + done)
-        if not count:
-            raise CorruptError(f"{name} is shorter than it was: it changed while it was read")
-        done += count
-    return data

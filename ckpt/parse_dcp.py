@@ -74,7 +74,7 @@ def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
         index = _Index(inert.load(window.take(0, window.length), _METADATA))
     items = _Items(folder, index)
     items.read()
-    root = _nested(items.values, index.paths)
+    root = nested(items.values, index.paths)
     if DESCRIPTION in items.values:
 
         def find(place: tuple[str | int, ...]) -> Any:
@@ -104,7 +104,7 @@ class _Index:
                     self.tensors[name] = _tensor(name, _fields(one, "TensorStorageMetadata"))
             for key, info in (found.get("storage_data") or {}).items():
                 self._place(_fields(key, "MetadataIndex"), _fields(info, "_StorageInfo"))
-            self.paths = _paths(self.names, found.get("planner_data"))
+            self.paths = paths_of(self.names, found.get("planner_data"))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise CorruptError(f"not what torch writes: {str(error)[:200]}") from None
 
@@ -146,7 +146,7 @@ def _tensor(name: str, found: dict[str, Any]) -> _Tensor:
     return _Tensor(DTYPES[dtype.text.removeprefix("torch.")], dims(found["size"]), tuple(boxes))
 
 
-def _paths(names: list[str], planner_data: Any) -> dict[str, Path]:
+def paths_of(names: list[str], planner_data: Any) -> dict[str, Path]:
     """Where each name is in the nested state. Without the planner's own word, names with `.state.` in them and such
     belong to an optimizer, and all others are on top."""
     known = planner_data if type(planner_data) is dict else {}
@@ -169,7 +169,7 @@ def _paths(names: list[str], planner_data: Any) -> dict[str, Path]:
     return paths
 
 
-def _nested(values: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
+def nested(values: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
     """The state as it was, of dicts and lists. Empty ones are lost: torch does not write them."""
     root: dict[str | int, Any] = {}
     for name, path in paths.items():

@@ -7,17 +7,18 @@ is in the file, or follows from order and shapes, or stays unknown, and a note s
 
 from __future__ import annotations
 
-import json
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpt.errors import CorruptError, UsageError
 from ckpt.origin import DESCRIPTION, Entry, described
 from ckpt.origin_files import Foreign, Piece
 from ckpt.parse_values import ArrayRef, TensorRef, Values
+from ckpt.plan import BITS
 from ckpt.values import Json, Path, encode, is_text, show
 
 _NO_PARAMETERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -42,6 +43,7 @@ class Chunks:
 
 AnyTensor = TensorRef | Chunks
 Place = tuple[str | int, ...]
+_T = TypeVar("_T")
 
 
 def is_tensor(value: object) -> bool:
@@ -112,8 +114,9 @@ def from_description(what: str, folder: FilePath, text: object, find: Callable[[
     """What a file says itself that it holds. `find`: the tensor at a place of it; LookupError if there is none."""
     if type(text) is not str:
         raise CorruptError(f"{DESCRIPTION} is damaged: not a text")
-    entries, aliases, places = described(text)
+    entries, aliases, places, step = described(text)
     parts = Parts()
+    arrays = {aliases.get(name, name) for entry in entries for name in _arrays(entry.values)}
     names = dict.fromkeys(name for entry in entries for name in entry.names)
     for name in dict.fromkeys(aliases.get(name, name) for name in names):
         if name not in places:
@@ -125,12 +128,39 @@ def from_description(what: str, folder: FilePath, text: object, find: Callable[[
         if type(value) is ArrayRef:
             parts.array(name, value)
         elif is_tensor(value):
-            parts.tensor(name, value, shared=False)
+            parts.tensor(name, _row(value) if name in arrays else value, shared=False)
         else:
             raise CorruptError(f"{DESCRIPTION} is damaged: {name} is not where it says")
-    step = json.loads(text).get("step")
-    step = step if type(step) is int and step >= 0 else None
     return Foreign(what, folder, tuple(parts.pieces), aliases, entries, (), step, parts.held)
+
+
+def _arrays(values: Json) -> Iterator[str]:
+    """The names of all numpy arrays among plain values."""
+    if type(values) is dict and values.get("$") == "ndarray":
+        yield str(values.get("name"))
+    elif type(values) in (dict, list):
+        for one in values.values() if type(values) is dict else values:
+            yield from _arrays(one)
+
+
+def _row(value: AnyTensor) -> AnyTensor:
+    """The same bytes as one row of them, as arrays lie in a state; unchanged if they do not lie in a row."""
+    if type(value) is TensorRef:
+        return _row_of(value)
+    assert isinstance(value, Chunks)
+    inner = math.prod(value.shape[1:]) * BITS[value.dtype] // 8
+    parts = []
+    for offsets, sizes, ref in value.parts:
+        if sizes[1:] != value.shape[1:] or ref.strides is not None:
+            return value
+        first, count = (offsets[0], sizes[0]) if sizes else (0, 1)
+        parts.append(((first * inner,), (count * inner,), _row_of(ref)))
+    return Chunks("U8", (value.shape[0] * inner if value.shape else inner,), tuple(parts))
+
+
+def _row_of(ref: TensorRef) -> TensorRef:
+    whole = (math.prod(ref.shape) * BITS[ref.dtype] // 8,)
+    return ref if ref.strides is not None else TensorRef("U8", whole, ref.file, ref.at)
 
 
 def at_place(root: Any, place: Place) -> Any:
@@ -214,7 +244,7 @@ class _Reading:
             self._parts.tensor(name, value[key])
         if names and all(key.startswith("module.") for key in value):
             self._values.note(path, 'all names start with "module.", as those of a wrapped module do; kept as they are')
-        self._modules.append(_Module({k: (n, value[k]) for k, n in names.items()}, self._parts.aliases))
+        self._modules.append(_Module(path, {k: (n, value[k]) for k, n in names.items()}, self._parts.aliases))
         self._entries.append(Entry(path, "module", {}, tuple(names.values())))
 
     # -- optimizers --
@@ -258,26 +288,37 @@ class _Reading:
             own = [str(key) for key in keys] if all(type(key) is str for key in keys) else []
         own = [_clean(name) for name in own]
         if own:
-            for module in self._modules:
-                if all(name in module.names for name in own):
-                    return dict(zip(keys, map(module.full, own), strict=True))
-            self._values.note(path, "parameters are called as the file calls them: no module of it has these names")
+            having = {module.path: module for module in self._modules if all(name in module.names for name in own)}
+            chosen = self._choose(path, having)
+            if chosen is not None:
+                return dict(zip(keys, map(chosen.full, own), strict=True))
+            self._values.note(
+                path, "parameters are called as the file calls them: not one module of it has these names"
+            )
             return dict(zip(keys, own, strict=True))
         shapes = [[_shape(saved.get("state", {}).get(key, {})) for key in g["params"]] for g in saved["param_groups"]]
-        found = [names for module in self._modules if (names := module.match(shapes)) is not None]
-        if len(found) == 1:
+        found = self._choose(path, {m.path: names for m in self._modules if (names := m.match(shapes)) is not None})
+        if found is not None:
             self._values.note(path, "parameters are numbered in the file; their names follow from order and shapes")
-            return dict(zip(keys, found[0], strict=True))
+            return dict(zip(keys, found, strict=True))
         self._values.note(path, "parameters are numbered in the file, and their names unclear: called by their places")
         places = (f"{i}.{j}" for i, group in enumerate(saved["param_groups"]) for j in range(len(group["params"])))
         return dict(zip(keys, places, strict=True))
+
+    def _choose(self, path: Path, fitting: dict[Path, _T]) -> _T | None:
+        """Of what fits an optimizer, by the module's path: the only one, or that of the model, not of its average."""
+        usual = [one for one in fitting if one == self._at or one[-1:] in (("model",), ("state_dict",))]
+        if len(fitting) > 1 and len(usual) == 1:
+            self._values.note(path, f"several modules fit its parameters: taken for those of {show(usual[0])}")
+            return fitting[usual[0]]
+        return next(iter(fitting.values())) if len(fitting) == 1 else None
 
 
 class _Module:
     """The tensors of one module, by their names in it."""
 
-    def __init__(self, names: dict[str, tuple[str, AnyTensor]], aliases: Mapping[str, str]) -> None:
-        self.names, self._aliases = names, aliases
+    def __init__(self, path: Path, names: dict[str, tuple[str, AnyTensor]], aliases: Mapping[str, str]) -> None:
+        self.path, self.names, self._aliases = path, names, aliases
 
     def full(self, name: str) -> str:
         found = self.names[name][0]

@@ -332,7 +332,7 @@ class Capture:
 
 
 def _plain_again(node: Node, saved: SavedNode) -> bool:
-    """A dict of what `state_dict()` said is stored like any dict: what other programs saved does not say which it was."""
+    """What `state_dict()` said is stored like any dict, and what other programs saved does not say which it was."""
     return isinstance(node, PlainNode) and saved.kind == StatefulNode.kind and type(node.parent[node.key]) is dict
 
 

@@ -745,7 +745,7 @@ def main() -> None:
         result = JOBS[name](*arguments)
         print(json.dumps({"job": [name, *arguments], "rank": dist.get_rank(), **result}), flush=True)
     dist.barrier()
-    dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may abort an interpreter that ends
 
 
 Reports = tuple[Path, dict[int, list[dict[str, Any]]]]

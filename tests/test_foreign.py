@@ -361,6 +361,22 @@ def test_names_that_are_not_clear_are_not_guessed(tmp_path: Path) -> None:
     assert parse_torch.parse(twice).entries[2].facts["params"] == [["0.0", "0.1"]]
 
 
+@pytest.mark.parametrize("named", [False, True], ids=["numbered", "named"])
+def test_an_average_beside_the_model(tmp_path: Path, named: bool) -> None:
+    """Both fit the optimizer: its parameters are the model's, and a note says that this was chosen."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.Adam(model.named_parameters() if named else model.parameters())
+    path = tmp_path / "x.pt"
+    average = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.save({"ema": average, "model": model.state_dict(), "optim": optimizer.state_dict()}, path)
+    foreign = parse_torch.parse(path)
+    assert foreign.entries[2].facts["params"] == [[f"model.{name}" for name in average]]
+    assert any("several modules" in note for note in foreign.notes)
+    torch.save({"a": average, "b": model.state_dict(), "optim": optimizer.state_dict()}, path)
+    expected = list(average) if named else ["0.0", "0.1", "0.2", "0.3"]
+    assert parse_torch.parse(path).entries[2].facts["params"] == [expected]
+
+
 def test_containers_of_states(tmp_path: Path) -> None:
     """Lists and dicts with states inside are walked into, as Lightning's files have them; others are values."""
     model = nn.Linear(2, 2)
@@ -675,7 +691,7 @@ def test_metadata_without_a_planner(tmp_path: Path) -> None:
 
 
 RANKS = """
-import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+import os, sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.checkpoint.state_dict import *
@@ -700,7 +716,8 @@ out["optim"] = get_optimizer_state_dict(model, optim, options=whole)
 if dist.get_rank() == 0:
     torch.save(out, sys.argv[1] + ".pt")
 dist.barrier()
-dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # gloo's threads may abort an interpreter that ends
 """
 
 

@@ -42,6 +42,7 @@ LAYERS = (
     ("parse_entries", "parse_safetensors"),  # what files of others say
     ("parse_torch",),
     ("parse_dcp",),
+    ("origin_dcp",),  # what torch's distributed checkpoint has saved to a run
     ("mirror", "client", "replicas", "relief"),  # a copy on another node; the trainer's end of the process boundary
     ("dcp_share",),  # one rank's share of what torch's distributed checkpoint saves
     ("holdings", "places"),  # what a writer has in memory, and open
@@ -69,7 +70,7 @@ NO_TORCH = {
     "damage", "cures", "stream",
     "repair", "cli_repair", "cli_upkeep", "cli_offline", "findings",
     "origin", "origin_run", "origin_files", "outfile", "cast", "inert", "align", "export", "parse_safetensors",
-    "parse_torch", "parse_dcp", "parse_values", "parse_entries", "to_safetensors", "to_run",
+    "origin_dcp", "parse_torch", "parse_dcp", "parse_values", "parse_entries", "to_safetensors", "to_run",
     "doctor", "doctor_folder", "doctor_s3", "doctor_machine", "doctor_link", "doctor_plan", "cli_doctor",
 }  # fmt: skip
 """What the writer process or a light `import ckpt` needs: none of these imports torch, not even for types."""

@@ -12,13 +12,14 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from ckpt.digest import file_digest
 from ckpt.errors import CorruptError, UsageError
 from ckpt.geometry import Box, Dims, boxes_of_run, intersect, run_of, within
 from ckpt.manifest import canonical
@@ -194,35 +195,52 @@ def _scatter(source: Bytes, start: int, sizes: Dims, item: int, landing: _Landin
         place += count
 
 
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def entry_matches(entry: Entry, patterns: Sequence[str]) -> bool:
+    """An entry `sched` is meant by `sched` and by `sched.*`."""
+    return matches(show(entry.path), patterns) or matches(show(entry.path) + ".", patterns)
+
+
 def select(view: View, patterns: Sequence[str], *, whole: bool = True) -> View:
-    """Only tensors of which some name matches a shell pattern, and entries whose own name does.
+    """Only tensors whose name matches a shell pattern, and entries without tensors that do.
 
-    Of a module a part may be left; what else has lost a tensor is left out, unless it need not be `whole`. UsageError
-    if nothing matches.
+    Of a module a part may be left; what else has lost a tensor is left out, unless it need not be `whole`. A tensor of
+    which only another name matches gets that name.
     """
-
-    def wanted(name: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-    kept = {view.aliases.get(name, name) for name in (*view.tensors, *view.aliases) if wanted(name)}
     entries, notes = list[Entry](), list(view.notes)
     for entry in view.entries:
-        names = tuple(name for name in entry.names if view.aliases.get(name, name) in kept)
+        names = tuple(name for name in entry.names if matches(name, patterns))
         if names and (entry.kind == "module" or not whole or len(names) == len(entry.names)):
             entries.append(replace(entry, names=names))
-        elif not entry.names and wanted(show(entry.path)):
+        elif not entry.names and entry_matches(entry, patterns):
             entries.append(entry)
         elif names:
             notes.append(f"{show(entry.path)} is left out: only some of its tensors match")
-    left = {view.aliases.get(name, name) for entry in entries for name in entry.names}
-    if not entries:
-        raise UsageError(
-            f"nothing matches {' or '.join(map(repr, patterns))}: names are such as "
-            f"{', '.join(list(view.tensors)[:3]) or '(there are no tensors)'}; * stands for anything"
-        )
-    tensors = {name: label for name, label in view.tensors.items() if name in left}
-    aliases = {alias: name for alias, name in view.aliases.items() if name in left}
-    return replace(view, entries=tuple(entries), tensors=tensors, aliases=aliases, notes=tuple(notes))
+    tensors, aliases, called = dict[str, str](), dict[str, str](), dict[str, str]()
+    kept = dict.fromkeys(name for entry in entries for name in entry.names)
+    for name in sorted(kept, key=lambda name: name in view.aliases):  # those that are known by it first
+        of = view.aliases.get(name, name)
+        if called.setdefault(of, name) == name:
+            tensors[name] = view.tensors[of]
+        else:
+            aliases[name] = called[of]
+    ordered = {name: tensors[name] for name in kept if name in tensors}
+    return replace(view, entries=tuple(entries), tensors=ordered, aliases=aliases, notes=tuple(notes))
+
+
+def check_patterns(views: Sequence[View], patterns: Sequence[str]) -> None:
+    """UsageError that names a pattern which matches nothing."""
+    names = {name for view in views for name in (*view.tensors, *view.aliases)}
+    entries = [entry for view in views for entry in view.entries]
+    for pattern in patterns:
+        if not any(matches(name, [pattern]) for name in names) and not any(
+            entry_matches(entry, [pattern]) for entry in entries
+        ):
+            some = ", ".join(sorted(names)[:3]) or "(there are no tensors)"
+            raise UsageError(f"nothing matches {pattern!r}: names are such as {some}; * stands for anything")
 
 
 def canonical_names(entries: Iterable[Entry], aliases: Mapping[str, str]) -> list[str]:
@@ -236,18 +254,49 @@ DESCRIPTION = "__everystep__"  # the name that it has there
 MAX_DESCRIPTION = 64 << 20  # bytes
 
 
-def describe(view: View, places: Mapping[str, Sequence[str | int]]) -> str:
-    """Entries and aliases as JSON text. `places`: under which keys of the file each tensor lies."""
+def fingerprint(root: Any, form: Callable[[Any], tuple[str, tuple[int, ...]] | None]) -> str:
+    """Of all that a file holds beside the bytes of tensors: whoever changes any of it changes this.
+
+    `form`: dtype and shape of a tensor, None of anything else. Kinds of containers, the order in them, empty ones and
+    whether keys are numbers do not matter: not every format keeps these.
+    """
+    lines = list[Any]()
+    pending: list[tuple[tuple[str, ...], Any]] = [((), root)]
+    while pending:
+        path, value = pending.pop()
+        if (tensor := form(value)) is not None:
+            lines.append([path, "tensor", *tensor])
+        elif isinstance(value, Mapping):
+            # Settings by parameter are further names of what is there (`ckpt.to_dcp`).
+            pending += [((*path, str(k)), v) for k, v in value.items() if not str(k).startswith("param_groups.")]
+        elif isinstance(value, (list, tuple)):
+            pending += [((*path, str(i)), one) for i, one in enumerate(value)]
+        else:
+            lines.append([path, type(value).__name__, repr(value)])
+    return file_digest("\n".join(sorted(json.dumps(line) for line in lines)).encode())
+
+
+def describe(view: View, places: Mapping[str, Sequence[str | int]], seal: str = "") -> str:
+    """Entries and aliases as JSON text. `places`: under which keys of the file each tensor lies; `seal`: the
+    fingerprint of the file, without this text."""
     entries = [[list(e.path), e.kind, e.facts, list(e.names), e.values] for e in view.entries]
     data = {"entries": entries, "aliases": dict(view.aliases), "places": {n: list(p) for n, p in places.items()}}
-    return canonical({"version": 1, "step": view.step, **data}).decode()
+    return canonical({"version": 1, "step": view.step, "seal": seal, **data}).decode()
 
 
-Described = tuple[tuple[Entry, ...], dict[str, str], dict[str, tuple[str | int, ...]], int | None]
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What `describe` was told."""
+
+    entries: tuple[Entry, ...]
+    aliases: dict[str, str]
+    places: dict[str, tuple[str | int, ...]]
+    step: int | None
+    seal: str
 
 
 def described(text: str) -> Described:
-    """Entries, aliases, places and the step again. CorruptError unless it is as `describe` writes it."""
+    """CorruptError unless it is as `describe` writes it."""
     try:
         if len(text) > MAX_DESCRIPTION:
             raise ValueError("implausibly large")
@@ -265,4 +314,4 @@ def described(text: str) -> Described:
             raise ValueError("a place of something else than names and numbers")
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CorruptError(f"{DESCRIPTION} is damaged: {error}") from None
-    return entries, aliases, places, step
+    return Described(entries, aliases, places, step, str(data.get("seal", "")))

@@ -82,7 +82,8 @@ def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
             return at_place(root, place) if whole is None else whole
 
         with told(folder):
-            return from_description(WHAT, folder, items.values[DESCRIPTION], find)
+            rest = {key: value for key, value in root.items() if key != DESCRIPTION}
+            return from_description(WHAT, folder, items.values[DESCRIPTION], rest, find)
     with told(folder):
         return from_state(WHAT, folder, root, at, items.plain)
 

@@ -15,11 +15,11 @@ from pathlib import Path as FilePath
 from typing import Any, TypeVar
 
 from ckpt.errors import CorruptError, UsageError
-from ckpt.origin import DESCRIPTION, Entry, described
+from ckpt.origin import DESCRIPTION, Entry, described, fingerprint
 from ckpt.origin_files import Foreign, Piece
 from ckpt.parse_values import ArrayRef, TensorRef, Values
 from ckpt.plan import BITS
-from ckpt.values import Json, Path, encode, is_text, show
+from ckpt.values import Json, Path, encode, is_text, plain_dtype, show
 
 _NO_PARAMETERS = ("running_mean", "running_var", "num_batches_tracked")
 _FLOATING = {"F64", "F32", "F16", "BF16", "C64", "C128", "C32"}
@@ -110,11 +110,20 @@ class Parts:
 # -- as described in the file --
 
 
-def from_description(what: str, folder: FilePath, text: object, find: Callable[[Place], Any]) -> Foreign:
-    """What a file says itself that it holds. `find`: the tensor at a place of it; LookupError if there is none."""
+def from_description(what: str, folder: FilePath, text: object, root: Any, find: Callable[[Place], Any]) -> Foreign:
+    """What a file says itself that it holds. `root`: all of that, without the description; `find`: the tensor at a
+    place of it, LookupError if there is none. UsageError if the file says something else by now."""
     if type(text) is not str:
         raise CorruptError(f"{DESCRIPTION} is damaged: not a text")
-    entries, aliases, places, step = described(text)
+    said = described(text)
+    entries, aliases, places, step = said.entries, said.aliases, said.places, said.step
+    if said.seal and said.seal != fingerprint(root, _form):
+        raise UsageError(
+            f"it was changed after it was exported, and {DESCRIPTION} in it says what was there before: delete that key, "
+            "and what is in it now is imported"
+        )
+    for entry in entries:
+        _check_references(entry)
     parts = Parts()
     arrays = {aliases.get(name, name) for entry in entries for name in _arrays(entry.values)}
     names = dict.fromkeys(name for entry in entries for name in entry.names)
@@ -134,13 +143,34 @@ def from_description(what: str, folder: FilePath, text: object, find: Callable[[
     return Foreign(what, folder, tuple(parts.pieces), aliases, entries, (), step, parts.held)
 
 
-def _arrays(values: Json) -> Iterator[str]:
-    """The names of all numpy arrays among plain values."""
-    if type(values) is dict and values.get("$") == "ndarray":
-        yield str(values.get("name"))
+def _form(value: object) -> tuple[str, tuple[int, ...]] | None:
+    return (value.dtype, value.shape) if isinstance(value, (TensorRef, Chunks)) else None
+
+
+def _check_references(entry: Entry) -> None:
+    """CorruptError if plain values refer to something in a form that nobody can read."""
+    for one in _tagged(entry.values):
+        known = one.get("name") in entry.names
+        if one["$"] == "ndarray":
+            shape = one.get("shape")
+            known = known and type(shape) is list and all(type(n) is int and n >= 0 for n in shape)
+            plain_dtype(one.get("dtype"))
+        if not known:
+            raise CorruptError(f"{DESCRIPTION} is damaged: {show(entry.path)} refers to what is not there")
+
+
+def _tagged(values: Json) -> Iterator[dict[str, Any]]:
+    """All references to tensors and arrays among plain values."""
+    if type(values) is dict and values.get("$") in ("tensor", "ndarray"):
+        yield values
     elif type(values) in (dict, list):
         for one in values.values() if type(values) is dict else values:
-            yield from _arrays(one)
+            yield from _tagged(one)
+
+
+def _arrays(values: Json) -> Iterator[str]:
+    """The names of all numpy arrays among plain values."""
+    return (str(one.get("name")) for one in _tagged(values) if one["$"] == "ndarray")
 
 
 def _row(value: AnyTensor) -> AnyTensor:

@@ -126,7 +126,7 @@ def _foreign(folder: FilePath, files: list[str], weights: dict[str, str] | None,
     aliases = {
         show((*at, removed)): names[kept]
         for removed, kept in metadata.items()
-        if kept in names and removed not in names and is_text(removed)
+        if kept in names and removed not in names and is_text(removed) and removed != "format"  # which says of what
     }
     entry = Entry(at, "module", {}, (*names.values(), *aliases))
     return Foreign("safetensors", folder, tuple(pieces), aliases, (entry,), tuple(_few(notes)))

@@ -190,7 +190,8 @@ def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
             root = values.plain(archive.load(), ())
             if type(root) is dict and DESCRIPTION in root:
                 place = lambda keys: at_place(root, keys)  # noqa: E731
-                return from_description("a torch.save file", path.parent, root[DESCRIPTION], place)
+                rest = {key: value for key, value in root.items() if key != DESCRIPTION}
+                return from_description("a torch.save file", path.parent, root[DESCRIPTION], rest, place)
             return from_state("a torch.save file", path.parent, root, at, values)
 
 

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckpt.errors import CheckpointError, CorruptError, UsageError
 from ckpt.geometry import Box
-from ckpt.origin import DESCRIPTION, MAX_DESCRIPTION, Entry, Origin, View, describe
+from ckpt.origin import DESCRIPTION, MAX_DESCRIPTION, Entry, Origin, View, describe, fingerprint
 from ckpt.outfile import Literal, Run, Sum
 from ckpt.restore import references
 from ckpt.tensors import DTYPE_NAME, TORCH_DTYPE
@@ -63,7 +63,9 @@ class StandIns:
 
     def array(self, label: str, reference: Json) -> Tensor | None:
         """For a numpy array, which lies in the origin as plain bytes. None if torch has no such dtype."""
-        dtype, shape = plain_dtype(reference["dtype"]), tuple(reference["shape"])
+        if type(reference.get("shape")) is not list:
+            raise CorruptError(f"{reference.get('name')} has no shape")
+        dtype, shape = plain_dtype(reference.get("dtype")), tuple(reference["shape"])
         if not all(type(n) is int and n >= 0 for n in shape):
             raise CorruptError(f"{reference['name']} has no shape: {shape!r:.80}")
         ours = _NUMPY_NAMES.get(dtype.name) if dtype.isnative and dtype.kind in "biufc" else None
@@ -124,6 +126,10 @@ class Native:
     notes: tuple[str, ...]
 
 
+def _form(value: object) -> tuple[str, tuple[int, ...]] | None:
+    return (DTYPE_NAME[value.dtype], tuple(value.shape)) if isinstance(value, Tensor) else None
+
+
 class Builder:
     """Makes what torch would have been given. `numbered`: optimizers call their parameters 0, 1, 2, … as torch's own
     `state_dict` does; else they call them by name, as `torch.distributed.checkpoint` does. `text_keys`: in places, keys
@@ -144,7 +150,7 @@ class Builder:
         found = self._settle(_rooted(root), ())
         if DESCRIPTION in found:
             raise UsageError(f"the state has an entry called {DESCRIPTION}, which is reserved")
-        text = describe(self._known(), self._places)
+        text = describe(self._known(), self._places, fingerprint(found, _form))
         if len(text) <= MAX_DESCRIPTION:
             found[DESCRIPTION] = text
         else:
@@ -212,17 +218,18 @@ class Builder:
             found[name] = name if not path else name.removeprefix(show(path) + ".")
         return found if len(set(found.values())) == len(found) else {name: name for name in names}
 
-    def _settle(self, value: Any, at: Place) -> Any:
+    def _settle(self, value: Any, at: Place, *, text_keys: bool | None = None) -> Any:
         """Stand-ins in the places of names, and nothing that `torch.load(weights_only=True)` would refuse."""
-        kind = type(value)
+        kind, text = type(value), self._text_keys if text_keys is None else text_keys
         if kind is _Named:
             return self._stand_in(value, at)
         if kind in (dict, OrderedDict, Counter):
             for key, one in value.items():
-                value[key] = self._settle(one, (*at, str(key) if self._text_keys else key))
+                value[key] = self._settle(one, (*at, str(key) if text else key), text_keys=text)
             return value
         if kind in (list, tuple):
-            return kind(self._settle(one, (*at, i)) for i, one in enumerate(value))
+            text = text and kind is list  # DCP leaves tuples whole, with all that is in them
+            return kind(self._settle(one, (*at, i), text_keys=text) for i, one in enumerate(value))
         if isinstance(value, np.generic):
             return self._number(value)
         if kind is bytes and not value:

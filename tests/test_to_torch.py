@@ -103,7 +103,8 @@ def torch_file(state: dict[str, Any], target: Path) -> dict[Any, Any]:
     assert_equal(torch.load(path, weights_only=True, mmap=True), found)
     with zipfile.ZipFile(path) as file:
         assert file.testzip() is None
-    entries, aliases, places, _ = described(found.pop(DESCRIPTION))
+    said = described(found.pop(DESCRIPTION))
+    entries, aliases, places = said.entries, said.aliases, said.places
     assert entries == view.entries and aliases == view.aliases and places.keys() == set(view.tensors)
     for name, place in places.items():
         value: Any = found
@@ -295,7 +296,7 @@ def test_what_torch_refuses_is_changed_and_said(tmp_path: Path) -> None:
     notes = " ".join(plan.notes)
     for word in ("numpy arrays became tensors (6)", ">i4", "scalars", "times", "empty bytes", "hexadecimal"):
         assert word in notes
-    assert described(found[DESCRIPTION])[0] == view.entries  # in which nothing is changed
+    assert described(found[DESCRIPTION]).entries == view.entries  # in which nothing is changed
     assert to_torch.plan(*of_state({"n": 1})).notes == ()
 
 
@@ -648,7 +649,8 @@ def test_dcp_to_torch_save(tmp_path: Path) -> None:
     assert_equal(found["optim"]["param_groups"], [
         g | {"param_names": g["params"]} for g in get_optimizer_state_dict(net, optim)["param_groups"]
     ])  # fmt: skip
-    entries, aliases, places, _ = described(found[DESCRIPTION])
+    said = described(found[DESCRIPTION])
+    entries, aliases, places = said.entries, said.aliases, said.places
     assert entries == view.entries and aliases == view.aliases and places.keys() == set(view.tensors)
     for name, place in places.items():
         value: Any = found

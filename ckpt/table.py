@@ -283,8 +283,8 @@ class Table:
 
 def merge(tables: Sequence[Table]) -> Table:
     """One table of all ranks' tables: all their shards' blobs, then all their bases."""
-    if len(tables) == 1:
-        return tables[0]
+    if len(tables) < 2:
+        return tables[0] if tables else EMPTY
     packs = tuple(dict.fromkeys(key for t in tables for key in t.packs))
     place = {key: i for i, key in enumerate(packs)}
     owned = np.cumsum([0, *(t.owned for t in tables)])
@@ -450,3 +450,7 @@ def _check_forms(table: Table, what: str) -> None:
 
 
 _BASES = ("none", "same", "master")
+_NONE, _NO_DIGESTS = np.zeros(0, np.int64), np.zeros((0, DIGEST_SIZE), np.uint8)
+EMPTY = Table(
+    Shards.of(()), np.zeros(1, np.int64), _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NO_DIGESTS, _NO_DIGESTS, ()
+)

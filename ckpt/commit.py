@@ -54,6 +54,7 @@ POLL_S = (0.01, 0.5)  # seconds between two looks, at first and in the end
 FAR_STAGGER_S, FAR_POLL_S = 60.0, (0.5, 10.0)  # the same where each look is a request
 FEW = 4  # packs, each of which is asked for by itself
 HEADS = 64  # questions at a time
+AT_ONCE = 16  # parts
 MANY = 64  # ranks: the index of more is a directory in any case
 WHOLE = 1 << 14  # rows of all tables (pieces and blobs): with more, the index is a directory of them
 GROWTH, FAR_GROWTH = 1.3, 2.0  # of the time between two looks
@@ -490,10 +491,27 @@ async def _sound(store: Store, attempt: Attempt, keys: list[str], own: Written |
     StoreError if the store failed, so that nobody can say.
     """
     newest: dict[int, Written] = {} if own is None else {own.part.rank: own}
-    slim = Slim()
+    tries: dict[int, list[int]] = {}
     for rank, number in _tries(keys):
-        if rank in newest:
-            continue
+        if rank not in newest:
+            tries.setdefault(rank, []).append(number)
+    slim, ranks = Slim(), list(tries)
+    for start in range(0, len(ranks), AT_ONCE):
+        some = ranks[start : start + AT_ONCE]
+        results = await asyncio.gather(
+            *(_newest(store, attempt, rank, tries[rank], slim) for rank in some), return_exceptions=True
+        )
+        for rank, result in zip(some, results, strict=True):
+            if isinstance(result, BaseException):
+                raise result
+            if result is not None:
+                newest[rank] = result
+    return newest
+
+
+async def _newest(store: Store, attempt: Attempt, rank: int, tries: Iterable[int], slim: Slim) -> Written | None:
+    """The first of these tries of a rank that is sound."""
+    for number in tries:
         try:
             try:
                 found = await load_part(store, attempt, rank, number)
@@ -501,10 +519,10 @@ async def _sound(store: Store, attempt: Attempt, keys: list[str], own: Written |
                 if not store.remote:
                     raise
                 found = await load_part(store, attempt, rank, number)  # perhaps damaged on its way
-            newest[rank] = found if found.part.world <= MANY else replace(found, part=slim(found.part))
+            return found if found.part.world <= MANY else replace(found, part=slim(found.part))
         except (CorruptError, FormatError, NotFoundError) as error:
             logger.warning("attempt %s, rank %d, try %d does not count: %s", attempt, rank, number, error)
-    return newest
+    return None
 
 
 def _tries(keys: Iterable[str]) -> list[tuple[int, int]]:

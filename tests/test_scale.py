@@ -609,7 +609,7 @@ def test_the_benchmark_measures_what_it_says(run: Path) -> None:
         "plan": scale.plan(WORLD, 5),
         "sizes": scale.sizes(run),
         "reshard": {"the same": scale.reshard(run, WORLD, 5), "names": scale.names_of_a_stage(run, 2)},
-        "commit": {"read_s": 1.0, "merge_s": 1.0, "peak_mb": 1.0},
+        "commit": {"read_s": 1.0, "merge_s": 1.0, "cpu_s": 1.0, "peak_mb": 1.0},
     }
     for one in found["reshard"].values():
         one["peak_mb"] = 1.0

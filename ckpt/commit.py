@@ -217,7 +217,8 @@ async def commit(
     needs = sorted({Attempt.parse(need) for w in parts for need in w.part.needs})
     packs = {key for w in parts for key in w.table.packs}
     _check_needs(attempt, needs)
-    raw_index = await asyncio.to_thread(index_of, parts, kind)
+    large = is_large(parts, kind)
+    raw_index = await asyncio.to_thread(index_of, parts, kind) if large else index_of(parts, kind)
     digest = file_digest(raw_index)
     log.check_owner(mine)
     await log.store.put(index_key(attempt, digest), raw_index)

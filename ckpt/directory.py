@@ -46,7 +46,7 @@ from ckpt.table import DTYPES, I64, MAX_DIM, Bytes, Shards, Table, texts
 
 OWN = -1  # in a view: the instance is the rank itself
 TABLE_DIGEST = 32
-MAX_DIRECTORY = 1 << 30  # bytes, decompressed
+MAX_DIRECTORY = 1 << 29  # bytes, decompressed
 MAX_DIRECTORY_HEADER = 1 << 16
 LEVEL = 9
 KEPT = "optimizer"  # the kind of component whose values of all ranks are joined
@@ -311,8 +311,8 @@ def _checked(columns: dict[str, npt.NDArray[Any]], what: str, world: int) -> Dir
     pattern = within("tensor_pattern", tensors, 0, patterns - 1)
     within("tensor_accelerator", tensors, 0, 1)
     within("tensor_content", tensors * DIGEST_SIZE, 0, 255)
-    within("pattern_shape", len(columns["pattern_shape"]), 0, MAX_DIM)
-    within("piece_dims", len(columns["piece_dims"]), 0, MAX_DIM)
+    within("pattern_shape", len(columns["pattern_shape"]), 0, MAX_DIM - 1)
+    within("piece_dims", len(columns["piece_dims"]), 0, MAX_DIM - 1)
     dim_ends = ends("pattern_dim_ends", len(columns["pattern_shape"]))
     if len(dim_ends) != patterns or (np.diff(dim_ends, prepend=0) > MAX_DIMS).any():
         raise CorruptError(f"{what}: column pattern_dim_ends is out of range")

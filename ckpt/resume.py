@@ -443,7 +443,7 @@ def _fill(
     # With `direct` nobody passes anything on that all can read: the network between the ranks did not work.
     work = _divided(world.rank, posts, range(world.size) if direct else world.nodes)
     mine = set(filler.blobs)
-    reads = np.searchsorted(saved.numbers, work.reads)  # a rank reads only what it knows of
+    reads = _known(saved, work.reads)
     number_of = dict(zip(reads.tolist(), work.reads, strict=True))
 
     def sink(blob: int, data: memoryview) -> None:
@@ -469,7 +469,15 @@ def _fill(
         exchange.fail(str(error))
         raise
     result.nbytes = int(table.length[reads].sum())
-    result.nbytes_received = int(table.length[np.searchsorted(saved.numbers, work.expects)].sum())
+    result.nbytes_received = int(table.length[_known(saved, work.expects)].sum())
+
+
+def _known(saved: Saved, numbers: Sequence[int]) -> npt.NDArray[np.intp]:
+    """Blobs by their numbers among those of all ranks: a rank is only given what it knows of."""
+    found = np.minimum(np.searchsorted(saved.numbers, numbers), max(0, len(saved.numbers) - 1))
+    if (saved.numbers[found] != np.asarray(numbers, np.int64)).any():
+        raise CorruptError("the ranks do not mean the same by the numbers of blobs")
+    return found
 
 
 def _finish(filler: Filler, placement: Placement) -> None:

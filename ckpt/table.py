@@ -393,7 +393,7 @@ def check_shards(shards: Shards, what: str) -> None:
     """Every shard is a box inside its tensor."""
     lengths = np.diff(shards.dim_starts)
     odd = (lengths % 3 != 0) | (lengths > 3 * MAX_DIMS)
-    impossible = np.flatnonzero((shards.dims < 0) | (shards.dims > MAX_DIM))[:1]
+    impossible = np.flatnonzero((shards.dims < 0) | (shards.dims >= MAX_DIM))[:1]
     odd[np.searchsorted(shards.dim_starts, impossible, "right") - 1] = True
     if odd.any():
         raise CorruptError(f"{what}: impossible shape of shard {int(np.argmax(odd))}")

@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -319,7 +320,7 @@ class Filler:
     def __init__(self, saved: Saved, fills: Mapping[Key, list[Target]], *, in_place: bool = True) -> None:
         self._saved, self._in_place = saved, in_place
         self._later: list[tuple[Tensor, Tensor]] = []
-        self._hits: dict[int, list[Target]] = {}
+        self._met: list[tuple[I64, Target]] = []  # shards, and a target that they meet
         self._overlaps: dict[int, list[_Overlap]] = {}
         wanted: list[I64] = [np.zeros(0, np.int64)]
         every: list[Target] = []
@@ -343,14 +344,22 @@ class Filler:
         first = np.array(target.box[0], np.int64)
         last = first + np.array(target.box[1], np.int64)
         hit = (np.maximum(low, first) < np.minimum(high, last)).all(1)
-        for number in numbers[hit].tolist():
-            self._hits.setdefault(number, []).append(target)
+        self._met.append((numbers[hit], target))
         whole = (low[hit] >= first).all(1) & (high[hit] <= last).all(1)
         inside, across = numbers[hit][whole], numbers[hit][~whole]
         counts = starts[inside + 1] - starts[inside]
         blobs = np.repeat(starts[inside] - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
         parts = [b for n in across.tolist() if (o := self._overlap(n, target)) is not None for b in self._needed(n, o)]
         return np.concatenate([blobs, np.array(parts, np.int64)])
+
+    @cached_property
+    def _hits(self) -> dict[int, list[Target]]:
+        """The targets of each shard. Made when the first blob comes: a plan does without."""
+        found: dict[int, list[Target]] = {}
+        for numbers, target in self._met:
+            for number in numbers.tolist():
+                found.setdefault(number, []).append(target)
+        return found
 
     def _overlap(self, number: int, target: Target) -> _Overlap | None:
         return _overlap(self._saved.table.shards[number].box, target)

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-long test-gpu test-s3 bench bench-gpu bench-ranks bench-faults bench-storage bench-codecs bench-offline lint format clean
+.PHONY: demo test test-long test-gpu test-s3 bench bench-gpu bench-ranks bench-faults bench-storage bench-codecs bench-offline bench-scale lint format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -44,6 +44,9 @@ bench-offline: $(READY)
 bench-codecs: $(READY)
 	-$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt zipnn
 	$(BIN)/python benchmarks/codecs.py $(ARGS)
+
+bench-scale: $(READY)
+	$(BIN)/python benchmarks/scale.py $(ARGS)
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu

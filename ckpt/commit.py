@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 
 from ckpt.digest import file_digest
+from ckpt.directory import Slim, build
 from ckpt.errors import (
     CorruptError,
     ExistsError,
@@ -53,6 +54,9 @@ POLL_S = (0.01, 0.5)  # seconds between two looks, at first and in the end
 FAR_STAGGER_S, FAR_POLL_S = 60.0, (0.5, 10.0)  # the same where each look is a request
 FEW = 4  # packs, each of which is asked for by itself
 HEADS = 64  # questions at a time
+AT_ONCE = 16  # parts
+MANY = 64  # ranks: the index of more is a directory in any case
+WHOLE = 1 << 14  # rows of all tables (pieces and blobs): with more, the index is a directory of them
 GROWTH, FAR_GROWTH = 1.3, 2.0  # of the time between two looks
 
 
@@ -213,7 +217,8 @@ async def commit(
     needs = sorted({Attempt.parse(need) for w in parts for need in w.part.needs})
     packs = {key for w in parts for key in w.table.packs}
     _check_needs(attempt, needs)
-    raw_index = merge([w.table for w in parts]).to_bytes()
+    large = is_large(parts, kind)
+    raw_index = await asyncio.to_thread(index_of, parts, kind) if large else index_of(parts, kind)
     digest = file_digest(raw_index)
     log.check_owner(mine)
     await log.store.put(index_key(attempt, digest), raw_index)
@@ -246,6 +251,27 @@ async def commit(
         why = state.reasons.get(attempt, "retired")
         raise SaveError(f"attempt {attempt} was given up before it could be committed: {why}")
     return landed
+
+
+def index_of(parts: Sequence[Written], kind: str = "COMMIT") -> bytes:
+    """The index of parts in rank order: all tables as one while that is small, so that restoring reads one file and a
+    lost table can be made again; else a directory of them. SaveError if the ranks do not agree about what they saved.
+    """
+    tables = [w.table for w in parts]
+    if not is_large(parts, kind):
+        return merge(tables).to_bytes()
+    try:
+        return build([w.part for w in parts], tables).to_bytes()
+    except CorruptError as error:
+        raise SaveError(str(error)) from error
+
+
+def is_large(parts: Sequence[Written], kind: str) -> bool:
+    """Whether the index will be a directory. What lies on several disks is told by each, with its whole table."""
+    if kind != "COMMIT" or not 1 < len(parts) == parts[0].part.world:
+        return False
+    rows = sum(len(w.table.shards) + len(w.table.length) for w in parts)
+    return len(parts) > MANY or rows > WHOLE
 
 
 async def complete(log: RunLog, mine: Acquire, attempt: Attempt) -> None:
@@ -332,7 +358,7 @@ async def settle(
 async def _commit_or_end(log: RunLog, mine: Acquire, parts: list[Written], *, kind: str) -> None:
     """SaveError, and the attempt is ended, if these parts cannot be a checkpoint."""
     try:
-        if len(parts) > 1 and kind == "COMMIT":
+        if len(parts) > 1 and kind == "COMMIT" and not is_large(parts, kind):  # to make a directory is to check it
             await asyncio.to_thread(check_fit, parts)
         await commit(log, mine, parts, kind=kind)
     except SaveError as error:
@@ -466,19 +492,38 @@ async def _sound(store: Store, attempt: Attempt, keys: list[str], own: Written |
     StoreError if the store failed, so that nobody can say.
     """
     newest: dict[int, Written] = {} if own is None else {own.part.rank: own}
+    tries: dict[int, list[int]] = {}
     for rank, number in _tries(keys):
-        if rank in newest:
-            continue
+        if rank not in newest:
+            tries.setdefault(rank, []).append(number)
+    slim, ranks = Slim(), list(tries)
+    for start in range(0, len(ranks), AT_ONCE):
+        some = ranks[start : start + AT_ONCE]
+        results = await asyncio.gather(
+            *(_newest(store, attempt, rank, tries[rank], slim) for rank in some), return_exceptions=True
+        )
+        for rank, result in zip(some, results, strict=True):
+            if isinstance(result, BaseException):
+                raise result
+            if result is not None:
+                newest[rank] = result
+    return newest
+
+
+async def _newest(store: Store, attempt: Attempt, rank: int, tries: Iterable[int], slim: Slim) -> Written | None:
+    """The first of these tries of a rank that is sound."""
+    for number in tries:
         try:
             try:
-                newest[rank] = await load_part(store, attempt, rank, number)
+                found = await load_part(store, attempt, rank, number)
             except CorruptError:
                 if not store.remote:
                     raise
-                newest[rank] = await load_part(store, attempt, rank, number)  # perhaps damaged on its way
+                found = await load_part(store, attempt, rank, number)  # perhaps damaged on its way
+            return found if found.part.world <= MANY else replace(found, part=slim(found.part))
         except (CorruptError, FormatError, NotFoundError) as error:
             logger.warning("attempt %s, rank %d, try %d does not count: %s", attempt, rank, number, error)
-    return newest
+    return None
 
 
 def _tries(keys: Iterable[str]) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ checkpoint or another place can say what it was.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.digest import blob_digest, file_digest
+from ckpt.directory import build, is_directory
 from ckpt.errors import AccessError, CheckpointError, CorruptError, FormatError, NotFoundError, StoreError
 from ckpt.events import log as logger
 from ckpt.log import Commit, RunLog
@@ -376,10 +378,10 @@ class Survey:
         named = [(table_key(attempt, rank, part.number), part.table, MAX_TABLE) for rank, part in parts.items()]
         key = index_key(attempt, commit.index)
         *shares, (raw, index_damage) = await self._files(commit, [*named, (key, commit.index, MAX_TABLE)])
-        index = self._parsed(raw, key, commit)
+        index = None if raw is None or is_directory(raw) else self._parsed(raw, key, commit)
         tables: dict[int, Table] = {}
-        for (rank, part), (name, *_), (raw, damage) in zip(parts.items(), named, shares, strict=True):
-            table = self._parsed(raw, name, commit)
+        for (rank, part), (name, *_), (share, damage) in zip(parts.items(), named, shares, strict=True):
+            table = self._parsed(share, name, commit)
             if damage is not None and table is None and index is not None:
                 table = _share(index, part)
                 made = b"" if table is None else table.to_bytes()
@@ -395,10 +397,10 @@ class Survey:
                 self.found.unread.append((attempt, "neither its index nor all of its tables can be had"))
             return
         self.sheets += [Sheet(commit, table, self._layout(parts[rank])) for rank, table in tables.items()]
-        if index_damage is not None and index is None:
-            made = merge([tables[rank] for rank in sorted(tables)]).to_bytes()
-            if file_digest(made) == commit.index:
-                index_damage.raw, index_damage.source = made, "the tables of its parts"
+        if index_damage is not None and raw is None:
+            again = _index_of(commit, parts, tables)
+            if again is not None:
+                index_damage.raw, index_damage.source = again, "the tables of its parts"
 
     def _parsed(self, raw: bytes | None, key: str, commit: Commit) -> Table | None:
         try:
@@ -451,6 +453,16 @@ class Survey:
     def ranges_of(self, key: str) -> list[Piece]:
         """What live checkpoints name in a pack, in order."""
         return list(self._named(self._names.index(key)))
+
+
+def _index_of(commit: Commit, parts: dict[int, Part], tables: dict[int, Table]) -> bytes | None:
+    """The index, made once more of all parts and tables. Whether it is right, its digest says."""
+    ranks = sorted(tables)
+    made = merge([tables[rank] for rank in ranks]).to_bytes()
+    if file_digest(made) != commit.index and len(ranks) == commit.world:
+        with contextlib.suppress(CorruptError):
+            made = build([parts[rank] for rank in ranks], [tables[rank] for rank in ranks]).to_bytes()
+    return made if file_digest(made) == commit.index else None
 
 
 def _share(index: Table, part: Part) -> Table | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ckpt import mend, read
 from ckpt.errors import CorruptError, UsageError
 from ckpt.geometry import Box
+from ckpt.log import Commit
 from ckpt.manifest import Attempt
 from ckpt.restore import Filler, Target
 from ckpt.saved import Key, Saved
@@ -102,11 +103,11 @@ class Loaded(Mapping[str, Tensor]):
             return {key: self._cache[key] for key in keys}
 
     async def _fetch(self, fills: dict[Key, list[Target]]) -> None:
-        filler = Filler(self._saved, fills)
+        saved = self._saved.narrowed({key: [target.box for target in targets] for key, targets in fills.items()})
+        filler = Filler(saved, fills)
         log = await read.open_run(self.url)
         try:
-            table = self._saved.table
-            await mend.fetch(log.store, self._attempt, table, filler.blobs, filler.add, room=filler.room)
+            await mend.fetch(log.store, self._attempt, saved.table, filler.blobs, filler.add, room=filler.room)
         finally:
             await log.store.aclose()
 
@@ -147,16 +148,16 @@ def load(
     place = normalise(url)
     remember_options(place, storage_options)
 
-    async def manifest() -> read.Manifest:
+    async def open_it() -> tuple[Commit, Saved]:
         log = await read.open_run(place)
         try:
-            return await read.load_manifest(log.store, read.choose(log, step))
+            commit = read.choose(log, step)
+            return commit, await read.load_saved(log.store, commit)
         finally:
             await log.store.aclose()
 
-    found = read.run(manifest())
-    saved = found.saved()
+    commit, saved = read.run(open_it())
     names = {n: key for n, key in sorted(saved.labels.items()) if only is None or fnmatch.fnmatchcase(n, only)}
     if not names and only is not None:
-        raise UsageError(f"no tensor of step {found.commit.step} in {place} matches {only!r}")
-    return Loaded(place, found.attempt, saved, names)
+        raise UsageError(f"no tensor of step {commit.step} in {place} matches {only!r}")
+    return Loaded(place, commit.attempt, saved, names)

@@ -5,8 +5,9 @@
     packs/<attempt>.<rank>.<try>-<n>.safetensors  the same of a part that has several packs: n = 0, 1, ...
     parts/<attempt>.<rank>.<try>.json             one rank's manifest: `Part`
     parts/<attempt>.<rank>.<try>.safetensors      its table: shards and blobs, see `ckpt.table`
-    index/<attempt>-<digest>.safetensors          all tables of a checkpoint, merged; named by content, so that two
-                                                  committers cannot disagree about one name
+    index/<attempt>-<digest>.safetensors          all tables of a checkpoint, merged; of many ranks the directory of
+                                                  them, see `ckpt.directory`. Named by content, so that two committers
+                                                  cannot disagree about one name
     log/<seq>.json                                records, see `ckpt.log`
 
 Every JSON file is written in one canonical form (sorted keys, no spaces) and carries the SHA-256 of itself without the
@@ -134,11 +135,13 @@ def unseal(raw: bytes | bytearray | memoryview, what: str) -> dict[str, Any]:
     raw = bytes(raw)
     try:
         data = json.loads(raw)
+        fields = {key: canonical(key) + b":" + canonical(value) for key, value in sorted(data.items())}
+        whole = b"{" + b",".join(fields.values()) + b"}" == raw
         claimed = data.pop("digest")
-        whole = canonical({**data, "digest": claimed}) == raw
+        del fields["digest"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CorruptError(f"{what} is damaged: not readable as JSON") from None
-    if not whole or claimed != file_digest(canonical(data)):
+    if not whole or claimed != file_digest(b"{" + b",".join(fields.values()) + b"}"):
         raise CorruptError(f"{what} is damaged: its digest does not match")
     assert isinstance(data, dict)
     return data

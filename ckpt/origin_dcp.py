@@ -35,7 +35,7 @@ async def untangled(run: RunOrigin) -> Origin:
     if [entry.kind for entry in entries] != [KIND]:
         return run
     try:
-        facts = [one["facts"] for layout in run.saved.layouts for one in layout.components if one["kind"] == KIND]
+        facts = [one["facts"] for view in run.saved.views for one in view.components if one["kind"] == KIND]
         objects = {str(name) for one in facts for name in one["objects"]}
         mappings = {name: path for one in facts for name, path in (one["mappings"] or {}).items()}
         known = set(entries[0].names)

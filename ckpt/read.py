@@ -14,6 +14,7 @@ import mmap
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,14 +22,15 @@ import numpy as np
 from ckpt.codec import BF16, RAW, decode
 from ckpt.commit import load_table, read_part
 from ckpt.digest import blob_digest, file_digest
+from ckpt.directory import MAX_DIRECTORY, Directory, is_directory
 from ckpt.errors import AccessError, CorruptError, NoCheckpointError, NotFoundError, StoreError
 from ckpt.events import log as logger
 from ckpt.log import Commit, RunLog
 from ckpt.manifest import Attempt, Part, index_key, owner, table_key
 from ckpt.plan import Layout, pages
 from ckpt.saved import Saved
-from ckpt.store import PAGE, Store, open_store
-from ckpt.table import Table, merge
+from ckpt.store import PAGE, Store, get_small, open_store
+from ckpt.table import MAX_TABLE, Table, merge
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -127,10 +129,86 @@ async def _some_at_a_time(items: Sequence[S], work: Callable[[S], Coroutine[Any,
     return found
 
 
-async def load_manifest(store: Store, commit: Commit) -> Manifest:
-    """Parts and index of a checkpoint, all verified. CorruptError or NotFoundError if one is damaged or gone.
+async def load_index(store: Store, commit: Commit) -> Table | Directory:
+    """All tables as one, or the directory of them. CorruptError or NotFoundError if it is damaged or gone."""
+    key = index_key(commit.attempt, commit.index)
+    raw = await get_small(store, key, max(MAX_TABLE, MAX_DIRECTORY))
+    if file_digest(raw) != commit.index:
+        raise CorruptError(f"{key} is damaged: its digest does not match")
+    if is_directory(raw):
+        return Directory.from_bytes(raw, key, commit.world)
+    return Table.from_bytes(raw, key)
 
-    The index says again what the parts' tables say, so a damaged one is made up for by them.
+
+async def load_tables(store: Store, commit: Commit, directory: Directory, ranks: Sequence[int]) -> dict[int, Table]:
+    """The tables of some ranks, verified by what the directory says of them."""
+    numbers = {rank: number for rank, number, _ in commit.parts}
+    keys = [(table_key(commit.attempt, rank, numbers[rank]), directory.table_digest(rank)) for rank in ranks]
+    return dict(zip(ranks, await _some_at_a_time(keys, lambda key: load_table(store, *key)), strict=True))
+
+
+async def load_values(store: Store, commit: Commit, directory: Directory, ranks: Sequence[int]) -> dict[int, list[Any]]:
+    """The plain values of some ranks, out of their parts."""
+    known = {rank: (number, digest) for rank, number, digest in commit.parts}
+
+    async def values(rank: int) -> list[Any]:
+        part, _ = await read_part(store, commit.attempt, rank, known[rank][0], expected=known[rank][1])
+        if part.world != commit.world or part.table != directory.table_digest(rank):
+            raise CorruptError(f"the part of rank {rank} at step {commit.step} is not what its index says")
+        return part.values
+
+    return dict(zip(ranks, await _some_at_a_time(ranks, values), strict=True))
+
+
+async def load_saved(
+    store: Store, commit: Commit, others: Sequence[str] = (), note: Callable[[str], None] = lambda text: None
+) -> Saved:
+    """A checkpoint as one state. What a directory leaves to further files is read when it is wanted.
+
+    `others`: URLs of places that have the same checkpoint, for such files that are lost here; `note` is told then.
+    """
+    try:
+        index = await load_index(store, commit)
+    except (CorruptError, NotFoundError):
+        index = None  # the parts and their tables make up for it
+    if not isinstance(index, Directory):
+        return (await load_manifest(store, commit, index)).saved()
+    directory, urls = index, (store.url, *others)
+
+    def values(ranks: Sequence[int]) -> dict[int, list[Any]]:
+        return run(_from_any(urls, lambda place: load_values(place, commit, directory, ranks), note)) if ranks else {}
+
+    def tables(ranks: Sequence[int]) -> dict[int, Table]:
+        return run(_from_any(urls, lambda place: load_tables(place, commit, directory, ranks), note)) if ranks else {}
+
+    return Saved.listed(directory, values, tables)
+
+
+async def _from_any(
+    urls: Sequence[str], load: Callable[[Store], Coroutine[Any, Any, T]], note: Callable[[str], None]
+) -> T:
+    """Small files, from the first place that has them all: their digests are known."""
+    failure: CorruptError | StoreError | None = None
+    for url in urls:
+        try:
+            async with opened(url) as store:
+                found = await load(store)
+        except (CorruptError, StoreError) as error:
+            failure = failure or error
+            continue
+        if failure is not None:
+            logger.warning("%s; %s has what is needed", failure, url)
+            note(f"parts or tables came from {url}")
+        return found
+    assert failure is not None
+    raise failure
+
+
+async def load_manifest(store: Store, commit: Commit, index: Table | Directory | None = None) -> Manifest:
+    """Parts and tables of a checkpoint, all verified. CorruptError or NotFoundError if one is damaged or gone.
+
+    An index of all tables says again what the parts' tables say, so a damaged one is made up for by them. `index`: if
+    it has been read already.
     """
     attempt = commit.attempt
     read = await _some_at_a_time(
@@ -140,11 +218,13 @@ async def load_manifest(store: Store, commit: Commit) -> Manifest:
     if any(part.world != commit.world for part in parts):
         raise CorruptError(f"the parts of step {commit.step} are of another number of ranks than its record says")
     try:
-        table = await load_table(store, index_key(attempt, commit.index), commit.index)
+        table = await load_index(store, commit) if index is None else index
     except (CorruptError, NotFoundError) as error:
+        logger.warning("%s; the tables of the parts are used instead", error)
+        table = None
+    if not isinstance(table, Table):
         keys = [(table_key(attempt, part.rank, part.number), part.table) for part in parts]
         table = merge(await _some_at_a_time(keys, lambda key: load_table(store, *key)))
-        logger.warning("%s; the tables of the parts are whole and used instead", error)
     packs = {pack.key: pack.size for part in parts for pack in part.packs}
     ends = np.zeros(len(table.packs), np.int64)
     np.maximum.at(ends, table.pack, table.offset + table.stored)
@@ -152,6 +232,17 @@ async def load_manifest(store: Store, commit: Commit) -> Manifest:
         if end > packs.get(key, -1):
             raise CorruptError(f"{index_key(commit.attempt, commit.index)} points behind the end of {key}")
     return Manifest(commit, parts, table)
+
+
+async def packs_of(store: Store, commit: Commit) -> frozenset[str]:
+    """The packs that a checkpoint uses, also those of older ones. CorruptError or StoreError if nobody can say."""
+    try:
+        index = await load_index(store, commit)
+    except (CorruptError, NotFoundError):
+        index = None
+    if isinstance(index, Directory):
+        return frozenset(index.packs)
+    return frozenset((await load_manifest(store, commit, index)).table.packs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,31 +273,35 @@ def plan_reads(table: Table, blobs: Iterable[int], *, far: bool = False) -> list
     What is derived goes with what it is derived from, so that this is not read twice.
     """
     most = FAR_READ if far else READ
-    wanted = sorted(_place(table, blob) for blob in set(blobs))
+    wanted = np.unique(np.fromiter(blobs, np.int64))
+    derived = table.codec[wanted] == BF16
+    at = np.where(derived, table.base[wanted], wanted)  # where it lies, or what it is derived from
+    pack, offset = table.pack[at], table.offset[at]
+    ends = offset + table.stored[at]
+    order = np.lexsort((wanted, derived, ends, offset, pack))
+    nbytes = table.length[wanted] * np.where(table.base[wanted] >= table.owned, 2, 1)
+    rows = zip(*(column[order].tolist() for column in (pack, offset, ends, nbytes, wanted)), strict=True)
+    batch = _batch if (table.base[wanted] >= 0).any() else _raw_batch
     batches: list[Batch] = []
     group: list[int] = []
-    pack = start = end = plain = 0
-    for p, offset, last, _, blob in wanted:
-        nbytes = int(table.length[blob]) * (2 if table.base[blob] >= table.owned else 1)
-        far_off = p != pack or offset > end + GAP
-        if group and (far_off or max(last, end) - start > most or plain + nbytes > most):
-            batches.append(_batch(table, group, most))
+    now = start = end = plain = 0
+    for p, low, high, size, blob in rows:
+        far_off = p != now or low > end + GAP
+        if group and (far_off or max(high, end) - start > most or plain + size > most):
+            batches.append(batch(table, group, most, Read(table.packs[now], start, end - start, tuple(group))))
             group = []
         if not group:
-            pack, start, end, plain = p, offset, last, 0
+            now, start, end, plain = p, low, high, 0
         group.append(blob)
-        end, plain = max(end, last), plain + nbytes
+        end, plain = max(end, high), plain + size
     if group:
-        batches.append(_batch(table, group, most))
+        batches.append(batch(table, group, most, Read(table.packs[now], start, end - start, tuple(group))))
     return batches
 
 
-def _place(table: Table, blob: int) -> tuple[int, int, int, bool, int]:
-    """Where a blob lies, or what it is derived from: pack, start, end."""
-    derived = int(table.codec[blob]) == BF16
-    at = int(table.base[blob]) if derived else blob
-    offset = int(table.offset[at])
-    return int(table.pack[at]), offset, offset + int(table.stored[at]), derived, blob
+def _raw_batch(table: Table, group: list[int], most: int, read: Read) -> Batch:
+    """Of blobs that need no others: what they span is one range."""
+    return Batch((read,) if read.length else (), read.blobs)
 
 
 def closure(table: Table, blobs: Iterable[int]) -> list[int]:
@@ -220,7 +315,7 @@ def closure(table: Table, blobs: Iterable[int]) -> list[int]:
     return [*found, *direct]
 
 
-def _batch(table: Table, group: list[int], most: int) -> Batch:
+def _batch(table: Table, group: list[int], most: int, _: Read) -> Batch:
     """The ranges of a group and its bases, near ones joined."""
     rows = sorted((int(table.pack[b]), int(table.offset[b]), b) for b in closure(table, group) if table.stored[b])
     reads: list[Read] = []
@@ -445,9 +540,13 @@ async def verify(
         return [_problem(store, error)]
     attempt, damaged = commit.attempt, list[str]()
     tables = [(table_key(attempt, part.rank, part.number), part.table) for part in manifest.parts]
-    for key, digest in [(index_key(attempt, commit.index), commit.index), *tables]:
+    checks: list[Callable[[], Coroutine[Any, Any, Table | Directory]]] = [
+        partial(load_index, store, commit),
+        *(partial(load_table, store, *one) for one in tables),
+    ]
+    for check in checks:
         try:
-            await load_table(store, key, digest)
+            await check()
         except (CorruptError, StoreError) as error:
             damaged.append(_problem(store, error))
     for part in manifest.parts:

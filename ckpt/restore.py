@@ -11,8 +11,11 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -28,6 +31,7 @@ from ckpt.values import Json, Path, decode, show
 # Bytes that came over a network may be read-only memory; nothing here writes to what it reads.
 warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning, __name__)
 
+I64 = npt.NDArray[np.int64]
 Names = dict[int, Entry]
 """Parameters and plain tensors that optimizers may step, by id."""
 
@@ -257,7 +261,7 @@ class Placement:
             handed = self._created.get(key) if key in self._handed else None
             memories = {m for t in tensors if t is not handed and (m := memory_of(t)) is not None}
             if len(memories) > 1:
-                aliases = (a for la in self.saved.layouts for a, n in la.aliases.items() if n == key[0])
+                aliases = (a for view in self.saved.views for a, n in view.aliases.items() if n == key[0])
                 names = dict.fromkeys([key[0], *aliases])
                 self.problem(f"{' and '.join(names)} were one tensor when they were saved, and are not here")
             for memory in memories:
@@ -316,19 +320,56 @@ class Filler:
     def __init__(self, saved: Saved, fills: Mapping[Key, list[Target]], *, in_place: bool = True) -> None:
         self._saved, self._in_place = saved, in_place
         self._later: list[tuple[Tensor, Tensor]] = []
+        self._met: list[tuple[I64, Target]] = []  # shards, and a target that they meet
         self._overlaps: dict[int, list[_Overlap]] = {}
-        wanted: set[int] = set()
+        wanted: list[I64] = [np.zeros(0, np.int64)]
+        every: list[Target] = []
         for key, targets in fills.items():
             tensor = saved.tensors[key]
             ready = [self._ready(target, tensor.spec) for target in targets]
-            for number in tensor.shards:
-                found = [o for target in ready if (o := _overlap(saved.table.shards[number].box, target)) is not None]
-                if found:
-                    self._overlaps[number] = found
-                    wanted.update(b for o in found for b in self._needed(number, o))
-        self.blobs = sorted(wanted)
-        self._crowded = _crowded([o.view for found in self._overlaps.values() for o in found])
+            every += ready
+            numbers = np.asarray(tensor.shards, np.int64)
+            if len(numbers):
+                wanted += [self._blobs_for(target, numbers, len(tensor.spec.shape)) for target in ready]
+        found = np.unique(np.concatenate(wanted))
+        self.blobs: list[int] = found[saved.table.length[found] > 0].tolist()
+        self._crowded = _crowded([target.tensor for target in every])
         self._filled = [target.tensor for targets in fills.values() for target in targets]
+
+    def _blobs_for(self, target: Target, numbers: I64, k: int) -> I64:
+        """The blobs of these shards, of `k` dimensions, that have something of a target."""
+        shards, starts = self._saved.table.columns, self._saved.table.starts
+        dims = shards.dims[shards.dim_starts[numbers][:, None] + np.arange(k, 3 * k)] if k else numbers[:, None][:, :0]
+        low, high = dims[:, :k], dims[:, :k] + dims[:, k:]
+        first = np.array(target.box[0], np.int64)
+        last = first + np.array(target.box[1], np.int64)
+        hit = (np.maximum(low, first) < np.minimum(high, last)).all(1)
+        self._met.append((numbers[hit], target))
+        whole = (low[hit] >= first).all(1) & (high[hit] <= last).all(1)
+        inside, across = numbers[hit][whole], numbers[hit][~whole]
+        counts = starts[inside + 1] - starts[inside]
+        blobs = np.repeat(starts[inside] - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
+        parts = [b for n in across.tolist() if (o := self._overlap(n, target)) is not None for b in self._needed(n, o)]
+        return np.concatenate([blobs, np.array(parts, np.int64)])
+
+    @cached_property
+    def _hits(self) -> dict[int, list[Target]]:
+        """The targets of each shard. Made when the first blob comes: a plan does without."""
+        found: dict[int, list[Target]] = {}
+        for numbers, target in self._met:
+            for number in numbers.tolist():
+                found.setdefault(number, []).append(target)
+        return found
+
+    def _overlap(self, number: int, target: Target) -> _Overlap | None:
+        return _overlap(self._saved.table.shards[number].box, target)
+
+    def _overlaps_of(self, number: int) -> list[_Overlap]:
+        """Where a shard goes. Worked out when it comes: there may be hundreds of thousands."""
+        if number not in self._overlaps:
+            found = (self._overlap(number, target) for target in self._hits.get(number, ()))
+            self._overlaps[number] = [overlap for overlap in found if overlap is not None]
+        return self._overlaps[number]
 
     def _ready(self, target: Target, spec: TensorSpec) -> Target:
         """A target that takes bytes as they are; one of another dtype (under strict=False) is filled at the end."""
@@ -361,8 +402,8 @@ class Filler:
         memory, and nowhere else.
         """
         number = int(self._saved.shard_of_blob[blob])
-        overlaps = self._overlaps.get(number, ())
-        if not self._in_place or len(overlaps) != 1 or id(overlaps[0].view) in self._crowded:
+        overlaps = self._overlaps_of(number)
+        if not self._in_place or len(overlaps) != 1 or id(self._hits[number][0].tensor) in self._crowded:
             return None
         if overlaps[0].run is None or overlaps[0].view.device.type != "cpu":
             return None
@@ -379,7 +420,7 @@ class Filler:
         if not len(data):
             return
         source = torch.frombuffer(data, dtype=torch.uint8)
-        for overlap in self._overlaps.get(number, ()):
+        for overlap in self._overlaps_of(number):
             if overlap.run is not None:
                 low, high = overlap.run
                 first, last = max(low, start), min(high, start + len(data))

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ckpt import errors, read
 from ckpt.digest import blob_digest
@@ -252,16 +253,16 @@ def _restore(
             nonlocal exchange
             source.open(described)
             placement = _place(capture, source.saved, strict)
+            source.narrow({key: [target.box for target in targets] for key, targets in placement.fills.items()})
             filler = Filler(source.saved, placement.fills, in_place=strict)
             ready.append((placement, filler))
+            told: dict[str, Json] = {"problems": placement.problems if strict else []}
             if world.size > 1:
                 exchange = Exchange(world.rank, _verified(source.saved, filler))
-            return {
-                "problems": placement.problems if strict else [],
-                "wants": _pack(_mask(filler.blobs, len(source.saved.table.length))),
-                "can": _pack(source.readable()),
-                "contact": exchange.contact if exchange is not None else None,
-            }
+                told |= {**_wishes(source, filler), "contact": exchange.contact}
+            elif strict and source.saved.world > 1:
+                told |= {"tensors": _tensors(source.saved, filler)}
+            return told
 
         posts = together(world, "place", prepare, lambda posts: _fitting(posts, source.saved if strict else None))
         placement, filler = ready[0]
@@ -330,7 +331,7 @@ def _fitting(posts: list[Any], saved: Saved | None) -> list[Any]:
         shown = [p if len(r) == len(posts) else f"rank {', '.join(map(str, r[:8]))}: {p}" for p, r in problems.items()]
         raise mismatch(shown)
     if saved is not None and (len(posts) > 1 or saved.world > 1):
-        wanted = np.any([_unpack(post["wants"], len(saved.table.length)) for post in posts], axis=0)
+        wanted = np.any([_unpack_mask(post["tensors"], len(saved.keys)) for post in posts], axis=0)
         if lost := _unclaimed(saved, wanted):
             raise mismatch(
                 [f"{name} was saved by {_who(saved, name)}, and is in the state of no rank here" for name in lost]
@@ -340,12 +341,37 @@ def _fitting(posts: list[Any], saved: Saved | None) -> list[Any]:
 
 def _unclaimed(saved: Saved, wanted: Mask) -> list[str]:
     """Tensors of modules and optimizers that no rank wants: without them the training would not be the same."""
-    lost = []
-    for name in sorted(saved.shared_names()):
-        blobs = [blob for instance in saved.instances(name) for blob in saved.blobs((name, instance))]
-        if blobs and not wanted[blobs].any():
-            lost.append(name)
-    return lost
+    claimed = {saved.keys[i][0] for i in np.flatnonzero(wanted).tolist()}
+    return [
+        name
+        for name in sorted(saved.shared_names() - claimed)
+        if any(saved.tensors[name, instance].spec.nbytes for instance in saved.instances(name))
+    ]
+
+
+def _tensors(saved: Saved, filler: Filler) -> str:
+    """Which tensors this rank wants something of."""
+    shards = np.unique(saved.shard_of_blob[filler.blobs])
+    place = {key: i for i, key in enumerate(saved.keys)}
+    names, instances = saved.table.columns.names, saved.table.columns.instance
+    found = np.zeros(len(place), np.bool_)
+    found[[place[names[i], int(instances[i])] for i in shards.tolist()]] = True
+    return _pack(np.packbits(found))
+
+
+def _wishes(source: Source, filler: Filler) -> dict[str, Json]:
+    """What a rank tells the others: the tensors and the blobs that it wants, their sizes, and what it can read.
+
+    Blobs by their numbers among those of all ranks, since a rank may know of a few only. None: it can read all.
+    """
+    saved, readable = source.saved, source.readable()
+    can = None if readable.all() else _pack_numbers(saved.numbers[readable[: saved.table.owned]])
+    return {
+        "tensors": _tensors(saved, filler),
+        "wants": _pack_numbers(saved.numbers[filler.blobs]),
+        "sizes": _pack(saved.table.length[filler.blobs].astype("<i4")),
+        "can": can,
+    }
 
 
 def _who(saved: Saved, name: str) -> str:
@@ -355,14 +381,47 @@ def _who(saved: Saved, name: str) -> str:
 
 def _verified(saved: Saved, filler: Filler) -> Callable[[int, memoryview], None]:
     """Takes what another rank has read: it came over a network, so it is checked once more."""
+    local = dict(zip(saved.numbers[filler.blobs].tolist(), filler.blobs, strict=True))
 
-    def take(blob: int, data: memoryview) -> None:
+    def take(number: int, data: memoryview) -> None:
+        blob = local[number]
         expected = int(saved.table.length[blob])
         if len(data) != expected or (saved.digested and blob_digest(data) != saved.table.digest[blob].tobytes()):
-            raise CorruptError(f"blob {blob} was damaged on its way from another rank")
+            raise CorruptError(f"blob {number} was damaged on its way from another rank")
         filler.add(blob, data)
 
     return take
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank does, by the numbers of blobs among those of all ranks: it reads some, for these ranks as well, and
+    expects others."""
+
+    reads: list[int]
+    recipients: dict[int, tuple[int, ...]]
+    expects: list[int]
+
+
+def _divided(rank: int, posts: Sequence[Any], nodes: Sequence[int]) -> Work:
+    """The work of a rank. Where all can read everything, only the ranks of its own node matter to it."""
+    ranks = list(range(len(posts)))
+    if all(post["can"] is None for post in posts):
+        ranks = [other for other in ranks if nodes[other] == nodes[rank]]
+    wanted = [_unpack_numbers(posts[other]["wants"]) for other in ranks]
+    lengths = [np.frombuffer(_unpack(posts[other]["sizes"]), "<i4").astype(np.int64) for other in ranks]
+    numbers, first = np.unique(np.concatenate(wanted), return_index=True)
+    sizes = np.concatenate(lengths)[first]
+    wants = np.zeros((len(ranks), len(numbers)), np.bool_)
+    can = np.ones_like(wants)
+    for row, (other, mine) in enumerate(zip(ranks, wanted, strict=True)):
+        wants[row, np.searchsorted(numbers, mine)] = True
+        if posts[other]["can"] is not None:
+            can[row] = np.isin(numbers, _unpack_numbers(posts[other]["can"]))
+    share = assign(ranks.index(rank), sizes, wants, can, [nodes[other] for other in ranks])
+    reads = numbers[share.reads].tolist()
+    recipients = [tuple(ranks[i] for i in each) for each in share.recipients]
+    return Work(reads, dict(zip(reads, recipients, strict=True)), numbers[share.expects].tolist())
 
 
 def _fill(
@@ -375,45 +434,50 @@ def _fill(
     direct: bool,
 ) -> None:
     """Read this rank's share, keep what it wants, pass on what others want, and wait for what they pass on."""
-    table = source.saved.table
+    saved, table = source.saved, source.saved.table
     result.nbytes = result.nbytes_received = 0
     if exchange is None:
         source.read(filler.blobs, filler.add, filler.room)
         result.nbytes = int(table.length[filler.blobs].sum())
         return
-    count = len(table.length)
-    wants = np.array([_unpack(post["wants"], count) for post in posts])
-    can = np.array([_unpack(post["can"], count) for post in posts])
     # With `direct` nobody passes anything on that all can read: the network between the ranks did not work.
-    nodes = range(world.size) if direct else world.nodes
-    share = assign(world.rank, table.length, wants, can, nodes)
-    recipients = dict(zip(share.reads.tolist(), share.recipients, strict=True))
-    mine = wants[world.rank]
+    work = _divided(world.rank, posts, range(world.size) if direct else world.nodes)
+    mine = set(filler.blobs)
+    reads = _known(saved, work.reads)
+    number_of = dict(zip(reads.tolist(), work.reads, strict=True))
 
     def sink(blob: int, data: memoryview) -> None:
-        if mine[blob]:
+        if blob in mine:
             filler.add(blob, data)
-        for rank in recipients[blob]:
-            exchange.send(rank, blob, data)
+        for rank in work.recipients[number_of[blob]]:
+            exchange.send(rank, number_of[blob], data)
 
     def room(blob: int) -> memoryview | None:
-        return filler.room(blob) if mine[blob] and not recipients[blob] else None
+        return filler.room(blob) if blob in mine and not work.recipients[number_of[blob]] else None
 
     try:
-        exchange.expect(share.expects.tolist())
-        others = {rank for each in share.recipients for rank in each}
+        exchange.expect(work.expects)
+        others = {rank for each in work.recipients.values() for rank in each}
         exchange.connect([post["contact"] for post in posts], sorted(others), world.nodes, timeout_s=30.0)
-        source.read(share.reads.tolist(), sink, room)
+        source.read(reads.tolist(), sink, room)
         exchange.finish_sending()
-        exchange.wait(share.expects.tolist(), TRANSFER_S)
+        exchange.wait(work.expects, TRANSFER_S)
     except (PeerError, DeadlineError) as error:
         exchange.fail(str(error))
         raise TransferError(str(error), retryable=True) from error
     except BaseException as error:
         exchange.fail(str(error))
         raise
-    result.nbytes = int(table.length[share.reads].sum())
-    result.nbytes_received = int(table.length[share.expects].sum())
+    result.nbytes = int(table.length[reads].sum())
+    result.nbytes_received = int(table.length[_known(saved, work.expects)].sum())
+
+
+def _known(saved: Saved, numbers: Sequence[int]) -> npt.NDArray[np.intp]:
+    """Blobs by their numbers among those of all ranks: a rank is only given what it knows of."""
+    found = np.minimum(np.searchsorted(saved.numbers, numbers), max(0, len(saved.numbers) - 1))
+    if (saved.numbers[found] != np.asarray(numbers, np.int64)).any():
+        raise CorruptError("the ranks do not mean the same by the numbers of blobs")
+    return found
 
 
 def _finish(filler: Filler, placement: Placement) -> None:
@@ -422,16 +486,22 @@ def _finish(filler: Filler, placement: Placement) -> None:
         finish()
 
 
-def _mask(blobs: Sequence[int], count: int) -> Mask:
-    found = np.zeros(count, np.bool_)
-    found[list(blobs)] = True
-    return found
+def _pack(column: npt.NDArray[Any]) -> str:
+    return base64.b64encode(zlib.compress(column.tobytes(), 1)).decode()
 
 
-def _pack(mask: Mask) -> str:
-    return base64.b64encode(zlib.compress(np.packbits(mask).tobytes(), 1)).decode()
+def _unpack(text: str) -> bytes:
+    return zlib.decompress(base64.b64decode(text))
 
 
-def _unpack(text: str, count: int) -> Mask:
-    bits = np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8)
-    return np.unpackbits(bits, count=count).astype(np.bool_)
+def _unpack_mask(text: str, count: int) -> Mask:
+    return np.unpackbits(np.frombuffer(_unpack(text), np.uint8), count=count).astype(np.bool_)
+
+
+def _pack_numbers(ascending: npt.NDArray[np.int64]) -> str:
+    """As the steps from each to the next, which are alike."""
+    return _pack(np.diff(ascending, prepend=0).astype("<i8"))
+
+
+def _unpack_numbers(text: str) -> npt.NDArray[np.int64]:
+    return np.cumsum(np.frombuffer(_unpack(text), "<i8"), dtype=np.int64)

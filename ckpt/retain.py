@@ -15,7 +15,7 @@ from ckpt.events import log as logger
 from ckpt.events import point
 from ckpt.log import Acquire, Commit, Record, RunLog, RunState, live_packs
 from ckpt.manifest import Attempt, index_key, part_key, table_key
-from ckpt.read import load_manifest
+from ckpt.read import packs_of
 
 ALWAYS = 2  # so that one bad file can never be fatal
 
@@ -158,13 +158,13 @@ async def files_of(log: RunLog, commits: Iterable[Commit]) -> dict[Attempt, set[
         packs = _cache.get((log.store.url, commit.attempt))
         if packs is None:
             try:
-                manifest = await load_manifest(log.store, commit)
+                packs = await packs_of(log.store, commit)
             except (CorruptError, StoreError) as error:
                 logger.warning(
                     "step %d cannot be read, so nothing is cleaned up while it stays: %s", commit.step, error
                 )
                 continue
-            packs = _cache[(log.store.url, commit.attempt)] = frozenset(manifest.table.packs)
+            _cache[(log.store.url, commit.attempt)] = packs
         found[commit.attempt] = keys | packs
     return found
 

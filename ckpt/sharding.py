@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ckpt.errors import StateError
-from ckpt.geometry import Dims, boxes_of_runs, take
+from ckpt.geometry import Box, Dims, boxes_of_runs, take
 from ckpt.share import GLOBAL, Holding, Seat
 from ckpt.tensors import DTYPE_NAME
 
@@ -95,7 +96,23 @@ def _beside(name: str, tensor: Tensor, param: Any, seat: Seat) -> list[Piece]:
 
 
 def _members(tensor: Any) -> tuple[int, ...]:
-    return tuple(sorted(tensor.device_mesh.mesh.flatten().tolist()))
+    return _ranks(tensor.device_mesh)
+
+
+@lru_cache(64)
+def _ranks(mesh: Any) -> tuple[int, ...]:
+    """All of a mesh, ascending."""
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
+class _Cutting(NamedTuple):
+    """What a placement says. Torch holds a strided shard equal to a plain one, so placements are no key by themselves.
+
+    `dim` None: it does not cut.
+    """
+
+    dim: int | None
+    split_factor: int
 
 
 def _of_dtensor(name: str, tensor: Any, seat: Seat, instead: Tensor | None = None) -> list[Piece]:
@@ -106,14 +123,13 @@ def _of_dtensor(name: str, tensor: Any, seat: Seat, instead: Tensor | None = Non
     if any(p.is_partial() for p in placements):
         raise StateError(f"{name}: is a sum that has not been reduced yet ({placements}): redistribute it first")
     mine = tensor._local_tensor if instead is None else instead
-    runs = indices(tuple(tensor.shape), tuple(mesh.mesh.shape), coordinate, placements)
-    if tuple(sum(n for _, n in each) for each in runs) != tuple(mine.shape):
+    cuttings = tuple(_Cutting(getattr(p, "dim", None), getattr(p, "split_factor", 1)) for p in placements)
+    full = tuple(tensor.shape)
+    sizes, boxes, replicas = _lie(full, mesh, tuple(coordinate), cuttings)
+    if sizes != tuple(mine.shape):
         raise StateError(f"{name}: the local shape {tuple(mine.shape)} is not what {placements} on {mesh} says")
-    place = tuple(at if hasattr(p, "dim") else slice(None) for at, p in zip(coordinate, placements, strict=True))
-    replicas = tuple(sorted(mesh.mesh[place].flatten().tolist()))
-    dtype, full, on_device = DTYPE_NAME[mine.dtype], tuple(tensor.shape), mine.device.type != "cpu"
+    dtype, on_device = DTYPE_NAME[mine.dtype], mine.device.type != "cpu"
     instance = _instance(_members(tensor), seat)
-    boxes = boxes_of_runs(runs)
     if not boxes and 0 in full:  # nothing at all is still a tensor
         empty = Holding(name, dtype, full, (0,) * len(full), full, replicas, instance, on_device)
         return [Piece(empty, mine.new_empty(full))]
@@ -121,6 +137,18 @@ def _of_dtensor(name: str, tensor: Any, seat: Seat, instead: Tensor | None = Non
         Piece(Holding(name, dtype, full, *box, replicas, instance, on_device), mine[slices((at, box[1]))])
         for box, at in boxes
     ]
+
+
+@lru_cache(4096)
+def _lie(
+    full: Dims, mesh: Any, coordinate: Dims, cuttings: tuple[_Cutting, ...]
+) -> tuple[Dims, tuple[tuple[Box, Dims], ...], tuple[int, ...]]:
+    """How tensors of one shape lie at one place of a mesh: the local shape, the boxes with their offsets in the local
+    tensor, and the ranks that hold the same. Thousands of tensors ask the same of a mesh of thousands of ranks."""
+    runs = indices(full, tuple(mesh.mesh.shape), coordinate, cuttings)
+    place = tuple(at if c.dim is not None else slice(None) for at, c in zip(coordinate, cuttings, strict=True))
+    replicas = tuple(sorted(mesh.mesh[place].flatten().tolist()))
+    return tuple(sum(n for _, n in each) for each in runs), tuple(boxes_of_runs(runs)), replicas
 
 
 def slices(box: tuple[Dims, Dims]) -> tuple[slice, ...]:

@@ -16,6 +16,7 @@ from ckpt.geometry import Box, Dims, boxes_of_run
 from ckpt.plan import BITS
 
 GRAIN = 64 << 10  # bytes; smaller pieces are not cut
+LEAST = 1 << 10  # bytes of a slice, if others can do without: who wants all of a line reads from fewer ranks then
 GLOBAL = -1  # the instance of a tensor that all ranks hold together
 
 
@@ -71,14 +72,16 @@ def share(holdings: Sequence[Holding], seat: Seat) -> list[Cut]:
         if seat.rank not in replicas:
             continue  # another rank's is the one that counts
         members.sort(key=lambda i: (holdings[i].name, holdings[i].instance, holdings[i].offsets))
-        mine = replicas.index(seat.rank)
-        found += _slices(holdings, members, mine, len(replicas))
+        found += _slices(holdings, members, replicas.index(seat.rank), len(replicas))
     return sorted(found, key=lambda cut: (cut.holding, cut.box))
 
 
 def _slices(holdings: Sequence[Holding], members: list[int], number: int, count: int) -> list[Cut]:
     """Slice `number` of `count` of the line."""
     total = sum(holdings[i].elements * holdings[i].item_size for i in members)
+    count = min(count, max(1, total // LEAST))  # of a few numbers that thousands hold, the first ones take some each
+    if number >= count:
+        return []
     low, high = total * number // count, total * (number + 1) // count
     found: list[Cut] = []
     position = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,10 +21,11 @@ from ckpt import mend, read
 from ckpt.arena import Arena, Label
 from ckpt.digest import DIGEST_SIZE, blob_digest
 from ckpt.errors import CorruptError
+from ckpt.geometry import Box
 from ckpt.log import Commit
 from ckpt.manifest import Attempt, pack_key, rank_and_try
 from ckpt.plan import Layout
-from ckpt.saved import Saved
+from ckpt.saved import Key, Saved
 from ckpt.stream import Room
 from ckpt.table import Table, merge
 from ckpt.values import Json
@@ -60,8 +61,11 @@ class Source(Protocol):
     @property
     def saved(self) -> Saved: ...
 
+    def narrow(self, wanted: Mapping[Key, Iterable[Box]]) -> None:
+        """From here on `saved` has the blobs in which these boxes of these tensors lie, if it had not."""
+
     def readable(self) -> Mask:
-        """The blobs that this rank can read."""
+        """The blobs, of those that `saved` knows, that this rank can read."""
 
     def read(self, blobs: Sequence[int], sink: Sink, room: Room | None = None) -> None:
         """Read, verify, hand over; or put where there is room. If that fails, what lies there is not to be used."""
@@ -153,6 +157,9 @@ class MemorySource:
     def saved(self) -> Saved:
         assert self._saved is not None
         return self._saved
+
+    def narrow(self, wanted: Mapping[Key, Iterable[Box]]) -> None:
+        """All of it is known."""
 
     def readable(self) -> Mask:
         table = self.saved.table
@@ -255,7 +262,7 @@ class StoreSource:
 
     def open(self, described: Sequence[Json]) -> None:
         if not self.partial:
-            self._saved = read.run(self._load(self._commit)).saved()
+            self._saved = read.run(self._open())
             return
         parts, tables = dict[int, Json](), dict[bytes, Table]()
         for one in described:
@@ -269,18 +276,25 @@ class StoreSource:
             raise CorruptError(f"the disks that can be reached hold {len(layouts)} parts of step {self.attempt.step}")
         self._saved = Saved(layouts, [parts[rank]["values"] for rank in sorted(parts)], merge(list(tables.values())))
 
-    async def _load(self, commit: Commit | None) -> read.Manifest:
+    async def _load(self, commit: Commit) -> read.Manifest:
         async with read.opened(self.tier) as store:
-            if commit is None:  # another rank saw it committed, a moment after this one had looked
-                commit = (await read.open_run(self.tier, store)).state.commits.get(self.attempt)
-            if commit is None:
-                raise CorruptError(f"step {self.attempt.step} is not in {self.tier} any more")
             return await read.load_manifest(store, commit)
+
+    async def _open(self) -> Saved:
+        async with read.opened(self.tier) as store:
+            if self._commit is None:  # another rank saw it committed, a moment after this one had looked
+                self._commit = (await read.open_run(self.tier, store)).state.commits.get(self.attempt)
+            if self._commit is None:
+                raise CorruptError(f"step {self.attempt.step} is not in {self.tier} any more")
+            return await read.load_saved(store, self._commit, self._others, self.repaired.append)
 
     @property
     def saved(self) -> Saved:
         assert self._saved is not None
         return self._saved
+
+    def narrow(self, wanted: Mapping[Key, Iterable[Box]]) -> None:
+        self._saved = self.saved.narrowed(wanted)
 
     def readable(self) -> Mask:
         table = self.saved.table

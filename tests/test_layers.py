@@ -24,7 +24,7 @@ LAYERS = (
     ("manifest",),  # the small files, and the names of all files
     ("plan",),  # where every byte goes
     ("share", "table", "log", "arena", "tensors"),  # what things are
-    ("increment",),  # what becomes of each blob
+    ("increment", "directory"),  # what becomes of each blob; who has which piece
     ("exchange", "sharding", "saved", "write", "rng", "hooks"),  # pieces of tensors; files; before an update
     ("doctor_folder", "doctor_s3", "doctor_machine", "doctor_link"),  # what one kind of thing is like, before a job
     ("doctor", "doctor_plan"),  # all about a place; what follows for a job
@@ -67,7 +67,7 @@ NO_TORCH = {
     "write", "commit", "read", "retain", "tiers", "handle", "writer", "compare",
     "triggers", "rally", "notices", "pressure", "wakeup", "pulse", "fault", "hang", "holdings", "persist", "vigil",
     "witness", "increment", "supply", "packs", "encode", "pace", "scrub", "promote", "places", "upkeep", "copying",
-    "damage", "cures", "stream",
+    "damage", "cures", "stream", "directory",
     "repair", "cli_repair", "cli_upkeep", "cli_offline", "findings",
     "origin", "origin_run", "origin_files", "outfile", "cast", "inert", "align", "export", "parse_safetensors",
     "origin_dcp", "parse_torch", "parse_dcp", "parse_values", "parse_entries", "to_safetensors", "to_run",

@@ -872,8 +872,8 @@ def check_restored(sources: Sequence[Source], wholes: list[Whole], ranks: Ranks,
     Like ranks that pass blobs on, all are served by one reading, of what each source can read. `turned`: into memory
     of another order.
     """
-    saved = sources[0].saved
-    fillers: list[Filler] = []
+    wanted: list[dict[Key, list[Target]]] = []
+    boxes: dict[Key, list[Box]] = {}
     expected: list[tuple[Tensor, Bytes]] = []
     for rank in range(ranks.size):
         targets: dict[Key, list[Target]] = {}
@@ -885,8 +885,15 @@ def check_restored(sources: Sequence[Source], wholes: list[Whole], ranks: Ranks,
             for holding, box in ranks.holdings(whole, rank):
                 targets.setdefault(whole.key, []).append(Target(part(mine, box), (holding.offsets, holding.sizes)))
             expected.append((mine, array))
-        fillers.append(Filler(saved, targets))
-        assert fillers[-1].blobs == wanted_blobs(saved, targets)
+        wanted.append(targets)
+        for key, some in targets.items():
+            boxes.setdefault(key, []).extend(target.box for target in some)
+    for source in sources:
+        source.narrow(boxes)
+    saved = sources[0].saved
+    fillers = [Filler(saved, targets) for targets in wanted]
+    for filler, targets in zip(fillers, wanted, strict=True):
+        assert filler.blobs == wanted_blobs(saved, targets)
     wants = [set(filler.blobs) for filler in fillers]
 
     def sink(blob: int, data: memoryview) -> None:
@@ -908,7 +915,7 @@ def check_restored(sources: Sequence[Source], wholes: list[Whole], ranks: Ranks,
 @dataclass(frozen=True)
 class Case:
     """What is saved by whom, restored by whom, and how finely it is cut (bytes). `nodes`: of all ranks that save, if
-    it is restored from their memory."""
+    it is restored from their memory; `listed`: its index is a directory."""
 
     wholes: list[Whole]
     before: Ranks
@@ -917,6 +924,7 @@ class Case:
     blob: int
     turned: bool
     nodes: list[int] | None
+    listed: bool = False
 
 
 def check_resharding(case: Case) -> None:
@@ -924,8 +932,11 @@ def check_resharding(case: Case) -> None:
     wholes, before = case.wholes, case.before
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckpt.share.GRAIN", case.grain)
+        patch.setattr("ckpt.share.LEAST", 1)
         patch.setattr("ckpt.plan.BLOB", case.blob)
         patch.setattr("ckpt.write.BLOB", case.blob)
+        if case.listed:
+            patch.setattr("ckpt.commit.WHOLE", -1)
         pieces = [staged(wholes, before, rank) for rank in range(before.size)]
         check_shares(wholes, before, pieces, case.grain)
 
@@ -940,6 +951,7 @@ def check_resharding(case: Case) -> None:
         check_fit(found)
         with opened(store, made) as source:
             assert source.saved.tensors.keys() == {w.key for w in wholes}
+            assert (source.saved.directory is not None) == (case.listed and before.size > 1)
             check_restored([source], wholes, case.after, turned=case.turned)
 
 
@@ -979,7 +991,7 @@ def cases(draw: st.DrawFn) -> Case:
             left = [rank for rank in left if rank not in members]
     grain, blob = draw(st.sampled_from([16, 40, 300, 64 << 10])), draw(st.sampled_from([16, 48, 256, 4 << 20]))
     nodes = draw(st.none() | st.lists(st.integers(0, 3), min_size=before.size, max_size=before.size))
-    return Case(wholes, before, after, grain, blob, draw(st.booleans()), nodes)
+    return Case(wholes, before, after, grain, blob, draw(st.booleans()), nodes, draw(st.booleans()))
 
 
 @RESHARD

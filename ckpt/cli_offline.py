@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -44,6 +44,7 @@ T = TypeVar("T")
 Found = dict[str, Any]
 
 WINDOW, FAR_WINDOW = 16 << 20, 64 << 20  # bytes of a window where no bound is given; several requests, from far away
+MOST_RANKS = 4096  # that one process plans for
 FILES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".ckpt": "torch", ".bin": "torch"}
 FORMATS = ("safetensors", "torch", "dcp", "run")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *(?:([KMGT])(i?)B?|B)?", re.IGNORECASE)
@@ -60,6 +61,13 @@ def size_of(context: click.Context, parameter: click.Parameter, text: str | None
     return int(float(found[1]) * base ** (" KMGT".index(found[2].upper()) if found[2] else 0))
 
 
+def place_in_state(context: click.Context, parameter: click.Parameter, text: str) -> tuple[str, ...]:
+    """a.b as a path."""
+    if not all(parts := tuple(text.split("."))):
+        raise click.BadParameter("give a name such as model, or several with dots between", context, parameter)
+    return parts
+
+
 only_option = click.option(
     "--only",
     metavar="PATTERN",
@@ -71,7 +79,10 @@ dtype_option = click.option(
     help="Cast the weights to bf16, fp16, fp32 or fp64: floating-point tensors of modules. Others stay as they are.",
 )
 world_option = click.option(
-    "--world-size", "world", type=click.IntRange(min=1), help="Cut it for a job of so many ranks, as a run of ours."
+    "--world-size",
+    "world",
+    type=click.IntRange(1, MOST_RANKS),
+    help="Cut it for a job of so many ranks, as a run of ours.",
 )
 memory_option = click.option(
     "--max-memory",
@@ -86,6 +97,14 @@ from_option = click.option(
     metavar="URL",
     multiple=True,
     help="Another place that has the same checkpoint, for what is damaged; repeatable.",
+)
+as_option = click.option(
+    "--as",
+    "at",
+    default="model",
+    show_default=True,
+    callback=lambda context, parameter, text: place_in_state(context, parameter, text),
+    help="Where in the state bare weights of other programs belong.",
 )
 dry_option = click.option("--dry-run", is_flag=True, help="Only say what would be made.")
 
@@ -147,7 +166,7 @@ def restore(
     if shard_size and (chosen != "safetensors" or path.suffix in FILES):
         raise click.UsageError("--shard-size is for a folder of safetensors")
 
-    def plan(origin: Origin) -> tuple[Output, Mapping[str, str]]:
+    def plan(origin: Origin) -> Planned:
         return plan_output(origin, path, chosen, world or 1, only, dtype, shard_size, None)
 
     found = act(_make(open_run(url, step, others), plan, path, max_memory, dry_run))
@@ -163,7 +182,7 @@ def restore(
 @click.argument("src")
 @click.argument("run")
 @click.option("--step", type=click.IntRange(min=0), help="What step it is of. By default what SRC says, else 0.")
-@click.option("--as", "at", default="model", show_default=True, help="Where in the state bare weights belong.")
+@as_option
 @world_option
 @only_option
 @dtype_option
@@ -174,7 +193,7 @@ def import_(
     src: str,
     run: str,
     step: int | None,
-    at: str,
+    at: tuple[str, ...],
     world: int | None,
     only: tuple[str, ...],
     dtype: str | None,
@@ -190,11 +209,20 @@ def import_(
     """
     path = place_of(run)
 
-    def plan(origin: Origin) -> tuple[Output, Mapping[str, str]]:
+    def plan(origin: Origin) -> Planned:
         return plan_output(origin, path, "run", world or 1, only, dtype, None, step)
 
     found = act(_make(open_files(src, at), plan, path, max_memory, dry_run))
     return shown(found, as_json)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What to make, and as what each tensor is written, by label."""
+
+    output: Output
+    dtypes: Mapping[str, str]
+    notes: tuple[str, ...] = ()
 
 
 def place_of(target: str) -> Path:
@@ -228,10 +256,11 @@ async def open_run(url: str, step: int | None, others: Sequence[str] = ()) -> As
 
 
 @contextlib.asynccontextmanager
-async def open_files(src: str, at: str) -> AsyncIterator[Origin]:
-    """Files of another library. FormatError if they are not of one that is known."""
+async def open_files(src: str, at: tuple[str, ...]) -> AsyncIterator[Origin]:
+    """Files of another library. FormatError if they are not of one that is known; CorruptError if their own checksums
+    say that they are damaged."""
     from ckpt import parse_dcp, parse_safetensors, parse_torch
-    from ckpt.origin_files import FilesOrigin
+    from ckpt.origin_files import FilesOrigin, stamps_of
 
     path = place_of(src)
     if not path.exists():
@@ -244,8 +273,11 @@ async def open_files(src: str, at: str) -> AsyncIterator[Origin]:
             f"{src} is nothing that is known here: give a safetensors file or folder, a file of torch.save, or a "
             "folder of torch.distributed.checkpoint (it has a file called .metadata)"
         )
-    origin = FilesOrigin(parser.parse(path, tuple(at.split(".")) if at else ()))
+    before = stamps_of(path)
+    origin = FilesOrigin(parser.parse(path, at), before)
     try:
+        with progress("checking", origin.checked_bytes) as on_bytes:
+            await origin.check(on_bytes)
         yield origin
     finally:
         await origin.aclose()
@@ -260,13 +292,13 @@ def plan_output(
     dtype: str | None,
     shard_size: int | None,
     step: int | None,
-) -> tuple[Output, Mapping[str, str]]:
-    """What to make, and as what each tensor is written."""
+) -> Planned:
     from ckpt import to_safetensors
-    from ckpt.origin import select
+    from ckpt.origin import check_patterns, select
 
     views = [origin.view(rank, world) for rank in range(world)]
     if only:
+        check_patterns(views, only)
         views = [select(view, only, whole=kind != "safetensors") for view in views]
     elif kind == "safetensors":
         views = [to_safetensors.weights_of(view) for view in views]
@@ -276,20 +308,22 @@ def plan_output(
 
         number = next(n for n in (step, views[0].step, 0) if n is not None)
         finite = getattr(origin, "finite", None)
-        return to_run.plan(origin, views, dtypes, step=number, finite=finite), dtypes
+        return Planned(to_run.plan(origin, views, dtypes, step=number, finite=finite), dtypes)
     view = views[0]
     if kind == "safetensors":
         single = path.name if path.suffix in FILES else ""
         prefix = to_safetensors.prefix_of(view)
         shard = shard_size or to_safetensors.SHARD
-        return to_safetensors.plan(origin, view, dtypes, shard=shard, single=single, prefix=prefix), dtypes
+        return Planned(
+            to_safetensors.plan(origin, view, dtypes, shard=shard, single=single, prefix=prefix), dtypes, view.notes
+        )
     if kind == "torch":
         from ckpt import to_torch
 
-        return to_torch.plan(origin, view, dtypes), dtypes
+        return Planned(to_torch.plan(origin, view, dtypes), dtypes, view.notes)
     from ckpt import to_dcp
 
-    return to_dcp.plan(origin, view, dtypes), dtypes
+    return Planned(to_dcp.plan(origin, view, dtypes), dtypes, view.notes)
 
 
 def cast_to(origin: Origin, views: Sequence[View], dtype: str | None) -> dict[str, str]:
@@ -316,7 +350,7 @@ def cast_to(origin: Origin, views: Sequence[View], dtype: str | None) -> dict[st
 
 async def _make(
     opening: contextlib.AbstractAsyncContextManager[Origin],
-    plan: Callable[[Origin], tuple[Output, Mapping[str, str]]],
+    plan: Callable[[Origin], Planned],
     path: Path,
     max_memory: int | None,
     dry_run: bool,
@@ -325,9 +359,10 @@ async def _make(
 
     check_target(path)
     async with opening as origin:
-        output, dtypes = await asyncio.to_thread(plan, origin)
+        planned = await asyncio.to_thread(plan, origin)
+        output, dtypes = planned.output, planned.dtypes
         total = sum(file.size for file in output.files)
-        notes = list(dict.fromkeys((*output.notes, *origin.view().notes)))
+        notes = list(dict.fromkeys((*output.notes, *planned.notes)))
         found: Found = {
             "source": origin.title,
             "target": str(path),
@@ -400,16 +435,17 @@ def shown(found: Found, as_json: bool) -> int:
 @click.argument("a")
 @click.argument("b")
 @only_option
+@as_option
 @place_option
 @json_option
-def diff(a: str, b: str, only: tuple[str, ...], as_json: bool) -> int:
+def diff(a: str, b: str, only: tuple[str, ...], at: tuple[str, ...], as_json: bool) -> int:
     """Compare two checkpoints, each given as URL or URL@STEP, or files as `ckpt import` takes them.
 
     For each tensor that differs: how many elements do, the largest absolute difference, the largest one relative to
     the larger of the two, and the cosine of the angle between both, also across dtypes. Exit code 1 if anything
     differs. Only tensors whose digests differ are read, in pieces.
     """
-    found = act(_diff(a, b, only))
+    found = act(_diff(a, b, only, at))
     if as_json:
         print_json(found)
     else:
@@ -419,49 +455,55 @@ def diff(a: str, b: str, only: tuple[str, ...], as_json: bool) -> int:
     return 0 if found["equal"] else 1
 
 
-def open_either(text: str) -> contextlib.AbstractAsyncContextManager[Origin]:
+def open_either(text: str, at: tuple[str, ...]) -> contextlib.AbstractAsyncContextManager[Origin]:
     """A run, or files of another library."""
-    url, step = split_step(text)
     with contextlib.suppress(UsageError):
         path = place_of(text)
-        run = (path / "FORMAT.json").exists() or (path / "log").exists()
-        if not run and (path.is_file() or (path.is_dir() and any(path.iterdir()))):
-            return open_files(text, "model")
-    return open_run(url, step)
+        if (path / "FORMAT.json").exists() or (path / "log").exists():
+            return open_run(text, None)  # also if its name ends like a step
+        if path.is_file() or (path.is_dir() and any(path.iterdir())):
+            return open_files(text, at)
+    return open_run(*split_step(text))
 
 
-async def _diff(a: str, b: str, only: Sequence[str]) -> Found:
+async def _diff(a: str, b: str, only: Sequence[str], at: tuple[str, ...]) -> Found:
     from ckpt import align, compare
     from ckpt.compare import jsonable
 
-    async with open_either(a) as one, open_either(b) as two:
+    async with open_either(a, at) as one, open_either(b, at) as two:
         (here, entries_a), (there, entries_b) = (sides_of(origin, only) for origin in (one, two))
         if only and not here and not there:
             raise UsageError(f"nothing matches {' or '.join(map(repr, only))}; * stands for anything")
         shared = [t for name, t in here.items() if name in there]
-        alike = [
-            t
-            for t in shared
-            if t.alias_of is None
-            and t.shape == there[t.name].shape
-            and there[t.name].alias_of is None
-            and align.comparable(t.dtype, there[t.name].dtype)
-        ]
-        pairs = [align.Pair(t.name, t.name, t.name) for t in alike if not one.same(t.name, two, t.name)]
+        alike = [t for t in shared if t.shape == there[t.name].shape and align.comparable(t.dtype, there[t.name].dtype)]
+        met = {(one.names[t.name], two.names[t.name]): t.name for t in reversed(alike)}  # tied ones once
+        pairs = [align.Pair(n, a, b) for (a, b), n in reversed(met.items()) if not one.same(a, two, b)]
         total = sum(here[p.name].bytes + there[p.name].bytes for p in pairs)
+        tied_a, tied_b = (tied_groups(origin, here.keys() & there.keys()) for origin in (one, two))
         with progress("comparing", total) as on_bytes:
             differing = await align.differences(one, two, pairs, on_bytes=on_bytes)
         found: Found = {
             "only_in_a": [name for name in here if name not in there],
             "only_in_b": [name for name in there if name not in here],
             "changed": [
-                {"name": t.name, "a": asdict(t), "b": asdict(there[t.name])} for t in shared if t != there[t.name]
+                {"name": t.name, "a": asdict(t), "b": asdict(there[t.name])}
+                for t in shared
+                if (t.dtype, t.shape) != (there[t.name].dtype, there[t.name].shape)
+                or (t.alias_of != there[t.name].alias_of and tied_a[t.name] != tied_b[t.name])
             ],
             "tensors": [{key: jsonable(value) for key, value in asdict(d).items()} for d in differing],
             "values": list(compare.differing_values(entries_a, entries_b)),
         }
         sides = {side: {"what": origin.title, **origin.about} for side, origin in (("a", one), ("b", two))}
         return {**sides, "equal": not any(found.values()), **found}
+
+
+def tied_groups(origin: Origin, names: Iterable[str]) -> dict[str, frozenset[str]]:
+    """Of each of these names, those that stand for the same tensor."""
+    groups: dict[str, set[str]] = {}
+    for name in names:
+        groups.setdefault(origin.names[name], set()).add(name)
+    return {name: frozenset(groups[origin.names[name]]) for name in names}
 
 
 def sides_of(origin: Origin, only: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:

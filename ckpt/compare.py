@@ -132,7 +132,7 @@ class Reference(str):
 
 def tensors_of(saved: Saved) -> dict[str, Tensor]:
     """All names, those that stand for another's memory included."""
-    first = {key: label for label, key in reversed(saved.labels.items()) if label.partition("#")[0] == key[0]}
+    first = {key: label for label, key in reversed(saved.labels.items()) if label in (key[0], f"{key[0]}#{key[1]}")}
     specs = {label: saved.tensors[key].spec for label, key in saved.labels.items()}
     return all_names(specs, {label: first.get(key, label) for label, key in saved.labels.items()})
 

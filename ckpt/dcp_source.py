@@ -153,7 +153,7 @@ def _nothing(states: dict[str, RunState], step: int | None) -> NoCheckpointError
 def metadata_of(saved: Saved) -> Metadata:
     """As torch's planners want it. CorruptError if what the parts say of it is impossible."""
     try:
-        facts = [c["facts"] for layout in saved.layouts for c in layout.components if c["kind"] == KIND]
+        facts = [c["facts"] for view in saved.views for c in view.components if c["kind"] == KIND]
         objects = {name for one in facts for name in one["objects"]}
         mappings = [one["mappings"] for one in facts if one["mappings"] is not None]
         planner_data = dict(ChainMap(*({n: _path(path) for n, path in one.items()} for one in mappings)))

@@ -30,7 +30,7 @@ import xxhash
 
 from ckpt.cast import cast
 from ckpt.digest import blob_digest, file_digest
-from ckpt.errors import FullError, StoreError, UsageError
+from ckpt.errors import CorruptError, FullError, StoreError, UsageError
 from ckpt.events import point
 from ckpt.manifest import canonical
 from ckpt.origin import Bytes, Origin, Want
@@ -97,8 +97,12 @@ def batches(output: Output, size: int) -> Iterator[list[Window]]:
         yield from (row[first : first + count] for first in range(0, len(row), count))
 
 
-def check_target(target: Path) -> None:
-    """UsageError if something is there that an export would have to replace."""
+def check_target(target: Path, *, single: bool = False) -> None:
+    """UsageError if something is there that an export would have to replace, or that it cannot become."""
+    if os.path.ismount(target):
+        raise UsageError(f"{target} is where a file system is mounted: give a name inside it")
+    if single and target.is_dir():
+        raise UsageError(f"{target} is a folder, and a file is to be made: give another name")
     if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
         raise UsageError(f"{target} exists: nothing is ever replaced. Remove it, or choose another name")
 
@@ -117,7 +121,7 @@ async def export(
     nothing is left then; CorruptError, with the tensor's name, if the origin is damaged.
     """
     started = time.monotonic()
-    check_target(target)
+    check_target(target, single=output.single)
     for file in output.files:
         file.check()
     with _Workshop(target, identity(origin, output)) as workshop:
@@ -125,9 +129,12 @@ async def export(
         mover = _Mover(origin, output, workshop, window, on_bytes)
         try:
             await mover.move()
+            await origin.unchanged()
             await asyncio.to_thread(_complete, workshop, output, mover.sums)
         except OSError as error:
             raise _failed(error, workshop) from error
+        except CorruptError as error:
+            raise CorruptError(f"{error}. {workshop.stays}") from error
         point("export.whole")
         workshop.appear()
     return Done(sum(file.size for file in output.files), mover.resumed, time.monotonic() - started)
@@ -186,9 +193,11 @@ class _Workshop:
         try:
             begun = json.loads(about.read_bytes())["plan"]
         except FileNotFoundError:
-            if any(path.name != "lock" for path in self.folder.iterdir()):
+            if any(path.name not in ("lock", "plan.new") for path in self.folder.iterdir()):
                 raise UsageError(f"{self.folder} is not ours: remove it, or choose another target") from None
-            _write(about, canonical({"plan": self.plan}))
+            aside = self.folder / "plan.new"
+            _write(aside, canonical({"plan": self.plan}))
+            aside.rename(about)
             return
         except (OSError, ValueError, KeyError, TypeError):
             begun = None
@@ -202,6 +211,10 @@ class _Workshop:
                 with contextlib.suppress(ValueError, TypeError):  # the last one may be cut off
                     name, start, stop, digest = json.loads(line)
                     self.noted[name, start, stop] = digest
+
+    @property
+    def stays(self) -> str:
+        return f"Nothing was made; what is sound so far stays in {self.folder}, for the next call: or remove it"
 
     def path(self, file: OutFile, output: Output) -> Path:
         return self.out if output.single else self.out / file.name

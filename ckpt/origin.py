@@ -97,6 +97,9 @@ class Origin(Protocol):
     async def read(self, wants: Sequence[Want]) -> None:
         """Fill all of these. What has been filled before an error must not be used."""
 
+    async def unchanged(self) -> None:
+        """CorruptError if what was read may not be what was there when it was opened."""
+
     async def aclose(self) -> None: ...
 
 
@@ -142,6 +145,10 @@ class Assembly:
             sizes, item = self._pieces[number]
             ends = [run_of(landing.region, sizes) for landing in found]
             yield number, min(low for low, _ in ends) * item, max(high for _, high in ends) * item
+
+    def landings(self, number: int) -> list[tuple[Box, Bytes]]:
+        """All that is wanted of a piece: boxes of it, and memory of their shape (and the bytes of an element)."""
+        return [(landing.region, landing.target) for landing in self._landings[number]]
 
     def needs(self, number: int, start: int, stop: int) -> bool:
         """Whether any of these bytes of a piece is wanted."""

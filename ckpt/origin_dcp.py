@@ -31,9 +31,9 @@ STORED, PICKLED = "(stored) ", "(object) "  # so begin the names of what stands 
 
 async def untangled(run: RunOrigin) -> Origin:
     """The checkpoint in our terms; the same if DCP has not saved it. CorruptError if an object is damaged."""
-    entries = run.view().entries
-    if [entry.kind for entry in entries] != [KIND]:
+    if {one["kind"] for view in run.saved.views for one in view.components} != {KIND}:
         return run
+    entries = run.view().entries
     try:
         facts = [one["facts"] for view in run.saved.views for one in view.components if one["kind"] == KIND]
         objects = {str(name) for one in facts for name in one["objects"]}
@@ -125,6 +125,9 @@ class DcpOrigin:
             await self._run.read(mine)
         if rest:
             await self._objects.read(rest)
+
+    async def unchanged(self) -> None:
+        await self._run.unchanged()
 
     async def aclose(self) -> None:
         await self._objects.aclose()

@@ -9,10 +9,12 @@ written, only whoever wrote them can say.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import threading
+import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from ckpt.digest import file_digest
 from ckpt.errors import CorruptError
 from ckpt.geometry import Box, Dims, TangledError, times_covered
 from ckpt.origin import Assembly, Bytes, Entry, Origin, View, Want
@@ -29,6 +32,8 @@ from ckpt.values import Json, show
 READ = 8 << 20  # bytes at once
 THREADS = 2
 OPEN_FILES = 64
+CLOSE = 16 << 10  # bytes: elements that lie within so many are read at once
+CHANGED = "{} changed while it was read: let whoever writes it finish, and repeat this"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,16 @@ class Piece:
         return (1 + sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True))) * item
 
 
+@dataclass(frozen=True, slots=True)
+class Crc:
+    """What the CRC-32 of some bytes of a file is, by the file."""
+
+    file: str
+    at: int
+    length: int
+    value: int
+
+
 @dataclass(frozen=True)
 class Foreign:
     """What files of another library hold. `what`: for people, such as "a torch.save file".
@@ -79,12 +94,16 @@ class Foreign:
     notes: tuple[str, ...] = ()
     step: int | None = None
     held: dict[str, bytes] = field(default_factory=dict)
+    crcs: tuple[Crc, ...] = ()
 
 
 class FilesOrigin:
-    """Reads ranges of files. CorruptError if the pieces do not cover their tensors, or a file is too short."""
+    """Reads ranges of files. CorruptError if the pieces do not cover their tensors, or a file is too short.
 
-    def __init__(self, foreign: Foreign) -> None:
+    `before`: stamps of the files from before they were parsed (`stamps_of`).
+    """
+
+    def __init__(self, foreign: Foreign, before: Mapping[str, Stamp] | None = None) -> None:
         self.title, self.about = foreign.what, {"path": str(foreign.folder), "step": foreign.step}
         self._foreign, self.keep = foreign, 0
         self._pieces: dict[str, list[int]] = {}
@@ -100,8 +119,12 @@ class FilesOrigin:
             self.tensors.keys() | foreign.aliases.keys(),
         )
         self._files = _Files(foreign.folder, sorted({p.file for p in foreign.pieces} - foreign.held.keys()))
-        self.identity = f"{foreign.folder.resolve()} {sorted(self._files.stamps.items())}"
-        sizes = {name: size for name, (size, _) in self._files.stamps.items()}
+        self._before = {**self._files.stamps, **(before or {})}
+        if any(self._before[name] != stamp for name, stamp in self._files.stamps.items()):
+            raise CorruptError(CHANGED.format(foreign.folder))
+        held = {name: file_digest(data) for name, data in foreign.held.items()}
+        self.identity = f"{foreign.folder.resolve()} {sorted(self._before.items())} {sorted(held.items())}"
+        sizes = {name: size for name, (size, *_) in self._files.stamps.items()}
         sizes |= {name: len(data) for name, data in foreign.held.items()}
         for piece in foreign.pieces:
             if piece.at < 0 or piece.at + piece.span > sizes[piece.file]:
@@ -129,29 +152,41 @@ class FilesOrigin:
         for want in wants:
             for number in self._pieces[want.label]:
                 assembly.meet(number, pieces[number].box, want)
-        ranges = [
-            (number, at, min(at + _length(pieces[number]), stop))
-            for number, start, stop in assembly.runs()
-            for at in range(start, stop, _length(pieces[number]))
-            if assembly.needs(number, at, min(at + _length(pieces[number]), stop))
-        ]
+        ranges = list[tuple[int, int, int]]()
+        for number, start, stop in assembly.runs():
+            if pieces[number].strides is not None:
+                for region, target in assembly.landings(number):
+                    self._gather(pieces[number], region, target)
+                continue
+            cuts = [*range(start, stop, READ), stop]
+            ranges += [(number, a, b) for a, b in itertools.pairwise(cuts) if assembly.needs(number, a, b)]
         with ThreadPoolExecutor(THREADS, "ckpt-read") as pool:
             list(pool.map(lambda one: self._take(assembly, *one), ranges))
 
     def _take(self, assembly: Assembly, number: int, start: int, stop: int) -> None:
         piece = self._foreign.pieces[number]
-        if piece.strides is None:
-            room = assembly.room(number, start, stop)
-            data = self._bytes(piece, piece.at + start, stop - start, room)
-            if room is not None:
-                return
-        else:  # all of it, in its order
-            item = BITS[piece.dtype] // 8
-            raw = np.frombuffer(self._bytes(piece, piece.at, piece.span), np.uint8)
-            strides = (*(s * item for s in piece.strides), 1)
-            ordered: Bytes = np.lib.stride_tricks.as_strided(raw, (*piece.sizes, item), strides, writeable=False)
-            data = np.ascontiguousarray(ordered).reshape(-1).data[start:stop]
-        assembly.add(number, start, data)
+        room = assembly.room(number, start, stop)
+        data = self._bytes(piece, piece.at + start, stop - start, room)
+        if room is None:
+            assembly.add(number, start, data)
+
+    def _gather(self, piece: Piece, region: Box, target: Bytes) -> None:
+        """A box of a piece that lies in another order: what lies close together is read at once."""
+        assert piece.strides is not None
+        (offsets, sizes), strides, item = region, piece.strides, target.shape[-1]
+        span = (1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))) * item
+        if span > max(CLOSE, 4 * target.size) or span > READ:
+            dim = max((d for d, n in enumerate(sizes) if n > 1), key=lambda d: strides[d])
+            half = sizes[dim] // 2
+            for first, count in ((0, half), (half, sizes[dim] - half)):
+                at = tuple(o + first * (d == dim) for d, o in enumerate(offsets))
+                box = at, tuple(count if d == dim else n for d, n in enumerate(sizes))
+                self._gather(piece, box, target[(slice(None),) * dim + (slice(first, first + count),)])
+            return
+        start = piece.at + sum(o * s for o, s in zip(offsets, strides, strict=True)) * item
+        raw = np.frombuffer(self._bytes(piece, start, span), np.uint8)
+        steps = (*(s * item for s in strides), 1)
+        target[...] = np.lib.stride_tricks.as_strided(raw, (*sizes, item), steps, writeable=False)
 
     def _bytes(self, piece: Piece, at: int, length: int, into: memoryview | None = None) -> memoryview:
         view = memoryview(bytearray(length)) if into is None else into
@@ -161,8 +196,61 @@ class FilesOrigin:
             self._files.read(piece.file, at, view)
         return view
 
+    async def check(self, on_bytes: Callable[[int], None] | None = None) -> None:
+        """CorruptError, with a tensor's name, if the files' own checksums say that bytes are damaged."""
+        await asyncio.to_thread(self._check, on_bytes)
+
+    @property
+    def checked_bytes(self) -> int:
+        """How many `check` reads."""
+        return sum(crc.length for crc in self._foreign.crcs)
+
+    def _check(self, on_bytes: Callable[[int], None] | None) -> None:
+        room = memoryview(bytearray(min(READ, max((c.length for c in self._foreign.crcs), default=1))))
+        for crc in self._foreign.crcs:
+            value = 0
+            for at in range(crc.at, crc.at + crc.length, READ):
+                view = room[: min(READ, crc.at + crc.length - at)]
+                self._files.read(crc.file, at, view)
+                value = zlib.crc32(view, value)
+                if on_bytes is not None:
+                    on_bytes(len(view))
+            if value != crc.value:
+                inside = (
+                    p.name for p in self._foreign.pieces if p.file == crc.file and 0 <= p.at - crc.at < crc.length
+                )
+                what = next(inside, "something in it")
+                raise CorruptError(f"{what} is damaged: bytes of {crc.file} do not match their CRC-32")
+
+    async def unchanged(self) -> None:
+        """What was read is of one version of the files."""
+        folder = self._foreign.folder
+        try:
+            same = all(stamp_of(os.stat(folder / name)) == stamp for name, stamp in self._before.items())
+        except OSError:
+            same = False
+        if not same:
+            raise CorruptError(CHANGED.format(folder))
+
     async def aclose(self) -> None:
         self._files.close()
+
+
+Stamp = tuple[int, int, int]
+"""What changes when a file does: size, time of change, and which file it is."""
+
+
+def stamp_of(found: os.stat_result) -> Stamp:
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def stamps_of(path: Path) -> dict[str, Stamp]:
+    """Of a file, or of the small files of a folder that say what is in the others."""
+    if path.is_file():
+        return {path.name: stamp_of(path.stat())}
+    return {
+        one.name: stamp_of(one.stat()) for one in path.iterdir() if one.name == ".metadata" or one.suffix == ".json"
+    }
 
 
 class _Files:
@@ -171,10 +259,10 @@ class _Files:
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self._folder, self._lock = folder, threading.Lock()
         self._open: OrderedDict[str, int] = OrderedDict()
-        self.stamps: dict[str, tuple[int, int]] = {}
+        self.stamps: dict[str, Stamp] = {}
         for name in names:
             fd = _open(folder, name)
-            self.stamps[name] = _stamp(fd)
+            self.stamps[name] = stamp_of(os.fstat(fd))
             os.close(fd)
 
     def read(self, name: str, at: int, view: memoryview) -> None:
@@ -193,24 +281,14 @@ class _Files:
             while len(self._open) >= OPEN_FILES:
                 os.close(self._open.popitem(last=False)[1])
             self._open[name] = _open(self._folder, name)
-            if _stamp(self._open[name]) != self.stamps[name]:
-                raise CorruptError(f"{name} changed while it was read: let whoever writes it finish, and repeat this")
+            if stamp_of(os.fstat(self._open[name])) != self.stamps[name]:
+                raise CorruptError(CHANGED.format(self._folder / name))
         self._open.move_to_end(name)
         return self._open[name]
 
     def close(self) -> None:
         while self._open:
             os.close(self._open.popitem()[1])
-
-
-def _stamp(fd: int) -> tuple[int, int]:
-    found = os.fstat(fd)
-    return found.st_size, found.st_mtime_ns
-
-
-def _length(piece: Piece) -> int:
-    """Bytes to read at once: whole elements; of a piece in another order all of it."""
-    return READ if piece.strides is None else max(1, 1 << 62)
 
 
 def _whole(pieces: list[Piece]) -> TensorSpec:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from ckpt import mend
-from ckpt.compare import Entries, entries_of, tensors_of
-from ckpt.errors import CorruptError, MismatchError
+from ckpt.compare import Entries, entries_of
+from ckpt.errors import CorruptError
 from ckpt.log import RunLog
 from ckpt.origin import Assembly, Entry, Origin, View, Want, canonical_names
 from ckpt.read import Manifest
-from ckpt.saved import Ambiguous, Key, Saved
+from ckpt.saved import Key, Saved
 
 KEEP = 32 << 20  # bytes of pieces that the next readings are likely to want the rest of
 
@@ -29,8 +30,9 @@ class RunOrigin:
         self.about = {"url": log.store.url, "step": self.step, "attempt": str(manifest.attempt)}
         self.far = log.store.remote
         self.finite = manifest.commit.finite
-        self.keys = _labels(self.saved)
-        self.names = {t.name: t.alias_of or t.name for t in tensors_of(self.saved).values()}
+        self._labels = labels_of(self.saved)
+        self.keys = {label: key for key, label in self._labels.items()}
+        self.names = names_of(self.saved, self._labels)
         self.tensors = {label: self.saved.tensors[key].spec for label, key in self.keys.items()}
         self.repaired: list[str] = []
         self._log, self._others = log, others
@@ -43,35 +45,42 @@ class RunOrigin:
 
     def view(self, rank: int = 0, world: int = 1) -> View:
         """By the rules of a restore: a rank takes its own values if there are any, and in turn if there are more."""
-        saved, labels = self.saved, {key: label for label, key in self.keys.items()}
-        entries = tuple(Entry(n.path, n.kind, n.facts, n.names, n.values) for n in saved.nodes(rank))
+        saved = self.saved
+        entries = [Entry(n.path, n.kind, n.facts, n.names, n.values) for n in saved.nodes(rank)]
         aliases = {name: of for e in entries for name in e.names if (of := saved.canonical(name, rank)) != name}
         tensors, own = dict[str, str](), list[str]()
         for name in canonical_names(entries, aliases):
-            found = saved.resolve(name, rank, world, None, lenient=True)
-            if found is None:
+            candidates = saved.instances(name)
+            if not candidates:
                 raise CorruptError(f"{self.title} refers to {name}, which it does not hold")
-            if isinstance(found, Ambiguous):
-                ranks = ", ".join(map(str, found.ranks[:8]))
-                raise MismatchError(
-                    f"{name} was saved by ranks {ranks} with values of their own, which differ: it is not clear which "
-                    f"rank {rank} of {world} should take. Leave it out with --only"
-                )
-            if len(saved.instances(name)) > 1 and found[1] >= 0 and not saved.identical(name):
-                own.append(name)
-            tensors[name] = labels[found] if found in labels else labels[_twin(saved, found, labels)]
-        return View(entries, tensors, aliases, tuple(self._notes(own, rank, world)), self.step)
+            if len(candidates) == 1 or saved.identical(name):
+                tensors[name] = self._labels[name, candidates[0]]
+                continue
+            found = saved.resolve(name, rank, world, None, lenient=True)
+            if isinstance(found, tuple):
+                tensors[name] = self._labels[found]
+            elif world == saved.world:
+                continue  # others' own, of which this rank has none
+            else:
+                tensors[name] = self._labels[name, candidates[0]]
+            own.append(name)
+        kept = (replace(e, names=tuple(n for n in e.names if aliases.get(n, n) in tensors)) for e in entries)
+        aliases = {alias: name for alias, name in aliases.items() if name in tensors}
+        return View(tuple(kept), tensors, aliases, tuple(self._notes(own, world)), self.step)
 
-    def _notes(self, own: list[str], rank: int, world: int) -> list[str]:
-        if self.saved.world == world or not (own or self._apart()):
+    def _notes(self, own: list[str], world: int) -> list[str]:
+        apart = [path.partition(" (rank ")[0] for path in self.plain() if path.endswith(")") and " (rank " in path]
+        what = list(dict.fromkeys([*own, *apart]))
+        if self.saved.world == world or not what:
             return []
-        what = [*own[:3], *(f"{len(own) - 3} more tensors" for _ in own[3:4]), *self._apart()[:3]]
-        return [f"ranks have values of their own of {', '.join(what)}: rank {rank} takes those of rank "
-                f"{self.saved.mapped(rank)}"]  # fmt: skip
-
-    def _apart(self) -> list[str]:
-        """The entries of which ranks have plain values of their own."""
-        return [path.partition(" (rank ")[0] for path in self.plain() if path.endswith(")") and " (rank " in path]
+        named = ", ".join([*what[:4], *(f"{len(what) - 4} more" for _ in what[4:5])])
+        if world == 1:
+            return [f"ranks had values of their own of {named}: those of the lowest rank that has any are taken"]
+        return [
+            f"ranks had values of their own of {named}: each of the {world} takes those of one of the "
+            f"{self.saved.world}, so ranks may draw the same random numbers, or read the same data. Where that matters, "
+            "restore the run itself: a Checkpointer divides them anew"
+        ]
 
     def same(self, label: str, other: Origin, theirs: str) -> bool:
         if not isinstance(other, RunOrigin):
@@ -135,19 +144,38 @@ class RunOrigin:
             there = packs == pack
             soon(table.packs[pack], int(ends[there].max()), int(table.stored[list(blobs)][there].sum()))
 
+    async def unchanged(self) -> None:
+        """Every byte was verified."""
+
     async def aclose(self) -> None:
         await self._log.store.aclose()
 
 
-def _labels(saved: Saved) -> dict[str, Key]:
-    """Every tensor once, by the name that it is stored under: `name#rank` where ranks have different ones."""
-    found: dict[str, Key] = {}
-    for label, key in saved.labels.items():
-        if label.partition("#")[0] == key[0] or label == key[0]:
-            found.setdefault(label, key)
+def labels_of(saved: Saved) -> dict[Key, str]:
+    """What each tensor is called: `name#rank` where ranks have different ones of a name. One of equal ones has one."""
+    names = {name for name, _ in saved.tensors}
+    found: dict[Key, str] = {}
+    for name in sorted(names):
+        candidates = saved.instances(name)
+        if len(candidates) == 1 or saved.identical(name):
+            found[name, candidates[0]] = name
+            continue
+        for instance in candidates:
+            label = f"{name}#{instance}"
+            while label in names:  # somebody calls a tensor so
+                label += "#"
+            found[name, instance] = label
     return found
 
 
-def _twin(saved: Saved, key: Key, labels: dict[Key, str]) -> Key:
-    """Of several instances that hold the same, the one that has a label."""
-    return next(other for other in labels if other[0] == key[0] and saved.same(other, key))
+def names_of(saved: Saved, labels: dict[Key, str]) -> dict[str, str]:
+    """Of every name, aliases too, the label."""
+    found = {label: label for label in labels.values()}
+    for view in saved.views:
+        for alias, name in view.aliases.items():
+            for (of, instance), label in labels.items() if len(saved.instances(name)) > 1 else ():
+                if of == name:
+                    found.setdefault(alias if label == name else f"{alias}#{instance}", label)
+            if (name, saved.instances(name)[0]) in labels and len(saved.instances(name)) == 1:
+                found.setdefault(alias, labels[name, saved.instances(name)[0]])
+    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -18,7 +18,7 @@ from ckpt.errors import CorruptError, FormatError, UsageError
 from ckpt.geometry import Dims
 from ckpt.inert import Name, Node
 from ckpt.origin import DESCRIPTION
-from ckpt.origin_files import Foreign
+from ckpt.origin_files import Crc, Foreign
 from ckpt.parse_entries import AnyTensor, Chunks, at_place, from_description, from_state
 from ckpt.parse_safetensors import check_inside
 from ckpt.parse_torch import Archive, Window, find_in, open_archive, opened, told
@@ -83,9 +83,11 @@ def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
 
         with told(folder):
             rest = {key: value for key, value in root.items() if key != DESCRIPTION}
-            return from_description(WHAT, folder, items.values[DESCRIPTION], rest, find)
-    with told(folder):
-        return from_state(WHAT, folder, root, at, items.plain)
+            found = from_description(WHAT, folder, items.values[DESCRIPTION], rest, find)
+    else:
+        with told(folder):
+            found = from_state(WHAT, folder, root, at, items.plain)
+    return replace(found, crcs=tuple(dict.fromkeys(items.crcs)))
 
 
 class _Index:
@@ -220,6 +222,7 @@ class _Items:
         self._folder, self._index = folder, index
         self.values: dict[str, Any] = {}
         self.plain = Values(_nowhere)
+        self.crcs: list[Crc] = []
         self._pickles: dict[bytes, Any] = {}
 
     def read(self) -> None:
@@ -264,6 +267,7 @@ class _Items:
             if len(raw) < 4096:  # most items are alike
                 self._pickles[raw] = value
         self.plain.find = find_in(archive, file)
+        self.crcs += archive.crcs(file)
         found = self.plain.plain(value, path)
         if tensor is not None and type(found) is not TensorRef:
             raise CorruptError("not a tensor, as .metadata says")

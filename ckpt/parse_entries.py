@@ -119,8 +119,8 @@ def from_description(what: str, folder: FilePath, text: object, root: Any, find:
     entries, aliases, places, step = said.entries, said.aliases, said.places, said.step
     if said.seal and said.seal != fingerprint(root, _form):
         raise UsageError(
-            f"it was changed after it was exported, and {DESCRIPTION} in it says what was there before: delete that key, "
-            "and what is in it now is imported"
+            f"it was changed after it was exported, and {DESCRIPTION} in it says what was there before: delete that "
+            "key, and what is in it now is imported"
         )
     for entry in entries:
         _check_references(entry)

@@ -13,14 +13,14 @@ import struct
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import IO, Any, cast
 
 from ckpt import inert
 from ckpt.errors import CorruptError, FormatError, UsageError
 from ckpt.origin import DESCRIPTION
-from ckpt.origin_files import Foreign
+from ckpt.origin_files import Crc, Foreign
 from ckpt.parse_entries import at_place, from_description, from_state
 from ckpt.parse_values import ALLOWED, Values
 from ckpt.values import Path, show
@@ -99,12 +99,21 @@ class Archive:
 
     window: Window
     records: dict[str, tuple[int, int]]
+    sums: dict[str, int]
 
     def read(self, name: str, most: int) -> bytes:
         at, length = self.records[name]
         if length > most:
             raise FormatError(f"{name} has {length >> 20} MiB; at most {most >> 20} are read")
         return self.window.take(at - self.window.start, length)
+
+    def crcs(self, file: str) -> list[Crc]:
+        """Of the records of tensors. Some writers leave them out, and say 0."""
+        return [
+            Crc(file, *place, self.sums[name])
+            for name, place in self.records.items()
+            if name.startswith("data/") and self.sums[name]
+        ]
 
     def load(self, path: Path = ()) -> Any:
         """Its one pickle, inert."""
@@ -120,7 +129,7 @@ def open_archive(window: Window) -> Archive:
                 "a TorchScript archive, which holds a program; save what is in it instead: "
                 "torch.save(torch.jit.load(path).state_dict(), …)"
             )
-        records = _records(window, infos)
+        records, sums = _records(window, infos), {info.filename: info.CRC for info in infos}
     except _DAMAGE as error:
         raise CorruptError(f"the archive is damaged: {str(error)[:200]}") from None
     except OSError as error:
@@ -129,7 +138,11 @@ def open_archive(window: Window) -> Archive:
     if len(pickles) != 1:
         raise FormatError("a zip archive that torch.save did not write: there is not one data.pkl in it")
     root = pickles[0].removesuffix("data.pkl")
-    found = Archive(window, {n.removeprefix(root): place for n, place in records.items() if n.startswith(root)})
+    found = Archive(
+        window,
+        {n.removeprefix(root): place for n, place in records.items() if n.startswith(root)},
+        {n.removeprefix(root): value for n, value in sums.items()},
+    )
     if "byteorder" in found.records and found.read("byteorder", 64) != b"little":
         raise UsageError(f"written on a big-endian machine: {_AGAIN} on a little-endian one")
     return found
@@ -191,8 +204,10 @@ def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
             if type(root) is dict and DESCRIPTION in root:
                 place = lambda keys: at_place(root, keys)  # noqa: E731
                 rest = {key: value for key, value in root.items() if key != DESCRIPTION}
-                return from_description("a torch.save file", path.parent, root[DESCRIPTION], rest, place)
-            return from_state("a torch.save file", path.parent, root, at, values)
+                found = from_description("a torch.save file", path.parent, root[DESCRIPTION], rest, place)
+            else:
+                found = from_state("a torch.save file", path.parent, root, at, values)
+            return replace(found, crcs=tuple(archive.crcs(path.name)))
 
 
 def find_in(archive: Archive, file: str) -> Any:

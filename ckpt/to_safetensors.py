@@ -62,7 +62,9 @@ def plan(
             )
     if "__metadata__" in called.values():
         raise UsageError("a tensor is called __metadata__, which is reserved in safetensors files: leave it out")
-    tied = {called[alias]: called[name] for alias, name in view.aliases.items() if called[alias] != "format"}
+    tied = {called[alias]: called[name] for alias, name in view.aliases.items()}
+    if "format" in tied:
+        raise UsageError('a tied tensor is called "format", which is reserved in safetensors files: leave it out')
     groups = _groups(origin, view, dtypes, shard if not single else 1 << 62)
     files = []
     for i, names in enumerate(groups):

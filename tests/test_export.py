@@ -517,6 +517,9 @@ class Memory:
             flat = np.ascontiguousarray(self._tensors[want.label][box]).reshape(-1)
             want.into[:] = flat[want.start : want.stop].view(np.uint8)
 
+    async def unchanged(self) -> None:
+        pass
+
     async def aclose(self) -> None:
         pass
 

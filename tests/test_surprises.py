@@ -1,0 +1,260 @@
+"""What nobody expects of users and their files: exports that were edited, sources that change, names that collide."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from conftest import run_script
+from test_cli import call, save
+from test_export import PEAK
+from torch import nn
+
+import ckpt
+from ckpt import origin_files
+from ckpt.origin_run import RunOrigin, labels_of
+from ckpt.plan import Layout, TensorSpec
+from ckpt.saved import Saved
+from ckpt.write import build_table
+
+__all__ = ["call"]  # the fixture
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A small training with an optimizer and plain values."""
+    torch.manual_seed(0)
+    model = nn.Linear(30, 20)
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 30)).sum().backward()
+    optim.step()
+    save(tmp_path / "run", {"model": model, "opt": optim, "meta": {"epoch": 3}}, range(1, 2), every=1)
+    return tmp_path / "run"
+
+
+# -- files that changed --
+
+
+def test_an_export_that_was_edited_is_not_taken_for_what_it_was(run: Path, tmp_path: Path, call: Any) -> None:
+    """A setting, a value, a tensor more or less: refused, with what to do; without the description all of it counts."""
+    assert call("restore", run, "--to", tmp_path / "e.pt").code == 0
+    edits = (
+        lambda x: x["opt"]["param_groups"][0].update(lr=5.0),
+        lambda x: x["meta"].update(epoch=99),
+        lambda x: x["model"].update(extra=torch.ones(7)),
+        lambda x: x.update(note="hi"),
+        lambda x: x["model"].pop("bias"),
+    )
+    for number, edit in enumerate(edits):
+        edited = torch.load(tmp_path / "e.pt", weights_only=True)
+        edit(edited)
+        torch.save(edited, tmp_path / f"{number}.pt")
+        found = call("import", tmp_path / f"{number}.pt", tmp_path / f"run-{number}")
+        assert found.code == 2 and "changed after it was exported" in found.err, number
+        del edited["__everystep__"]
+        torch.save(edited, tmp_path / f"{number}.pt")
+        assert call("import", tmp_path / f"{number}.pt", tmp_path / f"run-{number}").code == 0
+    shown = call("show", tmp_path / "run-1", "--json").json
+    assert {v["path"]: v["value"] for v in shown["values"]}["meta.epoch"] == 99
+    unedited = torch.load(tmp_path / "e.pt", weights_only=True)
+    torch.save(unedited, tmp_path / "same.pt")
+    assert call("import", tmp_path / "same.pt", tmp_path / "same").code == 0
+    assert call("diff", run, tmp_path / "same").code == 0
+
+
+@pytest.mark.parametrize("form", ["torch", "dcp"])
+def test_damage_is_seen_by_the_file_s_own_checksums(run: Path, tmp_path: Path, call: Any, form: str) -> None:
+    """One flipped byte of a weight in a file of torch: refused by the tensor's name, in import and diff."""
+    out = tmp_path / ("e.pt" if form == "torch" else "e")
+    call("restore", run, "--to", out, "--format", form)
+    file = out if out.is_file() else max(out.glob("*.distcp"))
+    raw, weight = bytearray(file.read_bytes()), ckpt.load(run)["model.weight"].numpy().tobytes()
+    raw[raw.index(weight) + 5] ^= 1
+    file.write_bytes(raw)
+    for words in (("import", out, tmp_path / "new"), ("diff", run, out)):
+        found = call(*words)
+        assert found.code == 2 and "model.weight is damaged" in found.err and "CRC-32" in found.err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_source_that_changes_while_it_is_read(tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Overwritten in place between two windows, or replaced: nothing appears."""
+    for how in ("in place", "replaced"):
+        source, target = tmp_path / "s.pt", tmp_path / f"run {how}"
+        torch.save({"model": {"a": torch.zeros(3000, 1000), "b": torch.zeros(3000, 1000)}}, source)
+        real, count = origin_files.FilesOrigin._read, iter(range(100))
+
+        def change(self: Any, wants: Any, real: Any = real, count: Any = count, how: str = how) -> None:
+            real(self, wants)
+            if next(count) == 0:
+                torch.save({"model": {"a": torch.ones(3000, 1000), "b": torch.ones(3000, 1000)}}, tmp_path / "new.pt")
+                if how == "replaced":
+                    os.replace(tmp_path / "new.pt", tmp_path / "s.pt")
+                else:
+                    shutil.copyfile(tmp_path / "new.pt", tmp_path / "s.pt")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(origin_files.FilesOrigin, "_read", change)
+            found = call("import", source, target)
+        assert found.code == 2 and "changed while it was read" in found.err and not target.exists(), how
+
+
+def test_arrays_in_pickles_are_not_taken_from_an_older_file(tmp_path: Path, call: Any) -> None:
+    """An import that was stopped, and is called again after its source was written anew, is another import."""
+    import numpy as np
+
+    source = tmp_path / "s.pt"
+    torch.save({"meta": {"arr": np.zeros(1000), "tag": "old"}}, source)
+    fail = "export.whole:kill"
+    code = "import sys\nfrom ckpt.cli import main\nsys.exit(main(sys.argv[1:]))"
+    assert run_script(code, "import", source, tmp_path / "new", fail=fail).returncode == -9
+    torch.save({"meta": {"arr": np.ones(1000), "tag": "new"}}, source)
+    found = call("import", source, tmp_path / "new")
+    assert found.code == 2 and "unfinished export of something else" in found.err
+    shutil.rmtree(tmp_path / "new.partial")
+    assert call("import", source, tmp_path / "new").code == 0
+    assert ckpt.load(tmp_path / "new").plain("meta")["arr"].sum() == 1000
+
+
+# -- tensors that lie otherwise --
+
+
+def test_transposed_tensors_within_bounds(tmp_path: Path, call: Any) -> None:
+    """A large tensor that is stored in columns arrives right, in no more memory than was said."""
+    weight = torch.randn(4000, 5000).t()
+    torch.save({"model": {"w": weight, "v": torch.randn(7, 6, 5).permute(2, 0, 1)[1:4, ::2]}}, tmp_path / "t.pt")
+    expected = torch.load(tmp_path / "t.pt")["model"]
+    result = run_script(PEAK, "import", tmp_path / "t.pt", tmp_path / "new", "--max-memory", "150MiB")
+    assert result.returncode == 0 and int(result.stderr) < 150 * 1024, result.stderr
+    found = ckpt.load(tmp_path / "new")
+    assert all(torch.equal(found[f"model.{name}"], expected[name]) for name in expected)
+
+
+# -- names --
+
+
+def test_chosen_names_are_the_names_that_are_written(tmp_path: Path, call: Any) -> None:
+    """Of tied weights, the one whose name matches; a run of only that module restores into it."""
+    a, b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3)
+    b.weight = a.weight
+    save(tmp_path / "run", {"a": a, "b": b}, range(1, 2), every=1)
+    assert call("restore", tmp_path / "run", "--to", tmp_path / "b.safetensors", "--only", "b.*").code == 0
+    assert set(safetensors.torch.load_file(tmp_path / "b.safetensors")) == {"weight", "bias"}
+    words = ["--only", "b.*", "--format", "run"]
+    assert call("restore", tmp_path / "run", "--to", tmp_path / "b", *words).code == 0
+    fresh = nn.Linear(3, 3)
+    with ckpt.Checkpointer({"b": fresh}, str(tmp_path / "b")) as cp:
+        assert cp.restore() == 1
+    assert torch.equal(fresh.weight, a.weight)
+
+
+def test_each_pattern_must_match(run: Path, tmp_path: Path, call: Any) -> None:
+    """`meta.*` means the entry meta, and a typo among good patterns is named."""
+    words = ["--only", "model.*", "--only", "opt.*", "--only", "meta.*"]
+    assert call("restore", run, "--to", tmp_path / "a.pt", *words).code == 0
+    there = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert there["meta"] == {"epoch": 3} and "opt" in there
+    found = call("restore", run, "--to", tmp_path / "b.pt", *words, "--only", "typo.*")
+    assert found.code == 2 and "'typo.*'" in found.err
+
+
+def test_tied_names_in_another_order_are_the_same(tmp_path: Path, call: Any) -> None:
+    """Two files that keep different names of tied weights are equal, or differ in bytes, and this is said."""
+    for name, state in (("one", ("a", "b")), ("two", ("b", "a"))):
+        shared = nn.Parameter(torch.ones(5))
+        model = nn.Module()
+        for key in state:
+            model.register_parameter(key, shared)
+        save(tmp_path / name, {"model": model}, range(1, 2), every=1)
+    assert call("diff", tmp_path / "one", tmp_path / "two").out == "equal\n"
+    shutil.rmtree(tmp_path / "two")
+    with torch.no_grad():
+        shared += 2
+    save(tmp_path / "two", {"model": model}, range(1, 2), every=1)
+    found = call("diff", tmp_path / "one", tmp_path / "two", "--json").json
+    assert [(row["differing"], row["max_abs_difference"]) for row in found["tensors"]] == [(5, 2.0)]
+    assert found["changed"] == []
+
+
+def two_ranks(*own: str) -> Saved:
+    """Two ranks, each with tensors of its own of these names."""
+    layouts, tables = [], []
+    for rank in range(2):
+        specs = tuple(TensorSpec(name, "F32", (2,), instance=rank) for name in own)
+        component = {"path": ["d"], "kind": "plain", "facts": {}, "names": list(own)}
+        layout = Layout(specs, {}, [component], rank, 2, dict.fromkeys(own, rank))
+        layouts.append(layout)
+        digests = b"".join(bytes([rank + 1] * 16) for _ in own)
+        tables.append(build_table(layout, f"packs/1.aaaaaaaa-1.{rank}.0.safetensors", digests))
+    from ckpt.table import merge
+
+    return Saved(layouts, [[None], [None]], merge(tables))
+
+
+def test_names_with_hashes_are_told_apart() -> None:
+    """Labels of ranks' own tensors never collide with what others are called."""
+    for own in (("queue#",), ("x", "x#1"), ("x", "x#0", "x#1", "x#1#")):
+        labels = labels_of(two_ranks(*own))
+        assert len(labels) == 2 * len(own) == len(set(labels.values()))
+
+
+def test_stages_with_buffers_of_their_own(tmp_path: Path) -> None:
+    """What only some ranks have, each its own: left out for others of as many ranks, else taken from the lowest."""
+    saved = two_ranks("mine")
+
+    class Manifested:
+        commit = type("C", (), {"step": 1, "finite": None})
+        attempt = "1.aaaaaaaa-1"
+        parts = ()
+
+        def saved(self) -> Saved:
+            return saved
+
+        def layout(self, rank: int) -> Layout:
+            raise AssertionError
+
+    log: Any = type("L", (), {"store": type("S", (), {"url": "file:///x", "remote": False})})
+    manifest: Any = Manifested()
+    origin = RunOrigin(log, manifest)
+    assert [origin.view(rank, 2).tensors for rank in (0, 1)] == [{"mine": "mine#0"}, {"mine": "mine#1"}]
+    assert dict(origin.view(0, 1).tensors) == {"mine": "mine#0"} and "lowest rank" in origin.view(0, 1).notes[0]
+    assert "same random numbers" in origin.view(3, 4).notes[0]
+
+
+def test_a_tensor_called_format(tmp_path: Path, call: Any) -> None:
+    """The header's own word is not taken for a tied weight, and not written as one."""
+    safetensors.torch.save_file({"pt": torch.ones(2), "w": torch.ones(3)}, tmp_path / "w.safetensors", {"format": "pt"})
+    assert call("import", tmp_path / "w.safetensors", tmp_path / "run").code == 0
+    assert set(ckpt.load(tmp_path / "run")) == {"model.pt", "model.w"}
+
+
+# -- places --
+
+
+def test_targets_that_cannot_be_are_refused_at_once(run: Path, tmp_path: Path, call: Any) -> None:
+    """An empty folder in the place of a file, and where a file system is mounted: before a byte is written."""
+    (tmp_path / "empty.pt").mkdir()
+    found = call("restore", run, "--to", tmp_path / "empty.pt")
+    assert found.code == 2 and "is a folder" in found.err and not (tmp_path / "empty.pt.partial").exists()
+    found = call("restore", run, "--to", "/proc")
+    assert found.code == 2 and "mounted" in found.err
+
+
+def test_a_run_whose_name_ends_like_a_step(run: Path, tmp_path: Path, call: Any) -> None:
+    """`r@7` is that folder if it is a run, and a step of `r` else."""
+    run.rename(tmp_path / "r@7")
+    assert call("diff", tmp_path / "r@7", f"{tmp_path / 'r@7'}@1").code == 0
+
+
+def test_dcp_folders_with_keys_in_tuples(tmp_path: Path, call: Any) -> None:
+    """Dicts with numbers as keys, inside of tuples, go to DCP and come back."""
+    state = {"model": nn.Linear(2, 2), "meta": {"x": ({0: torch.ones(3), 1: 2},), "y": [{5: torch.zeros(1)}]}}
+    save(tmp_path / "run", state, range(1, 2), every=1)
+    assert call("restore", tmp_path / "run", "--to", tmp_path / "d", "--format", "dcp").code == 0
+    assert call("import", tmp_path / "d", tmp_path / "back").code == 0
+    assert call("diff", tmp_path / "run", tmp_path / "back").out == "equal\n"

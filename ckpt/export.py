@@ -361,11 +361,10 @@ class _Mover:
                 views = _carve(buffers[number % 2], batch)
                 missing = await asyncio.to_thread(self._missing, views)
                 await self._fill(missing)
-                await asyncio.to_thread(self._sum, views)
                 if writing is not None:
                     await writing
                 self.resumed += sum(len(view) for window, view in views.items() if window not in missing)
-                writing = asyncio.create_task(asyncio.to_thread(self._write, missing))
+                writing = asyncio.create_task(asyncio.to_thread(self._settle, views, missing))
                 self._tell(sum(map(len, views.values())))
             if writing is not None:
                 await writing
@@ -386,9 +385,11 @@ class _Mover:
             return False
         return self._writers[window.file].read(window.start, view) and blob_digest(view.data).hex() == noted
 
-    def _sum(self, views: Mapping[Window, Bytes]) -> None:
+    def _settle(self, views: Mapping[Window, Bytes], missing: Mapping[Window, Bytes]) -> None:
+        """What comes after reading: checksums, in the order of the bytes, and writing what is not there."""
         for window, view in views.items():
             self._summers[window.file].feed(window.start, view)
+        self._write(missing)
 
     async def _fill(self, views: Mapping[Window, Bytes]) -> None:
         """The windows' bytes, as the plan has them."""

@@ -18,11 +18,12 @@ first, and what that refuses is refused here, unless the reader is told `trusted
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import os
 import re
 import secrets
 import threading
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,11 +35,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ckpt import dcp_run, dcp_source, read
+from ckpt import dcp_busy, dcp_run, dcp_source, read
 from ckpt.dcp_share import Content, Receipt, Share, content_of
 from ckpt.errors import PeerError, SaveError, UsageError
 from ckpt.log import Acquire
 from ckpt.manifest import Attempt
+from ckpt.retain import Keep
 from ckpt.store import remember_options
 from ckpt.tiers import Memory, Tier
 
@@ -49,31 +51,53 @@ CheckpointId = str | os.PathLike[str] | int | None
 
 RECEIPT = "(receipt)"  # under this name a rank's Receipt travels to the coordinator
 MAX_STEP = 10**18
-_spent: deque[str] = deque(maxlen=64)  # tokens of shares that were written: a plan that brings one again is an old one
+EVERYTHING = Keep(every=1)
+STEP = re.compile(r"(?:^|[^0-9.])([0-9]{1,18})/*$")
+ODD = re.compile(r"(?:^|/)[-+0-9]*[-+][0-9]+/*$|[0-9][.e+]+[-+]?[0-9]+/*$")  # -5, 2024-11-21, 1e6; not exp1-500
+MAX_SPENT = 64
+_spent: dict[str, dcp_run.Incarnation] = {}  # tokens of shares that were written: a plan that brings one again is old
 _spending = threading.Lock()
 
 
+class _Now(threading.local):
+    """What a writer knows of the save that the calling thread makes: torch makes each in one thread."""
+
+    def __init__(self, default: int | None) -> None:
+        self.clear(default)
+
+    def clear(self, default: int | None) -> None:
+        self.step: int | None = default
+        self.id: CheckpointId = default
+        self.job: dcp_run.Incarnation | None = None
+        self.saving: dcp_run.Saving | None = None
+
+
 class StorageWriter(storage.StorageWriter):
-    """Saves to one place or several, nearest first: a folder or URL for every save, a `Tier` for those it is due for
-    by its `every` (a step that is due nowhere goes to the nearest). `keep` is applied after each save. Everything is
-    written as a whole: `incremental`, `compression` and `scrub_mib_s` do not count here.
+    """Saves to one place or several, nearest first: a folder or URL for every save, and all of them are kept, as with
+    torch's own writer; a `Tier` for those it is due for by its `every` (a step that is due nowhere goes to the
+    nearest), and its `keep` is applied after each save. Everything is written as a whole: `incremental`, `compression`
+    and `scrub_mib_s` do not count here.
 
     `step`: for saves without a `checkpoint_id`. A save that fails raises, and leaves all older ones and the next ones
     alone; what one place refuses is in the others. Steps only go up, and `dcp.load` of the same places goes back: what
-    was saved beyond that step belongs no more to the history then. FencedError if a newer job has taken the run over.
+    was saved beyond that step belongs no more to the history then. FencedError if a newer job has taken the run over:
+    so the same rank has to coordinate all saves of a job. A save that begins while another one of this process is on
+    its way to the same place is refused.
     """
 
     def __init__(self, tiers: Places, *, step: int | None = None) -> None:
         self._tiers = _tiers(tiers)
-        self._default = self._step = None if step is None else step_of(step)
-        self._id: CheckpointId = step
-        self._incarnation: dcp_run.Incarnation | None = None  # of the process that pickled this writer
-        self._saving: dcp_run.Saving | None = None
+        self._default = None if step is None else step_of(step)
+        self._now = _Now(self._default)
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process that saves for this job: it has to be the same job there."""
-        mine = self._incarnation or dcp_run.incarnation_of(self._urls)
-        return {**self.__dict__, "_incarnation": mine, "_saving": None}
+        return {"tiers": self._tiers, "default": self._default, "job": dcp_run.incarnation_of(self._urls)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._tiers, self._default = state["tiers"], state["default"]
+        self._now = _Now(self._default)
+        dcp_run.adopt(self._urls, state["job"])
 
     @property
     def _urls(self) -> tuple[str, ...]:
@@ -81,39 +105,43 @@ class StorageWriter(storage.StorageWriter):
 
     @property
     def checkpoint_id(self) -> CheckpointId:
-        return self._id
+        return self._now.id
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
         return _is_id(checkpoint_id)
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
-        self._saving = None
-        self._step = self._default if checkpoint_id is None else step_of(checkpoint_id)
-        self._id = self._default if checkpoint_id is None else checkpoint_id
+        self._now.clear(self._default)
+        if checkpoint_id is not None:
+            self._now.step, self._now.id = step_of(checkpoint_id), checkpoint_id
+        self._now.job = dcp_run.incarnation_of(self._urls)  # a load that comes later is no matter of this save
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=None if self._id is None else str(self._id))
+        return StorageMeta(checkpoint_id=None if self._now.id is None else str(self._now.id))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("use_collectives", True) is False:
             raise UsageError("use_collectives=False saves parts that nobody puts together: it cannot be used here")
-        if self._step is None:
+        if self._now.step is None:
             raise UsageError(
                 'say which step this is: dcp.save(..., checkpoint_id="step-500"), or StorageWriter(..., step=500)'
             )
+        dcp_busy.check_time(self._now.step)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: the attempt gets its name, and each rank its share of it."""
-        assert self._step is not None
-        mine = self._incarnation or dcp_run.incarnation_of(self._urls)
-        saving = self._saving = read.run(dcp_run.begin(self._tiers, mine, self._step, len(plans)))
+        step = self._now.step
+        assert step is not None
+        job, self._now.job = self._now.job or dcp_run.incarnation_of(self._urls), None
+        dcp_busy.claim(self._urls, step)
+        saving = self._now.saving = read.run(dcp_run.begin(self._tiers, job, step, len(plans)))
         names = [{item.index.fqn for item in plan.items} for plan in plans]
         everything, token = set[str]().union(*names), secrets.token_hex(8)
-        share = Share(token, str(saving.attempt), 0, len(plans), saving.urls, saving.read_back)
+        share = Share(token, str(saving.attempt), 0, len(plans), saving.urls, saving.read_back, job=job.nonce)
         return [
             replace(plan, storage_data=replace(share, rank=rank, names=tuple(sorted(everything - names[rank]))))
             for rank, plan in enumerate(plans)
@@ -128,7 +156,7 @@ class StorageWriter(storage.StorageWriter):
         sizes = {spec.key: spec.nbytes for spec in content.layout.tensors}
         results = [WriteResult(MetadataIndex(RECEIPT), sum(sizes.values()), receipt)]
         results += [WriteResult(item.index, 0, None) for item in plan.items]
-        self._step, self._id = self._default, self._default  # of the next save
+        self._now.step = self._now.id = self._default  # of the next save
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -147,31 +175,30 @@ class StorageWriter(storage.StorageWriter):
     def _share(self, plan: SavePlan) -> Share:
         """What the coordinator says of this save. A planner that keeps plans brings that of an older one: then the log
         says who owns the run."""
-        share = plan.storage_data
-        if not isinstance(share, Share) or self._step is None:
+        share, step = plan.storage_data, self._now.step
+        if not isinstance(share, Share) or step is None:
             raise SaveError("this plan was not made for this writer")
-        with _spending:
-            old = share.token in _spent
-            _spent.append(share.token)
-        if old:
-            due = dcp_run.cadence(self._tiers, self._step)
-            owner = read.run(dcp_run.owner_now(due[0]))
-            attempt = Attempt(owner.epoch, self._step, owner.nonce)
-            share = replace(share, attempt=str(attempt), tiers=tuple(tier.url for tier in due), read_back=())
-        if Attempt.parse(share.attempt).step != self._step:
-            raise PeerError(f"rank {share.rank} saves step {self._step}, the coordinator {share.attempt}")
+        mine = dcp_run.incarnation_of(self._urls)
+        then = _spend(share.token, mine)
+        if then is not None:
+            restored = None if then == mine else mine.restored
+            share = read.run(dcp_run.renewed(share, self._tiers, step, restored))
+        if Attempt.parse(share.attempt).step != step:
+            raise PeerError(f"rank {share.rank} saves step {step}, the coordinator {share.attempt}")
         if not set(share.tiers) <= set(self._urls):
             raise PeerError(f"rank {share.rank} saves to {', '.join(self._urls)}, the coordinator to {share.tiers}")
         return share
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator: the checkpoint exists when this returns."""
-        saving = self._saving
+        saving, self._now.saving = self._now.saving, None
         if saving is None:
             raise SaveError("there is no save to finish")
         receipts = [r.storage_data for each in results for r in each if isinstance(r.storage_data, Receipt)]
-        read.run(dcp_run.end(saving, receipts))
-        self._saving = None
+        try:
+            read.run(dcp_run.end(saving, receipts))
+        finally:
+            dcp_busy.release()
 
 
 class StorageReader(storage.StorageReader):
@@ -241,6 +268,16 @@ def latest(places: Places) -> int | None:
     return read.run(dcp_source.latest(_reachable(_tiers(places))))
 
 
+def _spend(token: str, mine: dcp_run.Incarnation) -> dcp_run.Incarnation | None:
+    """Note that a share was written; if it was before: what this process was then."""
+    with _spending:
+        then = _spent.pop(token, None)
+        _spent[token] = then or mine
+        for oldest in list(_spent)[:-MAX_SPENT]:
+            del _spent[oldest]
+    return then
+
+
 def _reachable(tiers: Sequence[Tier]) -> list[str]:
     """The URLs, once this process knows how to reach them."""
     for tier in tiers:
@@ -249,13 +286,15 @@ def _reachable(tiers: Sequence[Tier]) -> list[str]:
 
 
 def step_of(checkpoint_id: object) -> int:
-    """The number at its end. UsageError if there is none."""
+    """The number at its end. UsageError if there is none, or if it may be a piece of another one: of a date, say."""
     number: int | None = None
-    if isinstance(checkpoint_id, int) and not isinstance(checkpoint_id, bool):
-        number = checkpoint_id
-    elif isinstance(checkpoint_id, (str, os.PathLike)):
-        found = re.search(r"([0-9]{1,19})/*$", os.fspath(checkpoint_id))
-        number = int(found[1]) if found else None
+    with contextlib.suppress(TypeError):
+        if isinstance(checkpoint_id, (str, os.PathLike)):
+            name = os.fspath(checkpoint_id)
+            found = None if ODD.search(name) else STEP.search(name)
+            number = int(found[1]) if found else None
+        elif not isinstance(checkpoint_id, bool):
+            number = operator.index(checkpoint_id)  # type: ignore[arg-type]
     if number is None or not 0 <= number < MAX_STEP:
         raise UsageError(
             f'{checkpoint_id!r} does not say which step it is: give a number, or a name that ends with one ("step-500")'
@@ -272,7 +311,7 @@ def _is_id(checkpoint_id: object) -> bool:
 
 
 def _tiers(places: object) -> list[Tier]:
-    """What the user passed, nearest first. A plain folder or URL takes every save."""
+    """What the user passed, nearest first. A plain folder or URL takes every save, and keeps it."""
     given = places if isinstance(places, (list, tuple)) else [places]
     if any(isinstance(one, Memory) for one in given):
         raise UsageError(
@@ -281,7 +320,7 @@ def _tiers(places: object) -> list[Tier]:
         )
     if not given or not all(isinstance(one, (str, Path, Tier)) for one in given):
         raise UsageError(f"give a folder, a URL, a Tier, or a list of these, not {places!r}")
-    tiers = [one if isinstance(one, Tier) else Tier(str(one), every=1) for one in given]
+    tiers = [one if isinstance(one, Tier) else Tier(str(one), every=1, keep=EVERYTHING) for one in given]
     if len({tier.url for tier in tiers}) != len(tiers):
         raise UsageError("each place can be named once")
     return tiers

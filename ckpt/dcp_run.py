@@ -24,6 +24,7 @@ from ckpt.errors import (
     CorruptError,
     FencedError,
     FormatError,
+    FullError,
     NotFoundError,
     SaveError,
     StoreError,
@@ -32,8 +33,9 @@ from ckpt.errors import (
     to_wire,
 )
 from ckpt.events import log as logger
-from ckpt.log import Acquire, Commit, RunLog
+from ckpt.log import Acquire, Commit, Record, RunLog, RunState, live_packs
 from ckpt.manifest import Attempt, new_nonce
+from ckpt.manifest import owner as owner_of
 from ckpt.places import LIST_EVERY, READ_BACK_EVERY, READER_GRACE_S
 from ckpt.store import Store, open_store, remember_options
 from ckpt.tiers import Tier
@@ -49,7 +51,7 @@ class Incarnation:
 
     nonce: str
     restored: Attempt | None
-    number: int
+    number: int = field(compare=False)
 
     def name(self, turn: int) -> str:
         """Of its epochs: it opens another one to save a step again that could not be saved."""
@@ -63,6 +65,8 @@ class Known:
     trusted: bool = False  # it was seen to create only what is absent
     open: set[Attempt] = field(default_factory=set)  # begun here, and neither committed nor aborted
     verified: set[Attempt] = field(default_factory=set)
+    read_back: Attempt | None = None  # the last one whose share was read again here
+    cleared: set[Attempt] = field(default_factory=set)  # given up, and nothing is left of them
     sweeps: int = 0
     leaving: list[tuple[float, list[str]]] = field(default_factory=list)  # names, and when they may be deleted
 
@@ -89,6 +93,20 @@ def went_back(urls: Sequence[str], attempt: Attempt) -> None:
         _incarnations.update(dict.fromkeys(urls, Incarnation(new_nonce(), attempt, next(_numbers))))
 
 
+def adopt(urls: Sequence[str], incarnation: Incarnation) -> None:
+    """This process is of the job that another one has told of, until it loads a checkpoint itself."""
+    with _lock:
+        _incarnations.update(dict.fromkeys(urls, replace(incarnation, number=next(_numbers))))
+
+
+def forget(url: str) -> None:
+    """What is remembered of a place is no more: its run is gone."""
+    with _lock:
+        _known.pop(url, None)
+        for urls in [urls for urls in _owners if url in urls]:
+            del _owners[urls]
+
+
 def known(url: str) -> Known:
     with _lock:
         return _known.setdefault(url, Known())
@@ -113,7 +131,11 @@ async def opened(tier: Tier) -> AsyncIterator[RunLog]:
             await commit.create_run(store)
             known(tier.url).trusted = True
         log = RunLog(store)
-        await log.open()
+        try:
+            await log.open()
+        except FormatError:
+            forget(tier.url)  # deleted meanwhile: the next save makes it again
+            raise
         yield log
     finally:
         await store.aclose()
@@ -151,14 +173,15 @@ async def begin(tiers: Sequence[Tier], mine: Incarnation, step: int, world: int)
         if cached != mine or owner is None:
             raise FencedError("not known yet")
         saving = await _begin(tiers, owner, step, world)
-    except FencedError:  # perhaps by another process of this job, which has opened an epoch since
+    except (FencedError, FormatError):  # by another process of this job, which has opened an epoch since; or no run yet
         owner = await _take_over(tiers, mine, again=False)
         saving = await _begin(tiers, owner, step, world)
     if saving is None:  # it was tried before, and given up
         owner = await _take_over(tiers, mine, again=True)
         saving = await _begin(tiers, owner, step, world)
         assert saving is not None, "nobody can have tried in a new epoch"
-    _owners[urls] = (mine, owner)
+    if not any(isinstance(error, FormatError) for error in saving.errors.values()):
+        _owners[urls] = (mine, owner)
     for url in saving.urls:
         known(url).open.add(saving.attempt)
     return saving
@@ -210,14 +233,42 @@ async def _begin(tiers: Sequence[Tier], owner: Acquire, step: int, world: int) -
                 if saving.attempt in log.state.aborted:
                     return None
                 _check_step(log, saving.attempt)
-                if _wants_read_back(log, tier, saving):
+                await _clear(log, owner, known(tier.url))
+                if _wants_read_back(log, tier, saving.attempt, world):
                     read_back.append(tier.url)
         except (StoreError, CorruptError, FormatError) as error:
-            saving.errors[tier.url] = error
+            saving.errors[tier.url] = _with_help(error, tier.url)
     if not saving.urls:
         raise next(iter(saving.errors.values()))
     saving.read_back = tuple(read_back)
     return saving
+
+
+def _with_help(error: CheckpointError, url: str) -> CheckpointError:
+    return FullError(f"{error}. `ckpt gc {url}` deletes what nothing needs") if isinstance(error, FullError) else error
+
+
+async def _clear(log: RunLog, mine: Acquire, place: Known) -> None:
+    """Delete what attempts have left that were given up: retention would do so only after the next checkpoint, for
+    which there may be no room while they are there."""
+    if log.state.aborted <= place.cleared:
+        return
+    listed = [info.key for prefix in ("packs/", "parts/", "index/") async for info in log.store.list(prefix)]
+    used = await retain.files_of(log, log.state.commits.values())
+    aborted, doomed = set(log.state.aborted), list[str]()
+
+    def make(state: RunState) -> Record | None:
+        doomed.clear()
+        if state.damaged or not state.commits.keys() <= used.keys():
+            return None  # something that nobody can read may use them
+        live = live_packs(state, listed, set[str]().union(*used.values()))
+        doomed.extend(key for key in listed if key not in live and owner_of(key) in aborted)
+        body = {"retire": [], "delete": list(doomed)}
+        return Record("PLAN", body, f"plan:{mine.nonce}:{state.next_seq}") if doomed else None
+
+    await log.append(make, owner=mine)
+    await log.store.delete_many(doomed)
+    place.cleared |= aborted
 
 
 def _check_step(log: RunLog, attempt: Attempt) -> None:
@@ -233,20 +284,50 @@ def _check_step(log: RunLog, attempt: Attempt) -> None:
         )
 
 
-def _wants_read_back(log: RunLog, tier: Tier, saving: Saving) -> bool:
+def _wants_read_back(log: RunLog, tier: Tier, attempt: Attempt, world: int) -> bool:
     """Whether older ones would go after this save, and nothing recent was read back: then this one has to be."""
-    fake = Commit(saving.attempt, saving.world, (), "")
-    state = replace(log.state, commits={**log.state.commits, saving.attempt: fake})
+    fake = Commit(attempt, world, (), "")
+    state = replace(log.state, commits={**log.state.commits, attempt: fake})
     recent = {c.attempt for c in state.lineage()[: READ_BACK_EVERY if log.store.remote else 1]}
-    return bool(retain.choose(state, tier.keeping, {saving.attempt})) and not recent & known(tier.url).verified
+    return bool(retain.choose(state, tier.keeping, {attempt})) and known(tier.url).read_back not in recent
 
 
-async def owner_now(tier: Tier) -> Acquire:
-    """Who owns the run: for a rank whose plan, kept from an older save, does not say it."""
-    async with opened(tier) as log:
-        if not log.state.acquires:
-            raise SaveError(f"nobody owns {tier.url}")
-        return log.state.acquires[-1]
+async def renewed(share: Share, tiers: Sequence[Tier], step: int, restored: Attempt | None) -> Share:
+    """What the coordinator says of this save, for a rank that a planner gave the share of an older one.
+
+    `restored`: what this process went back to after it had that one: the job has another name then, which only the
+    coordinator knows. FencedError if another job owns the run.
+    """
+    due, job = cadence(tiers, step), Incarnation(share.job, None, 0)
+    owner: Acquire | None = None
+    read_back = []
+    for tier in due:
+        try:
+            async with opened(tier) as log:
+                newest = owner or _own(log, job, restored)
+                attempt = Attempt(newest.epoch, step, newest.nonce)
+                if _wants_read_back(log, tier, attempt, share.world):
+                    read_back.append(tier.url)
+                owner = newest
+        except StoreError:
+            continue  # to write there fails as well, and is said then
+    if owner is None:
+        raise SaveError(f"none of {', '.join(tier.url for tier in due)} says who owns the run")
+    attempt = Attempt(owner.epoch, step, owner.nonce)
+    urls = tuple(tier.url for tier in due)
+    return replace(share, attempt=str(attempt), tiers=urls, read_back=tuple(read_back))
+
+
+def _own(log: RunLog, job: Incarnation, restored: Attempt | None) -> Acquire:
+    """The newest epoch, if it is one of this job's."""
+    acquires = log.state.acquires
+    if not acquires:
+        raise SaveError(f"nobody owns {log.store.url}")
+    newest = acquires[-1]
+    names = {job.name(turn) for turn in range(len(acquires) + 1)}
+    if newest.nonce not in names and (restored is None or newest.restored != restored):
+        raise FencedError(f"another job took {log.store.url} over (epoch {newest.epoch})")
+    return newest
 
 
 # -- write, on every rank --
@@ -266,8 +347,10 @@ async def write(tiers: Sequence[Tier], share: Share, content: Content) -> Receip
                     stack.push_async_callback(store.aclose)
                     back = tier.url in share.read_back
                     written[tier.url] = await dcp_share.write(store, attempt, content, read_back=back)
+                    if back:
+                        known(tier.url).read_back = attempt
             except (StoreError, CorruptError) as error:
-                errors[tier.url] = error
+                errors[tier.url] = _with_help(error, tier.url)
         dcp_share.check_alike(list(written.values()))
         if errors and not written:
             raise next(iter(errors.values()))

@@ -15,16 +15,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from ckpt import read
-from ckpt.digest import blob_digest, file_digest
+from ckpt.dcp_objects import warn_once
+from ckpt.digest import file_digest
 from ckpt.errors import SaveError, StateError
 from ckpt.manifest import Attempt, PackInfo, pack_key
 from ckpt.plan import Layout, TensorSpec
 from ckpt.store import PAGE, Store
 from ckpt.tensors import DTYPE_NAME, as_bytes, check
+from ckpt.values import is_text
 from ckpt.write import Snapshot, Written, build_table, finish_part, upload_from
 
 KIND = "dcp"  # of the one component of such a checkpoint
@@ -35,7 +38,8 @@ TRY = 0  # an attempt is tried once: after a failure the next one has another na
 @dataclass(frozen=True, slots=True)
 class Share:
     """What the coordinator tells a rank. `tiers`: URLs to write to, nearest first; `read_back`: those of them where
-    this is to be read again; `names`: of tensors that other ranks write; `token`: of this save and no other."""
+    this is to be read again; `names`: of tensors that other ranks write; `token`: of this save and no other; `job`: the
+    nonce of the incarnation that saves."""
 
     token: str
     attempt: str
@@ -44,6 +48,7 @@ class Share:
     tiers: tuple[str, ...]
     read_back: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
+    job: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +79,6 @@ class Content:
         found, spec = self.planner.resolve_data(source), self.layout.tensors[number]
         if not isinstance(found, Tensor):
             raise StateError(f"{spec.name}: the planner gives a {type(found).__name__} where it had planned a tensor")
-        if found.device.type != "cpu":
-            torch.accelerator.synchronize(found.device)  # another stream than this thread's may be writing it
         tensor = dense(found.detach(), spec.name)
         if DTYPE_NAME[tensor.dtype] != spec.dtype or tuple(tensor.shape) != spec.shape:
             raise StateError(
@@ -89,6 +92,8 @@ def dense(tensor: Tensor, name: str) -> Tensor:
     """The same values in host memory, contiguous. StateError if their bytes would not be the whole truth."""
     if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         check(tensor, (name,))
+    if tensor.device.type != "cpu":
+        torch.accelerator.synchronize(tensor.device)  # another stream than this thread's may be writing it
     return check(tensor.to("cpu").resolve_conj().resolve_neg().contiguous(), (name,))
 
 
@@ -98,6 +103,8 @@ def content_of(plan: SavePlan, planner: SavePlanner, share: Share) -> Content:
     names, objects = dict[str, None](), list[str]()
     for item in plan.items:
         name = item.index.fqn
+        if name == "__metadata__" or not is_text(name):
+            raise StateError(f"{name!a}: nothing that is saved can have this name")
         names[name] = None
         if item.type == WriteItemType.BYTE_IO:
             data = planner.resolve_data(item)
@@ -106,6 +113,7 @@ def content_of(plan: SavePlan, planner: SavePlanner, share: Share) -> Content:
             raw = memoryview(data.getvalue())
             pieces.append((TensorSpec(name, "U8", (len(raw),)), raw))
             objects.append(name)
+            warn_once(name, raw)
         elif (spec := _spec(item)) is not None:
             pieces.append((spec, item))
     mappings = _mappings(plan.planner_data, names)
@@ -155,6 +163,7 @@ class Stream:
         self._rest = memoryview(self._arrangement.header)
         self._number, self._bytes = -1, memoryview(b"")
         self._position = 0
+        self._hash = xxhash.xxh3_128()  # of the present blob
         self._lock = asyncio.Lock()
         self.digests = bytearray()
 
@@ -168,9 +177,13 @@ class Stream:
         while filled < length:
             if not self._rest:
                 self._rest = self._next()
-            part = self._rest[: length - filled]
-            room[filled : filled + len(part)] = part
-            filled, self._rest = filled + len(part), self._rest[len(part) :]
+            size = min(len(self._rest), length - filled)
+            copied = room[filled : filled + size]
+            copied[:] = self._rest[:size]
+            self._hash.update(copied)  # of what is stored, whatever the source may be by now
+            filled, self._rest = filled + size, self._rest[size:]
+            if not self._rest and self._number >= 0:
+                self.digests += self._hash.digest()
         self._position += length
         return room
 
@@ -180,9 +193,8 @@ class Stream:
             self._bytes = memoryview(b"")  # before there is another
             self._number, self._bytes = blob.tensor, self._content.bytes_of(blob.tensor)
         start = blob.offset - self._arrangement.offsets[blob.tensor]
-        data = self._bytes[start : start + blob.length]
-        self.digests += blob_digest(data)
-        return data
+        self._hash = xxhash.xxh3_128()
+        return self._bytes[start : start + blob.length]
 
 
 def _room(length: int) -> memoryview:

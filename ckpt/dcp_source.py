@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from ckpt import mend, read
+from ckpt.dcp_objects import check_object
 from ckpt.dcp_share import KIND
 from ckpt.errors import (
     CheckpointError,
@@ -30,7 +31,7 @@ from ckpt.errors import (
     MismatchError,
     NoCheckpointError,
     NotFoundError,
-    UsageError,
+    StoreError,
 )
 from ckpt.events import log as logger
 from ckpt.log import Acquire, RunState, in_history, infer_root
@@ -38,7 +39,9 @@ from ckpt.manifest import Attempt
 from ckpt.plan import TensorSpec
 from ckpt.restore import Filler, Target
 from ckpt.saved import Key, Saved
-from ckpt.tensors import TORCH_DTYPE, empty
+from ckpt.tensors import DTYPE_NAME, TORCH_DTYPE, empty
+
+SPARSE = 10_000  # elements of a list that may be empty, and have no name
 
 
 @dataclass(frozen=True)
@@ -64,14 +67,23 @@ class Found:
 async def find(urls: Sequence[str], step: int | None) -> Found:
     """The newest checkpoint of the present history that can be read, or that of a step; from the nearest place.
 
-    What is wrong with one place is made up for by the others, and without `step` by an older checkpoint.
+    What is wrong with one place is made up for by the others, and what is damaged or gone, without `step`, by an older
+    checkpoint. StoreError if the newest cannot be had now: to go on from an older one is not ours to decide.
     """
+    try:
+        return await _find(urls, step)
+    except NotFoundError:
+        return await _find(urls, step)  # retired while we looked: there is a newer one
+
+
+async def _find(urls: Sequence[str], step: int | None) -> Found:
     states, first = await _look(urls)
     if not states:
         assert first is not None
         raise first
     for attempt in _candidates(states, step):
         having = [url for url, state in states.items() if attempt in state.commits]
+        away: StoreError | None = None
         for url in having:
             try:
                 async with read.opened(url) as store:
@@ -79,11 +91,16 @@ async def find(urls: Sequence[str], step: int | None) -> Found:
                 saved = manifest.saved()
             except CheckpointError as error:
                 first = first or error
+                if isinstance(error, StoreError) and not isinstance(error, NotFoundError):
+                    away = away or error
                 logger.warning("step %d cannot be read from %s: %s", attempt.step, url, error)
                 continue
             mine = (attempt.epoch, attempt.nonce)
             places = [u for u, state in states.items() if mine in {(a.epoch, a.nonce) for a in state.acquires}]
             return Found(url, attempt, saved, tuple(u for u in urls if u != url), tuple(places))
+        if away is not None:
+            text = f"step {attempt.step} cannot be read now: {away}. To go back to an older one give its checkpoint_id"
+            raise StoreError(text, retryable=away.retryable) from away
     if first is not None:
         raise first
     raise _nothing(states, step)
@@ -91,13 +108,20 @@ async def find(urls: Sequence[str], step: int | None) -> Found:
 
 async def latest(urls: Sequence[str]) -> int | None:
     """The newest step that can be read; None if there is no checkpoint, or not even a run."""
-    there = [url for url in urls if await _is_run(url)]
-    if not there:
-        return None
-    try:
-        return (await find(there, None)).attempt.step
-    except NoCheckpointError:
-        return None
+    there, away = [], None
+    for url in urls:
+        try:
+            if await _is_run(url):
+                there.append(url)
+        except StoreError as error:
+            logger.warning("nothing is read from %s: %s", url, error)
+            away = away or error
+    with contextlib.suppress(NoCheckpointError):
+        if there:
+            return (await find(there, None)).attempt.step
+    if away is not None:
+        raise away  # there may be one
+    return None
 
 
 async def _is_run(url: str) -> bool:
@@ -156,8 +180,9 @@ def metadata_of(saved: Saved) -> Metadata:
         facts = [c["facts"] for view in saved.views for c in view.components if c["kind"] == KIND]
         objects = {name for one in facts for name in one["objects"]}
         mappings = [one["mappings"] for one in facts if one["mappings"] is not None]
-        planner_data = dict(ChainMap(*({n: _path(path) for n, path in one.items()} for one in mappings)))
-    except (LookupError, TypeError, AttributeError) as error:
+        longest = len(saved.labels) + SPARSE
+        planner_data = dict(ChainMap(*({n: _path(path, longest) for n, path in one.items()} for one in mappings)))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CorruptError(f"what the parts say of torch's names is damaged: {error!r}") from None
     entries: dict[str, STORAGE_TYPES] = {}
     for name, key in saved.labels.items():
@@ -168,9 +193,13 @@ def metadata_of(saved: Saved) -> Metadata:
     return Metadata(entries, planner_data=planner_data if mappings else None)
 
 
-def _path(path: Any) -> tuple[str | int, ...]:
-    if type(path) is not list or not all(type(part) in (str, int) for part in path):
+def _path(path: Any, longest: int) -> tuple[str | int, ...]:
+    """Names, and numbers within lists, which torch makes as long as they say."""
+    if type(path) is not list or not path or type(path[0]) is not str:
         raise TypeError(f"not a path: {path!r:.80}")
+    for part in path:
+        if type(part) is not str and not (type(part) is int and 0 <= part < longest):
+            raise ValueError(f"not a path: {path!r:.80}")
     return tuple(path)
 
 
@@ -195,7 +224,7 @@ def fill(found: Found, plan: LoadPlan, planner: LoadPlanner, *, trusted: bool) -
     read.run(_fetch(found, {found.key(name): [target] for name, target in raws.items()}))
     if not trusted:
         for name, room in rooms.items():
-            check_object(f"{name} of step {found.attempt.step}", room)
+            check_object(f"{name} of step {found.attempt.step}", room.numpy().data)
     targets = [_target(planner.resolve_tensor(item).detach(), item) for item in tensors]
     fills: dict[Key, list[Target]] = {}
     for item, target in zip(tensors, targets, strict=True):
@@ -215,6 +244,8 @@ def _target(tensor: Tensor, item: ReadItem) -> Target:
     sizes = tuple(item.lengths)
     if tuple(tensor.shape) != sizes:
         raise MismatchError(f"{item.storage_index.fqn}: the planner gives {list(tensor.shape)} for {list(sizes)}")
+    if tensor.dtype not in DTYPE_NAME:
+        raise MismatchError(f"{item.storage_index.fqn}: nothing can be loaded into {tensor.dtype}")
     chunk = item.storage_index.offset or (0,) * len(sizes)
     return Target(tensor, (tuple(i + j for i, j in zip(chunk, item.storage_offsets, strict=True)), sizes))
 
@@ -226,17 +257,3 @@ async def _fetch(found: Found, fills: dict[Key, list[Target]]) -> None:
             store, found.attempt, found.saved.table, filler.blobs, filler.add, found.others, room=filler.room
         )
     filler.finish()
-
-
-def check_object(what: str, room: Tensor) -> None:
-    """UsageError if the bytes of an object are not what torch reads without running code."""
-    with contextlib.closing(io.BytesIO(room.numpy().tobytes())) as file:
-        try:
-            torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # whatever hostile bytes make of the reader
-            first = next(iter(str(error).splitlines()), "")
-            raise UsageError(
-                f"{what} is an object that could run code when it is unpickled, so it is refused ({first:.300}). If "
-                "you trust whoever could write there: StorageReader(..., trusted=True), or name its classes with "
-                "torch.serialization.add_safe_globals"
-            ) from None

@@ -11,14 +11,17 @@ import io
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,7 +39,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import ckpt
 import ckpt.dcp
-from ckpt import dcp_run, dcp_share, dcp_source, events, read
+from ckpt import dcp_busy, dcp_objects, dcp_run, dcp_share, dcp_source, events, read
 from ckpt.cli import cli
 from ckpt.log import RunLog
 from ckpt.manifest import Attempt
@@ -54,7 +57,7 @@ def first_job() -> Iterator[None]:
 
 def another_job() -> None:
     """From here on this process is another one, as far as `ckpt.dcp` knows."""
-    for memory in (dcp_run._incarnations, dcp_run._owners, dcp_run._known):
+    for memory in (dcp_run._incarnations, dcp_run._owners, dcp_run._known, dcp_busy._claims):
         memory.clear()
 
 
@@ -197,11 +200,36 @@ def test_another_dtype_is_converted_as_torch_does(run_dir: str) -> None:
     assert same(load({"w": torch.zeros(9, dtype=torch.bfloat16)}, run_dir)["w"], w.bfloat16())
 
 
+class BytesPath(os.PathLike[bytes]):
+    def __fspath__(self) -> bytes:
+        return b"step-5"
+
+
 def test_the_step_is_what_the_id_ends_with(run_dir: str) -> None:
     """A name, a path, a number, or step=; anything else is refused before anything is written."""
-    for given in ("step-500", "500", 500, Path("out/checkpoints/step-500"), "s3://b/x/step-500/", "iter_0000500"):
+    good = (
+        Path("out/checkpoints/step-500"),
+        "s3://b/x/step-500/",
+        "iter_0000500",
+        np.int64(500),
+        "2024-11-21/step-500",
+        "exp1-500",
+    )
+    for given in ("step-500", "500", 500, *good):
         assert ckpt.dcp.step_of(given) == 500 and ckpt.dcp.StorageWriter.validate_checkpoint_id(given)
-    for wrong in ("latest", "", -1, True, 1.5, "step-5-final", 10**18, "9" * 30):
+    odd = (
+        "1" + "0" * 25,
+        "step-1e6",
+        "step-1e-6",
+        "step-1.5",
+        "-5",
+        "out/-5",
+        "2024-11-21",
+        "step-500.0",
+        b"5",
+        BytesPath(),
+    )
+    for wrong in ("latest", "", -1, True, 1.5, "step-5-final", 10**18, "9" * 30, *odd):
         with pytest.raises(ckpt.UsageError, match="which step"):
             ckpt.dcp.step_of(wrong)
         assert not ckpt.dcp.StorageReader.validate_checkpoint_id(wrong)
@@ -210,6 +238,25 @@ def test_the_step_is_what_the_id_ends_with(run_dir: str) -> None:
     assert not Path(run_dir).exists() and ckpt.dcp.latest(run_dir) is None
     dcp.save({"w": torch.ones(1)}, storage_writer=ckpt.dcp.StorageWriter(run_dir, step=8))
     assert history(run_dir) == [8] and ckpt.dcp.latest(run_dir) == 8
+
+
+def test_a_plain_folder_keeps_everything(run_dir: str) -> None:
+    """As torch's own writer; a Tier keeps as many as it says, see below."""
+    for step in range(1, 7):
+        save({"n": step}, step, run_dir)
+    assert history(run_dir) == [6, 5, 4, 3, 2, 1]
+
+
+def test_what_cannot_be_saved_is_named(run_dir: str) -> None:
+    """Tensors without values, names that no file can have, and dtypes that nothing can be loaded into."""
+    error = refused(lambda: save({"w": torch.empty(2, device="meta")}, 4, run_dir))
+    assert isinstance(error, ckpt.StateError) and "meta device" in str(error)
+    for name in ("__metadata__", "a\ud800"):
+        error = refused(lambda name=name: save({name: torch.ones(2)}, 4, run_dir))
+        assert isinstance(error, ckpt.StateError) and ascii(name) in str(error)
+    save({"w": torch.ones(2)}, 4, run_dir)
+    odd = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8)
+    assert isinstance(refused(lambda: load({"w": odd}, run_dir)), ckpt.MismatchError)
 
 
 def test_what_cannot_be_loaded_is_said(run_dir: str, tmp_path: Path) -> None:
@@ -302,6 +349,124 @@ def test_a_newer_job_fences_an_older_one(run_dir: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(RunLog, "check_owner", lambda self, owner: None)
     save(state, 3, run_dir)
     assert 3 in {attempt.step for attempt in records(run_dir).state.commits}
+
+
+def test_a_pickled_writer_is_of_the_same_job_until_a_load(run_dir: str) -> None:
+    """As with mp.spawn: what the new process loads is what it goes on from. Without a load it is the parent's job."""
+    state, tier = {"w": torch.zeros(3)}, ckpt.Tier(run_dir, every=1, keep=20)
+    writer = ckpt.dcp.StorageWriter(tier)
+    for step in (1, 2, 3):
+        save(state, step, writer)
+    raw = pickle.dumps(writer)
+    another_job()
+    writer = pickle.loads(raw)
+    save(state, 4, writer)
+    assert len(records(run_dir).state.acquires) == 1
+    load(state, tier, 2)
+    save(state, 3, writer)
+    assert history(run_dir) == [3, 2, 1] and len(records(run_dir).state.acquires) == 2
+
+
+def test_a_run_that_was_deleted_is_made_again(tmp_path: Path) -> None:
+    """By the same process, with one place and with two of which one is gone."""
+    near, far, state = tmp_path / "near", tmp_path / "far", {"w": torch.zeros(3)}
+    save(state, 1, near)
+    shutil.rmtree(near)
+    save(state, 2, near)
+    assert history(str(near)) == [2] and records(str(near)).state.acquires
+    writer = ckpt.dcp.StorageWriter([near, far])
+    save(state, 3, writer)
+    shutil.rmtree(far)
+    assert f"It is in file://{near}" in str(refused(lambda: save(state, 4, writer)))
+    save(state, 5, writer)
+    assert history(str(near)) == [5, 4, 3, 2] and history(str(far)) == [5]
+
+
+# -- saves beside the training --
+
+
+class Slow(DefaultSavePlanner):
+    """Its save goes on until it is told to end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def resolve_data(self, write_item: Any) -> Any:
+        self.begun.set()
+        assert self.go.wait(60)
+        return super().resolve_data(write_item)
+
+
+def begin_save(step: int, writer: Any) -> tuple[Any, Slow]:
+    saving = dcp.async_save({"w": torch.ones(3)}, checkpoint_id=step, storage_writer=writer, planner=(slow := Slow()))
+    assert slow.begun.wait(60)
+    return saving, slow
+
+
+def test_of_two_saves_at_once_the_newer_one_is_refused(run_dir: str) -> None:
+    """With one writer or two; the older is whole, and so is the next one. Other places are no matter."""
+    writer = ckpt.dcp.StorageWriter(run_dir)
+    saving, slow = begin_save(1, writer)
+    for step, other in ((2, writer), (3, ckpt.dcp.StorageWriter(run_dir))):
+        later = dcp.async_save({"w": torch.ones(3)}, checkpoint_id=step, storage_writer=other)
+        error = refused(later.result)
+        assert isinstance(error, ckpt.SaveError) and "step 1 is still being saved" in str(error)
+    save({"w": torch.ones(3)}, 2, f"{run_dir}-2")
+    slow.go.set()
+    saving.result()
+    save({"w": torch.ones(3)}, 4, writer)
+    assert history(run_dir) == [4, 1] and not records(run_dir).state.aborted
+
+
+def test_a_save_that_failed_elsewhere_is_not_under_way(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch does not tell the writer of it; another thread can save all the same, and what is open is given up."""
+    writer = ckpt.dcp.StorageWriter(run_dir)
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "write_data", lambda *args: 1 / 0)  # as seen by rank 0 if another rank fails
+        refused(lambda: save({"n": 1}, 1, writer))
+    dcp.async_save({"n": 2}, checkpoint_id=2, storage_writer=writer).result()
+    assert history(run_dir) == [2] and [a.step for a in records(run_dir).state.aborted] == [1]
+
+
+def test_a_load_does_not_change_the_branch_of_a_save_under_way(run_dir: str) -> None:
+    """It goes on where it was when it began, though its plan is made later."""
+    state, writer = {"w": torch.zeros(3)}, ckpt.dcp.StorageWriter(run_dir)
+    for step in (1, 2):
+        save(state, step, writer)
+
+    class Late(DefaultSavePlanner):
+        def create_local_plan(self) -> Any:
+            load({"w": torch.zeros(3)}, run_dir, 1)
+            return super().create_local_plan()
+
+    save(state, 3, writer, planner=Late())
+    assert history(run_dir) == [3, 2, 1]
+    save(state, 2, writer)
+    assert history(run_dir) == [2, 1]
+
+
+LAST_SAVE = """
+import atexit, sys, warnings, torch, torch.distributed.checkpoint as dcp, ckpt.dcp
+warnings.simplefilter("ignore")
+writer = ckpt.dcp.StorageWriter(sys.argv[1])
+def late():
+    try:
+        dcp.save({"n": 2}, checkpoint_id=2, storage_writer=writer)
+    except BaseException as error:
+        print(error)
+atexit.register(late)
+dcp.async_save({"w": torch.ones(3_000_000)}, checkpoint_id=1, storage_writer=writer)
+"""
+
+
+def test_the_last_save_of_a_script_is_not_lost(run_dir: str) -> None:
+    """Nobody calls .result(): as with torch's own writer it is whole. After that it is too late, and that is said."""
+    words = [sys.executable, "-c", LAST_SAVE, run_dir]
+    environment = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and history(run_dir) == [1], done.stderr[-3000:]
+    assert "not in an atexit handler" in done.stdout
 
 
 # -- several places --
@@ -439,6 +604,96 @@ def test_a_state_that_changes_while_it_is_written_is_refused(tmp_path: Path) -> 
     assert history(str(places[1])) == [2]
 
 
+def test_what_changes_in_one_place_is_the_state_of_some_moment(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digest is that of the bytes that are stored, so they can be read. The change comes after the copy."""
+    w, real = torch.zeros(3_000_000), dcp_share.Stream._take
+
+    def take(self: Any, length: int) -> memoryview:
+        w.add_(1)
+        try:
+            return real(self, length)
+        finally:
+            w.add_(1)
+
+    class Raced(dcp_share.Stream):
+        def _next(self) -> memoryview:
+            found = super()._next()
+            w.add_(1)  # between the look at the source and the copy
+            return found
+
+    monkeypatch.setattr(dcp_share, "Stream", Raced)
+    monkeypatch.setattr(Raced, "_take", take)
+    save({"w": w}, 1, run_dir)
+    assert load({"w": torch.zeros(3_000_000)}, run_dir)["w"].min() > 0
+
+
+async def full(*args: Any, **kwargs: Any) -> Any:
+    raise ckpt.FullError("no space left")
+
+
+def aborted_twice(monkeypatch: pytest.MonkeyPatch, run: str, writer: Any) -> None:
+    for step in (2, 3):
+        monkeypatch.setattr(events, "_armed", events._parse("part.stored:eio"))
+        refused(lambda step=step: save({"w": torch.randn(100_000)}, step, writer))
+        monkeypatch.setattr(events, "_armed", None)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["after a checkpoint", "before any"])
+def test_what_failed_saves_have_left_goes_before_the_next(
+    run_dir: str, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    """Also in a new job, and though the next one fails as well: a place that is nearly full gets better."""
+    state, writer = {"w": torch.randn(100_000)}, ckpt.dcp.StorageWriter(run_dir)
+    if first:
+        save(state, 1, writer)
+    aborted_twice(monkeypatch, run_dir, writer)
+    assert len(list(Path(run_dir, "packs").iterdir())) == first + 1  # that of step 2 went before step 3
+    another_job()
+    with monkeypatch.context() as patch:
+        patch.setattr(dcp_share, "write", full)
+        assert "no space left. `ckpt gc" in str(refused(lambda: save(state, 4, writer)))
+    names = [path.name for path in Path(run_dir, "packs").iterdir()]
+    assert [name for name in names if "-3." in name or "-2." in name] == []
+    save(state, 5, writer)
+    assert history(run_dir) == ([5, 1] if first else [5]) and same(load(emptied(state), run_dir)["w"], state["w"])
+
+
+def test_plans_that_a_planner_keeps_do_not_keep_checkpoints(run_dir: str) -> None:
+    """`keep` is applied with enable_plan_caching as well, also after a rollback; another job is not taken for ours."""
+    if "enable_plan_caching" not in DefaultSavePlanner.__init__.__annotations__:
+        pytest.skip("this version of torch keeps no plans")
+    state, tier = {"w": torch.zeros(3)}, ckpt.Tier(run_dir, every=1, keep=2)
+    writer = ckpt.dcp.StorageWriter(tier)
+
+    class Kept(DefaultSavePlanner):
+        """With plans of its own."""
+
+    def kept(step: int) -> None:
+        save(state, step, writer, planner=Kept(enable_plan_caching=True))
+
+    for step in range(1, 7):
+        kept(step)
+    assert history(run_dir) == [6, 5]
+    load(state, tier, 5)
+    kept(6)
+    assert history(run_dir) == [6, 5]
+
+    class Fenced(Kept):
+        def finish_plan(self, new_plan: Any) -> Any:
+            mine = dict(dcp_run._incarnations), dict(dcp_run._owners)
+            another_job()
+            save({"n": 1}, 7, f"{run_dir}-other")
+            save(state, 7, tier)
+            dcp_run._incarnations.update(mine[0])
+            dcp_run._owners.update(mine[1])
+            return super().finish_plan(new_plan)
+
+    fenced = Fenced(enable_plan_caching=True)
+    fenced._cached_plans_key = "Kept"
+    assert isinstance(refused(lambda: save(state, 8, writer, planner=fenced)), ckpt.FencedError)
+    assert history(run_dir) == [7, 6] and not records(run_dir).state.aborted
+
+
 def test_plans_that_a_planner_keeps_can_be_used(run_dir: str) -> None:
     """With enable_plan_caching each rank brings an old share of ours: the attempt is the new one all the same."""
     if "enable_plan_caching" not in DefaultSavePlanner.__init__.__annotations__:
@@ -533,6 +788,58 @@ def test_a_checkpoint_whose_small_files_are_damaged_is_not_the_end(run_dir: str)
     assert load(state, run_dir)["n"] == 1
 
 
+def test_what_is_out_of_reach_for_a_moment_is_not_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another place with this step is as good; else it is an error, and no older checkpoint is taken instead."""
+    near, far, state = str(tmp_path / "near"), str(tmp_path / "far"), {"w": torch.zeros(3), "n": 0}
+    for step in (1, 2):
+        save(state | {"n": step}, step, [near, far])
+    real = read.load_manifest
+
+    async def away(store: Any, commit: Any) -> Any:
+        if store.url.endswith("near") and commit.step == 2:
+            raise ckpt.StoreError("no answer", retryable=True)
+        return await real(store, commit)
+
+    monkeypatch.setattr(read, "load_manifest", away)
+    assert load(state, [near, far], resume=False)["n"] == 2
+    error = str(refused(lambda: load(state, near)))
+    assert "no answer" in error and "give its checkpoint_id" in error
+    assert load(state, near, 1)["n"] == 1
+
+
+def test_what_is_retired_while_it_is_looked_for_is_looked_for_again(
+    run_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader beside a writer that keeps few."""
+    save({"n": 1}, 1, run_dir)
+    real, calls = read.load_manifest, list[int]()
+
+    async def gone(store: Any, commit: Any) -> Any:
+        calls.append(commit.step)
+        if len(calls) == 1:
+            raise ckpt.NotFoundError("retired")
+        return await real(store, commit)
+
+    monkeypatch.setattr(read, "load_manifest", gone)
+    assert load({"n": 0}, run_dir)["n"] == 1 and calls == [1, 1]
+
+
+def test_the_newest_is_told_though_a_place_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As dcp.load finds it. If no other place has one, it may be in the one that is away: an error."""
+    near, far, real = str(tmp_path / "near"), str(tmp_path / "far"), dcp_source._is_run
+
+    async def away(url: str) -> bool:
+        if url.endswith("far"):
+            raise ckpt.StoreError("no answer")
+        return await real(url)
+
+    monkeypatch.setattr(dcp_source, "_is_run", away)
+    with pytest.raises(ckpt.StoreError, match="no answer"):
+        ckpt.dcp.latest([near, far])
+    save({"n": 3}, 3, near)
+    assert ckpt.dcp.latest([near, far]) == 3 and ckpt.dcp.latest([near]) == 3
+
+
 def test_an_index_of_another_name_is_not_believed(run_dir: str) -> None:
     """The index of another step, or one of which a name was changed: what the parts say counts."""
     state = {"some_weights": torch.zeros(3), "n": 0}
@@ -572,17 +879,41 @@ def test_objects_that_are_no_archives_are_refused() -> None:
     """Random bytes, nothing at all, an old-style pickle."""
     for raw in (b"", b"PK\x03\x04", os.urandom(300), pickle.dumps(print), pickle.dumps(Bomb("/nowhere"))):
         with pytest.raises(ckpt.UsageError, match="refused"):
-            dcp_source.check_object("x", torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0))
-    good = io.BytesIO()
-    torch.save({"a": [1, "x", (2.5, None)], "t": torch.ones(3)}, good)
-    dcp_source.check_object("x", torch.frombuffer(bytearray(good.getvalue()), dtype=torch.uint8))
+            dcp_objects.check_object("x", memoryview(raw))
+    dcp_objects.check_object("x", pickled({"a": [1, "x", (2.5, None)], "t": torch.ones(3)}))
+
+
+def pickled(value: Any) -> memoryview:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getbuffer()
+
+
+def test_objects_without_code_are_taken_and_others_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Bytes, dates and paths are read; of what is refused the class is said, also while it is saved, but once."""
+    for value in (b"", b"x", datetime.datetime(2026, 1, 2), datetime.timedelta(3), datetime.UTC, Path("a/b")):
+        dcp_objects.check_object("x", pickled({"value": value}))
+    with torch.serialization.safe_globals([datetime.date, Plain]):
+        dcp_objects.check_object("x", pickled(Plain()))
+        named = torch.serialization.get_safe_globals()
+        assert datetime.date in named and datetime.datetime not in named  # what the user has named stays
+    with pytest.raises(ckpt.UsageError, match=r"\(Unsupported global: GLOBAL test_dcp.Plain\)"):
+        dcp_objects.check_object("x", pickled(Plain()))
+    for _ in range(2):
+        dcp_objects.warn_once("unheard.of", pickled(Plain()))
+        dcp_objects.warn_once("unheard.of.number", pickled(5))
+    assert [r.getMessage()[:16] for r in caplog.records if "test_dcp.Plain" in r.getMessage()] == ["unheard.of can o"]
+
+
+class Plain:
+    """A class of the user's."""
 
 
 def test_hostile_facts_are_corrupt(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a part says of objects and nesting, the answer is CorruptError."""
     save({"w": torch.ones(3)}, 1, run_dir)
     saved = read.run(dcp_source.find([f"file://{run_dir}"], None)).saved
-    component = saved.layouts[0].components[0]
+    component = saved.views[0].components[0]
     for facts in (
         {},
         {"objects": 5, "mappings": None},
@@ -591,6 +922,10 @@ def test_hostile_facts_are_corrupt(run_dir: str, monkeypatch: pytest.MonkeyPatch
         {"objects": [], "mappings": {"w": "w"}},
         {"objects": [], "mappings": {"w": [None]}},
         {"objects": [], "mappings": [1]},
+        {"objects": [], "mappings": {"w": []}},
+        {"objects": [], "mappings": {"w": [5]}},
+        {"objects": [], "mappings": {"w": ["l", -1]}},
+        {"objects": [], "mappings": {"w": ["l", 300_000]}},
     ):
         monkeypatch.setitem(component, "facts", facts)
         with pytest.raises(ckpt.CorruptError):

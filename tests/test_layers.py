@@ -44,6 +44,7 @@ LAYERS = (
     ("parse_dcp",),
     ("origin_dcp",),  # what torch's distributed checkpoint has saved to a run
     ("mirror", "client", "replicas", "relief"),  # a copy on another node; the trainer's end of the process boundary
+    ("dcp_busy", "dcp_objects"),  # which saves of torch's DCP are under way; what of its objects can be read inertly
     ("dcp_share",),  # one rank's share of what torch's distributed checkpoint saves
     ("holdings", "places"),  # what a writer has in memory, and open
     ("dcp_source", "dcp_run"),  # what it loads, and who saves

@@ -1,0 +1,81 @@
+"""Which saves of torch's DCP are under way in this process: one at a time for each place, and none is lost at the end.
+
+torch tells a writer nothing when a save fails on another rank. So the thread that began it is asked: a save lasts as
+long as that thread is inside torch's call.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures.thread  # its own hook at the end of the interpreter comes before ours, so it runs after it
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckpt.errors import SaveError
+
+SAVER = "_save_state_dict"  # torch's function that makes one save, from its plan to its end
+ASYNC = "AsyncCheckpointExecutor"  # what torch's threads that save are called: one for each save
+POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A save that writes to a place."""
+
+    step: int
+    thread: threading.Thread
+
+
+_lock = threading.Lock()
+_claims: dict[str, Claim] = {}  # by URL
+
+
+def claim(urls: Sequence[str], step: int) -> None:
+    """From here on this thread saves there. SaveError while another one does: it is the newer save that is not made."""
+    mine = Claim(step, threading.current_thread())
+    with _lock:
+        for url in urls:
+            other = _claims.get(url)
+            if other is not None and other.thread is not mine.thread and _is_saving(other.thread):
+                raise SaveError(
+                    f"step {step} is not saved, since step {other.step} is still being saved to {url}: call .result() "
+                    "of it before the next dcp.async_save"
+                )
+        _claims.update(dict.fromkeys(urls, mine))
+
+
+def release() -> None:
+    """The save of this thread has ended."""
+    me = threading.current_thread()
+    with _lock:
+        for url in [url for url, claim in _claims.items() if claim.thread is me]:
+            del _claims[url]
+
+
+def check_time(step: int) -> None:
+    """SaveError if it is too late: no thread can be started any more."""
+    if concurrent.futures.thread._shutdown:
+        raise SaveError(
+            f"step {step} cannot be saved while the interpreter ends: save before that, not in an atexit handler"
+        )
+
+
+def _is_saving(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and frame.f_code.co_name != SAVER:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _wait() -> None:
+    """At the end of the interpreter, while threads can still be started: a save that nobody has waited for ends first,
+    as with torch's own writer."""
+    others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
+    for thread in others:
+        while thread.is_alive() and (thread.name.startswith(ASYNC) or _is_saving(thread)):
+            time.sleep(POLL_S)
+
+
+threading._register_atexit(_wait)  # type: ignore[attr-defined]

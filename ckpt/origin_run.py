@@ -78,8 +78,8 @@ class RunOrigin:
             return [f"ranks had values of their own of {named}: those of the lowest rank that has any are taken"]
         return [
             f"ranks had values of their own of {named}: each of the {world} takes those of one of the "
-            f"{self.saved.world}, so ranks may draw the same random numbers, or read the same data. Where that matters, "
-            "restore the run itself: a Checkpointer divides them anew"
+            f"{self.saved.world}, so ranks may draw the same random numbers, or read the same data. Where that "
+            "matters, restore the run itself: a Checkpointer divides them anew"
         ]
 
     def same(self, label: str, other: Origin, theirs: str) -> bool:

@@ -469,4 +469,3 @@ def _box_of(shards: Shards, number: int) -> list[int]:
 def _absent(found: Directory, name: str, asked: I64) -> CorruptError:
     rank = int(asked[0]) % found.world
     return CorruptError(f"the index says that rank {rank} has a piece of {name} which its table does not have")
-

@@ -72,7 +72,8 @@ only_option = click.option(
     "--only",
     metavar="PATTERN",
     multiple=True,
-    help="Only tensors and entries whose name matches this shell pattern; repeatable.",
+    help="Only tensors and entries whose name matches this shell pattern, or that belong to what is called so (model,"
+    " 'model.layers.*'); repeatable.",
 )
 dtype_option = click.option(
     "--dtype",
@@ -127,8 +128,8 @@ dry_option = click.option("--dry-run", is_flag=True, help="Only say what would b
     "kind",
     type=click.Choice(FORMATS),
     help="safetensors: weights as model hubs have them; torch: one file for torch.load; dcp: a folder for torch's"
-    " distributed checkpoints; run: one of ours. By default what PATH ends in (.safetensors, .pt), run if --world-size"
-    " is given, and else a folder of safetensors.",
+    " distributed checkpoints; run: one of ours. By default what PATH ends in (.safetensors; .pt, .pth, .bin and .ckpt"
+    " for torch), run if --world-size is given, and else a folder of safetensors.",
 )
 @world_option
 @only_option
@@ -186,7 +187,7 @@ def restore(
 @world_option
 @only_option
 @dtype_option
-@memory_option
+@click.option("--max-memory", metavar="SIZE", callback=size_of, help="What this process may need at most, as 256MiB.")
 @dry_option
 @json_option
 def import_(
@@ -250,6 +251,13 @@ async def open_run(url: str, step: int | None, others: Sequence[str] = ()) -> As
     from ckpt.origin_dcp import untangled
     from ckpt.origin_run import RunOrigin
 
+    with contextlib.suppress(UsageError):
+        path = place_of(url)
+        files = path.is_file() or (path / ".metadata").exists() or next(path.glob("*.safetensors"), None)
+        if files and not (path / "FORMAT.json").exists() and not (path / "log").exists():
+            raise FormatError(
+                f"{url} holds files of another program: `ckpt import {url} RUN` makes a run of them first"
+            )
     async with opened(url) as log:
         run = RunOrigin(log, await manifest_of(log, step), [normalise(other) for other in others])
         yield await untangled(run)
@@ -472,8 +480,10 @@ async def _diff(a: str, b: str, only: Sequence[str], at: tuple[str, ...]) -> Fou
 
     async with open_either(a, at) as one, open_either(b, at) as two:
         (here, entries_a), (there, entries_b) = (sides_of(origin, only) for origin in (one, two))
-        if only and not here and not there:
-            raise UsageError(f"nothing matches {' or '.join(map(repr, only))}; * stands for anything")
+        if only and not any((here, there, entries_a, entries_b)):
+            raise UsageError(
+                f"nothing matches {' or '.join(map(repr, only))}: `ckpt show` lists names; * stands for any"
+            )
         shared = [t for name, t in here.items() if name in there]
         alike = [t for t in shared if t.shape == there[t.name].shape and align.comparable(t.dtype, there[t.name].dtype)]
         met = {(one.names[t.name], two.names[t.name]): t.name for t in reversed(alike)}  # tied ones once
@@ -508,14 +518,13 @@ def tied_groups(origin: Origin, names: Iterable[str]) -> dict[str, frozenset[str
 
 def sides_of(origin: Origin, only: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Tensors by label, and plain values: those that are wanted."""
-    import fnmatch
-
     from ckpt import compare
+    from ckpt.origin import matches
 
     tensors, entries = compare.all_names(origin.tensors, origin.names), origin.plain()
     if only:
-        tensors = {n: t for n, t in tensors.items() if any(fnmatch.fnmatchcase(n, p) for p in only)}
-        entries = {n: e for n, e in entries.items() if any(fnmatch.fnmatchcase(n, p) for p in only)}
+        tensors = {n: t for n, t in tensors.items() if matches(n, only)}
+        entries = {n: e for n, e in entries.items() if matches(n, only) or matches(f"{n}.", only)}
     return tensors, entries
 
 

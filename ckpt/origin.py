@@ -203,7 +203,8 @@ def _scatter(source: Bytes, start: int, sizes: Dims, item: int, landing: _Landin
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    """Whether a shell pattern matches a name, or is the name of what it belongs to: `model` means all of it."""
+    return any(fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in patterns)
 
 
 def entry_matches(entry: Entry, patterns: Sequence[str]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ckpt import inert
-from ckpt.errors import CorruptError
+from ckpt.errors import CorruptError, FormatError, UsageError
 from ckpt.origin import Origin, View, Want
 from ckpt.origin_files import FilesOrigin, Foreign
 from ckpt.origin_run import RunOrigin
@@ -49,8 +49,11 @@ async def untangled(run: RunOrigin) -> Origin:
         spec = run.tensors[run.names[name]]
         if name in objects:
             held[PICKLED + name] = await _bytes_of(run, name, spec)
-            with told(Path(run.title), (name,)):
-                found[name] = _object(held[PICKLED + name], PICKLED + name, paths[name], plain)
+            try:
+                with told(Path(run.title), (name,)):
+                    found[name] = _object(held[PICKLED + name], PICKLED + name, paths[name], plain)
+            except (FormatError, UsageError) as error:  # the weights beside it are not to be lost for it
+                plain.note(paths.pop(name), f"is left out: {error}")
         else:
             found[name] = TensorRef(spec.dtype, spec.shape, STORED + name, 0)
     with told(Path(run.title)):

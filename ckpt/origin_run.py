@@ -122,7 +122,12 @@ class RunOrigin:
         if missing:
             await asyncio.to_thread(self._announce, missing)
             store, attempt = self._log.store, self.manifest.attempt
-            mended = await mend.fetch(store, attempt, table, missing, add, self._others, room)
+            try:
+                mended = await mend.fetch(store, attempt, table, missing, add, self._others, room)
+            except CorruptError as error:
+                raise CorruptError(
+                    f"{error}. Give another place that has it (--from), an older step (--step), or see `ckpt repair`"
+                ) from error
             self.repaired += mended.repaired
 
     def _keep(self, blob: int, data: bytes) -> None:

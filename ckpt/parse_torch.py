@@ -193,6 +193,8 @@ def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
     CorruptError if it is damaged, FormatError if it names code or is not such a file, UsageError if something in it
     cannot be kept; the message says where.
     """
+    if path.suffix == ".distcp":
+        raise UsageError(f"{path} is a part of a distributed checkpoint: give its folder, {path.parent}")
     with opened(path) as fd:
         window = Window(fd, 0, os.fstat(fd).st_size)
         if window.length < 4 or window.take(0, 4) != b"PK\3\4":

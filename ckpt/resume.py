@@ -61,7 +61,7 @@ class Skipped:
 @dataclass
 class Restored:
     """What `restore()` did on this rank. Bytes that it read itself, and that other ranks read for it; `repaired`: what
-    it had to take from a further tier.
+    it had to take from a further tier; `left_out`: under strict=False, what did not fit.
 
     `verified` is False only for a snapshot that nobody has digested yet.
     """
@@ -75,6 +75,7 @@ class Restored:
     nbytes_received: int = 0
     skipped: list[Skipped] = field(default_factory=list)
     repaired: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
 
 # -- which there are --
@@ -253,6 +254,8 @@ def _restore(
             nonlocal exchange
             source.open(described)
             placement = _place(capture, source.saved, strict)
+            if not strict and world.size == 1 and source.saved.tensors and not placement.fills:
+                raise mismatch([*placement.problems, "nothing of it fits, also with strict=False"])
             source.narrow({key: [target.box for target in targets] for key, targets in placement.fills.items()})
             filler = Filler(source.saved, placement.fills, in_place=strict)
             ready.append((placement, filler))
@@ -272,10 +275,20 @@ def _restore(
         point("restore.filled")
         together(world, "finish", lambda: _finish(filler, placement))
         capture.keep_apart(placement.apart)
+        _say_left_out(placement, result)
         result.verified = source.saved.digested
     finally:
         if exchange is not None:
             exchange.close()
+
+
+def _say_left_out(placement: Placement, result: Restored) -> None:
+    """What strict=False has passed over is not passed over in silence."""
+    result.left_out = list(placement.problems)
+    if placement.problems:
+        shown = "; ".join(placement.problems[:5])
+        more = f"; and {len(placement.problems) - 5} more" if len(placement.problems) > 5 else ""
+        logger.warning("strict=False took what fits, and not: %s%s (all in last_restore.left_out)", shown, more)
 
 
 def together(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ckpt.errors import StateError
+from ckpt.errors import MismatchError, StateError
 from ckpt.nodes import (
     Contents,
     CustomModuleNode,
@@ -317,7 +317,13 @@ class Capture:
         self._pieces()
         placement = Placement(saved, strict, self._names, self.seat)
         live = {node.path: node for node in self.nodes}
-        for one in saved.nodes(self.seat.rank):
+        found = saved.nodes(self.seat.rank)
+        if found and all(one.kind == BY_DCP for one in found):
+            raise MismatchError(
+                "this was saved through ckpt.dcp: dcp.load reads it, and `ckpt restore URL --to NEW --format run` "
+                "makes a run of it that a Checkpointer goes on from"
+            )
+        for one in found:
             node = live.pop(one.path, None)
             if node is None:
                 placement.problem(f"{show(one.path)} is in the checkpoint, and not in the state")
@@ -329,6 +335,9 @@ class Capture:
             placement.problem(f"{show(path)} is not in the checkpoint")
         placement.check_sharing()
         return placement
+
+
+BY_DCP = "dcp"  # the kind of the one entry of what torch's DCP has saved
 
 
 def _plain_again(node: Node, saved: SavedNode) -> bool:

@@ -258,3 +258,68 @@ def test_dcp_folders_with_keys_in_tuples(tmp_path: Path, call: Any) -> None:
     assert call("restore", tmp_path / "run", "--to", tmp_path / "d", "--format", "dcp").code == 0
     assert call("import", tmp_path / "d", tmp_path / "back").code == 0
     assert call("diff", tmp_path / "run", tmp_path / "back").out == "equal\n"
+
+
+# -- what is passed over --
+
+
+def test_a_name_means_all_that_belongs_to_it(run: Path, tmp_path: Path, call: Any) -> None:
+    """`--only model` is the whole model, `opt` the whole optimizer, `meta` its values; diff takes the same words."""
+    words = ["--only", "model", "--only", "opt", "--only", "meta"]
+    assert call("restore", run, "--to", tmp_path / "a", "--format", "run", *words).code == 0
+    assert call("diff", run, tmp_path / "a").code == 0
+    assert call("diff", run, tmp_path / "a", "--only", "meta").code == 0
+    assert call("diff", run, tmp_path / "a", "--only", "met").code == 2
+
+
+def test_lenient_restores_say_what_they_leave_out(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """strict=False names what did not fit; what fits nowhere is an error all the same, and nothing is changed."""
+    model = nn.Linear(30, 20)
+    with ckpt.Checkpointer({"model": model, "optim": torch.optim.AdamW(model.parameters())}, str(run)) as cp:
+        assert cp.restore(strict=False) == 1
+        assert any("opt is in the checkpoint" in text for text in cp.last_restore.left_out)
+        assert "strict=False took what fits" in caplog.text
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with (
+        ckpt.Checkpointer({"net": model}, str(run)) as cp,
+        pytest.raises(ckpt.MismatchError, match="nothing of it fits"),
+    ):
+        cp.restore(strict=False)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_what_is_no_run_and_no_whole(run: Path, tmp_path: Path, call: Any) -> None:
+    """Files of other programs where a run is expected, and a part of a DCP folder: what to do instead is said."""
+    call("restore", run, "--to", tmp_path / "e.pt")
+    call("restore", run, "--to", tmp_path / "d", "--format", "dcp")
+    call("restore", run, "--to", tmp_path / "hf")
+    for source in ("e.pt", "d", "hf"):
+        found = call("restore", tmp_path / source, "--to", tmp_path / "x")
+        assert found.code == 2 and "`ckpt import" in found.err, source
+    found = call("import", tmp_path / "d" / "__0_0.distcp", tmp_path / "x")
+    assert found.code == 2 and "give its folder" in found.err
+
+
+class Config:
+    """Something that only a loader which runs code could make again."""
+
+
+def test_objects_that_are_refused_do_not_lock_the_weights_in(tmp_path: Path, call: Any) -> None:
+    """A run that DCP saved with an object of somebody's class: its weights are exported, and a note names the object.
+    A Checkpointer that is pointed at such a run is told what to do, also with strict=False."""
+    import torch.distributed.checkpoint as dcp
+
+    import ckpt.dcp
+
+    state = {"model": {"w": torch.randn(3)}, "cfg": Config()}
+    with pytest.warns(UserWarning):
+        dcp.save(state, checkpoint_id="step-1", storage_writer=ckpt.dcp.StorageWriter(tmp_path / "run"))
+    found = call("restore", tmp_path / "run", "--to", tmp_path / "w.safetensors")
+    assert found.code == 0 and torch.equal(
+        safetensors.torch.load_file(tmp_path / "w.safetensors")["w"], state["model"]["w"]
+    )
+    assert "cfg" in found.out and "left out" in found.out
+    for strict in (True, False):
+        with ckpt.Checkpointer({"model": nn.Linear(2, 2)}, str(tmp_path / "run")) as cp:
+            with pytest.raises(ckpt.MismatchError, match=r"through ckpt\.dcp"):
+                cp.restore(strict=strict)

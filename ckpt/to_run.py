@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from ckpt.digest import file_digest
 from ckpt.errors import UsageError
 from ckpt.geometry import Box, Dims
 from ckpt.log import RunLog
-from ckpt.manifest import MAX_WORLD, Attempt, PackInfo, new_format, pack_key
+from ckpt.manifest import MAX_WORLD, Attempt, PackInfo, canonical, new_format, pack_key
 from ckpt.origin import Entry, Origin, View
 from ckpt.outfile import Literal, OutFile, Output, Run, Sum, Sums
 from ckpt.plan import Layout, TensorSpec
@@ -37,7 +36,8 @@ def plan(
     world = len(views)
     if not 0 < world <= MAX_WORLD:
         raise UsageError(f"{world} ranks: choose a number from 1 to {MAX_WORLD}")
-    nonce = hashlib.sha256(f"{origin.identity} {world}".encode()).hexdigest()[:8]
+    chosen = [[[name, label, dtypes[label]] for name, label in view.tensors.items()] for view in views]
+    nonce = file_digest(canonical([origin.identity, chosen, [len(view.entries) for view in views]]))[:8]
     attempt = Attempt(1, step, nonce)  # the same each time, so that an interrupted export goes on
     shared = _shared(views)
     planned = [_rank(origin, view, shared, dtypes, rank, world, attempt) for rank, view in enumerate(views)]

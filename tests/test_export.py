@@ -596,3 +596,12 @@ def test_errors_are_ours(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found.code == 2 and "goes on from there" in found.err and "Traceback" not in found.err
     assert issubclass(FullError, StoreError) and issubclass(UsageError, CheckpointError)
     assert call("restore", made, "--to", tmp_path / "a", "--only", "*").code == 0
+
+
+def test_runs_that_differ_have_attempts_of_their_own(made: Path, tmp_path: Path, call: Any) -> None:
+    """The same step with other options is another attempt: copied to one place, neither passes for the other."""
+    attempts = set()
+    for number, words in enumerate(([], ["--dtype", "bf16"], ["--only", "model"], ["--world-size", "2"])):
+        assert call("restore", made, "--to", tmp_path / str(number), "--format", "run", *words).code == 0
+        attempts.add(call("show", tmp_path / str(number), "--json").json["attempt"])
+    assert len(attempts) == 4

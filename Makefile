@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-long test-gpu test-s3 bench bench-gpu bench-ranks bench-faults bench-storage bench-codecs bench-offline bench-scale lint format clean
+.PHONY: demo test test-long test-gpu test-s3 bench bench-gpu bench-ranks bench-faults bench-storage bench-codecs bench-offline bench-scale bench-chaos bench-ledger lint format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -47,6 +47,12 @@ bench-codecs: $(READY)
 
 bench-scale: $(READY)
 	$(BIN)/python benchmarks/scale.py $(ARGS)
+
+bench-chaos: $(READY)
+	$(BIN)/python benchmarks/chaos.py $(ARGS)
+
+bench-ledger: $(READY)
+	$(BIN)/python benchmarks/ledger.py $(ARGS)
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu

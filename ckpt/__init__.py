@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Auto": "cadence",
     "Checkpoint": "handle",
     "Checkpointer": "checkpointer",
     "Keep": "retain",
@@ -59,6 +60,7 @@ _HOMES = {
 __all__ = sorted(_HOMES)
 
 if TYPE_CHECKING:
+    from ckpt.cadence import Auto as Auto
     from ckpt.checkpointer import Checkpointer as Checkpointer
     from ckpt.errors import CheckpointError as CheckpointError
     from ckpt.errors import ClosedError as ClosedError

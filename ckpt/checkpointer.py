@@ -24,6 +24,7 @@ import torch
 
 from ckpt import link, relief, replicas
 from ckpt.arena import Arena
+from ckpt.cadence import Auto
 from ckpt.errors import (
     CheckpointError,
     ClosedError,
@@ -50,6 +51,7 @@ from ckpt.share import Seat
 from ckpt.sources import MemorySource, Source
 from ckpt.stage import Stager
 from ckpt.state import Capture
+from ckpt.tempo import TOO_LATE, Tempo
 from ckpt.tenure import Tenure
 from ckpt.tiers import as_tiers
 from ckpt.triggers import as_triggers
@@ -84,7 +86,9 @@ class Checkpointer:
 
     `state`: a dict of modules, optimizers, anything with state_dict and load_state_dict, tensors and plain values.
     `tiers`: a folder or URL, or a list of `Memory` and `Tier`; None keeps snapshots in memory only, found again by
-    `name`. `on_busy`: whether a step waits for a free slot ("wait", at most `busy_timeout_s`) or is not saved ("skip").
+    `name`. `every`: "auto" has it found out how often to save, see `ckpt.Auto`; without it, memory is saved at every
+    step, and a place that is given by a word only at every 100th.
+    `on_busy`: whether a step waits for a free slot ("wait", at most `busy_timeout_s`) or is not saved ("skip").
     `on_error`: "raise" lets the next call raise what went wrong in the background, "warn" only logs it.
     `agree_timeout_s`: how long the other ranks are waited for where all must come: here, in restore() and in close().
     `triggers`: when to save out of turn, see `ckpt.triggers`: "auto", or a list such as [ckpt.on_signal("SIGTERM")].
@@ -101,6 +105,7 @@ class Checkpointer:
         tiers: object = None,
         *,
         name: str | None = None,
+        every: str | Auto | None = None,
         on_busy: str = "wait",
         on_error: str = "raise",
         busy_timeout_s: float = 600.0,
@@ -117,7 +122,7 @@ class Checkpointer:
                 'on_busy="skip" is for one rank only: a rank that skips alone leaves no step that all have'
             )
         wanted = as_triggers(triggers)
-        self._memory, self._tiers = as_tiers(tiers)
+        self._memory, self._tiers = as_tiers(tiers, every)
         place = self._tiers[0].url if self._tiers else f"memory:{name}"
         if not self._tiers and name is None:
             raise UsageError("a run that is kept in memory only needs name=, by which it is found again")
@@ -148,8 +153,9 @@ class Checkpointer:
         self._compared: int | None = None  # the epoch in which replicas were compared first
         self._torn = False  # a restore failed half-way
         self._said_paused = False
-        self._forked = self._closed = False
+        self._forked = self._closed = self._failed = False
         self._place = place
+        self._began = time.monotonic()
         self._stager = Stager()
         self._stager.on_spoilt = self._on_spoilt
         self._pulse = Pulse.create()
@@ -159,6 +165,7 @@ class Checkpointer:
         except BaseException:
             self._stager.stop()
             raise
+        self._tempo = Tempo(self._world, self._guardian, self._pulse, self._memory, self._tiers, self._tenure.cadence)
         self._guardian.on_damaged = self._on_damaged
         self._guardian.on_failure = lambda error: self._note_error(error, None)
         self._hook = UpdateHook(self._wait_for_copy, self._capture.unguard)
@@ -167,6 +174,7 @@ class Checkpointer:
             self._sentinel = Sentinel(wanted, self._world, self._guardian, self._pulse, self, on_fault)
             self._sentinel.start()
         except BaseException:
+            self._tempo.stop()
             self._hook.remove()
             self._guardian.give_up()
             self._stager.stop()
@@ -178,6 +186,7 @@ class Checkpointer:
         os.register_at_fork(after_in_child=_weakly(self._after_fork))
         self._atexit = _weakly(self._close_at_exit)
         atexit.register(self._atexit)
+        self._keep_books()
         if not self._tenure.has_checkpoints:  # else after restore(), which has better use for the cores
             self._guardian.prepare(_predicted_size(self._capture), 1 << 14)
 
@@ -186,6 +195,25 @@ class Checkpointer:
         self._capture.read()  # what cannot be saved is said now
         key = link.run_key(self._place, self._world.local_rank)
         return Guardian(key, self._tiers, self._memory, self._stager, self._world, self._busy_timeout_s)
+
+    def _keep_books(self) -> None:
+        """The writer of the rank that speaks for the nearest place keeps the ledger, see `ckpt.bookkeeper`."""
+        if self._guardian.roles[0].place > 0 if self._tiers else self._world.rank > 0:
+            return
+        owner = self._guardian.owner
+        fields = {
+            "epoch": f"{owner.epoch}.{owner.nonce}",
+            "rank": self._world.rank,
+            "world": self._world.size,
+            "url": self._place,
+            "opening": self._began,
+            "opened": time.monotonic(),
+            "places": self._tempo.places(),
+            "decides": self._world.rank == 0,
+            "cadence": self._tempo.began,
+        }
+        self._guardian.on_cadence = self._tempo.propose
+        self._guardian.keep_books(fields, (self._pulse.fd,))
 
     # -- saving --
 
@@ -201,16 +229,19 @@ class Checkpointer:
         self._finite = None if finite is None else bool(finite)
         self._check_step(step)
         asked = self._sentinel.due(step)
-        durable = [i for i, tier in enumerate(self._tiers) if asked or step % tier.every == 0 or i in self._owed]
+        durable = list(range(len(self._tiers))) if asked else self._tempo.schedule.tiers_due(step)
+        if self._owed:
+            durable = sorted({*durable, *self._owed})
         self._begin_step(step)
         save = None
         try:
-            if durable or asked or (self._memory is not None and step % self._memory.every == 0):
+            if durable or asked or self._tempo.schedule.memory_due(step):
                 save = self._save(step, durable, explicit=asked, asked=asked)
             elif self._sentinel.armed and self._may_put_aside():
                 began = time.perf_counter()
                 self._put_aside(step)
                 self._aside_s = time.perf_counter() - began
+                self.stats.stalled_s += self._aside_s
         finally:
             if asked:
                 self._sentinel.answer(save)
@@ -218,7 +249,7 @@ class Checkpointer:
         return save
 
     def _begin_step(self, step: int) -> None:
-        self._pulse.beat(step)
+        self._pulse.beat(step, self.stats.stalled_s, self.stats.saves, self.stats.skipped)
         self._last_step, self._updates_before, self._aside = step, self._hook.count, None
 
     def request(self, why: str = "no reason given") -> None:
@@ -233,11 +264,12 @@ class Checkpointer:
         """Around what is no training, such as an evaluation: it is not taken for a hang."""
         if self._forked:
             raise ClosedError("this process was forked from the trainer: only the trainer saves")
-        before = self._pulse.state
+        before, began = self._pulse.state, time.monotonic()
         self._pulse.touch(PAUSED)
         try:
             yield
         finally:
+            self._pulse.paused(time.monotonic() - began if before != PAUSED else 0.0)
             self._pulse.touch(before)
 
     def save(self, step: int | None = None) -> Save:
@@ -290,7 +322,7 @@ class Checkpointer:
         owner = self._guardian.owner
         attempt = Attempt(owner.epoch, step, owner.nonce)
         save = Save(step, str(attempt), [self._tiers[i].url for i in durable])
-        save.told = asked and not any(step % self._tiers[i].every == 0 for i in durable)  # a best effort is no error
+        save.told = asked and not self._tempo.schedule.tiers_due(step)  # a best effort is no error
         with self._lock:
             self._active = [s for s in self._active if s.unfinished()] + [save]
         try:
@@ -395,7 +427,9 @@ class Checkpointer:
             return self._memory.between
         usual_s = self._pulse.usual_s
         self._not_due += 1
-        return usual_s == 0 or self._aside_s <= ASIDE_SHARE * usual_s or self._not_due % ASIDE_AGAIN == 0
+        every = None if self._memory is None else self._memory.every
+        share = every.budget if isinstance(every, Auto) else ASIDE_SHARE
+        return usual_s == 0 or self._aside_s <= share * usual_s or self._not_due % ASIDE_AGAIN == 0
 
     def _put_aside(self, step: int) -> None:
         """Keep of a step that is not due what cannot be read later; the rest stays as it is until an optimizer begins.
@@ -459,7 +493,7 @@ class Checkpointer:
         return filled if self._stager.undisturbed(work, lambda: self._hook.count == count, LIVE_S) else []
 
     def give_up(self, attempt: Attempt) -> None:
-        due = any(attempt.step % tier.every == 0 for tier in self._tiers)
+        due = self._tempo.schedule.tiers_due(attempt.step)
         if not due and attempt.step not in self._written:  # else it is saved in any case
             self._guardian.retract(attempt, f"rank {self._world.rank} had passed step {attempt.step} by then")
 
@@ -527,7 +561,8 @@ class Checkpointer:
                 save.set_committed(url)
                 return
             failure: CheckpointError = error
-            if isinstance(error, SkippedError):  # a further tier is slow: no reason to disturb the training
+            # A further tier is slow, or another rank: no reason to disturb the training.
+            if isinstance(error, SkippedError) or TOO_LATE in str(error):
                 self.stats.skipped += 1
                 log.warning("%s", error)
                 save.set_failed(error, url)
@@ -588,15 +623,36 @@ class Checkpointer:
         self._check_usable(restoring=True)
         self._pulse.touch(RESTORING)
         self._aside = None
+        began = time.monotonic()
         try:
-            return self._restore(default, step, strict)
+            found = self._restore(default, step, strict)
+            self._note_restore(began)
+            return found
         finally:
             self._pulse.touch(OPENING)
             self._sentinel.went_back()
 
+    def _note_restore(self, began: float) -> None:
+        """For the ledger."""
+        result, owner = self.last_restore, self._guardian.owner
+        self._guardian.tell(
+            "restored",
+            at=began,
+            seconds=time.monotonic() - began,
+            step=None if result is None else result.step,
+            source=(result and result.tier) or "",
+            attempt=str(owner.restored or ""),
+            epoch=f"{owner.epoch}.{owner.nonce}",
+            stalled=self.stats.stalled_s,
+            saves=self.stats.saves,
+            skipped=self.stats.skipped,
+            paused=self._pulse.paused_s,
+        )
+
     def _restore(self, default: Any, step: int | None, strict: bool) -> Any:
         started = time.perf_counter()
         together(self._world, "settle", self._settle_staging)
+        self._tempo.settle()
         result = Restored(step=None)
         urls = [tier.url for tier in self._tiers]
         with self._guardian.snapshots() as snapshots:
@@ -633,6 +689,7 @@ class Checkpointer:
         if source.damaged:
             self._guardian.doubt(source.tier, source.attempt, source.damaged)
         self._last_step, self._updates_before = source.attempt.step, self._hook.count
+        self._pulse.went_back(source.attempt.step)
         self._restored, self._last, self._newest = True, None, None
         self._unpin_restored()
         memory = source if isinstance(source, MemorySource) else None
@@ -755,7 +812,10 @@ class Checkpointer:
                 # last step: the writer keeps it, and goes on trying, as after a death.
                 self._guardian.leave()
             else:
-                self._guardian.close(end - time.monotonic())
+                self._guardian.close(
+                    end - time.monotonic(),
+                    failed=self._failed or self._fenced is not None or self._sentinel.saw_exception,
+                )
         except CheckpointError as error:
             failure = failure or error
         self._stager.stop(max(1.0, end - time.monotonic()))
@@ -820,6 +880,7 @@ class Checkpointer:
 
     def _end(self, timeout_s: float = STOP_S) -> None:
         self._closed = True
+        self._tempo.stop()
         self._sentinel.stop(timeout_s)
         self._hook.remove()
         atexit.unregister(self._atexit)
@@ -846,6 +907,7 @@ class Checkpointer:
         if error is None:
             self.close()
             return
+        self._failed = isinstance(error, Exception) or (isinstance(error, SystemExit) and bool(error.code))
         if isinstance(error, Exception) and not self._closed and not self._forked:
             self._sentinel.exception(error)
         if self._world.size > 1:  # the other ranks may be in a collective, and never come to close

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt import __version__, cli_doctor, cli_offline, cli_repair, cli_upkeep, link
+from ckpt import __version__, cli_doctor, cli_offline, cli_plan, cli_repair, cli_report, cli_upkeep, ledger, link
 from ckpt.digest import file_digest
 from ckpt.errors import CheckpointError, CorruptError, FormatError, NotFoundError, StoreError
 from ckpt.events import log as logger
@@ -55,6 +55,7 @@ if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
     pass
 
 PARALLEL = 64  # small files read at once
+RECENT = 4  # incarnations
 NAMED = re.compile(r"\b(packs|parts|index)/[\w.-]+\.(safetensors|json)\b")  # a file of a checkpoint, in a message
 
 
@@ -200,9 +201,16 @@ def show(url: str, step: int | None, only: str | None, as_json: bool) -> int:
         packs = [(p["key"], human(p["size"]), human(p["used"]), "" if p["own"] else p["step"]) for p in found["packs"]]
         print_table(("pack", "size", "used", "of step"), packs)
     print(f"{found['distinct_tensors']} tensors, {human(found['tensor_bytes'])}")
-    for line in storage_lines(found) if only is None else ():
+    for line in [*storage_lines(found), *saving_lines(found)] if only is None else ():
         print(safe(line))
     return 0
+
+
+def saving_lines(found: dict[str, Any]) -> Iterator[str]:
+    """How often the run saves now, where that was found out, and why."""
+    if found["cadence"]:
+        yield 'saved, as every="auto" has found out:'
+        yield from (f"  {line}" for line in found["cadence"])
 
 
 def tensor_row(tensor: dict[str, Any]) -> tuple[object, ...]:
@@ -255,6 +263,7 @@ async def _show(url: str, step: int | None, only: str | None) -> dict[str, Any]:
             "needs_there": all(need in log.state.commits for need in manifest.commit.needs),
             "chain": max((part.chain for part in manifest.parts), default=0),
             "stored_bytes": sum(pack.size for pack in packs.values() if owner(pack.key) == manifest.attempt),
+            "cadence": cli_report.cadence_lines(await newest_accounts(log)),
             "older_packs": sum(owner(key) != manifest.attempt for key in used),
             "restore_bytes": sum(used.values()),
             "tensors": [{**asdict(t), **stored.get(t.name, asdict(compare.NOTHING))} for t in tensors],
@@ -271,6 +280,16 @@ async def _show(url: str, step: int | None, only: str | None) -> dict[str, Any]:
                 for pack in packs.values()
             ],
         }
+
+
+async def newest_accounts(log: RunLog) -> list[ledger.Account]:
+    """Of the last incarnations, as many as it takes to know how often they save."""
+    names = [info.key async for info in log.store.list(ledger.PREFIX) if ledger.is_account(info.key)]
+    found: list[ledger.Account] = []
+    for name in sorted(names, key=lambda key: int(key.removeprefix(ledger.PREFIX).partition(".")[0]))[-RECENT:]:
+        with contextlib.suppress(CheckpointError):  # `ckpt report` says what is wrong with it
+            found.append(ledger.Account.from_bytes(await get_small(log.store, name, ledger.MAX_SIZE)))
+    return found
 
 
 def _whose(key: str, attempt: Attempt) -> dict[str, Any]:
@@ -494,7 +513,14 @@ async def sizes_of(log: RunLog, commits: list[Commit]) -> tuple[list[int | None]
     return found, total
 
 
-for command in (*cli_upkeep.COMMANDS, *cli_offline.COMMANDS, cli_repair.repair, cli_doctor.doctor):
+for command in (
+    *cli_upkeep.COMMANDS,
+    *cli_offline.COMMANDS,
+    cli_repair.repair,
+    cli_doctor.doctor,
+    cli_report.report,
+    cli_plan.plan,
+):
     cli.add_command(command)
 
 

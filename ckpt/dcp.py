@@ -321,6 +321,8 @@ def _tiers(places: object) -> list[Tier]:
     if not given or not all(isinstance(one, (str, Path, Tier)) for one in given):
         raise UsageError(f"give a folder, a URL, a Tier, or a list of these, not {places!r}")
     tiers = [one if isinstance(one, Tier) else Tier(str(one), every=1, keep=EVERYTHING) for one in given]
+    for tier in tiers:
+        tier.steps  # noqa: B018 - refuses "auto": nobody sees the steps here
     if len({tier.url for tier in tiers}) != len(tiers):
         raise UsageError("each place can be named once")
     return tiers

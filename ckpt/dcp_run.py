@@ -143,7 +143,7 @@ async def opened(tier: Tier) -> AsyncIterator[RunLog]:
 
 def cadence(tiers: Sequence[Tier], step: int) -> list[Tier]:
     """Where a step goes: each tier that is due, nearest first; else the nearest, since somebody wants it saved."""
-    return [tier for tier in tiers if step % tier.every == 0] or list(tiers[:1])
+    return [tier for tier in tiers if step % tier.steps == 0] or list(tiers[:1])
 
 
 # -- begin --

@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ckpt import link
 from ckpt.arena import Arena
+from ckpt.cadence import MEMORY, Auto
 from ckpt.client import REQUEST_S, Reply, WriterClient
 from ckpt.commit import Role
 from ckpt.errors import CheckpointError, DeadlineError, SaveError, StoreError, WriterError
@@ -72,6 +73,7 @@ class Opened:
     roots: tuple[str, ...]  # of every tier, the id of what is there; equal ids are one shared place
     epoch: int  # the highest that is known
     has_checkpoints: bool
+    cadence: Message  # what the last incarnation saved by, if that is to be found out; {} if nobody knows
 
 
 class Guardian:
@@ -83,7 +85,7 @@ class Guardian:
         self._key, self._tiers, self._stager, self._world = key, tiers, stager, world
         self._commit_s = commit_s
         self._linger_s = memory.linger_s if memory is not None else 0.0
-        self._memory_kept = self._linger_s > 0
+        self._memory, self._memory_kept = memory, self._linger_s > 0
         self._ring = memory.keep if memory is not None else 1
         self._lock = threading.RLock()
         self._layouts: dict[str, Layout] = {}
@@ -101,8 +103,11 @@ class Guardian:
         self.on_damaged: Callable[[Message], None] = lambda note: None
         self.on_failure: Callable[[CheckpointError], None] = lambda error: None
         self.on_alert: Callable[[Message], None] = lambda note: None  # what the writer sees of us, or hears
+        self.on_cadence: Callable[[Message], None] = lambda note: None  # another one would cost less
         self._guarded: list[bool] | None = None
         self._arming: tuple[Message, tuple[int, ...]] | None = None
+        self._books: tuple[Message, tuple[int, ...]] | None = None
+        self._decision: Message | None = None
         self.faults: list[Fault] = []  # of earlier incarnations, that nobody was told yet
         self.on_held: Callable[[int, Attempt], None] = lambda tier, attempt: None
         self.failure: CheckpointError | None = None  # why there is no writer any more
@@ -261,6 +266,7 @@ class Guardian:
             linger_s=self._linger_s,
             commit_s=self._commit_s,
             first_try=1000 * self._respawns,
+            auto=[one for one, every in self._cadences() if isinstance(every, Auto)],
             heir=self._heir,
             acquires=[[a.epoch, a.nonce, a.restored and str(a.restored)] for a in self.inherited.acquires],
         )
@@ -268,7 +274,11 @@ class Guardian:
         epochs = [*(a.epoch for a in self.inherited.acquires), *(tier["epoch"] for tier in tiers)]
         stored = any(tier["checkpoints"] or tier["damaged"] for tier in tiers)
         snapshots = any(arena.sealed() for arena in self.inherited.arenas)
-        return Opened(tuple(tier["root"] for tier in tiers), max([0, *epochs]), stored or snapshots)
+        return Opened(tuple(tier["root"] for tier in tiers), max([0, *epochs]), stored or snapshots, reply["cadence"])
+
+    def _cadences(self) -> list[tuple[str, object]]:
+        memory: list[tuple[str, object]] = [(MEMORY, self._memory.every)] if self._memory is not None else []
+        return memory + [(tier.url, tier.every) for tier in self._tiers]
 
     def announce(self, nonce: str) -> None:
         """Before any rank takes the run over by this nonce: our writer must not take us for another job."""
@@ -340,6 +350,8 @@ class Guardian:
             self.on_held(int(note["tier"]), Attempt.parse(note["attempt"]))
         elif note["op"] == "damaged":
             self.on_damaged(note)
+        elif note["op"] == "cadence":
+            self.on_cadence(note)
         elif note["op"] == "said":
             log.warning("%s", note["text"])
         else:
@@ -413,6 +425,10 @@ class Guardian:
             client.send("partner", contact=self._contact, rank=self._world.rank)
         if self._arming is not None:
             client.send("arm", fds=self._arming[1], **self._arming[0])
+        if self._books is not None:
+            client.send("books", fds=self._books[1], **self._books[0])
+        if self._decision is not None:
+            client.send("cadence", decision=self._decision)
         for attempt, reason in list(self._retracts.items()):
             self._send_retract(client, attempt, reason)
         self._drop_prepared()
@@ -588,9 +604,19 @@ class Guardian:
         self._arming = fields, fds
         self.client.send("arm", fds=fds, **fields)
 
-    def tell(self, op: str) -> None:
+    def keep_books(self, fields: Message, fds: tuple[int, ...]) -> None:
+        """Have the writer keep the ledger, this one and those that follow; see `ckpt.bookkeeper`."""
+        self._books = {**fields, "again": True}, fds
+        self.client.send("books", fds=fds, **fields)
+
+    def tell_cadence(self, decision: Message) -> None:
+        """From some step on all ranks save by another cadence."""
+        self._decision = decision
+        self.client.send("cadence", decision=decision)
+
+    def tell(self, op: str, **fields: Any) -> None:
         """Something that needs no answer."""
-        self.client.send(op)
+        self.client.send(op, **fields)
 
     @property
     def has_memory(self) -> bool:
@@ -706,14 +732,15 @@ class Guardian:
         self.client.send("leave")
         self.client.close()
 
-    def close(self, timeout_s: float) -> None:
-        """Let the writer finish and leave. DeadlineError if it has not within `timeout_s`; it goes on by itself."""
+    def close(self, timeout_s: float, *, failed: bool = False) -> None:
+        """Let the writer finish and leave. DeadlineError if it has not within `timeout_s`; it goes on by itself.
+        `failed`: an error has ended the training, which is for the ledger."""
         with self._lock:
             self._closing = True
         try:
             if self.failure is None:
                 with contextlib.suppress(WriterError):  # it died; what it had to write was waited for before
-                    self.client.ask("close", timeout_s=max(timeout_s, 0.1))
+                    self.client.ask("close", timeout_s=max(timeout_s, 0.1), failed=failed)
         finally:
             self.client.close()
             self._drop_prepared()

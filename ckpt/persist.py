@@ -238,7 +238,8 @@ class Persister:
             self._parts.pop((tier.url, attempt), None)
             if near is not None:
                 near.unpin(attempt)
-        return {}
+        packs = () if written is None else written.part.packs
+        return {"stored": sum(pack.size for pack in packs if owner_of(pack.key) == attempt)}
 
     async def _stored_by_predecessor(
         self, tier: Place, near: Place | None, attempt: Attempt, slot: int

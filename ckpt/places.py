@@ -12,7 +12,7 @@ import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt import commit, events, retain
@@ -94,6 +94,11 @@ class Place:
             say = functools.partial(_say, tell)
             scrub = Scrub(self.log, rate, lambda: self.role, self.busy.locked, *told, say)
             self.scrubbing = asyncio.create_task(scrub.run())
+
+    def set_every(self, steps: int) -> None:
+        """Another cadence."""
+        self.every = steps
+        self.encoder.policy = replace(self.encoder.policy, cadence=steps)
 
     def unpin(self, attempt: Attempt) -> None:
         self.promoting[attempt] -= 1
@@ -267,13 +272,11 @@ async def renew(place: Place, spec: dict[str, Any]) -> None:
 
 def _settings(place: Place, spec: dict[str, Any]) -> None:
     grace_s = spec.get("grace_s")
-    place.keep, place.every = retain.Keep(spec["last"], spec["every"]), int(spec.get("cadence", 1))
+    place.keep = retain.Keep(spec["last"], spec["every"])
     place.encoder.policy = Policy(
-        bool(spec.get("incremental", True)),
-        str(spec.get("compression", "auto")),
-        int(spec.get("full_every", 10)),
-        place.every,
+        bool(spec.get("incremental", True)), str(spec.get("compression", "auto")), int(spec.get("full_every", 10))
     )
+    place.set_every(int(spec.get("cadence", 1)))
     place.grace_s = float(grace_s) if grace_s is not None else READER_GRACE_S if place.store.remote else 0.0
 
 

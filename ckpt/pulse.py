@@ -1,10 +1,12 @@
-"""What the training loop is doing, in one page of memory that its writer sees too.
+"""What the training loop is doing, in a few pages of memory that its writer sees too.
 
 The trainer's main thread writes where it is; nobody sends a message for it. The writer compares that with the usual
 pace, also when the trainer is frozen. In the other direction there is one flag, the step from which on to save, which
 the sentinel sets and the training loop reads, and the pace that the writer has learnt.
 
-Every field is eight bytes, aligned, and has one writer, so that nobody reads half of it.
+Every field is eight bytes, aligned, and has one writer, so that nobody reads half of it. Behind the fields is a ring of
+the last steps, when each was done and what saving had cost by then: from it the writer keeps the ledger, also of a
+trainer that was killed a moment ago. A step pays a microsecond for it.
 """
 
 from __future__ import annotations
@@ -22,10 +24,25 @@ OPENING, TRAINING, PAUSED, RESTORING, LEAVING = range(5)
 STATES = ("opening", "training", "paused", "restoring", "leaving")
 NEVER = 2**63 - 1  # no step at which to save
 
-_MAGIC = 0x3130_4553_4C55_5031
+_MAGIC = 0x3230_4553_4C55_5031
 _SEALS = 0x0001 | 0x0002 | 0x0004
 _ADD_SEALS = 1033
-# Fields: magic, calls, step, when (ns), state, updates, save_at; and of the writer: usual (ns)
+# Fields: magic, calls, step, when (ns), state, updates, save_at; of the writer: usual (ns); and paused (ns)
+_RING, _ENTRIES, _WIDTH = PAGE // 8, 512, 8  # each entry: step, when (ns), stalled (ns), saves, skipped, paused (ns)
+_SIZE = PAGE + 8 * _ENTRIES * _WIDTH
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A step that was done at `when`, in seconds of the monotonic clock. What saving had cost the loop up to then, in
+    all: seconds it was `stalled`, snapshots taken and `skipped`; and how long it was `paused`."""
+
+    step: int
+    when: float
+    stalled: float
+    saves: int
+    skipped: int
+    paused: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +62,21 @@ class Beat:
 
 
 class Pulse:
-    """The page. `fd` can be sent to another process, which attaches to it."""
+    """The pages. `fd` can be sent to another process, which attaches to it."""
 
     def __init__(self, fd: int, memory: mmap.mmap) -> None:
         self.fd = fd
         self._memory = memory
         self._at = memoryview(memory).cast("q")
         if self._at[0] != _MAGIC:
-            raise CorruptError("this is not the page of a trainer of this version")
+            raise CorruptError("these are not the pages of a trainer of this version")
 
     @classmethod
     def create(cls) -> Pulse:
         fd = os.memfd_create("ckpt-pulse", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, PAGE)
+        os.ftruncate(fd, _SIZE)
         fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
-        memory = mmap.mmap(fd, PAGE)
+        memory = mmap.mmap(fd, _SIZE)
         memory.madvise(mmap.MADV_DONTFORK)
         fields = memoryview(memory).cast("q")
         fields[2], fields[6], fields[0] = -1, NEVER, _MAGIC
@@ -70,17 +87,28 @@ class Pulse:
     @classmethod
     def attach(cls, fd: int) -> Pulse:
         """Another process's."""
-        if os.fstat(fd).st_size < PAGE:
-            raise CorruptError("this is not the page of a trainer")
-        return cls(fd, mmap.mmap(fd, PAGE))
+        if os.fstat(fd).st_size < _SIZE:
+            raise CorruptError("these are not the pages of a trainer of this version")
+        return cls(fd, mmap.mmap(fd, _SIZE))
 
     # -- the trainer's main thread --
 
-    def beat(self, step: int) -> None:
-        """step() was called: training goes on."""
-        at = self._at
-        at[2], at[3], at[4] = step, time.monotonic_ns(), TRAINING
+    def beat(self, step: int, stalled_s: float = 0.0, saves: int = 0, skipped: int = 0) -> None:
+        """step() was called: training goes on. The rest is what saving has cost so far, see `Done`."""
+        at, now = self._at, time.monotonic_ns()
+        entry = _RING + at[1] % _ENTRIES * _WIDTH
+        at[entry], at[entry + 1], at[entry + 2], at[entry + 3] = step, now, int(stalled_s * 1e9), saves
+        at[entry + 4], at[entry + 5] = skipped, at[8]
+        at[2], at[3], at[4] = step, now, TRAINING
         at[1] += 1
+
+    def went_back(self, step: int) -> None:
+        """The state is that of this step now."""
+        self._at[2] = step
+
+    def paused(self, seconds: float) -> None:
+        """So long nothing was trained, on purpose."""
+        self._at[8] += int(seconds * 1e9)
 
     def touch(self, state: int) -> None:
         """Another thing is being done from now on."""
@@ -114,6 +142,15 @@ class Pulse:
 
     # -- anybody --
 
+    def since(self, calls: int) -> tuple[int, list[Done]]:
+        """How many calls of step() there were, and the steps of those after the first `calls`; the oldest of them are
+        missing if they were more than the ring holds."""
+        at, now = self._at, self._at[1]
+        numbers = range(max(calls, now - _ENTRIES), now)
+        raw = [list(at[(entry := _RING + n % _ENTRIES * _WIDTH) : entry + 6]) for n in numbers]
+        spoilt = max(0, at[1] + 1 - _ENTRIES - numbers.start)  # overwritten while we read, or just now
+        return now, [Done(e[0], e[1] / 1e9, e[2] / 1e9, e[3], e[4], e[5] / 1e9) for e in raw[spoilt:]]
+
     @property
     def step(self) -> int:
         return self._at[2]
@@ -121,6 +158,11 @@ class Pulse:
     @property
     def state(self) -> int:
         return self._at[4]
+
+    @property
+    def paused_s(self) -> float:
+        """How long nothing was trained on purpose, so far."""
+        return self._at[8] / 1e9
 
     def read(self) -> Beat:
         at = self._at

@@ -35,6 +35,7 @@ class Tenure:
         self._mailing = threading.Lock()
         self.roots: list[list[int]] = []
         self.has_checkpoints = False
+        self.cadence: dict[str, Any] = {}  # what the last incarnation saved by
         self.guardian: Guardian
 
     def open(self, make: Callable[[], Guardian]) -> Guardian:
@@ -45,19 +46,21 @@ class Tenure:
         def prepare() -> Any:
             made.append(make())
             opened = made[0].opened
-            settings: list[Any] = [[tier.url, tier.every] for tier in self._tiers]
-            settings.append([self._place, self._memory.every if self._memory else 0])
+            settings: list[Any] = [[tier.url, str(tier.every)] for tier in self._tiers]
+            settings.append([self._place, str(self._memory.every if self._memory else 0)])
             return {
                 "settings": settings,
                 "roots": opened.roots,
                 "epoch": opened.epoch,
                 "has": opened.has_checkpoints,
+                "cadence": opened.cadence,
             }
 
         try:
             found = together(world, "open", prepare, _open_together)
             self.guardian = made[0]
             self.roots, self.has_checkpoints = found["roots"], found["has"]
+            self.cadence = found["cadence"]
             for i, roots in enumerate(self.roots):
                 group = [rank for rank in range(world.size) if roots[rank] == roots[world.rank]]
                 self.guardian.roles[i] = Role(tuple(group), group.index(world.rank), world.size)
@@ -160,7 +163,12 @@ def _open_together(posts: list[Any]) -> dict[str, Any]:
     tiers = len(posts[0]["roots"])
     ids = [[post["roots"][i] for post in posts] for i in range(tiers)]
     roots = [[mine.index(root) for root in mine] for mine in ids]
-    return {"roots": roots, "epoch": max(p["epoch"] for p in posts), "has": any(p["has"] for p in posts)}
+    return {
+        "roots": roots,
+        "epoch": max(p["epoch"] for p in posts),
+        "has": any(p["has"] for p in posts),
+        "cadence": posts[0]["cadence"],
+    }
 
 
 def _union(lists: list[Any]) -> list[Any]:

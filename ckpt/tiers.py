@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from ckpt.cadence import FIRST_DURABLE, Auto, as_every
 from ckpt.errors import UsageError
 from ckpt.retain import Keep
 from ckpt.store import normalise, remember_options
@@ -22,31 +23,32 @@ CREDENTIALS = ("AWS_", "GOOGLE_", "AZURE_")  # so begin the names of what says w
 class Memory:
     """Host memory, held by the writer process, so that it survives the trainer.
 
-    `every`: steps between snapshots. `keep`: snapshots held (each takes as much memory as the state; one more per
-    durable tier is added for the write in flight). `linger_s`: how long the memory is held after the trainer has died.
-    `replicas`: 2 has a writer on another node keep a copy of each snapshot, sent over the network in the background,
-    so that memory survives the loss of a node. `between`: with `every` above 1, keep of each step between what could
-    not be read at a fault, so that no step is lost to it; None: where that costs under 0.1 % of a step.
+    `every`: steps between snapshots; "auto": as often as 1 % of the training time allows, see `ckpt.Auto`.
+    `keep`: snapshots held (each takes as much memory as the state; one more per durable tier is added for the write in
+    flight). `linger_s`: how long the memory is held after the trainer has died. `replicas`: 2 has a writer on another
+    node keep a copy of each snapshot, sent over the network in the background, so that memory survives the loss of a
+    node. `between`: with `every` above 1, keep of each step between what could not be read at a fault, so that no step
+    is lost to it; None: where that costs under 0.1 % of a step.
     """
 
-    every: int = 1
+    every: int | str | Auto = 1
     keep: int = 3
     linger_s: float = 600.0
     replicas: int = 1
     between: bool | None = None
 
     def __post_init__(self) -> None:
-        numbers = type(self.every) is int and type(self.keep) is int and isinstance(self.linger_s, (int, float))
+        object.__setattr__(self, "every", as_every(self.every))
+        numbers = type(self.keep) is int and isinstance(self.linger_s, (int, float))
         numbers = numbers and self.replicas in (1, 2) and self.between in (None, True, False)
-        if not numbers or self.every < 1 or not 2 <= self.keep <= 12 or self.linger_s < 0:
-            raise UsageError(
-                f"{self} makes no sense: every counts from 1, keep from 2 to 12, linger_s from 0, replicas is 1 or 2"
-            )
+        if not numbers or not 2 <= self.keep <= 12 or self.linger_s < 0:
+            raise UsageError(f"{self} makes no sense: keep counts from 2 to 12, linger_s from 0, replicas is 1 or 2")
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A durable place: a folder or URL. `every`: steps between checkpoints. `keep`: how many, or a `Keep`.
+    """A durable place: a folder or URL. `every`: steps between checkpoints; "auto": what loses least, by what a save
+    costs and how often the place is needed, see `ckpt.Auto`. `keep`: how many, or a `Keep`.
 
     For object stores: `storage_options` are those of fsspec (`endpoint_url`, `key`, `profile`, ...), beside what the
     environment and configuration files say; `max_mib_s` throttles what is sent and read, and at most `max_inflight_mib`
@@ -62,7 +64,7 @@ class Tier:
     """
 
     url: str
-    every: int = 100
+    every: int | str | Auto = 100
     keep: Keep | int = field(default=3)
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)  # perhaps secrets
     max_mib_s: float | None = None
@@ -74,8 +76,9 @@ class Tier:
     scrub_mib_s: float | None = None
 
     def __post_init__(self) -> None:
-        if type(self.every) is not int or self.every < 1 or not isinstance(self.keep, (int, Keep)):
-            raise UsageError(f"{self} makes no sense: every is a number from 1, keep a number or a Keep")
+        object.__setattr__(self, "every", as_every(self.every))
+        if not isinstance(self.keep, (int, Keep)):
+            raise UsageError(f"{self} makes no sense: keep is a number or a Keep")
         limits = (self.max_mib_s, self.max_inflight_mib)
         if any(n is not None and (not isinstance(n, (int, float)) or not n > 0) for n in limits):
             raise UsageError(f"{self} makes no sense: max_mib_s and max_inflight_mib are numbers above 0")
@@ -116,7 +119,7 @@ class Tier:
             "url": self.url,
             "last": self.keeping.last,
             "every": self.keeping.every,
-            "cadence": self.every,
+            "cadence": FIRST_DURABLE if isinstance(self.every, Auto) else self.every,
             "options": None if self.storage_options is None else dict(self.storage_options),
             "max_mib_s": self.max_mib_s,
             "max_inflight_mib": self.max_inflight_mib,
@@ -129,22 +132,39 @@ class Tier:
         }
 
     @property
+    def steps(self) -> int:
+        """Between two checkpoints, where that is fixed. UsageError where it is to be found out."""
+        if not isinstance(self.every, int):
+            raise UsageError(
+                f'{self.url}: every="auto" is for a Checkpointer, which sees the steps: give a number here'
+            )
+        return self.every
+
+    @property
     def keeping(self) -> Keep:
         assert isinstance(self.keep, Keep)
         return self.keep
 
 
-def as_tiers(tiers: object) -> tuple[Memory | None, list[Tier]]:
-    """What the user passed, as at most one memory tier and the durable ones in order, nearest first."""
+def as_tiers(tiers: object, every: object = None) -> tuple[Memory | None, list[Tier]]:
+    """What the user passed, as at most one memory tier and the durable ones in order, nearest first.
+
+    `every`: "auto" or an `Auto`, for places that are given by a word only, and the memory that comes with them.
+    """
+    if every is not None and not isinstance(every := as_every(every), Auto):
+        raise UsageError('every= is "auto" or ckpt.Auto(...) here: a number of steps belongs to a Memory or a Tier')
+    auto: dict[str, Any] = {} if every is None else {"every": every}
     if tiers is None:
-        return Memory(), []
+        return Memory(**auto), []
     if isinstance(tiers, (str, Path)):
-        return Memory(), [Tier(str(tiers))]
+        return Memory(**auto), [Tier(str(tiers), **auto)]
     given = [tiers] if isinstance(tiers, (Memory, Tier)) else tiers
     if not isinstance(given, (list, tuple)) or not all(isinstance(t, (Memory, Tier, str, Path)) for t in given):
         raise UsageError(f"tiers must be a folder, a URL, or a list of Memory and Tier, not {tiers!r}")
     memory = [t for t in given if isinstance(t, Memory)]
-    durable = [t if isinstance(t, Tier) else Tier(str(t)) for t in given if not isinstance(t, Memory)]
+    if auto and not any(isinstance(t, (str, Path)) for t in given):
+        raise UsageError('every= is for places that are given by a word only: say Tier(url, every="auto") here')
+    durable = [t if isinstance(t, Tier) else Tier(str(t), **auto) for t in given if not isinstance(t, Memory)]
     if len(memory) > 1 or len({t.url for t in durable}) != len(durable) or not given:
         raise UsageError("tiers must name at least one place, at most one Memory, and each URL once")
     for tier in durable:

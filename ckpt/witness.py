@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ckpt import link
@@ -34,6 +35,7 @@ class Witness:
     def __init__(self, key: str, holdings: Holdings, persister: Persister) -> None:
         self.key, self._holdings, self._persister = key, holdings, persister
         self.faults: list[Fault] = []
+        self.on_kept: Callable[[Fault], None] = lambda fault: None
 
     def open(self, vigil: Vigil, kind: str, **fields: Any) -> Fault:
         """An account, begun now."""
@@ -48,6 +50,7 @@ class Witness:
     async def keep(self, fault: Fault, *, untold: bool = True) -> None:
         """Say it, and write it into the nearest tier; another place is not tried, since nobody would look there."""
         log.warning("%s", fault.line)
+        self.on_kept(fault)
         if untold:
             self.faults = [*self.faults, fault][-MAX_FAULTS:]
         for tier in self._persister.tiers[:1]:

@@ -22,15 +22,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import asdict
 from typing import Any
 
 import psutil
 
 from ckpt import events, link
 from ckpt.arena import Arena
+from ckpt.bookkeeper import Bookkeeper
 from ckpt.errors import CheckpointError, FencedError, UsageError, WriterError, to_wire
 from ckpt.fault import Fault, Saved
+from ckpt.filing import last_decision, read_back
 from ckpt.holdings import Holdings, check_room
+from ckpt.ledger import Decision
 from ckpt.link import Channel, Message
 from ckpt.manifest import Attempt
 from ckpt.mutex import Got
@@ -42,6 +46,7 @@ from ckpt.vigil import Eyes, Stall, Vigil
 from ckpt.witness import Witness, end
 
 NICE = 10
+LOOK_BACK = 4  # incarnations, one of which knows how often to save
 RETRY_S = 5.0
 AWAKE_S = 0.25  # for it to take a signal that the writer has seen
 HEARD_S = 1.0  # for the trainer's sentinel to answer; else the writer deals with it
@@ -67,6 +72,8 @@ class Writer:
         self.holdings = Holdings()
         self.persister = Persister(self.holdings, self._tell, self._spawn, Pace(lambda: self.trainer))
         self.witness = Witness(key, self.holdings, self.persister)
+        self.books = Bookkeeper(lambda: self.persister.tiers, self._tell)
+        self.witness.on_kept = self.books.fault
         self.vigil: Vigil | None = None
         self.heard = asyncio.Event()  # the sentinel deals with what it was told last
         self.announced = False  # the trainer has said that, and why, it is about to end
@@ -154,6 +161,8 @@ class Writer:
             self.channel = None
 
     def _on_gone(self, pid: int) -> None:
+        if self.books.account is not None and self.books.account.pid == pid:
+            self.books.gone()
         if pid == self.trainer:
             if self.dead:  # a crash was noticed before its end: something may have been sealed in between
                 self._spawn(self._drain_again(self.persister.adoptions))
@@ -169,6 +178,7 @@ class Writer:
     def _on_death(self, adoptions: int) -> None:
         if not self.dead and not self.leaving and adoptions == self.persister.adoptions:
             self.dead = True
+            self.books.ended("died")
             self._spawn(self._outlive(adoptions))
 
     def _tell(self, message: Message, fds: tuple[int, ...] = ()) -> None:
@@ -225,7 +235,21 @@ class Writer:
 
     async def do_open(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Open the durable places, without changing anything in them."""
-        return await self.persister.open(message), ()
+        reply = await self.persister.open(message)
+        decision = await self._last_cadence() if message["auto"] else None
+        for tier in self.persister.tiers:
+            every = None if decision is None else decision.every.get(tier.url)
+            if tier.url in message["auto"] and type(every) is int and every >= 1:
+                tier.set_every(every)
+        return {**reply, "cadence": {} if decision is None else asdict(decision)}, ()
+
+    async def _last_cadence(self) -> Decision | None:
+        """What the last incarnation saved by, so that this one need not find it out again."""
+        known = [
+            *await read_back(self.persister.tiers, LOOK_BACK),
+            *([self.books.account] if self.books.account else []),
+        ]
+        return last_decision(known)
 
     async def do_acquire(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Take places over, for all ranks."""
@@ -245,7 +269,12 @@ class Writer:
 
     async def do_write(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Make a checkpoint of a sealed slot in one tier; replies when it is durable."""
-        return await self.persister.write(message), ()
+        label = self.holdings.arenas[message["arena"]].label(int(message["slot"]))
+        size = 0 if label is None else label.data_size
+        with self.books.saving(self.persister.tiers[int(message["tier"])].url, size) as write:
+            reply = await self.persister.write(message)
+            write.stored = int(reply["stored"])
+            return reply, ()
 
     async def do_resume(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """All ranks have recovered."""
@@ -283,6 +312,7 @@ class Writer:
         return {}, ()
 
     async def _leave(self) -> None:
+        await self.books.finish()
         await self.persister.finish_begun()
         self.finished.set()
 
@@ -359,6 +389,23 @@ class Writer:
         self.vigil = Vigil(self.trainer, message, fds, eyes)
         return {}, ()
 
+    async def do_books(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Keep the ledger of our trainer from now on."""
+        self.books.begin(message, fds, self.trainer)
+        return {}, ()
+
+    async def do_restored(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """The trainer has called restore()."""
+        self.books.restored(message)
+        return {}, ()
+
+    async def do_cadence(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """The ranks save by another cadence from some step on."""
+        for tier in self.persister.tiers:
+            tier.set_every(int(message["decision"]["every"].get(tier.url, tier.every)))
+        self.books.decided(message)
+        return {}, ()
+
     def _end_vigil(self) -> None:
         if self.vigil is not None:
             self.vigil.stop()
@@ -394,6 +441,7 @@ class Writer:
 
     async def do_peer(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Another rank of this node has died."""
+        self.books.peer(int(message["rank"]), str(message["summary"]))
         note = {"op": "peer", "rank": int(message["rank"]), "writer": str(message["writer"])}
         self._tell({**note, "summary": str(message["summary"])})
         return {}, ()
@@ -466,6 +514,7 @@ class Writer:
     async def do_leave(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """The trainer lets go of everything, and may go on living: as if it had died."""
         self.announced = True
+        self.books.ended("left")
         self._on_death(self.persister.adoptions)
         return {}, ()
 
@@ -475,6 +524,8 @@ class Writer:
         self._end_vigil()
         self._unlink_socket()  # the next trainer starts with a writer of its own
         try:
+            self.books.ended("left" if message.get("failed") else "closed")
+            await self.books.finish()
             await self.persister.close()
         finally:
             self.loop.call_later(0.05, self.finished.set)  # after the reply has left
@@ -513,6 +564,7 @@ class Writer:
         finally:
             if adoptions == self.persister.adoptions:
                 self.leaving = True
+                await self.books.finish()
                 await self.persister.finish_begun()
                 self.finished.set()
 

@@ -19,6 +19,11 @@ LAYERS = (
     ("store", "shuffle", "triggers", "rally"),  # the byte interface of a place; byte planes; when to save out of turn
     ("digest", "codec", "values", "link", "world", "testing"),  # bytes, values, the wire, ranks
     ("notices", "pressure", "wakeup", "pulse", "pace", "fault", "findings"),  # what may happen, or is the case
+    ("ledger", "meter"),  # what an incarnation did; what saving takes from training
+    ("statement",),  # what accounting says, as values
+    ("timeline",),
+    ("accounting", "forecast"),  # what all of them cost together; what it would be elsewhere
+    ("cadence", "fleet"),  # how often to save; a whole job
     ("hang",),  # whether, and who, holds the others up
     ("evidence",),  # what a process does, from outside
     ("manifest",),  # the small files, and the names of all files
@@ -47,16 +52,18 @@ LAYERS = (
     ("dcp_busy", "dcp_objects"),  # which saves of torch's DCP are under way; what of its objects can be read inertly
     ("dcp_share",),  # one rank's share of what torch's distributed checkpoint saves
     ("holdings", "places"),  # what a writer has in memory, and open
+    ("filing",),  # where the ledger is put
+    ("bookkeeper",),  # keeps it
     ("dcp_source", "dcp_run"),  # what it loads, and who saves
     ("dcp",),
     ("persist", "vigil"),  # from there to durable places; its watch over the trainer
     ("witness",),  # what it says about a fault
     ("writer",),  # the other end of the process boundary
     ("guardian",),  # who holds memory and writer
-    ("tenure", "sentinel"),  # whose run it is; the trainer's own watch
+    ("tenure", "sentinel", "tempo"),  # whose run it is; the trainer's own watch; how often it saves
     ("checkpointer", "terminal"),  # what the user holds; how commands show things
-    ("cli_upkeep", "cli_doctor", "cli_offline"),  # commands that change a run, or come before one
-    ("cli_repair",),  # one that shows its plan as those do
+    ("cli_upkeep", "cli_doctor", "cli_offline", "cli_report"),  # commands that change a run, or weigh one
+    ("cli_repair", "cli_plan"),  # that show their plan as those do, or read a ledger
     ("cli",),
 )
 """Bottom first. A module imports from the rows below its own only, never from its own row."""
@@ -68,7 +75,8 @@ NO_TORCH = {
     "write", "commit", "read", "retain", "tiers", "handle", "writer", "compare",
     "triggers", "rally", "notices", "pressure", "wakeup", "pulse", "fault", "hang", "holdings", "persist", "vigil",
     "witness", "increment", "supply", "packs", "encode", "pace", "scrub", "promote", "places", "upkeep", "copying",
-    "damage", "cures", "stream", "directory",
+    "damage", "cures", "stream", "directory", "ledger", "meter", "statement", "timeline", "accounting", "forecast",
+    "fleet", "cadence", "bookkeeper", "filing", "cli_report", "cli_plan",
     "repair", "cli_repair", "cli_upkeep", "cli_offline", "findings",
     "origin", "origin_run", "origin_files", "outfile", "cast", "inert", "align", "export", "parse_safetensors",
     "origin_dcp", "parse_torch", "parse_dcp", "parse_values", "parse_entries", "to_safetensors", "to_run",

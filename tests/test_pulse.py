@@ -98,10 +98,29 @@ def test_negative_control_another_page_sees_nothing(pulse: Pulse) -> None:
     other.close()
 
 
+def test_the_last_steps_are_told_one_by_one(pulse: Pulse) -> None:
+    """Those since the last look, in order, with what saving had cost by then; of very many the newest."""
+    assert pulse.since(0) == (0, [])
+    for step in range(1, 6):
+        pulse.beat(step, stalled_s=0.25 * step, saves=2 * step, skipped=step)
+    pulse.paused(1.5)
+    pulse.beat(9, 2.0, 11, 5)
+    calls, done = pulse.since(3)
+    assert calls == 6 and [one.step for one in done] == [4, 5, 9]
+    assert [one.stalled for one in done] == [1.0, 1.25, 2.0] and [one.saves for one in done] == [8, 10, 11]
+    assert [one.paused for one in done] == [0.0, 0.0, 1.5] and done[-1].skipped == 5
+    assert done[-1].when == pulse.read().when and pulse.since(6) == (6, [])
+    for step in range(10, 5000):
+        pulse.beat(step)
+    calls, done = pulse.since(6)
+    steps = [one.step for one in done]
+    assert calls == 4996 and 400 < len(steps) < 1000 and steps == list(range(5000 - len(steps), 5000))
+
+
 def test_its_size_is_sealed(pulse: Pulse) -> None:
     """Nobody can make a reader die of SIGBUS by cutting the page off, or undo that."""
-    assert os.fstat(pulse.fd).st_size == PAGE
-    for size in (0, PAGE // 2, 2 * PAGE):
+    assert os.fstat(pulse.fd).st_size == 9 * PAGE
+    for size in (0, PAGE, 18 * PAGE):
         with pytest.raises(PermissionError):
             os.ftruncate(pulse.fd, size)
     with pytest.raises(PermissionError):
@@ -124,7 +143,7 @@ def refused(fd: int) -> str:
     return str(caught.value)
 
 
-def memory(content: bytes, size: int = PAGE) -> int:
+def memory(content: bytes, size: int = 9 * PAGE) -> int:
     fd = os.memfd_create("test", os.MFD_CLOEXEC)
     os.write(fd, content)
     os.ftruncate(fd, size)
@@ -133,14 +152,14 @@ def memory(content: bytes, size: int = PAGE) -> int:
 
 def test_what_is_no_page_is_refused(pulse: Pulse) -> None:
     """Too small, empty, another content, or a version whose first number differs: CorruptError, and no crash."""
-    whole = mmap.mmap(pulse.fd, PAGE)[:]
+    whole = mmap.mmap(pulse.fd, 9 * PAGE)[:]
     reader, writer = os.pipe()
     os.close(writer)
-    assert "not the page of a trainer" in refused(reader)
-    assert "not the page of a trainer" in refused(memory(b"", 0))
-    assert "not the page of a trainer" in refused(memory(whole, PAGE - 1))
+    assert "not the pages of a trainer" in refused(reader)
+    assert "not the pages of a trainer" in refused(memory(b"", 0))
+    assert "not the pages of a trainer" in refused(memory(whole, 9 * PAGE - 1))
     assert "of this version" in refused(memory(b""))
-    assert "of this version" in refused(memory(b"x" * PAGE))
+    assert "of this version" in refused(memory(b"x" * 9 * PAGE))
     assert "of this version" in refused(memory(bytes([whole[0] ^ 1]) + whole[1:]))
     copy = Pulse.attach(memory(whole))  # negative control: the same bytes are taken
     assert copy.read() == pulse.read()

@@ -1,0 +1,941 @@
+"""What faults and saving cost a training: the same job under the same random faults, with us and with others.
+
+    python benchmarks/chaos.py [--mtbf 40] [--faults 8] [--seed 1] [--only NAME ...] [--json FILE] [--markdown]
+    python benchmarks/chaos.py --report FILE --markdown     # the tables of an earlier run
+    python benchmarks/chaos.py --quick                      # a small model, three faults: a minute a contender
+
+One process trains under `torchrun`, and is killed, hung, starved of memory and told to leave, at moments of a schedule
+that only depends on the seed. An interval of it is training time since the job was back at work, so that all contenders
+are exposed alike. Every second from the first step to the last belongs to one part:
+
+- *perceive*: from the fault until the process is gone. For peers a watchdog of this benchmark ends what hangs, since
+  they have nothing that would; ours has `on_hang(action="exit")`. Ours also saves and leaves in this time.
+- *restart*: from then to the first new step, without the restore: torchrun, imports, the model, opening what saves, and
+  how much longer than usual the first step takes.
+- *restore*. *recompute*: the step that the fault cut off, and the steps that are done again, at the usual time of one.
+- *saving*: how long calls to save take, and how much longer than usual the steps are that run beside a save, or up to
+  two steps after one.
+- *other*: how much longer than usual, or shorter, steps are beside which nothing is saved: the noise of the machine.
+- *training*: what is left; that is the number of steps times the usual time of one.
+
+Effective training time is 1 - (perceive + restart + restore + recompute + saving) / wall-clock.
+
+The usual step is the median of all quiet steps, those beside which nothing is saved: in a run without any saving right
+before a contender's, in its own run where it has such steps, and right after its last one. All three are told.
+
+Peers save every N steps, at their own best by Young and Daly: N = sqrt(2 x cost x MTBF) / step, where the cost is what
+a save takes from training, measured right before as in `contest.py`. They resume from the newest complete checkpoint,
+and do nothing at a signal or an exception, as in their documentation.
+In the end everybody's weights are compared, bit for bit, with those of an undisturbed run of as many steps.
+
+What saving costs is the difference of two times of a step, so nothing else should use the machine meanwhile. Ours at
+its default cadence has no quiet step of its own, and all noise of its run counts as saving. The report says where there
+was more than 5 %.
+
+Exit status 1: a contender failed, or has other weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import random
+import select
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path += [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "backends")]  # if not installed
+
+from figures import environment, goal, goal_table, machine, seconds, table, tell, times
+
+Json = dict[str, Any]
+
+HERE = Path(__file__).parent
+KINDS = ("SIGKILL", "hang", "OOM", "SIGTERM")
+FLOOR_S = 2.0  # between the first step after a fault and the next fault
+TAIL_S = 5.0  # of training after the last fault, at least
+START_S = 120.0  # for a process to come to its first step
+REFERENCE_S = 3600.0
+PARTS = ("perceive", "restart", "restore", "recompute", "saving", "other")
+FIGURE = ("restore", "recompute", "saving")  # what the way of saving answers for
+AT_MOST = 0.2  # of the best peer's figure
+LEDGER_WITHIN = 0.02
+NOISE = 0.05  # of the wall-clock or of a step, from which on figures say more about the machine
+ADDS_UP_S = 1e-3
+OWN_ROOM_S = 30.0  # a contender, for what is neither exposure nor fault
+OUTAGE_S = 7.0  # of a fault, about
+
+
+class Failed(Exception):
+    """A contender did not do what it is there for."""
+
+
+class Skipped(Exception):
+    """A contender that cannot be had here."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`peer`: its name in `peers/`; `auto`: our cadence is found out by itself."""
+
+    peer: str
+    auto: bool = False
+
+    @property
+    def ours(self) -> bool:
+        return self.peer == "everystep"
+
+
+CONTENDERS = {
+    "torch.save": Contender("torch.save"),
+    "DCP async": Contender("DCP async, thread"),
+    "torch_checkpointing": Contender("torch_checkpointing"),
+    "everystep": Contender("everystep"),
+    "everystep, auto": Contender("everystep", auto=True),
+    "DCP async, process": Contender("DCP async, process"),
+}
+BY_DEFAULT = list(CONTENDERS)[:5]
+FIXED, AUTO = "everystep", "everystep, auto"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Times in seconds. `watchdog`: without a step, after which the process is ended; `min_s`: of our `on_hang`."""
+
+    mtbf: float = 40.0
+    faults: int = 8
+    seed: int = 1
+    watchdog: float = 10.0
+    min_s: float = 3.0
+    size: str = "full"
+    floor: float = FLOOR_S
+    tail: float = TAIL_S
+
+
+# -- pure: the schedule, the cadence, and who answers for which second --
+
+
+def schedule(plan: Plan) -> list[tuple[float, str]]:
+    """Intervals and kinds. Exponential: one from each n-th of the distribution, in random order, so that a few have the
+    mean that is asked for; each kind as often as the others."""
+    rng, n = random.Random(f"chaos {plan.seed}"), plan.faults
+    intervals = [-plan.mtbf * math.log(1 - (i + rng.random()) / n) for i in range(n)]
+    kinds = [KINDS[i % len(KINDS)] for i in range(n)]
+    rng.shuffle(intervals)
+    rng.shuffle(kinds)
+    return [(round(max(plan.floor, interval), 3), kind) for interval, kind in zip(intervals, kinds, strict=True)]
+
+
+def best_every(cost_s: float, mtbf_s: float, step_s: float) -> int:
+    """Young's interval, in steps."""
+    return max(1, round(math.sqrt(2 * max(cost_s, 0.0) * mtbf_s) / step_s))
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A fault as the one who injected it saw it. `at`: when it struck; `gone`: when the process was; `by`: who ended
+    it."""
+
+    kind: str
+    at: float
+    gone: float
+    by: str = "itself"
+
+
+@dataclass
+class Interruption:
+    """What one fault cost, in seconds. `step`: the last one done before; `lost`: those to be done again."""
+
+    kind: str
+    by: str
+    step: int
+    restored: int
+    source: str
+    perceive: float
+    restart: float
+    restore: float
+    recompute: float
+
+    @property
+    def lost(self) -> int:
+        return self.step - self.restored
+
+
+@dataclass
+class Bill:
+    """Who answers for every second of a contender's run. `training` + the parts = `wall`. `usual_s`: of a step;
+    `quiet`: how many quiet steps there were in it, with their median `own_s`."""
+
+    steps: int
+    usual_s: float
+    wall: float
+    training: float
+    parts: dict[str, float]
+    interruptions: list[Interruption]
+    first_start_s: float = 0.0
+    saves: int = 0
+    quiet: int = 0
+    own_s: float | None = None
+
+    @property
+    def invalid(self) -> float:
+        """All parts but the noise of the machine."""
+        return sum(value for name, value in self.parts.items() if name != "other")
+
+    @property
+    def effective(self) -> float:
+        return 1.0 - self.invalid / self.wall
+
+    @property
+    def figure(self) -> float:
+        return sum(self.parts[name] for name in FIGURE)
+
+
+def lives_of(events: Sequence[Json]) -> list[list[Json]]:
+    """The events of each incarnation."""
+    found: list[list[Json]] = []
+    for event in events:
+        if event["what"] == "born":
+            found.append([])
+        found[-1].append(event)
+    return found
+
+
+def bill_of(events: Sequence[Json], hits: Sequence[Hit], usual_s: float) -> Bill:
+    """From the lines of `chaos_job.py` in order, and what was done to it. Failed if they do not fit."""
+    lives = lives_of(events)
+    if len(lives) != len(hits) + 1 or not all(steps_of(life) for life in lives):
+        raise Failed(f"{len(hits)} faults, and {len(lives)} processes, of which not all came to a step")
+    parts, training = dict.fromkeys(PARTS, 0.0), 0.0
+    interruptions: list[Interruption] = []
+    mark, clock, saves = 0, steps_of(lives[0])[0]["begin"], 0
+    begun = clock
+    for number, life in enumerate(lives):
+        restored, steps = one(life, "restored"), steps_of(life)
+        if number:
+            hit = hits[number - 1]
+            interruptions.append(interruption(hit, clock, lives[number - 1], life, mark, usual_s, parts))
+            clock = steps[0]["begin"]
+        called = {event["step"]: event["at"] for event in life if event["what"] == "called"}
+        expected = list(range(restored["step"] + 1, restored["step"] + 1 + len(steps)))
+        if [step["step"] for step in steps] != expected or restored["step"] > mark:
+            raise Failed(f"step {restored['step']} was restored, {mark} were done, and then not one after the other")
+        for index, step in enumerate(steps):
+            parts["other"] += step["begin"] - clock
+            beyond = step["done"] - step["begin"] - usual_s
+            if index == 0:
+                parts["restart" if number else "other"] += beyond
+                if number:
+                    interruptions[-1].restart += beyond
+            else:
+                parts["saving" if step["load"] in ("busy", "after") else "other"] += beyond
+            if step["step"] <= mark:
+                parts["recompute"] += usual_s
+                interruptions[-1].recompute += usual_s
+            else:
+                training += usual_s
+                mark = step["step"]
+            clock = called.get(step["step"], step["done"])
+            parts["saving"] += clock - step["done"]
+            saves += step["due"]
+    wall = clock - begun
+    if abs(training + sum(parts.values()) - wall) > ADDS_UP_S:
+        raise Failed(f"the parts are {training + sum(parts.values()):.6f} s in all, and it took {wall:.6f} s")
+    quiet = quiet_of(events)
+    own = statistics.median(quiet) if quiet else None
+    first = begun - lives[0][0]["born"]
+    return Bill(mark, usual_s, wall, training, parts, interruptions, first, saves, len(quiet), own)
+
+
+def interruption(
+    hit: Hit, clock: float, before: list[Json], after: list[Json], mark: int, usual_s: float, parts: dict[str, float]
+) -> Interruption:
+    """From the last thing that was done, at `clock`, to the first new step; added to the parts."""
+    last, restored, first = steps_of(before)[-1], one(after, "restored"), steps_of(after)[0]
+    in_save = (
+        last["due"]
+        and clock == last["done"]
+        and not any(event["what"] == "called" and event["step"] == last["step"] for event in before)
+    )
+    struck = min(max(hit.at, clock), hit.gone)
+    cut = struck - clock  # of the step that was cut off, or of a call to save
+    perceive = hit.gone - struck
+    restore = restored["at"] - restored["began"]
+    restart = restored["began"] - hit.gone + first["begin"] - restored["at"]
+    parts["saving" if in_save else "recompute"] += cut
+    for name, value in (("perceive", perceive), ("restart", restart), ("restore", restore)):
+        parts[name] += value
+    lost_s = 0.0 if in_save else cut
+    source = restored["source"] or "nothing"
+    return Interruption(hit.kind, hit.by, mark, restored["step"], source, perceive, restart, restore, lost_s)
+
+
+def steps_of(life: Sequence[Json]) -> list[Json]:
+    return [event for event in life if event["what"] == "step"]
+
+
+def quiet_of(events: Sequence[Json]) -> list[float]:
+    """How long steps took beside which nothing was saved."""
+    return [event["done"] - event["begin"] for event in steps_of(events) if event["load"] == "quiet"]
+
+
+def one(life: Sequence[Json], what: str) -> Json:
+    found = next((event for event in life if event["what"] == what), None)
+    if found is None:
+        raise Failed(f"a process never said {what!r}")
+    return found
+
+
+# -- processes --
+
+
+class Job:
+    """One command and what it says through a pipe, its descendants included. Ended with all of them by `close`."""
+
+    def __init__(self, command: list[str], folder: Path, sockets: Path) -> None:
+        self.pipe, self.log = folder / "events", folder / "job.log"
+        self.events: list[Json] = []
+        self.pid = 0  # of the trainer
+        self._pidfd = self._gone_at = None
+        self._rest = b""
+        if not self.pipe.exists():
+            os.mkfifo(self.pipe)
+        self._fd = os.open(self.pipe, os.O_RDWR | os.O_NONBLOCK)  # also for writing, so that it never ends
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command,
+                env=job_environment(sockets),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for the one who measures
+            )
+
+    def pump(self, until: Callable[[], bool], timeout_s: float) -> bool:
+        """Listen until that is so; False if it takes longer. Failed if the command ends before."""
+        end = time.monotonic() + timeout_s
+        while not until():
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            ended = self.process.poll() is not None
+            watched = [self._fd] if self._pidfd is None else [self._fd, self._pidfd]
+            ready, _, _ = select.select(watched, [], [], 0.0 if ended else min(left, 0.05))
+            if self._pidfd in ready:
+                self._note_death()
+            if self._fd in ready:
+                self._read()
+            elif ended and not until():
+                raise Failed(f"it ended with {self.process.returncode}:\n{self.tail()}")
+        return True
+
+    def _read(self) -> None:
+        self._rest += os.read(self._fd, 1 << 16)
+        *lines, self._rest = self._rest.split(b"\n")
+        for line in lines:
+            event = json.loads(line)
+            self.events.append(event)
+            if event["what"] == "born":
+                self.pid, self._gone_at = event["pid"], None
+                try:
+                    self._pidfd = os.pidfd_open(self.pid)
+                except ProcessLookupError:
+                    self._gone_at = time.monotonic()
+
+    def _note_death(self) -> None:
+        assert self._pidfd is not None
+        self._gone_at = time.monotonic()
+        os.close(self._pidfd)
+        self._pidfd = None
+
+    @property
+    def gone_at(self) -> float | None:
+        """When the trainer's process ended, None if it has not."""
+        return self._gone_at
+
+    def newest(self, what: str) -> Json | None:
+        """Of this incarnation."""
+        for event in reversed(self.events):
+            if event["what"] == what:
+                return event
+            if event["what"] == "born":
+                return None
+        return None
+
+    def count(self, what: str) -> int:
+        return sum(event["what"] == what for event in self.events)
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-3000:]
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+        os.close(self._fd)
+
+
+def job_environment(sockets: Path) -> dict[str, str]:
+    """As for the other benchmarks. Whatever is started with these sockets in its environment, is ours to end."""
+    quiet = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return {**environment(), **quiet, "XDG_RUNTIME_DIR": str(sockets)}
+
+
+@dataclass
+class Bench:
+    """Where it all happens, and what runs at present."""
+
+    plan: Plan
+    home: Path
+    sockets: Path
+    job: Job | None = None
+
+    @contextlib.contextmanager
+    def started(self, what: str, asked: Json, python: Path, folder: Path, *, restarts: int = 0) -> Iterator[Job]:
+        """`chaos_job.py`, under torchrun if it is to be restarted. Nothing that it started goes on after that."""
+        run = [str(HERE / "chaos_job.py"), what, json.dumps({**asked, "pipe": str(folder / "events")})]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+        torchrun += ["--max-restarts", str(restarts)]
+        self.job = Job([str(python), *(torchrun if restarts else []), *run], folder, self.sockets)
+        try:
+            yield self.job
+        finally:
+            self.stop()
+
+    def processes(self) -> list[psutil.Process]:
+        """Those that were started here, whoever their parents are by now."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                mine = process.environ().get("XDG_RUNTIME_DIR") == str(self.sockets)
+                if mine and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def stop(self) -> None:
+        """torchrun first, so that it starts nothing again; and what is started meanwhile."""
+        if self.job is not None:
+            self.job.close()
+            self.job = None
+        for _ in range(5):
+            found = self.processes()
+            for process in found:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            if not found:
+                return
+            psutil.wait_procs(found, timeout=5.0)
+        raise Failed("a process of this benchmark cannot be ended")
+
+
+# -- measuring --
+
+
+@dataclass
+class Calibration:
+    """Before a contender's run. `quiet`: seconds of steps; `costs`: what a save takes from training, each way, and
+    until it is complete; `blocks`: the call alone. Seconds, medians."""
+
+    quiet: list[float]
+    costs: dict[str, float]
+    complete: dict[str, float]
+    blocks: float
+    nbytes: int
+
+
+def calibrate(bench: Bench, contender: Contender, python: Path, folder: Path) -> Calibration:
+    asked = {"peer": contender.peer, "size": bench.plan.size, "folder": str(folder)}
+    with bench.started("calibrate", asked, python, folder) as job:
+        if not job.pump(lambda: job.count("over") > 0, START_S):
+            raise Failed(f"the calibration takes more than {START_S:g} s:\n{job.tail()}")
+        cycles = [event for event in job.events if event["what"] == "cycle"]
+        ways = dict.fromkeys(event["way"] for event in cycles)
+
+        def medians(key: str) -> dict[str, float]:
+            return {way: statistics.median(one[key] for one in cycles if one["way"] == way) for way in ways}
+
+        first = one(job.events, "calibrated")
+    blocks = medians("blocks_s")["save"]
+    return Calibration(first["quiet"], medians("lost_s"), medians("durable_s"), blocks, first["nbytes"])
+
+
+def disturbed(
+    bench: Bench, name: str, contender: Contender, python: Path, folder: Path, every: int
+) -> tuple[list[Json], list[Hit]]:
+    """The whole run of one contender: its events, and what was done to it."""
+    plan, faults = bench.plan, schedule(bench.plan)
+    strike, stop = folder / "strike", folder / "stop"
+    asked = {"peer": contender.peer, "auto": contender.auto, "every": every, "min_s": plan.min_s, "size": plan.size}
+    asked |= {"folder": str(folder), "strike": str(strike), "stop": str(stop)}
+    hits: list[Hit] = []
+    with bench.started("train", asked, python, folder, restarts=10 * len(faults) + 10) as job:
+
+        def trains_on(seconds_: float) -> None:
+            """From its first step on, for so long."""
+            if not job.pump(lambda: job.newest("step") is not None or unasked(), START_S) or unasked():
+                raise Failed(f"it does not come to a step after {len(hits)} faults:\n{job.tail()}")
+            end = next(event["done"] for event in lives_of(job.events)[-1] if event["what"] == "step") + seconds_
+            while time.monotonic() < end:
+                job.pump(unasked, min(1.0, end - time.monotonic()))
+                if unasked() or time.monotonic() - job.events[-1]["at"] > plan.watchdog:
+                    raise Failed(f"it stopped by itself after {len(hits)} faults:\n{job.tail()}")
+
+        def unasked() -> bool:
+            return job.count("born") != len(hits) + 1 or (job.gone_at is not None and bool(job.count("born")))
+
+        job.pump(lambda: job.count("born") > 0, START_S)
+        for number, (interval, kind) in enumerate(faults, start=1):
+            trains_on(interval)
+            hits.append(hit(job, kind, strike, plan.watchdog))
+            tell(f"{name}: fault {number} of {len(faults)}, {kind}, gone after {seconds(hits[-1].gone - hits[-1].at)}")
+            if not job.pump(lambda: job.count("born") == len(hits) + 1, START_S):
+                raise Failed(f"torchrun does not start it again:\n{job.tail()}")
+        mark = max(event["step"] for event in job.events if event["what"] == "step")
+        trains_on(plan.tail)
+        while (job.newest("step") or {"step": 0})["step"] <= mark + 2:
+            trains_on(time.monotonic() - steps_of(lives_of(job.events)[-1])[0]["done"] + 1.0)
+        stop.touch()
+        if not job.pump(lambda: job.count("digest") > 0, START_S):
+            raise Failed(f"it does not end:\n{job.tail()}")
+        return job.events, hits
+
+
+def hit(job: Job, kind: str, strike: Path, watchdog_s: float) -> Hit:
+    """Do it, and wait until the process is gone."""
+    by = "itself"
+    if kind.startswith("SIG"):
+        at = time.monotonic()
+        os.kill(job.pid, signal.Signals[kind])
+    else:
+        waiting = strike.with_suffix(".new")
+        waiting.write_text(kind.lower())
+        waiting.rename(strike)
+        struck = job.count("struck")
+        if not job.pump(lambda: job.count("struck") > struck, watchdog_s + 60.0):
+            raise Failed(f"it was never struck by {kind}")
+        at = job.newest("struck")["at"]  # type: ignore[index]
+
+    def idle_s() -> float:
+        last = max(event["at"] for event in job.events[-3:] if event["what"] != "struck")
+        return time.monotonic() - last
+
+    while not job.pump(lambda: job.gone_at is not None, 0.05):
+        if idle_s() > watchdog_s:
+            by = "watchdog"
+            os.kill(job.pid, signal.SIGKILL)
+            if not job.pump(lambda: job.gone_at is not None, 30.0):
+                raise Failed("the process cannot be killed")
+            break
+    assert job.gone_at is not None
+    return Hit(kind, at, job.gone_at, by)
+
+
+def contest(bench: Bench, name: str) -> Json:
+    """One contender from its calibration to its bill; plain values."""
+    from environments import NotInstalled, python_for
+
+    contender, plan = CONTENDERS[name], bench.plan
+    if contender.auto and not knows_auto():
+        raise Skipped('every="auto" is unknown to this version')
+    try:
+        python = Path(sys.executable) if contender.ours else python_for(contender.peer)
+    except NotInstalled as error:
+        raise Skipped(str(error)) from None
+    with folder_in(bench.home) as folder:
+        before = calibrate(bench, contender, python, folder)
+        step_s = statistics.median(before.quiet)
+        every = 0 if contender.ours else best_every(max(before.costs["save"], before.blocks), plan.mtbf, step_s)
+        how = ", ".join(f"{way} {seconds(cost)}" for way, cost in before.costs.items())
+        tell(f"{name}: a step {seconds(step_s)}, costs: {how}" + (f", every {every} steps" if every else ""))
+        events, hits = disturbed(bench, name, contender, python, folder, every)
+        ended = next(event for event in events if event["what"] == "digest")
+        bill = bill_of(events, hits, statistics.median(before.quiet + quiet_of(events) + ended["tail"]))
+        found: Json = {
+            "every": every,
+            "head_s": step_s,
+            "tail_s": statistics.median(ended["tail"]),
+            "costs": before.costs,
+            "complete": before.complete,
+            "nbytes": before.nbytes,
+            "bill": asdict(bill),
+            "hits": [asdict(hit) for hit in hits],
+            "digest": ended["digest"],
+        }
+        if contender.ours:
+            found["statement"] = statement(folder / "run")
+            found["cadence"] = cadence(folder / "run")
+            found["predicted"] = predicted(found, plan)
+    tell(f"{name}: {bill.effective:.1%} of {bill.wall:.0f} s, {seconds(bill.figure / len(hits))} a fault")
+    return found
+
+
+def knows_auto() -> bool:
+    from ckpt.errors import UsageError
+    from ckpt.tiers import Memory
+
+    try:
+        Memory(every="auto")  # type: ignore[arg-type]
+    except UsageError:
+        return False
+    return True
+
+
+def undisturbed(bench: Bench, steps: Sequence[int]) -> Json:
+    """The digests after so many steps, and what a step takes then."""
+    with folder_in(bench.home) as folder:
+        asked = {"size": bench.plan.size, "steps": sorted(set(steps))}
+        with bench.started("reference", asked, Path(sys.executable), folder) as job:
+            if not job.pump(lambda: job.count("over") > 0, REFERENCE_S):
+                raise Failed("the undisturbed run does not end")
+            took = [t for event in job.events if event["what"] == "took" for t in event["quiet"]]
+            digests = {str(event["step"]): event["digest"] for event in job.events if event["what"] == "digest"}
+    return {"digests": digests, "step_s": statistics.median(took), "steps": len(took)}
+
+
+@contextlib.contextmanager
+def folder_in(home: Path) -> Iterator[Path]:
+    """A fresh one, and nothing left to be written when the next begins."""
+    folder = Path(tempfile.mkdtemp(dir=home))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.sync()
+
+
+# -- what the library says of the same run --
+
+
+def accounts_of(run: Path) -> list[Any]:
+    """From the ledger of a run, oldest first; none where there is no ledger."""
+    try:
+        from ckpt.ledger import Account, in_order
+    except ImportError:
+        return []
+    return in_order(Account.from_bytes(path.read_bytes()) for path in sorted((run / "ledger").glob("*.json")))
+
+
+def statement(run: Path) -> Json | None:
+    """Of the ledger, by the library's own accounting; None where it keeps none."""
+    accounts = accounts_of(run)
+    try:
+        from ckpt.accounting import settle
+    except ImportError:
+        return None
+    if not accounts:
+        return None
+    from ckpt.fault import Fault
+
+    faults = [Fault.from_json(json.loads(path.read_text())) for path in sorted((run / "faults").glob("*.json"))]
+    found: Json = settle(accounts, faults).to_json()
+    for name in ("interruptions", "by_source", "ended"):  # which say where this is
+        found.pop(name, None)
+    return found
+
+
+def cadence(run: Path) -> Json | None:
+    """What was decided last, by place, in steps."""
+    decisions = [decision for account in accounts_of(run) for decision in account.decisions]
+    if not decisions:
+        return None
+    return {"memory" if place == "memory" else "folder": steps for place, steps in decisions[-1].every.items()}
+
+
+def predicted(found: Json, plan: Plan) -> Json | None:
+    """What `ckpt.forecast` says of this run, from what saves were measured to cost before it. How long it takes to
+    perceive, to start again and to read back is no matter of cadence: it is taken from the run itself. None without a
+    forecast, or without a cadence."""
+    try:
+        from ckpt.forecast import Costs, PlaceCost, predict
+    except ImportError:
+        return None
+    bill, every = found["bill"], {"memory": 1, "folder": 100}
+    if found["cadence"]:
+        every = found["cadence"]
+    faults = len(bill["interruptions"])
+
+    def mean(part: str) -> float:
+        return statistics.mean(one[part] for one in bill["interruptions"])
+
+    def place(name: str, way: str, served: float) -> Any:
+        every_s = every[name] * bill["usual_s"] if every.get(name) else math.inf
+        return PlaceCost(name, max(found["costs"][way], 0.0), every_s, mean("restore"), found["complete"][way], served)
+
+    costs = Costs(mean("perceive"), mean("restart"), [place("memory", "memory", 1.0), place("folder", "save", 0.0)])
+    exposed = sum(interval for interval, _ in schedule(plan)) + plan.tail
+    said = predict(costs, exposed / faults, bill["usual_s"], recovering=False)
+    per_fault = said.perceive_s + said.restart_s + said.restore_s + said.recompute_s + said.saving_s
+    return {**asdict(said), "invalid_s": faults * per_fault}
+
+
+# -- summary: pure --
+
+
+def summary(told: Json) -> Json:
+    """Who is right, who is best, and what of the goals is met."""
+    found, digests = told["contenders"], told.get("reference", {}).get("digests", {})
+    rows = {name: row_of(one, digests) for name, one in found.items() if "bill" in one}
+    faults = told["plan"]["faults"]
+    peers = {name: row["figure"] for name, row in rows.items() if not CONTENDERS[name].ours and row["equal"]}
+    best = min(peers, key=lambda name: peers[name]) if peers else None
+    goals = []
+    for name in (FIXED, AUTO):
+        if name in rows:
+            note, ratio = ("no peer", None) if best is None else (best, rows[name]["figure"] / peers[best])
+            goals.append(goal(f"{name}: restore + recompute + saving / best peer", ratio, AT_MOST, "x", note=note))
+    if FIXED in rows and AUTO in rows:
+        ratio = rows[AUTO]["figure"] / rows[FIXED]["figure"]
+        goals.append(goal("the same, every=auto / default cadence", ratio, 1.0, "x"))
+    for name, row in rows.items():
+        if row["ledger_off"] is not None:
+            goals.append(goal(f"{name}: invalid time by its ledger, off by", row["ledger_off"], LEDGER_WITHIN, "x"))
+    wrong = [f"{name}: {one['failed']}" for name, one in found.items() if "failed" in one]
+    wrong += [f"{name} ended with other weights" for name, row in rows.items() if row["equal"] is False]
+    return {"rows": rows, "best": best, "goals": goals, "wrong": wrong, "faults": faults}
+
+
+def row_of(found: Json, digests: Json) -> Json:
+    bill = found["bill"]
+    said = found.get("statement")
+    invalid = sum(value for name, value in bill["parts"].items() if name != "other")
+    ledger = said.get("invalid_s") if said else None
+    expected = digests.get(str(bill["steps"]))
+    return {
+        "figure": sum(bill["parts"][name] for name in FIGURE),
+        "effective": 1.0 - invalid / bill["wall"],
+        "invalid": invalid,
+        "ledger": ledger,
+        "ledger_off": None if ledger is None else abs(ledger / invalid - 1),
+        "lost": sum(one["step"] - one["restored"] for one in bill["interruptions"]),
+        "equal": None if expected is None else expected == found["digest"],
+    }
+
+
+# -- tables --
+
+
+def part_table(told: Json, found: Json, *, markdown: bool = False) -> str:
+    """Seconds a fault."""
+    head = ["", "saves every", *PARTS, "restore + recompute + saving", "steps lost", "effective", "equal"]
+    rows, faults = [], found["faults"]
+    for name, row in found["rows"].items():
+        one = told["contenders"][name]
+        cells = [amount(one["bill"]["parts"][part] / faults) for part in PARTS]
+        cells += [amount(row["figure"] / faults), f"{row['lost'] / faults:.1f}", f"{row['effective']:.1%}"]
+        rows.append([name, every_of(one), *cells, {True: "yes", False: "NO", None: "-"}[row["equal"]]])
+    if found["best"] is not None:
+        best = found["rows"][found["best"]]["figure"]
+        for name, row in found["rows"].items():
+            if CONTENDERS[name].ours:
+                ratio = times(row["figure"] / best)
+                rows.append([f"{name} / {found['best']}", *[""] * (len(PARTS) + 1), ratio, "", "", ""])
+    return table("Seconds that a fault costs", head, rows, markdown=markdown)
+
+
+def amount(value: float) -> str:
+    return seconds(0.0 if abs(value) < 5e-5 else value)
+
+
+def every_of(one: Json) -> str:
+    if one["every"]:
+        return f"{one['every']} steps"
+    if one.get("cadence"):
+        return ", ".join(f"{place} {n}" for place, n in one["cadence"].items())
+    return "memory 1, folder 100"
+
+
+def fault_table(told: Json, found: Json, *, markdown: bool = False) -> str:
+    """Each kind of fault, means over its interruptions."""
+    rows = []
+    for name in found["rows"]:
+        interruptions = told["contenders"][name]["bill"]["interruptions"]
+        for kind in KINDS:
+            mine = [one for one in interruptions if one["kind"] == kind]
+            if mine:
+                means = [statistics.mean(one[key] for one in mine) for key in PARTS[:4]]
+                lost = statistics.mean(one["step"] - one["restored"] for one in mine)
+                sources = ", ".join(sorted({one["source"] for one in mine}))
+                by = ", ".join(sorted({one["by"] for one in mine}))
+                rows.append([name, kind, str(len(mine)), *map(amount, means), f"{lost:.1f}", sources, by])
+    head = ["", "fault", "times", *PARTS[:4], "steps lost", "from", "ended by"]
+    return table("By kind of fault, means", head, rows, markdown=markdown, left=2)
+
+
+def step_table(told: Json, found: Json, *, markdown: bool = False) -> str:
+    """What the usual step is taken to be, and what a save was measured to cost before."""
+    rows = []
+    for name in found["rows"]:
+        one = told["contenders"][name]
+        bill = one["bill"]
+        own = "-" if bill["own_s"] is None else f"{bill['own_s'] * 1e3:.1f} ms ({bill['quiet']})"
+        ms = [f"{value * 1e3:.1f} ms" for value in (one["head_s"], one["tail_s"], bill["usual_s"])]
+        costs = ", ".join(f"{way} {seconds(cost)}" for way, cost in one["costs"].items())
+        rows.append([name, *ms, own, costs, f"{bill['wall']:.0f} s", str(bill["steps"])])
+    head = ["", "a step before", "after", "taken", "quiet ones in the run", "a save costs", "wall-clock", "steps"]
+    return table("What a step takes", head, rows, markdown=markdown)
+
+
+def ledger_table(told: Json, found: Json, *, markdown: bool = False) -> str:
+    """Ours by the stopwatch, by its ledger, and by the forecast."""
+    rows = []
+    for name, row in found["rows"].items():
+        if not CONTENDERS[name].ours:
+            continue
+        guess = told["contenders"][name].get("predicted")
+        ledger = "-" if row["ledger"] is None else f"{row['ledger']:.1f} s ({row['ledger_off']:.1%} off)"
+        forecast = "-" if not guess else f"{guess['invalid_s']:.1f} s, effective {guess['effective']:.1%}"
+        rows.append([name, f"{row['invalid']:.1f} s", ledger, f"{row['effective']:.1%}", forecast])
+    head = ["", "invalid time by the stopwatch", "by its ledger", "effective", "forecast"]
+    return table("Ours, measured and told", head, rows, markdown=markdown)
+
+
+def about(told: Json) -> str:
+    m, plan, reference = told["machine"], told["plan"], told.get("reference") or {}
+    first = next((one for one in told["contenders"].values() if "nbytes" in one), {"nbytes": 0})
+    mix = ", ".join(f"{sum(kind == one for _, one in told['schedule'])} {kind}" for kind in KINDS)
+    trained = sum(interval for interval, _ in told["schedule"])
+    lines = [
+        f"{m['cpu']}, {m['cores']} cores, {m['memory_gib']:g} GiB, Linux {m['kernel']}, {m['file_system']}, torch "
+        f"{m['torch']}, Python {m['python']}, {m['date']}; load before {m['load_before']:.1f}.",
+        f"State {first['nbytes'] / 1e6:.0f} MB ({plan['size']}); {plan['faults']} faults ({mix}), seed {plan['seed']}, "
+        f"MTBF {plan['mtbf']:g} s, {trained:.0f} s of training between them; watchdog {plan['watchdog']:g} s, ours "
+        f"on_hang min_s={plan['min_s']:g}; {told['took_s'] / 60:.0f} minutes in all.",
+    ]
+    if reference:
+        lines.append(f"Undisturbed at the end: {reference['step_s'] * 1e3:.1f} ms a step over {reference['steps']}.")
+    return "\n".join(lines)
+
+
+def report(told: Json, found: Json, *, markdown: bool = False) -> str:
+    makers = (part_table, fault_table, step_table, ledger_table)
+    parts = [about(told), *(make(told, found, markdown=markdown) for make in makers)]
+    parts.append(goal_table(found, markdown=markdown))
+    parts += [f"{name} was left out: {why}" for name, why in told["skipped"].items()]
+    parts += [f"Too noisy: {why}" for why in noisy(told, found)]
+    return "\n\n".join(parts)
+
+
+def noisy(told: Json, found: Json) -> list[str]:
+    """Why figures should not be trusted: somebody else was using the machine."""
+    lines = []
+    for name in found["rows"]:
+        one = told["contenders"][name]
+        bill = one["bill"]
+        off = abs(bill["parts"]["other"]) / bill["wall"]
+        usual = [s for s in (one["head_s"], one["tail_s"], bill["own_s"]) if s is not None]
+        if off > NOISE:
+            lines.append(f"{name}: steps beside which nothing is saved were off by {off:.0%} of the wall-clock")
+        elif max(usual) > (1 + NOISE) * min(usual):
+            lines.append(f"{name}: a quiet step took from {min(usual) * 1e3:.0f} to {max(usual) * 1e3:.0f} ms")
+    return lines
+
+
+# -- from the command line --
+
+
+@contextlib.contextmanager
+def at_work(plan: Plan, folder: Path | None) -> Iterator[Bench]:
+    """Nothing is left of it, however it ends: no process, no folder."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    with tempfile.TemporaryDirectory(prefix="chaos-", dir=folder, ignore_cleanup_errors=True) as home:
+        with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as sockets:  # a short path
+            bench = Bench(plan, Path(home), Path(sockets))
+            try:
+                yield bench
+            finally:
+                before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C shall not stop the cleaning up
+                bench.stop()
+                signal.signal(signal.SIGINT, before)
+
+
+def measured(plan: Plan, names: Sequence[str], folder: Path | None, keep: Callable[[Json], None]) -> Json:
+    """All contenders, one after the other, and the undisturbed run. `keep`: called with what is known after each."""
+    faults, started = schedule(plan), time.monotonic()
+    one_s = sum(interval for interval, _ in faults) + OUTAGE_S * len(faults) + OWN_ROOM_S
+    told: Json = {"plan": asdict(plan), "schedule": faults, "contenders": {}, "skipped": {}}
+    tell("faults: " + ", ".join(f"{kind} after {interval:.1f} s" for interval, kind in faults))
+    with at_work(plan, folder) as bench:
+        told["machine"] = machine(bench.home)
+        for number, name in enumerate(names):
+            left = one_s * (len(names) - number) + 0.7 * one_s
+            tell(f"{name}: contender {number + 1} of {len(names)}; about {left / 60:.0f} minutes left")
+            try:
+                told["contenders"][name] = contest(bench, name)
+            except Skipped as why:
+                told["skipped"][name] = str(why)
+                tell(f"{name} is left out: {why}")
+            except Failed as why:
+                told["contenders"][name] = {"failed": str(why)}
+                tell(f"{name} FAILED: {why}")
+            told["took_s"] = time.monotonic() - started
+            keep(told)
+        steps = [one["bill"]["steps"] for one in told["contenders"].values() if "bill" in one]
+        if steps:
+            tell(f"undisturbed, {max(steps)} steps")
+            told["reference"] = undisturbed(bench, steps)
+    told["took_s"] = time.monotonic() - started
+    return told
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mtbf", type=float, help="seconds of training between faults; default: 40")
+    parser.add_argument("--faults", type=int, metavar="COUNT", help="default: 8")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--watchdog", type=float, help="seconds without a step, then it is ended; default: 10")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help=f"of: {'; '.join(CONTENDERS)}")
+    parser.add_argument("--quick", action="store_true", help="a small model and three faults, to see that it works")
+    parser.add_argument("--folder", type=Path, help="on the disk to write to; default: where temporary files go")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="measure nothing, show what --json wrote")
+    parser.add_argument("--markdown", action="store_true", help="tables as Markdown")
+    arguments = parser.parse_args(given)
+    names = arguments.only or BY_DEFAULT
+    if unknown := [name for name in names if name not in CONTENDERS]:
+        parser.error(f"{unknown[0]!r} is none of: {'; '.join(CONTENDERS)}")
+    if arguments.report:
+        told: Json = json.loads(arguments.report.read_text())
+    else:
+        base = Plan(mtbf=3.0, faults=3, watchdog=4.0, min_s=1.0, size="tiny", floor=1.0, tail=1.0)
+        base = base if arguments.quick else Plan()
+        asked = {key: getattr(arguments, key) for key in ("mtbf", "faults", "seed", "watchdog")}
+        plan = Plan(**{**asdict(base), **{key: value for key, value in asked.items() if value is not None}})
+        if not (math.isfinite(plan.mtbf) and plan.mtbf > 0 and plan.faults > 0 and plan.watchdog > plan.min_s):
+            parser.error("mtbf and faults are above 0, and the watchdog has more patience than our on_hang")
+
+        def keep(told: Json) -> None:
+            if arguments.json:
+                arguments.json.write_text(json.dumps({**told, "summary": summary(told)}, indent=1))
+
+        try:
+            told = measured(plan, names, arguments.folder, keep)
+        except KeyboardInterrupt:
+            tell("stopped; what was measured until then is kept" if arguments.json else "stopped")
+            return 130
+        keep(told)
+    found = summary(told)
+    print(report(told, found, markdown=arguments.markdown))
+    for why in found["wrong"]:
+        tell(f"WRONG: {why}")
+    return 1 if found["wrong"] or not found["rows"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""What the ledger costs a step, and how far what it says is from a stopwatch.
+
+    python benchmarks/ledger.py [--json FILE]
+
+The training loop pays for one entry in shared memory, the writer for taking it out, and for putting the ledger into
+the run every ten seconds. Both are timed by themselves, since beside a training they cannot be seen: `beat` many times
+over, and a bookkeeper that is fed with as many steps.
+
+The stopwatch is this process. It starts a job again and again, whose steps are all of one length, and which is killed,
+hangs, raises, is told to leave, and dies together with its writer; the job tells of each step by one line. What is
+lost is all the time from the first step to the last that is not a step which counts; that is compared with what
+`ckpt report` says, its "other" (first steps, and the last one to the end) included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path += [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "backends")]  # if not installed
+
+from ckpt import filing
+from ckpt.bookkeeper import Bookkeeper
+from ckpt.places import open_place
+from ckpt.pulse import Pulse
+from ckpt.tiers import Tier
+from figures import goal, machine
+
+STEPS = 200_000
+BATCH = 100  # steps between two looks: half a second of steps of 5 ms
+GOAL_S = 20e-6
+STEP_S, STEPS_OF_A_JOB = 0.05, 70
+FAULTS = ("SIGKILL", "raise", "hang", "SIGTERM", "both", "")
+WITHIN = 0.02
+
+
+def loop_s() -> float:
+    """Of the training loop, for a step."""
+    pulse = Pulse.create()
+    started = time.perf_counter()
+    for step in range(STEPS):
+        pulse.beat(step, 0.25, step, 0)
+    return (time.perf_counter() - started) / STEPS
+
+
+async def writer_s(folder: str) -> tuple[float, float, int]:
+    """CPU time of the writer for a step, and for a put of a full ledger; bytes of that."""
+    place = await open_place(Tier(folder).spec())
+    books = Bookkeeper(lambda: [place], lambda message: None)
+    pulse, now = Pulse.create(), time.monotonic()
+    facts: dict[str, Any] = {"epoch": "1.ab", "rank": 0, "world": 1, "url": place.url, "opening": now, "opened": now}
+    books.begin({**facts, "places": [], "decides": False, "cadence": None}, [os.dup(pulse.fd)], os.getpid())
+    books.look_by_hand()
+    started = time.process_time()
+    for step in range(STEPS):
+        pulse.beat(step, 0.001 * step, step, 0)
+        if step % BATCH == 0:
+            books.look()
+    fed = time.process_time() - started - STEPS * loop_s()
+    assert books.account is not None
+    rows = books.account.rows
+    rows += [rows[0]] * (600 - len(rows))
+    started = time.process_time()
+    for _ in range(20):
+        await place.log.store.put(books.account.key, books.account.to_bytes())
+    put = (time.process_time() - started) / 20
+    size = len(books.account.to_bytes())
+    books.stop()
+    await place.store.aclose()
+    return fed / STEPS, put, size
+
+
+def job(run: str, fault: str, steps: int) -> None:
+    """One incarnation: `steps` steps, and then the fault."""
+    import torch
+
+    import ckpt
+
+    model = torch.nn.Linear(256, 256)
+    state = {"model": model, "optim": torch.optim.AdamW(model.parameters())}
+    triggers = [ckpt.on_signal(), ckpt.on_exception(), ckpt.on_hang(action="exit", min_s=1.5)]
+    with ckpt.Checkpointer(state, [ckpt.Memory(every=3), ckpt.Tier(run, every=20)], triggers=triggers) as cp:
+        start = cp.restore(default=0)
+        tell("ready", start)
+        for step in range(start + 1, start + steps + 1):
+            end = time.monotonic() + STEP_S
+            model(torch.randn(8, 256)).sum().backward()
+            state["optim"].step()
+            state["optim"].zero_grad()
+            time.sleep(max(0.0, end - time.monotonic()))
+            tell("step", step)
+            cp.step(step)
+        if fault == "raise":
+            raise RuntimeError("as planned")
+        if fault == "both":
+            writers = [p.pid for p in psutil.Process().children() if "ckpt.writer" in " ".join(p.cmdline())]
+            time.sleep(0.6)  # so that the writer has seen the last step
+            for pid in writers:
+                os.kill(pid, signal.SIGKILL)
+        if fault in ("both", "SIGKILL", "SIGTERM"):
+            os.kill(os.getpid(), signal.SIGTERM if fault == "SIGTERM" else signal.SIGKILL)
+        if fault:
+            time.sleep(60.0)  # a hang, or SIGTERM is dealt with
+
+
+def tell(what: str, step: int) -> None:
+    os.write(1, f"{time.monotonic()} {what} {step}\n".encode())
+
+
+def stopwatch(run: str) -> tuple[float, float]:
+    """Seconds that are lost: by the stopwatch, and by the ledger."""
+    from ckpt.accounting import settle
+    from ckpt.ledger import Account
+
+    paths = os.pathsep.join([str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "backends")])
+    stamps: list[tuple[float, str, int]] = []
+    for fault in FAULTS:
+        words = [sys.executable, __file__, "--job", run, fault]
+        done = subprocess.run(
+            words, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=120.0, check=False
+        )
+        for line in done.stdout.splitlines():
+            at, what, step = line.split()
+            stamps.append((float(at), what, int(step)))
+    steps = [(at, step) for at, what, step in stamps if what == "step"]
+    lengths = [b - a for (a, first), (b, second) in pairwise(steps) if second == first + 1]
+    usual = statistics.median(lengths)
+    wall = steps[-1][0] - stamps[0][0]
+    lost = wall - usual * len({step for _, step in steps})
+    accounts = [Account.from_bytes(path.read_bytes()) for path in Path(run, "ledger").iterdir()]
+    found = settle(accounts)
+    return lost, found.invalid_s + found.other_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--job", nargs=2, metavar=("RUN", "FAULT"), help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.job:
+        job(*asked.job, STEPS_OF_A_JOB)
+        return
+    loop = min(loop_s() for _ in range(5))
+    with tempfile.TemporaryDirectory() as folder:
+        fed, put, size = asyncio.run(writer_s(folder))
+    share = put / filing.KEEP_S
+    print(f"a step, in the training loop: {loop * 1e6:.2f} us; in the writer: {fed * 1e6:.2f} us of CPU")
+    print(f"a put of the ledger, once in {filing.KEEP_S:g} s: {put * 1e3:.1f} ms of CPU, {share:.3%} of a core")
+    print(f"a ledger, at the most: {size / 1000:.0f} kB")
+    with tempfile.TemporaryDirectory() as folder:
+        lost, said = stopwatch(f"{folder}/run")
+    off = abs(said - lost) / lost
+    asks = goal("the ledger, of a step", loop + fed, GOAL_S, "s")
+    agrees = goal("invalid time, by the ledger and by a stopwatch", off, WITHIN, "")
+    print(f"both together: {(loop + fed) * 1e6:.2f} us; at most {GOAL_S * 1e6:g}: {'met' if asks['met'] else 'missed'}")
+    print(
+        f"lost to {len(FAULTS) - 1} faults: {lost:.2f} s by the stopwatch, {said:.2f} s by the ledger, {off:.2%} off; ",
+        end="",
+    )
+    print(f"at most {WITHIN:.0%}: {'met' if agrees['met'] else 'missed'}")
+    if asked.json:
+        facts = {
+            "loop_s": loop,
+            "writer_s": fed,
+            "put_s": put,
+            "bytes": size,
+            "lost_s": lost,
+            "ledger_s": said,
+            "machine": machine(Path.cwd()),
+        }
+        found = {**facts, "goals": [asks, agrees]}
+        asked.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""The bookkeeper by itself: fed by a pulse that a test writes, over places that fail when they are told to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt import bookkeeper, filing
+from ckpt.bookkeeper import Bookkeeper
+from ckpt.errors import StoreError
+from ckpt.fault import Fault
+from ckpt.ledger import Account
+from ckpt.places import Place, open_place
+from ckpt.pulse import Pulse
+from ckpt.tiers import Tier
+
+
+class Books:
+    """A bookkeeper, the pulse of its trainer, and the places that it files to."""
+
+    def __init__(self, places: list[Place]) -> None:
+        self.places = places
+        self.keeper = Bookkeeper(lambda: self.places, lambda message: None)
+        self.pulse = Pulse.create()
+        self.opened = time.monotonic()
+
+    def begin(self, *, again: bool = False) -> None:
+        facts: dict[str, Any] = {"epoch": "1.ab", "rank": 0, "world": 1, "url": self.places[0].url}
+        facts |= {"opening": self.opened, "opened": self.opened, "places": [], "decides": False, "cadence": None}
+        self.keeper.begin({**facts, "again": again}, [os.dup(self.pulse.fd)], os.getpid())
+
+    def beat(self, step: int, **cost: Any) -> None:
+        self.pulse.beat(step, **cost)
+
+    def restored(self, began: float, step: int, **cost: Any) -> None:
+        facts = {"at": began, "seconds": time.monotonic() - began, "step": step, "source": "memory", "attempt": "1.a-1"}
+        known = {"stalled": 0.0, "saves": 0, "skipped": 0, "paused": self.pulse.paused_s, **cost}
+        self.keeper.restored({**facts, "epoch": "2.cd", **known})
+
+    def stored(self, number: int = 0) -> Account:
+        path = self.places[number].url.removeprefix("file://")
+        return Account.from_bytes(Path(path, "ledger", "1.ab.0.json").read_bytes())
+
+    @property
+    def account(self) -> Account:
+        assert self.keeper.account is not None
+        return self.keeper.account
+
+
+def played(test: Callable[[Books], Coroutine[Any, Any, None]], tmp_path: Path) -> None:
+    async def run() -> None:
+        places = [await open_place(Tier(str(tmp_path / name)).spec()) for name in ("near", "far")]
+        books = Books(places)
+        await test(books)
+        books.keeper.stop()
+        for place in places:
+            await place.store.aclose()
+
+    asyncio.run(run())
+
+
+def test_a_restore_is_no_part_of_the_step_after_it(tmp_path: Path) -> None:
+    """Also when the step was done before anybody heard of the restore; and what was paused or waited before counts
+    before."""
+
+    async def test(books: Books) -> None:
+        books.begin()
+        books.beat(1)
+        books.pulse.paused(3.0)
+        began = time.monotonic()
+        time.sleep(0.2)
+        ended = time.monotonic()
+        books.keeper.look(began)
+        facts = {"stalled": 5.0, "saves": 3}
+        time.sleep(0.02)
+        books.pulse.beat(11, 5.5, 4)
+        message = {"at": began, "seconds": ended - began, "step": 10, "source": "", "attempt": "", "epoch": ""}
+        books.keeper.restored({**message, **facts, "skipped": 0, "paused": 3.0})
+        books.keeper.look()
+        first, second = books.account.rows
+        assert (first.step, second.step) == (1, 11) and first.at < began
+        assert second.seconds == pytest.approx(second.at - ended, abs=1e-6) and second.seconds < second.at - began
+        assert (second.paused, second.saves) == (0.0, 1) and second.stalled == pytest.approx(0.5)
+
+    played(test, tmp_path)
+
+
+def test_a_new_writer_goes_on_with_the_count(tmp_path: Path) -> None:
+    """However many steps come between: none twice, and what was known is there, also what came in meanwhile."""
+
+    async def test(books: Books) -> None:
+        books.begin()
+        books.restored(time.monotonic(), 5)
+        for step in range(6, 900):
+            books.beat(step)
+            if step % 100 == 0:
+                books.keeper.look()
+        books.keeper.look()
+        await books.keeper.finish()  # it dies now
+        for step in range(900, 2900):  # more than the ring holds
+            books.beat(step, saves=step)
+        books.keeper = Bookkeeper(lambda: books.places, lambda message: None)
+        books.begin(again=True)
+        books.keeper.ended("died")  # before what was known has been read
+        await asyncio.sleep(0.3)
+        await books.keeper.finish()
+        found = books.stored()
+        assert sum(row.steps for row in found.rows) == 2894 and found.step == 2899 and len(found.restores) == 1
+        assert found.end is not None and found.end.how == "died"
+        assert [row.at for row in found.rows] == sorted(row.at for row in found.rows)
+
+    played(test, tmp_path)
+
+
+def test_a_place_that_cannot_be_read_just_now_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new writer waits for what the old one had put, and overwrites nothing until it knows."""
+    monkeypatch.setattr(filing, "AGAIN_S", 0.1)
+
+    async def test(books: Books) -> None:
+        books.begin()
+        books.restored(time.monotonic(), 5)
+        books.beat(6)
+        books.keeper.look()
+        await books.keeper.finish()
+        failures = [StoreError("it does not answer")] * 3
+        get = filing.get_small
+
+        async def flaky(*arguments: Any) -> Any:
+            if failures:
+                raise failures.pop()
+            return await get(*arguments)
+
+        monkeypatch.setattr(filing, "get_small", flaky)
+        books.keeper = Bookkeeper(lambda: books.places, lambda message: None)
+        books.begin(again=True)
+        books.keeper.keep_soon()
+        await asyncio.sleep(0.15)
+        assert len(books.stored().restores) == 1 and failures
+        await asyncio.sleep(0.6)
+        assert not failures and len(books.account.restores) == 1 and books.account.rows[0].step == 6
+
+    played(test, tmp_path)
+
+
+def test_what_is_said_late_of_a_death_belongs_to_who_died(tmp_path: Path) -> None:
+    """The account of a fault may be finished when the next trainer is there already; of strangers nothing is kept."""
+
+    async def test(books: Books) -> None:
+        books.begin()
+        first = books.account
+        books.keeper.ended("died")
+        facts: dict[str, Any] = {"epoch": "2.cd", "rank": 0, "world": 1, "url": books.places[0].url}
+        facts |= {"opening": books.opened, "opened": books.opened, "places": [], "decides": False, "cadence": None}
+        books.keeper.begin(facts, [os.dup(books.pulse.fd)], os.getppid())
+        for pid in (os.getpid(), 1):
+            books.keeper.fault(Fault("death", "died", by="writer", pid=pid))
+        await books.keeper.finish()
+        assert [seen.kind for seen in first.faults] == ["death"] == [seen.kind for seen in books.stored().faults]
+        assert not books.account.faults
+
+    played(test, tmp_path)
+
+
+def test_a_far_place_that_hangs_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nearest place gets the ledger, steps are counted, and the end comes in time."""
+    monkeypatch.setattr(bookkeeper, "LOOK_S", 0.02)
+    monkeypatch.setattr(bookkeeper, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(filing, "KEEP_S", 0.05)
+
+    async def test(books: Books) -> None:
+        async def hang(*arguments: Any, **options: Any) -> None:
+            await asyncio.sleep(3600)
+
+        monkeypatch.setattr(books.places[1].log.store, "put", hang)
+        books.begin()
+        for step in range(1, 30):
+            books.beat(step)
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        assert books.account.step == 29 and books.stored().step == 29
+        books.keeper.ended("closed")
+        await asyncio.wait_for(books.keeper.finish(), 5)
+        end = books.stored().end
+        assert end is not None and end.how == "closed"
+
+    played(test, tmp_path)
+
+
+def test_the_newest_content_lands_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow put of an older content does not come after a newer one; failures are said, and tried again later."""
+
+    async def test(books: Books) -> None:
+        put, said = books.places[0].log.store.put, list[bytes]()
+        failures = [StoreError("full")]
+
+        async def slow(key: str, data: bytes, **options: Any) -> None:
+            said.append(data)
+            await asyncio.sleep(0.1 if len(said) == 1 else 0.0)
+            if failures:
+                raise failures.pop()
+            await put(key, data, **options)
+
+        monkeypatch.setattr(books.places[0].log.store, "put", slow)
+        books.begin()
+        await asyncio.sleep(0.02)
+        for step in range(1, 4):
+            books.beat(step)
+            books.keeper.look()
+            books.keeper.keep_soon()
+        await books.keeper.finish()
+        assert len(said) == 2 and books.stored().step == 3
+
+    played(test, tmp_path)
+
+
+def test_failed_writes_are_no_cost_of_the_next(tmp_path: Path) -> None:
+    """What slowed steps beside a write that failed is not charged to the one that worked."""
+
+    async def test(books: Books) -> None:
+        books.begin()
+        books.keeper.look_by_hand()
+        url = books.places[0].url
+        for step in range(1, 12):
+            time.sleep(0.005)
+            books.beat(step)
+        for failing in (True, True, True, False):
+            with pytest.raises(StoreError) if failing else books.keeper.saving(url, 7):  # type: ignore[attr-defined]
+                if failing:
+                    with books.keeper.saving(url, 7):
+                        time.sleep(0.05)
+                        books.beat(step := step + 1)
+                        raise StoreError("gone")
+                time.sleep(0.02)
+                books.beat(step := step + 1)
+            time.sleep(0.005)
+            books.beat(step := step + 1)
+            books.keeper.look()
+        saves = books.account.saves[url]
+        assert (saves.count, saves.failed, saves.nbytes) == (1, 3, 7)
+        cost = books.keeper._meter.save_s(url)
+        assert cost is not None and cost < 0.05
+
+    played(test, tmp_path)

@@ -1,0 +1,266 @@
+"""How often to save, and what saving costs: pure functions, fed with steps whose truth is known."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckpt
+from ckpt import cadence
+from ckpt.cadence import Auto, Change, Cost, History, Place, Schedule, decide
+from ckpt.errors import UsageError
+from ckpt.ledger import Account, Decision, End, Restore, Row, Seen
+from ckpt.meter import Meter
+from ckpt.tiers import as_tiers
+
+MEMORY, FOLDER, BUCKET = "memory", "file:///nvme/run", "s3://bucket/run"
+DAY_S = 86400.0
+
+
+def place(name: str, now: int, every: Any = None, *, remote: bool = False) -> Place:
+    return Place(name, Auto() if every is None else every, now, remote)
+
+
+# -- what the user says --
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "often", None, "Auto"])
+def test_a_cadence_that_makes_no_sense_is_refused(wrong: Any) -> None:
+    """By Memory and by Tier alike, and the error says what is right."""
+    for make in (lambda: ckpt.Memory(every=wrong), lambda: ckpt.Tier("/tmp/x", every=wrong)):
+        with pytest.raises(UsageError, match='steps from 1, "auto"'):
+            make()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"budget": 0}, {"budget": 1}, {"budget": math.nan}, {"budget": "1 %"}, {"mtbf_s": 0}, {"mtbf_s": -1.0}]
+)
+def test_an_auto_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
+    """Naming the setting."""
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        Auto(**wrong)
+
+
+def test_auto_is_a_word_or_an_object() -> None:
+    """Both are the same; a number stays a number."""
+    assert ckpt.Memory(every="auto").every == Auto() == ckpt.Tier("/tmp/x", every=ckpt.Auto()).every
+    assert ckpt.Memory(every=7).every == 7
+
+
+def test_auto_for_places_that_are_only_named() -> None:
+    """A folder, a URL or a name, and the memory that comes with it; where cadences are said already, it is refused."""
+    for where in ("/tmp/x", None):
+        memory, durable = as_tiers(where, "auto")
+        assert memory is not None and memory.every == Auto() and all(tier.every == Auto() for tier in durable)
+    _, (first, second) = as_tiers([ckpt.Tier("/tmp/x", every=7), "/tmp/y"], Auto(budget=0.05))
+    assert (first.every, second.every) == (7, Auto(budget=0.05))
+    for tiers, every in (("/tmp/x", 50), ([ckpt.Memory(), ckpt.Tier("/tmp/x")], "auto"), ("/tmp/x", "always")):
+        with pytest.raises(UsageError, match="every="):
+            as_tiers(tiers, every)
+    memory, (tier,) = as_tiers("/tmp/x")  # negative control
+    assert memory is not None and (memory.every, tier.every) == (1, 100)
+
+
+# -- which steps are due --
+
+
+def test_a_change_holds_from_its_step_on() -> None:
+    """Before it the old cadence holds, also for who asks later; what is decided last counts."""
+    schedule = Schedule(2, [10])
+    schedule.change(Change(100, 5, (50,)))
+    assert [step for step in range(90, 112) if schedule.memory_due(step)] == [90, 92, 94, 96, 98, 100, 105, 110]
+    assert schedule.tiers_due(90) == [0] and schedule.tiers_due(110) == [] and schedule.tiers_due(150) == [0]
+    schedule.change(Change(200, 1, (20,)))
+    schedule.change(Change(180, 3, (30,)))  # decided later: what was to begin at 200 is forgotten
+    assert schedule.at(300) == Change(180, 3, (30,)) and schedule.at(179) == Change(100, 5, (50,))
+    assert schedule.newest == Change(180, 3, (30,))
+
+
+def test_without_memory_no_snapshot_is_due() -> None:
+    """0 steps are never."""
+    assert not any(Schedule(0, [1]).memory_due(step) for step in range(10))
+
+
+# -- what follows from costs --
+
+
+@pytest.mark.parametrize(
+    ("cost_ms", "step_ms", "expected"),
+    [(0.5, 500, 1), (5.2, 500, 1), (6, 500, 2), (20, 500, 5), (50, 500, 10), (500, 500, 100), (0.0, 1, 1)],
+)
+def test_memory_costs_no_more_than_its_budget(cost_ms: float, step_ms: float, expected: int) -> None:
+    """1 %, to the next of 1, 2, 5, 10, …; never less often than that."""
+    costs = {MEMORY: Cost(cost_ms / 1e3, 0.0, 100)}
+    found = decide([place(MEMORY, 4)], 100, step_ms / 1e3, costs, History(), 1)
+    assert found.every == {MEMORY: expected}
+    assert cost_ms / (expected * step_ms) <= 0.01 * 1.2 and "%" in found.why[MEMORY]
+
+
+def test_a_larger_budget_is_used() -> None:
+    """What the user allows."""
+    costs = {MEMORY: Cost(0.05, 0.0, 100)}
+    assert decide([place(MEMORY, 4, Auto(budget=0.1))], 9, 0.5, costs, History(), 1).every == {MEMORY: 1}
+
+
+def test_a_folder_is_saved_by_young_and_daly() -> None:
+    """The root of 2 x cost x time between faults: 0.3 s and 10,000 s make 77 s, with steps of 0.5 s about 150."""
+    costs = {FOLDER: Cost(0.3, 1.0, 10)}
+    found = decide([place(FOLDER, 1000, Auto(mtbf_s=10_000))], 9, 0.5, costs, History(), 1)
+    assert found.every == {FOLDER: 200} and found.mtbf_s == {FOLDER: 10_000} and "as you said" in found.why[FOLDER]
+
+
+def test_more_faults_more_saves() -> None:
+    """What a run has seen counts; a fault that memory served is none that the folder is needed for."""
+
+    def every(served: dict[str, int]) -> int:
+        known = History(training_s=40_000.0, interruptions=9, deaths=9, served=served)
+        return decide([place(FOLDER, 7)], 9, 0.5, {FOLDER: Cost(0.3, 1.0, 10)}, known, 1).every[FOLDER]
+
+    assert every({FOLDER: 99}) < every({FOLDER: 9}) < every({MEMORY: 9}) == every({})
+
+
+def test_larger_jobs_expect_more_faults() -> None:
+    """By what a fleet has seen; one machine is expected to be hit once a day at the most."""
+    assert cadence.expected_mtbf(History(), 1, 0, 0) == DAY_S
+    assert cadence.expected_mtbf(History(), 16384, 0, 0) == pytest.approx(11_135, rel=1e-3)
+    assert cadence.expected_mtbf(History(), 16384, 0, 1) == pytest.approx(111_350, rel=1e-3)
+    assert cadence.expected_mtbf(History(training_s=DAY_S), 1, 3, 0) == DAY_S / 2
+
+
+def test_a_place_is_not_busy_all_the_time() -> None:
+    """Free saves are no reason to write without an end: a folder half of the time, a bucket a tenth, once a minute."""
+    costs = {FOLDER: Cost(0.0, 10.0, 9), BUCKET: Cost(0.0, 1.0, 9)}
+    places = [place(FOLDER, 7, Auto(mtbf_s=10)), place(BUCKET, 7, Auto(mtbf_s=10), remote=True)]
+    found = decide(places, 9, 1.0, costs, History(), 1)
+    assert found.every == {FOLDER: 20, BUCKET: 50}
+
+
+def test_a_number_stays_what_it_is() -> None:
+    """Only what is "auto" is changed."""
+    costs = {MEMORY: Cost(1.0, 0.0, 100), FOLDER: Cost(1.0, 1.0, 9)}
+    found = decide([place(MEMORY, 1, 1), place(FOLDER, 3, 3)], 9, 1.0, costs, History(), 1)
+    assert found.every == {MEMORY: 1, FOLDER: 3} and not cadence.differs(found, [place(MEMORY, 1), place(FOLDER, 3)])
+
+
+def test_what_is_not_known_yet_is_found_out() -> None:
+    """Memory keeps what it has; a folder is saved every ten seconds; a bucket is left as it is."""
+    places = [place(MEMORY, 4), place(FOLDER, 100), place(BUCKET, 100, remote=True)]
+    assert decide(places, 9, 0.1, {}, History(), 1).every == {MEMORY: 4, FOLDER: 100, BUCKET: 100}
+    assert decide(places, 9, 1.0, {}, History(), 1).every == {MEMORY: 4, FOLDER: 10, BUCKET: 100}
+
+
+def test_what_an_earlier_incarnation_found_out_is_kept() -> None:
+    """Until there are measurements again."""
+    held = Decision(5, {MEMORY: 20, FOLDER: 500}, {FOLDER: "for a reason"}, {MEMORY: 0.1, FOLDER: 0.3})
+    found = decide([place(MEMORY, 20), place(FOLDER, 500)], 9, 1.0, {}, History(), 1, held)
+    assert found.every == held.every and found.costs == held.costs and found.why[FOLDER] == "for a reason"
+
+
+def test_what_may_be_right_is_left_alone() -> None:
+    """A measurement that is as unsure as the difference changes nothing; a sure one does."""
+    for unsure, expected in ((0.05, 5), (0.001, 20)):
+        costs = {MEMORY: Cost(0.08, 0.0, 50, unsure)}
+        assert decide([place(MEMORY, 5)], 9, 0.5, costs, History(), 1).every == {MEMORY: expected}
+
+
+@given(
+    st.floats(0, 1e4), st.floats(1e-6, 1e4), st.floats(0, 1e4), st.floats(1e-3, 1e9), st.integers(1, 10**6),
+    st.integers(4, 1000),
+)  # fmt: skip
+def test_a_decision_is_always_one(
+    save_s: float, step_s: float, write_s: float, mtbf_s: float, now: int, samples: int
+) -> None:
+    """Whatever was measured: steps from 1 on, and a sentence."""
+    costs = {MEMORY: Cost(save_s, 0.0, samples, save_s), FOLDER: Cost(save_s, write_s, samples)}
+    places = [place(MEMORY, now), place(FOLDER, now, Auto(mtbf_s=mtbf_s))]
+    found = decide(places, 9, step_s, costs, History(), 8)
+    assert all(type(n) is int and n >= 1 for n in found.every.values()) and len(cadence.lines(found)) == 2
+
+
+def test_history_counts_what_only_a_snapshot_helps_against() -> None:
+    """A fault that the sentinel dealt with lost nothing; one that the writer found did; the user's end is none."""
+    accounts = []
+    for number, (by, how, source) in enumerate(
+        [
+            ("sentinel", "died", ""),
+            ("writer", "died", MEMORY),
+            ("", "closed", FOLDER),
+            ("", "", BUCKET),
+        ]  # that is a plan
+    ):
+        account = Account(f"{number}.ab")
+        account.rows = [Row(10.0, 5, 5, 10.0)]
+        account.restores = [Restore(0.0, 1.0, 5 if source else None, source), Restore(0.0, 1.0, 1, "again")]
+        account.faults = [Seen(9.0, "signal", "", ends=True, by=by)] if by else []
+        account.end = End(how, 10.0, 10.0) if how else None
+        accounts.append(account)
+    found = cadence.history(accounts)
+    assert (found.training_s, found.interruptions, found.deaths) == (40.0, 2, 1)
+    assert found.served == {MEMORY: 1, FOLDER: 1}
+
+
+# -- what saving costs --
+
+
+def run(every: int, cost_s: float, *, durable: int = 0, takes: int = 4, each_s: float = 0.0, steps: int = 600) -> Meter:
+    """Steps of 0.5 s that vary by 2 %; snapshots that cost so much, a tenth of it waiting; checkpoints that take
+    `takes` steps, each longer by `each_s`."""
+    meter, rng = Meter(), random.Random(1)
+    writing = 0
+    for step in range(steps):
+        copied = step % every == 0
+        writing = takes if durable and step % durable == 0 else max(0, writing - 1)
+        seconds = rng.gauss(0.5, 0.01) + cost_s * copied + each_s * (writing > 0)
+        meter.step(seconds, 0.1 * cost_s * copied, copied, [FOLDER] if writing else [])
+        if writing == 1:
+            meter.saved(FOLDER, takes * 0.5)
+    return meter
+
+
+def test_the_cost_of_a_snapshot_is_found() -> None:
+    """Within two standard errors; of what costs nothing, nothing."""
+    for cost_s in (0.0, 0.05, 0.3):
+        meter = run(4, cost_s)
+        found = meter.snapshot_s
+        assert found is not None and abs(found - cost_s) <= 3 * meter.snapshot_unsure_s + 1e-9
+        assert meter.quiet_s == pytest.approx(0.5, abs=0.01) and meter.snapshots == 128
+
+
+def test_the_cost_of_a_checkpoint_is_found_apart_from_it() -> None:
+    """Four steps that each take 0.1 s longer are 0.4 s, whatever snapshots cost."""
+    meter = run(4, 0.05, durable=40, each_s=0.1)
+    assert meter.save_s(FOLDER) == pytest.approx(0.4, abs=0.05)
+    assert meter.write_s(FOLDER) == 2.0 and meter.saves(FOLDER) >= 10
+
+
+def test_without_anything_to_compare_with_nothing_is_claimed() -> None:
+    """If every step saves, what that costs is not known; nor if the steps without were long ago."""
+    assert run(1, 0.05).snapshot_s is None
+    meter = run(4, 0.05)
+    assert meter.snapshot_s is not None
+    for _ in range(600):
+        meter.step(0.7, 0.0, True, [])
+    assert meter.quiet_s is None and meter.snapshot_s is None
+
+
+def test_an_evaluation_beside_a_save_is_not_what_saving_costs() -> None:
+    """A step that took minutes while something was written for a second was slow for other reasons; what is as long as
+    the writing may be due to it."""
+    meter = run(4, 0.05, durable=40, each_s=0.1)
+    assert meter.step(60.0, 0.0, False, [FOLDER], 1.0) == 0.0 and meter.step(60.0, 0.0, True, []) == 0.0
+    assert meter.step(1.2, 0.0, False, [FOLDER], 1.0) == pytest.approx(0.7, abs=0.02)
+    assert meter.step(2.0, 0.0, False, [FOLDER], 1.0) == 1.0 and 0 < meter.step(0.8, 0.1, True, []) < 0.3
+
+
+def test_single_hiccups_do_not_count() -> None:
+    """A step that took a minute, for other reasons, changes nothing."""
+    meter = run(4, 0.05)
+    before = meter.snapshot_s
+    meter.step(60.0, 0.0, True, [])
+    after = meter.snapshot_s
+    assert before is not None and after is not None and abs(after - before) < 0.02

@@ -40,7 +40,7 @@ from ckpt.store import PAGE
 
 SMALLEST, LARGEST = 1 << 20, 64 << 20  # bytes of a window
 SHARES = 8  # what a window costs in all, in windows: two to write from, what is read, cast, and kept for the next
-SPARE = 44 << 20  # bytes for what reading needs at least, and whatever is loaded on the way
+SPARE = 48 << 20  # bytes for what reading needs at least, and whatever is loaded on the way
 LEAST = 256 << 10  # bytes of a window of one of many files
 OPEN_FILES = 128
 SYNC = 256 << 20  # bytes written between two entries of the journal

@@ -274,7 +274,8 @@ with ckpt.Checkpointer(state, [ckpt.Memory(every="auto"), ckpt.Tier(sys.argv[1],
         dist.barrier()
         cp.step(step + 1)
     newest = cp._tempo.schedule.newest
-    print("RANK", dist.get_rank(), newest.step, newest.memory, newest.tiers, cp.stats.saves, flush=True)
+    told = f"RANK {dist.get_rank()} {newest.step} {newest.memory} {newest.tiers} {cp.stats.saves}\\n"
+    os.write(1, told.encode())  # in one piece: both ranks write to one pipe at the same moment
 os._exit(0)
 """
     )

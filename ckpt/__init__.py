@@ -21,7 +21,9 @@ _HOMES = {
     "Checkpointer": "checkpointer",
     "Keep": "retain",
     "Loaded": "loaded",
+    "Loader": "loader",
     "Memory": "tiers",
+    "Metrics": "metrics",
     "RNG": "rng",
     "Restored": "resume",
     "Save": "handle",
@@ -57,9 +59,15 @@ _HOMES = {
     "WriterError": "errors",
 }
 
-__all__ = sorted(_HOMES)
+_PARTS = ("dcp", "events", "lightning", "transformers")  # modules of their own; some need an extra
+
+__all__ = sorted(_HOMES)  # not those: `import *` should not need an extra
 
 if TYPE_CHECKING:
+    from ckpt import dcp as dcp
+    from ckpt import events as events
+    from ckpt import lightning as lightning
+    from ckpt import transformers as transformers
     from ckpt.cadence import Auto as Auto
     from ckpt.checkpointer import Checkpointer as Checkpointer
     from ckpt.errors import CheckpointError as CheckpointError
@@ -86,6 +94,8 @@ if TYPE_CHECKING:
     from ckpt.handle import Save as Save
     from ckpt.loaded import Loaded as Loaded
     from ckpt.loaded import load as load
+    from ckpt.loader import Loader as Loader
+    from ckpt.metrics import Metrics as Metrics
     from ckpt.nodes import Stateful as Stateful
     from ckpt.resume import Restored as Restored
     from ckpt.retain import Keep as Keep
@@ -102,6 +112,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PARTS:
+        return importlib.import_module(f"ckpt.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'ckpt' has no attribute {name!r}")

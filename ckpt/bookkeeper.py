@@ -25,7 +25,7 @@ from ckpt.cadence import MEMORY, Auto
 from ckpt.events import log
 from ckpt.fault import TOGETHER_S, Fault
 from ckpt.filing import Filing, find, read_back
-from ckpt.ledger import Account, Decision, End, Restore, Row, Saves, Seen
+from ckpt.ledger import Account, Decision, End, Landed, Restore, Row, Saves, Seen
 from ckpt.link import Message
 from ckpt.meter import Meter
 from ckpt.places import Place
@@ -119,6 +119,7 @@ class Bookkeeper:
             opening=float(message["opening"]),
             opened=float(message["opened"]),
             kept=mono,
+            versions={str(name): str(text) for name, text in message.get("versions", {}).items()},
         )
         self._pulse = Pulse.attach(fds[0])
         self._meter, self._row, self._writes = Meter(), _Open(), []
@@ -180,6 +181,9 @@ class Bookkeeper:
             account.rows, account.step, account.beat = known.rows, known.step, known.beat
             for url, saves in known.saves.items():
                 account.saves[url] = saves.plus(account.saves.get(url))
+            account.landed[:0] = known.landed
+            for bucket, count in known.stalls.items():
+                account.stalls[bucket] = account.stalls.get(bucket, 0) + count
             last = known.restores[-1] if known.restores else None
             self._calls, self._taken_up = known.calls, True
             self._from = max(known.beat, 0.0 if last is None else last.at + last.seconds, account.opened)
@@ -227,6 +231,9 @@ class Bookkeeper:
                 self._meter.saved(write.url, None if write.failed else write.ended - write.began)
         self._before, self._fresh = done, False
         account.step, account.beat = done.step, done.when
+        if saves > 0:
+            bucket = ledger.stall_bucket(stalled / saves)
+            account.stalls[bucket] = account.stalls.get(bucket, 0) + saves
         self._add(Row(done.when, done.step, steps, seconds, stalled, slowed, steps * quiet, paused, saves, skipped))
 
     def _add(self, row: Row) -> None:
@@ -254,7 +261,7 @@ class Bookkeeper:
             return
         self.look(float(message["at"]))  # the steps after it may be done by now
         self._finish_row()
-        restore = Restore(**{name: message[name] for name in Restore.__dataclass_fields__})
+        restore = Restore(**{name: message[name] for name in Restore.__dataclass_fields__ if name in message})
         self.account.restores = ledger.bounded([*self.account.restores, restore])
         self._from, self._fresh = restore.at + restore.seconds, True
         cost = (float(message["stalled"]), int(message["saves"]), int(message["skipped"]), float(message["paused"]))
@@ -264,7 +271,7 @@ class Bookkeeper:
         self.keep_soon()
 
     @contextlib.contextmanager
-    def saving(self, url: str, nbytes: int) -> Iterator[Write]:
+    def saving(self, url: str, nbytes: int, step: int = -1) -> Iterator[Write]:
         """Around the writing of a checkpoint to a durable place."""
         write = Write(url, time.monotonic())
         self._writes.append(write)
@@ -278,6 +285,9 @@ class Bookkeeper:
             write.ended = time.monotonic()
             if account is not None:
                 found, lasted = account.saves.setdefault(url, Saves()), write.ended - write.began
+                behind = max(0, (account.step if self._pulse is None else self._pulse.step) - step) if step >= 0 else 0
+                landed = Landed(url, write.ended, step, lasted, behind, nbytes, write.stored, write.failed)
+                account.landed = ledger.thinned([*account.landed, landed])
                 if write.failed:
                     found.failed += 1
                 else:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import os
+import platform
 import threading
 import time
 import weakref
@@ -22,7 +24,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from ckpt import link, relief, replicas
+from ckpt import __version__, link, relief, replicas
 from ckpt.arena import Arena
 from ckpt.cadence import Auto
 from ckpt.errors import (
@@ -43,6 +45,7 @@ from ckpt.handle import Save
 from ckpt.hooks import UpdateHook
 from ckpt.job import Job
 from ckpt.manifest import Attempt
+from ckpt.metrics import as_metrics
 from ckpt.pulse import LEAVING, OPENING, PAUSED, RESTORING, Pulse
 from ckpt.relief import Gap
 from ckpt.resume import Restored, gather, restore_first, together
@@ -51,9 +54,12 @@ from ckpt.share import Seat
 from ckpt.sources import MemorySource, Source
 from ckpt.stage import Stager
 from ckpt.state import Capture
+from ckpt.statement import decimal, duration
+from ckpt.subscribe import flush, publish
 from ckpt.tempo import TOO_LATE, Tempo
 from ckpt.tenure import Tenure
 from ckpt.tiers import as_tiers
+from ckpt.trace import traced
 from ckpt.triggers import as_triggers
 from ckpt.world import World
 
@@ -94,6 +100,7 @@ class Checkpointer:
     `triggers`: when to save out of turn, see `ckpt.triggers`: "auto", or a list such as [ckpt.on_signal("SIGTERM")].
     `on_fault`: called in a background thread with the account of each fault, those that ended earlier incarnations
     on this machine included; `faults` holds the latter.
+    `metrics`: a port for Prometheus, or `ckpt.Metrics`, which has TensorBoard too.
 
     Raises StateError for a state that cannot be saved, FormatError or StoreError for a place that cannot be used.
     Use it as a context manager, or call `close()`.
@@ -113,14 +120,18 @@ class Checkpointer:
         agree_timeout_s: float = 300.0,
         triggers: object = "auto",
         on_fault: Callable[[Fault], None] | None = None,
+        metrics: object = None,
     ) -> None:
         if on_busy not in ("wait", "skip") or on_error not in ("raise", "warn"):
             raise UsageError('on_busy is "wait" or "skip", on_error is "raise" or "warn"')
+        self._metrics = as_metrics(metrics)
         self._world = World.detect(link.node_id(), timeout_s=agree_timeout_s)
         if on_busy == "skip" and self._world.size > 1:
             raise UsageError(
                 'on_busy="skip" is for one rank only: a rank that skips alone leaves no step that all have'
             )
+        if self._metrics is not None:
+            self._metrics.port(self._world.local_rank)
         wanted = as_triggers(triggers)
         self._memory, self._tiers = as_tiers(tiers, every)
         place = self._tiers[0].url if self._tiers else f"memory:{name}"
@@ -152,6 +163,7 @@ class Checkpointer:
         self._differing: set[str] = set()  # tensors that ranks should hold alike, and do not; replaced, never changed
         self._compared: int | None = None  # the epoch in which replicas were compared first
         self._torn = False  # a restore failed half-way
+        self._waiting_since: float | None = None  # an optimizer waits for a copy
         self._said_paused = False
         self._forked = self._closed = self._failed = False
         self._place = place
@@ -187,6 +199,7 @@ class Checkpointer:
         self._atexit = _weakly(self._close_at_exit)
         atexit.register(self._atexit)
         self._keep_books()
+        self._show()
         if not self._tenure.has_checkpoints:  # else after restore(), which has better use for the cores
             self._guardian.prepare(_predicted_size(self._capture), 1 << 14)
 
@@ -195,6 +208,19 @@ class Checkpointer:
         self._capture.read()  # what cannot be saved is said now
         key = link.run_key(self._place, self._world.local_rank)
         return Guardian(key, self._tiers, self._memory, self._stager, self._world, self._busy_timeout_s)
+
+    def _show(self) -> None:
+        """Whoever wants to know what we do asks the writer: `ckpt top`, and metrics."""
+        fields = {
+            "place": self._place,
+            "rank": self._world.rank,
+            "world": self._world.size,
+            "local_rank": self._world.local_rank,
+            "opening": self._began,
+            "opened": time.monotonic(),
+            "metrics": None if self._metrics is None else self._metrics.to_json(),
+        }
+        self._guardian.show(fields, (self._pulse.fd,))
 
     def _keep_books(self) -> None:
         """The writer of the rank that speaks for the nearest place keeps the ledger, see `ckpt.bookkeeper`."""
@@ -209,6 +235,7 @@ class Checkpointer:
             "opening": self._began,
             "opened": time.monotonic(),
             "places": self._tempo.places(),
+            "versions": {"everystep": __version__, "torch": torch.__version__, "python": platform.python_version()},
             "decides": self._world.rank == 0,
             "cadence": self._tempo.began,
         }
@@ -217,6 +244,7 @@ class Checkpointer:
 
     # -- saving --
 
+    @traced("ckpt.step")
     def step(self, step: int, *, finite: bool | torch.Tensor | None = None) -> Save | None:
         """Call once after every optimizer step with the number of steps done. Saves what is due; returns at once.
 
@@ -260,10 +288,15 @@ class Checkpointer:
         self._sentinel.request(why)
 
     @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Around what is no training, such as an evaluation: it is not taken for a hang."""
+    def pause(self, *, changes_state: bool = False) -> Iterator[None]:
+        """Around what is no training, such as an evaluation: it is not taken for a hang.
+
+        `changes_state`: weights are exchanged meanwhile, as for averages; at a fault in it nothing is copied any more.
+        """
         if self._forked:
             raise ClosedError("this process was forked from the trainer: only the trainer saves")
+        if changes_state:
+            self._aside = None
         before, began = self._pulse.state, time.monotonic()
         self._pulse.touch(PAUSED)
         try:
@@ -272,6 +305,7 @@ class Checkpointer:
             self._pulse.paused(time.monotonic() - began if before != PAUSED else 0.0)
             self._pulse.touch(before)
 
+    @traced("ckpt.step")
     def save(self, step: int | None = None) -> Save:
         """Save now, to every tier: the step given, or the one that the last `step()` named.
 
@@ -350,8 +384,10 @@ class Checkpointer:
         self._compare_replicas(job)
         save.on_staged = lambda: self._stager.prove(job)  # the training waits for it, so it is not writing meanwhile
         self._last = (save, job)
+        save.began = started
         self._stager.submit(job)
-        self._count(time.perf_counter() - started)
+        save.stalled_s = time.perf_counter() - started
+        self._count(save.stalled_s)
         return save
 
     def _compare_replicas(self, job: Job) -> None:
@@ -516,6 +552,7 @@ class Checkpointer:
                 self._note_error(job.error, save)
             if durable and self._world.size > 1:  # the others wait for this rank's part
                 self._guardian.retract(job.attempt, f"rank {self._world.rank}: {job.error}")
+            publish("failed", save.step, tier="memory", error=str(job.error))
             save.set_failed(job.error)
             return
         assert job.place is not None
@@ -526,9 +563,26 @@ class Checkpointer:
         if self._world.size > 1 and self._guardian.newer == SURELY_NEWER:
             self._tenure.tell_newer(job.attempt.epoch)
         save.set_staged()
+        self._say_staged(save, job)
         self._guardian.on_sealed()
         for i in durable:
             self._write(save, job.attempt, job.place, i)
+
+    def _say_staged(self, save: Save, job: Job) -> None:
+        """To subscribers: with what training has waited for it, in step() and, just now perhaps, before an update."""
+        now, since = time.perf_counter(), self._waiting_since
+        if save.stalled_s is not None:
+            stalled_s = save.stalled_s + (0.0 if since is None else now - since)
+        else:  # step() waits yet, or the step was kept aside and nobody waited
+            stalled_s = now - save.began if save.began else 0.0
+        publish("staged", save.step, stall_s=stalled_s, nbytes=job.reading.layout.arrangement.data_size)
+
+    def _say_committed(self, save: Save, url: str, seconds: float, write: Written) -> None:
+        publish("committed", save.step, tier=url, seconds=seconds, nbytes=write.nbytes, stored=write.nbytes_stored)
+        level = logging.INFO if self._world.rank == 0 else logging.DEBUG
+        of = "" if self._world.size == 1 else f" (of rank {self._world.rank})"
+        sizes = f"{decimal(write.nbytes)} as {decimal(write.nbytes_stored)}{of}"
+        log.log(level, "step %d committed to %s in %s, %s", save.step, url, duration(seconds), sizes)
 
     def _owe(self, tiers: list[int]) -> None:
         """The next step makes up for it. Not where there are other ranks: they would not save that one."""
@@ -543,6 +597,7 @@ class Checkpointer:
             "was copied. From now on this is copied before step() returns; to change weights by hand, wait for staged()"
         )
         log.warning("%s", error)
+        publish("failed", job.attempt.step, tier="memory", error=str(error))
         self._exposed = self._exposed.union(job.written_by_others)
         if self._newest is not None and self._newest[1] == job.attempt:
             self._newest = None
@@ -554,12 +609,14 @@ class Checkpointer:
         job.error = error
 
     def _write(self, save: Save, attempt: Attempt, place: tuple[Arena, int], tier: int) -> None:
-        url = self._tiers[tier].url
+        url, began = self._tiers[tier].url, time.monotonic()
 
         def done(error: CheckpointError | None) -> None:
             if error is None:
+                self._say_committed(save, url, time.monotonic() - began, write)
                 save.set_committed(url)
                 return
+            publish("failed", save.step, tier=url, error=str(error))
             failure: CheckpointError = error
             # A further tier is slow, or another rank: no reason to disturb the training.
             if isinstance(error, SkippedError) or TOO_LATE in str(error):
@@ -574,7 +631,8 @@ class Checkpointer:
             self._note_error(failure, save)  # before anybody who waits for the save goes on
             save.set_failed(failure, url)
 
-        self._guardian.write(Written(attempt, *place, tier, done))
+        write = Written(attempt, *place, tier, done)
+        self._guardian.write(write)
 
     def _where_else(self, save: Save, url: str) -> str:
         others = [other for other in save.tiers if other != url and save.written(other)]
@@ -597,9 +655,12 @@ class Checkpointer:
             None,
         )
 
+    @traced("ckpt.wait")
     def _wait_for_copy(self) -> None:
         self._pulse.update()
+        self._waiting_since = time.perf_counter()
         waited = self._stager.before_update(self._busy_timeout_s)
+        self._waiting_since = None
         if waited:
             self._count(waited, more=True)
 
@@ -610,6 +671,7 @@ class Checkpointer:
     @overload
     def restore(self, default: T, *, step: int | None = None, strict: bool = True) -> int | T: ...
 
+    @traced("ckpt.restore")
     def restore(self, default: Any = MISSING, *, step: int | None = None, strict: bool = True) -> Any:
         """Bring the state back to the newest step there is, from the nearest place, and return the step.
 
@@ -635,8 +697,7 @@ class Checkpointer:
     def _note_restore(self, began: float) -> None:
         """For the ledger."""
         result, owner = self.last_restore, self._guardian.owner
-        self._guardian.tell(
-            "restored",
+        self._guardian.tell_restored(
             at=began,
             seconds=time.monotonic() - began,
             step=None if result is None else result.step,
@@ -647,7 +708,13 @@ class Checkpointer:
             saves=self.stats.saves,
             skipped=self.stats.skipped,
             paused=self._pulse.paused_s,
+            repaired=0 if result is None else len(result.repaired),
+            passed_over=0 if result is None else len(result.skipped),
+            why=_first_reason(result),
         )
+        if result is not None and result.step is not None:
+            facts = {"source": result.tier, "seconds": result.seconds, "repaired": len(result.repaired)}
+            publish("restored", result.step, **facts)
 
     def _restore(self, default: Any, step: int | None, strict: bool) -> Any:
         started = time.perf_counter()
@@ -822,6 +889,7 @@ class Checkpointer:
         if agreed or self._world.rank > 0:  # rank 0 would wait for those that did not come
             self._world.farewell()
         self._last = self._newest = None
+        self._say_closed()
         if failure is not None:
             raise failure
         self._raise_pending()
@@ -877,6 +945,11 @@ class Checkpointer:
             self._guardian.leave()
             self._end()
             self._stager.stop()
+            self._say_closed()
+
+    def _say_closed(self) -> None:
+        publish("closed", self._last_step)
+        flush()
 
     def _end(self, timeout_s: float = STOP_S) -> None:
         self._closed = True
@@ -928,6 +1001,12 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
             alive()
 
     return call
+
+
+def _first_reason(result: Restored | None) -> str:
+    """Why a restore passed something over; "" if it did not."""
+    skipped = [] if result is None else result.skipped
+    return f"step {skipped[0].step} in {skipped[0].tier}: {skipped[0].reason}"[:500] if skipped else ""
 
 
 def _newest_common(posts: list[Any]) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fnmatch
+import importlib
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt import __version__, cli_doctor, cli_offline, cli_plan, cli_repair, cli_report, cli_upkeep, ledger, link
+from ckpt import __version__
 from ckpt.digest import file_digest
 from ckpt.errors import CheckpointError, CorruptError, FormatError, NotFoundError, StoreError
 from ckpt.events import log as logger
@@ -34,6 +35,7 @@ from ckpt.terminal import (
     SAYING,
     SHOWN,
     OnBytes,
+    count_of,
     example,
     human,
     json_option,
@@ -52,14 +54,44 @@ from ckpt.terminal import (
 )
 
 if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
-    pass
+    from ckpt import ledger
 
 PARALLEL = 64  # small files read at once
 RECENT = 4  # incarnations
 NAMED = re.compile(r"\b(packs|parts|index)/[\w.-]+\.(safetensors|json)\b")  # a file of a checkpoint, in a message
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+ELSEWHERE = {  # commands, by the modules that have them
+    "copy": "cli_upkeep",
+    "diff": "cli_offline",
+    "doctor": "cli_doctor",
+    "gc": "cli_upkeep",
+    "import": "cli_offline",
+    "keep": "cli_upkeep",
+    "plan": "cli_plan",
+    "prune": "cli_upkeep",
+    "repair": "cli_repair",
+    "report": "cli_report",
+    "restore": "cli_offline",
+    "top": "cli_top",
+}
+
+
+class Commands(click.Group):
+    """Those of this module, and others, which are imported when they are asked for: `ls` should not wait for them."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted([*super().list_commands(context), *ELSEWHERE])
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in ELSEWHERE:
+            return super().get_command(context, name)
+        module = importlib.import_module(f"ckpt.{ELSEWHERE[name]}")
+        command: click.Command = getattr(module, "import_" if name == "import" else name)
+        return command
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="ckpt")
 def cli() -> None:
     """Look at runs of everystep. URL is what a Checkpointer was given: a folder, or a URL such as file:///data/run1."""
@@ -123,7 +155,7 @@ def ls(url: str, as_json: bool) -> int:
     print(safe(found["url"]))
     print_table(("step", "attempt", "when", "size", "kind", "ranks", "why", "history"), rows)
     written = human(sum(row["bytes"] for row in found["checkpoints"]))
-    count = cli_upkeep.count_of(len(rows), "checkpoint")
+    count = count_of(len(rows), "checkpoint")
     print(f"{count}, {written} written, {human(found['bytes_in_files'])} in files")
     return 0
 
@@ -240,6 +272,7 @@ def storage_lines(found: dict[str, Any]) -> Iterator[str]:
 
 async def _show(url: str, step: int | None, only: str | None) -> dict[str, Any]:
     from ckpt import compare
+    from ckpt.cli_report import cadence_lines
 
     async with opened(url) as log:
         manifest = await manifest_of(log, step)
@@ -263,7 +296,7 @@ async def _show(url: str, step: int | None, only: str | None) -> dict[str, Any]:
             "needs_there": all(need in log.state.commits for need in manifest.commit.needs),
             "chain": max((part.chain for part in manifest.parts), default=0),
             "stored_bytes": sum(pack.size for pack in packs.values() if owner(pack.key) == manifest.attempt),
-            "cadence": cli_report.cadence_lines(await newest_accounts(log)),
+            "cadence": cadence_lines(await newest_accounts(log)),
             "older_packs": sum(owner(key) != manifest.attempt for key in used),
             "restore_bytes": sum(used.values()),
             "tensors": [{**asdict(t), **stored.get(t.name, asdict(compare.NOTHING))} for t in tensors],
@@ -284,6 +317,8 @@ async def _show(url: str, step: int | None, only: str | None) -> dict[str, Any]:
 
 async def newest_accounts(log: RunLog) -> list[ledger.Account]:
     """Of the last incarnations, as many as it takes to know how often they save."""
+    from ckpt import ledger
+
     names = [info.key async for info in log.store.list(ledger.PREFIX) if ledger.is_account(info.key)]
     found: list[ledger.Account] = []
     for name in sorted(names, key=lambda key: int(key.removeprefix(ledger.PREFIX).partition(".")[0]))[-RECENT:]:
@@ -467,6 +502,8 @@ def trigger(run: str, why: str, as_json: bool) -> int:
     RUN is the first tier that the Checkpointer was given, or memory:NAME. Returns at once: `ckpt faults` and the job's
     log say what became of it.
     """
+    from ckpt import link
+
     place = run if run.startswith("memory:") else normalise(run)
     keys = link.siblings(link.run_key(place, 0))
     problem = "no writer of this run is on this machine"
@@ -511,17 +548,6 @@ async def sizes_of(log: RunLog, commits: list[Commit]) -> tuple[list[int | None]
         gone = commit.full and not there.issuperset(mine)
         found.append(None if gone else sum(sizes[key] for key in mine))
     return found, total
-
-
-for command in (
-    *cli_upkeep.COMMANDS,
-    *cli_offline.COMMANDS,
-    cli_repair.repair,
-    cli_doctor.doctor,
-    cli_report.report,
-    cli_plan.plan,
-):
-    cli.add_command(command)
 
 
 if __name__ == "__main__":

@@ -549,6 +549,3 @@ def brief(number: object) -> str:
 
 def same_as(tensor: dict[str, Any]) -> str:
     return f", the same memory as {tensor['alias_of']}" if tensor["alias_of"] else ""
-
-
-COMMANDS = (restore, import_, diff)

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt.cli_upkeep import act, count_of, yes_option
+from ckpt.cli_upkeep import act, yes_option
 from ckpt.store import normalise
 from ckpt.terminal import (
     SHOWN,
+    count_of,
     example,
     human,
     json_option,

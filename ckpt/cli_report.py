@@ -14,12 +14,16 @@ from typing import TypeVar
 
 import click
 
-from ckpt import fault, ledger
+from ckpt import __version__, fault, ledger
 from ckpt.accounting import settle
+from ckpt.chronicle import chronicle
+from ckpt.cli_page import read_holdings, refuse_existing, write_page
 from ckpt.errors import CheckpointError, CorruptError, FormatError, NotFoundError
 from ckpt.fault import Fault
 from ckpt.ledger import Account, Decision
 from ckpt.log import RunLog
+from ckpt.page import page
+from ckpt.page_words import Subject, percent
 from ckpt.statement import LEAST_S, Cost, Interruption, Statement, duration, moment
 from ckpt.store import Store, get_small
 from ckpt.terminal import (
@@ -54,7 +58,8 @@ RECOMPUTE = (
 )
 
 
-@click.command(epilog=example("ckpt report runs/exp1", "ckpt report runs/exp1 --json | jq .effective"))
+@click.command(epilog=example("ckpt report runs/exp1", "ckpt report runs/exp1 --json | jq .effective",
+                              "ckpt report runs/exp1 -o report.html"))  # fmt: skip
 @click.argument("url")
 @click.option("--last", type=click.IntRange(min=0), default=SHOWN, show_default=True,
               help="Show only so many of the newest interruptions; the sums are of all.")  # fmt: skip
@@ -66,9 +71,21 @@ RECOMPUTE = (
               help="If no process ran for longer than that after an interruption, somebody wanted it: all of that "
                    "break is counted nowhere. Shorter breaks still are restart, and the interruption still is one. "
                    "Without this, every break after a fault is restart. What was closed needs no option.")  # fmt: skip
+@click.option("-o", "--output", metavar="FILE",
+              help="Write a page with pictures into this file, for any browser: it needs no network and no other file. "
+                   "- is stdout.")  # fmt: skip
+@click.option("--force", is_flag=True, help="Replace FILE if it is there.")
 @place_option
 @json_option
-def report(url: str, last: int, since: datetime | None, idle_after_h: float | None, as_json: bool) -> int:
+def report(
+    url: str,
+    last: int,
+    since: datetime | None,
+    idle_after_h: float | None,
+    output: str | None,
+    force: bool,
+    as_json: bool,
+) -> int:
     """Where the time of a run went: training, saving, and what each interruption cost.
 
     Invalid is what interruptions took (until they were noticed, until training was started again, restoring, steps
@@ -80,14 +97,29 @@ def report(url: str, last: int, since: datetime | None, idle_after_h: float | No
     It is measured by the job itself, in `ledger/` of the run; with --json all interruptions are in it. Exit code 1 if
     any of that is damaged: it is left out.
     """
+    if output is not None:
+        if as_json:
+            raise click.UsageError("--json and -o are two forms of the same: give one of them")
+        refuse_existing(output, force)
     url, accounts, faults, damaged = asyncio.run(_read(url))
     if since is not None:
         accounts = [one for one in accounts if one.wall(one.opened) >= since.timestamp()]
-    if not accounts:
+    if not accounts and (output is None or since is not None):
         raise nothing_there(url, damaged, since)
     idle_after_s = math.inf if idle_after_h is None else 3600 * idle_after_h
-    found = settle(accounts, faults, now=time.time(), idle_after_s=idle_after_s)
-    if as_json:
+    now = time.time()
+    found = settle(accounts, faults, now=now, idle_after_s=idle_after_s)
+    if output is not None:
+        holdings = asyncio.run(read_holdings(url))
+        problems = [*(f"{key} is damaged, and left out" for key in damaged), *holdings.problems]
+        if not accounts:
+            problems.append(str(nothing_there(url, damaged, since)))
+        subject = Subject(
+            url, found, chronicle(accounts, faults, found.slowed_s, now), holdings.stock, holdings.steps,
+            tuple(problems), now, __version__,
+        )  # fmt: skip
+        write_page(output, page(subject), force)
+    elif as_json:
         print_json({"url": url, "damaged": damaged, **found.to_json()})
     else:
         show(url, found, last)
@@ -328,13 +360,6 @@ def row(one: Interruption) -> tuple[object, ...]:
     cost = (one.cost.perceive, one.cost.restart, one.cost.restore, one.cost.recompute)
     step = "" if one.step is None else one.step
     return moment(one.at), kind, step, lost, source, *map(duration, cost)
-
-
-def percent(share: float) -> str:
-    """With as many digits as make the rest of 100 % plain: 99.95 %, 97 %, 0.003 %."""
-    small = min(share, 1 - share)
-    digits = 0 if small <= 0 else min(6, max(1, 1 - math.floor(math.log10(100 * small))))
-    return f"{100 * share:.{digits}f} %"
 
 
 # -- the cadence, for `ckpt show` --

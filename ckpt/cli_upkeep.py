@@ -19,6 +19,7 @@ from ckpt.errors import UsageError
 from ckpt.store import normalise, open_store, remember_options
 from ckpt.terminal import (
     SHOWN,
+    count_of,
     example,
     human,
     json_option,
@@ -441,10 +442,6 @@ def _cells(found: Found) -> tuple[object, ...]:
     return found["step"], found["attempt"], found["files"] or "", size
 
 
-def count_of(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
 def _patience(grace_s: float) -> str:
     return (
         f"files go {grace_s:g} s after the log says so, for those who are reading them"
@@ -477,6 +474,3 @@ async def _delete(log: RunLog, keys: Sequence[str], sizes: dict[str, int], grace
                 bar[0](count)
 
         await upkeep.delete(log.store, files, grace_s=grace_s, on_wait=told, on_bytes=advance)
-
-
-COMMANDS = (copy, prune, gc, keep)

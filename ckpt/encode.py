@@ -27,6 +27,7 @@ from ckpt.digest import DIGEST_SIZE, blob_digest
 from ckpt.errors import CorruptError, FormatError, SaveError, StoreError
 from ckpt.events import log as logger
 from ckpt.events import point
+from ckpt.flow import Flow
 from ckpt.increment import BlobPlan, Digests, Policy, Previous, find_masters, kind_of, plan_blobs
 from ckpt.log import RunLog
 from ckpt.manifest import Attempt, owner
@@ -89,6 +90,7 @@ class Encoder:
     threads: int = 1
     pace: Callable[[float], None] = lambda seconds: None
     idle: Callable[[], float] = lambda: float("inf")
+    flow: Flow = field(default_factory=Flow)  # what is on its way, for those who watch
     suspects: set[tuple[str, int]] = field(default_factory=set)  # packs and offsets of what is damaged here
     distrusted: set[Attempt] = field(default_factory=set)  # damaged checkpoints: nothing is built on them
     sink: float | None = None  # bytes a second that the place takes
@@ -149,7 +151,8 @@ class Encoder:
         compress = self._decide(store, nbytes)
         if isinstance(source, InMemory) and not compress and not await self._shares(source, previous):
             began = time.monotonic()
-            written = await write_part(store, snapshot, number=number, reason=reason, check=check)
+            on_bytes = self.flow.add
+            written = await write_part(store, snapshot, number=number, reason=reason, on_bytes=on_bytes, check=check)
             self._learn_sink(nbytes, time.monotonic() - began)
             self.remember(written)
             return written
@@ -259,8 +262,9 @@ class _Work:
         # Nothing can be the same as what may be derived, and takes no bytes then.
         alone = (plan.same < 0) | (masters[plan.same] >= 0)
         todo = np.flatnonzero((plan.taken < 0) & alone).tolist()
-        size = pack_size(sum(self.blobs[blob].length for blob in todo))
-        packer = Packer(self.store, self.snapshot, self.number, size)
+        anew = sum(self.blobs[blob].length for blob in todo)
+        self.encoder.flow.expect(anew)
+        packer = Packer(self.store, self.snapshot, self.number, pack_size(anew), self.encoder.flow.add)
         try:
             with ThreadPoolExecutor(self.encoder.threads, "ckpt-encode") as pool:
                 async with contextlib.aclosing(self._encoded(pool, todo, plan, masters, digests)) as found:

@@ -1,4 +1,4 @@
-"""What happened, and the named points at which a test may make something fail.
+"""What happened (`log`, `subscribe`), and the named points at which a test may make something fail.
 
 `point("pack.written")` marks a moment that matters for safety. In normal runs it is one comparison with None. Under
 test, the environment variable `CKPT_FAIL` arms points, each as `[process/]name:action[:nth]`, several separated by
@@ -18,7 +18,11 @@ import logging
 import os
 import signal
 
-log = logging.getLogger("ckpt")
+from ckpt.subscribe import Event, subscribe
+
+__all__ = ["POINTS", "Event", "log", "point", "subscribe"]
+
+log = logging.getLogger("ckpt")  # no handler: what is shown is up to the program, and warnings are without its doing
 
 TRAINER_POINTS = (
     "stage.claimed",  # a slot is marked FILLING

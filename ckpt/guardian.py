@@ -54,6 +54,8 @@ class Written:
     done: Callable[[CheckpointError | None], None]
     tries: int = 0
     stored: bool = False  # its bytes are in the store: the slot may be used again
+    nbytes: int = 0  # when it is done: of the snapshot, and of what was stored for it
+    nbytes_stored: int = 0
 
 
 @dataclass
@@ -107,6 +109,7 @@ class Guardian:
         self._guarded: list[bool] | None = None
         self._arming: tuple[Message, tuple[int, ...]] | None = None
         self._books: tuple[Message, tuple[int, ...]] | None = None
+        self._live: tuple[Message, tuple[int, ...]] | None = None
         self._decision: Message | None = None
         self.faults: list[Fault] = []  # of earlier incarnations, that nobody was told yet
         self.on_held: Callable[[int, Attempt], None] = lambda tier, attempt: None
@@ -429,6 +432,8 @@ class Guardian:
             client.send("books", fds=self._books[1], **self._books[0])
         if self._decision is not None:
             client.send("cadence", decision=self._decision)
+        if self._live is not None:
+            client.send("live", fds=self._live[1], **self._live[0])
         for attempt, reason in list(self._retracts.items()):
             self._send_retract(client, attempt, reason)
         self._drop_prepared()
@@ -609,6 +614,17 @@ class Guardian:
         self._books = {**fields, "again": True}, fds
         self.client.send("books", fds=fds, **fields)
 
+    def show(self, fields: Message, fds: tuple[int, ...]) -> None:
+        """Let the writer be asked what we do, this one and those that follow; see `ckpt.lookout`."""
+        self._live = fields, fds
+        self.client.send("live", fds=fds, **fields)
+
+    def tell_restored(self, **fields: Any) -> None:
+        """For the ledger, and for those who look."""
+        if self._live is not None:
+            self._live = {**self._live[0], "restored": fields}, self._live[1]
+        self.client.send("restored", **fields)
+
     def tell_cadence(self, decision: Message) -> None:
         """From some step on all ranks save by another cadence."""
         self._decision = decision
@@ -696,7 +712,10 @@ class Guardian:
                 return
             self._writes.remove(write)
             self._release(write)
-        if error is not None and not isinstance(error, CheckpointError):
+        if error is None:
+            reply, _ = future.result()
+            write.nbytes, write.nbytes_stored = int(reply.get("nbytes", 0)), int(reply.get("stored", 0))
+        elif not isinstance(error, CheckpointError):
             error = SaveError(str(error))
         write.done(error)
 

@@ -28,6 +28,8 @@ class Save:
         self.told = False  # whether an error of this save has been raised to the user already
         self.spoilt: SaveError | None = None  # found not to be of one moment after it was staged
         self.on_staged: Callable[[], None] = lambda: None
+        self.began = 0.0  # by perf_counter()
+        self.stalled_s: float | None = None  # what step() took for it, when that is over
         self._staged: Future[Checkpoint] = Future()
         self._durable: dict[str, Future[Checkpoint]] = {url: Future() for url in durable}
 

@@ -13,6 +13,7 @@ is in `ckpt.accounting`; who keeps it, in `ckpt.bookkeeper`.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -27,6 +28,7 @@ PREFIX = "ledger/"
 MAX_SIZE = 4 << 20
 FINE_ROWS = 64  # the first rows after each start are not merged: what is recomputed is found in them
 MOST_ROWS = 600
+MOST_LANDED = 256
 MOST_EVENTS = 256  # restores, faults and decisions that are kept of each kind: the first half, and the last
 _NAME = re.compile(r"ledger/(\d+\.[0-9a-z]+)\.(\d+)\.json")
 T = TypeVar("T")
@@ -66,7 +68,8 @@ _SUMS = _COLUMNS[2:]
 @dataclass(slots=True)
 class Restore:
     """One call of restore(). `step`: None if there was nothing to restore; `source`: "memory" or the URL of the tier;
-    `attempt`: what was restored, "" for nothing; `epoch`: the one that it opened."""
+    `attempt`: what was restored, "" for nothing; `epoch`: the one that it opened. `repaired`: pieces that came from a
+    further place; `passed_over`: newer checkpoints that could not be used, and `why` the first of them could not."""
 
     at: float
     seconds: float
@@ -74,6 +77,9 @@ class Restore:
     source: str = ""
     attempt: str = ""
     epoch: str = ""
+    repaired: int = 0
+    passed_over: int = 0
+    why: str = ""
 
 
 @dataclass(slots=True)
@@ -95,6 +101,24 @@ class Saves:
         found = Saves(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Saves)))
         found.longest_s = max(self.longest_s, other.longest_s)
         return found
+
+
+@dataclass(slots=True)
+class Landed:
+    """One save that was ordered for a durable tier. `at`: when it was committed, or had failed; `seconds`: from the
+    order until then; `behind`: steps that training had done meanwhile; `nbytes`, `stored`: as in `Saves`, of it."""
+
+    url: str
+    at: float
+    step: int
+    seconds: float
+    behind: int = 0
+    nbytes: int = 0
+    stored: int = 0
+    failed: bool = False
+
+
+_OF_LANDED = tuple(f.name for f in fields(Landed))
 
 
 @dataclass(slots=True)
@@ -147,7 +171,9 @@ class Account:
     `inode` of what makes it a run, by which a copy is known, 0 in object stores; `anchor`: the same moment by the wall
     clock and by ours; `born`: when the process was started, `opening` and `opened`: when its Checkpointer began and was
     ready; `kept`: up to when this is complete; `step`, `beat`: the last step that was done, and when (-1, 0);
-    `calls`: of step() so far."""
+    `calls`: of step() so far. `stalls`: how many saves made training wait how long, by `stall_bucket`; `landed`: of
+    each tier its saves, some of them where there are many; `versions`: of programs. Older accounts have
+    none of these."""
 
     epoch: str
     rank: int = 0
@@ -171,6 +197,9 @@ class Account:
     faults: list[Seen] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     end: End | None = None
+    stalls: dict[str, int] = field(default_factory=dict)
+    landed: list[Landed] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -197,6 +226,7 @@ class Account:
     def to_bytes(self) -> bytes:
         data = asdict(self)
         data["rows"] = {name: [_rounded(getattr(row, name)) for row in self.rows] for name in _COLUMNS}
+        data["landed"] = {name: [_rounded(getattr(one, name)) for one in self.landed] for name in _OF_LANDED}
         return json.dumps({"version": VERSION, **data}, separators=(",", ":")).encode()
 
     @classmethod
@@ -208,8 +238,11 @@ class Account:
                 raise FormatError("this ledger was written by a newer version of everystep")
             columns = data.pop("rows")
             rows = [Row(*values) for values in zip(*(columns[name] for name in _COLUMNS), strict=True)]
+            columns = data.pop("landed", None) or dict.fromkeys(_OF_LANDED, ())
+            landed = [Landed(*values) for values in zip(*(columns[name] for name in _OF_LANDED), strict=True)]
             account = _build(cls, {**data, "rows": [], "restores": [], "faults": [], "decisions": []})
             account.rows = [_checked(row) for row in rows]
+            account.landed = [_checked(one) for one in landed]
             account.restores = [_build(Restore, one) for one in data["restores"]]
             account.faults = [_build(Seen, one) for one in data["faults"]]
             account.decisions = [_build(Decision, one) for one in data["decisions"]]
@@ -242,6 +275,26 @@ def append(rows: list[Row], row: Row, fine: int = FINE_ROWS) -> None:
         one = waiting.pop()
         merged.append(one.merged(waiting.pop()) if waiting and waiting[-1].step > one.step else one)
     rows[fine:] = merged
+
+
+def stall_bucket(seconds: float) -> str:
+    """Eight of them a decade, by number: number n begins at 10 ** (n / 8) seconds."""
+    return str(min(32, max(-56, math.floor(8 * math.log10(seconds)))) if seconds > 0 else -56)
+
+
+def thinned(landed: Sequence[Landed]) -> list[Landed]:
+    """Where there is one too many, without one: of the tier that has most, the one that lies closest between its
+    neighbours. So what is kept is spread over all of the time, and the first and the newest are there."""
+    kept = list(landed)
+    if len(kept) <= MOST_LANDED:
+        return kept
+    places: dict[str, list[int]] = {}
+    for place, one in enumerate(kept):
+        places.setdefault(one.url, []).append(place)
+    most = max(places.values(), key=len)
+    between = zip(most, most[1:], most[2:], strict=False)
+    del kept[min(between, key=lambda three: kept[three[2]].at - kept[three[0]].at, default=(0, 0, 0))[1]]
+    return kept
 
 
 def bounded(events: Sequence[T]) -> list[T]:
@@ -277,17 +330,36 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 def _checked(one: T) -> T:
     """Every field of the type that it says, and every number finite."""
-    for f in fields(one):  # type: ignore[arg-type]
-        value, text = getattr(one, f.name), str(f.type)
-        inside = text.removeprefix("dict[str, ").removesuffix("]") if text.startswith("dict") else ""
-        if not _is(value, _TYPES.get(text, (dict,) if inside else (list,))):
-            raise TypeError(f"{f.name} is {value!r}")
+    of: type = type(one)
+    for name, right, inside in _fields_of(of):
+        value = getattr(one, name)
+        kind = type(value)
+        if kind is int and right == _TYPES["int"]:  # most of them are numbers, and there are many
+            continue
+        if kind in (int, float) and right == _TYPES["float"]:
+            if not math.isfinite(value):
+                raise ValueError(f"{name} is not finite")
+            continue
+        if not _is(value, right):
+            raise TypeError(f"{name} is {value!r}")
         values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
-        if inside and not all(_is(each, _TYPES.get(inside, (dict,))) for each in values):
-            raise TypeError(f"{f.name} is {value!r}")
+        if inside and not all(_is(each, inside) for each in values):
+            raise TypeError(f"{name} is {value!r}")
         if any(isinstance(each, float) and not math.isfinite(each) for each in values):
-            raise ValueError(f"{f.name} is not finite")
+            raise ValueError(f"{name} is not finite")
     return one
+
+
+@functools.cache
+def _fields_of(kind: type) -> tuple[tuple[str, tuple[type, ...], tuple[type, ...]], ...]:
+    """Of each field of a dataclass: its name, of which types it may be, and of which the values of a dict."""
+    found = []
+    for f in fields(kind):
+        text = str(f.type)
+        inside = text.removeprefix("dict[str, ").removesuffix("]") if text.startswith("dict") else ""
+        within = _TYPES.get(inside, (dict,)) if inside else ()
+        found.append((f.name, _TYPES.get(text, (dict,) if inside else (list,)), within))
+    return tuple(found)
 
 
 def _is(value: Any, right: tuple[type, ...]) -> bool:

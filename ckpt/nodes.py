@@ -8,6 +8,7 @@ sets plain values and attaches what had to be created.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Container, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -480,6 +481,8 @@ def _write_back(live: Any, value: Any) -> Any:
 def speaks_for_itself(module: nn.Module) -> bool:
     """Whether state_dict() of this module may say something else than its parameters and buffers."""
     for m in unwrap(module)[0].modules():
+        if _silent(m):
+            continue
         hooks = (
             *m._state_dict_hooks.values(), *m._state_dict_pre_hooks.values(), *m._load_state_dict_pre_hooks.values(),
             *m._load_state_dict_post_hooks.values(),
@@ -491,3 +494,11 @@ def speaks_for_itself(module: nn.Module) -> bool:
             if not owner.__module__.startswith("torch."):
                 return True
     return False
+
+
+def _silent(module: nn.Module) -> bool:
+    """A metric of torchmetrics that keeps what it collects out of state_dict(), as they do if nobody asks for it."""
+    metrics = sys.modules.get("torchmetrics")
+    if metrics is None or not isinstance(module, metrics.Metric):
+        return False
+    return not any(module._persistent.values())

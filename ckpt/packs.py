@@ -11,7 +11,7 @@ import asyncio
 import json
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,8 +63,17 @@ class Lies:
 class Packer:
     """Puts encoded blobs into packs, and sends each when it is full."""
 
-    def __init__(self, store: Store, snapshot: Snapshot, number: int, size: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        snapshot: Snapshot,
+        number: int,
+        size: int,
+        on_bytes: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        """`on_bytes`: called with plain bytes that have arrived, for those who watch."""
         self.store, self.snapshot, self.number, self.size = store, snapshot, number, size
+        self.on_bytes = on_bytes
         self.packs: list[PackInfo] = []
         self.places: dict[int, Lies] = {}
         self.nbytes, self.busy_s = 0, 0.0
@@ -78,6 +87,7 @@ class Packer:
     async def add(self, encoded: Encoded) -> None:
         if encoded.codec == BF16:
             self.places[encoded.blob] = Lies(0, 0, 0, BF16, encoded.base, blob_digest(b""))
+            self.on_bytes(self.snapshot.layout.arrangement.blobs[encoded.blob].length)
             return
         self._items.append(encoded)
         self._held += len(encoded.data)
@@ -119,16 +129,20 @@ class Packer:
         self.nbytes += len(data)
         if not self._tasks:
             self._began = time.monotonic()
-        task = asyncio.ensure_future(self._upload(key, data))
+        blobs = self.snapshot.layout.arrangement.blobs
+        task = asyncio.ensure_future(self._upload(key, data, sum(blobs[item.blob].length for item in items)))
         self._tasks.add(task)
         task.add_done_callback(self._done)
 
-    async def _upload(self, key: str, data: memoryview) -> None:
+    async def _upload(self, key: str, data: memoryview, plain: int) -> None:
         async def piece(offset: int, length: int) -> memoryview:
             return data[offset : offset + length]
 
+        def arrived(nbytes: int) -> None:
+            self.on_bytes(nbytes * plain // len(data))
+
         try:
-            await upload_from(self.store, key, len(data), piece)
+            await upload_from(self.store, key, len(data), piece, arrived)
         except CheckpointError as error:
             self._failed.append(error)
         finally:

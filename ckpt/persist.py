@@ -233,6 +233,9 @@ class Persister:
                 self.tell(told)
                 if written is not None:
                     await self._settle(tier, written)
+        except Exception as error:
+            tier.flow.fail(error)
+            raise
         finally:
             _resolve(part, False)
             self._parts.pop((tier.url, attempt), None)
@@ -340,7 +343,10 @@ class Persister:
         tried = [info.key async for info in tier.store.list(f"packs/{attempt}.{part.rank}.")]
         plain = not part.needs and not here.table.codec.any() and len(part.packs) == 1
         if plain and set(tried) <= {part.packs[0].key} and not tier.encoder.worth(tier.store, source, layout, previous):
-            written = await promote.copy_part(near.store, tier.store, attempt, part.rank, part.number)
+            with tier.flow.writing(attempt.step, part.packs[0].size):
+                written = await promote.copy_part(
+                    near.store, tier.store, attempt, part.rank, part.number, on_bytes=tier.flow.add
+                )
             tier.encoder.remember(written)
             return written
         tried += [info.key async for info in tier.store.list(f"parts/{attempt}.{part.rank}.")]
@@ -511,17 +517,18 @@ class Persister:
                 return known[older]
 
             bases = bases_near(near.store, find)
-        written = await tier.encoder.write(
-            tier.log.store,
-            snapshot,
-            source,
-            previous,
-            number=number,
-            reason=reason,
-            on_needs=begin,
-            bases=bases,
-            check=check,
-        )
+        with tier.flow.writing(attempt.step, snapshot.layout.arrangement.data_size):
+            written = await tier.encoder.write(
+                tier.log.store,
+                snapshot,
+                source,
+                previous,
+                number=number,
+                reason=reason,
+                on_needs=begin,
+                bases=bases,
+                check=check,
+            )
         if near is not None:
             self._anchor(tier, near, written)
         return written
@@ -566,6 +573,8 @@ class Persister:
             await self._commit(tier, written)
             if written.part.world == 1:
                 remember_packs(tier.log, attempt, written.table.packs)
+            own = sum(pack.size for pack in written.part.packs if owner_of(pack.key) == attempt)
+            tier.flow.committed(int(written.table.length[: written.table.owned].sum()), own)
             events.log.info("step %d is a checkpoint in %s", attempt.step, tier.url)
         except FullError:
             await self._make_room(tier, attempt)
@@ -769,6 +778,7 @@ class Persister:
         except FencedError:
             raise
         except Exception as error:
+            tier.flow.fail(error)
             events.log.warning("step %d is not durable yet: %s", label.attempt.step, error)
             return stored and self.holdings.layouts[label.layout].world > 1
         return True

@@ -18,6 +18,7 @@ from typing import Any
 from ckpt import commit, events, retain
 from ckpt.encode import Encoder
 from ckpt.errors import CheckpointError, FencedError
+from ckpt.flow import Flow
 from ckpt.increment import Policy
 from ckpt.link import Message
 from ckpt.log import Acquire, RunLog
@@ -72,6 +73,10 @@ class Place:
     @property
     def store(self) -> Store:
         return self.log.store
+
+    @property
+    def flow(self) -> Flow:
+        return self.encoder.flow
 
     async def prepare(self) -> None:
         """Open the place now, if it was out of reach before. Raises what is wrong with it."""

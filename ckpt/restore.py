@@ -259,7 +259,8 @@ class Placement:
         owners: dict[Any, Key] = {}
         for key, tensors in self._live.items():
             handed = self._created.get(key) if key in self._handed else None
-            memories = {m for t in tensors if t is not handed and (m := memory_of(t)) is not None}
+            apart = None if handed is None else memory_of(local(handed))
+            memories = {m for t in tensors if (m := memory_of(t)) is not None and m != apart}
             if len(memories) > 1:
                 aliases = (a for view in self.saved.views for a, n in view.aliases.items() if n == key[0])
                 names = dict.fromkeys([key[0], *aliases])

@@ -36,6 +36,7 @@ from ckpt.manifest import Attempt
 from ckpt.pulse import NEVER, OPENING, RESTORING, Pulse
 from ckpt.rally import Rally, Round, step_ahead
 from ckpt.relief import Gap
+from ckpt.subscribe import publish
 from ckpt.triggers import (
     REPLACE_CODE,
     RESUBMIT_CODE,
@@ -699,6 +700,7 @@ class Sentinel:
         return bool(trigger.leave) or self._wakeup.would_end(number)
 
     def _call_hook(self, fault: Fault) -> None:
+        publish("fault", max(fault.steps.values(), default=None), fault=fault.kind, account=fault.line)
         if self._on_fault is not None:
             try:
                 self._on_fault(fault)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -194,9 +195,30 @@ def _cutting_order(dim: int, mesh: Dims, placements: Any) -> list[tuple[int, int
 _TRANSPARENT = {"_orig_mod", "_checkpoint_wrapped_module"}
 
 
+class Part(nn.Module):
+    """Some parameters and buffers of a module, under the names that they have there: all that is saved of it."""
+
+    def __init__(self, whole: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        object.__setattr__(self, "_ckpt_whole", whole)  # not a child: nothing else of it belongs to the state
+        for name, tensor in tensors.items():
+            *path, last = name.split(".")
+            owner: nn.Module = self
+            for part in path:
+                if part not in owner._modules:
+                    owner.add_module(part, nn.Module())
+                owner = owner.get_submodule(part)
+            if isinstance(tensor, nn.Parameter):
+                owner.register_parameter(last, tensor)
+            else:
+                owner.register_buffer(last, tensor)
+
+
 def unwrap(module: nn.Module) -> tuple[nn.Module, nn.parallel.DistributedDataParallel | None]:
     """Inside the wrappers of torch.compile and DDP, so that wrapped and plain runs use the same names."""
     ddp = None
+    if isinstance(module, Part):
+        return module, unwrap(vars(module)["_ckpt_whole"])[1]
     while True:
         inner = getattr(module, "_orig_mod", None)
         if isinstance(module, nn.parallel.DistributedDataParallel):

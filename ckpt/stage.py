@@ -31,6 +31,7 @@ from ckpt.job import Job, event_behind, reached
 from ckpt.mutex import Got
 from ckpt.plan import Layout, pages
 from ckpt.tensors import TORCH_DTYPE, device_in_use
+from ckpt.trace import traced
 
 LEAST_SLOTS = 2  # one to hold the newest snapshot, one to take the next
 POLL_S = 0.001  # between two looks at what a device is copying
@@ -349,6 +350,7 @@ class Stager:
             self._arena.mutex.unlock()
             self._arena = None
 
+    @traced("ckpt.stage")
     def _stage(self, job: Job) -> None:
         self._land(wait=False)
         with self._ending(job):

@@ -207,6 +207,14 @@ def duration(seconds: float) -> str:
     return f"{value:.1f} {name}" if abs(value) < 9.95 else f"{value:,.0f} {name}"
 
 
+def decimal(nbytes: float) -> str:
+    """Bytes, as 999 B, 4.1 kB, 1.2 GB."""
+    value, names = float(nbytes), ["B", "kB", "MB", "GB", "TB", "PB", "EB"]
+    while abs(value) >= 999.5 and len(names) > 1:
+        value, names = value / 1000, names[1:]
+    return f"{value:.1f} {names[0]}" if abs(value) < 99.95 and names[0] != "B" else f"{value:,.0f} {names[0]}"
+
+
 def moment(wall: float) -> str:
     """A moment, in seconds since 1970, as the clock on the wall here shows it."""
     try:

@@ -28,6 +28,7 @@ from ckpt.link import Message
 from ckpt.manifest import Attempt
 from ckpt.pulse import Pulse
 from ckpt.resume import together
+from ckpt.subscribe import publish
 from ckpt.tiers import Memory, Tier
 from ckpt.world import Mailbox, World
 
@@ -184,6 +185,7 @@ class Tempo:
         if self._world.rank == 0:
             log.info("from step %d on: %s", step, "; ".join(cadence.lines(decision)))
         self._guardian.tell_cadence(asdict(decision))
+        publish("decided", step, every=dict(decision.every), why=dict(decision.why))
 
     def _take_back(self, old: Change, new: Change, passed: int) -> None:
         """Steps that the other ranks save and we did not, or the other way round."""

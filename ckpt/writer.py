@@ -31,12 +31,15 @@ from ckpt import events, link
 from ckpt.arena import Arena
 from ckpt.bookkeeper import Bookkeeper
 from ckpt.errors import CheckpointError, FencedError, UsageError, WriterError, to_wire
+from ckpt.exporter import Exporter
 from ckpt.fault import Fault, Saved
 from ckpt.filing import last_decision, read_back
 from ckpt.holdings import Holdings, check_room
 from ckpt.ledger import Decision
 from ckpt.link import Channel, Message
+from ckpt.lookout import Lookout
 from ckpt.manifest import Attempt
+from ckpt.metrics import Metrics
 from ckpt.mutex import Got
 from ckpt.pace import Pace
 from ckpt.persist import Persister
@@ -73,7 +76,9 @@ class Writer:
         self.persister = Persister(self.holdings, self._tell, self._spawn, Pace(lambda: self.trainer))
         self.witness = Witness(key, self.holdings, self.persister)
         self.books = Bookkeeper(lambda: self.persister.tiers, self._tell)
-        self.witness.on_kept = self.books.fault
+        self.lookout = Lookout(self.holdings, self.persister, self._state, lambda: self.books.account)
+        self.exporter = Exporter(self.lookout.look, self._say, self._serves)
+        self.witness.on_kept = self._on_kept
         self.vigil: Vigil | None = None
         self.heard = asyncio.Event()  # the sentinel deals with what it was told last
         self.announced = False  # the trainer has said that, and why, it is about to end
@@ -86,6 +91,7 @@ class Writer:
         self._start_thread(self._wait_gone, self.trainer)
         await self.finished.wait()
         self._unlink_socket()
+        await self.exporter.finish()
 
     def _unlink_socket(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -178,6 +184,7 @@ class Writer:
     def _on_death(self, adoptions: int) -> None:
         if not self.dead and not self.leaving and adoptions == self.persister.adoptions:
             self.dead = True
+            self.lookout.ended()
             self.books.ended("died")
             self._spawn(self._outlive(adoptions))
 
@@ -185,6 +192,31 @@ class Writer:
         if self.channel is not None:
             with contextlib.suppress(OSError):
                 self.channel.send(message, fds)
+
+    def _say(self, text: str) -> None:
+        events.log.warning("%s", text)
+        self._tell({"op": "said", "text": text})
+
+    def _serves(self, where: str) -> None:
+        self.lookout.serves = where
+
+    def _on_kept(self, fault: Fault) -> None:
+        self.books.fault(fault)
+        self.lookout.fault(fault)
+
+    def _state(self) -> tuple[int, str]:
+        """Our trainer's process, and what became of it, as `ckpt.live.Look` says it."""
+        if self.leaving and not self.dead:
+            return self.trainer, "closed"
+        try:
+            status = psutil.Process(self.trainer).status()
+        except psutil.Error:
+            return self.trainer, "dead"
+        if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            return self.trainer, "dead"
+        if self.dead:
+            return self.trainer, "left"
+        return self.trainer, "frozen" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "alive"
 
     # -- requests --
 
@@ -271,10 +303,11 @@ class Writer:
         """Make a checkpoint of a sealed slot in one tier; replies when it is durable."""
         label = self.holdings.arenas[message["arena"]].label(int(message["slot"]))
         size = 0 if label is None else label.data_size
-        with self.books.saving(self.persister.tiers[int(message["tier"])].url, size) as write:
+        step = Attempt.parse(message["attempt"]).step
+        with self.books.saving(self.persister.tiers[int(message["tier"])].url, size, step) as write:
             reply = await self.persister.write(message)
             write.stored = int(reply["stored"])
-            return reply, ()
+            return {**reply, "nbytes": size}, ()
 
     async def do_resume(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """All ranks have recovered."""
@@ -397,7 +430,20 @@ class Writer:
     async def do_restored(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """The trainer has called restore()."""
         self.books.restored(message)
+        self.lookout.restored(message)
         return {}, ()
+
+    async def do_live(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Our trainer can be looked at from now on; and which metrics it wants to be told."""
+        self.lookout.begin(message, fds, self.trainer)
+        wanted = message["metrics"]
+        metrics = None if wanted is None else Metrics(**wanted)
+        await self.exporter.begin(metrics, int(message["rank"]), int(message["local_rank"]))
+        return {}, ()
+
+    async def do_look(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """What our trainer does, and what is on its way: for anybody of this user."""
+        return {"look": (await self.lookout.look()).to_json()}, ()
 
     async def do_cadence(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """The ranks save by another cadence from some step on."""
@@ -522,6 +568,8 @@ class Writer:
         """The trainer is done. Finish what was begun, clean up and leave."""
         self.leaving = self.announced = True
         self._end_vigil()
+        self.lookout.ended()
+        self.exporter.stop_serving()
         self._unlink_socket()  # the next trainer starts with a writer of its own
         try:
             self.books.ended("left" if message.get("failed") else "closed")

@@ -15,20 +15,29 @@ from conftest import REPO
 import ckpt
 
 LAYERS = (
+    ("subscribe",),  # who wants to hear what happens
     ("errors", "events", "mutex", "geometry"),  # words everyone shares, a lock, boxes
     ("store", "shuffle", "triggers", "rally"),  # the byte interface of a place; byte planes; when to save out of turn
     ("digest", "codec", "values", "link", "world", "testing"),  # bytes, values, the wire, ranks
     ("notices", "pressure", "wakeup", "pulse", "pace", "fault", "findings"),  # what may happen, or is the case
     ("ledger", "meter"),  # what an incarnation did; what saving takes from training
+    ("flow", "live", "metrics"),  # what is on its way; one look at a rank; what is told of it, and where
+    ("gauges", "devices"),  # a look as metrics; what the driver says of accelerators
+    ("exporter",),  # serves and writes them
     ("statement",),  # what accounting says, as values
     ("timeline",),
     ("accounting", "forecast"),  # what all of them cost together; what it would be elsewhere
     ("cadence", "fleet"),  # how often to save; a whole job
+    ("chronicle", "charts", "page_look"),  # what came when; pictures of figures
+    ("page_words",),
+    ("page_saves", "page_tables"),  # parts of a page
+    ("page",),  # a report to look at
     ("hang",),  # whether, and who, holds the others up
     ("evidence",),  # what a process does, from outside
     ("manifest",),  # the small files, and the names of all files
     ("plan",),  # where every byte goes
     ("share", "table", "log", "arena", "tensors"),  # what things are
+    ("trace",),  # names for profilers
     ("increment", "directory"),  # what becomes of each blob; who has which piece
     ("exchange", "sharding", "saved", "write", "rng", "hooks"),  # pieces of tensors; files; before an update
     ("doctor_folder", "doctor_s3", "doctor_machine", "doctor_link"),  # what one kind of thing is like, before a job
@@ -37,7 +46,7 @@ LAYERS = (
     ("nodes", "read", "packs"),  # what a state is made of; back from a store, and into it
     ("supply", "stream"),  # plain bytes of blobs; from a folder to where they belong
     ("state", "retain", "promote", "mend", "encode", "frozen", "scrub", "damage"),  # a state; how long; elsewhere
-    ("job",),  # a snapshot on its way
+    ("job", "loader"),  # a snapshot on its way; batches that go on
     ("stage", "sources", "tiers", "upkeep", "cures"),  # tensors into memory; where to restore from, and to save to
     ("copying", "repair"),  # a run to another place; damaged files right again
     ("resume", "handle", "loaded", "compare"),  # what all ranks agree to restore; what users hold in their hands
@@ -57,30 +66,41 @@ LAYERS = (
     ("dcp_source", "dcp_run"),  # what it loads, and who saves
     ("dcp",),
     ("persist", "vigil"),  # from there to durable places; its watch over the trainer
-    ("witness",),  # what it says about a fault
+    ("witness", "lookout"),  # what it says about a fault, and about what the trainer does now
     ("writer",),  # the other end of the process boundary
     ("guardian",),  # who holds memory and writer
     ("tenure", "sentinel", "tempo"),  # whose run it is; the trainer's own watch; how often it saves
     ("checkpointer", "terminal"),  # what the user holds; how commands show things
+    ("cli_page",),  # what is read for it, and written
+    ("best",),  # what stays because it is good
+    ("lightning_io", "lightning_loops"),  # pieces of the integration
+    ("lightning_state",),
+    ("lightning",),
     ("cli_upkeep", "cli_doctor", "cli_offline", "cli_report"),  # commands that change a run, or weigh one
-    ("cli_repair", "cli_plan"),  # that show their plan as those do, or read a ledger
+    ("top",),  # a run as it is now, in lines
+    ("survey",),  # where that comes from
+    ("cli_repair", "cli_plan", "cli_top"),  # that show their plan as those do, or read a ledger
+    ("hf_loop", "hf_export"),  # the inside of another library's loop; folders as it reads them
+    ("transformers",),
     ("cli",),
 )
 """Bottom first. A module imports from the rows below its own only, never from its own row."""
 
 BACKENDS_MAY_USE = {"errors", "events", "store"}
 NO_TORCH = {
+    "subscribe", "chronicle", "charts", "page", "page_look", "page_words", "page_saves", "page_tables", "cli_page",
     "errors", "events", "mutex", "geometry", "share", "saved", "exchange", "mirror",
     "store", "shuffle", "digest", "codec", "values", "link", "manifest", "plan", "table", "log", "arena",
     "write", "commit", "read", "retain", "tiers", "handle", "writer", "compare",
     "triggers", "rally", "notices", "pressure", "wakeup", "pulse", "fault", "hang", "holdings", "persist", "vigil",
     "witness", "increment", "supply", "packs", "encode", "pace", "scrub", "promote", "places", "upkeep", "copying",
     "damage", "cures", "stream", "directory", "ledger", "meter", "statement", "timeline", "accounting", "forecast",
+    "flow", "live", "metrics", "gauges", "devices", "exporter", "lookout", "top", "survey", "cli_top",
     "fleet", "cadence", "bookkeeper", "filing", "cli_report", "cli_plan",
     "repair", "cli_repair", "cli_upkeep", "cli_offline", "findings",
     "origin", "origin_run", "origin_files", "outfile", "cast", "inert", "align", "export", "parse_safetensors",
     "origin_dcp", "parse_torch", "parse_dcp", "parse_values", "parse_entries", "to_safetensors", "to_run",
-    "doctor", "doctor_folder", "doctor_s3", "doctor_machine", "doctor_link", "doctor_plan", "cli_doctor",
+    "doctor", "doctor_folder", "doctor_s3", "doctor_machine", "doctor_link", "doctor_plan", "cli_doctor", "best",
 }  # fmt: skip
 """What the writer process or a light `import ckpt` needs: none of these imports torch, not even for types."""
 
@@ -226,6 +246,8 @@ def test_every_public_name_is_there() -> None:
     for name in ckpt.__all__:
         value = getattr(ckpt, name)
         assert value is getattr(importlib.import_module(f"ckpt.{ckpt._HOMES[name]}"), name)
+    for part in ckpt._PARTS:
+        assert getattr(ckpt, part) is importlib.import_module(f"ckpt.{part}")
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = ckpt.no_such_name
 
@@ -247,4 +269,5 @@ def test_type_checkers_see_the_same_names() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert listed == {name: f"ckpt.{home}" for name, home in ckpt._HOMES.items()}
+    homes = {name: f"ckpt.{home}" for name, home in ckpt._HOMES.items()}
+    assert listed == homes | dict.fromkeys(ckpt._PARTS, "ckpt")

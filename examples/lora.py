@@ -1,0 +1,123 @@
+"""Train a LoRA adapter with PEFT and Hugging Face's Trainer. Only what is trained is stored.
+
+    pip install 'everystep[transformers]' peft
+    python examples/lora.py runs/lora --kill-at 70    # kills itself, with SIGKILL, after step 70
+    python examples/lora.py runs/lora                 # goes on there
+
+The frozen base is not in the run: `from_pretrained` brings it again. A digest of it is, so that an adapter is not
+trained on with another base than it began with. In the end the adapter is exported as a folder, and read by peft.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import signal
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.utils.data import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import ckpt.transformers
+
+
+class Sums(Dataset[dict[str, torch.Tensor]]):
+    """Rows of digits, each the sum of the two before it."""
+
+    def __init__(self, count: int) -> None:
+        digits = torch.randint(10, (count, 2), generator=torch.Generator().manual_seed(1))
+        rows = [digits[:, 0], digits[:, 1]]
+        for _ in range(14):
+            rows.append((rows[-1] + rows[-2]) % 10)
+        self.rows = torch.stack(rows, 1)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+class Show(TrainerCallback):
+    """Says where training starts and what is logged, and kills the process if that is wanted."""
+
+    def __init__(self, kill_at: int) -> None:
+        self.kill_at, self.started = kill_at, False
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if not self.started:
+            print(f"starts at step {state.global_step}", flush=True)
+        self.started = True
+        if state.global_step == self.kill_at and self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if "loss" in logs:
+            print(f"loss after step {state.global_step}: {logs['loss']!r}", flush=True)
+
+
+def base(folder: str) -> Any:
+    """A model as it would be downloaded: here it is made up, the same each time."""
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=16, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=4)  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", help="a folder or URL: where checkpoints go")
+    parser.add_argument("--kill-at", type=int, default=0, metavar="STEP")
+    parser.add_argument("--steps", type=int, default=100)
+    options = parser.parse_args()
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = get_peft_model(
+            base(folder), LoraConfig(r=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "up_proj"])
+        )
+        saving = ckpt.transformers.CheckpointCallback(options.run, every=20)
+        trainer = Trainer(
+            model=model,
+            args=TrainingArguments(
+                output_dir=folder,
+                max_steps=options.steps,
+                per_device_train_batch_size=16,
+                learning_rate=1e-2,
+                logging_steps=10,
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+                log_level="error",
+                use_cpu=not torch.accelerator.is_available(),
+            ),
+            train_dataset=Sums(400),
+            callbacks=[saving, Show(options.kill_at)],
+        )
+        trainer.train()
+        print(f"of {saving.full_bytes:,} bytes of the model, {saving.stored_bytes:,} are in a checkpoint", flush=True)
+
+        adapter = Path(folder) / "adapter"
+        ckpt.transformers.export(options.run, adapter)
+        read = PeftModel.from_pretrained(base(folder), adapter)
+    total = hashlib.sha256()
+    for name, tensor in read.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name].cpu())
+        total.update(tensor.contiguous().numpy().tobytes())
+    print(f"weights: {total.hexdigest()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,378 @@
+"""What a program hears of its saves: subscribers, the log, and the timelines of profilers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import REPO, eventually, run_script
+from torch import nn
+from torch.autograd import DeviceType
+
+import ckpt
+from ckpt import events, subscribe, trace
+from ckpt.errors import SkippedError
+from ckpt.ledger import Account
+from ckpt.subscribe import Board, Event
+
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def heard() -> Iterator[list[Event]]:
+    """All events of this process from now on."""
+    found: list[Event] = []
+    stop = events.subscribe(found.append)
+    yield found
+    stop()
+
+
+def state() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 8))
+    return {"model": model, "optim": torch.optim.AdamW(model.parameters())}
+
+
+def train(of: dict[str, Any]) -> None:
+    of["optim"].zero_grad()
+    of["model"](torch.randn(4, 32)).pow(2).mean().backward()
+    of["optim"].step()
+
+
+# -- subscribers --
+
+
+def test_subscribers_hear_in_order_on_one_thread_of_their_own() -> None:
+    """Whoever publishes, and however many listen; nobody after he has ended it."""
+    board, first, second = Board(), list[tuple[int | None, int]](), list[Event]()
+    stop = board.subscribe(lambda event: first.append((event.step, threading.get_ident())))
+    board.subscribe(second.append)
+    for step in range(100):
+        board.publish("staged", step, stall_s=0.1)
+    assert board.flush(WAIT_S)
+    stop()
+    board.publish("closed", None)
+    assert board.flush(WAIT_S)
+    assert [step for step, _ in first] == list(range(100))
+    assert len({thread for _, thread in first}) == 1 and first[0][1] != threading.get_ident()
+    assert [event.kind for event in second] == ["staged"] * 100 + ["closed"]
+    assert second[0].stall_s == 0.1 and second[0].error is None and second[0].at > 0
+    json.dumps([event.to_json() for event in second])
+    assert set(second[0].to_json()) == {"kind", "step", "at", "stall_s"}
+
+
+def test_a_subscriber_that_raises_is_told_of_once_a_kind_and_kept(caplog: pytest.LogCaptureFixture) -> None:
+    """And the others hear all the same."""
+    board, told, others = Board(), list[str](), list[str]()
+
+    def bad(event: Event) -> None:
+        told.append(event.kind)
+        raise ValueError("no")
+
+    board.subscribe(bad)
+    board.subscribe(lambda event: others.append(event.kind))
+    kinds = ["staged", "staged", "committed", "staged"]
+    for kind in kinds:
+        board.publish(kind, 1)
+    assert board.flush(WAIT_S) and told == others == kinds
+    said = [record for record in caplog.records if "subscriber" in record.message]
+    assert [record.exc_info is not None for record in said] == [True, True]
+
+
+def test_a_slow_subscriber_loses_the_oldest_and_hears_how_many() -> None:
+    """The queue is bounded, the newest are there, publishing never waits, and a flush has an end."""
+    board, gate, found = Board(), threading.Event(), list[Event]()
+
+    def slow(event: Event) -> None:
+        gate.wait(WAIT_S)
+        found.append(event)
+
+    board.subscribe(slow)
+    board.publish("staged", -1)
+    assert eventually(lambda: board._busy)
+    for step in range(subscribe.MOST + 10):
+        board.publish("staged", step)
+    assert not board.flush(0.01)
+    gate.set()
+    assert board.flush(WAIT_S)
+    assert [event.step for event in found] == [-1, *range(10, subscribe.MOST + 10)]
+    assert [event.dropped for event in found[:3]] == [0, 10, 0] and found[1].to_json()["dropped"] == 10
+
+
+def test_a_subscriber_may_do_what_it_likes() -> None:
+    """Publish, subscribe, end its own subscription, or wait for all: none of that hangs."""
+    board, found = Board(), list[int | None]()
+
+    def busy(event: Event) -> None:
+        found.append(event.step)
+        if event.step == 1:
+            board.publish("staged", 2)
+            board.flush(WAIT_S)
+            board.subscribe(lambda event: None)()
+            stop()
+
+    stop = board.subscribe(busy)
+    board.publish("staged", 1)
+    assert board.flush(WAIT_S) and found == [1]
+
+
+def test_nobody_listens_costs_nothing() -> None:
+    """No thread, and nothing is kept."""
+    board = Board()
+    board.publish("staged", 1)
+    assert board.flush(0.0) and not board._queue and board._thread is None
+
+
+def test_a_forked_child_tells_nobody() -> None:
+    """As workers of a data loader are: whoever subscribed was the parent."""
+    code = """
+import os
+from ckpt import events, subscribe, trace
+found = []
+events.subscribe(found.append)
+subscribe.publish("staged", 1)
+subscribe.flush()
+if (pid := os.fork()) == 0:
+    subscribe.publish("staged", 2)
+    os._exit(0 if subscribe.flush(30.0) and len(found) == 1 else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+print(len(found))
+"""
+    result = run_script(code)
+    assert result.stdout.split() == ["1"], result.stderr
+
+
+# -- what a Checkpointer says --
+
+
+def test_saves_are_told_as_they_are(heard: list[Event], run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Each staged step, each committed one in each tier with the bytes that the ledger has, the restore, the end; and
+    exactly one line of the log for each durable save."""
+    caplog.set_level(logging.INFO, "ckpt")
+    tiers = [ckpt.Memory(every=1), ckpt.Tier(run_dir, every=2), ckpt.Tier(f"{run_dir}2", every=4)]
+    of = state()
+    with ckpt.Checkpointer(of, tiers) as cp:
+        cp.restore(default=0)
+        for step in range(1, 9):
+            train(of)
+            save = cp.step(step)
+            assert save is not None
+            save.staged(WAIT_S)
+    near, far = f"file://{run_dir}", f"file://{run_dir}2"
+    kinds = [event.kind for event in heard]
+    assert kinds[-1] == "closed" and "restored" not in kinds and "failed" not in kinds  # all told before close() ended
+    staged = [event for event in heard if event.kind == "staged"]
+    assert [event.step for event in staged] == list(range(1, 9))
+    assert all((event.stall_s or 0) > 0 and event.nbytes == staged[0].nbytes for event in staged)
+    committed = [event for event in heard if event.kind == "committed"]
+    assert sorted((event.tier, event.step) for event in committed) == sorted(
+        [(near, 2), (near, 4), (near, 6), (near, 8), (far, 4), (far, 8)]
+    )
+    for event in committed:  # a step is staged before it is committed
+        assert kinds.index("staged") <= heard.index(event)
+        assert heard.index(next(one for one in staged if one.step == event.step)) < heard.index(event)
+        assert event.nbytes == staged[0].nbytes and (event.seconds or 0) > 0
+    (path,) = Path(run_dir, "ledger").iterdir()
+    account = Account.from_bytes(path.read_bytes())
+    known = {(one.url, one.step): (one.nbytes, one.stored) for one in account.landed if not one.failed}
+    assert known == {(event.tier, event.step): (event.nbytes, event.stored) for event in committed}
+    lines = [record.getMessage() for record in caplog.records if " committed to " in record.getMessage()]
+    assert len(lines) == len(committed)
+    assert sum(line.startswith(f"step 8 committed to {far} in ") and " as " in line for line in lines) == 1
+    assert {r.levelno for r in caplog.records if " committed to " in r.getMessage()} == {logging.INFO}
+
+    heard.clear()
+    with ckpt.Checkpointer(state(), tiers) as cp:
+        assert cp.restore() == 8
+    (restored,) = [event for event in heard if event.kind == "restored"]
+    assert (restored.step, restored.repaired) == (8, 0) and restored.source in ("memory", near)
+    assert [event.kind for event in heard] == ["restored", "closed"]
+
+
+def test_a_cadence_that_is_decided_is_told(heard: list[Event], run_dir: str) -> None:
+    """With where, how often, and why."""
+    of = state()
+    with ckpt.Checkpointer(of, run_dir, every="auto") as cp:
+        cp.restore(default=0)
+        step = 0
+
+        def go_on() -> bool:
+            nonlocal step
+            for _ in range(5):
+                step += 1
+                train(of)
+                cp.step(step)
+            return any(event.kind == "decided" for event in heard)
+
+        assert eventually(go_on, WAIT_S)
+    decided = next(event for event in heard if event.kind == "decided")
+    assert f"file://{run_dir}" in (decided.every or {}) and set(decided.why or {}) <= set(decided.every or {})
+
+
+FAILING = """
+import json, os, signal, sys
+import torch
+import ckpt
+from ckpt import events
+
+events.subscribe(lambda event: os.write(1, (json.dumps(event.to_json()) + "\\n").encode()))
+run, last = sys.argv[1], int(sys.argv[2])
+of = {"w": torch.zeros(1000)}
+with ckpt.Checkpointer(of, [ckpt.Memory(), ckpt.Tier(run, every=2)], on_error="warn") as cp:
+    for step in range(cp.restore(default=0), last):
+        save = cp.step(step + 1)
+        save.staged(60)
+        if (step + 1) % 2 == 0:
+            try:
+                save.committed(60)
+            except ckpt.SaveError:
+                pass
+    if last == 5:
+        assert not events.log.handlers
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ValueError("<b>boom</b>")
+"""
+
+
+def told(result: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_failures_and_faults_are_told(run_dir: str) -> None:
+    """A write that fails, by its tier and with its error; after a SIGKILL the next start hears of that, and of its own
+    exception before it ends. Nobody asked for a log: the process that died has said nothing."""
+    first = run_script(FAILING, run_dir, 5, fail="writer/pack.written:eio:1")
+    assert first.returncode == -signal.SIGKILL, first.stderr
+    assert not [line for line in first.stderr.splitlines() if not line.startswith("everystep writer:")]
+    failed = [one for one in told(first) if one["kind"] == "failed"]
+    assert [(one["step"], one["tier"]) for one in failed] == [(2, f"file://{run_dir}")] and failed[0]["error"]
+    assert [one["step"] for one in told(first) if one["kind"] == "committed"] == [4]
+
+    second = run_script(FAILING, run_dir, 7)
+    assert second.returncode == 1 and "boom" in second.stderr
+    found = told(second)
+    faults = [one for one in found if one["kind"] == "fault"]
+    assert [one["fault"] for one in faults] == ["death", "exception"] and "died" in faults[0]["account"]
+    assert [one["step"] for one in found if one["kind"] == "restored"] == [5]
+    assert found[-1]["kind"] == "closed"
+
+
+RANK = """
+import datetime, logging, os, sys
+import torch, torch.distributed as dist
+import ckpt
+
+rank, run, port = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE="2",
+                  LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
+logging.basicConfig(level=logging.DEBUG, stream=sys.stdout, format="%(levelname)s %(message)s")
+dist.init_process_group("gloo", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=120))
+with ckpt.Checkpointer({"w": torch.full((100,), float(rank))}, run) as cp:
+    cp.restore(default=0)
+    cp.save(1).committed(120)
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_only_rank_0_says_that_a_save_is_durable(run_dir: str) -> None:
+    """At INFO; the others say it at DEBUG."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = str(sock.getsockname()[1])
+    path = f"{REPO}:{REPO / 'backends'}"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), run_dir, port],
+            env={**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=180)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    lines = [[line for line in text.splitlines() if "step 1 committed to" in line] for text in said]
+    assert [[line.split()[0] for line in each] for each in lines] == [["INFO"], ["DEBUG"]]
+    assert "(of rank 0)" in lines[0][0]
+
+
+def test_what_could_not_be_staged_is_told(heard: list[Event], run_dir: str) -> None:
+    """As a failure of memory: a step that was dropped since its weights were written while they were copied."""
+    of = {"w": torch.zeros(4)}
+    with ckpt.Checkpointer(of, run_dir, on_busy="skip", on_error="warn") as cp:
+        cp.restore(default=0)
+        cp.save(1).staged(WAIT_S)
+        arena = cp._stager.arena
+        assert arena is not None
+        for slot in range(arena.slots):  # as if all of them were being written
+            cp._stager.pin(arena, slot)
+        save = cp.step(2)
+        assert save is not None
+        with pytest.raises(SkippedError):
+            save.staged(WAIT_S)
+        for slot in range(arena.slots):
+            cp._stager.unpin(arena.id, slot)
+    failed = [event for event in heard if event.kind == "failed"]
+    assert [(event.step, event.tier) for event in failed] == [(2, "memory")] and "slot" in (failed[0].error or "")
+
+
+# -- profilers --
+
+
+def test_profilers_see_what_we_do(run_dir: str, tmp_path: Path) -> None:
+    """By name, in the thread that trains and, where the profiler is told to look there, in the staging thread; and no
+    device was woken up."""
+    from torch._C._profiler import _ExperimentalConfig
+
+    of = state()
+    config = _ExperimentalConfig(profile_all_threads=True)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with ckpt.Checkpointer(of, run_dir) as cp:
+        cp.restore(default=0)
+        with torch.profiler.profile(activities=activities, experimental_config=config) as profile:
+            for step in range(1, 4):
+                train(of)
+                save = cp.step(step)
+                assert save is not None
+                save.staged(WAIT_S)
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    found = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    ranges = [one for one in found if str(one.get("name", "")).startswith("ckpt.") and one.get("ph") == "X"]
+    counts = {name: sum(one["name"] == name for one in ranges) for name in ("ckpt.step", "ckpt.wait", "ckpt.stage")}
+    assert counts == {"ckpt.step": 3, "ckpt.wait": 3, "ckpt.stage": 3}
+    threads = {name: {one["tid"] for one in ranges if one["name"] == name} for name in counts}
+    assert threads["ckpt.stage"].isdisjoint(threads["ckpt.step"]) and threads["ckpt.wait"] == threads["ckpt.step"]
+
+    with torch.profiler.profile(activities=activities) as profile, ckpt.Checkpointer(state(), run_dir) as cp:
+        assert cp.restore() == 3
+    assert [one.device_type for one in profile.events() if one.name == "ckpt.restore"] == [DeviceType.CPU]
+    assert torch.cuda.is_available() or not torch.cuda.is_initialized()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_nvtx_ranges_are_there_where_cuda_is_in_use() -> None:
+    """One is open inside, and none is left open behind it. (A push says how many are open around it.)"""
+    torch.zeros(1, device="cuda")
+
+    def depth() -> int:
+        found = int(torch.cuda.nvtx.range_push("probe"))
+        torch.cuda.nvtx.range_pop()
+        return found
+
+    before = depth()
+    with trace.span("ckpt.step"):
+        assert depth() == before + 1
+    assert depth() == before

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-long test-gpu test-s3 bench bench-gpu bench-ranks bench-faults bench-storage bench-codecs bench-offline bench-scale bench-chaos bench-ledger lint format clean
+.PHONY: demo test test-long test-gpu test-s3 bench bench-gpu bench-ranks bench-faults bench-storage bench-codecs bench-offline bench-scale bench-chaos bench-ledger bench-callbacks lint format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -53,6 +53,10 @@ bench-chaos: $(READY)
 
 bench-ledger: $(READY)
 	$(BIN)/python benchmarks/ledger.py $(ARGS)
+
+bench-callbacks: $(READY)
+	$(BIN)/python benchmarks/callbacks.py $(ARGS)
+	$(BIN)/python benchmarks/callbacks_hf.py $(ARGS)
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu

@@ -111,12 +111,14 @@ if TYPE_CHECKING:
     from ckpt.triggers import on_signal as on_signal
 
 
-def __getattr__(name: str) -> Any:
-    if name in _PARTS:
-        return importlib.import_module(f"ckpt.{name}")
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"ckpt.{home}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker should know a wrong name as one
+
+    def __getattr__(name: str) -> Any:
+        if name in _PARTS:
+            return importlib.import_module(f"ckpt.{name}")
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"ckpt.{home}"), name)
+        globals()[name] = value
+        return value

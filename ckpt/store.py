@@ -153,6 +153,12 @@ def normalise(url: str | Path) -> str:
     scheme = scheme.lower()
     if scheme == "file":
         return "file://" + str(Path(rest).expanduser().resolve())  # one name for one folder, links or not
+    user, at, _ = rest.partition("/")[0].rpartition("@")
+    if at and ":" in user:
+        raise UsageError(
+            f"a password in a URL would be seen in logs and reports: leave it out of that {scheme}:// URL, and say who "
+            "you are by storage_options, the environment, or configuration files"
+        )
     return f"{scheme}://{rest.rstrip('/')}"
 
 

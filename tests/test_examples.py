@@ -5,14 +5,17 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from conftest import REPO, eventually, writers
 from rich.console import Console
+from s3_server import MotoServer, environment
 
 EXAMPLES = REPO / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -114,3 +117,29 @@ def test_one_wrong_bit_fails_the_demo(tmp_path: Path) -> None:
     fewer = dict(list(alone["digests"].items())[1:])
     assert judge(tmp_path, alone, {**alone, "digests": fewer})[0] == 1
     assert judge(tmp_path, {**alone, "digests": fewer}, alone)[0] == 1
+
+
+def test_s3_goes_on_elsewhere_from_the_bucket(
+    tmp_path: Path, own_sockets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer, its writer and its folder are gone: another machine's start goes on from the bucket, bit for bit."""
+    with MotoServer() as server:
+        server.make_bucket("bucket")
+        for name, value in environment(server.url).items():
+            monkeypatch.setenv(name, value)
+        whole = start("s3.py", "s3://bucket/whole", "--folder", tmp_path / "whole", "--steps", 300, tmp=tmp_path)
+        expected = read_until(whole, "done:")
+        first = start("s3.py", "s3://bucket/run", "--folder", tmp_path / "a", "--steps", 300, tmp=tmp_path)
+        assert read_until(first, "starts at") == "starts at step 0"
+        read_until(first, "step 200:")
+        first.send_signal(signal.SIGSTOP)  # or it would notice that its writer is gone
+        for process in writers(own_sockets):
+            process.kill()
+        first.kill()
+        first.wait()
+        assert eventually(lambda: not writers(own_sockets))
+        shutil.rmtree(tmp_path / "a")
+        second = start("s3.py", "s3://bucket/run", "--folder", tmp_path / "b", "--steps", 300, tmp=tmp_path)
+        assert read_until(second, "starts at") == "starts at step 200, from s3://bucket/run"
+        assert read_until(second, "done:") == expected
+        assert whole.wait(60) == second.wait(60) == 0

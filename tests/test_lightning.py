@@ -273,7 +273,7 @@ def test_lightnings_own_checkpoints_in_our_files(tmp_path: Path) -> None:
     """CheckpointIO: ModelCheckpoint's files are runs, load verified, go away again, and hold no pickle."""
     folder = tmp_path / "files"
     saver = ModelCheckpoint(folder, save_top_k=2, monitor="val_loss", save_last=True)
-    limits = {"plugins": [CheckpointIO()], "enable_checkpointing": True}
+    limits = {"plugins": [CheckpointIO()], "enable_checkpointing": True, "default_root_dir": str(tmp_path)}
     toy.fit(more=[saver], limits=limits)
     names = sorted(path.name for path in folder.iterdir())
     assert len(names) == 3 and "last.ckpt" in names

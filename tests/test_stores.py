@@ -514,3 +514,12 @@ def test_what_is_nearly_a_url_is_no_folder(text: str) -> None:
         normalise(text)
     assert normalise("S3://bucket/run/") == "s3://bucket/run"
     assert normalise("s3run").startswith("file:///")
+
+
+def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
+    """It would be in logs, ledgers and reports; a user's name alone is fine."""
+    for url in ("s3://key:secret@bucket/run", "SFTP://me:secret@host/run"):
+        with pytest.raises(UsageError, match="storage_options") as told:
+            normalise(url)
+        assert "secret" not in str(told.value)
+    assert normalise("sftp://me@host/a:b") == "sftp://me@host/a:b"

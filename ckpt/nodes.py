@@ -316,6 +316,7 @@ class OptimizerNode:
         params = {called[id(p)]: (p, g) for g in self.optimizer.param_groups for p in g["params"]}
         prefix = show((*self.path, "state")) + "."
         fresh: dict[str, dict[str, Any]] = {name: {} for name in saved.facts["with_state"] if name in params}
+        self._begin_anew(fresh, params, placement)
         nested = set(references(saved.values["state"]))  # inside lists and such, not values of their own
         for full in saved.names:
             if full in nested:
@@ -341,6 +342,21 @@ class OptimizerNode:
                 _update_group(group, build())
 
         placement.finishers.append(finish)
+
+    def _begin_anew(
+        self, fresh: dict[str, Any], params: Mapping[str, tuple[Tensor, Any]], placement: Placement
+    ) -> None:
+        """What was learnt about a parameter of another shape does not fit this one: it would fail at the next step."""
+        if placement.strict:
+            return
+        shapes = {name: tensor.spec.whole or tensor.spec.shape for (name, _), tensor in placement.saved.tensors.items()}
+        for name in list(fresh):
+            shape = shapes.get(placement.saved.canonical(name, placement.seat.rank))
+            if shape is not None and tuple(shape) != tuple(params[name][0].shape):
+                del fresh[name]
+                placement.problem(
+                    f"{show((*self.path, 'state', name))}: begins anew, as its parameter has another shape"
+                )
 
     def _compare_groups(self, mine: list[list[str]], theirs: list[list[str]], placement: Placement) -> None:
         """Where several ranks saved or restore, one rank's groups hold some of the parameters of all."""

@@ -344,6 +344,29 @@ def test_lenient_restores_take_what_fits(place: str, bench: Bench) -> None:
     assert twin["n"] == 1 and "gone" not in twin
 
 
+def test_lenient_restores_leave_an_optimizer_that_can_go_on(bench: Bench) -> None:
+    """A parameter that has another shape now begins anew; the others keep what was learnt about them."""
+
+    def built(width: int) -> State:
+        net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, width))
+        return {"model": net, "optim": torch.optim.AdamW(net.parameters())}
+
+    def trained(state: State) -> None:
+        state["model"](torch.ones(2, 4)).sum().backward()
+        state["optim"].step()
+
+    state, twin = built(5), built(7)
+    trained(state)
+    trained(twin)
+    result = restore(bench.disk(state), into=twin, strict=False)
+    learnt, net = twin["optim"].state, twin["model"]
+    assert set(learnt) == {net[0].weight, net[0].bias}
+    assert torch.equal(learnt[net[0].weight]["exp_avg"], state["optim"].state[state["model"][0].weight]["exp_avg"])
+    assert any("1.weight: begins anew" in line for line in result.left_out)
+    trained(twin)
+    assert learnt[net[1].weight]["exp_avg"].shape == (7, 6)
+
+
 def test_plain_values_are_written_back_into_the_users_own_containers(bench: Bench) -> None:
     """Dicts, lists and arrays keep their identity; entries are added, removed and ordered as they were saved."""
     state: State = {"p": {"b": 1, "a": [1, 2, 3], "new": {"x": 1}, "arr": np.arange(3), "kind": [1]}, "n": 5, "l": [1]}

@@ -231,7 +231,8 @@ class _Show:
                 line.append((f"effective {100 * stored.effective:.2f} %", ""))
             found.append(line)
         if stored is not None and self._is_further:
-            found.append([(f"its first tier, by which it may be seen live: {stored.nearest}", "")])
+            # A line of its own: an address that is cut off cannot be copied.
+            found += [[("its first tier, by which it may be seen live:", "")], [(stored.nearest, "")]]
         return found
 
     # -- places --

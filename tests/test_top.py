@@ -341,8 +341,8 @@ def test_memory_and_further_tiers(run_dir: str, tmp_path: Path) -> None:
         cp.step(5)
         cp.wait(PATIENCE_S)
         assert [tier["committed"] for tier in seen(run_dir)["ranks"][0]["tiers"]] == [5, 5]
-    text = top(far, "--once").stdout
-    assert "step 5" in text and f"its first tier, by which it may be seen live: {normalise(run_dir)}" in text
+    text = top(far, "--once", COLUMNS="200").stdout
+    assert "step 5" in text and f"its first tier, by which it may be seen live:\n{normalise(run_dir)}\n" in text
 
 
 # -- places that hang --

@@ -118,6 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 141
     except CheckpointError as error:
         say(f"{error}{hint(sys.argv[1:] if arguments is None else arguments, error)}")
+        if error.advice:
+            say(error.advice)
     except MemoryError:
         say("not enough memory for this")
     return 2

@@ -22,7 +22,9 @@
         ├── TransferError     bytes did not get from one rank to another
         └── OutcomeUnknownError   a commit may or may not have landed
 
-Two questions matter about an error: is it the user's to fix (`UsageError`), and is it worth a retry (`retryable`)?
+Two questions matter to a program: is it the user's to fix (`UsageError`), and is it worth a retry (`retryable`)? A
+person asks what is safe, and what to do next: the message says what is particular to it, and each class has `advice`,
+which a traceback shows below the message (as a note, PEP 678) and commands print after it.
 """
 
 from __future__ import annotations
@@ -31,53 +33,108 @@ from typing import Any
 
 
 class CheckpointError(Exception):
-    """Base of every error here."""
+    """Base of every error here. `advice`: what is safe, and what to do next."""
 
     retryable = False
+    advice = ""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)
+        if self.advice:
+            self.add_note(self.advice)
 
 
 class UsageError(CheckpointError):
     """The call is wrong; nothing was done."""
 
+    advice = "Nothing was done: correct the call, and repeat it."
+
 
 class StateError(UsageError):
     """Something in the state cannot be saved safely."""
+
+    advice = (
+        "Nothing was saved of this step; what was saved before is untouched. Change that entry, or leave it "
+        "out of the state."
+    )
 
 
 class MismatchError(UsageError):
     """The checkpoint does not fit the state it is restored into; nothing was changed."""
 
+    advice = (
+        "Neither the state nor the checkpoint was changed. `ckpt show URL` lists what is stored; "
+        "restore(strict=False) takes what fits."
+    )
+
 
 class ClosedError(UsageError):
     """The Checkpointer is closed, or this is a forked child of the process that made it."""
+
+    advice = "Nothing was done; what was saved before is untouched."
 
 
 class NoCheckpointError(CheckpointError):
     """There is nothing to restore."""
 
+    advice = (
+        "Nothing was changed. `ckpt ls URL` lists what a place has; restore(default=0) begins anew where "
+        "there is nothing."
+    )
+
 
 class FencedError(CheckpointError):
     """Another, newer job has taken this run over."""
+
+    advice = (
+        "What this job committed stays part of the run. Only the newer job saves from now on: end this one, "
+        "or give it a place of its own."
+    )
 
 
 class SaveError(CheckpointError):
     """One save failed. The state in memory, older checkpoints and later saves are unaffected."""
 
+    advice = (
+        "The training state, older checkpoints and later saves are untouched. `ckpt doctor URL` tries out "
+        "what a place can do."
+    )
+
 
 class SkippedError(SaveError):
     """This step was not saved, because every slot was busy or memory was not ready."""
+
+    advice = (
+        "Older checkpoints are untouched, and later steps are tried as ever. Saving less often "
+        '(every="auto") leaves out fewer.'
+    )
 
 
 class WriterError(CheckpointError):
     """The writer process cannot be started or keeps dying."""
 
+    advice = (
+        "Checkpoints in folders and buckets are untouched. Start the training again once the cause is gone: "
+        "it goes on from them."
+    )
+
 
 class PeerError(CheckpointError):
     """Another rank of the job failed, is gone, or wants something else than this one."""
 
+    advice = (
+        "Committed checkpoints are untouched. Look at the log of the rank that is named, and start all ranks "
+        "again together."
+    )
+
 
 class DeadlineError(CheckpointError, TimeoutError):
     """A wait ran past its deadline."""
+
+    advice = (
+        "Nothing that was committed is lost. `ckpt top RUN` shows what the run is doing; `ckpt doctor URL` "
+        "whether a place answers."
+    )
 
     retryable = True
 
@@ -85,13 +142,28 @@ class DeadlineError(CheckpointError, TimeoutError):
 class CorruptError(CheckpointError):
     """Stored bytes do not match their digest, or a file is not what it says it is."""
 
+    advice = (
+        "Nothing was taken from the damaged bytes. `ckpt verify URL` says what is whole, `ckpt repair URL "
+        "--from OTHER` mends."
+    )
+
 
 class FormatError(CheckpointError):
     """Not a run of this library, or written by a newer version of it."""
 
+    advice = (
+        "Nothing was changed there. A run is the folder or URL that a Checkpointer saves to (it has a FORMAT.json); "
+        "`ckpt import` makes one of other programs' files."
+    )
+
 
 class StoreError(CheckpointError):
     """A store could not do what was asked."""
+
+    advice = (
+        "What was committed before is untouched. `ckpt doctor URL` tries out what a place can do, and says "
+        "what is wrong."
+    )
 
     def __init__(self, message: str, *, retryable: bool = False) -> None:
         super().__init__(message)
@@ -109,6 +181,11 @@ class ExistsError(StoreError):
 class FullError(StoreError):
     """No space left."""
 
+    advice = (
+        "What was committed before is untouched. `ckpt prune URL --keep-last 3` and `ckpt gc URL` make room; "
+        "both show a plan first."
+    )
+
 
 class AccessError(StoreError):
     """The place is not there, or refuses us: no such bucket, no permission, expired or wrong credentials."""
@@ -120,6 +197,10 @@ class TransferError(StoreError):
 
 class OutcomeUnknownError(StoreError):
     """A commit was sent and no answer came in time: it may or may not have landed. Nothing was deleted."""
+
+    advice = (
+        "The checkpoint is either whole or not there: `ckpt ls URL` says which. Later saves find out by themselves."
+    )
 
 
 def to_wire(error: BaseException) -> dict[str, Any]:

@@ -1,0 +1,51 @@
+"""Errors a person can act on: the message says what happened, the advice what is safe and what comes next."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt import cli, errors
+from ckpt.errors import CheckpointError, FullError, from_wire, to_wire
+
+
+def kinds(base: type[CheckpointError] = CheckpointError) -> Iterator[type[CheckpointError]]:
+    for kind in base.__subclasses__():
+        if kind.__module__ == errors.__name__:
+            yield kind
+            yield from kinds(kind)
+
+
+@pytest.mark.parametrize("kind", sorted(set(kinds()), key=lambda kind: kind.__name__))
+def test_every_error_says_what_to_do(kind: type[CheckpointError]) -> None:
+    """Each public class has advice, a traceback shows it once, and the commands that it names are there."""
+    error = kind("it went wrong")
+    assert str(error) == "it went wrong" and error.advice
+    assert "".join(traceback.format_exception(error)).count(error.advice) == 1
+    for command in re.findall(r"`ckpt (\w+)", error.advice):
+        assert command in cli.cli.list_commands(None)  # type: ignore[arg-type]
+
+
+def test_advice_survives_the_way_between_processes() -> None:
+    """An error of the writer, raised in the trainer, has its advice once; so has one that was pickled."""
+    for error in (from_wire(to_wire(FullError("no space"))), pickle.loads(pickle.dumps(FullError("no space")))):
+        assert type(error) is FullError and "".join(traceback.format_exception(error)).count("ckpt gc") == 1
+
+
+def test_a_person_sees_it(tmp_path: Path) -> None:
+    """In the traceback of a script, and after the message of a command."""
+    script = f"import ckpt; ckpt.load({str(tmp_path / 'nothing')!r})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1 and errors.FormatError.advice in done.stderr, done.stderr
+    command = [sys.executable, "-m", "ckpt.cli", "show", str(tmp_path / "nothing")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr
+    first, second = done.stderr.splitlines()
+    assert "nothing" in first and second in {f"ckpt: {kind.advice}" for kind in kinds()}

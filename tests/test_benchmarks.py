@@ -288,3 +288,12 @@ def test_tables_and_picture_are_made_of_what_there_is() -> None:
     texts = [node.text for node in ElementTree.fromstring(picture.draw(found)).iter("{http://www.w3.org/2000/svg}text")]
     assert texts.count("everystep") == texts.count("quick") == 1
     assert "bad" not in texts
+
+
+def test_waits_at_a_prompt() -> None:
+    """`import ckpt` and `ckpt ls` are timed as processes, and what is printed for programs has all of them."""
+    command = [sys.executable, str(REPO / "benchmarks" / "waits.py"), "--checkpoints", "3", "--rounds", "1", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    said = json.loads(done.stdout)
+    assert said["checkpoints"] == 3 and set(said["seconds"]) == {"python -c pass", "import ckpt", "ckpt ls"}
+    assert said["seconds"]["ckpt ls"]["median"] > said["seconds"]["python -c pass"]["median"] > 0

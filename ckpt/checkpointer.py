@@ -47,13 +47,14 @@ from ckpt.job import Job
 from ckpt.manifest import Attempt
 from ckpt.metrics import as_metrics
 from ckpt.pulse import LEAVING, OPENING, PAUSED, RESTORING, Pulse
+from ckpt.redo_client import RedoClient
 from ckpt.relief import Gap
 from ckpt.resume import Restored, gather, restore_first, together
 from ckpt.sentinel import Sentinel
 from ckpt.share import Seat
 from ckpt.sources import MemorySource, Source
 from ckpt.stage import Stager
-from ckpt.state import Capture
+from ckpt.state import Capture, Reading
 from ckpt.statement import decimal, duration
 from ckpt.subscribe import flush, publish
 from ckpt.tempo import TOO_LATE, Tempo
@@ -181,6 +182,9 @@ class Checkpointer:
         self._guardian.on_damaged = self._on_damaged
         self._guardian.on_failure = lambda error: self._note_error(error, None)
         self._hook = UpdateHook(self._wait_for_copy, self._capture.unguard)
+        logging_tiers = {i: tier.url for i, tier in enumerate(self._tiers) if tier.log_every_step}
+        self._redo = RedoClient(logging_tiers, self._guardian, self._stager, self._capture, self._note_error)
+        self._hook.on_step = self._redo.watch.note if logging_tiers else None
         self.faults = list(self._guardian.faults)
         try:
             self._sentinel = Sentinel(wanted, self._world, self._guardian, self._pulse, self, on_fault)
@@ -263,7 +267,7 @@ class Checkpointer:
         self._begin_step(step)
         save = None
         try:
-            if durable or asked or self._tempo.schedule.memory_due(step):
+            if durable or asked or self._redo.on or self._tempo.schedule.memory_due(step):
                 save = self._save(step, durable, explicit=asked, asked=asked)
             elif self._sentinel.armed and self._may_put_aside():
                 began = time.perf_counter()
@@ -365,6 +369,7 @@ class Checkpointer:
             reading = self._capture.read()
             values = json.dumps(reading.values, separators=(",", ":")).encode()
             self._guardian.tell_layout(reading.layout, reading.guarded)
+            settings = self._begin_log(save, reading)
             self._ready_memory(reading.layout.arrangement.data_size, len(values), must=explicit or bool(durable))
         except BaseException as error:
             what = error if isinstance(error, CheckpointError) else SaveError(f"step {step} was not saved: {error!r}")
@@ -379,7 +384,7 @@ class Checkpointer:
             finite=self._finite,
             busy="wait" if explicit else self._on_busy,
             deadline=time.monotonic() + self._busy_timeout_s,
-            on_end=lambda job: self._on_staged(save, job, durable),
+            on_end=lambda job: self._on_staged(save, job, durable, settings),
         )
         self._compare_replicas(job)
         save.on_staged = lambda: self._stager.prove(job)  # the training waits for it, so it is not writing meanwhile
@@ -389,6 +394,15 @@ class Checkpointer:
         save.stalled_s = time.perf_counter() - started
         self._count(save.stalled_s)
         return save
+
+    def _begin_log(self, save: Save, reading: Reading) -> list[list[float] | None] | None:
+        """What the redo log needs to know of a step that goes there."""
+        if not self._redo.on:
+            return None
+        self._redo.prepare(reading.layout)
+        for url in self._redo.urls:
+            save.add_log(url)
+        return self._redo.told()
 
     def _compare_replicas(self, job: Job) -> None:
         """At the first save of an epoch, and now and then: see `ckpt.replicas`. Nobody waits for the answer."""
@@ -539,7 +553,9 @@ class Checkpointer:
 
     # -- events, from the staging thread and the receiving thread --
 
-    def _on_staged(self, save: Save, job: Job, durable: list[int]) -> None:
+    def _on_staged(
+        self, save: Save, job: Job, durable: list[int], settings: list[list[float] | None] | None = None
+    ) -> None:
         if job.error is None and job.place is None:
             return
         self._exposed = self._exposed.union(job.written_by_others)  # before the user hears of it
@@ -564,6 +580,8 @@ class Checkpointer:
             self._tenure.tell_newer(job.attempt.epoch)
         save.set_staged()
         self._say_staged(save, job)
+        if settings is not None:
+            self._redo.log(save, job.attempt, job.place, settings)
         self._guardian.on_sealed()
         for i in durable:
             self._write(save, job.attempt, job.place, i)
@@ -725,6 +743,7 @@ class Checkpointer:
         with self._guardian.snapshots() as snapshots:
             acquires = self._guardian.inherited.acquires
             sources = gather(self._world, snapshots, acquires, urls, self._tenure.roots, step)
+            self._redo.reset()
             source = restore_first(self._world, sources, self._capture, result, strict=strict, on_touch=self._touch)
         if source is not None:
             self._finish_restore(source, result, started)
@@ -771,6 +790,8 @@ class Checkpointer:
         result.seconds = time.perf_counter() - started
         self.last_restore = result
         how = "" if result.verified else ", not yet verified by a digest"
+        if result.redone:
+            how = f": step {result.base_step} was loaded, and {result.redone} steps after it redone{how}"
         log.info("restored step %d from %s in %.2f s%s", result.step, result.tier, result.seconds, how)
         reading = self._capture.read()
         self._guardian.prepare(reading.layout.arrangement.data_size, len(json.dumps(reading.values)))

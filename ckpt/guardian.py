@@ -106,6 +106,8 @@ class Guardian:
         self.on_failure: Callable[[CheckpointError], None] = lambda error: None
         self.on_alert: Callable[[Message], None] = lambda note: None  # what the writer sees of us, or hears
         self.on_cadence: Callable[[Message], None] = lambda note: None  # another one would cost less
+        self.on_new_writer: Callable[[WriterClient], None] = lambda client: None  # it knows nothing that others told
+        self.also_in_use: Callable[[], set[bytes]] = set  # arenas that somebody else has something read from
         self._guarded: list[bool] | None = None
         self._arming: tuple[Message, tuple[int, ...]] | None = None
         self._books: tuple[Message, tuple[int, ...]] | None = None
@@ -439,6 +441,7 @@ class Guardian:
         self._drop_prepared()
         for write in list(self._writes):
             self._send(write)
+        self.on_new_writer(client)
 
     def _fail(self, error: CheckpointError) -> None:
         self.failure = WriterError(f"there is no writer any more, so nothing is saved: {error}")
@@ -501,7 +504,9 @@ class Guardian:
             if not again and data_size + values_size >= self._refused_size:
                 return
             self._asked_size = size
-            slots = self._ring + max(1, len(self._tiers))
+            # A redo log takes a step against the one before, which must not be overwritten meanwhile.
+            logged = any(tier.log_every_step for tier in self._tiers)
+            slots = self._ring + max(1, len(self._tiers)) + logged
             self._drop_prepared(self.client)
             self._preparing = self.client.send("arena", slots=slots, slot_size=size)
 
@@ -577,7 +582,7 @@ class Guardian:
         if (not self._spares and not self.inherited.arenas) or not self.superseded:
             return
         with self._lock:
-            busy = {write.arena.id for write in self._writes}
+            busy = {write.arena.id for write in self._writes} | self.also_in_use()
             old = {a.id: a for a in (*self._spares, *self.inherited.arenas) if a is not self._stager.arena}
             for arena in (a for key, a in old.items() if key not in busy):
                 self.client.send("release", arena=arena.id.hex())

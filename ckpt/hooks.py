@@ -21,6 +21,7 @@ class UpdateHook:
 
     def __init__(self, before: Callable[[], None], on_captured: Callable[[object], None]) -> None:
         self.count = 0
+        self.on_step: Callable[[object], None] | None = None  # told which optimizer is about to step
         self._before, self._on_captured = before, on_captured
         self._handle = register_optimizer_step_pre_hook(self._hook)
         self._active = True
@@ -37,6 +38,8 @@ class UpdateHook:
         if not self._active:
             return None
         self.count += 1
+        if self.on_step is not None:
+            self.on_step(optimizer)
         if device_in_use() and torch.cuda.is_current_stream_capturing():
             self._on_captured(optimizer)
             return None

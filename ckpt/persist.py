@@ -34,6 +34,7 @@ from ckpt.manifest import owner as owner_of
 from ckpt.pace import Idle, threads
 from ckpt.places import Place, open_place, renew
 from ckpt.plan import Layout
+from ckpt.redo import holds_logs
 from ckpt.retain import remember_packs
 from ckpt.supply import InMemory, InStore, Source, bases_in, bases_near, no_bases
 from ckpt.table import Table
@@ -116,7 +117,7 @@ class Persister:
                 {
                     "root": t.log.root,
                     "epoch": t.log.state.epoch,
-                    "checkpoints": len(t.log.state.commits) + len(t.log.state.held),
+                    "checkpoints": len(t.log.state.commits) + len(t.log.state.held) + holds_logs(t.url),
                     "damaged": t.log.state.damaged,
                 }
                 for t in self.tiers
@@ -426,11 +427,29 @@ class Persister:
         Alone, a failed attempt stays open: it may be written again by a higher try, and recovery ends what is left.
         With others it is given up at once, so that they need not wait; unless it is not tried for the `last` time.
         """
-        attempt, key, layout = label.attempt, (arena.id.hex(), slot), self.holdings.layouts[label.layout]
-        assert attempt is not None
+        with self.reading(arena, slot):
+            return await self._store_slot(tier, arena, slot, label, reason, last)
+
+    @contextlib.contextmanager
+    def reading(self, arena: Arena, slot: int) -> Iterator[None]:
+        """A slot is being written somewhere: whoever takes the memory over leaves it alone until it is told."""
+        key, adopted = (arena.id.hex(), slot), self.adoptions
         self.writing[key] = self.writing.get(key, 0) + 1
+        try:
+            yield
+        finally:
+            self.writing[key] -= 1
+            if not self.writing[key]:
+                del self.writing[key]
+                if adopted != self.adoptions:  # the new trainer was told that this slot is being written
+                    self.tell({"op": "unpinned", "arena": arena.id.hex(), "slot": slot})
+
+    async def _store_slot(
+        self, tier: Place, arena: Arena, slot: int, label: Label, reason: str, last: bool
+    ) -> Written | None:
+        attempt, layout = label.attempt, self.holdings.layouts[label.layout]
+        assert attempt is not None
         tier.in_flight.add(attempt)
-        adopted = self.adoptions
         try:
             async with tier.busy:
                 await tier.prepare()
@@ -469,12 +488,6 @@ class Persister:
                 if attempt in tier.log.state.commits:
                     return None  # the part was whole, and others were quick
             raise
-        finally:
-            self.writing[key] -= 1
-            if not self.writing[key]:
-                del self.writing[key]
-                if adopted != self.adoptions:  # the new trainer was told that this slot is being written
-                    self.tell({"op": "unpinned", "arena": arena.id.hex(), "slot": slot})
 
     async def _encode(
         self,

@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from ckpt import errors, read
+from ckpt import errors, read, redo
 from ckpt.digest import blob_digest
 from ckpt.errors import (
     CheckpointError,
@@ -38,6 +39,7 @@ from ckpt.events import point
 from ckpt.exchange import Exchange, assign
 from ckpt.log import Acquire, Commit, RunLog, in_history
 from ckpt.manifest import Attempt
+from ckpt.redo import Logs, RedoSource
 from ckpt.restore import Filler, Placement, mismatch
 from ckpt.saved import Saved
 from ckpt.sources import Mask, MemorySource, Snapshot, Source, StoreSource
@@ -61,7 +63,8 @@ class Skipped:
 @dataclass
 class Restored:
     """What `restore()` did on this rank. Bytes that it read itself, and that other ranks read for it; `repaired`: what
-    it had to take from a further tier; `left_out`: under strict=False, what did not fit.
+    it had to take from a further tier; `left_out`: under strict=False, what did not fit. `redone`: how many steps came
+    from a redo log, after `base_step` had been loaded.
 
     `verified` is False only for a snapshot that nobody has digested yet.
     """
@@ -76,6 +79,8 @@ class Restored:
     skipped: list[Skipped] = field(default_factory=list)
     repaired: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    redone: int = 0
+    base_step: int | None = None
 
 
 # -- which there are --
@@ -99,15 +104,20 @@ def gather(
     for snapshot in snapshots:
         here.setdefault(snapshot.attempt, []).append(snapshot)
     logs: list[RunLog] = []
+    redos: dict[int, Logs] = {}
 
     def look() -> Json:
         logs.extend(read.run(_log_of(url)) for url in urls)
+        for i, url in enumerate(urls):
+            if roots[i][world.rank] == world.rank:
+                redos[i] = redo.look(url)
         known = {*acquires, *(a for log in logs for a in log.state.acquires)}
         return {
             "step": step,
             "memory": [_held(attempt, parts) for attempt, parts in here.items()],
             "acquires": [[a.epoch, a.nonce, None if a.restored is None else str(a.restored)] for a in known],
             "tiers": [_commits(log) if roots[i][world.rank] == world.rank else None for i, log in enumerate(logs)],
+            "redo": [_redoable(redos[i], logs[i], step) if i in redos else None for i in range(len(urls))],
         }
 
     agreed = together(world, "candidates", look, _candidates)
@@ -118,10 +128,15 @@ def gather(
             mine, speaks = here.get(attempt, ()), world.local_rank == 0
             found.append(MemorySource(attempt, mine, alone=world.size == 1, undone=undone, describing=speaks))
             continue
+        if place > len(urls):
+            i = place - 1 - len(urls)
+            known = redos[i] if i in redos else redos.setdefault(i, redo.look(urls[i]))
+            found.append(_redo_source(world, attempt, known, logs[i], roots[i], undone=undone))
+            continue
         log, partial = logs[place - 1], len(set(roots[place - 1])) > 1
         commit = log.state.commits.get(attempt) or log.state.held.get(attempt)
         speaks = roots[place - 1][world.rank] == world.rank
-        others = [urls[p - 1] for same, p, _ in agreed if same == text and p not in (0, place)]
+        others = [urls[p - 1] for same, p, _ in agreed if same == text and 0 < p <= len(urls) and p != place]
         source = StoreSource(
             urls[place - 1], attempt, commit, partial=partial, undone=undone, describing=speaks, others=others
         )
@@ -130,7 +145,8 @@ def gather(
 
 
 def _candidates(posts: list[Any]) -> list[tuple[str, int, bool]]:
-    """(attempt, place, undone) of what is whole in one place; place 0 is memory. Pure.
+    """(attempt, place, undone) of what is whole in one place; place 0 is memory, then come the tiers, then what their
+    redo logs lead to. Pure.
 
     What was undone is what any place knows to be undone: another may have been away when a job went back.
     """
@@ -141,10 +157,11 @@ def _candidates(posts: list[Any]) -> list[tuple[str, int, bool]]:
     acquires = {(e, n): Acquire(e, n, r and Attempt.parse(r)) for post in posts for e, n, r in post["acquires"]}
     found: list[tuple[Attempt, int]] = []
     broken: set[Attempt] = set()  # some rank said that it is not finite: restored only if asked for by its step
-    for place in range(1 + len(posts[0]["tiers"])):
+    places = [[post["memory"], *post["tiers"], *post["redo"]] for post in posts]
+    for place in range(len(places[0])):
         parts: dict[Attempt, tuple[int, set[int]]] = {}
-        for post in posts:
-            for text, size, ranks, finite in (post["tiers"][place - 1] if place else post["memory"]) or ():
+        for post in places:
+            for text, size, ranks, finite in post[place] or ():
                 parts.setdefault(Attempt.parse(text), (size, set()))[1].update(ranks)
                 if finite is False:
                     broken.add(Attempt.parse(text))
@@ -173,6 +190,34 @@ def _commits(log: RunLog) -> list[Json]:
         logger.warning("%s: log records %s are damaged and were skipped", log.store.url, state.damaged)
     every: dict[Attempt, Commit] = {**state.held, **state.commits}
     return [[str(a), c.world, [rank for rank, _, _ in c.parts], c.finite] for a, c in every.items()]
+
+
+def _redoable(logs: Logs, log: RunLog, step: int | None) -> list[Json]:
+    """What the redo logs of a root lead to, in the same form as `_commits`."""
+    for problem in logs.problems:
+        logger.warning("redo log of %s: %s", logs.url, problem)
+    state = log.state
+    return [
+        [str(attempt), size, ranks, logs.frames[ranks[0]][attempt].frame.finite]
+        for attempt, (size, ranks) in logs.reach({**state.held, **state.commits}, step).items()
+        if attempt not in state.aborted
+    ]
+
+
+def _redo_source(
+    world: World, attempt: Attempt, logs: Logs, log: RunLog, roots: Sequence[int], *, undone: bool
+) -> RedoSource:
+    """The ranks that see the same logs share out whose steps they redo."""
+    group = [rank for rank in range(world.size) if roots[rank] == roots[world.rank]]
+    saved = sorted(rank for rank, frames in logs.frames.items() if attempt in frames)
+    mine = [rank for k, rank in enumerate(saved) if group[k % len(group)] == world.rank]
+    commits = {**log.state.held, **log.state.commits}
+    alone = world.size == 1
+    return RedoSource(attempt, logs, commits, mine, alone=alone, undone=undone, initializer=_with_denormals)
+
+
+def _with_denormals() -> None:
+    torch.set_flush_denormal(False)
 
 
 async def _log_of(url: str) -> RunLog:
@@ -216,6 +261,8 @@ def restore_first(
                 source.close()
             result.step, result.attempt, result.tier = source.attempt.step, str(source.attempt), source.tier
             result.repaired = list(source.repaired)
+            if isinstance(source, RedoSource):
+                result.redone, result.base_step = source.redone, source.base_step
             return source
     return None
 

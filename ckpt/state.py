@@ -102,6 +102,12 @@ class Capture:
                 node.unguarded = True
                 self.forget()
 
+    @property
+    def stepping(self) -> list[tuple[Path, torch.optim.Optimizer, dict[int, str]]]:
+        """Of each optimizer: its path, itself, and what its parameters are called, by id."""
+        nodes = [node for node in self.nodes if isinstance(node, OptimizerNode)]
+        return [(node.path, node.optimizer, node.param_names(self._names)) for node in nodes]
+
     def holds_gradients(self) -> bool:
         """Whether any parameter of the optimizers has a gradient."""
         params = (p for o in self.optimizers for group in o.param_groups for p in group["params"])

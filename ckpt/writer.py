@@ -45,6 +45,7 @@ from ckpt.pace import Pace
 from ckpt.persist import Persister
 from ckpt.plan import Layout
 from ckpt.pressure import Room, spare_from_oom
+from ckpt.redo_keeper import RedoKeeper
 from ckpt.vigil import Eyes, Stall, Vigil
 from ckpt.witness import Witness, end
 
@@ -74,6 +75,7 @@ class Writer:
         self.loop = asyncio.get_running_loop()
         self.holdings = Holdings()
         self.persister = Persister(self.holdings, self._tell, self._spawn, Pace(lambda: self.trainer))
+        self.redo = RedoKeeper(self.holdings, self.persister)
         self.witness = Witness(key, self.holdings, self.persister)
         self.books = Bookkeeper(lambda: self.persister.tiers, self._tell)
         self.lookout = Lookout(self.holdings, self.persister, self._state, lambda: self.books.account)
@@ -372,6 +374,20 @@ class Writer:
     async def do_guarded(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Which tensors of a layout only optimizers change: they are copied last."""
         self.holdings.guarded = {str(message["layout"]): [int(number) for number in message["tensors"]]}
+        return {}, ()
+
+    async def do_recipes(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """What optimizers do with the tensors of a layout; see `ckpt.redo_keeper`."""
+        self.redo.learn(message)
+        return {}, ()
+
+    async def do_log(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """A snapshot was sealed: append what it changed to the redo log of a place."""
+        return await self.redo.append(message), ()
+
+    async def do_redo_forget(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """The training went back."""
+        self.redo.forget()
         return {}, ()
 
     async def do_gap(self, channel: Channel, message: Message, fds: list[int]) -> Answer:

@@ -1,0 +1,101 @@
+"""Which tensors of a state an optimizer's step changes by a formula that is known: for a redo log, see `ckpt.predict`.
+
+torch's own Adam and AdamW, without amsgrad, with an fp32 weight, exp_avg and exp_avg_sq of one shape and cut alike.
+Anything else has no recipe, and is stored as the difference to the step before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from torch.optim import Adam, AdamW
+
+from ckpt.frame import Recipe
+from ckpt.plan import Layout, TensorSpec
+from ckpt.predict import Settings
+from ckpt.values import Path, show
+
+KNOWN = (Adam, AdamW)  # not what is derived from them: it may step in its own way
+
+
+Stepping = tuple[Path, torch.optim.Optimizer, dict[int, str]]
+"""An optimizer: its path in the state, and what its parameters are called, by id."""
+
+
+def find_recipes(layout: Layout, optimizers: Iterable[Stepping]) -> list[Recipe]:
+    """The groups of all optimizers are counted in turn."""
+    numbers: dict[str, list[int]] = {}
+    for number, tensor in enumerate(layout.tensors):
+        numbers.setdefault(tensor.name, []).append(number)
+    found: list[Recipe] = []
+    used: set[int] = set()
+    group = 0
+    for path, optimizer, called in optimizers:
+        for settings in optimizer.param_groups:
+            for param in settings["params"] if type(optimizer) in KNOWN and not settings.get("amsgrad") else ():
+                name = called[id(param)]
+                keys = [name, *(show((*path, "state", name, key)) for key in ("exp_avg", "exp_avg_sq", "step"))]
+                pieces = [numbers.get(layout.aliases.get(key, key), []) for key in keys]
+                for recipe in _matched(layout, pieces, group):
+                    if not used & {recipe.weight, recipe.mean, recipe.square}:
+                        used |= {recipe.weight, recipe.mean, recipe.square}
+                        found.append(recipe)
+            group += 1
+    return found
+
+
+def _matched(layout: Layout, pieces: list[list[int]], group: int) -> list[Recipe]:
+    """This rank's pieces of the weight, with those of its state that lie in the same place."""
+    weights, means, squares, steps = pieces
+    if len(steps) != 1:
+        return []
+
+    def by_place(numbers: list[int]) -> dict[object, int]:
+        return {_place(layout.tensors[i]): i for i in numbers if layout.tensors[i].dtype == "F32"}
+
+    mean, square = by_place(means), by_place(squares)
+    return [
+        Recipe(i, mean[place], square[place], steps[0], group)
+        for place, i in by_place(weights).items()
+        if place in mean and place in square and layout.tensors[i].nbytes
+    ]
+
+
+def _place(tensor: TensorSpec) -> object:
+    return tensor.full, tensor.at, tensor.shape
+
+
+class Watch:
+    """What each parameter group told the last step of its optimizer. Schedulers change it before the state is saved."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, list[list[Any] | None]] = {}
+
+    def note(self, optimizer: object) -> None:
+        """Called before an optimizer steps."""
+        if type(optimizer) in KNOWN:
+            self._seen[id(optimizer)] = [_settings(group, optimizer) for group in optimizer.param_groups]  # type: ignore[attr-defined]
+
+    def told(self, optimizers: Iterable[torch.optim.Optimizer]) -> list[list[Any] | None]:
+        """Of all groups of these, in turn, as `Settings` for the writer; None: not known."""
+        found: list[list[Any] | None] = []
+        for optimizer in optimizers:
+            seen = self._seen.get(id(optimizer), [])
+            found += [*seen, *[None] * len(optimizer.param_groups)][: len(optimizer.param_groups)]
+        return found
+
+
+def _settings(group: dict[str, Any], optimizer: object) -> list[Any] | None:
+    rate, betas = group["lr"], group["betas"]
+    tensors = [one for one in (rate, *betas) if isinstance(one, torch.Tensor)]
+    if any(one.device.type != "cpu" for one in tensors):
+        return None  # to look at it would wait for the device
+    decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, AdamW))
+    numbers = [float(rate), float(betas[0]), float(betas[1]), float(group["eps"]), float(group["weight_decay"])]
+    if not all(map(math.isfinite, numbers)):
+        return None
+    return list(astuple(Settings(*numbers, decoupled=bool(decoupled))))

@@ -1,0 +1,336 @@
+"""The redo log of one folder, read: from a checkpoint, or a frame that stands alone, to a later step.
+
+    scan the files -> chains -> (ranks agree on a step) -> load the base -> redo frame by frame -> a snapshot in memory
+
+    scan the files -> chains -> (ranks agree on a step) -> load the base -> redo frame by frame -> snapshots in memory
+memory: any number of ranks can restore it. Every step's digests are compared; the first that does not match ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ckpt import codec, mend, predict, read
+from ckpt.arena import SEALED, Arena, Label
+from ckpt.commit import load_part
+from ckpt.digest import blob_digest
+from ckpt.errors import CorruptError, NotFoundError, StoreError
+from ckpt.events import log as logger
+from ckpt.frame import DELTA, DERIVED, PREDICTED, RAW, SAME, Stored, back, scan, units, values_of
+from ckpt.log import Commit
+from ckpt.manifest import Attempt
+from ckpt.plan import Layout
+from ckpt.redo_log import FOLDER, foresee, parse_name
+from ckpt.sources import MemorySource, Snapshot
+from ckpt.values import Json
+
+NEWEST = 16  # steps of a rank that others are told of: ranks are no farther apart
+THREADS = max(1, len(os.sched_getaffinity(0)))
+
+Frames = dict[int, dict[Attempt, Stored]]
+"""Whole frames, by rank and attempt."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """How one rank gets to a step. `commit`: the checkpoint that it begins with; None if the first frame stands alone.
+    `steps`: to be redone, in order; none if the checkpoint is that step."""
+
+    rank: int
+    commit: Commit | None
+    frames: tuple[Stored, ...]
+
+    @property
+    def base(self) -> int:
+        """The step that it begins with."""
+        return self.commit.step if self.commit is not None else self.frames[0].frame.attempt.step
+
+    @property
+    def redone(self) -> int:
+        return len(self.frames) - (self.commit is None)
+
+
+@dataclass
+class Logs:
+    """What the redo logs of a folder hold. `problems`: what is cut off or damaged, in words."""
+
+    url: str
+    frames: Frames = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def chains(self, rank: int, newest: Attempt, commits: dict[Attempt, Commit]) -> list[Chain]:
+        """The ways to a step, shortest first: from the last checkpoint before it, from older ones, or from a frame that
+        stands alone. A checkpoint that is kept damages none of them."""
+        found: list[Chain] = []
+        trail: list[Stored] = []
+        for one in back(self.frames.get(rank, {}), newest):
+            if trail and (commit := commits.get(one.frame.attempt)) is not None:
+                found.append(Chain(rank, commit, tuple(reversed(trail))))
+            trail.append(one)
+            base = one.frame.base
+            if base is None:
+                found.append(Chain(rank, None, tuple(reversed(trail))))
+            elif base not in self.frames[rank] and base in commits:
+                found.append(Chain(rank, commits[base], tuple(reversed(trail))))
+        return found
+
+    def reach(self, commits: dict[Attempt, Commit], step: int | None = None) -> dict[Attempt, tuple[int, list[int]]]:
+        """By attempt: how many ranks saved, and which of them can be brought there from here. The newest of each rank,
+        or those of a step."""
+        found: dict[Attempt, tuple[int, list[int]]] = {}
+        for rank, frames in self.frames.items():
+            wanted = [a for a in frames if step is None or a.step == step]
+            for attempt in sorted(wanted, reverse=True)[:NEWEST]:
+                if self.chains(rank, attempt, commits):
+                    world = frames[attempt].frame.layout.world
+                    found.setdefault(attempt, (world, []))[1].append(rank)
+        return found
+
+
+def look(url: str) -> Logs:
+    """Read and verify all redo logs of a place; none where it is no folder of this machine. Nothing is changed."""
+    found = Logs(url)
+    folder = os.path.join(url.removeprefix("file://"), FOLDER)
+    if not url.startswith("file://") or not os.path.isdir(folder):
+        return found
+    paths = sorted((parsed, os.path.join(folder, name)) for name in os.listdir(folder) if (parsed := parse_name(name)))
+    for (_, rank), path in paths:
+        try:
+            frames, problems = scan(path)
+        except OSError as error:
+            frames, problems = [], [f"{os.path.basename(path)}: {error.strerror or error}"]
+        found.problems += problems
+        for one in frames:
+            if one.frame.rank == rank:
+                found.frames.setdefault(rank, {})[one.frame.attempt] = one
+    return found
+
+
+def holds_logs(url: str) -> bool:
+    """Whether a place has any redo log."""
+    folder = os.path.join(url.removeprefix("file://"), FOLDER)
+    return url.startswith("file://") and os.path.isdir(folder) and any(map(parse_name, os.listdir(folder)))
+
+
+class RedoSource(MemorySource):
+    """A step that is redone when the ranks have chosen it, each of them some of the ranks that saved."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        logs: Logs,
+        commits: dict[Attempt, Commit],
+        mine: Sequence[int],
+        *,
+        alone: bool,
+        undone: bool,
+        initializer: Callable[[], None],
+    ) -> None:
+        """`mine`: those that saved whose share this rank redoes; `initializer`: called in each thread that computes."""
+        super().__init__(attempt, [], alone=alone, undone=undone)
+        self.tier, self.redone, self.base_step = logs.url, 0, -1
+        self._logs, self._commits, self._mine, self._initializer = logs, commits, list(mine), initializer
+        self._made: list[Snapshot] = []
+
+    def describe(self) -> Json:
+        self._redo()
+        return super().describe()
+
+    def open(self, described: Sequence[Json]) -> None:
+        self._redo()
+        super().open(described)
+
+    def _redo(self) -> None:
+        for rank in self._mine:
+            if rank not in self._here:
+                snapshot = self._rank(rank)
+                self._made.append(snapshot)
+                self._here[rank] = snapshot
+
+    def _rank(self, rank: int) -> Snapshot:
+        failure: CorruptError | StoreError | None = None
+        for chain in self._logs.chains(rank, self.attempt, self._commits):
+            try:
+                found = redo(self._logs.url, chain, self._initializer)
+            except (CorruptError, StoreError) as error:
+                logger.warning("redo log of rank %d in %s, from step %d: %s", rank, self.tier, chain.base, error)
+                failure = failure or error
+                continue
+            self.redone, self.base_step = chain.redone, chain.base
+            return found
+        raise failure or CorruptError(f"the redo log of rank {rank} does not lead to step {self.attempt.step} any more")
+
+    def close(self) -> None:
+        super().close()
+        self._here = {}
+        for snapshot in self._made:
+            snapshot.arena.close()
+        self._made = []
+
+
+def redo(url: str, chain: Chain, initializer: Callable[[], None] = lambda: None) -> Snapshot:
+    """The snapshot of one rank at the end of a chain, in an arena of its own. CorruptError at the first step whose
+    digests do not match; `initializer`: called in each thread that computes."""
+    last = chain.frames[-1]
+    layout = last.frame.layout
+    if any(one.frame.layout.digest != layout.digest for one in chain.frames):
+        raise CorruptError("a chain of frames of several layouts")
+    values = _values(last)
+    size = layout.arrangement.data_size
+    arena = Arena.create(1, size + len(values) + (1 << 16))
+    try:
+        data = arena.data(0, size)
+        with ThreadPoolExecutor(THREADS, "ckpt-redo", initializer) as pool:
+            if not all(pool.map(lambda _: predict.is_exact(), range(THREADS))):
+                raise CorruptError("this thread flushes denormals to zero, and predictions were made with them")
+            if chain.commit is not None:
+                _load(url, chain.commit, layout, data)
+            for one in chain.frames:
+                _Redo(one, data).run(pool)
+        digests = last.frame.columns.digest.tobytes() + blob_digest(values)
+        label = Label(
+            SEALED, 1, last.frame.attempt, layout.digest, size, len(values), last.frame.time, last.frame.finite
+        )
+        arena.set_label(0, label)
+        arena.values(0, label)[:] = values
+        return Snapshot(arena, 0, label, layout, digests)
+    except BaseException:
+        arena.close()
+        raise
+
+
+def _values(stored: Stored) -> bytes:
+    begin, size = stored.payload
+    with open(stored.path, "rb") as file:
+        found = values_of(stored, os.pread(file.fileno(), stored.values, begin + size - stored.values))
+    try:
+        if not isinstance(json.loads(found), list):
+            raise CorruptError("plain values that are none")
+    except (ValueError, RecursionError):
+        raise CorruptError("the plain values of a frame are damaged") from None
+    return found
+
+
+def _load(url: str, commit: Commit, layout: Layout, data: memoryview) -> None:
+    """The share of a rank in a checkpoint, as it lay in that rank's memory."""
+    read.run(_load_part(url, commit, layout, data))
+
+
+async def _load_part(url: str, commit: Commit, layout: Layout, data: memoryview) -> None:
+    number = next(((n, digest) for rank, n, digest in commit.parts if rank == layout.rank), None)
+    if number is None:
+        raise NotFoundError(f"step {commit.step} has no part of rank {layout.rank}")
+    async with read.opened(url) as store:
+        written = await load_part(store, commit.attempt, layout.rank, number[0], expected=number[1])
+        if written.part.layout_digest != layout.digest:
+            raise CorruptError(f"step {commit.step} is of another layout than the frames after it")
+        table, blobs = written.table, layout.arrangement.blobs
+        lengths = [blob.length for blob in blobs]
+        if table.length[: len(blobs)].tolist() != lengths:
+            raise CorruptError(f"the blobs of step {commit.step} are not those of its layout")
+
+        def sink(blob: int, found: memoryview) -> None:
+            one = blobs[blob]
+            data[one.offset : one.offset + one.length] = found
+
+        await mend.fetch(store, commit.attempt, table, list(range(len(blobs))), sink)
+
+
+class _Redo:
+    """One frame, applied to the bytes of the step before, in place."""
+
+    def __init__(self, stored: Stored, data: memoryview) -> None:
+        self.stored, self.frame, self.data = stored, stored.frame, data
+        self.blobs = self.frame.layout.arrangement.blobs
+        self.units = units(self.frame.layout, self.frame.recipes)
+
+    def run(self, pool: ThreadPoolExecutor) -> None:
+        order = [blob for unit in self.units for blob in unit[:3]]
+        sizes = self.frame.columns.stored[order]
+        begin, _ = self.stored.payload
+        places = dict(zip(order, (begin + np.cumsum(sizes) - sizes).tolist(), strict=True))
+        with open(self.stored.path, "rb") as file:
+            fd = file.fileno()
+
+            def fetch(blob: int) -> bytes:
+                return os.pread(fd, int(self.frame.columns.stored[blob]), places[blob])
+
+            list(pool.map(lambda unit: self._unit(unit, fetch), self.units))
+        derived = np.flatnonzero(self.frame.columns.form == DERIVED).tolist()
+        list(pool.map(self._derive, derived))
+
+    def _at(self, blob: int) -> memoryview:
+        one = self.blobs[blob]
+        return self.data[one.offset : one.offset + one.length]
+
+    def _unit(self, unit: tuple[int, ...], fetch: Callable[[int], bytes]) -> None:
+        """In the order mean, square, weight: the later ones need what the earlier ones were and are."""
+        columns = self.frame.columns
+        predicted = [blob for blob in unit[1:3] if columns.form[blob] == PREDICTED] if len(unit) > 1 else []
+        old = {blob: bytes(self._at(blob)) for blob in unit[:3]} if predicted else {}
+        for blob in unit[:3]:
+            form = int(columns.form[blob])
+            if form in (SAME, DERIVED):
+                if form == SAME:
+                    self._check(blob)
+                continue
+            base: memoryview | bytes | None = None
+            if form == PREDICTED:
+                mean, square, weight, _ = unit
+                coefficients = self.frame.coefficients[int(columns.row[blob])]
+                before = {number: memoryview(found) for number, found in old.items()}
+                base = foresee(blob == square, before.get, self._at, mean, square, weight, coefficients)
+            elif form == DELTA:
+                base = bytes(self._at(blob))
+            self._decode(blob, form, fetch(blob), base)
+            self._check(blob)
+
+    def _decode(self, blob: int, form: int, stored: bytes, base: memoryview | bytes | None) -> None:
+        dtype = self.frame.layout.tensors[self.blobs[blob].tensor].dtype
+        if form == RAW:
+            which = codec.RAW
+        elif form == PREDICTED:
+            which = codec.FLOAT_DELTA
+        else:
+            which = codec.delta_codec(dtype) if form == DELTA else codec.whole_codec(dtype)
+        codec.decode(which, stored, self.blobs[blob].length, base, self._at(blob))
+
+    def _derive(self, blob: int) -> None:
+        begin, length = self.blobs[int(self.frame.columns.master[blob])].offset, self.blobs[blob].length
+        codec.decode(codec.BF16, b"", length, self.data[begin : begin + 2 * length], self._at(blob))
+        self._check(blob)
+
+    def _check(self, blob: int) -> None:
+        if blob_digest(self._at(blob)) != self.frame.columns.digest[blob].tobytes():
+            name = self.frame.layout.tensors[self.blobs[blob].tensor].name
+            raise CorruptError(f"step {self.frame.attempt.step} could not be redone: {name} is not what it was")
+
+
+def summary(logs: Logs, commits: Iterable[Commit]) -> list[Json]:
+    """For those who look: of each attempt that the logs lead to, with all ranks, the step that it begins with."""
+    known = {commit.attempt: commit for commit in commits}
+    found: list[Json] = []
+    attempts = sorted({a for frames in logs.frames.values() for a in frames})
+    for attempt in attempts:
+        ranks = {rank: logs.chains(rank, attempt, known) for rank, frames in logs.frames.items() if attempt in frames}
+        world = next(iter(f[attempt].frame.layout.world for f in logs.frames.values() if attempt in f))
+        if len(ranks) < world or not all(ranks.values()):
+            continue
+        first = next(iter(ranks.values()))[0]
+        found.append(
+            {
+                "step": attempt.step,
+                "attempt": str(attempt),
+                "from": first.base,
+                "from_checkpoint": first.commit is not None,
+                "redone": first.redone,
+                "stored": sum(logs.frames[rank][attempt].size for rank in ranks),
+            }
+        )
+    return found

@@ -1,0 +1,112 @@
+"""The writer's side of redo logs: steps that the trainer has sealed are appended, one after the other in each place."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt.digest import blob_digest
+from ckpt.errors import SaveError
+from ckpt.frame import Recipe
+from ckpt.holdings import Holdings
+from ckpt.link import Message
+from ckpt.manifest import Attempt
+from ckpt.persist import Persister
+from ckpt.places import Place
+from ckpt.predict import Settings
+from ckpt.redo_log import Appended, Sealed, StepLog
+
+
+@dataclass
+class _Kept:
+    log: StepLog
+    adoptions: int
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class RedoKeeper:
+    """Of one writer. Everything runs in its event loop; what takes time goes to threads."""
+
+    def __init__(self, holdings: Holdings, persister: Persister) -> None:
+        self._holdings, self._persister = holdings, persister
+        self._logs: dict[str, _Kept] = {}
+        self._recipes: dict[str, list[Recipe]] = {}  # by layout
+        self._busy = 0
+
+    def learn(self, message: Message) -> None:
+        """What optimizers do with the tensors of a layout."""
+        self._recipes[str(message["layout"])] = [Recipe(*map(int, row)) for row in message["recipes"]]
+        for old in list(self._recipes)[:-8]:
+            del self._recipes[old]
+
+    def forget(self) -> None:
+        """The trainer has gone back: the next step has nothing to do with the last one."""
+        for kept in self._logs.values():
+            kept.log.forget()
+
+    async def append(self, message: Message) -> Message:
+        """Log a sealed slot in one place; replies when it is durable there."""
+        tier, attempt = self._persister.tiers[int(message["tier"])], Attempt.parse(message["attempt"])
+        arena, slot = self._holdings.arenas[message["arena"]], int(message["slot"])
+        settings = [None if row is None else _settings(row) for row in message["settings"]]
+        label = arena.label(slot)
+        if label is None or label.attempt != attempt:
+            raise SaveError(f"slot {slot} does not hold {attempt} any more")
+        layout = self._holdings.layouts[label.layout]
+        kept = self._kept(tier, layout.rank, layout.world)
+        sealed = Sealed(arena, slot, label, layout)
+        recipes = self._recipes.get(label.layout, [])
+        self._busy += 1
+        try:
+            with self._persister.reading(arena, slot):
+                async with kept.turn:
+                    if kept.adoptions != self._persister.adoptions:  # another trainer: nothing is held for this log
+                        kept.adoptions = self._persister.adoptions
+                        kept.log.forget()
+                    await tier.prepare()
+                    committed = {**tier.log.state.held, **tier.log.state.commits}.keys() | set()
+                    found = await asyncio.to_thread(self._append, kept.log, sealed, recipes, settings, committed)
+        finally:
+            self._busy -= 1
+        return {"raw": found.raw, "stored": found.stored, "known": found.known, "predicted": found.predicted,
+                "base": found.base, "seconds": found.seconds}  # fmt: skip
+
+    def _append(
+        self,
+        log: StepLog,
+        sealed: Sealed,
+        recipes: list[Recipe],
+        settings: list[Settings | None],
+        committed: set[Attempt],
+    ) -> Appended:
+        found = log.append(sealed, recipes, settings, committed)
+        if log.digests is not None:
+            values = blob_digest(sealed.arena.values(sealed.slot, sealed.label))
+            self._holdings.digests[sealed.attempt, sealed.layout.rank] = log.digests + values
+        return found
+
+    def _kept(self, tier: Place, rank: int, world: int) -> _Kept:
+        found = self._logs.get(tier.url)
+        if found is None or (found.log.rank, found.log.world) != (rank, world):
+            root = tier.url.removeprefix("file://")
+            log = StepLog(
+                root,
+                rank,
+                world,
+                max_restore_s=float(tier.spec.get("max_restore_s", 60.0)),
+                threads=tier.encoder.threads,
+                pace=tier.encoder.pace,
+            )
+            found = self._logs[tier.url] = _Kept(log, self._persister.adoptions)
+        return found
+
+    async def finish(self) -> None:
+        """What was begun is finished."""
+        while self._busy:
+            await asyncio.sleep(0.01)
+
+
+def _settings(row: list[Any]) -> Settings:
+    *numbers, decoupled = row
+    return Settings(*map(float, numbers), decoupled=bool(decoupled))

@@ -24,12 +24,12 @@ import click
 
 from ckpt import __version__
 from ckpt.digest import file_digest
-from ckpt.errors import CheckpointError, CorruptError, FormatError, NotFoundError, StoreError
+from ckpt.errors import CheckpointError, CorruptError, FormatError, NoCheckpointError, NotFoundError, StoreError
 from ckpt.events import log as logger
 from ckpt.fault import ADVICE, MAX_REPORT, Fault, incidents
 from ckpt.fault import PREFIX as FAULTS
 from ckpt.log import Commit, RunLog
-from ckpt.manifest import MAX_JSON, Attempt, owner, part_key, rank_and_try, read_format
+from ckpt.manifest import MAX_JSON, REDO, Attempt, owner, part_key, rank_and_try, read_format
 from ckpt.store import Store, get_small, normalise
 from ckpt.terminal import (
     SAYING,
@@ -159,7 +159,21 @@ def ls(url: str, as_json: bool) -> int:
     written = human(sum(row["bytes"] for row in found["checkpoints"]))
     count = count_of(len(rows), "checkpoint")
     print(f"{count}, {written} written, {human(found['bytes_in_files'])} in files")
+    for line in redo_lines(found["redo"]):
+        print(line)
     return 0
+
+
+def redo_lines(steps: list[dict[str, Any]]) -> Iterator[str]:
+    """What the redo log leads to beyond the newest checkpoint."""
+    if steps:
+        last = steps[-1]
+        how = "is loaded" if last["from_checkpoint"] else "is read from the log"
+        size = human(sum(one["stored"] for one in steps) // len(steps))
+        yield (
+            f"redo log: steps {steps[0]['step']} to {last['step']}, {size} each; to restore the last one, step "
+            f"{last['base']} {how}, and {count_of(last['redone'], 'step')} after it redone"
+        )
 
 
 async def _ls(url: str) -> dict[str, Any]:
@@ -192,7 +206,16 @@ async def _ls(url: str) -> dict[str, Any]:
             "damaged_records": log.state.damaged,
             "bytes_in_files": in_files,
             "checkpoints": rows,
+            "redo": redo_of(log),
         }
+
+
+def redo_of(log: RunLog) -> list[dict[str, Any]]:
+    if not os.path.isdir(os.path.join(log.store.url.removeprefix("file://"), REDO)):
+        return []
+    from ckpt import redo
+
+    return [asdict(one) for one in redo.redoable(log.store.url, log)]
 
 
 async def created_at(log: RunLog, commit: Commit) -> str | None:
@@ -235,7 +258,7 @@ def show(url: str, step: int | None, only: str | None, as_json: bool) -> int:
         packs = [(p["key"], human(p["size"]), human(p["used"]), "" if p["own"] else p["step"]) for p in found["packs"]]
         print_table(("pack", "size", "used", "of step"), packs)
     print(f"{found['distinct_tensors']} tensors, {human(found['tensor_bytes'])}")
-    for line in [*storage_lines(found), *saving_lines(found)] if only is None else ():
+    for line in [*storage_lines(found), *saving_lines(found), *redo_lines(found["redo"])] if only is None else ():
         print(safe(line))
     return 0
 
@@ -277,7 +300,11 @@ async def _show(url: str, step: int | None, only: str | None) -> dict[str, Any]:
     from ckpt.cli_report import cadence_lines
 
     async with opened(url) as log:
-        manifest = await manifest_of(log, step)
+        redone = redo_of(log)
+        try:
+            manifest = await manifest_of(log, step)
+        except NoCheckpointError as error:
+            raise _redone_instead(error, step, redone) from None
         saved, table = manifest.saved(), manifest.table
         tensors = [t for t in compare.tensors_of(saved).values() if only is None or fnmatch.fnmatchcase(t.name, only)]
         if only is not None and not tensors:
@@ -298,6 +325,7 @@ async def _show(url: str, step: int | None, only: str | None) -> dict[str, Any]:
             "needs_there": all(need in log.state.commits for need in manifest.commit.needs),
             "chain": max((part.chain for part in manifest.parts), default=0),
             "stored_bytes": sum(pack.size for pack in packs.values() if owner(pack.key) == manifest.attempt),
+            "redo": redone,
             "cadence": cadence_lines(await newest_accounts(log)),
             "older_packs": sum(owner(key) != manifest.attempt for key in used),
             "restore_bytes": sum(used.values()),
@@ -315,6 +343,17 @@ async def _show(url: str, step: int | None, only: str | None) -> dict[str, Any]:
                 for pack in packs.values()
             ],
         }
+
+
+def _redone_instead(error: NoCheckpointError, step: int | None, redone: list[dict[str, Any]]) -> NoCheckpointError:
+    """What was asked for may be a step of the redo log."""
+    found = next((one for one in redone if step in (None, one["step"])), None)
+    if found is None:
+        return error
+    return NoCheckpointError(
+        f"{error}. Step {found['step']} is in the redo log: Checkpointer(...).restore(step={found['step']}) redoes it "
+        f"from step {found['base']}, and commands show checkpoints only"
+    )
 
 
 async def newest_accounts(log: RunLog) -> list[ledger.Account]:

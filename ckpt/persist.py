@@ -34,7 +34,7 @@ from ckpt.manifest import owner as owner_of
 from ckpt.pace import Idle, threads
 from ckpt.places import Place, open_place, renew
 from ckpt.plan import Layout
-from ckpt.redo import holds_logs
+from ckpt.redo_log import holds_logs
 from ckpt.retain import remember_packs
 from ckpt.supply import InMemory, InStore, Source, bases_in, bases_near, no_bases
 from ckpt.table import Table

@@ -79,7 +79,7 @@ class Coefficients:
         right = isinstance(row, list) and len(row) == 7 and all(type(one) in (int, float) for one in row)
         if not right or not all(math.isfinite(one) and abs(one) < 3.5e38 for one in row):  # type: ignore[attr-defined]
             raise CorruptError("impossible coefficients of a prediction")
-        return cls(*map(float, row))  # type: ignore[call-overload, no-any-return]
+        return cls(*map(float, row))  # type: ignore[call-overload]
 
 
 def second_moment(m: Floats, m_next: Floats, v: Floats, c: Coefficients, into: Floats) -> None:

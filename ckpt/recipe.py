@@ -94,8 +94,7 @@ def _settings(group: dict[str, Any], optimizer: object) -> list[Any] | None:
     tensors = [one for one in (rate, *betas) if isinstance(one, torch.Tensor)]
     if any(one.device.type != "cpu" for one in tensors):
         return None  # to look at it would wait for the device
-    decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, AdamW))
-    numbers = [float(rate), float(betas[0]), float(betas[1]), float(group["eps"]), float(group["weight_decay"])]
-    if not all(map(math.isfinite, numbers)):
-        return None
-    return list(astuple(Settings(*numbers, decoupled=bool(decoupled))))
+    decoupled = bool(group.get("decoupled_weight_decay", isinstance(optimizer, AdamW)))
+    decay = float(group["weight_decay"])
+    found = astuple(Settings(float(rate), float(betas[0]), float(betas[1]), float(group["eps"]), decay, decoupled))
+    return list(found) if all(map(math.isfinite, found)) else None

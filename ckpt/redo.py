@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -23,10 +23,10 @@ from ckpt.digest import blob_digest
 from ckpt.errors import CorruptError, NotFoundError, StoreError
 from ckpt.events import log as logger
 from ckpt.frame import DELTA, DERIVED, PREDICTED, RAW, SAME, Stored, back, scan, units, values_of
-from ckpt.log import Commit
-from ckpt.manifest import Attempt
+from ckpt.log import Commit, RunLog, in_history
+from ckpt.manifest import REDO, Attempt, parse_redo
 from ckpt.plan import Layout
-from ckpt.redo_log import FOLDER, foresee, parse_name
+from ckpt.redo_log import foresee
 from ckpt.sources import MemorySource, Snapshot
 from ckpt.values import Json
 
@@ -93,16 +93,17 @@ class Logs:
         return found
 
 
-def look(url: str) -> Logs:
-    """Read and verify all redo logs of a place; none where it is no folder of this machine. Nothing is changed."""
+def look(url: str, *, verify: bool = True) -> Logs:
+    """All redo logs of a place, read and compared with their digests unless they are only to be listed; none where it
+    is no folder of this machine. Nothing is changed."""
     found = Logs(url)
-    folder = os.path.join(url.removeprefix("file://"), FOLDER)
+    folder = os.path.join(url.removeprefix("file://"), REDO)
     if not url.startswith("file://") or not os.path.isdir(folder):
         return found
-    paths = sorted((parsed, os.path.join(folder, name)) for name in os.listdir(folder) if (parsed := parse_name(name)))
+    paths = sorted((parsed, os.path.join(folder, name)) for name in os.listdir(folder) if (parsed := parse_redo(name)))
     for (_, rank), path in paths:
         try:
-            frames, problems = scan(path)
+            frames, problems = scan(path, verify=verify)
         except OSError as error:
             frames, problems = [], [f"{os.path.basename(path)}: {error.strerror or error}"]
         found.problems += problems
@@ -110,12 +111,6 @@ def look(url: str) -> Logs:
             if one.frame.rank == rank:
                 found.frames.setdefault(rank, {})[one.frame.attempt] = one
     return found
-
-
-def holds_logs(url: str) -> bool:
-    """Whether a place has any redo log."""
-    folder = os.path.join(url.removeprefix("file://"), FOLDER)
-    return url.startswith("file://") and os.path.isdir(folder) and any(map(parse_name, os.listdir(folder)))
 
 
 class RedoSource(MemorySource):
@@ -312,25 +307,31 @@ class _Redo:
             raise CorruptError(f"step {self.frame.attempt.step} could not be redone: {name} is not what it was")
 
 
-def summary(logs: Logs, commits: Iterable[Commit]) -> list[Json]:
-    """For those who look: of each attempt that the logs lead to, with all ranks, the step that it begins with."""
-    known = {commit.attempt: commit for commit in commits}
-    found: list[Json] = []
-    attempts = sorted({a for frames in logs.frames.values() for a in frames})
-    for attempt in attempts:
+@dataclass(frozen=True)
+class Redoable:
+    """A step that a redo log leads to, with all ranks. `base`: the step that is loaded first, a checkpoint or not."""
+
+    step: int
+    attempt: str
+    base: int
+    from_checkpoint: bool
+    redone: int
+    stored: int
+
+
+def redoable(url: str, log: RunLog) -> list[Redoable]:
+    """For those who look: the steps of the present history that are no checkpoints here, in their order."""
+    logs, known = look(url, verify=False), {**log.state.held, **log.state.commits}
+    attempts = {attempt for frames in logs.frames.values() for attempt in frames} - log.state.aborted
+    newest = max((commit.attempt for commit in log.state.lineage()), default=None)
+    found: list[Redoable] = []
+    for attempt in sorted(in_history(log.state.acquires, attempts)):
         ranks = {rank: logs.chains(rank, attempt, known) for rank, frames in logs.frames.items() if attempt in frames}
-        world = next(iter(f[attempt].frame.layout.world for f in logs.frames.values() if attempt in f))
-        if len(ranks) < world or not all(ranks.values()):
-            continue
-        first = next(iter(ranks.values()))[0]
-        found.append(
-            {
-                "step": attempt.step,
-                "attempt": str(attempt),
-                "from": first.base,
-                "from_checkpoint": first.commit is not None,
-                "redone": first.redone,
-                "stored": sum(logs.frames[rank][attempt].size for rank in ranks),
-            }
-        )
+        one = logs.frames[next(iter(ranks))][attempt]
+        whole = len(ranks) == one.frame.layout.world and all(ranks.values())
+        if whole and attempt not in known and (newest is None or attempt > newest):
+            first = next(iter(ranks.values()))[0]
+            size = sum(logs.frames[rank][attempt].size for rank in ranks)
+            on_checkpoint = first.commit is not None
+            found.append(Redoable(attempt.step, str(attempt), first.base, on_checkpoint, first.redone, size))
     return found

@@ -108,5 +108,5 @@ class RedoKeeper:
 
 
 def _settings(row: list[Any]) -> Settings:
-    *numbers, decoupled = row
-    return Settings(*map(float, numbers), decoupled=bool(decoupled))
+    lr, beta1, beta2, eps, weight_decay, decoupled = row
+    return Settings(float(lr), float(beta1), float(beta2), float(eps), float(weight_decay), bool(decoupled))

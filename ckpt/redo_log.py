@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import struct
 import time
 from collections import deque
@@ -41,11 +40,10 @@ from ckpt.frame import (
     units,
 )
 from ckpt.increment import find_masters, kind_of
-from ckpt.manifest import Attempt
+from ckpt.manifest import REDO, Attempt, parse_redo, redo_name
 from ckpt.plan import Layout
 from ckpt.predict import Coefficients, Settings
 
-FOLDER = "redo"
 SMALL = 4096  # bytes; a smaller blob that has changed is stored as it is
 POOR = 0.6  # of the plain size, from which on a prediction is not worth its time
 SHY = 64  # frames at most, for which a parameter that could not be predicted is not tried again
@@ -53,18 +51,12 @@ SELF_CHECK = 16  # one of so many predicted units is decoded again, and all of t
 READ_A_SECOND = 1e9  # bytes of a checkpoint, until they are read
 DECODED_A_SECOND = 500e6  # bytes by one thread, until it has been measured
 WORTH = 0.9  # of the raw bytes, from which on a redo log saves next to nothing
-_NAME = re.compile(r"([0-9]+\.[0-9a-f]{8}-[0-9]+)\.([0-9]{1,7})\.redo")
 
 
-def file_name(first: Attempt, rank: int) -> str:
-    """Of the log whose first frame is of this attempt."""
-    return f"{first}.{rank}.redo"
-
-
-def parse_name(name: str) -> tuple[Attempt, int] | None:
-    """The first attempt and the rank; None if it is no log."""
-    found = _NAME.fullmatch(name)
-    return (Attempt.parse(found[1]), int(found[2])) if found else None
+def holds_logs(url: str) -> bool:
+    """Whether a place has any redo log."""
+    folder = os.path.join(url.removeprefix("file://"), REDO)
+    return url.startswith("file://") and os.path.isdir(folder) and any(map(parse_redo, os.listdir(folder)))
 
 
 @dataclass(frozen=True)
@@ -134,7 +126,7 @@ class StepLog:
         threads: int = 1,
         pace: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        self.folder = os.path.join(root, FOLDER)
+        self.folder = os.path.join(root, REDO)
         self.rank, self.world, self.max_restore_s, self.threads, self.pace = rank, world, max_restore_s, threads, pace
         self.frames = 0
         self._file: _File | None = None
@@ -219,7 +211,7 @@ class StepLog:
     def _open(self, attempt: Attempt) -> _File:
         if self._file is None:
             os.makedirs(self.folder, exist_ok=True)
-            self._file = _File(Appender(os.path.join(self.folder, file_name(attempt, self.rank))), attempt)
+            self._file = _File(Appender(os.path.join(self.folder, redo_name(attempt, self.rank))), attempt)
             _sync(self.folder)
             _sync(os.path.dirname(self.folder))
         return self._file
@@ -248,7 +240,7 @@ class StepLog:
     def _drop_older(self, checkpoint: Attempt) -> None:
         """Logs of earlier incarnations, which ranks share among them."""
         for entry in list(os.scandir(self.folder)):
-            found = parse_name(entry.name)
+            found = parse_redo(entry.name)
             if found is not None and found[0].epoch < checkpoint.epoch and found[1] % self.world == self.rank:
                 with contextlib.suppress(OSError):
                     os.unlink(entry.path)
@@ -488,7 +480,7 @@ def foresee(
         predict.second_moment(floats(before(mean)), floats(now(mean)), floats(before(square)), coefficients, found)
     else:
         predict.weights(floats(before(weight)), floats(now(mean)), floats(now(square)), coefficients, found)
-    return memoryview(found).cast("B")
+    return found.data.cast("B")
 
 
 def _sync(folder: str) -> None:

@@ -38,16 +38,19 @@ LAYERS = (
     ("plan",),  # where every byte goes
     ("share", "table", "log", "arena", "tensors"),  # what things are
     ("trace",),  # names for profilers
-    ("increment", "directory"),  # what becomes of each blob; who has which piece
+    ("predict",),  # what an optimizer will have made of its state
+    ("increment", "directory", "frame"),  # what becomes of each blob; who has which piece
     ("exchange", "sharding", "saved", "write", "rng", "hooks"),  # pieces of tensors; files; before an update
     ("doctor_folder", "doctor_s3", "doctor_machine", "doctor_link"),  # what one kind of thing is like, before a job
     ("doctor", "doctor_plan"),  # all about a place; what follows for a job
     ("commit", "restore"),  # files become a checkpoint; tensors again
+    ("redo_log", "recipe"),  # every step, as what it changed; by which formula
     ("nodes", "read", "packs"),  # what a state is made of; back from a store, and into it
     ("supply", "stream"),  # plain bytes of blobs; from a folder to where they belong
     ("state", "retain", "promote", "mend", "encode", "frozen", "scrub", "damage"),  # a state; how long; elsewhere
     ("job", "loader"),  # a snapshot on its way; batches that go on
     ("stage", "sources", "tiers", "upkeep", "cures"),  # tensors into memory; where to restore from, and to save to
+    ("redo",),  # from a checkpoint to a later step
     ("copying", "repair"),  # a run to another place; damaged files right again
     ("resume", "handle", "loaded", "compare"),  # what all ranks agree to restore; what users hold in their hands
     ("origin", "outfile", "cast", "inert"),  # what is carried to other forms and back, as values
@@ -66,10 +69,10 @@ LAYERS = (
     ("dcp_source", "dcp_run"),  # what it loads, and who saves
     ("dcp",),
     ("persist", "vigil"),  # from there to durable places; its watch over the trainer
-    ("witness", "lookout"),  # what it says about a fault, and about what the trainer does now
+    ("witness", "lookout", "redo_keeper"),  # what it says about a fault, and about what the trainer does now
     ("writer",),  # the other end of the process boundary
     ("guardian",),  # who holds memory and writer
-    ("tenure", "sentinel", "tempo"),  # whose run it is; the trainer's own watch; how often it saves
+    ("tenure", "sentinel", "tempo", "redo_client"),  # whose run it is; the trainer's own watch; how often it saves
     ("checkpointer", "terminal"),  # what the user holds; how commands show things
     ("cli_page",),  # what is read for it, and written
     ("best",),  # what stays because it is good
@@ -101,6 +104,7 @@ NO_TORCH = {
     "origin", "origin_run", "origin_files", "outfile", "cast", "inert", "align", "export", "parse_safetensors",
     "origin_dcp", "parse_torch", "parse_dcp", "parse_values", "parse_entries", "to_safetensors", "to_run",
     "doctor", "doctor_folder", "doctor_s3", "doctor_machine", "doctor_link", "doctor_plan", "cli_doctor", "best",
+    "predict", "frame", "redo_log", "redo", "redo_keeper",
 }  # fmt: skip
 """What the writer process or a light `import ckpt` needs: none of these imports torch, not even for types."""
 

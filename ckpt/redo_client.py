@@ -133,7 +133,8 @@ class RedoClient:
             self._previous[one.tier] = (one.arena.id, one.slot)
             reply = future.result()[0]
         one.save.set_logged(one.url)
-        publish("logged", one.save.step, tier=one.url, stored=reply["stored"], seconds=reply["seconds"])
+        facts = {"nbytes": reply["raw"], "stored": reply["stored"], "seconds": reply["seconds"]}
+        publish("logged", one.save.step, tier=one.url, **facts)
         self._say(one, reply)
 
     def _fail(self, one: _Logging, error: CheckpointError) -> None:

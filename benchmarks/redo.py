@@ -6,7 +6,7 @@
           bytes of a step, after a warm-up, without rebases (steps that are logged as a whole) and with them
   time    the training of benchmarks/workload.py, with nothing saved, every step in memory, every step in the redo log,
           and every step saved raw to the same folder; in turns, medians. What a step loses to each
-  replay  GB of state a second and core of redoing what `bytes` has logged, one thread; and whether restores of a run
+  replay  GB of state a CPU second of redoing what `bytes` has logged, one thread; and whether restores of a run
           whose `max_restore_s` is small stay within it
 
 Every run is restored at its end, and compared bit for bit with the training that wrote it.
@@ -145,19 +145,20 @@ def replay_part(folder: str, say: Callable[[str], None]) -> Json:
     chain = logs.chains(0, attempt, commits)[0]
     threads, redo.THREADS = redo.THREADS, 1
     try:
-        began = time.perf_counter()
-        first = redo.redo(url, replace(chain, frames=chain.frames[:1]))
-        alone = time.perf_counter() - began
-        began = time.perf_counter()
-        last = redo.redo(url, chain)
-        whole = time.perf_counter() - began
+        taken = {}
+        for count in (1, len(chain.frames)):
+            seconds = []
+            for _ in range(3):
+                began = time.process_time()
+                made = redo.redo(url, replace(chain, frames=chain.frames[:count]))
+                seconds.append(time.process_time() - began)
+                made.arena.close()
+            taken[count] = min(seconds)
     finally:
         redo.THREADS = threads
-    nbytes = first.layout.arrangement.data_size
-    first.arena.close()
-    last.arena.close()
-    steps = len(chain.frames) - 1
-    return {"steps": steps, "raw": nbytes, "gb_a_second": nbytes * steps / (whole - alone) / 1e9}
+    nbytes, steps = made.layout.arrangement.data_size, len(chain.frames) - 1
+    rate = nbytes * steps / (taken[len(chain.frames)] - taken[1]) / 1e9
+    return {"steps": steps, "raw": nbytes, "gb_a_second": rate}
 
 
 def train(mode: str, size: workload.Size, folder: Path, steps: int) -> list[float]:

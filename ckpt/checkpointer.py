@@ -370,7 +370,8 @@ class Checkpointer:
             values = json.dumps(reading.values, separators=(",", ":")).encode()
             self._guardian.tell_layout(reading.layout, reading.guarded)
             settings = self._begin_log(save, reading)
-            self._ready_memory(reading.layout.arrangement.data_size, len(values), must=explicit or bool(durable))
+            must = explicit or bool(durable) or (self._redo.on and self._on_busy == "wait")
+            self._ready_memory(reading.layout.arrangement.data_size, len(values), must=must)
         except BaseException as error:
             what = error if isinstance(error, CheckpointError) else SaveError(f"step {step} was not saved: {error!r}")
             save.set_failed(what)
@@ -399,7 +400,7 @@ class Checkpointer:
         """What the redo log needs to know of a step that goes there."""
         if not self._redo.on:
             return None
-        self._redo.prepare(reading.layout)
+        self._redo.prepare(reading)
         for url in self._redo.urls:
             save.add_log(url)
         return self._redo.told()
@@ -623,6 +624,7 @@ class Checkpointer:
             self._last[0].spoilt = error
             self._owe([i for i, tier in enumerate(self._tiers) if tier.url in self._last[0].tiers])
         self._stager.clear(job)
+        self._redo.take_back(job.attempt, self._world.rank)
         self._guardian.retract(job.attempt, f"rank {self._world.rank}: {error}")
         job.error = error
 

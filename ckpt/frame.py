@@ -3,7 +3,7 @@
     frame     head: magic, version, lengths | payload | columns: zstd | meta: zstd of JSON | digest (XXH3-128)
     payload   what is stored of the blobs, in the order of `units`; then the plain values, as zstd
     columns   of each blob: how it is stored, in how many bytes, what it is made from, and the digest of its plain bytes
-    meta      attempt, base, layout (if it is another than that of the frame before), coefficients, ...
+    meta      attempt, base, layout and recipes (if it stands alone, or they are not those of the frame before), ...
     digest    of payload, columns, meta, and head
 
 The head is written last, so that a frame need not be in memory as a whole, and none is there before it is complete.
@@ -15,21 +15,22 @@ magic. No torch.
 from __future__ import annotations
 
 import json
-import mmap
+import math
 import os
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import xxhash
 import zstandard
 
-from ckpt.digest import DIGEST_SIZE
+from ckpt.digest import DIGEST_SIZE, file_digest
 from ckpt.errors import CorruptError, FormatError
 from ckpt.events import point
-from ckpt.manifest import Attempt
+from ckpt.manifest import Attempt, canonical
 from ckpt.plan import BLOB, Layout
 from ckpt.predict import VERSION as PREDICTOR
 from ckpt.predict import Coefficients
@@ -42,8 +43,8 @@ of another one."""
 
 MAGIC = b"CKPTREDO"
 VERSION = 1
-MAX_META, MAX_COLUMNS, MAX_VALUES = 256 << 20, 1 << 30, 256 << 20
-_CHUNK = 1 << 20  # bytes that are gathered for one write
+MAX_META, MAX_COLUMNS, MAX_VALUES = 256 << 20, 128 << 20, 256 << 20
+_CHUNK = 1 << 20  # bytes that are gathered for one write, and read at a time
 
 _HEAD = struct.Struct("<8sIIQQQ")  # magic, version, predictor, bytes of payload, columns and meta
 _COLUMNS = (("form", "<u1"), ("row", "<i4"), ("master", "<i4"), ("stored", "<u4"))
@@ -55,7 +56,7 @@ I64 = np.ndarray[Any, np.dtype[np.int64]]
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """Tensors of a layout, by their numbers, that one parameter's step changes: the fp32 weight, exp_avg, exp_avg_sq
-    and the count of steps; `group`: whose settings count."""
+    and the count of steps, -1 if another rank stages that; `group`: whose settings count."""
 
     weight: int
     mean: int
@@ -98,6 +99,11 @@ class Frame:
     def rank(self) -> int:
         return self.layout.rank
 
+    @cached_property
+    def form(self) -> str:
+        """Of layout and recipes: what is to be known of them to read the frame."""
+        return _form(self.layout, self.recipes)
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -130,17 +136,24 @@ class Appender:
         self._payload += memoryview(piece).nbytes
         self._put(piece)
 
+    def flush(self) -> None:
+        """All that was added is with the operating system: nothing of it is looked at any more."""
+        for piece in self._waiting:
+            self._write(piece)
+        self._waiting, self._room = [], 0
+
     def end(self, frame: Frame, values: Buffer) -> int:
         """What is known of the frame when its blobs are there, and `values`, as JSON: it is durable afterwards. The
         bytes that it takes in the file."""
         packed_values = zstandard.compress(bytes(values), 1)
         self.add(packed_values)
         columns = _pack_columns(frame.columns)
-        same = self._last is not None and (self._last.layout, self._last.recipes) == (frame.layout, frame.recipes)
+        # One that stands alone says everything, so that no damage before it can take it away.
+        same = frame.base is not None and self._last is not None and self._last.form == frame.form
         meta = {
             "attempt": str(frame.attempt),
             "base": None if frame.base is None else str(frame.base),
-            "digest": frame.layout.digest,
+            "form": frame.form,
             "layout": None if same else frame.layout.to_json(),
             "recipes": None if same else [one.to_json() for one in frame.recipes],
             "coefficients": [one.to_json() for one in frame.coefficients],
@@ -153,7 +166,7 @@ class Appender:
         self._put(columns)
         self._put(text)
         head = _HEAD.pack(MAGIC, VERSION, PREDICTOR, self._payload, len(columns), len(text))
-        self._flush()
+        self.flush()
         self._digest.update(head)
         self._write(self._digest.digest())
         end = self._at
@@ -170,6 +183,11 @@ class Appender:
         self._waiting = []
         os.ftruncate(self._fd, self.size)
 
+    @property
+    def gone(self) -> bool:
+        """Whether the file was deleted: what is appended to it nobody will find."""
+        return os.fstat(self._fd).st_nlink == 0
+
     def close(self) -> None:
         os.close(self._fd)
 
@@ -178,12 +196,7 @@ class Appender:
         self._waiting.append(piece)
         self._room += memoryview(piece).nbytes
         if self._room >= _CHUNK:
-            self._flush()
-
-    def _flush(self) -> None:
-        for piece in self._waiting:
-            self._write(piece)
-        self._waiting, self._room = [], 0
+            self.flush()
 
     def _write(self, piece: Buffer) -> None:
         view = memoryview(piece).cast("B")
@@ -217,22 +230,49 @@ def scan(path: str, *, verify: bool = True) -> tuple[list[Stored], list[str]]:
     found: list[Stored] = []
     problems: list[str] = []
     with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if not size:
-            return [], []
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            at, last = 0, None
-            while 0 <= at < size:
-                try:
-                    one = _read(path, data, at, last, verify)
-                except (CorruptError, FormatError) as error:
-                    if not problems or at > 0:
-                        problems.append(f"{os.path.basename(path)}, byte {at}: {error}")
-                    at = data.find(MAGIC, at + 1)
-                    continue
-                found.append(one)
-                last, at = one.frame, at + one.size
+        data = _Bytes(file.fileno())
+        at, last, lost = 0, None, False
+        while 0 <= at < data.size:
+            try:
+                one = _read(path, data, at, last, verify)
+            except (CorruptError, FormatError) as error:
+                if not lost:  # until the next whole frame it is all the same damage
+                    problems.append(f"{os.path.basename(path)}, byte {at}: {error}")
+                lost, at = True, data.find(MAGIC, at + 1)
+                continue
+            found.append(one)
+            last, at, lost = one.frame, at + one.size, False
     return found, problems
+
+
+class _Bytes:
+    """A file that may change while it is looked at. Read and not mapped: where it was cut off meanwhile, or the disk
+    fails, memory that is mapped would end the process."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self.size = fd, os.fstat(fd).st_size
+
+    def pieces(self, at: int, size: int) -> Iterator[bytes]:
+        end = at + size
+        while at < end:
+            found = os.pread(self._fd, min(_CHUNK, end - at), at)
+            if not found:
+                raise CorruptError(f"cut off at byte {at}")
+            yield found
+            at += len(found)
+
+    def get(self, at: int, size: int) -> bytes:
+        return b"".join(self.pieces(at, size))
+
+    def find(self, what: bytes, at: int) -> int:
+        """Where it is next; -1 if it is not there any more."""
+        tail = b""
+        while found := os.pread(self._fd, _CHUNK, at):
+            if (place := (tail + found).find(what)) >= 0:
+                return at - len(tail) + place
+            at += len(found)
+            tail = (tail + found)[-len(what) + 1 :]
+        return -1
 
 
 def values_of(stored: Stored, data: Buffer) -> bytes:
@@ -246,46 +286,62 @@ def values_of(stored: Stored, data: Buffer) -> bytes:
         raise CorruptError(f"the plain values of step {stored.frame.attempt.step} are damaged: {error}") from None
 
 
-def _read(path: str, data: mmap.mmap, at: int, last: Frame | None, verify: bool) -> Stored:
-    left = len(data) - at
+def _read(path: str, data: _Bytes, at: int, last: Frame | None, verify: bool) -> Stored:
+    left = data.size - at
     if left < _HEAD.size + _TAIL:
         raise CorruptError(f"{left} bytes are no frame")
-    magic, version, predictor, payload, columns, meta = _HEAD.unpack_from(data, at)
+    head = data.get(at, _HEAD.size)
+    magic, version, predictor, payload, columns, meta = _HEAD.unpack(head)
     if magic != MAGIC:
         raise CorruptError("no frame begins here")
     if version != VERSION or predictor != PREDICTOR:
-        raise FormatError(f"a frame of version {version}.{predictor}, and this is {VERSION}.{PREDICTOR}")
+        raise FormatError(
+            f"a frame of version {version}.{predictor}, and this reads {VERSION}.{PREDICTOR}: upgrade with `pip install"
+            " -U everystep`"
+        )
     size = _HEAD.size + meta + columns + payload + _TAIL
     if meta > MAX_META or columns > MAX_COLUMNS or size > left:
         raise CorruptError(f"a frame of {size} bytes is cut off after {left}")
     begin = at + _HEAD.size
-    with memoryview(data) as view:
-        with view[begin : at + size - _TAIL] as body, view[at:begin] as head:
-            digest = xxhash.xxh3_128(body if verify else b"")
-            digest.update(head)
-        claimed = bytes(view[at + size - _TAIL : at + size])
-        table = bytes(view[begin + payload : begin + payload + columns])
-        texts = bytes(view[begin + payload + columns : at + size - _TAIL])
-    if verify and digest.digest() != claimed:
+    if verify and not _matches(data, at, head, payload + columns + meta):
         raise CorruptError("a frame does not match its digest")
-    frame, values = _parse(texts, table, last)
+    table = data.get(begin + payload, columns)
+    frame, values = _parse(data.get(begin + payload + columns, meta), table, last)
     if int(frame.columns.stored.sum()) + values != payload:
         raise CorruptError("the pieces of a frame do not add up")
     return Stored(path, frame, at, size, (begin, payload), values)
 
 
+def matches(stored: Stored) -> bool:
+    """Whether a frame that was only listed is what its digest says. OSError if it cannot be read."""
+    with open(stored.path, "rb") as file:
+        data = _Bytes(file.fileno())
+        try:
+            return _matches(data, stored.offset, data.get(stored.offset, _HEAD.size), stored.size - _HEAD.size - _TAIL)
+        except CorruptError:
+            return False
+
+
+def _matches(data: _Bytes, at: int, head: bytes, size: int) -> bool:
+    digest = xxhash.xxh3_128()
+    for piece in data.pieces(at + _HEAD.size, size):
+        digest.update(piece)
+    digest.update(head)
+    return digest.digest() == data.get(at + _HEAD.size + size, _TAIL)
+
+
 def _parse(texts: bytes, table: bytes, last: Frame | None) -> tuple[Frame, int]:
     try:
         meta = json.loads(_unzip(texts, MAX_META))
-        if meta["layout"] is not None:
+        if last is not None and last.form == meta["form"]:
+            layout, recipes = last.layout, last.recipes
+        elif meta["layout"] is None:
+            raise CorruptError("the frame with its layout is missing")
+        else:
             layout = Layout.from_json(meta["layout"])
             recipes = _checked(layout, meta["recipes"])
-        elif last is not None:
-            layout, recipes = last.layout, last.recipes
-        else:
-            raise CorruptError("the frame with its layout is missing")
-        if layout.digest != meta["digest"]:
-            raise CorruptError("a frame of another layout than the one before it")
+            if _form(layout, recipes) != meta["form"]:
+                raise CorruptError("a frame of another layout than it says")
         coefficients = tuple(map(Coefficients.from_json, meta["coefficients"]))
         base = None if meta["base"] is None else Attempt.parse(meta["base"])
         frame = Frame(
@@ -294,25 +350,36 @@ def _parse(texts: bytes, table: bytes, last: Frame | None) -> tuple[Frame, int]:
             layout,
             recipes,
             coefficients,
-            _unpack_columns(table, len(layout.arrangement.blobs)),
-            float(meta["time"]),
+            _unpack_columns(table, sum(-(-size // BLOB) for size in layout.sizes)),
+            _number(meta["time"]),
             {None: None, True: True, False: False}[meta["finite"]],
-            float(meta["settled_s"]),
+            _number(meta["settled_s"]),
         )
         _check(frame)
         values = meta["values"]
         if type(values) is not int or not 0 <= values <= MAX_VALUES:
             raise CorruptError("plain values of an impossible size")
         return frame, values
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CorruptError(f"not a frame: {error!r}") from None
+
+
+def _form(layout: Layout, recipes: Sequence[Recipe]) -> str:
+    return file_digest(canonical([layout.digest, [one.to_json() for one in recipes]]))
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise CorruptError("a time that is none")
+    return float(value)
 
 
 def _checked(layout: Layout, rows: Any) -> tuple[Recipe, ...]:
     recipes = tuple(Recipe(*row) for row in rows)
     used: set[int] = set()
     for row in rows:
-        if not all(type(i) is int and 0 <= i < len(layout.tensors) for i in row[:4]) or type(row[4]) is not int:
+        numbers = zip(row, (0, 0, 0, -1), strict=False)
+        if not all(type(i) is int and low <= i < len(layout.tensors) for i, low in numbers) or type(row[4]) is not int:
             raise CorruptError("a recipe of tensors that are not there")
         tensors = [layout.tensors[i] for i in row[:3]]
         alike = {t.dtype for t in tensors} == {"F32"} and len({t.nbytes for t in tensors}) == 1
@@ -326,10 +393,13 @@ def _check(frame: Frame) -> None:
     """That redoing it cannot go beyond what is there."""
     blobs, c = frame.layout.arrangement.blobs, frame.columns
     lengths = np.array([blob.length for blob in blobs], np.int64)
+    tensors = np.array([blob.tensor for blob in blobs], np.int64)
+    foreseen = [i for one in frame.recipes for i in (one.square, one.weight)]
     problems = (
         (c.form > DERIVED).any(),
         (c.row >= len(frame.coefficients)).any() or ((c.form == PREDICTED) & (c.row < 0)).any(),
-        (c.stored > lengths + 64).any() or (c.stored[(c.form == SAME) | (c.form == DERIVED)] != 0).any(),
+        not np.isin(tensors[c.form == PREDICTED], foreseen).all(),
+        (c.stored > lengths).any() or (c.stored[(c.form == SAME) | (c.form == DERIVED)] != 0).any(),
         (c.stored[c.form == RAW] != lengths[c.form == RAW]).any(),
         ((c.form == DERIVED) & ((c.master < 0) | (c.master >= len(blobs)))).any(),
         frame.base is None and np.isin(c.form, (DELTA, PREDICTED, SAME)).any(),
@@ -344,10 +414,10 @@ def _pack_columns(columns: Columns) -> bytes:
 
 
 def _unpack_columns(table: bytes, count: int) -> Columns:
-    raw = _unzip(table, MAX_COLUMNS)
     sizes = [np.dtype(dtype).itemsize for _, dtype in _COLUMNS]
-    if len(raw) != count * (sum(sizes) + DIGEST_SIZE):
-        raise CorruptError(f"a frame of {len(raw)} bytes of columns for {count} blobs")
+    wanted = count * (sum(sizes) + DIGEST_SIZE)
+    if wanted > MAX_COLUMNS or len(raw := _unzip(table, wanted)) != wanted:
+        raise CorruptError(f"a frame whose columns are not those of {count} blobs")
     found, at = dict[str, I64](), 0
     for (name, dtype), size in zip(_COLUMNS, sizes, strict=True):
         found[name] = np.frombuffer(raw, dtype, count, at).astype(np.int64)
@@ -363,11 +433,6 @@ def _unzip(data: bytes, most: int) -> bytes:
         return zstandard.ZstdDecompressor().decompress(data)
     except zstandard.ZstdError as error:
         raise CorruptError(f"a part of a frame does not decompress: {error}") from None
-
-
-def chain(frames: Sequence[Stored]) -> dict[Attempt, Stored]:
-    """By attempt; what was written twice is the same."""
-    return {one.frame.attempt: one for one in frames}
 
 
 def back(frames: dict[Attempt, Stored], newest: Attempt) -> Iterator[Stored]:

@@ -107,6 +107,7 @@ class Guardian:
         self.on_alert: Callable[[Message], None] = lambda note: None  # what the writer sees of us, or hears
         self.on_cadence: Callable[[Message], None] = lambda note: None  # another one would cost less
         self.on_new_writer: Callable[[WriterClient], None] = lambda client: None  # it knows nothing that others told
+        self.on_no_writer: Callable[[CheckpointError], None] = lambda error: None  # there will be none any more
         self.also_in_use: Callable[[], set[bytes]] = set  # arenas that somebody else has something read from
         self._guarded: list[bool] | None = None
         self._arming: tuple[Message, tuple[int, ...]] | None = None
@@ -450,6 +451,7 @@ class Guardian:
             self._release(write)
             write.done(self.failure)
         self._writes.clear()
+        self.on_no_writer(self.failure)
 
     def holds(self, arena: Arena) -> bool:
         """Whether our writer has this arena; it does not have that of another job that still lives."""
@@ -634,6 +636,12 @@ class Guardian:
         """From some step on all ranks save by another cadence."""
         self._decision = decision
         self.client.send("cadence", decision=decision)
+
+    @contextlib.contextmanager
+    def one_writer(self) -> Iterator[None]:
+        """Inside, no other one takes over."""
+        with self._lock:
+            yield
 
     def tell(self, op: str, **fields: Any) -> None:
         """Something that needs no answer."""

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
 from ckpt import commit, events, promote
@@ -805,9 +805,10 @@ class Persister:
         finally:
             self._late -= 1
 
-    async def check_owner(self) -> None:
-        """FencedError once another job has taken the run over: nobody will come for this memory then."""
-        for tier in (tier for tier in self.tiers if tier.opened):
+    async def check_owner(self, tiers: Iterable[Place] | None = None) -> None:
+        """FencedError once another job has taken the run over: nobody will come for this memory then. `tiers`: where to
+        look, by default everywhere."""
+        for tier in (tier for tier in tiers or self.tiers if tier.opened):
             with contextlib.suppress(StoreError):
                 await tier.log.refresh()
                 self._succeed(tier.log)

@@ -29,12 +29,15 @@ from ckpt.errors import CorruptError
 VERSION = 1
 PIECE = 1 << 15  # numbers at a time, so that what is in between stays in a core's own cache
 
+_LARGEST = float(np.finfo(np.float32).max)
+
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What one parameter group told its last step. `decoupled`: whether weight decay acts on the weights themselves."""
+    """What one parameter group told its last step. `decoupled`: whether weight decay acts on the weights themselves;
+    `step`: which step that was, for parameters whose own count another rank stages; None: not known."""
 
     lr: float
     beta1: float
@@ -42,6 +45,7 @@ class Settings:
     eps: float
     weight_decay: float
     decoupled: bool
+    step: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +69,10 @@ class Coefficients:
             alpha = -s.lr / (1 - s.beta1**step)
             root = math.sqrt(1 - s.beta2**step)
             rows = (1 / (1 - s.beta1), s.beta2, 1 - s.beta2, decay, alpha, root, s.eps)
+            with np.errstate(all="ignore"):
+                found = tuple(float(np.float32(one)) for one in rows)
         except (ArithmeticError, ValueError, TypeError):
             return None
-        with np.errstate(all="ignore"):
-            found = tuple(float(np.float32(one)) for one in rows)
         return cls(*found) if all(map(math.isfinite, found)) and found[5] > 0 else None
 
     def to_json(self) -> list[float]:
@@ -77,7 +81,7 @@ class Coefficients:
     @classmethod
     def from_json(cls, row: object) -> Coefficients:
         right = isinstance(row, list) and len(row) == 7 and all(type(one) in (int, float) for one in row)
-        if not right or not all(math.isfinite(one) and abs(one) < 3.5e38 for one in row):  # type: ignore[attr-defined]
+        if not right or not all(-_LARGEST <= one <= _LARGEST for one in row):  # type: ignore[attr-defined]
             raise CorruptError("impossible coefficients of a prediction")
         return cls(*map(float, row))  # type: ignore[call-overload]
 

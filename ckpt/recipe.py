@@ -7,7 +7,7 @@ Anything else has no recipe, and is stored as the difference to the step before.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch.optim import Adam, AdamW
 from ckpt.frame import Recipe
 from ckpt.plan import Layout, TensorSpec
 from ckpt.predict import Settings
+from ckpt.sharding import local
+from ckpt.tensors import memory_of
 from ckpt.values import Path, show
 
 KNOWN = (Adam, AdamW)  # not what is derived from them: it may step in its own way
@@ -26,11 +28,13 @@ Stepping = tuple[Path, torch.optim.Optimizer, dict[int, str]]
 """An optimizer: its path in the state, and what its parameters are called, by id."""
 
 
-def find_recipes(layout: Layout, optimizers: Iterable[Stepping]) -> list[Recipe]:
-    """The groups of all optimizers are counted in turn."""
+def find_recipes(layout: Layout, tensors: Sequence[torch.Tensor], optimizers: Iterable[Stepping]) -> list[Recipe]:
+    """`tensors`: those of the layout, live. The groups of all optimizers are counted in turn."""
     numbers: dict[str, list[int]] = {}
-    for number, tensor in enumerate(layout.tensors):
-        numbers.setdefault(tensor.name, []).append(number)
+    for number, spec in enumerate(layout.tensors):
+        numbers.setdefault(spec.name, []).append(number)
+    # A master that needs no gradient has a name of its own in the state, and the optimizer does not know it.
+    places = {memory_of(tensor): number for number, tensor in enumerate(tensors) if tensor.nbytes}
     found: list[Recipe] = []
     used: set[int] = set()
     group = 0
@@ -40,9 +44,12 @@ def find_recipes(layout: Layout, optimizers: Iterable[Stepping]) -> list[Recipe]
                 name = called[id(param)]
                 keys = [name, *(show((*path, "state", name, key)) for key in ("exp_avg", "exp_avg_sq", "step"))]
                 pieces = [numbers.get(layout.aliases.get(key, key), []) for key in keys]
+                if not pieces[0] and (place := places.get(memory_of(local(param)))) is not None:
+                    pieces[0] = [place]
                 for recipe in _matched(layout, pieces, group):
-                    if not used & {recipe.weight, recipe.mean, recipe.square}:
-                        used |= {recipe.weight, recipe.mean, recipe.square}
+                    own = {recipe.weight, recipe.mean, recipe.square}
+                    if len(own) == 3 and not used & own:
+                        used |= own
                         found.append(recipe)
             group += 1
     return found
@@ -51,7 +58,7 @@ def find_recipes(layout: Layout, optimizers: Iterable[Stepping]) -> list[Recipe]
 def _matched(layout: Layout, pieces: list[list[int]], group: int) -> list[Recipe]:
     """This rank's pieces of the weight, with those of its state that lie in the same place."""
     weights, means, squares, steps = pieces
-    if len(steps) != 1:
+    if len(steps) > 1:
         return []
 
     def by_place(numbers: list[int]) -> dict[object, int]:
@@ -59,7 +66,7 @@ def _matched(layout: Layout, pieces: list[list[int]], group: int) -> list[Recipe
 
     mean, square = by_place(means), by_place(squares)
     return [
-        Recipe(i, mean[place], square[place], steps[0], group)
+        Recipe(i, mean[place], square[place], steps[0] if steps else -1, group)
         for place, i in by_place(weights).items()
         if place in mean and place in square and layout.tensors[i].nbytes
     ]
@@ -84,9 +91,20 @@ class Watch:
         """Of all groups of these, in turn, as `Settings` for the writer; None: not known."""
         found: list[list[Any] | None] = []
         for optimizer in optimizers:
-            seen = self._seen.get(id(optimizer), [])
-            found += [*seen, *[None] * len(optimizer.param_groups)][: len(optimizer.param_groups)]
+            groups, seen = optimizer.param_groups, self._seen.get(id(optimizer), [])
+            rows = [*seen, *[None] * len(groups)][: len(groups)]
+            found += [row and [*row[:-1], _step(optimizer, group)] for row, group in zip(rows, groups, strict=True)]
         return found
+
+
+def _step(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float | None:
+    """How often a group has stepped, going by the first of its parameters; None if only a device knows."""
+    for param in group["params"]:
+        count = optimizer.state.get(param, {}).get("step")
+        if count is not None:
+            there = not isinstance(count, torch.Tensor) or (count.device.type == "cpu" and count.numel() == 1)
+            return float(count) if there else None
+    return None
 
 
 def _settings(group: dict[str, Any], optimizer: object) -> list[Any] | None:
@@ -97,4 +115,4 @@ def _settings(group: dict[str, Any], optimizer: object) -> list[Any] | None:
     decoupled = bool(group.get("decoupled_weight_decay", isinstance(optimizer, AdamW)))
     decay = float(group["weight_decay"])
     found = astuple(Settings(float(rate), float(betas[0]), float(betas[1]), float(group["eps"]), decay, decoupled))
-    return list(found) if all(map(math.isfinite, found)) else None
+    return list(found) if all(map(math.isfinite, found[:-1])) else None

@@ -2,16 +2,17 @@
 
     scan the files -> chains -> (ranks agree on a step) -> load the base -> redo frame by frame -> a snapshot in memory
 
-    scan the files -> chains -> (ranks agree on a step) -> load the base -> redo frame by frame -> snapshots in memory
-memory: any number of ranks can restore it. Every step's digests are compared; the first that does not match ends it.
+What comes of it is like any snapshot in memory: any number of ranks can restore it. Every step's digests are compared;
+the first that does not match ends it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,13 +21,13 @@ from ckpt import codec, mend, predict, read
 from ckpt.arena import SEALED, Arena, Label
 from ckpt.commit import load_part
 from ckpt.digest import blob_digest
-from ckpt.errors import CorruptError, NotFoundError, StoreError
+from ckpt.errors import CheckpointError, CorruptError, FormatError, NotFoundError, StoreError
 from ckpt.events import log as logger
-from ckpt.frame import DELTA, DERIVED, PREDICTED, RAW, SAME, Stored, back, scan, units, values_of
-from ckpt.log import Commit, RunLog, in_history
+from ckpt.frame import DELTA, DERIVED, PREDICTED, RAW, SAME, Stored, back, matches, scan, units, values_of
+from ckpt.log import Acquire, Commit, RunLog, in_history
 from ckpt.manifest import REDO, Attempt, parse_redo
 from ckpt.plan import Layout
-from ckpt.redo_log import foresee
+from ckpt.redo_log import TAKEN_BACK, foresee
 from ckpt.sources import MemorySource, Snapshot
 from ckpt.values import Json
 
@@ -40,7 +41,7 @@ Frames = dict[int, dict[Attempt, Stored]]
 @dataclass(frozen=True)
 class Chain:
     """How one rank gets to a step. `commit`: the checkpoint that it begins with; None if the first frame stands alone.
-    `steps`: to be redone, in order; none if the checkpoint is that step."""
+    `frames`: to be redone, in their order."""
 
     rank: int
     commit: Commit | None
@@ -62,6 +63,7 @@ class Logs:
 
     url: str
     frames: Frames = field(default_factory=dict)
+    taken_back: set[Attempt] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
 
     def chains(self, rank: int, newest: Attempt, commits: dict[Attempt, Commit]) -> list[Chain]:
@@ -80,17 +82,65 @@ class Logs:
                 found.append(Chain(rank, commits[base], tuple(reversed(trail))))
         return found
 
-    def reach(self, commits: dict[Attempt, Commit], step: int | None = None) -> dict[Attempt, tuple[int, list[int]]]:
-        """By attempt: how many ranks saved, and which of them can be brought there from here. The newest of each rank,
-        or those of a step."""
+    def reach(
+        self, commits: dict[Attempt, Commit], acquires: Iterable[Acquire] = (), step: int | None = None
+    ) -> dict[Attempt, tuple[int, list[int]]]:
+        """By attempt: how many ranks saved, and which of them can be brought there from here. The newest of each rank
+        in the history that `acquires` tells, or those of a step."""
         found: dict[Attempt, tuple[int, list[int]]] = {}
         for rank, frames in self.frames.items():
-            wanted = [a for a in frames if step is None or a.step == step]
-            for attempt in sorted(wanted, reverse=True)[:NEWEST]:
-                if self.chains(rank, attempt, commits):
-                    world = frames[attempt].frame.layout.world
-                    found.setdefault(attempt, (world, []))[1].append(rank)
+            there = [attempt for attempt in _reachable(frames, commits) if attempt not in self.taken_back]
+            if step is None:
+                there = in_history(acquires, [a for a in there if frames[a].frame.finite is not False])[:NEWEST]
+            for attempt in there:
+                if step in (None, attempt.step):
+                    found.setdefault(attempt, (frames[attempt].frame.layout.world, []))[1].append(rank)
         return found
+
+    def verify(
+        self, commits: dict[Attempt, Commit], acquires: Collection[Acquire] = (), step: int | None = None
+    ) -> None:
+        """Compare with their digests the frames that a restore would read, and forget those that do not match: only
+        these, since logs may be large and most of them lies before the last checkpoint."""
+        sound: set[tuple[int, Attempt]] = set()
+        while True:
+            newest: dict[int, Attempt] = {}
+            for attempt, (_, ranks) in self.reach(commits, acquires, step).items():
+                for rank in ranks:
+                    newest[rank] = max(attempt, newest.get(rank, attempt))
+            wanted = [
+                (rank, one)
+                for rank, attempt in newest.items()
+                for one in self.chains(rank, attempt, commits)[0].frames
+                if (rank, one.frame.attempt) not in sound
+            ]
+            if not wanted:
+                return
+            for rank, one in wanted:
+                if _sound(one):
+                    sound.add((rank, one.frame.attempt))
+                else:
+                    del self.frames[rank][one.frame.attempt]
+                    where = f"{os.path.basename(one.path)}, byte {one.offset}"
+                    self.problems.append(f"{where}: step {one.frame.attempt.step} does not match its digest")
+                    break
+
+
+def _sound(one: Stored) -> bool:
+    try:
+        return matches(one)
+    except OSError:
+        return False
+
+
+def _reachable(frames: dict[Attempt, Stored], commits: dict[Attempt, Commit]) -> set[Attempt]:
+    """Those of one rank that have a chain."""
+    found: set[Attempt] = set()
+    for attempt in sorted(frames):
+        base = frames[attempt].frame.base
+        if base is None or base in commits or base in found:
+            found.add(attempt)
+    return found
 
 
 def look(url: str, *, verify: bool = True) -> Logs:
@@ -100,7 +150,10 @@ def look(url: str, *, verify: bool = True) -> Logs:
     folder = os.path.join(url.removeprefix("file://"), REDO)
     if not url.startswith("file://") or not os.path.isdir(folder):
         return found
-    paths = sorted((parsed, os.path.join(folder, name)) for name in os.listdir(folder) if (parsed := parse_redo(name)))
+    names = os.listdir(folder)
+    voids = [parse_redo(name.removesuffix(TAKEN_BACK)) for name in names if name.endswith(TAKEN_BACK)]
+    found.taken_back = {void[0] for void in voids if void is not None}
+    paths = sorted((parsed, os.path.join(folder, name)) for name in names if (parsed := parse_redo(name)))
     for (_, rank), path in paths:
         try:
             frames, problems = scan(path, verify=verify)
@@ -149,11 +202,11 @@ class RedoSource(MemorySource):
                 self._here[rank] = snapshot
 
     def _rank(self, rank: int) -> Snapshot:
-        failure: CorruptError | StoreError | None = None
+        failure: CheckpointError | None = None
         for chain in self._logs.chains(rank, self.attempt, self._commits):
             try:
                 found = redo(self._logs.url, chain, self._initializer)
-            except (CorruptError, StoreError) as error:
+            except (CorruptError, FormatError, StoreError) as error:
                 logger.warning("redo log of rank %d in %s, from step %d: %s", rank, self.tier, chain.base, error)
                 failure = failure or error
                 continue
@@ -171,7 +224,7 @@ class RedoSource(MemorySource):
 
 def redo(url: str, chain: Chain, initializer: Callable[[], None] = lambda: None) -> Snapshot:
     """The snapshot of one rank at the end of a chain, in an arena of its own. CorruptError at the first step whose
-    digests do not match; `initializer`: called in each thread that computes."""
+    digests do not match, StoreError if something cannot be read; `initializer`: called in each thread that computes."""
     last = chain.frames[-1]
     layout = last.frame.layout
     if any(one.frame.layout.digest != layout.digest for one in chain.frames):
@@ -182,8 +235,6 @@ def redo(url: str, chain: Chain, initializer: Callable[[], None] = lambda: None)
     try:
         data = arena.data(0, size)
         with ThreadPoolExecutor(THREADS, "ckpt-redo", initializer) as pool:
-            if not all(pool.map(lambda _: predict.is_exact(), range(THREADS))):
-                raise CorruptError("this thread flushes denormals to zero, and predictions were made with them")
             if chain.commit is not None:
                 _load(url, chain.commit, layout, data)
             for one in chain.frames:
@@ -202,14 +253,24 @@ def redo(url: str, chain: Chain, initializer: Callable[[], None] = lambda: None)
 
 def _values(stored: Stored) -> bytes:
     begin, size = stored.payload
-    with open(stored.path, "rb") as file:
-        found = values_of(stored, os.pread(file.fileno(), stored.values, begin + size - stored.values))
+    with _opened(stored.path) as fd:
+        found = values_of(stored, os.pread(fd, stored.values, begin + size - stored.values))
     try:
         if not isinstance(json.loads(found), list):
             raise CorruptError("plain values that are none")
     except (ValueError, RecursionError):
         raise CorruptError("the plain values of a frame are damaged") from None
     return found
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[int]:
+    """StoreError for whatever goes wrong in reading it: it may have been deleted meanwhile."""
+    try:
+        with open(path, "rb") as file:
+            yield file.fileno()
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _load(url: str, commit: Commit, layout: Layout, data: memoryview) -> None:
@@ -250,8 +311,7 @@ class _Redo:
         sizes = self.frame.columns.stored[order]
         begin, _ = self.stored.payload
         places = dict(zip(order, (begin + np.cumsum(sizes) - sizes).tolist(), strict=True))
-        with open(self.stored.path, "rb") as file:
-            fd = file.fileno()
+        with _opened(self.stored.path) as fd:
 
             def fetch(blob: int) -> bytes:
                 return os.pread(fd, int(self.frame.columns.stored[blob]), places[blob])
@@ -269,6 +329,8 @@ class _Redo:
         columns = self.frame.columns
         predicted = [blob for blob in unit[1:3] if columns.form[blob] == PREDICTED] if len(unit) > 1 else []
         old = {blob: bytes(self._at(blob)) for blob in unit[:3]} if predicted else {}
+        if predicted and not predict.is_exact():
+            raise CorruptError("this thread flushes denormals to zero, and predictions were made with them")
         for blob in unit[:3]:
             form = int(columns.form[blob])
             if form in (SAME, DERIVED):
@@ -322,7 +384,7 @@ class Redoable:
 def redoable(url: str, log: RunLog) -> list[Redoable]:
     """For those who look: the steps of the present history that are no checkpoints here, in their order."""
     logs, known = look(url, verify=False), {**log.state.held, **log.state.commits}
-    attempts = {attempt for frames in logs.frames.values() for attempt in frames} - log.state.aborted
+    attempts = {attempt for frames in logs.frames.values() for attempt in frames} - logs.taken_back
     newest = max((commit.attempt for commit in log.state.lineage()), default=None)
     found: list[Redoable] = []
     for attempt in sorted(in_history(log.state.acquires, attempts)):

@@ -18,11 +18,10 @@ from ckpt.guardian import Guardian
 from ckpt.handle import Save
 from ckpt.link import Message
 from ckpt.manifest import Attempt
-from ckpt.plan import Layout
 from ckpt.recipe import Watch, find_recipes
-from ckpt.redo_log import WORTH
+from ckpt.redo_log import WORTH, take_back
 from ckpt.stage import Stager
-from ckpt.state import Capture
+from ckpt.state import Capture, Reading
 from ckpt.statement import decimal, duration
 from ckpt.subscribe import publish
 
@@ -61,7 +60,9 @@ class RedoClient:
         self._previous: dict[int, tuple[bytes, int]] = {}  # by tier: the slot that the next step is taken against
         self._recipes: Message | None = None
         self._replies = 0
+        self._failing: set[int] = set()  # tiers whose last step is missing in the log, which was said
         guardian.on_new_writer = self._on_new_writer
+        guardian.on_no_writer = self._on_no_writer
         guardian.also_in_use = self._in_use
 
     @property
@@ -76,11 +77,12 @@ class RedoClient:
         """What optimizers were told at their last steps; to be asked for within step()."""
         return self.watch.told([optimizer for _, optimizer, _ in self._capture.stepping])
 
-    def prepare(self, layout: Layout) -> None:
+    def prepare(self, reading: Reading) -> None:
         """Before a step of this layout is logged."""
+        layout = reading.layout
         if self._recipes is not None and self._recipes["layout"] == layout.digest:
             return
-        recipes = find_recipes(layout, self._capture.stepping)
+        recipes = find_recipes(layout, reading.tensors, self._capture.stepping)
         with self._lock:
             self._recipes = {"layout": layout.digest, "recipes": [one.to_json() for one in recipes]}
             self._guardian.tell("recipes", **self._recipes)
@@ -89,15 +91,24 @@ class RedoClient:
         """A step was sealed."""
         for tier, url in self._tiers.items():
             one = _Logging(save, attempt, *place, tier, url, settings)
-            with self._lock:
+            with self._guardian.one_writer(), self._lock:  # else the next one gets it twice, or out of turn
                 self._stager.pin(*place)
                 self._pending.append(one)
                 self._send(one)
 
+    def take_back(self, attempt: Attempt, rank: int) -> None:
+        """A step that was logged, or is about to be, is not of one moment: nobody shall go back to it."""
+        for url in self.urls:
+            try:
+                take_back(url.removeprefix("file://"), attempt, rank)
+            except CheckpointError as error:
+                logger.warning("%s", error)
+
     def reset(self) -> None:
         """The training goes on somewhere else: the next step stands alone."""
         with self._lock:
-            self._let_go()
+            if not self._pending:  # else the slot of the step before is still looked at
+                self._let_go()
             self._guardian.tell("redo_forget")
 
     # -- between the processes --
@@ -131,24 +142,35 @@ class RedoClient:
             if before is not None:
                 self._stager.unpin(*before)
             self._previous[one.tier] = (one.arena.id, one.slot)
+            again = one.tier in self._failing
+            self._failing.discard(one.tier)
             reply = future.result()[0]
+        if again:
+            logger.warning("the redo log of %s goes on with step %d", one.url, one.save.step)
         one.save.set_logged(one.url)
         facts = {"nbytes": reply["raw"], "stored": reply["stored"], "seconds": reply["seconds"]}
         publish("logged", one.save.step, tier=one.url, **facts)
         self._say(one, reply)
 
     def _fail(self, one: _Logging, error: CheckpointError) -> None:
-        """The step is missing in the log; the next one stands alone."""
+        """The step is missing in the log; the next one stands alone. Of several in a row the first is told to those who
+        do not ask, as a full disk lasts for many."""
         self._pending.remove(one)
         self._stager.unpin(one.arena.id, one.slot)
         before = self._previous.pop(one.tier, None)
         if before is not None:
             self._stager.unpin(*before)
+        if one.save.spoilt is not None:  # it was taken back: that has been said
+            one.save.set_logged(one.url, one.save.spoilt)
+            return
         if not isinstance(error, FencedError):
             error = SaveError(
                 f"step {one.save.step} is not in the redo log of {one.url}: {error}. It is still in memory"
             )
-        self._on_error(error, one.save)
+        if one.tier not in self._failing or isinstance(error, FencedError):
+            self._failing.add(one.tier)
+            self._on_error(error, one.save)
+        publish("failed", one.save.step, tier=one.url, error=str(error))
         one.save.set_logged(one.url, error)
 
     def _on_new_writer(self, client: WriterClient) -> None:
@@ -158,6 +180,12 @@ class RedoClient:
                 client.send("recipes", **self._recipes)
             for one in list(self._pending):
                 self._send(one)
+
+    def _on_no_writer(self, error: CheckpointError) -> None:
+        with self._lock:
+            self._let_go()
+            for one in list(self._pending):
+                self._fail(one, error)
 
     def _let_go(self) -> None:
         for arena, slot in self._previous.values():

@@ -17,11 +17,13 @@ from ckpt.places import Place
 from ckpt.predict import Settings
 from ckpt.redo_log import Appended, Sealed, StepLog
 
+LOOK = 32  # steps, after which it is looked whether another job has taken the run over
+
 
 @dataclass
 class _Kept:
     log: StepLog
-    adoptions: int
+    course: tuple[int, int] = (-1, -1)  # of the training whose step was logged last
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -32,7 +34,7 @@ class RedoKeeper:
         self._holdings, self._persister = holdings, persister
         self._logs: dict[str, _Kept] = {}
         self._recipes: dict[str, list[Recipe]] = {}  # by layout
-        self._busy = 0
+        self._returns = 0  # how often a trainer went back
 
     def learn(self, message: Message) -> None:
         """What optimizers do with the tensors of a layout."""
@@ -41,9 +43,9 @@ class RedoKeeper:
             del self._recipes[old]
 
     def forget(self) -> None:
-        """The trainer has gone back: the next step has nothing to do with the last one."""
-        for kept in self._logs.values():
-            kept.log.forget()
+        """The trainer has gone back: the next step that it sends has nothing to do with the last one, which may be on
+        its way into a log just now."""
+        self._returns += 1
 
     async def append(self, message: Message) -> Message:
         """Log a sealed slot in one place; replies when it is durable there."""
@@ -55,20 +57,18 @@ class RedoKeeper:
             raise SaveError(f"slot {slot} does not hold {attempt} any more")
         layout = self._holdings.layouts[label.layout]
         kept = self._kept(tier, layout.rank, layout.world)
-        sealed = Sealed(arena, slot, label, layout)
+        sealed, course = Sealed(arena, slot, label, layout), (self._persister.adoptions, self._returns)
         recipes = self._recipes.get(label.layout, [])
-        self._busy += 1
-        try:
-            with self._persister.reading(arena, slot):
-                async with kept.turn:
-                    if kept.adoptions != self._persister.adoptions:  # another trainer: nothing is held for this log
-                        kept.adoptions = self._persister.adoptions
-                        kept.log.forget()
-                    await tier.prepare()
-                    committed = {**tier.log.state.held, **tier.log.state.commits}.keys() | set()
-                    found = await asyncio.to_thread(self._append, kept.log, sealed, recipes, settings, committed)
-        finally:
-            self._busy -= 1
+        with self._persister.reading(arena, slot):
+            async with kept.turn:
+                if kept.course != course:  # nobody holds the slot of the step before for this one
+                    kept.course = course
+                    kept.log.forget()
+                await tier.prepare()
+                if kept.log.frames % LOOK == 0:  # else one would go on until the next checkpoint fails
+                    await self._persister.check_owner([tier])
+                committed = {**tier.log.state.held, **tier.log.state.commits}.keys() | set()
+                found = await asyncio.to_thread(self._append, kept.log, sealed, recipes, settings, committed)
         return {"raw": found.raw, "stored": found.stored, "known": found.known, "predicted": found.predicted,
                 "base": found.base, "seconds": found.seconds}  # fmt: skip
 
@@ -89,6 +89,8 @@ class RedoKeeper:
     def _kept(self, tier: Place, rank: int, world: int) -> _Kept:
         found = self._logs.get(tier.url)
         if found is None or (found.log.rank, found.log.world) != (rank, world):
+            if found is not None and not found.turn.locked():  # of another number of ranks
+                found.log.close()
             root = tier.url.removeprefix("file://")
             log = StepLog(
                 root,
@@ -98,15 +100,11 @@ class RedoKeeper:
                 threads=tier.encoder.threads,
                 pace=tier.encoder.pace,
             )
-            found = self._logs[tier.url] = _Kept(log, self._persister.adoptions)
+            found = self._logs[tier.url] = _Kept(log)
         return found
-
-    async def finish(self) -> None:
-        """What was begun is finished."""
-        while self._busy:
-            await asyncio.sleep(0.01)
 
 
 def _settings(row: list[Any]) -> Settings:
-    lr, beta1, beta2, eps, weight_decay, decoupled = row
-    return Settings(float(lr), float(beta1), float(beta2), float(eps), float(weight_decay), bool(decoupled))
+    *numbers, decoupled, step = row
+    lr, beta1, beta2, eps, weight_decay = map(float, numbers)
+    return Settings(lr, beta1, beta2, eps, weight_decay, bool(decoupled), None if step is None else float(step))

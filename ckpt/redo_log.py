@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import struct
 import time
@@ -25,10 +26,11 @@ import numpy as np
 from ckpt import codec, predict
 from ckpt.arena import Arena, Label
 from ckpt.digest import DIGEST_SIZE, blob_digest
-from ckpt.errors import FullError, SaveError, StoreError
+from ckpt.errors import CorruptError, FullError, SaveError, StoreError
 from ckpt.frame import (
     DELTA,
     DERIVED,
+    MAGIC,
     PREDICTED,
     RAW,
     SAME,
@@ -37,6 +39,7 @@ from ckpt.frame import (
     Columns,
     Frame,
     Recipe,
+    scan,
     units,
 )
 from ckpt.increment import find_masters, kind_of
@@ -44,8 +47,10 @@ from ckpt.manifest import REDO, Attempt, parse_redo, redo_name
 from ckpt.plan import Layout
 from ckpt.predict import Coefficients, Settings
 
+TAKEN_BACK = ".void"  # behind the name that a log beginning with that step would have
 SMALL = 4096  # bytes; a smaller blob that has changed is stored as it is
 POOR = 0.6  # of the plain size, from which on a prediction is not worth its time
+NEAR = 6  # steps that logs of ranks may be apart: their steps wait for each other, and slots for the log
 SHY = 64  # frames at most, for which a parameter that could not be predicted is not tried again
 SELF_CHECK = 16  # one of so many predicted units is decoded again, and all of the first such frame
 READ_A_SECOND = 1e9  # bytes of a checkpoint, until they are read
@@ -53,10 +58,39 @@ DECODED_A_SECOND = 500e6  # bytes by one thread, until it has been measured
 WORTH = 0.9  # of the raw bytes, from which on a redo log saves next to nothing
 
 
+def _parsed(name: str) -> tuple[Attempt, int]:
+    return parse_redo(name) or (Attempt(0, 0, ""), -1)
+
+
+def _at(attempt: Attempt) -> tuple[int, int]:
+    return attempt.epoch, attempt.step
+
+
 def holds_logs(url: str) -> bool:
-    """Whether a place has any redo log."""
+    """Whether a place has any redo log with a frame in it, sound or not. One whose first frame was never complete holds
+    nothing that anybody was told of."""
     folder = os.path.join(url.removeprefix("file://"), REDO)
-    return url.startswith("file://") and os.path.isdir(folder) and any(map(parse_redo, os.listdir(folder)))
+    if not url.startswith("file://") or not os.path.isdir(folder):
+        return False
+    return any(_has_frames(os.path.join(folder, name)) for name in os.listdir(folder) if parse_redo(name))
+
+
+def _has_frames(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(MAGIC)) == MAGIC or bool(scan(path, verify=False)[0])
+    except OSError:
+        return True  # whatever it is, it is not for a training that begins anew to pass over
+
+
+def take_back(root: str, attempt: Attempt, rank: int) -> None:
+    """This step mixes two moments, as was found out later: nobody shall go back to it. Others may be redone by way of
+    it, since they were taken against its bytes, whatever these are."""
+    folder = os.path.join(root, REDO)
+    with _errors(folder):
+        os.makedirs(folder, exist_ok=True)
+        with open(os.path.join(folder, f"{redo_name(attempt, rank)}{TAKEN_BACK}"), "wb"):
+            _sync(folder)
 
 
 @dataclass(frozen=True)
@@ -78,8 +112,15 @@ class Sealed:
         return self.arena.data(self.slot, self.label.data_size)
 
     def check(self) -> None:
-        if self.arena.label(self.slot) != self.label:
+        if not self.whole:
             raise SaveError(f"step {self.attempt.step} was overwritten in memory while it was logged")
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is still there."""
+        with contextlib.suppress(CorruptError):
+            return self.arena.label(self.slot) == self.label
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +134,6 @@ class Appended:
     predicted: int
     base: int | None
     seconds: float
-
-
-@dataclass
-class _File:
-    appender: Appender
-    newest: Attempt
 
 
 @dataclass
@@ -129,12 +164,12 @@ class StepLog:
         self.folder = os.path.join(root, REDO)
         self.rank, self.world, self.max_restore_s, self.threads, self.pace = rank, world, max_restore_s, threads, pace
         self.frames = 0
-        self._file: _File | None = None
-        self._old: list[_File] = []
+        self._file: Appender | None = None
         self._logged: dict[Attempt, float] = {}  # since the last frame that stands alone: seconds to redo each
         self._last: _Last | None = None
         self._recent: list[Attempt] = []  # logged since the last of them that became a checkpoint
-        self._checkpoints: deque[Attempt] = deque(maxlen=2)  # the last two of these
+        self._checkpoints = 0
+        self._begins: deque[tuple[int, int]] = deque(maxlen=2)  # epoch and step, where restores may begin
         self._decoded_a_second = DECODED_A_SECOND
         self._shy: dict[tuple[str, int], tuple[int, int]] = {}  # by layout and recipe: until which frame, how long next
 
@@ -156,22 +191,32 @@ class StepLog:
         try:
             with _errors(self.folder):
                 self._turn(committed)
+                if self._file is not None and self._file.gone:
+                    self.close()
+                    self.forget()
                 work = _Work(self, sealed, tuple(recipes), settings, self._base(sealed))
+                if work.base is None:
+                    self.close()
                 file = self._open(sealed.attempt)
                 try:
-                    stored = work.run(file.appender)
+                    stored = work.run(file)
                 except BaseException:
-                    file.appender.abandon()
+                    file.abandon()
                     raise
         except BaseException:
             self._last = None
             raise
-        file.newest = sealed.attempt
         self.frames += 1
         if work.base is None:
             self._logged = {}
+            epoch, step = sealed.attempt.epoch, sealed.attempt.step
+            near = NEAR if self.world > 1 else 1
+            later = not self._begins or (epoch, step) >= (self._begins[-1][0], self._begins[-1][1] + near)
+            if later and sealed.label.finite is not False:  # to one that has gone wrong no restore goes by itself
+                self._begin_at(epoch, step)
         self._logged[sealed.attempt] = work.settled_s
-        self._recent.append(sealed.attempt)
+        if sealed.label.finite is not False:
+            self._recent.append(sealed.attempt)
         self._last = _Last(sealed, work.digests, work.steps)
         base = None if work.base is None else work.base.sealed.attempt.step
         raw = sealed.layout.arrangement.data_size
@@ -180,9 +225,9 @@ class StepLog:
     def _base(self, sealed: Sealed) -> _Last | None:
         """The frame before this one, unless a restore by way of it would take too long."""
         last = self._last
-        if last is None or last.sealed.layout.digest != sealed.layout.digest:
+        if last is None or last.sealed.layout.digest != sealed.layout.digest or last.sealed.attempt >= sealed.attempt:
             return None
-        if last.sealed.arena.label(last.sealed.slot) != last.sealed.label:
+        if not last.sealed.whole:
             return None
         size = sealed.layout.arrangement.data_size
         expected = size / READ_A_SECOND + sum(self._logged.values()) + self.guess_s(size)
@@ -208,46 +253,64 @@ class StepLog:
 
     # -- files --
 
-    def _open(self, attempt: Attempt) -> _File:
+    def _open(self, attempt: Attempt) -> Appender:
         if self._file is None:
             os.makedirs(self.folder, exist_ok=True)
-            self._file = _File(Appender(os.path.join(self.folder, redo_name(attempt, self.rank))), attempt)
-            _sync(self.folder)
-            _sync(os.path.dirname(self.folder))
+            path = os.path.join(self.folder, redo_name(attempt, self.rank))
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # of a writer that died with it: what it held is sent again, all of it
+            appender = Appender(path)
+            try:
+                _sync(self.folder)
+                _sync(os.path.dirname(self.folder))
+            except BaseException:
+                appender.close()
+                raise
+            self._file = appender
         return self._file
 
     def _turn(self, committed: Container[Attempt]) -> None:
-        """A step that was logged has become a checkpoint: a restore begins there now. A new file is begun, and what is
-        older than the last checkpoint but one is not needed any more."""
+        """If a step that was logged has become a checkpoint, a restore begins there now."""
         newest = next((attempt for attempt in reversed(self._recent) if attempt in committed), None)
         if newest is None:
             return
-        self._checkpoints.append(newest)
         self._recent = [attempt for attempt in self._recent if attempt > newest]
         self._logged = {attempt: s for attempt, s in self._logged.items() if attempt > newest}
-        if self._file is not None:
-            self._file.appender.close()
-            self._old.append(self._file)
-            self._file = None
-        if len(self._checkpoints) == 2:
-            needless = self._checkpoints[0]
-            for file in [file for file in self._old if file.newest <= needless]:
-                self._old.remove(file)
-                with contextlib.suppress(OSError):
-                    os.unlink(file.appender.path)
-            self._drop_older(needless)
+        self.close()
+        self._checkpoints += 1
+        self._begin_at(newest.epoch, newest.step + 1)
+        if self._checkpoints > 1:
+            self._drop_older(newest.epoch)
 
-    def _drop_older(self, checkpoint: Attempt) -> None:
+    def _begin_at(self, epoch: int, step: int) -> None:
+        """From this step on, and from the one before it of which the same was said, the log is needed; no further
+        back. Each begins a file, and a file ends before the next begins."""
+        self._begins.append((epoch, step))
+        if len(self._begins) < 2:
+            return
+        needed = self._begins[0]
+        names = os.listdir(self.folder)
+        here = sorted(first for first, rank in map(_parsed, names) if rank == self.rank and first.epoch == epoch)
+        needless = [
+            redo_name(one, self.rank) for one, following in itertools.pairwise(here) if _at(following) <= needed
+        ]
+        voids = [(name, _parsed(name.removesuffix(TAKEN_BACK))) for name in names if name.endswith(TAKEN_BACK)]
+        needless += [name for name, (one, rank) in voids if rank == self.rank and _at(one) < needed]
+        for name in needless:
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(self.folder, name))
+
+    def _drop_older(self, epoch: int) -> None:
         """Logs of earlier incarnations, which ranks share among them."""
         for entry in list(os.scandir(self.folder)):
-            found = parse_redo(entry.name)
-            if found is not None and found[0].epoch < checkpoint.epoch and found[1] % self.world == self.rank:
+            found = parse_redo(entry.name.removesuffix(TAKEN_BACK))
+            if found is not None and found[1] % self.world == self.rank and found[0].epoch < epoch:
                 with contextlib.suppress(OSError):
                     os.unlink(entry.path)
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.appender.close()
+            self._file.close()
             self._file = None
 
     # -- which predictions to try --
@@ -316,7 +379,9 @@ class _Work:
                     if len(piece):
                         appender.add(piece)
                 self.predicted += unit.predicted
-        self.sealed.check()
+        appender.flush()
+        values = bytes(self.sealed.arena.values(self.sealed.slot, self.sealed.label))
+        self.sealed.check()  # nothing is read from memory any more
         if self.base is not None:
             self.base.sealed.check()
         columns = Columns(self.forms, self.rows, self.masters, self.stored, self.digests)
@@ -331,17 +396,20 @@ class _Work:
             self.sealed.label.finite,
             self.settled_s,
         )
-        return appender.end(frame, self.sealed.arena.values(self.sealed.slot, self.sealed.label))
+        return appender.end(frame, values)
 
     def _prepare(self) -> None:
         """Which coefficients each recipe's prediction takes."""
         offsets = self.layout.arrangement.offsets
         for number, one in enumerate(self.recipes):
-            row, spec = -1, self.layout.tensors[one.step]
-            if (spec.dtype, spec.nbytes) == ("F32", 4):
-                self.steps[number] = step = struct.unpack_from("<f", self.now, offsets[one.step])[0]
+            row, spec = -1, None if one.step < 0 else self.layout.tensors[one.step]
+            settings = self.settings[one.group] if 0 <= one.group < len(self.settings) else None
+            step = None if settings is None else settings.step
+            if spec is not None and (spec.dtype, spec.nbytes) == ("F32", 4):
+                step = struct.unpack_from("<f", self.now, offsets[one.step])[0]
+            if step is not None:
+                self.steps[number] = step
                 before = None if self.base is None else self.base.steps.get(number)
-                settings = self.settings[one.group] if 0 <= one.group < len(self.settings) else None
                 if before is not None and step == before + 1 and settings is not None:
                     found = Coefficients.of(settings, step)
                     row = -1 if found is None else self.coefficients.setdefault(found, len(self.coefficients))
@@ -393,7 +461,7 @@ class _Work:
     def _triple(self, number: int, mean: int, square: int, weight: int, recipe: int) -> _Unit:
         made, row = _Unit((mean, square, weight)), self.row_of[recipe]
         self._add(made, mean, self._by_itself(mean))
-        tries = row >= 0 and self.log.may_predict(self.layout, recipe)
+        tries = row >= 0 and self.log.may_predict(self.layout, recipe) and predict.is_exact()
         for blob in (square, weight):
             if self._same(blob):
                 self._add(made, blob, (SAME, b""))
@@ -421,7 +489,7 @@ class _Work:
             again = foresee(blob == square, self._before, self._peek, mean, square, weight, coefficients)
             codec.decode(codec.FLOAT_DELTA, found, len(plain), again, back)
             self.log.learn(len(plain), time.perf_counter() - began)
-            if back != plain:
+            if blob_digest(back) != self.digests[blob].tobytes():
                 return None
         return found if len(found) < len(plain) else None
 

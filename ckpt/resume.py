@@ -13,7 +13,7 @@ import contextlib
 import gc
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,14 +110,14 @@ def gather(
         logs.extend(read.run(_log_of(url)) for url in urls)
         for i, url in enumerate(urls):
             if roots[i][world.rank] == world.rank:
-                redos[i] = redo.look(url)
+                redos[i] = redo.look(url, verify=False)
         known = {*acquires, *(a for log in logs for a in log.state.acquires)}
         return {
             "step": step,
             "memory": [_held(attempt, parts) for attempt, parts in here.items()],
             "acquires": [[a.epoch, a.nonce, None if a.restored is None else str(a.restored)] for a in known],
             "tiers": [_commits(log) if roots[i][world.rank] == world.rank else None for i, log in enumerate(logs)],
-            "redo": [_redoable(redos[i], logs[i], step) if i in redos else None for i in range(len(urls))],
+            "redo": [_redoable(redos[i], logs[i], known, step) if i in redos else None for i in range(len(urls))],
         }
 
     agreed = together(world, "candidates", look, _candidates)
@@ -130,7 +130,7 @@ def gather(
             continue
         if place > len(urls):
             i = place - 1 - len(urls)
-            known = redos[i] if i in redos else redos.setdefault(i, redo.look(urls[i]))
+            known = redos[i] if i in redos else redos.setdefault(i, redo.look(urls[i], verify=False))
             found.append(_redo_source(world, attempt, known, logs[i], roots[i], undone=undone))
             continue
         log, partial = logs[place - 1], len(set(roots[place - 1])) > 1
@@ -192,15 +192,15 @@ def _commits(log: RunLog) -> list[Json]:
     return [[str(a), c.world, [rank for rank, _, _ in c.parts], c.finite] for a, c in every.items()]
 
 
-def _redoable(logs: Logs, log: RunLog, step: int | None) -> list[Json]:
+def _redoable(logs: Logs, log: RunLog, acquires: Collection[Acquire], step: int | None) -> list[Json]:
     """What the redo logs of a root lead to, in the same form as `_commits`."""
+    commits = {**log.state.held, **log.state.commits}
+    logs.verify(commits, acquires, step)
     for problem in logs.problems:
         logger.warning("redo log of %s: %s", logs.url, problem)
-    state = log.state
     return [
         [str(attempt), size, ranks, logs.frames[ranks[0]][attempt].frame.finite]
-        for attempt, (size, ranks) in logs.reach({**state.held, **state.commits}, step).items()
-        if attempt not in state.aborted
+        for attempt, (size, ranks) in logs.reach(commits, acquires, step).items()
     ]
 
 

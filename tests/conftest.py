@@ -18,7 +18,7 @@ REPO = Path(__file__).parent.parent
 
 LONGEST = (
     "test_rank_faults", "test_random_faults", "test_transformers", "test_lightning", "test_top", "test_ranks",
-    "test_kill",
+    "test_kill", "test_redo", "test_redo_ranks",
     "test_nodes", "test_ladder", "test_sentinel", "test_metrics", "test_accelerate", "test_page", "test_loader",
     "test_resize", "test_increments", "test_s3", "test_object_storage", "test_increment", "test_repair",
     "test_faults_example", "test_dcp", "test_offline", "test_foreign", "test_export", "test_retry", "test_jobs",

@@ -94,7 +94,7 @@ class Commands(click.Group):
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="ckpt")
 def cli() -> None:
-    """Look at runs of everystep. URL is what a Checkpointer was given: a folder, or a URL such as file:///data/run1."""
+    """Look at runs of everystep. URL is what a Checkpointer was given: a folder, or a URL such as s3://bucket/run1."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

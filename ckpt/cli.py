@@ -116,6 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails as well
         return 141
+    except OSError as error:  # of stdout: stores have errors of their own
+        say(f"cannot write: {error.strerror or error}")
     except CheckpointError as error:
         say(f"{error}{hint(sys.argv[1:] if arguments is None else arguments, error)}")
         if error.advice:

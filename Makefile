@@ -17,7 +17,7 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=40 $(ARGS)
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -m long --timeout 7200

@@ -85,7 +85,7 @@ class Stats:
     saves: int = 0
     skipped: int = 0
     stalled_s: float = 0.0
-    stalls: deque[float] = field(default_factory=lambda: deque(maxlen=10_000))
+    stalls: deque[float] = field(default_factory=lambda: deque(maxlen=10_000), repr=False)
 
 
 class Checkpointer:

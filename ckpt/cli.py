@@ -94,7 +94,7 @@ class Commands(click.Group):
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="ckpt")
 def cli() -> None:
-    """Look at runs of everystep. URL is what a Checkpointer was given: a folder, or a URL such as file:///data/run1."""
+    """Look at runs of everystep. URL is what a Checkpointer was given: a folder, or a URL such as s3://bucket/run1."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -116,6 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails as well
         return 141
+    except OSError as error:  # of stdout: stores have errors of their own
+        say(f"cannot write: {error.strerror or error}")
     except CheckpointError as error:
         say(f"{error}{hint(sys.argv[1:] if arguments is None else arguments, error)}")
         if error.advice:

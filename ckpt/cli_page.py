@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -21,38 +22,53 @@ MOST_CLASSES = 12  # of tensors, on a page
 
 
 def refuse_existing(output: str, force: bool) -> None:
-    if output != "-" and os.path.lexists(output) and not force:
+    if output != "-" and os.path.lexists(output) and not force and not _is_stream(output):
         raise click.UsageError(f"{output} is there already: give another name, or --force to replace it")
 
 
+def _is_stream(output: str) -> bool:
+    """A device or a pipe: it takes what is written, and must never be replaced by a file."""
+    with contextlib.suppress(OSError):
+        mode = os.stat(output).st_mode
+        return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+    return False
+
+
 def write_page(output: str, text: str, force: bool) -> None:
-    """All of it or nothing."""
+    """All of it or nothing. A link stays one: what it leads to is replaced."""
     data = text.encode()
     if output == "-":
         sys.stdout.buffer.write(data)
         sys.stdout.flush()
         return
-    target = Path(output)
     try:
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
-            try:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-                os.chmod(file.name, 0o666 & ~_umask())
-                if force:
-                    os.replace(file.name, target)
-                else:
-                    os.link(file.name, target)  # not if somebody has made it meanwhile
-            finally:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(file.name)
+        if _is_stream(output):
+            with open(os.open(output, os.O_WRONLY), "wb") as stream:
+                stream.write(data)
+        else:
+            _put(data, Path(os.path.realpath(output)) if force else Path(output), force)
     except FileExistsError:
         refuse_existing(output, force)
         raise
     except OSError as error:
         raise click.UsageError(f"{output} cannot be written: {error.strerror}") from None
     say(f"{output} is written: open it in a browser")
+
+
+def _put(data: bytes, target: Path, force: bool) -> None:
+    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
+        try:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o666 & ~_umask())
+            if force:
+                os.replace(file.name, target)
+            else:
+                os.link(file.name, target)  # not if somebody has made it meanwhile
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(file.name)
 
 
 def _umask() -> int:

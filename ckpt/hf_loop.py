@@ -11,6 +11,7 @@ import inspect
 import json
 import os
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -40,14 +41,18 @@ KEPT = (
 
 
 def calling_trainer() -> Trainer | None:
-    """The Trainer that is calling back right now: its method is on this thread's stack."""
+    """The Trainer that is calling back right now."""
+    return next(calling_trainers(), None)
+
+
+def calling_trainers() -> Iterator[Trainer]:
+    """Those that have a method on this thread's stack."""
     frame = inspect.currentframe()
     while frame is not None:
         found = frame.f_locals.get("self")
         if isinstance(found, Trainer):
-            return found
+            yield found
         frame = frame.f_back
-    return None
 
 
 def check(trainer: Trainer) -> None:
@@ -210,7 +215,7 @@ class Progress:
     """How far the Trainer is, as a part of the state."""
 
     def __init__(self, trainer: Trainer, loader: Any) -> None:
-        self._trainer, self._loader = trainer, loader
+        self.trainer, self._loader = trainer, loader
         self._generator = generator_of(loader)
         self._log = LogHistory()
         self._order: dict[str, Any] = {}
@@ -237,13 +242,13 @@ class Progress:
             self._loader.set_epoch(self.epoch + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        state = self._trainer.state
+        state = self.trainer.state
         history = state.log_history[: len(state.log_history) - self.summary]
         return {
             "state": {name: getattr(state, name) for name in KEPT},
             "log": self._log.read(history),
-            "losses": losses(self._trainer),
-            "callbacks": callback_states(self._trainer),
+            "losses": losses(self.trainer),
+            "callbacks": callback_states(self.trainer),
             "epoch": self.epoch + self.ahead,
             "epoch_began": self.epoch_began,
             "order": self._order,

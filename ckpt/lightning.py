@@ -52,6 +52,7 @@ else:
     Base = object
 
 SETTLE_S = 600.0
+ITS_OWN = ("hpc_ckpt_", ".lr_find_", ".scale_batch_size_")  # files of a requeue, and of what looks for settings first
 NOT_OURS = ("DeepSpeedStrategy", "XLAStrategy", "XLAFSDPStrategy")
 
 
@@ -230,9 +231,9 @@ class CheckpointCallback(Base):
             self._resume(trainer, seams)
 
     def _given(self, trainer: Any) -> str:
-        """The checkpoint file that the user wants to begin from. Lightning's own at a requeue is none."""
+        """The checkpoint file that the user wants to begin from. Those that Lightning makes for itself are none."""
         path = str(trainer.ckpt_path or "")
-        return "" if Path(path).name.startswith("hpc_ckpt_") else path
+        return "" if Path(path).name.startswith(ITS_OWN) else path
 
     def _resume(self, trainer: Any, seams: Seams) -> None:
         assert self._cp is not None and self._rest is not None

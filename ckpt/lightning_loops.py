@@ -44,6 +44,8 @@ class Seams:
         self._resumed = self._behind = False  # the batch that is to come is done already
         self._should_stop = False
         self._max_steps: int | None = None
+        self._accumulate = [1, 1]  # batches of a step: as the trainer was made, and in the epoch under way
+        self._made_to_accumulate = trainer.accumulate_grad_batches
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         self._names = [(fit, "run"), (epoch, "on_run_start"), (epoch, "advance"), (epoch, "on_advance_end")]
         for loop, name in self._names:
@@ -59,12 +61,15 @@ class Seams:
     def state_dict(self) -> State:
         loops = self._trainer.fit_loop.state_dict()
         self.feed.fix(loops["state_dict"])
-        return {"fit": loops, "feed": self.feed.state_dict(), "should_stop": bool(self._trainer.should_stop)}
+        accumulate = [self._made_to_accumulate, self._trainer.accumulate_grad_batches]
+        stop = bool(self._trainer.should_stop)
+        return {"fit": loops, "feed": self.feed.state_dict(), "should_stop": stop, "accumulate": accumulate}
 
     def load_state_dict(self, state: State) -> None:
         self._trainer.fit_loop.load_state_dict(state["fit"])
         self.feed.load_state_dict(state["feed"])
         self._should_stop = state["should_stop"]
+        self._accumulate = state.get("accumulate", [1, 1])  # of an older version
 
     @property
     def reached(self) -> str:
@@ -117,7 +122,11 @@ class Seams:
             self.feed.before_batch(fetcher)
             advance(fetcher)
             return
-        self._trainer.fit_loop.epoch_loop.val_loop.restarting = False  # it begins anew
+        fit = self._trainer.fit_loop
+        fit._restarting = False  # else its end would leave out schedulers that look at metrics: we have those
+        fit.epoch_loop.val_loop.restarting = False  # it begins anew
+        if self._accumulate[0] == self._trainer.accumulate_grad_batches:
+            self._trainer.accumulate_grad_batches = self._accumulate[1]
         self._trainer.should_stop = self._trainer.should_stop or self._should_stop
         self._lift_limit()
         self._again()

@@ -120,6 +120,20 @@ class Rest:
         if self._logged:
             _log_again(self._trainer, _to(self._logged, self._trainer.strategy.root_device))
         self._logged = {}
+        for callback in self._others:
+            if type(callback).__name__ == "StochasticWeightAveraging":
+                self._average_again(callback)
+
+    def _average_again(self, callback: Any) -> None:
+        """It takes its place when an epoch begins, which in the one that goes on was before: with its own schedule,
+        and without a change to what the optimizer has been restored to."""
+        trainer = self._trainer
+        if callback.swa_start <= trainer.current_epoch <= callback.swa_end:
+            groups = trainer.optimizers[0].param_groups
+            restored = [dict(group) for group in groups]
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+            for group, saved in zip(groups, restored, strict=True):
+                group.update(saved)
 
 
 VERSION = "2.0.0"  # of the form of such a dict, by which Lightning's hooks know old ones

@@ -72,6 +72,7 @@ class Loader:
                 raise UsageError(f"ckpt.Loader decides itself about {name!r}: leave it out")
         if (rank is None) != (world is None):
             raise UsageError("give rank and world both, or neither")
+        self._asked = rank is None
         self._rank, self._world = (rank, world) if rank is not None and world is not None else _who()
         if not 0 <= self._rank < self._world:
             raise UsageError(f"rank {self._rank} of {self._world}: ranks are counted from 0")
@@ -88,6 +89,11 @@ class Loader:
         )
 
     def __iter__(self) -> Iterator[Any]:
+        if self._asked and (now := _who()) != (self._rank, self._world):
+            raise UsageError(
+                f"this loader was made by rank {self._rank} of {self._world}, which is rank {now[0]} of {now[1]} now: "
+                "make it after torch.distributed.init_process_group(), or every rank would be given all samples"
+            )
         if self._batches:  # left in the middle, or restored: divide what remains
             self._from, self._batches = self._position(), 0
         epoch = self.epoch

@@ -129,7 +129,7 @@ class Board:
     def _tell(self, number: int, function: Subscriber, event: Event) -> None:
         try:
             function(event)
-        except Exception:  # it stays, and says so once for each kind of event
+        except BaseException:  # sys.exit() too: it stays, and says so once for each kind of event
             if (number, event.kind) not in self._complained:
                 self._complained.add((number, event.kind))
                 log.exception('a subscriber of ckpt.events failed at "%s"', event.kind)
@@ -159,6 +159,8 @@ def subscribe(function: Subscriber) -> Callable[[], None]:
         file = open("events.jsonl", "a", buffering=1)
         ckpt.events.subscribe(lambda event: file.write(json.dumps(event.to_json()) + "\\n"))
     """
+    if not callable(function):
+        raise TypeError(f"subscribe() takes a function of one event, not {function!r}")
     return _board.subscribe(function)
 
 

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,7 +25,7 @@ from ckpt.ledger import Account
 from ckpt.live import Look, shown
 from ckpt.log import RunLog
 from ckpt.store import get_small, open_store
-from ckpt.terminal import PATIENCE_S
+from ckpt.terminal import PATIENCE_S, say
 from ckpt.top import Stored, View
 
 ASK_S = 2.0  # for a writer to answer
@@ -57,10 +58,11 @@ class Survey:
         self._stop.set()
         self._asking.shutdown(wait=False, cancel_futures=True)
         if self._there is not None and not self._there.leave():
+            status = _said(exc[1])
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError):
                     stream.flush()
-            os._exit(0 if exc[0] is None else 2)  # a place that hangs keeps threads that nobody can end
+            os._exit(status)  # a place that hangs keeps threads that nobody can end
 
     def first(self, *, patient: bool) -> View:
         """The first look; `patient`: wait for the place, also if there is something else to show. An error if there is
@@ -109,6 +111,20 @@ class Survey:
                     self.ask()
 
         threading.Thread(target=work, name="ckpt-top-ask", daemon=True).start()
+
+
+def _said(error: object) -> int:
+    """Says what nobody will any more when the process ends at once; its exit code."""
+    if error is None:
+        return 0
+    if isinstance(error, BrokenPipeError):
+        return 141
+    if isinstance(error, CheckpointError):
+        for text in filter(None, (str(error), error.advice)):
+            say(text)
+    elif isinstance(error, BaseException):
+        traceback.print_exception(error)
+    return 2
 
 
 def _ask(key: str) -> Look | str:

@@ -143,7 +143,12 @@ def plain(line: Line) -> str:
 def tail(text: str, most: int, ellipsis: str) -> str:
     """The end of a long name, which tells most."""
     text = safe(text)
-    return text if cell_len(text) <= most else ellipsis + text[len(text) - max(1, most - cell_len(ellipsis)) :]
+    if cell_len(text) <= most:
+        return text
+    end = text[-max(1, most - cell_len(ellipsis)) :]
+    while len(end) > 1 and cell_len(ellipsis + end) > most:  # signs that are two cells wide
+        end = end[1:]
+    return ellipsis + end
 
 
 def bar(done: int, total: int, glyphs: Glyphs) -> str:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from ckpt import hf_loop
 from ckpt.cadence import Auto
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import CheckpointError, UsageError
+from ckpt.handle import Save
 from ckpt.hf_export import Pretrained, digest, export_pretrained, is_adapter, nbytes, pretrained, trained
 from ckpt.hf_loop import say
 from ckpt.resume import Restored
@@ -40,6 +42,7 @@ from ckpt.rng import RNG
 from ckpt.sharding import Part, unwrap
 from ckpt.tiers import Memory, Tier
 
+SETTLE_S = 600.0
 WATCHED = 8  # steps for which it is looked whether reading batches draws random numbers
 
 __all__ = ["CheckpointCallback", "export"]
@@ -78,6 +81,8 @@ class CheckpointCallback(TrainerCallback):
         self._progress: hf_loop.Progress | None = None
         self._rewind: hf_loop.Rewind | None = None
         self._pending = False  # a step was made and is not saved yet
+        self._latest: Save | None = None
+        self._thread = 0
         self._numbers: dict[str, Any] | None = None  # random numbers as they were, until they are set
         self._paused = contextlib.ExitStack()
         self._watch = WATCHED
@@ -107,9 +112,11 @@ class CheckpointCallback(TrainerCallback):
         hf_loop.check(trainer)
         self._enclose(trainer)
         self._end()
+        _end_those_left()
         progress = self._progress = hf_loop.Progress(trainer, given["train_dataloader"])
-        self._pending, self._numbers = False, None
+        self._pending, self._numbers, self._thread = False, None, threading.get_ident()
         self.checkpointer = Checkpointer(self._state(trainer, progress), self._tiers, **self._arguments)
+        _open.append(self)
         try:
             self._resume(trainer, progress, state, control)
         except BaseException:
@@ -171,6 +178,11 @@ class CheckpointCallback(TrainerCallback):
         if step >= state.max_steps or (hf_loop.stopped_early(trainer) and saved["max_steps"] == state.max_steps):
             epoch, self._numbers = None, None
             say.warning("the run in %s is finished, at step %d: there is nothing left to train", self._where(), step)
+        elif getattr(trainer.args, "dataloader_persistent_workers", False):
+            say.warning(
+                "dataloader_persistent_workers=True: the batches are the same again, but random numbers (dropout) will "
+                "be others from the next epoch on than in a run that was never interrupted"
+            )
         if trainer.args.ignore_data_skip:
             batches = 0
         progress.epoch -= 1  # its beginning is told once more
@@ -247,6 +259,8 @@ class CheckpointCallback(TrainerCallback):
         if self._pending and summary and self._progress is not None:
             self._progress.summary = 1
             self._save(state.global_step)
+        if summary and args.load_best_model_at_end:
+            self._settle()  # those weights are about to take the place of the last ones
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._pending:
@@ -262,7 +276,14 @@ class CheckpointCallback(TrainerCallback):
     def _save(self, step: int) -> None:
         self._pending = False
         if self.checkpointer is not None:
-            self.checkpointer.step(step)
+            self._latest = self.checkpointer.step(step) or self._latest
+
+    def _settle(self) -> None:
+        """Nothing is being copied any more."""
+        if self._latest is not None:
+            for future in self._latest.unfinished()[:1]:  # staged; what went wrong is said by the next step
+                with contextlib.suppress(TimeoutError):
+                    future.exception(SETTLE_S)
 
     def _end(self) -> None:
         self._paused.close()
@@ -270,8 +291,21 @@ class CheckpointCallback(TrainerCallback):
             self._rewind.undo()
             self._rewind = None
         if self.checkpointer is not None:
-            old, self.checkpointer = self.checkpointer, None
+            old, self.checkpointer, self._latest = self.checkpointer, None, None
+            _open.remove(self)
             old.close()
+
+
+_open: list[CheckpointCallback] = []  # whose training has not said that it is over
+
+
+def _end_those_left() -> None:
+    """A training that an exception has ended tells no callback. In a notebook the next one wants the same place."""
+    under_way = list(hf_loop.calling_trainers())
+    for one in [one for one in _open if one._thread == threading.get_ident()]:
+        if one._progress is not None and not any(one._progress.trainer is trainer for trainer in under_way):
+            with contextlib.suppress(CheckpointError):  # of a run that is over
+                one._end()
 
 
 class _Last(TrainerCallback):
@@ -308,7 +342,10 @@ def _spread(tiers: object, every: int | str | Auto | None) -> tuple[object, dict
     return [Tier(str(one), every=every) if isinstance(one, (str, Path)) else one for one in given], {}
 
 
-@click.command(epilog="Example: python -m ckpt.transformers runs/exp1 --to exports/exp1 --dtype bf16")
+@click.command(
+    epilog="\b\nExample:\n  python -m ckpt.transformers runs/exp1 --to exports/exp1 --dtype bf16",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.argument("run")
 @click.option("--to", "folder", metavar="DIR", required=True, help="The folder to make. It must not be there.")
 @click.option("--step", type=click.IntRange(min=0), help="Which checkpoint. By default the newest.")
@@ -329,7 +366,7 @@ def main() -> int:
     except click.Abort:
         return 130
     except CheckpointError as error:
-        print(error, file=sys.stderr)
+        print(error, error.advice, sep="\n", file=sys.stderr)
         return 2
     return 0
 

@@ -21,7 +21,7 @@ from ckpt.log import Commit, Record, RunLog, RunState, live_packs
 from ckpt.manifest import Attempt, owner
 from ckpt.store import Store
 
-OURS = ("FORMAT.json", "log/", "faults/")  # files of a run that belong to no attempt
+OURS = ("FORMAT.json", "log/", "faults/", "ledger/", "redo/")  # files of a run that belong to no attempt
 TRIES = 10  # a job may commit between our look and our record, though not for ever
 BATCH, FAR_BATCH = 64, 1000  # files deleted between two words about it
 READER_GRACE_S = 600.0  # in a remote place, where deleting takes a file away from those who are reading it

@@ -34,12 +34,23 @@ def show(path: Path) -> str:
     return ".".join(str(part) for part in path) or "(the state itself)"
 
 
+INSTEAD = {
+    "torch.utils.data": (
+        "torch's DataLoader cannot say where it is: use ckpt.Loader or torchdata's StatefulDataLoader. "
+    ),
+    "argparse.": "vars(...) of it can be. ",
+    "builtins.generator": "Save what it is made from, such as the torch.Generator that draws the order. ",
+}
+"""What to do about objects that people put into a state first."""
+
+
 def refuse(path: Path, value: object) -> StateError:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    instead = next((text for name, text in INSTEAD.items() if kind.startswith(name)), "")
     return StateError(
-        f"{show(path)}: a {kind} cannot be saved safely. Allowed are tensors, numpy arrays and scalars, None, bool, "
-        "int, float, str, bytes, list, tuple, dict with str or int keys, Counter and OrderedDict of these, and "
-        "objects with state_dict() and load_state_dict()."
+        f"{show(path)}: an object of type {kind} cannot be saved safely. {instead}Allowed are tensors, "
+        "numpy arrays and scalars, None, bool, int, float, str, bytes, list, tuple, dict with str or int keys, Counter "
+        "and OrderedDict of these, and objects with state_dict() and load_state_dict()."
     )
 
 

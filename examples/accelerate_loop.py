@@ -1,6 +1,6 @@
 """A training loop of one's own with Hugging Face Accelerate. The lines with `ckpt`, `cp` or `meta` save and resume it.
 
-    pip install everystep accelerate
+    pip install -e . accelerate
     python examples/accelerate_loop.py runs/loop --kill-at 30    # kills itself, with SIGKILL, after step 30
     python examples/accelerate_loop.py runs/loop                 # goes on there: the same losses, the same weights
     torchrun --nproc-per-node 2 examples/accelerate_loop.py runs/loop-2    # or: accelerate launch, on GPUs

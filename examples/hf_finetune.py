@@ -1,6 +1,6 @@
 """Fine-tune a small language model with Hugging Face's Trainer. What saves and resumes it is one line.
 
-    pip install 'everystep[transformers]'
+    pip install -e '.[transformers]'
     python examples/hf_finetune.py runs/hf                   # to the end
     python examples/hf_finetune.py runs/hf-2 --kill-at 70    # kills itself, with SIGKILL, after step 70
     python examples/hf_finetune.py runs/hf-2                 # goes on there: the same losses, the same weights

@@ -1,5 +1,6 @@
 """A Lightning training with one line more, which kills itself and comes back.
 
+    pip install -e '.[lightning]'
     python examples/lightning_fit.py runs/fit --kill-at 120     # SIGKILL right behind step 120
     python examples/lightning_fit.py runs/fit                   # goes on at that step or the one before, in the epoch
     ckpt ls runs/fit

@@ -1,6 +1,6 @@
 """Train a LoRA adapter with PEFT and Hugging Face's Trainer. Only what is trained is stored.
 
-    pip install 'everystep[transformers]' peft
+    pip install -e '.[transformers]' peft
     python examples/lora.py runs/lora --kill-at 70    # kills itself, with SIGKILL, after step 70
     python examples/lora.py runs/lora                 # goes on there
 

@@ -27,7 +27,8 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, so that two processes that share the files out end at the same time."""
+    """The longest files first, so that two processes that share the files out end at the same time. (xdist would sort
+    them by their number of tests, which says little: see --no-loadscope-reorder in the Makefile.)"""
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import pickle
 import re
 import subprocess
@@ -11,7 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
+import ckpt
 from ckpt import cli, errors
 from ckpt.errors import CheckpointError, FullError, from_wire, to_wire
 
@@ -49,3 +54,28 @@ def test_a_person_sees_it(tmp_path: Path) -> None:
     assert done.returncode == 2, done.stderr
     first, second = done.stderr.splitlines()
     assert "nothing" in first and second in {f"ckpt: {kind.advice}" for kind in kinds()}
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (DataLoader([1, 2]), "ckpt.Loader"),
+        (iter(DataLoader([1, 2])), "ckpt.Loader"),
+        (argparse.Namespace(lr=1), "vars(...)"),
+        ((n for n in range(3)), "torch.Generator"),
+    ],
+)
+def test_what_people_put_into_a_state_first(value: object, told: str, tmp_path: Path) -> None:
+    """The error says what to save instead."""
+    with pytest.raises(ckpt.StateError, match=re.escape(told)):
+        ckpt.Checkpointer({"model": torch.nn.Linear(2, 2), "it": value}, str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_of_ours_is_foreign(tmp_path: Path) -> None:
+    """`ckpt gc` knows all that a run is made of."""
+    with ckpt.Checkpointer({"model": torch.nn.Linear(2, 2)}, str(tmp_path)) as cp:
+        cp.step(1)
+    command = [sys.executable, "-m", "ckpt.cli", "gc", "--json", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert json.loads(done.stdout)["foreign"] == [] and (tmp_path / "ledger").is_dir()

@@ -90,6 +90,20 @@ def test_a_subscriber_that_raises_is_told_of_once_a_kind_and_kept(caplog: pytest
     assert [record.exc_info is not None for record in said] == [True, True]
 
 
+def test_a_subscriber_that_wants_to_exit_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """sys.exit() in one would end the thread that tells all: it is an error like another. What is no function is
+    refused."""
+    board, others = Board(), list[int | None]()
+    board.subscribe(lambda event: sys.exit(3))
+    board.subscribe(lambda event: others.append(event.step))
+    for step in range(3):
+        board.publish("staged", step)
+    assert board.flush(WAIT_S) and others == [0, 1, 2]
+    assert [record.exc_info is not None for record in caplog.records if "subscriber" in record.message] == [True]
+    with pytest.raises(TypeError, match="a function of one event"):
+        events.subscribe(None)  # type: ignore[arg-type]
+
+
 def test_a_slow_subscriber_loses_the_oldest_and_hears_how_many() -> None:
     """The queue is bounded, the newest are there, publishing never waits, and a flush has an end."""
     board, gate, found = Board(), threading.Event(), list[Event]()

@@ -15,8 +15,9 @@ from conftest import REPO
 import ckpt
 
 LAYERS = (
+    ("errors", "mutex", "geometry"),  # words everyone shares, a lock, boxes
     ("subscribe",),  # who wants to hear what happens
-    ("errors", "events", "mutex", "geometry"),  # words everyone shares, a lock, boxes
+    ("events",),
     ("store", "shuffle", "triggers", "rally"),  # the byte interface of a place; byte planes; when to save out of turn
     ("digest", "codec", "values", "link", "world", "testing"),  # bytes, values, the wire, ranks
     ("notices", "pressure", "wakeup", "pulse", "pace", "fault", "findings"),  # what may happen, or is the case

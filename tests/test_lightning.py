@@ -23,7 +23,14 @@ import ckpt
 pytest.importorskip("lightning")
 import lightning.pytorch as pl
 import lightning_toy as toy
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 
 from ckpt.best import END, Best, kept
 from ckpt.lightning import CheckpointCallback, CheckpointIO
@@ -197,6 +204,74 @@ def test_other_callbacks_come_back(tmp_path: Path) -> None:
         assert (again["digest"], again["steps"]) == (whole["digest"], whole["steps"]), name
         assert toy.curve(out) == toy.curve(f"{out}.reference"), name
     assert whole["steps"] == 2 * toy.BATCHES
+
+
+class Plateau(toy.Model):
+    """The schedule looks at a metric."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": self.spec["monitor"]}}
+
+
+def test_what_happens_once_an_epoch_comes_back_in_its_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedules that look at metrics, of training or validation, stopped in either; numbers of batches a step that
+    change with the epoch; and stochastic weight averaging, which takes the schedule's place."""
+    cases: dict[str, tuple[list[Any], dict[str, Any], type[toy.Model], Any]] = {
+        "train_loss_epoch": (["raise batch", 13], {"epochs": 3}, Plateau, None),
+        "val_loss": (["raise val", 5], {"epochs": 3}, Plateau, None),
+        "accumulation": (["raise batch", 13], {}, toy.Model, lambda: GradientAccumulationScheduler({0: 1, 1: 3})),
+        "averages": (
+            ["raise batch", 11], {"epochs": 4}, toy.Model, lambda: StochasticWeightAveraging(1e-3, swa_epoch_start=2),
+        ),
+    }  # fmt: skip
+    for name, (kill, more, model, other) in cases.items():
+
+        def spec(more: dict[str, Any] = more, name: str = name, other: Any = other) -> dict[str, Any]:
+            return {**more, "monitor": name, "more": [] if other is None else [other()]}
+
+        monkeypatch.setattr(toy, "Model", model)
+        run, out = str(tmp_path / name), str(tmp_path / f"{name}.out")
+        whole = toy.fit(out=f"{out}.reference", **spec())
+        interrupted(kill, run=run, out=out, **spec())
+        again = toy.fit(run=run, out=out, **spec())
+        assert (again["digest"], again["steps"]) == (whole["digest"], whole["steps"]), name
+        assert toy.curve(out) == toy.curve(f"{out}.reference"), name
+
+
+def test_other_batches_a_step_are_taken_as_they_are_said(tmp_path: Path) -> None:
+    """Who starts again with another accumulate_grad_batches means it."""
+    run = str(tmp_path / "run")
+    interrupted(["raise batch", 8], run=run)
+    assert toy.fit(run=run, accumulate=2)["steps"] == 8 + 8
+
+
+class Tuned(toy.Model):
+    """Has a learning rate that a finder may set."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        super().__init__(spec)
+        self.lr = 1e-2
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+def test_what_looks_for_a_learning_rate_first_is_no_other_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves the name of a file of its own as that which the training began from, another at each start."""
+    monkeypatch.setattr(toy, "Model", Tuned)
+    limits = {"default_root_dir": str(tmp_path)}
+
+    def finder() -> LearningRateFinder:
+        return LearningRateFinder(num_training_steps=5)
+
+    whole = toy.fit(more=[finder()], limits=limits)
+    interrupted(["raise batch", 13], run=str(tmp_path / "run"), more=[finder()], limits=limits)
+    again = toy.fit(run=str(tmp_path / "run"), more=[finder()], limits=limits)
+    assert (again["digest"], again["steps"]) == (whole["digest"], whole["steps"])
 
 
 def test_a_finished_run_does_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -153,6 +153,33 @@ def test_what_cannot_be_continued_is_refused() -> None:
             ckpt.Loader(**arguments)
 
 
+EARLY = """
+import os, ckpt
+import torch.distributed as dist
+loader = ckpt.Loader(range(8), 2)
+assert len(list(loader)) == 4
+dist.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}", rank=0, world_size=1)
+assert len(list(loader)) == 4  # one of one, as before
+dist.destroy_process_group()
+dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=4)
+try:
+    list(loader)
+except ckpt.UsageError as error:
+    print(error)
+assert len(list(ckpt.Loader(range(8), 2))) == len(list(ckpt.Loader(range(8), 2, rank=1, world=4))) == 1
+os._exit(os.write(1, b"") )
+"""
+
+
+def test_a_loader_that_was_made_too_early_is_refused(tmp_path: Path) -> None:
+    """Made before the process group is, it would give every rank all samples."""
+    path = f"{REPO}:{REPO / 'backends'}"
+    environment = {**os.environ, "PYTHONPATH": path, "STORE": str(tmp_path / "store")}
+    words = [sys.executable, "-u", "-c", "import torch.testing._internal.distributed.fake_pg\n" + EARLY]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0 and "rank 0 of 1, which is rank 1 of 4 now" in done.stdout, done.stderr
+
+
 JOB = """
 import os, signal, sys, ckpt, torch
 import torch.distributed as dist

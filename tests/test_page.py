@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -382,6 +383,26 @@ def test_the_command_writes_all_or_nothing(run: Path, tmp_path: Path) -> None:
     with pytest.raises(click.UsageError, match="give one of them"):
         raise invoke(run, "-o", "-", "--json").exception
     assert json.loads(invoke(run, "--json").stdout)["count"] == 1  # as before
+
+
+def test_what_is_no_file_is_written_to_and_never_replaced(run: Path, tmp_path: Path) -> None:
+    """A pipe, as a device, takes the page and stays what it is, whatever is forced; a link stays a link."""
+    write(run, died(rich(1, 0.0)), rich(2, 90.0, 51))
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
+    os.mkfifo(pipe)
+    for more in ((), ("--force",)):
+        with ThreadPoolExecutor(1) as reader:
+            read = reader.submit(pipe.read_bytes)
+            assert invoke(run, "-o", pipe, *more).return_value == 0
+            assert read.result(60.0).endswith(b"</html>\n")
+        assert stat.S_ISFIFO(pipe.lstat().st_mode)
+    file.write_text("mine")
+    link.symlink_to(file)
+    with pytest.raises(click.UsageError, match="there already"):
+        raise invoke(run, "-o", link).exception
+    assert invoke(run, "-o", link, "--force").return_value == 0
+    assert link.is_symlink() and "everystep" in file.read_text()
+    assert sorted(path.name for path in tmp_path.iterdir() if path != run) == ["file", "link", "pipe"]
 
 
 def test_runs_that_are_damaged_have_a_page_that_says_so(run: Path, tmp_path: Path) -> None:

@@ -197,6 +197,14 @@ def test_it_fits_into_any_terminal(width: int, height: int) -> None:
     assert width < 40 or height < 2 or "1,234" in picture(View(RUN, ranks), width, height)
 
 
+def test_of_a_name_that_is_too_long_the_end_is_seen() -> None:
+    """Which tells runs apart; signs that are two cells wide count as two."""
+    for name in ("x" * 99 + "/seed1", "語" * 99 + "/seed1", "語" * 99):
+        for width in (10, 20, 21):
+            shown = picture(View(name), width).splitlines()[0]
+            assert shown.endswith(name[-3:]) and width - 1 <= cell_len(shown) <= width
+
+
 def test_of_many_ranks_the_worst_are_seen() -> None:
     """A dead one, one that is behind and one that stalls are shown; the others are summed up in a line."""
     ranks = [look(rank, world=64) for rank in range(64)]
@@ -405,6 +413,23 @@ def test_a_place_that_never_answered_is_no_reason_to_wait(run_dir: str) -> None:
         done = top("s3://bucket/run", "--once", "--option", f"endpoint_url={address}", **keys)
         assert done.returncode == 2 and "cannot be read" in done.stderr and "SECRET" not in done.stderr
         assert time.monotonic() - began < PATIENCE_S
+
+
+STUCK = """
+import sys, time
+from ckpt import cli, survey
+survey.FIRST_S, survey.LEAVE_S = 0.3, 0.1
+survey.open_store = lambda *arguments, **options: time.sleep(600)  # a driver that nobody can stop
+sys.exit(cli.main(["top", sys.argv[1], "--once"]))
+"""
+
+
+def test_why_it_gives_up_is_said_also_where_nothing_can_be_stopped(tmp_path: Path) -> None:
+    """The process ends at once then, with exit code 2, and not without a word."""
+    command = [sys.executable, "-c", STUCK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment(), check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "cannot be read: it has not answered in time" in done.stderr and "Nothing was done" in done.stderr
 
 
 # -- terminals --

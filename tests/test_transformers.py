@@ -153,6 +153,61 @@ def test_random_numbers_of_a_dataset_are_warned_of(run_dir: str, caplog: pytest.
     assert caplog.text.count("draws random numbers") == 1
 
 
+def test_workers_that_stay_are_warned_of(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    """They draw a number when they begin, which a run that goes on does at another time: said then, and only then."""
+    setting = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "eval_strategy": "no"}
+    assert hf_toy.run(run_dir, kill=("stop", 7), epochs=1, **setting) == {}
+    assert "persistent" not in caplog.text
+    assert hf_toy.run(run_dir, epochs=1, **setting)["step"] == 15
+    assert caplog.text.count("dataloader_persistent_workers=True") == 1
+
+
+class Interrupt(TrainerCallback):
+    """As Ctrl-C does in a notebook, at a step: nobody closes anything."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 20:
+            raise KeyboardInterrupt
+
+
+def test_interrupted_and_started_again_in_one_process(run_dir: str) -> None:
+    """A training that an exception has ended does not hold its place: the next one goes on there, exactly."""
+    with pytest.raises(KeyboardInterrupt):
+        hf_toy.run(run_dir, more=(Interrupt(),))
+    found = hf_toy.run(run_dir)
+    assert found["started_at"] == 20 and same(found, hf_toy.run(None))
+
+
+def test_a_training_inside_of_another_ends_only_itself(run_dir: str) -> None:
+    """Two Trainers in one thread, both under way: the outer one goes on saving."""
+
+    class Inner(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 10:
+                assert hf_toy.run(f"{run_dir}-inner", epochs=1)["step"] == 15
+
+    assert hf_toy.run(run_dir, more=(Inner(),))["step"] == 45
+    assert (ckpt.load(run_dir).step, ckpt.load(f"{run_dir}-inner").step) == (45, 15)
+
+
+def test_the_best_weights_do_not_take_the_place_of_the_last(run_dir: str, tmp_path: Path) -> None:
+    """load_best_model_at_end writes over the model when all is done: the last step is copied by then."""
+    at = Weights(15)
+    setting: dict[str, Any] = {
+        "save_strategy": "steps", "save_steps": 4, "load_best_model_at_end": True, "output_dir": str(tmp_path / "out"),
+        "metric_for_best_model": "eval_loss", "greater_is_better": True,
+        "epochs": 1, "width": 256,
+    }  # fmt: skip
+    found = hf_toy.run(run_dir, more=(at,), **setting)
+    stored = ckpt.load(run_dir)
+    assert stored.step == 15 and found["best"][1] < 15
+    assert all(torch.equal(stored.sub("model")[name], tensor) for name, tensor in at.found.items())
+    assert any(not torch.equal(found["weights"][name], tensor) for name, tensor in at.found.items())
+    again = hf_toy.run(run_dir, **setting)
+    assert again["started_at"] == 15
+    assert all(torch.equal(again["weights"][name], tensor) for name, tensor in found["weights"].items())
+
+
 def test_what_has_changed_is_refused(run_dir: str) -> None:
     """Other data or another model: an error that says what, and nothing is lost; strict=False goes on."""
     assert hf_toy.run(run_dir, kill=("stop", 7)) == {}

@@ -19,6 +19,7 @@ import json
 import platform
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -187,13 +188,16 @@ def train(mode: str, size: workload.Size, folder: Path, steps: int) -> list[floa
     return taken[steps // 3 :]
 
 
-def time_part(size: workload.Size, steps: int, rounds: int, scratch: Path, say: Callable[[str], None]) -> Json:
+def time_part(size: str, steps: int, rounds: int, scratch: Path, say: Callable[[str], None]) -> Json:
     taken: dict[str, list[float]] = {}
     for number in range(rounds):
         for mode in ("nothing", "memory", "redo log", "raw"):
             say(f"training, {mode}, round {number + 1} of {rounds}")
             folder = scratch / f"time-{mode.replace(' ', '-')}-{number}"
-            taken.setdefault(mode, []).append(statistics.mean(train(mode, size, folder, steps)))
+            # A process of its own, whose memory is gone when it ends.
+            command = [sys.executable, __file__, "--train", mode, str(folder), size, str(steps)]
+            done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+            taken.setdefault(mode, []).append(statistics.mean(json.loads(done.stdout)))
             shutil.rmtree(folder, ignore_errors=True)
     medians = {mode: statistics.median(found) for mode, found in taken.items()}
     lost = {mode: seconds - medians["nothing"] for mode, seconds in medians.items() if mode != "nothing"}
@@ -230,7 +234,12 @@ def main() -> int:
     parser.add_argument("--part", nargs="+", choices=("bytes", "time", "replay"), default=["bytes", "time", "replay"])
     parser.add_argument("--quick", action="store_true", help="small models, few steps")
     parser.add_argument("--json", metavar="FILE", help="where to write what was measured")
+    parser.add_argument("--train", nargs=4, metavar=("MODE", "FOLDER", "SIZE", "STEPS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.train:
+        mode, folder, size_name, steps = options.train
+        print(json.dumps(train(mode, workload.SIZES[size_name], Path(folder), int(steps))))
+        return 0
     quick = options.quick
 
     def say(text: str) -> None:
@@ -246,8 +255,7 @@ def main() -> int:
             for row in found["bytes"].values():
                 del row["folder"]
         if "time" in options.part:
-            size_of = workload.SMALL if quick else workload.FULL
-            found["time"] = time_part(size_of, 6 if quick else 15, 1 if quick else 3, scratch, say)
+            found["time"] = time_part("small" if quick else "full", 6 if quick else 15, 1 if quick else 3, scratch, say)
     show(found)
     if options.json:
         Path(options.json).write_text(json.dumps(found, indent=1) + "\n")

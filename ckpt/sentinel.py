@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -115,6 +116,20 @@ class Call:
         return time.monotonic() - self.seen
 
 
+class _Excepthook:
+    """Stands in sys.excepthook for a sentinel. Somebody else may wrap it and keep it for ever, so it does not keep the
+    sentinel, nor the memory that hangs on it."""
+
+    def __init__(self, sentinel: Sentinel) -> None:
+        self.before = sys.excepthook
+        self._sentinel = weakref.ref(sentinel)
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if (sentinel := self._sentinel()) is not None:
+            sentinel.on_uncaught(error)
+        self.before(kind, error, trace)
+
+
 class Sentinel:
     """Of one Checkpointer. `start`, `stop` and `exception` belong to the main thread."""
 
@@ -139,8 +154,7 @@ class Sentinel:
         self._stopped = False
         self._again: list[notices.Notice] = []  # preemptions that get a second save
         self._seen_error: BaseException | None = None
-        self._excepthook = self._on_uncaught  # bound once, to be compared by identity
-        self._excepthook_before = sys.excepthook
+        self._excepthook = _Excepthook(self)
         self._threads: list[threading.Thread] = []
         self._wakeup = Wakeup(self._signals)
         self._stop_reader, self._stop_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -163,7 +177,7 @@ class Sentinel:
         self._enable_faulthandler()
         self._arm_writer()
         self._guardian.on_alert = self._on_alert
-        self._excepthook_before, sys.excepthook = sys.excepthook, self._excepthook
+        self._excepthook.before, sys.excepthook = sys.excepthook, self._excepthook
         for name, target in (("ckpt-sentinel", self._receive), ("ckpt-incident", self._deal_with_all)):
             thread = threading.Thread(target=target, name=name, daemon=True)
             thread.start()
@@ -197,7 +211,7 @@ class Sentinel:
                     self._wakeup.miss(late.signal)
         self._wakeup.put_back()
         if sys.excepthook is self._excepthook:
-            sys.excepthook = self._excepthook_before
+            sys.excepthook = self._excepthook.before
         self._disable_faulthandler()
         self._close()
 
@@ -320,14 +334,13 @@ class Sentinel:
             self._secure(call, leaving=True, at_hand=True)
         self._close_case(call, ends=True)
 
-    def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    def on_uncaught(self, error: BaseException) -> None:
         """Where the Checkpointer is not used as a context manager."""
         if isinstance(error, Exception):
             try:
                 self.exception(error)
             except Exception:
                 log.exception("the exception that ends the training could not be dealt with")
-        self._excepthook_before(kind, error, trace)
 
     # -- taking in: never waits --
 

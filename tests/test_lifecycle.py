@@ -866,3 +866,35 @@ def test_writer_that_keeps_dying(run_dir: str, own_sockets: Path) -> None:
     assert eventually(lambda: not writers(own_sockets)), "a process is left"
     assert steps_on_disk(run_dir)[0] >= 2
     assert problems(run_dir) == []
+
+
+CLOSED = """
+import gc, json, sys, torch, ckpt
+
+def shared_kib():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssShmem"))
+
+def train(folder):
+    model = torch.nn.Linear(1024, 1024)
+    with ckpt.Checkpointer({"model": model}, folder) as cp:
+        hook = sys.excepthook
+        sys.excepthook = lambda *what: hook(*what)  # as libraries do that are imported late, and keep it
+        cp.step(1).staged()
+        return shared_kib()
+
+def collect():
+    for _ in range(3):
+        gc.collect()
+    return shared_kib()
+
+print(json.dumps([train(sys.argv[1]), collect()]))
+"""
+
+
+def test_closed_gives_its_memory_back(run_dir: str) -> None:
+    """After close() nothing keeps the memory of the snapshots in this process, not even an excepthook around ours."""
+    done = run_script(CLOSED, run_dir)
+    assert done.returncode == 0, done.stderr
+    held, left = json.loads(done.stdout.splitlines()[-1])
+    assert held >= 4096 and left < 1024

@@ -181,8 +181,12 @@ def reference(steps: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def right() -> list[str]:
-    torch.set_num_threads(1)  # as in the trainers
-    return reference(400)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the trainers; others compare with processes that have as many as there are cores
+    try:
+        return reference(400)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -151,10 +151,7 @@ class CorruptError(CheckpointError):
 class FormatError(CheckpointError):
     """Not a run of this library, or written by a newer version of it."""
 
-    advice = (
-        "Nothing was changed there. A run is the folder or URL that a Checkpointer saves to (it has a FORMAT.json); "
-        "`ckpt import` makes one of other programs' files."
-    )
+    advice = "Nothing was changed there. `ckpt import` makes a run of other programs' files."
 
 
 class StoreError(CheckpointError):

@@ -110,7 +110,7 @@ def test_two_dtypes_and_two_forms(tmp_path: Path, call: Any) -> None:
 
 
 def test_every_combination_of_sides(tmp_path: Path, call: Any) -> None:
-    """Runs and files on either side; what is neither is one line and code 2."""
+    """Runs and files on either side; what is neither is one line, one of advice, and code 2."""
     save(tmp_path / "run", {"model": nn.Linear(3, 2)}, range(1, 2), every=1)
     call("restore", tmp_path / "run", "--to", tmp_path / "w.safetensors")
     (tmp_path / "junk").write_text("x")
@@ -119,4 +119,4 @@ def test_every_combination_of_sides(tmp_path: Path, call: Any) -> None:
         assert call("diff", a, b, "--only", "model.*").code == 0, (a, b)
     for words in ((sides[0], tmp_path / "junk"), (tmp_path / "none", sides[0]), (sides[0], f"{tmp_path / 'run'}@7")):
         found = call("diff", *words)
-        assert found.code == 2 and len(found.err.splitlines()) == 1
+        assert found.code == 2 and len(found.err.splitlines()) == 2

@@ -488,15 +488,15 @@ def test_version(call: Any) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_cannot_be_read_is_one_line_and_code_2(command: str, made: Path, tmp_path: Path, call: Any) -> None:
+def test_what_cannot_be_read_is_two_lines_and_code_2(command: str, made: Path, tmp_path: Path, call: Any) -> None:
     """Not a run, somebody else's folder, no such place, no such step, an unknown scheme: never a traceback."""
     (tmp_path / "file").write_text("x")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "FORMAT.json").write_text("{}")
     for place in (tmp_path, tmp_path / "none", tmp_path / "file", tmp_path / "other", "nosuch://place"):
         found = call(command, place, *([made] if command == "diff" else []))
-        assert (found.code, found.out, len(found.err.splitlines())) == (2, "", 1), (place, found.err)
-        assert found.err.startswith("ckpt: ")
+        assert (found.code, found.out, len(found.err.splitlines())) == (2, "", 2), (place, found.err)
+        assert all(line.startswith("ckpt: ") for line in found.err.splitlines())
     if command != "ls":
         missing = [command, f"{made}@5", made] if command == "diff" else [command, made, "--step", 5]
         found = call(*missing)
@@ -540,11 +540,11 @@ def test_a_damaged_checkpoint_is_code_2_where_it_is_needed(run: Path, call: Any)
 def test_json_is_one_document_with_stable_keys(command: str, made: Path, call: Any) -> None:
     """The same keys every time, ASCII only, and no tensor's data."""
     keys = {
-        "ls": {"url", "damaged_records", "bytes_in_files", "checkpoints"},
+        "ls": {"url", "damaged_records", "bytes_in_files", "checkpoints", "redo"},
         "show": {
             "url", "damaged_records", "step", "attempt", "ranks", "tensors", "distinct_tensors", "tensor_bytes",
             "components", "values", "packs", "full", "needs", "needs_there", "chain", "stored_bytes",
-            "older_packs", "restore_bytes", "cadence",
+            "older_packs", "restore_bytes", "cadence", "redo",
         },
         "verify": {"url", "data", "problems", "checkpoints"},
         "diff": {"a", "b", "equal", "only_in_a", "only_in_b", "changed", "tensors", "values"},

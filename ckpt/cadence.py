@@ -2,7 +2,8 @@
 
     what steps took (ckpt.bookkeeper) -> Costs -> decide() -> Decision -> agreed by all ranks (ckpt.tempo) -> Schedule
 
-- **Memory** is saved as often as a budget allows: every step, if a snapshot takes at most 1 % of it from training.
+- **Memory** is saved as often as a budget allows: every step, if a snapshot takes at most 1 % of it from training. And
+  more often where faults come so thick that doing their steps again costs more than the snapshots would.
 - **Durable places** by Young and Daly: saving more often costs more, and less often loses more at a fault; the sum is
   least where the interval is about the root of 2 x what a save costs x the time between the faults for which the place
   is needed. Those are few where memory survives: only faults that the nearer places did not serve are counted.
@@ -29,14 +30,15 @@ FURTHER = 10.0  # a place is needed so much more rarely than the one before, as 
 SAMPLES = 4  # saves of a durable place that say enough
 SNAPSHOTS = 12
 UNSURE = 2.0  # standard errors, within which what is may be right
+SEVERAL = 2  # faults, from which on a run tells something about the time between them
 CHANGE = 2.2  # a new cadence has to differ by this factor: the sum of both losses is flat around its least
 
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """A cadence that is found out. `budget`: the share of training time that snapshots may cost, and at most as much
-    again what is kept of the steps between, so that a hang, an exception or a signal loses none; `mtbf_s`: seconds
-    between faults, where that is known better than a run can see by itself."""
+    """A cadence that is found out. `budget`: the share of training time that snapshots may cost, unless faults cost
+    more, and at most as much again what is kept of the steps between, so that a hang, an exception or a signal loses
+    none; `mtbf_s`: seconds between faults, where that is known better than a run can see by itself."""
 
     budget: float = 0.01
     mtbf_s: float | None = None
@@ -151,9 +153,19 @@ def history(accounts: Sequence[Account]) -> History:
 
 def expected_mtbf(known: History, world: int, served: int, rank_of_place: int) -> float:
     """Seconds between the faults for which a place is needed: what a fleet has seen, as if it were one fault, and what
-    this run has seen besides. `served`: how often the place, or one further away, was needed so far."""
+    this run has seen besides. `served`: how often the place, or one further away, was needed so far. If that is hardly
+    likely by what the fleet has seen, it says little about this run, and counts for as much less."""
     prior = min(FLEET_GPU_S / max(1, world), DAY_S) * FURTHER**rank_of_place
-    return (prior + known.training_s) / (1 + served)
+    weight = 1.0 if served < SEVERAL else _at_least(served, known.training_s / prior)
+    return max(weight * prior + known.training_s, 1.0) / (weight + served)
+
+
+def _at_least(count: int, expected: float) -> float:
+    """How likely so many faults are, or more, where so many are expected (Poisson)."""
+    if expected <= 0:
+        return 0.0 if count else 1.0
+    fewer = math.fsum(math.exp(n * math.log(expected) - expected - math.lgamma(n + 1)) for n in range(min(count, 1000)))
+    return max(0.0, 1 - fewer)
 
 
 def decide(
@@ -188,6 +200,12 @@ def decide(
                 mtbf_s = given if given is not None else expected_mtbf(known, world, further, at)
                 decision.mtbf_s[place.name] = mtbf_s
                 every, why = _durable(place, step_s, cost, mtbf_s, further, given is not None)
+            if place.name == MEMORY and MEMORY in decision.costs:
+                mtbf_s = _mtbf_of_snapshots(place.every, known, world)
+                often = _against_faults(decision.costs[MEMORY], mtbf_s, step_s)
+                if often < every:
+                    every, why = int(often), _thick(decision.costs[MEMORY], often * step_s, mtbf_s)
+                    decision.mtbf_s[MEMORY] = mtbf_s
         decision.every[place.name], decision.why[place.name] = every, why
     return decision
 
@@ -219,6 +237,27 @@ def _memory(place: Place, auto: Auto, step_s: float, cost: Cost | None) -> tuple
     share = cost.save_s / (every * step_s)
     why = f"a snapshot takes {_ms(cost.save_s)} from training, a step {_ms(step_s)}: {share:.2%} of the time, of "
     return every, why + f"{auto.budget:.0%} that it may cost{sure}"
+
+
+def _mtbf_of_snapshots(auto: Auto, known: History, world: int) -> float:
+    """Seconds between faults after which only a snapshot helps; infinite if nobody knows."""
+    if auto.mtbf_s is not None:
+        return auto.mtbf_s
+    return expected_mtbf(known, world, known.deaths, 0) if known.deaths >= SEVERAL else math.inf
+
+
+def _against_faults(save_s: float, mtbf_s: float, step_s: float) -> float:
+    """Steps between snapshots by Young and Daly; of the round numbers one that is rather too small, since the sum of
+    both losses grows more slowly on that side."""
+    best_s = best_interval(max(save_s, 1e-4), mtbf_s)
+    return max(1, nice_steps(best_s / math.sqrt(2), step_s)) if best_s < math.inf else math.inf
+
+
+def _thick(save_s: float, interval_s: float, mtbf_s: float) -> str:
+    return (
+        f"a snapshot takes {_ms(save_s)} from training, {save_s / interval_s:.1%} of the time: more than its budget, "
+        f"as one is expected to be needed every {_long(mtbf_s)}, and steps that are done again cost more"
+    )
 
 
 def _durable(

@@ -129,7 +129,42 @@ def test_larger_jobs_expect_more_faults() -> None:
     assert cadence.expected_mtbf(History(), 1, 0, 0) == DAY_S
     assert cadence.expected_mtbf(History(), 16384, 0, 0) == pytest.approx(11_135, rel=1e-3)
     assert cadence.expected_mtbf(History(), 16384, 0, 1) == pytest.approx(111_350, rel=1e-3)
-    assert cadence.expected_mtbf(History(training_s=DAY_S), 1, 3, 0) == DAY_S / 2
+    assert cadence.expected_mtbf(History(training_s=3 * DAY_S), 1, 1, 0) == 2 * DAY_S
+
+
+def test_what_a_run_has_seen_outweighs_a_fleet_that_saw_nothing_like_it() -> None:
+    """One fault may be chance; eight within six minutes are not, and say how long it is between them."""
+
+    def mtbf_s(faults: int, training_s: float) -> float:
+        return cadence.expected_mtbf(History(training_s, faults, faults), 1, faults, 0)
+
+    assert mtbf_s(1, 40) == (DAY_S + 40) / 2
+    assert mtbf_s(8, 320) == pytest.approx(40, rel=1e-6) and mtbf_s(5000, 1e5) == pytest.approx(20, rel=1e-3)
+    assert mtbf_s(3, 3 * DAY_S) == pytest.approx(DAY_S, rel=0.01), "as likely as the fleet's: both count"
+    assert mtbf_s(2, 0) > 0
+    times = [mtbf_s(4, seconds) for seconds in (1, 60, 3600, 86400, 10**6)]
+    assert times == sorted(times)
+
+
+def test_memory_is_saved_more_often_where_faults_come_thick() -> None:
+    """0.036 s a snapshot and a fault every 50 s: Young says 1.9 s, though that costs 3 %. No fault, one fault, rare
+    faults: the budget."""
+    costs, places = {MEMORY: Cost(0.036, 0.0, 100)}, [place(MEMORY, 20)]
+    for known, expected in (
+        (History(300, 6, 6), 5),
+        (History(300, 6, 0), 20),  # all of them left a copy of the running state
+        (History(300, 1, 1), 20),
+        (History(10**6, 6, 6), 20),
+        (History(), 20),
+    ):
+        found = decide(places, 100, 0.25, costs, known, 1)
+        assert found.every == {MEMORY: expected}, known
+        assert (MEMORY in found.mtbf_s) == ("budget" in found.why[MEMORY]) == (expected == 5)
+    given = decide([place(MEMORY, 20, Auto(mtbf_s=50))], 100, 0.25, costs, History(), 1)
+    assert given.every == {MEMORY: 5} and given.mtbf_s == {MEMORY: 50}
+    assert decide([place(MEMORY, 20, 20)], 100, 0.25, costs, History(300, 6, 6), 1).every == {MEMORY: 20}, "as asked"
+    held = Decision(5, {MEMORY: 20}, {}, {MEMORY: 0.036}, {}, step_s=0.25)
+    assert decide(places, 9, 0.25, {}, History(300, 6, 6), 1, held).every == {MEMORY: 5}, "by what was found out before"
 
 
 def test_a_place_is_not_busy_all_the_time() -> None:

@@ -353,7 +353,7 @@ class _Redo:
         if form == RAW:
             which = codec.RAW
         elif form == PREDICTED:
-            which = codec.FLOAT_DELTA
+            which = codec.DELTA
         else:
             which = codec.delta_codec(dtype) if form == DELTA else codec.whole_codec(dtype)
         codec.decode(which, stored, self.blobs[blob].length, base, self._at(blob))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +27,19 @@ class _Kept:
     log: StepLog
     course: tuple[int, int] = (-1, -1)  # of the training whose step was logged last
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    waiting: int = 0  # steps behind the one that has its turn
+
+    @contextlib.asynccontextmanager
+    async def in_turn(self) -> AsyncIterator[None]:
+        self.waiting += 1
+        try:
+            await self.turn.acquire()
+        finally:
+            self.waiting -= 1
+        try:
+            yield
+        finally:
+            self.turn.release()
 
 
 class RedoKeeper:
@@ -60,7 +75,7 @@ class RedoKeeper:
         sealed, course = Sealed(arena, slot, label, layout), (self._persister.adoptions, self._returns)
         recipes = self._recipes.get(label.layout, [])
         with self._persister.reading(arena, slot):
-            async with kept.turn:
+            async with kept.in_turn():
                 if kept.course != course:  # nobody holds the slot of the step before for this one
                     kept.course = course
                     kept.log.forget()
@@ -92,13 +107,18 @@ class RedoKeeper:
             if found is not None and not found.turn.locked():  # of another number of ranks
                 found.log.close()
             root = tier.url.removeprefix("file://")
+
+            def pace(seconds: float) -> None:
+                if not self._logs[tier.url].waiting:  # else a training that waits for this would be held up by it
+                    tier.encoder.pace(seconds)
+
             log = StepLog(
                 root,
                 rank,
                 world,
                 max_restore_s=float(tier.spec.get("max_restore_s", 60.0)),
                 threads=tier.encoder.threads,
-                pace=tier.encoder.pace,
+                pace=pace,
             )
             found = self._logs[tier.url] = _Kept(log)
         return found

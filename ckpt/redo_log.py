@@ -483,11 +483,11 @@ class _Work:
     def _predict(self, number: int, blob: int, mean: int, square: int, weight: int, row: int) -> bytes | None:
         coefficients, plain = self.of_row[row], self._peek(blob)
         guess = foresee(blob == square, self._before, self._peek, mean, square, weight, coefficients)
-        found = codec.encode(codec.FLOAT_DELTA, plain, 4, guess)
+        found = codec.encode(codec.DELTA, plain, 4, guess)  # signs are predicted too
         if number % SELF_CHECK == 0 or self.log.frames < 2:
             began, back = time.perf_counter(), memoryview(bytearray(len(plain)))
             again = foresee(blob == square, self._before, self._peek, mean, square, weight, coefficients)
-            codec.decode(codec.FLOAT_DELTA, found, len(plain), again, back)
+            codec.decode(codec.DELTA, found, len(plain), again, back)
             self.log.learn(len(plain), time.perf_counter() - began)
             if blob_digest(back) != self.digests[blob].tobytes():
                 return None

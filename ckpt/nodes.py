@@ -291,7 +291,7 @@ class OptimizerNode:
                     raise StateError(f"{show(self.path)}: the key {key!r} in the state of {name} is not a str")
                 if isinstance(value, Tensor):
                     path = (*self.path, "state", name, key)
-                    fixed.append(Entry(show(path), check(value, path), True, _beside(param, names)))
+                    fixed.append(Entry(show(path), check(value, path), True, _beside(param, names), param))
                     self._places.append((values, key, value))
                 else:
                     self._others.append((name, values, key))

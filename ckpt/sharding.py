@@ -34,12 +34,14 @@ class Entry:
     """`guarded`: changes only inside optimizer steps, so its copy may overlap the next forward and backward.
 
     `alike`: which ranks hold the same, or the DTensor whose optimizer state it is; None: this rank's own.
+    `of`: the parameter whose optimizer state it is.
     """
 
     name: str
     tensor: Tensor
     guarded: bool = False
     alike: Replicas | Tensor | None = None
+    of: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -246,7 +246,7 @@ class Capture:
         for entry in [*fixed, *loose]:
             if entry.name in guards or entry.name == "__metadata__" or not is_text(entry.name):
                 raise StateError(f"{entry.name!r}: two entries of the state get this name, or it is reserved")
-            key = memory_of(local(entry.tensor)) or (id(entry.tensor) if is_dtensor(entry.tensor) else None)
+            key = _place(entry.tensor)
             owner = entry.name if key is None else memory.setdefault(key, entry.name)
             exposed = any(entry.name.startswith(prefix) for prefix in unguarded)
             guards[entry.name] = entry.guarded and not exposed and self._may_overlap(entry, stepped)
@@ -261,7 +261,8 @@ class Capture:
             {"path": list(node.path), "kind": node.kind, "facts": piece.facts, "names": _own(piece)}
             for node, piece in zip(self.nodes, pieces, strict=True)
         ]
-        cuts = share([part.holding for part in parts], self.seat)
+        beside = {e.name: memory[key] for e in fixed if e.of is not None and (key := _place(e.of)) in memory}
+        cuts = share([part.holding for part in parts], self.seat, beside)
         self.replicated = [p for p in parts if len(p.holding.replicas) > 1 and guards[p.holding.name]]
         self._note_loose(parts, cuts, {e.name for e in loose})
         layout = Layout(
@@ -349,6 +350,11 @@ BY_DCP = "dcp"  # the kind of the one entry of what torch's DCP has saved
 def _plain_again(node: Node, saved: SavedNode) -> bool:
     """What `state_dict()` said is stored like any dict, and what other programs saved does not say which it was."""
     return isinstance(node, PlainNode) and saved.kind == StatefulNode.kind and type(node.parent[node.key]) is dict
+
+
+def _place(tensor: Tensor) -> Memory | int | None:
+    """What a tensor is told from others by, of which it may be another view."""
+    return memory_of(local(tensor)) or (id(tensor) if is_dtensor(tensor) else None)
 
 
 def _who(names: Names) -> dict[int, tuple[str, object]]:

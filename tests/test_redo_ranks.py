@@ -22,6 +22,7 @@ from test_kill import Trainer
 
 import ckpt
 from ckpt import link, redo
+from ckpt.frame import Frame
 
 MODES = ("ddp", "fsdp")
 
@@ -133,6 +134,14 @@ def cut(folder: Path, rank: int, after: int) -> None:
     os.truncate(one.path, one.offset + one.size // 2)
 
 
+def predictable(frame: Frame) -> set[str]:
+    """Models of which every weight of two dimensions that this rank stages has its moments beside it."""
+    tensors = frame.layout.tensors
+    weights = {i: t.name.split(".")[0] for i, t in enumerate(tensors) if "_model." in t.name and len(t.shape) == 2}
+    without = {name for i, name in weights.items() if i not in {recipe.weight for recipe in frame.recipes}}
+    return set(weights.values()) - without
+
+
 def started(found: list[dict[str, Any]], step: int, redone: int) -> None:
     for one in found:
         assert one["step"] == step and one["wrong"] == [], one
@@ -145,6 +154,8 @@ def test_ranks_go_on_at_the_newest_step_that_all_logs_lead_to(tmp_path: Path, ou
     run = tmp_path / "run"
     settings = {"out": str(out)}
     assert [one["step"] for one in Job(2, run=str(run), steps=13, **settings).run(own_sockets)] == [0, 0]
+    for frames in redo.look(f"file://{run}").frames.values():
+        assert all(predictable(stored.frame) == {"ddp_model", "fsdp_model"} for stored in frames.values())
     for world in (2, 1, 3):
         shutil.copytree(run, tmp_path / f"by{world}")
         started(Job(world, run=str(tmp_path / f"by{world}"), steps=0, **settings).run(own_sockets), 13, 3)

@@ -311,7 +311,7 @@ async def _show(url: str, step: int | None, only: str | None) -> dict[str, Any]:
         tensors = [t for t in compare.tensors_of(saved).values() if only is None or fnmatch.fnmatchcase(t.name, only)]
         if only is not None and not tensors:
             raise click.UsageError(f"no tensor of step {manifest.commit.step} matches {only!r}; * stands for anything")
-        distinct, entries = [t for t in tensors if t.alias_of is None], compare.entries_of(manifest)
+        distinct, entries = [t for t in tensors if t.alias_of is None], compare.entries_of(saved)
         storages = compare.Storages(table, manifest.attempt)
         stored = {t.name: asdict(storages.of(list(saved.blobs(saved.labels[t.name])))) for t in distinct}
         used = compare.used_of(table)
@@ -353,8 +353,8 @@ def _redone_instead(error: NoCheckpointError, step: int | None, redone: list[dic
     if found is None:
         return error
     return NoCheckpointError(
-        f"{error}. Step {found['step']} is in the redo log: Checkpointer(...).restore(step={found['step']}) redoes it "
-        f"from step {found['base']}, and commands show checkpoints only"
+        f"{error}. Step {found['step']} is in the redo log, which leads to it from step {found['base']}: "
+        f"`ckpt restore URL --step {found['step']} --to PATH` redoes it, and Checkpointer(...).restore(step=...) does"
     )
 
 

@@ -36,7 +36,9 @@ from ckpt.terminal import (
 )
 
 if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
+    from ckpt.log import RunLog
     from ckpt.origin import Origin, View
+    from ckpt.origin_redo import RedoneOrigin
     from ckpt.outfile import Output
     from ckpt.plan import TensorSpec
 
@@ -156,6 +158,9 @@ def restore(
 ) -> int:
     """Write the newest checkpoint of a run in another form: gathered, cast, or cut for another number of ranks.
 
+    If a redo log leads further, its last step: redone in memory, of which that takes as much as the state has. What was
+    loaded and what was redone is said, and --step chooses any other.
+
     Every byte is verified on the way; what is damaged comes from another step or, with --from, another place, or the
     tensor is named and nothing appears. An interrupted restore goes on where it was when it is called again. Only
     safetensors leave out what is not a weight.
@@ -170,7 +175,8 @@ def restore(
     def plan(origin: Origin) -> Planned:
         return plan_output(origin, path, chosen, world or 1, only, dtype, shard_size, None)
 
-    found = act(_make(open_run(url, step, others), plan, path, max_memory, dry_run))
+    opening = open_run(url, step, others, redo=True, max_memory=max_memory)
+    found = act(_make(opening, plan, path, max_memory, dry_run))
     return shown(found, as_json)
 
 
@@ -246,8 +252,10 @@ def act(work: Coroutine[Any, Any, T]) -> T:
 
 
 @contextlib.asynccontextmanager
-async def open_run(url: str, step: int | None, others: Sequence[str] = ()) -> AsyncIterator[Origin]:
-    """A checkpoint of a run."""
+async def open_run(
+    url: str, step: int | None, others: Sequence[str] = (), *, redo: bool = False, max_memory: int | None = None
+) -> AsyncIterator[Origin]:
+    """A checkpoint of a run; or a step that its redo log leads to, if that is asked for, or with `redo` the newest."""
     from ckpt.origin_dcp import untangled
     from ckpt.origin_run import RunOrigin
 
@@ -259,8 +267,29 @@ async def open_run(url: str, step: int | None, others: Sequence[str] = ()) -> As
                 f"{url} holds files of another program: `ckpt import {url} RUN` makes a run of them first"
             )
     async with opened(url) as log:
+        redone = await asyncio.to_thread(_redone, log, step, redo, max_memory)
+        if redone is not None:
+            async with contextlib.aclosing(redone):
+                yield redone
+            return
         run = RunOrigin(log, await manifest_of(log, step), [normalise(other) for other in others])
         yield await untangled(run)
+
+
+def _redone(log: RunLog, step: int | None, newest: bool, max_memory: int | None) -> RedoneOrigin | None:
+    from ckpt import origin_redo
+    from ckpt.pressure import available_memory
+
+    commits = log.state.commits.values()
+    if any(commit.step == step for commit in commits) if step is not None else not newest:
+        return None
+    try:
+        return origin_redo.redone(log, step, available_memory() if max_memory is None else max_memory)
+    except UsageError as error:  # it takes too much memory
+        if step is not None or not commits:
+            raise
+        say(f"{error}. So it is the newest checkpoint instead")
+        return None
 
 
 @contextlib.asynccontextmanager

@@ -107,7 +107,7 @@ async def _stock(log: RunLog) -> Stock:
 
     manifest = await manifest_of(log, None)
     saved, table = manifest.saved(), manifest.table
-    entries = compare.entries_of(manifest)
+    entries = compare.entries_of(saved)
     kinds = {path: str(facts.get("kind")) for path, (facts, _) in entries.items()}
     storages = compare.Storages(table, manifest.attempt)
     tensors = [t for t in compare.tensors_of(saved).values() if t.alias_of is None]

@@ -15,7 +15,6 @@ from ckpt.codec import BF16, CODECS, RAW
 from ckpt.errors import CorruptError
 from ckpt.manifest import Attempt, canonical, owner
 from ckpt.plan import TensorSpec
-from ckpt.read import Manifest
 from ckpt.saved import Saved
 from ckpt.table import Table
 
@@ -146,20 +145,20 @@ def all_names(tensors: Mapping[str, TensorSpec], names: Mapping[str, str]) -> di
     return found
 
 
-def entries_of(manifest: Manifest) -> Entries:
+def entries_of(saved: Saved) -> Entries:
     """What the state consists of, by path; of other ranks than the first only what differs from its entries."""
     found: Entries = {}
     try:
-        for part in manifest.parts:
-            for component, raw in zip(manifest.layout(part.rank).components, part.values, strict=True):
+        for rank, view in enumerate(saved.views):
+            for component, raw in zip(view.components, view.values, strict=True):
                 facts = {key: value for key, value in component.items() if key != "names"}
                 path = values.show(tuple(component["path"]))
                 if path not in found:
                     found[path] = (facts, raw)
                 elif canonical(raw) != canonical(found[path][1]):
-                    found[f"{path} (rank {part.rank})"] = (facts, raw)
+                    found[f"{path} (rank {rank})"] = (facts, raw)
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptError(f"the layout of step {manifest.commit.step} is damaged: {error}") from None
+        raise CorruptError(f"its layout is damaged: {error}") from None
     return found
 
 

@@ -1,11 +1,17 @@
-"""A checkpoint of a run as an origin: verified, and what is damaged in it comes from wherever else it is."""
+"""A checkpoint of a run as an origin: verified, and what is damaged in it comes from wherever else it is.
+
+`SavedOrigin` is what all origins have in common that know blobs with their digests; where the blobs come from is for
+`RunOrigin`, and for `ckpt.origin_redo`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -13,35 +19,35 @@ from ckpt import mend
 from ckpt.compare import Entries, entries_of
 from ckpt.errors import CorruptError
 from ckpt.log import RunLog
+from ckpt.manifest import Attempt
 from ckpt.origin import Assembly, Entry, Origin, View, Want, canonical_names
-from ckpt.read import Manifest
+from ckpt.read import Manifest, Sink
 from ckpt.saved import Key, Saved
+from ckpt.stream import Room
 
 KEEP = 32 << 20  # bytes of pieces that the next readings are likely to want the rest of
 
 
-class RunOrigin:
-    """`others`: URLs of places that may have what is damaged here. `repaired`: what came from elsewhere, in words."""
+class SavedOrigin(ABC):
+    """`repaired`: what came from elsewhere, in words; `far`: whether each request takes long; `finite`: what the
+    training said of the step."""
 
-    def __init__(self, log: RunLog, manifest: Manifest, others: Sequence[str] = ()) -> None:
-        self.manifest, self.saved, self.step = manifest, manifest.saved(), manifest.commit.step
-        self.title = f"step {self.step} of {log.store.url}"
-        self.identity = f"{log.store.url} {manifest.attempt}"
-        self.about = {"url": log.store.url, "step": self.step, "attempt": str(manifest.attempt)}
-        self.far = log.store.remote
-        self.finite = manifest.commit.finite
+    def __init__(self, url: str, attempt: Attempt, saved: Saved, *, far: bool, finite: bool | None) -> None:
+        self.saved, self.step, self.far, self.finite = saved, attempt.step, far, finite
+        self.title = f"step {self.step} of {url}"
+        self.identity = f"{url} {attempt}"
+        self.about: dict[str, Any] = {"url": url, "step": self.step, "attempt": str(attempt)}
         self._labels = labels_of(self.saved)
         self.keys = {label: key for key, label in self._labels.items()}
         self.names = names_of(self.saved, self._labels)
         self.tensors = {label: self.saved.tensors[key].spec for label, key in self.keys.items()}
         self.repaired: list[str] = []
-        self._log, self._others = log, others
         self.keep = KEEP
         self._kept: dict[int, bytes] = {}
         self._lock = threading.Lock()
 
     def plain(self) -> Entries:
-        return entries_of(self.manifest)
+        return entries_of(self.saved)
 
     def view(self, rank: int = 0, world: int = 1) -> View:
         """By the rules of a restore: a rank takes its own values if there are any, and in turn if there are more."""
@@ -83,7 +89,7 @@ class RunOrigin:
         ]
 
     def same(self, label: str, other: Origin, theirs: str) -> bool:
-        if not isinstance(other, RunOrigin):
+        if not isinstance(other, SavedOrigin):
             return False
         return self.saved.content(self.keys[label]) == other.saved.content(other.keys[theirs])
 
@@ -120,15 +126,11 @@ class RunOrigin:
 
         await asyncio.to_thread(again)
         if missing:
-            await asyncio.to_thread(self._announce, missing)
-            store, attempt = self._log.store, self.manifest.attempt
-            try:
-                mended = await mend.fetch(store, attempt, table, missing, add, self._others, room)
-            except CorruptError as error:
-                raise CorruptError(
-                    f"{error}. Give another place that has it (--from), an older step (--step), or see `ckpt repair`"
-                ) from error
-            self.repaired += mended.repaired
+            await self.fetch(missing, add, room)
+
+    @abstractmethod
+    async def fetch(self, blobs: Sequence[int], sink: Sink, room: Room) -> None:
+        """Verified blobs, each handed over or put where there is room for it."""
 
     def _keep(self, blob: int, data: bytes) -> None:
         with self._lock:
@@ -137,6 +139,31 @@ class RunOrigin:
             while held > self.keep:
                 oldest = next(iter(self._kept))
                 held -= len(self._kept.pop(oldest))
+
+    async def unchanged(self) -> None:  # noqa: B027
+        """Every byte was verified."""
+
+    @abstractmethod
+    async def aclose(self) -> None: ...
+
+
+class RunOrigin(SavedOrigin):
+    """`others`: URLs of places that may have what is damaged here."""
+
+    def __init__(self, log: RunLog, manifest: Manifest, others: Sequence[str] = ()) -> None:
+        store, saved = log.store, manifest.saved()
+        super().__init__(store.url, manifest.attempt, saved, far=store.remote, finite=manifest.commit.finite)
+        self._log, self._attempt, self._others = log, manifest.attempt, others
+
+    async def fetch(self, blobs: Sequence[int], sink: Sink, room: Room) -> None:
+        await asyncio.to_thread(self._announce, blobs)
+        try:
+            found = await mend.fetch(self._log.store, self._attempt, self.saved.table, blobs, sink, self._others, room)
+        except CorruptError as error:
+            raise CorruptError(
+                f"{error}. Give another place that has it (--from), an older step (--step), or see `ckpt repair`"
+            ) from error
+        self.repaired += found.repaired
 
     def _announce(self, blobs: Sequence[int]) -> None:
         """What follows in the same files is likely to be wanted next."""
@@ -148,9 +175,6 @@ class RunOrigin:
         for pack in np.unique(packs).tolist():
             there = packs == pack
             soon(table.packs[pack], int(ends[there].max()), int(table.stored[list(blobs)][there].sum()))
-
-    async def unchanged(self) -> None:
-        """Every byte was verified."""
 
     async def aclose(self) -> None:
         await self._log.store.aclose()

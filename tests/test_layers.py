@@ -60,7 +60,7 @@ LAYERS = (
     ("parse_entries", "parse_safetensors"),  # what files of others say
     ("parse_torch",),
     ("parse_dcp",),
-    ("origin_dcp",),  # what torch's distributed checkpoint has saved to a run
+    ("origin_dcp", "origin_redo"),  # what torch's distributed checkpoint has saved to a run; a step redone
     ("mirror", "client", "replicas", "relief"),  # a copy on another node; the trainer's end of the process boundary
     ("dcp_busy", "dcp_objects"),  # which saves of torch's DCP are under way; what of its objects can be read inertly
     ("dcp_share",),  # one rank's share of what torch's distributed checkpoint saves
@@ -105,7 +105,7 @@ NO_TORCH = {
     "origin", "origin_run", "origin_files", "outfile", "cast", "inert", "align", "export", "parse_safetensors",
     "origin_dcp", "parse_torch", "parse_dcp", "parse_values", "parse_entries", "to_safetensors", "to_run",
     "doctor", "doctor_folder", "doctor_s3", "doctor_machine", "doctor_link", "doctor_plan", "cli_doctor", "best",
-    "predict", "frame", "redo_log", "redo", "redo_keeper",
+    "predict", "frame", "redo_log", "redo", "redo_keeper", "origin_redo",
 }  # fmt: skip
 """What the writer process or a light `import ckpt` needs: none of these imports torch, not even for types."""
 

@@ -22,6 +22,7 @@ from test_kill import Trainer
 
 import ckpt
 from ckpt import link, redo
+from ckpt.cli import cli
 from ckpt.frame import Frame
 
 MODES = ("ddp", "fsdp")
@@ -142,6 +143,15 @@ def predictable(frame: Frame) -> set[str]:
     return set(weights.values()) - without
 
 
+def exported(run: Path, to: Path, expected: dict[str, torch.Tensor]) -> None:
+    """The command redoes the shares of all ranks, and makes one file of them."""
+    assert cli.main(["restore", str(run), "--to", str(to)], standalone_mode=False) in (None, 0)
+    found = torch.load(to, weights_only=True)
+    for mode in MODES:
+        weights = found[f"{mode}_model"]
+        assert weights and all(torch.equal(t, expected[f"{mode}/{name}"]) for name, t in weights.items()), mode
+
+
 def started(found: list[dict[str, Any]], step: int, redone: int) -> None:
     for one in found:
         assert one["step"] == step and one["wrong"] == [], one
@@ -159,6 +169,7 @@ def test_ranks_go_on_at_the_newest_step_that_all_logs_lead_to(tmp_path: Path, ou
     for world in (2, 1, 3):
         shutil.copytree(run, tmp_path / f"by{world}")
         started(Job(world, run=str(tmp_path / f"by{world}"), steps=0, **settings).run(own_sockets), 13, 3)
+    exported(run, tmp_path / "whole.pt", torch.load(out / "13.pt", weights_only=True))
     cut(run, 1, 11)
     shutil.copytree(run, tmp_path / "cut")
     started(Job(2, run=str(run), steps=15, **settings).run(own_sockets), 11, 1)

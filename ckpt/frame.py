@@ -14,8 +14,11 @@ magic. No torch.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
+import mmap
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -34,7 +37,7 @@ from ckpt.manifest import Attempt, canonical
 from ckpt.plan import BLOB, Layout
 from ckpt.predict import VERSION as PREDICTOR
 from ckpt.predict import Coefficients
-from ckpt.store import Buffer
+from ckpt.store import PAGE, Buffer
 
 RAW, WHOLE, DELTA, PREDICTED, SAME, DERIVED = range(6)
 """How a blob is stored: as it is; encoded by itself; as the difference to what it was one frame before; as the
@@ -44,7 +47,9 @@ of another one."""
 MAGIC = b"CKPTREDO"
 VERSION = 1
 MAX_META, MAX_COLUMNS, MAX_VALUES = 256 << 20, 128 << 20, 256 << 20
-_CHUNK = 1 << 20  # bytes that are gathered for one write, and read at a time
+_CHUNK = 1 << 20  # bytes that are read at a time
+_ROOM = 4 << 20  # bytes that are gathered for one write
+_WORTH = 256 << 10  # bytes, from which on it is quicker to go past the page cache
 
 _HEAD = struct.Struct("<8sIIQQQ")  # magic, version, predictor, bytes of payload, columns and meta
 _COLUMNS = (("form", "<u1"), ("row", "<i4"), ("master", "<i4"), ("stored", "<u4"))
@@ -118,6 +123,66 @@ class Stored:
     values: int
 
 
+class _Tail:
+    """Bytes on their way to the end of a file: whole pages go past the page cache where the file system lets them,
+    since for a large frame the cache takes longer than the disk; the pages that frames share go through it."""
+
+    def __init__(self, path: str, fd: int) -> None:
+        room = mmap.mmap(-1, _ROOM)  # begins with a page, as O_DIRECT wants it
+        self._fd, self._view, self._bytes = fd, memoryview(room), np.frombuffer(room, np.uint8)
+        self._base = self._begin = self._end = 0  # the room lies at `base` of the file, and has bytes from begin to end
+        self._direct: int | None = None
+        with contextlib.suppress(OSError):
+            self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+
+    def start(self, at: int) -> None:
+        """The next byte goes here; what was put and not written is forgotten."""
+        self._base = at // PAGE * PAGE
+        self._begin = self._end = at - self._base
+
+    def put(self, piece: Buffer) -> None:
+        view = memoryview(piece).cast("B")
+        while len(view):
+            count = min(len(view), _ROOM - self._end)
+            np.copyto(self._bytes[self._end : self._end + count], np.frombuffer(view[:count], np.uint8))
+            self._end, view = self._end + count, view[count:]
+            if self._end == _ROOM:
+                self.write()
+
+    def write(self) -> int:
+        """All that was put; where that ends in the file."""
+        first, last = -(-self._begin // PAGE) * PAGE, self._end // PAGE * PAGE
+        if last - first >= _WORTH:
+            self._through_the_cache(self._begin, first)
+            self._begin = self._past_the_cache(first, last)
+        self._through_the_cache(self._begin, self._end)
+        at = self._base + self._end
+        self.start(at)
+        return at
+
+    def _past_the_cache(self, first: int, last: int) -> int:
+        """As many of these pages as go that way; how far that is."""
+        while self._direct is not None and first < last:
+            try:
+                first += os.pwrite(self._direct, self._view[first:last], self._base + first)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.close()  # it wants larger pages, or none at all
+            point("frame.writing")
+        return first
+
+    def _through_the_cache(self, first: int, last: int) -> None:
+        while first < last:
+            first += os.pwrite(self._fd, self._view[first:last], self._base + first)
+            point("frame.writing")
+
+    def close(self) -> None:
+        if self._direct is not None:
+            os.close(self._direct)
+            self._direct = None
+
+
 class Appender:
     """The end of a file that frames are appended to. One thread at a time."""
 
@@ -125,22 +190,17 @@ class Appender:
         """A new file; FileExistsError if there is one."""
         self.path, self.size = path, 0
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._tail = _Tail(path, self._fd)
         self._last: Frame | None = None
 
     def begin(self) -> None:
-        self._digest, self._at, self._waiting, self._room = xxhash.xxh3_128(), self.size + _HEAD.size, list[Buffer](), 0
-        self._payload = 0
+        self._digest, self._payload = xxhash.xxh3_128(), 0
+        self._tail.start(self.size + _HEAD.size)
 
     def add(self, piece: Buffer) -> None:
-        """The next bytes of the payload."""
+        """The next bytes of the payload; not looked at any more when this returns."""
         self._payload += memoryview(piece).nbytes
         self._put(piece)
-
-    def flush(self) -> None:
-        """All that was added is with the operating system: nothing of it is looked at any more."""
-        for piece in self._waiting:
-            self._write(piece)
-        self._waiting, self._room = [], 0
 
     def end(self, frame: Frame, values: Buffer) -> int:
         """What is known of the frame when its blobs are there, and `values`, as JSON: it is durable afterwards. The
@@ -166,10 +226,9 @@ class Appender:
         self._put(columns)
         self._put(text)
         head = _HEAD.pack(MAGIC, VERSION, PREDICTOR, self._payload, len(columns), len(text))
-        self.flush()
         self._digest.update(head)
-        self._write(self._digest.digest())
-        end = self._at
+        self._tail.put(self._digest.digest())
+        end = self._tail.write()
         point("frame.written")
         os.pwrite(self._fd, head, self.size)
         point("frame.headed")
@@ -180,7 +239,6 @@ class Appender:
 
     def abandon(self) -> None:
         """What was begun is not wanted any more: the file ends where it did."""
-        self._waiting = []
         os.ftruncate(self._fd, self.size)
 
     @property
@@ -189,22 +247,12 @@ class Appender:
         return os.fstat(self._fd).st_nlink == 0
 
     def close(self) -> None:
+        self._tail.close()
         os.close(self._fd)
 
     def _put(self, piece: Buffer) -> None:
         self._digest.update(piece)
-        self._waiting.append(piece)
-        self._room += memoryview(piece).nbytes
-        if self._room >= _CHUNK:
-            self.flush()
-
-    def _write(self, piece: Buffer) -> None:
-        view = memoryview(piece).cast("B")
-        while len(view):
-            done = os.pwrite(self._fd, view, self._at)
-            self._at += done
-            view = view[done:]
-            point("frame.writing")
+        self._tail.put(piece)
 
 
 def units(layout: Layout, recipes: Sequence[Recipe]) -> list[tuple[int, ...]]:

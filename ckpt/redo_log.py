@@ -379,7 +379,6 @@ class _Work:
                     if len(piece):
                         appender.add(piece)
                 self.predicted += unit.predicted
-        appender.flush()
         values = bytes(self.sealed.arena.values(self.sealed.slot, self.sealed.label))
         self.sealed.check()  # nothing is read from memory any more
         if self.base is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
@@ -186,14 +187,54 @@ def test_abandoned(tmp_path: Path) -> None:
     assert scan(str(path))[1] == [] and steps(path) == [1, 2]
 
 
-def test_what_is_flushed_is_not_looked_at(tmp_path: Path) -> None:
-    """A piece may change once all was flushed: the frame holds what it was."""
+@pytest.mark.parametrize("way", ["direct", "refused", "cached"])
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    sizes=st.lists(st.one_of(st.integers(0, 9000), st.integers(0, 9 << 20)), max_size=6),
+    starts=st.lists(st.integers(0, 20_000), min_size=1, max_size=3),
+)
+def test_large_and_small_pieces_lie_where_they_belong(
+    tmp_path_factory: pytest.TempPathFactory, way: str, sizes: list[int], starts: list[int]
+) -> None:
+    """Pages past the cache and pages through it make one file, wherever a frame begins; and where a file system takes
+    no such pages, or says so only when it is asked to write."""
+    path = tmp_path_factory.mktemp("f") / "log"
+    fd, expected = os.open(path, os.O_RDWR | os.O_CREAT), bytearray()
+    tail = frames._Tail(str(path), fd)
+    assert tail._direct is not None, "no O_DIRECT in the folder for tests: it has to be on a disk"
+    direct, write = tail._direct, os.pwrite
+
+    def refuses(to: int, data: memoryview, at: int) -> int:
+        if to == direct and way == "refused":
+            raise OSError(errno.EINVAL, "wants larger pages")
+        return write(to, data, at)
+
+    if way == "cached":
+        tail.close()
+    rng = np.random.default_rng(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", refuses)
+        for gap in starts:
+            tail.start(len(expected) + gap)
+            expected += bytes(gap)
+            for size in sizes:
+                piece = rng.integers(0, 256, size, np.uint8)
+                tail.put(piece.data)
+                expected += piece.tobytes()
+                piece[:] = 0  # what was put is not looked at any more
+            assert tail.write() == len(expected)
+    tail.close()
+    os.close(fd)
+    assert path.read_bytes() == bytes(expected[: path.stat().st_size]) and not any(expected[path.stat().st_size :])
+
+
+def test_what_was_added_is_not_looked_at_any_more(tmp_path: Path) -> None:
+    """A piece may change then: the frame holds what it was."""
     path, piece = tmp_path / "log", bytearray(b"a" * 16)
     layout = Layout((TensorSpec("w", "F32", (4,)),), {}, [])
     appender = Appender(str(path))
     appender.begin()
     appender.add(piece)
-    appender.flush()
     piece[:] = b"b" * 16
     appender.end(frame_of(1, None, [RAW], [16], layout=layout, recipes=()), b"[]")
     found, problems = scan(str(path))

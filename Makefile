@@ -3,6 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 JOBS ?= 2
+PART ?= quick
 READY := $(VENV)/.ready
 
 .PHONY: demo test test-long test-gpu test-s3 bench bench-gpu bench-ranks bench-faults bench-storage bench-codecs bench-offline bench-scale bench-chaos bench-ledger bench-callbacks bench-waits lint format clean
@@ -17,7 +18,7 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=40 $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=40 --part $(PART) $(ARGS)
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -m long --timeout 7200

@@ -16,21 +16,41 @@ import pytest
 REPO = Path(__file__).parent.parent
 
 
-LONGEST = (
-    "test_rank_faults", "test_random_faults", "test_transformers", "test_lightning", "test_top", "test_ranks",
-    "test_kill", "test_redo", "test_redo_ranks",
-    "test_nodes", "test_ladder", "test_sentinel", "test_metrics", "test_accelerate", "test_page", "test_loader",
-    "test_resize", "test_increments", "test_s3", "test_object_storage", "test_increment", "test_repair",
-    "test_faults_example", "test_dcp", "test_offline", "test_foreign", "test_export", "test_retry", "test_jobs",
-    "test_interleavings", "test_stores", "test_mirror", "test_upkeep", "test_doctor", "test_power_cut",
+# Files of real jobs that are killed and continued, by how long they take, the longest first.
+SLOW = (
+    "test_rank_faults", "test_random_faults", "test_transformers", "test_lightning", "test_ranks",
+    "test_kill", "test_redo", "test_redo_ranks", "test_nodes", "test_ladder", "test_sentinel", "test_accelerate",
+    "test_loader", "test_resize", "test_increments", "test_object_storage", "test_faults_example", "test_dcp",
+    "test_chaos", "test_jobs", "test_interleavings", "test_mirror", "test_power_cut", "test_origin_redo",
+)  # fmt: skip
+# Of the others those that take long.
+LONGER = (
+    "test_top", "test_metrics", "test_page", "test_s3", "test_increment", "test_repair", "test_offline", "test_foreign",
+    "test_export", "test_retry", "test_stores", "test_upkeep", "test_doctor",
 )  # fmt: skip
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, so that two processes that share the files out end at the same time. (xdist would sort
-    them by their number of tests, which says little: see --no-loadscope-reorder in the Makefile.)"""
-    place = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part",
+        choices=("all", "quick", "slow"),
+        default="all",
+        help="files that take minutes, all others, or both; files that are named are run in any case",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """One part of the files, the longest first, so that two processes that share them out end at the same time. (xdist
+    would sort them by their number of tests, which says little: see --no-loadscope-reorder in the Makefile.)"""
+    part = config.getoption("part")
+    named = any(Path(word.partition("::")[0]).is_file() for word in config.args)
+    if part != "all" and not named:
+        chosen = [item for item in items if (item.path.stem in SLOW) == (part == "slow")]
+        config.hook.pytest_deselected(items=[item for item in items if (item.path.stem in SLOW) != (part == "slow")])
+        items[:] = chosen
+    place = {name: number for number, name in enumerate(SLOW + LONGER)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 @pytest.fixture(autouse=True)

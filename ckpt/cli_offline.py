@@ -267,28 +267,32 @@ async def open_run(
                 f"{url} holds files of another program: `ckpt import {url} RUN` makes a run of them first"
             )
     async with opened(url) as log:
-        redone = await asyncio.to_thread(_redone, log, step, redo, max_memory)
+        others = [normalise(other) for other in others]
+        redone = await asyncio.to_thread(_redone, log, step, redo, max_memory, others)
         if redone is not None:
             async with contextlib.aclosing(redone):
                 yield redone
             return
-        run = RunOrigin(log, await manifest_of(log, step), [normalise(other) for other in others])
+        run = RunOrigin(log, await manifest_of(log, step), others)
         yield await untangled(run)
 
 
-def _redone(log: RunLog, step: int | None, newest: bool, max_memory: int | None) -> RedoneOrigin | None:
-    from ckpt import origin_redo
+def _redone(
+    log: RunLog, step: int | None, newest: bool, max_memory: int | None, others: Sequence[str]
+) -> RedoneOrigin | None:
+    from ckpt import export, origin_redo
     from ckpt.pressure import available_memory
 
-    commits = log.state.commits.values()
-    if any(commit.step == step for commit in commits) if step is not None else not newest:
+    history = log.state.lineage()
+    if any(commit.step == step for commit in history) if step is not None else not newest:
         return None
+    room = available_memory() if max_memory is None else min(available_memory(), max_memory - export.resident())
     try:
-        return origin_redo.redone(log, step, available_memory() if max_memory is None else max_memory)
-    except UsageError as error:  # it takes too much memory
-        if step is not None or not commits:
+        return origin_redo.redone(log, step, max(0, room - export.SPARE - export.SHARES * export.SMALLEST), others)
+    except (UsageError, MemoryError) as error:  # it takes too much
+        if step is not None or not history:
             raise
-        say(f"{error}. So it is the newest checkpoint instead")
+        say(f"{error or 'not enough memory for the redo log'}. So it is the newest checkpoint instead")
         return None
 
 

@@ -190,7 +190,12 @@ class Appender:
         """A new file; FileExistsError if there is one."""
         self.path, self.size = path, 0
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._tail = _Tail(path, self._fd)
+        try:
+            self._tail = _Tail(path, self._fd)
+        except BaseException:
+            os.close(self._fd)
+            os.unlink(path)
+            raise
         self._last: Frame | None = None
 
     def begin(self) -> None:

@@ -27,6 +27,7 @@ class RedoneOrigin(SavedOrigin):
 
     def __init__(self, log: RunLog, source: RedoSource, finite: bool | None) -> None:
         super().__init__(log.store.url, source.attempt, source.saved, far=False, finite=finite)
+        self.repaired = source.repaired
         self.about |= {"redone": source.redone, "base_step": source.base_step}
         self._source = source
 
@@ -43,21 +44,27 @@ class RedoneOrigin(SavedOrigin):
         self._source.close()
 
 
-def redone(log: RunLog, step: int | None, most: int) -> RedoneOrigin | None:
-    """Step `step`, or the newest one if it is newer than the newest checkpoint; None if the redo logs lead to none.
+def redone(log: RunLog, step: int | None, most: int, others: Sequence[str] = ()) -> RedoneOrigin | None:
+    """Step `step`, or the newest one if it is newer than the newest checkpoint. None if the redo logs lead to none, or
+    if a step that training went back behind is a checkpoint as well.
 
-    `most`: bytes of memory that the state may take; UsageError if it has more. Errors are those of the step that was
-    asked for; without one, a step that cannot be redone is said, and the one before it is tried.
+    `most`: bytes of memory that the state may take; UsageError if it has more. `others`: URLs of places that may have
+    what is damaged of the checkpoint that it begins with. Errors are those of the step that was asked for; without one,
+    a step that cannot be redone is said, and the one before it is tried.
     """
     logs = redo.look(log.store.url, verify=False)
     commits = {**log.state.held, **log.state.commits}
     logs.verify(commits, log.state.acquires, step)
+    for problem in logs.problems:
+        logger.warning("redo log of %s: %s", logs.url, problem)
     reach = logs.reach(commits, log.state.acquires, step)
     whole = [one for one, (world, ranks) in reach.items() if len(ranks) == world]
     history = set(in_history(log.state.acquires, whole))
     newest = max((commit.attempt for commit in log.state.lineage() if commit.finite is not False), default=None)
     if step is None:
         whole = [one for one in whole if newest is None or one > newest]
+    elif any(commit.step == step for commit in log.state.commits.values()):
+        whole = [one for one in whole if one in history]
     failure: CheckpointError | None = None
     for attempt in sorted(whole, key=lambda one: (one in history, one), reverse=True):
         needed = _size(logs, attempt)
@@ -67,19 +74,23 @@ def redone(log: RunLog, step: int | None, most: int) -> RedoneOrigin | None:
                 f"{decimal(most)} may be taken"
             )
         ranks = reach[attempt][1]
-        source = RedoSource(attempt, logs, commits, ranks, alone=True, undone=False, initializer=lambda: None)
+        source = RedoSource(
+            attempt, logs, commits, ranks, alone=True, undone=False, initializer=lambda: None, others=others
+        )
         try:
             source.open([])
-            return RedoneOrigin(log, source, logs.frames[ranks[0]][attempt].frame.finite)
+            return RedoneOrigin(log, source, logs.finite(attempt, ranks))
         except (CorruptError, FormatError, StoreError) as error:
             source.close()
-            failure = failure or error
+            failure = failure or error.with_traceback(None)  # whose frames hold the memory of what was begun
             logger.warning("step %d cannot be redone: %s", attempt.step, error)
         except BaseException:
             source.close()
             raise
     if step is not None and failure is not None:
         raise failure
+    if step is not None and logs.problems and not any(commit.step == step for commit in log.state.commits.values()):
+        raise CorruptError(f"step {step} is no checkpoint, and the redo log is damaged: {'; '.join(logs.problems[:4])}")
     return None
 
 

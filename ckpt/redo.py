@@ -97,6 +97,11 @@ class Logs:
                     found.setdefault(attempt, (frames[attempt].frame.layout.world, []))[1].append(rank)
         return found
 
+    def finite(self, attempt: Attempt, ranks: Iterable[int]) -> bool | None:
+        """What these ranks said of it, as one: one that has seen a NaN is enough."""
+        said = [self.frames[rank][attempt].frame.finite for rank in ranks]
+        return False if False in said else None if None in said else True
+
     def verify(
         self, commits: dict[Attempt, Commit], acquires: Collection[Acquire] = (), step: int | None = None
     ) -> None:
@@ -179,11 +184,14 @@ class RedoSource(MemorySource):
         alone: bool,
         undone: bool,
         initializer: Callable[[], None],
+        others: Sequence[str] = (),
     ) -> None:
-        """`mine`: those that saved whose share this rank redoes; `initializer`: called in each thread that computes."""
+        """`mine`: those that saved whose share this rank redoes; `initializer`: called in each thread that computes;
+        `others`: URLs of places that may have what is damaged of the checkpoint that is loaded."""
         super().__init__(attempt, [], alone=alone, undone=undone)
         self.tier, self.redone, self.base_step = logs.url, 0, -1
         self._logs, self._commits, self._mine, self._initializer = logs, commits, list(mine), initializer
+        self._others = others
         self._made: list[Snapshot] = []
 
     def describe(self) -> Json:
@@ -205,12 +213,13 @@ class RedoSource(MemorySource):
         failure: CheckpointError | None = None
         for chain in self._logs.chains(rank, self.attempt, self._commits):
             try:
-                found = redo(self._logs.url, chain, self._initializer)
+                found = redo(self._logs.url, chain, self._initializer, self._others, self.repaired)
             except (CorruptError, FormatError, StoreError) as error:
                 logger.warning("redo log of rank %d in %s, from step %d: %s", rank, self.tier, chain.base, error)
-                failure = failure or error
+                failure = failure or error.with_traceback(None)  # whose frames hold the memory of what was begun
                 continue
-            self.redone, self.base_step = chain.redone, chain.base
+            self.redone = max(self.redone, chain.redone)
+            self.base_step = chain.base if self.base_step < 0 else min(self.base_step, chain.base)
             return found
         raise failure or CorruptError(f"the redo log of rank {rank} does not lead to step {self.attempt.step} any more")
 
@@ -222,9 +231,16 @@ class RedoSource(MemorySource):
         self._made = []
 
 
-def redo(url: str, chain: Chain, initializer: Callable[[], None] = lambda: None) -> Snapshot:
+def redo(
+    url: str,
+    chain: Chain,
+    initializer: Callable[[], None] = lambda: None,
+    others: Sequence[str] = (),
+    repaired: list[str] | None = None,
+) -> Snapshot:
     """The snapshot of one rank at the end of a chain, in an arena of its own. CorruptError at the first step whose
-    digests do not match, StoreError if something cannot be read; `initializer`: called in each thread that computes."""
+    digests do not match, StoreError if something cannot be read; `initializer`: called in each thread that computes.
+    What of the checkpoint is damaged comes from `others`, which is added to `repaired` in words."""
     last = chain.frames[-1]
     layout = last.frame.layout
     if any(one.frame.layout.digest != layout.digest for one in chain.frames):
@@ -236,7 +252,8 @@ def redo(url: str, chain: Chain, initializer: Callable[[], None] = lambda: None)
         data = arena.data(0, size)
         with ThreadPoolExecutor(THREADS, "ckpt-redo", initializer) as pool:
             if chain.commit is not None:
-                _load(url, chain.commit, layout, data)
+                found = read.run(_load_part(url, chain.commit, layout, data, others))
+                (repaired if repaired is not None else []).extend(found)
             for one in chain.frames:
                 _Redo(one, data).run(pool)
         digests = last.frame.columns.digest.tobytes() + blob_digest(values)
@@ -273,12 +290,8 @@ def _opened(path: str) -> Iterator[int]:
         raise StoreError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _load(url: str, commit: Commit, layout: Layout, data: memoryview) -> None:
-    """The share of a rank in a checkpoint, as it lay in that rank's memory."""
-    read.run(_load_part(url, commit, layout, data))
-
-
-async def _load_part(url: str, commit: Commit, layout: Layout, data: memoryview) -> None:
+async def _load_part(url: str, commit: Commit, layout: Layout, data: memoryview, others: Sequence[str]) -> list[str]:
+    """The share of a rank in a checkpoint, as it lay in that rank's memory; what was repaired for that."""
     number = next(((n, digest) for rank, n, digest in commit.parts if rank == layout.rank), None)
     if number is None:
         raise NotFoundError(f"step {commit.step} has no part of rank {layout.rank}")
@@ -295,7 +308,7 @@ async def _load_part(url: str, commit: Commit, layout: Layout, data: memoryview)
             one = blobs[blob]
             data[one.offset : one.offset + one.length] = found
 
-        await mend.fetch(store, commit.attempt, table, list(range(len(blobs))), sink)
+        return (await mend.fetch(store, commit.attempt, table, list(range(len(blobs))), sink, others)).repaired
 
 
 class _Redo:

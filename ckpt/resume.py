@@ -131,7 +131,8 @@ def gather(
         if place > len(urls):
             i = place - 1 - len(urls)
             known = redos[i] if i in redos else redos.setdefault(i, redo.look(urls[i], verify=False))
-            found.append(_redo_source(world, attempt, known, logs[i], roots[i], undone=undone))
+            others = [url for url in urls if url != urls[i]]
+            found.append(_redo_source(world, attempt, known, logs[i], roots[i], others, undone=undone))
             continue
         log, partial = logs[place - 1], len(set(roots[place - 1])) > 1
         commit = log.state.commits.get(attempt) or log.state.held.get(attempt)
@@ -199,13 +200,20 @@ def _redoable(logs: Logs, log: RunLog, acquires: Collection[Acquire], step: int 
     for problem in logs.problems:
         logger.warning("redo log of %s: %s", logs.url, problem)
     return [
-        [str(attempt), size, ranks, logs.frames[ranks[0]][attempt].frame.finite]
+        [str(attempt), size, ranks, logs.finite(attempt, ranks)]
         for attempt, (size, ranks) in logs.reach(commits, acquires, step).items()
     ]
 
 
 def _redo_source(
-    world: World, attempt: Attempt, logs: Logs, log: RunLog, roots: Sequence[int], *, undone: bool
+    world: World,
+    attempt: Attempt,
+    logs: Logs,
+    log: RunLog,
+    roots: Sequence[int],
+    others: Sequence[str],
+    *,
+    undone: bool,
 ) -> RedoSource:
     """The ranks that see the same logs share out whose steps they redo."""
     group = [rank for rank in range(world.size) if roots[rank] == roots[world.rank]]
@@ -213,7 +221,9 @@ def _redo_source(
     mine = [rank for k, rank in enumerate(saved) if group[k % len(group)] == world.rank]
     commits = {**log.state.held, **log.state.commits}
     alone = world.size == 1
-    return RedoSource(attempt, logs, commits, mine, alone=alone, undone=undone, initializer=_with_denormals)
+    return RedoSource(
+        attempt, logs, commits, mine, alone=alone, undone=undone, initializer=_with_denormals, others=others
+    )
 
 
 def _with_denormals() -> None:

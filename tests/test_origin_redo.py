@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import toy
 from safetensors.torch import load_file
 from test_cli import call as call
-from test_redo import flip, frames, logged_run, opened
+from test_redo import flip, frames, logged_run, newest_pack, opened
 
 import ckpt
-from ckpt import pressure
+from ckpt import pressure, redo
+from ckpt.manifest import Attempt
 
 
 @pytest.fixture
@@ -84,10 +86,49 @@ def test_a_damaged_log_leads_as_far_as_it_is_sound(left: tuple[str, list[str]], 
     for step in (12, 13):
         found = call("restore", folder, "--step", step, "--to", tmp_path / "b", "--format", "run")
         assert found.code == 2 and not (tmp_path / "b").exists()
+        assert f"step {step} is no checkpoint" in found.err and "step 12 does not match its digest" in found.err
     stored = frames(folder)[11]
     flip(stored.path, stored.offset + stored.size // 2)
     assert call("restore", folder, "--to", tmp_path / "c", "--format", "run").code == 0
     assert restored(tmp_path / "c") == (10, digests[10])
+
+
+def test_a_step_of_the_present_history_comes_before_one_that_was_undone(
+    left: tuple[str, list[str]], tmp_path: Path, call: Any
+) -> None:
+    """Training went back to step 5 and took another way: step 10 is what the log has of it, not the old checkpoint."""
+    folder, digests = left
+    state, found = toy.build(), dict[int, str]()
+    with opened(state, folder, every=100) as cp:
+        cp.restore(step=5)
+        torch.manual_seed(99)
+        for step in range(6, 12):
+            toy.train_step(state)
+            save = cp.step(step)
+            assert save is not None and save.logged(60).step == step
+            found[step] = toy.digest(state)
+        shutil.copytree(folder, tmp_path / "left")
+    for step in (10, 11, 7):
+        to = tmp_path / f"to{step}"
+        assert call("restore", tmp_path / "left", "--step", step, "--to", to, "--format", "run").code == 0
+        assert restored(to) == (step, found[step]) and found[step] != digests[step]
+
+
+def test_what_is_damaged_of_the_checkpoint_below_comes_from_elsewhere(
+    left: tuple[str, list[str]], tmp_path: Path, call: Any
+) -> None:
+    """With --from, as of any checkpoint; without it, from the checkpoint before."""
+    folder, digests = left
+    shutil.copytree(folder, tmp_path / "whole")
+    pack = newest_pack(Path(folder))
+    for at in range(0, pack.stat().st_size, 1000):
+        flip(pack, at)
+    for number, words in enumerate((["--from", tmp_path / "whole"], [])):
+        to = tmp_path / f"to{number}"
+        found = call("restore", folder, *words, "--to", to, "--format", "run", "--json")
+        assert found.code == 0 and restored(to) == (13, digests[13])
+        assert bool(found.json["repaired"]) == bool(words)
+        assert f"step {10 if words else 5} was loaded" in " ".join(found.json["notes"])
 
 
 def test_a_run_without_any_checkpoint(run_dir: str, tmp_path: Path, call: Any) -> None:
@@ -104,10 +145,18 @@ def test_more_than_there_is_memory_for(
     folder, digests = left
     monkeypatch.setattr(pressure, "available_memory", lambda: 1000)
     found = call("restore", folder, "--to", tmp_path / "to", "--format", "run")
-    assert found.code == 0 and "1.0 kB may be taken" in found.err, found.err
+    assert found.code == 0 and "0 B may be taken" in found.err, found.err
     assert restored(tmp_path / "to") == (10, digests[10])
     found = call("restore", folder, "--step", "12", "--to", tmp_path / "b", "--format", "run")
     assert found.code == 2 and "redone in memory" in found.err and not (tmp_path / "b").exists()
+
+
+def test_one_rank_that_saw_a_nan_is_enough() -> None:
+    """Whoever speaks for all ranks' logs: what is exported, or restored by itself, is finite for all of them."""
+    attempt = Attempt(1, 2, "ab")
+    for said, expected in (((True, False), False), ((True, None), None), ((True, True), True), ((None, False), False)):
+        frames = {rank: {attempt: SimpleNamespace(frame=SimpleNamespace(finite=one))} for rank, one in enumerate(said)}
+        assert redo.Logs("file:///nowhere", cast("Any", frames)).finite(attempt, range(2)) is expected
 
 
 def test_show_says_how_to_get_there(left: tuple[str, list[str]], call: Any) -> None:

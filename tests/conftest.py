@@ -16,17 +16,18 @@ import pytest
 REPO = Path(__file__).parent.parent
 
 
-# Files of real jobs that are killed and continued, by how long they take, the longest first.
+# Files of real jobs that are killed and continued, and of whole disks; about by how long they take, the longest first.
 SLOW = (
     "test_rank_faults", "test_random_faults", "test_transformers", "test_lightning", "test_ranks",
     "test_kill", "test_redo", "test_redo_ranks", "test_nodes", "test_ladder", "test_sentinel", "test_accelerate",
     "test_loader", "test_resize", "test_increments", "test_object_storage", "test_faults_example", "test_dcp",
-    "test_chaos", "test_jobs", "test_interleavings", "test_mirror", "test_power_cut", "test_origin_redo",
+    "test_full_disk", "test_ledger", "test_chaos", "test_jobs", "test_interleavings", "test_mirror", "test_power_cut",
+    "test_origin_redo",
 )  # fmt: skip
 # Of the others those that take long.
 LONGER = (
-    "test_top", "test_metrics", "test_page", "test_s3", "test_increment", "test_repair", "test_offline", "test_foreign",
-    "test_export", "test_retry", "test_stores", "test_upkeep", "test_doctor",
+    "test_s3", "test_stores", "test_lifecycle", "test_offline", "test_hostile", "test_examples", "test_damage",
+    "test_retry", "test_repair", "test_staging", "test_promises", "test_restore", "test_export", "test_top",
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 import ckpt
 from ckpt import origin_files
+from ckpt.manifest import Attempt
 from ckpt.origin_run import RunOrigin, labels_of
 from ckpt.plan import Layout, TensorSpec
 from ckpt.saved import Saved
@@ -209,14 +210,10 @@ def test_stages_with_buffers_of_their_own(tmp_path: Path) -> None:
 
     class Manifested:
         commit = type("C", (), {"step": 1, "finite": None})
-        attempt = "1.aaaaaaaa-1"
-        parts = ()
+        attempt = Attempt(1, 1, "aaaaaaaa")
 
         def saved(self) -> Saved:
             return saved
-
-        def layout(self, rank: int) -> Layout:
-            raise AssertionError
 
     log: Any = type("L", (), {"store": type("S", (), {"url": "file:///x", "remote": False})})
     manifest: Any = Manifested()

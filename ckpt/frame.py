@@ -164,18 +164,21 @@ class _Tail:
         """As many of these pages as go that way; how far that is."""
         while self._direct is not None and first < last:
             try:
-                first += os.pwrite(self._direct, self._view[first:last], self._base + first)
+                first += self._write(self._direct, first, last)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 self.close()  # it wants larger pages, or none at all
-            point("frame.writing")
         return first
 
     def _through_the_cache(self, first: int, last: int) -> None:
         while first < last:
-            first += os.pwrite(self._fd, self._view[first:last], self._base + first)
-            point("frame.writing")
+            first += self._write(self._fd, first, last)
+
+    def _write(self, fd: int, first: int, last: int) -> int:
+        done = os.pwrite(fd, self._view[first:last], self._base + first)
+        point("frame.writing")
+        return done
 
     def close(self) -> None:
         if self._direct is not None:

@@ -163,7 +163,7 @@ def test_the_best_are_kept(tmp_path: Path) -> None:
     """The best by a logged metric stay, older ones go; also when the training was interrupted in between, and the
     weights are those of that step."""
     run, out = str(tmp_path / "run"), str(tmp_path / "out")
-    places = [ckpt.Memory(), ckpt.Tier(run, every=1, keep=1)]
+    places = [ckpt.Memory(), ckpt.Tier(run, every=1, keep=7)]  # of steps of milliseconds: time to mark one of them
     spec = {"run": places, "out": out, "epochs": 5, "callback": {"every": None, "monitor": "val_loss", "top_k": 2}}
     interrupted(["raise batch", 26], **spec)
     found = toy.fit(**spec)["callback"]

@@ -229,7 +229,7 @@ async def commit(
         parts[0].part.world,
         tuple((w.part.rank, w.part.number, w.digest) for w in parts),
         digest,
-        _all_finite([w.part.finite for w in parts]),
+        all_finite([w.part.finite for w in parts]),
         next((w.part.reason for w in parts if w.part.reason != "due"), "due"),
         tuple(needs),
     )
@@ -476,7 +476,7 @@ async def recover(
     return done
 
 
-def _all_finite(said: list[bool | None]) -> bool | None:
+def all_finite(said: list[bool | None]) -> bool | None:
     """What ranks said, as one: one that has seen a NaN is enough."""
     return False if False in said else None if None in said else True
 

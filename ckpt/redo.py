@@ -19,7 +19,7 @@ import numpy as np
 
 from ckpt import codec, mend, predict, read
 from ckpt.arena import SEALED, Arena, Label
-from ckpt.commit import load_part
+from ckpt.commit import all_finite, load_part
 from ckpt.digest import blob_digest
 from ckpt.errors import CheckpointError, CorruptError, FormatError, NotFoundError, StoreError
 from ckpt.events import log as logger
@@ -98,9 +98,8 @@ class Logs:
         return found
 
     def finite(self, attempt: Attempt, ranks: Iterable[int]) -> bool | None:
-        """What these ranks said of it, as one: one that has seen a NaN is enough."""
-        said = [self.frames[rank][attempt].frame.finite for rank in ranks]
-        return False if False in said else None if None in said else True
+        """What these ranks said of it, as one."""
+        return all_finite([self.frames[rank][attempt].frame.finite for rank in ranks])
 
     def verify(
         self, commits: dict[Attempt, Commit], acquires: Collection[Acquire] = (), step: int | None = None

@@ -395,7 +395,7 @@ class Job:
 def job_environment(sockets: Path) -> dict[str, str]:
     """As for the other benchmarks. Whatever is started with these sockets in its environment, is ours to end."""
     quiet = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return {**environment(), **quiet, "XDG_RUNTIME_DIR": str(sockets)}
+    return {**environment(), **quiet, "CKPT_RUNTIME_DIR": str(sockets)}
 
 
 @dataclass
@@ -424,7 +424,7 @@ class Bench:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                mine = process.environ().get("XDG_RUNTIME_DIR") == str(self.sockets)
+                mine = process.environ().get("CKPT_RUNTIME_DIR") == str(self.sockets)
                 if mine and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found

@@ -557,7 +557,7 @@ class Bench:
         quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         # With the agent's own store, new workers would read the addresses of dead ones (pytorch issue 135712).
         quiet |= {"PYTHONWARNINGS": "ignore", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        return {**os.environ, **quiet, "XDG_RUNTIME_DIR": str(self.sockets)}
+        return {**os.environ, **quiet, "CKPT_RUNTIME_DIR": str(self.sockets)}
 
     def child(self, role: str, *, env: Json | None = None, fds: tuple[int, ...] = (), **asked: Any) -> Child:
         command = [sys.executable, __file__, "--child", role, json.dumps(asked)]
@@ -572,7 +572,7 @@ class Bench:
         """Processes that were started here, directly or not; nobody else has this folder in the environment."""
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.pid != os.getpid() and process.environ().get("XDG_RUNTIME_DIR") == str(self.sockets):
+                if process.pid != os.getpid() and process.environ().get("CKPT_RUNTIME_DIR") == str(self.sockets):
                     yield process
 
     def kill_all(self) -> None:

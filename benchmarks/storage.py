@@ -409,7 +409,7 @@ class Meter:
 
 def writers() -> list[psutil.Process]:
     """The writer whose socket lies in the runtime folder of this process, which nobody shares."""
-    folder, found = os.environ["XDG_RUNTIME_DIR"], []
+    folder, found = os.environ["CKPT_RUNTIME_DIR"], []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.pid != os.getpid() and any(folder in word for word in process.cmdline()):
@@ -509,7 +509,7 @@ class Bench:
         environment = {
             **os.environ,
             "PYTHONPATH": ":".join(map(str, path)),
-            "XDG_RUNTIME_DIR": str(runtime),
+            "CKPT_RUNTIME_DIR": str(runtime),
             "OMP_WAIT_POLICY": "passive",
             "PYTHONWARNINGS": "ignore",
             "AWS_ENDPOINT_URL": asked["endpoint"],

@@ -25,6 +25,7 @@ from ckpt.cadence import MEMORY, Auto
 from ckpt.events import log
 from ckpt.fault import TOGETHER_S, Fault
 from ckpt.filing import Filing, find, read_back
+from ckpt.identity import Process, boot_id, namespace
 from ckpt.ledger import Account, Decision, End, Landed, Restore, Row, Saves, Seen
 from ckpt.link import Message
 from ckpt.meter import Meter
@@ -111,11 +112,12 @@ class Bookkeeper:
             world=int(message["world"]),
             host=socket.gethostname(),
             boot=boot_id(),
+            namespace=namespace("pid"),
             pid=pid,
             url=url,
             inode=inode_of(url),
             anchor=(wall, mono),
-            born=born_at(pid, mono),
+            born=Process.of(pid).born,
             opening=float(message["opening"]),
             opened=float(message["opened"]),
             kept=mono,
@@ -423,21 +425,6 @@ def _place(data: dict[str, Any]) -> cadence.Place:
     every = data["every"]
     wanted = Auto(*every) if isinstance(every, list) else int(every)
     return cadence.Place(str(data["name"]), wanted, int(data["now"]), bool(data["remote"]))
-
-
-def boot_id() -> str:
-    """Of this machine since it was started; "" where nobody says."""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
-    return ""
-
-
-def born_at(pid: int, now: float) -> float:
-    """When a process was started, by the monotonic clock; now, if it is gone."""
-    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat") as file:
-        ticks = int(file.read().rpartition(")")[2].split()[19])
-        return now - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
-    return now
 
 
 def inode_of(url: str) -> int:

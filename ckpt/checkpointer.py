@@ -102,8 +102,10 @@ class Checkpointer:
     `on_fault`: called in a background thread with the account of each fault, those that ended earlier incarnations
     on this machine included; `faults` holds the latter.
     `metrics`: a port for Prometheus, or `ckpt.Metrics`, which has TensorBoard too.
+    `takeover`: open a run that another process trains. That one is told, and saves no more.
 
-    Raises StateError for a state that cannot be saved, FormatError or StoreError for a place that cannot be used.
+    Raises StateError for a state that cannot be saved, FormatError or StoreError for a place that cannot be used,
+    InUseError for a run that another process trains.
     Use it as a context manager, or call `close()`.
     """
 
@@ -122,6 +124,7 @@ class Checkpointer:
         triggers: object = "auto",
         on_fault: Callable[[Fault], None] | None = None,
         metrics: object = None,
+        takeover: bool = False,
     ) -> None:
         if on_busy not in ("wait", "skip") or on_error not in ("raise", "warn"):
             raise UsageError('on_busy is "wait" or "skip", on_error is "raise" or "warn"')
@@ -174,7 +177,7 @@ class Checkpointer:
         self._pulse = Pulse.create()
         self._tenure = Tenure(self._world, self._tiers, self._memory, place, busy_timeout_s)
         try:
-            self._guardian = self._tenure.open(lambda: self._prepare(state))
+            self._guardian = self._tenure.open(lambda: self._prepare(state, takeover))
         except BaseException:
             self._stager.stop()
             raise
@@ -207,11 +210,11 @@ class Checkpointer:
         if not self._tenure.has_checkpoints:  # else after restore(), which has better use for the cores
             self._guardian.prepare(_predicted_size(self._capture), 1 << 14)
 
-    def _prepare(self, state: dict[str, Any]) -> Guardian:
+    def _prepare(self, state: dict[str, Any], takeover: bool) -> Guardian:
         self._capture = Capture(state, Seat(self._world.rank, self._world.size))
         self._capture.read()  # what cannot be saved is said now
         key = link.run_key(self._place, self._world.local_rank)
-        return Guardian(key, self._tiers, self._memory, self._stager, self._world, self._busy_timeout_s)
+        return Guardian(key, self._tiers, self._memory, self._stager, self._world, self._busy_timeout_s, takeover)
 
     def _show(self) -> None:
         """Whoever wants to know what we do asks the writer: `ckpt top`, and metrics."""

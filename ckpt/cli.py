@@ -561,7 +561,6 @@ def trigger(run: str, why: str, as_json: bool) -> int:
         problem = str(reply["message"]) if reply is not None else problem
     raise click.ClickException(
         f"{place}: {problem}. Give the first tier of a Checkpointer that trains here, and run this as the same user"
-        " with the same XDG_RUNTIME_DIR"
     )
 
 

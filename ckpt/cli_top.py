@@ -38,7 +38,7 @@ def top(run: str, once: bool, interval_s: float | None, as_json: bool) -> int:
     """Watch a run: steps, what saving costs, what is in memory, and how far each tier is behind. q leaves.
 
     RUN is the first tier that the Checkpointer was given, or memory:NAME. Ranks on this machine are seen live, if they
-    run as the same user with the same XDG_RUNTIME_DIR. Of others, what RUN holds is shown, read every 10 s.
+    run as the same user. Of others, what RUN holds is shown, read every 10 s.
 
     Slots of memory: ■ a whole snapshot, ◧ all but what only optimizers change, □ being copied, · empty; where the
     terminal has no such signs, # + ~ and a dot. "behind 0/34" are steps that would be lost if only memory, or only that

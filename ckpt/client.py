@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import socket
+import signal
 import subprocess
 import sys
 import threading
@@ -22,19 +23,24 @@ import ckpt_backends
 from ckpt import link
 from ckpt.errors import CheckpointError, DeadlineError, WriterError, from_wire
 from ckpt.events import log
+from ckpt.identity import Process
 from ckpt.link import Channel, Message
 
 Reply = tuple[Message, list[int]]
 REQUEST_S = 120.0
 
 _BOOT = "import sys; sys.path[:0] = sys.argv[4:]; from ckpt.writer import main; main()"
+_BETWEEN = "import os, sys; os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ)"
+SPAWN_S = 60.0
+ENDING_S = 5.0  # for a writer that has hung up to be gone
 
 
 class WriterClient:
     """A connection to one writer process. `on_note` gets its messages, `on_lost` is called when the connection ends."""
 
-    def __init__(self, channel: Channel, process: subprocess.Popen[bytes] | None) -> None:
-        self._channel, self._process = channel, process
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._process: Process | None = None  # once it has said who it is
         self._ids = itertools.count(1)
         self._waiting: dict[int, Future[Reply]] = {}
         self._lock = threading.Lock()
@@ -47,20 +53,25 @@ class WriterClient:
     @classmethod
     def find(cls, key: str) -> WriterClient | None:
         """The writer that holds this run's memory on this host, if one does."""
-        channel = link.connect(link.socket_path(key))
-        return None if channel is None else cls(channel, None)
+        channel = link.connect(key)
+        return None if channel is None else cls(channel)
 
     @classmethod
     def spawn(cls, key: str) -> WriterClient:
-        """A new writer, in a session of its own, so that it survives what kills the trainer's process group."""
-        path = link.socket_path(key)
+        """A new writer, in a session of its own, so that it survives what kills the trainer's process group.
+
+        Nor is it a child of the trainer's, since launchers look for those: a process between them starts it and ends.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         homes = dict.fromkeys(str(Path(str(module.__file__)).parent.parent) for module in (ckpt, ckpt_backends))
-        with theirs, open(path.removesuffix(".sock") + ".log", "ab") as output:
-            os.fchmod(output.fileno(), 0o600)
+        path = link.log_path(key)
+        with theirs, open(path or os.devnull, "ab") as output:
+            if path:
+                os.fchmod(output.fileno(), 0o600)
+            writer = [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), key, path, *homes]
             try:
-                process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), key, path, *homes],
+                between = subprocess.run(
+                    [sys.executable, "-I", "-S", "-c", _BETWEEN, *writer],
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,
                     stdin=subprocess.DEVNULL,
@@ -68,11 +79,16 @@ class WriterClient:
                     stderr=output,  # not ours: a pipe that we inherited must not stay open after us
                     cwd="/",
                     env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                    check=False,
+                    timeout=SPAWN_S,
                 )
-            except OSError as error:
+            except (OSError, subprocess.SubprocessError) as error:
                 ours.close()
                 raise WriterError(f"the writer process cannot be started: {error}") from error
-        return cls(Channel(ours), process)
+        if between.returncode:
+            ours.close()
+            raise WriterError(f"the writer process cannot be started: exit code {between.returncode}, see {path}")
+        return cls(Channel(ours))
 
     @property
     def alive(self) -> bool:
@@ -105,23 +121,39 @@ class WriterClient:
             raise DeadlineError(f"the writer did not answer {op!r} within {timeout_s:g} s") from None
 
     def greet(self, timeout_s: float, patient_s: float) -> Reply:
-        """Introduce ourselves to a writer that we found; longer than `timeout_s` is waited only if it can run."""
+        """Introduce ourselves; longer than `timeout_s` is waited only for a writer that can run. One that was stopped
+        is woken up."""
         future, began = self.send("hello"), time.monotonic()
         while True:
             try:
-                return future.result(timeout_s)
+                hello, fds = future.result(timeout_s)
+                self._process = Process.of(int(hello["pid"]))
+                return hello, fds
             except TimeoutError as error:
                 if isinstance(error, CheckpointError):
                     raise
                 waited = time.monotonic() - began
-                if waited > patient_s or not self._runs():
+                if waited > patient_s or not self._wake():
                     raise DeadlineError(f"no answer within {waited:.0f} s") from None
 
-    def _runs(self) -> bool:
+    def _wake(self) -> bool:
+        """Whether the writer that we found can run."""
         with contextlib.suppress(psutil.Error, OSError):
-            still = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-            return psutil.Process(link.peer_pid(self._channel.sock)).status() not in still
+            found = psutil.Process(link.peer_pid(self._channel.sock))
+            if found.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                log.warning("the writer (process %d) was stopped: it is told to go on", found.pid)
+                found.resume()
+            return bool(found.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
         return False
+
+    def end(self) -> None:
+        """Kill a writer that has the name of this run, and does not answer."""
+        pid = link.peer_pid(self._channel.sock)
+        process = Process.of(pid)
+        self.close()
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+        _until_gone(process)
 
     def _receive(self) -> None:
         while (received := self._channel.receive()) is not None:
@@ -146,12 +178,10 @@ class WriterClient:
             waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
             future.set_exception(WriterError("the writer died"))
-        if self._process is not None:
-            try:
-                self._process.wait(5.0)
-            except subprocess.TimeoutExpired:
-                if not self._closing:
-                    self._process.kill()  # it stands still, and another takes over
+        if self._process is not None and not _until_gone(self._process) and not self._closing:
+            with contextlib.suppress(OSError):
+                os.kill(self._process.pid, signal.SIGKILL)  # it stands still, and another takes over
+            _until_gone(self._process)
         if not self._closing:
             log.warning("the writer is gone")
             self.on_lost()
@@ -165,3 +195,11 @@ class WriterClient:
         """In a forked child: drop the descriptor without a word."""
         self._closing = True
         self._channel.forget()
+
+
+def _until_gone(process: Process) -> bool:
+    """Whether it is no more; waits for that a while."""
+    end = time.monotonic() + ENDING_S
+    while process.alive and time.monotonic() < end:
+        time.sleep(0.01)
+    return not process.alive

@@ -195,16 +195,16 @@ def ptrace(proc: Path, environment: Mapping[str, str]) -> Finding:
 
 
 def sockets(environment: Mapping[str, str]) -> Finding:
-    """Where trainer, writer and `ckpt trigger` meet."""
-    base = environment.get("XDG_RUNTIME_DIR", "")
+    """Where trainer, writer and `ckpt trigger` meet, and where a writer's own words go."""
     try:
-        folder = Path(link.socket_path("doctor")).parent
-    except (UsageError, OSError) as error:
-        return Finding("XDG_RUNTIME_DIR", f"{base or 'not set'}: {error}", PROBLEM, "The writer cannot be met")
-    if base and not folder.is_relative_to(base):
-        advice = "It cannot be written to: give all processes of the job a folder of this user, mode 700"
-        return Finding("XDG_RUNTIME_DIR", f"{base} is not used, {folder} is", ADVICE, advice)
-    return Finding("XDG_RUNTIME_DIR", base or f"not set, {folder} is used")
+        link.siblings(link.run_key("doctor", 0))
+    except OSError as error:
+        return Finding("writers", f"/proc/net/unix: {error}", PROBLEM, "The writers of a node do not find each other")
+    path = link.log_path("doctor")
+    if not path:
+        advice = f"Set {link.RUNTIME} to a folder of this user, mode 700"
+        return Finding("writers", "no place for what they say", ADVICE, advice)
+    return Finding("writers", f"met by name, their logs are in {Path(path).parent}")
 
 
 def clock_source(sys_: Path) -> Finding:

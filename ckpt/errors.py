@@ -7,9 +7,11 @@
     │   └── ClosedError       the Checkpointer was closed, or belongs to the parent process
     ├── NoCheckpointError     there is nothing to restore
     ├── FencedError           a newer job owns this run; this one must stop saving
+    ├── InUseError            another process trains this run; nothing was changed
     ├── SaveError             one save failed; training and later saves are unaffected
     │   └── SkippedError      a save was skipped because every slot was busy
     ├── WriterError           the writer process cannot be started
+    │   └── NameTakenError    another writer of this run has started meanwhile
     ├── PeerError             another rank of the job failed, is gone, or disagrees
     ├── DeadlineError         a wait ran past its deadline (also a TimeoutError)
     ├── CorruptError          stored bytes do not match their digest
@@ -92,6 +94,15 @@ class FencedError(CheckpointError):
     )
 
 
+class InUseError(CheckpointError):
+    """Another process trains this run. It goes on, and nothing was changed."""
+
+    advice = (
+        "Stop that process first, or pass takeover=True to end it and go on from its newest step. "
+        "To look at what is stored, ckpt.load(URL) only reads."
+    )
+
+
 class SaveError(CheckpointError):
     """One save failed. The state in memory, older checkpoints and later saves are unaffected."""
 
@@ -117,6 +128,10 @@ class WriterError(CheckpointError):
         "Checkpoints in folders and buckets are untouched. Start the training again once the cause is gone: "
         "it goes on from them."
     )
+
+
+class NameTakenError(WriterError):
+    """Another writer of this run has started on this machine meanwhile."""
 
 
 class PeerError(CheckpointError):

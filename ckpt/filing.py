@@ -13,13 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ckpt import ledger
-from ckpt.errors import CheckpointError, NotFoundError, StoreError
+from ckpt.errors import CheckpointError, CorruptError, FormatError, NotFoundError, StoreError
 from ckpt.events import log
 from ckpt.ledger import Account, Decision
 from ckpt.places import Place
-from ckpt.store import get_small
+from ckpt.store import Store, get_small
 
-KEEP_S, KEEP_FAR_S = 10.0, 60.0  # between two puts, into the nearest folder and elsewhere
+KEEP_S, KEEP_FAR_S = 10.0, 20.0  # between two puts, into a folder and elsewhere: they say that somebody trains
 LOOK_BACK = 64  # incarnations that a cadence is derived from
 FIND_S, AGAIN_S = 30.0, 2.0  # for an account of before to be read
 
@@ -49,8 +49,7 @@ class Filing:
             if not tier.opened or tier.role.place > 0:
                 continue
             kept = self._kept.setdefault(tier.url, _Kept())
-            near = tier is self._tiers()[0] and not tier.store.remote
-            if not now and time.monotonic() - kept.at < (KEEP_S if near else KEEP_FAR_S):
+            if not now and time.monotonic() - kept.at < interval_s(tier.store):
                 continue
             if now or not kept.waiting:
                 kept.waiting[key] = content
@@ -63,6 +62,7 @@ class Filing:
             content = kept.waiting.pop(key)
             kept.at = time.monotonic()
             try:
+                await tier.prepare()
                 await tier.log.store.put(key, content())
                 kept.failed = False
             except Exception as error:  # said once, and training goes on
@@ -77,6 +77,11 @@ class Filing:
             kept = self._kept.get(tier.url)
             if kept is not None and kept.task is not None and not kept.task.done():
                 await asyncio.wait({kept.task}, timeout=max(0.05, end - time.monotonic()))
+
+
+def interval_s(store: Store) -> float:
+    """How often an account is put there while its trainer lives."""
+    return KEEP_FAR_S if store.remote else KEEP_S
 
 
 async def find(tiers: list[Place], key: str) -> Account | None:
@@ -96,6 +101,21 @@ async def find(tiers: list[Place], key: str) -> Account | None:
             log.warning("what the ledger said of this start is lost: %s", error)
             return None
     return None
+
+
+async def newest(store: Store) -> Account | None:
+    """The account of the last incarnation; None if there is none that can be read."""
+    names = [info.key async for info in store.list(ledger.PREFIX) if ledger.is_account(info.key)]
+    for name in sorted(names, key=_order, reverse=True)[:1]:
+        with contextlib.suppress(CorruptError, FormatError, NotFoundError):
+            return Account.from_bytes(await get_small(store, name, ledger.MAX_SIZE))
+    return None
+
+
+def _order(key: str) -> tuple[int, int]:
+    """By incarnation; of one, the lowest rank last."""
+    number, _, rank = key.removeprefix(ledger.PREFIX).split(".")[:3]
+    return int(number), -int(rank)
 
 
 async def read_back(tiers: list[Place], most: int = LOOK_BACK) -> list[Account]:

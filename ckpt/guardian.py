@@ -21,7 +21,16 @@ from ckpt.arena import Arena
 from ckpt.cadence import MEMORY, Auto
 from ckpt.client import REQUEST_S, Reply, WriterClient
 from ckpt.commit import Role
-from ckpt.errors import CheckpointError, DeadlineError, SaveError, StoreError, WriterError
+from ckpt.errors import (
+    CheckpointError,
+    DeadlineError,
+    FencedError,
+    InUseError,
+    NameTakenError,
+    SaveError,
+    StoreError,
+    WriterError,
+)
 from ckpt.events import log, point
 from ckpt.fault import Fault
 from ckpt.link import Message
@@ -36,11 +45,17 @@ from ckpt.world import World
 
 OPEN_S = 300.0
 T = TypeVar("T")
+MEET_S = 60.0  # for the name of a run to be ours, or that of a writer that we can ask
+DYING_S = 3.0  # for a trainer that was killed to be seen as dead
 HELLO_S = 10.0  # for a writer that was left to answer; it may be stopped
 PATIENT_S = 60.0  # if it is not: at low priority it may get little of a busy machine, and it has the newest steps
 RELIEF_S = 10.0  # for the writer of a dead rank to answer
 RESPAWN_LIMIT = 3  # writers that die within RESPAWN_WINDOW_S, before we stop trying
 RESPAWN_WINDOW_S = 60.0
+
+
+class _Leaving(WriterError):
+    """The writer that was found does not take another trainer any more."""
 
 
 @dataclass
@@ -82,10 +97,17 @@ class Guardian:
     """Owns the connection to the writer. Methods may be called from any thread."""
 
     def __init__(
-        self, key: str, tiers: list[Tier], memory: Memory | None, stager: Stager, world: World, commit_s: float
+        self,
+        key: str,
+        tiers: list[Tier],
+        memory: Memory | None,
+        stager: Stager,
+        world: World,
+        commit_s: float,
+        takeover: bool = False,
     ) -> None:
         self._key, self._tiers, self._stager, self._world = key, tiers, stager, world
-        self._commit_s = commit_s
+        self._commit_s, self._takeover = commit_s, takeover
         self._linger_s = memory.linger_s if memory is not None else 0.0
         self._memory, self._memory_kept = memory, self._linger_s > 0
         self._ring = memory.keep if memory is not None else 1
@@ -136,33 +158,78 @@ class Guardian:
     def give_up(self) -> None:
         """The run could not be opened. Memory of an earlier run stays with its writer, for a better try."""
         self._closing = True
-        if not self.inherited.arenas:
-            self.client.send("close")
+        self.client.send("leave" if self.inherited.arenas else "close")
         self.client.close()
         self._drop_prepared()
 
     # -- the writer --
 
     def _find_or_spawn(self) -> WriterClient:
-        found = WriterClient.find(self._key)
-        if found is None:
-            return self._listen(WriterClient.spawn(self._key), greet=True)
-        self._listen(found)
+        """The writer that has this run's name on this machine, or a new one, which takes the name."""
+        end = time.monotonic() + MEET_S
+        while True:
+            client = WriterClient.find(self._key)
+            try:
+                if client is None:
+                    self._say_unreachable()
+                    return self._spawn()
+                joined = self._join(client)
+            except (NameTakenError, _Leaving):  # another start was quicker, or it is about to leave
+                joined = None
+            if joined is not None:
+                return joined
+            if time.monotonic() > end:
+                raise WriterError(f"the last writer of this run has not let go of its name within {MEET_S:g} s")
+            time.sleep(0.02)
+
+    def _spawn(self) -> WriterClient:
+        client = WriterClient.spawn(self._key)
         try:
-            hello, fds = found.greet(HELLO_S, PATIENT_S)
-        except CheckpointError as error:
-            log.warning("a writer is there and does not answer (%s): starting a new one", error)
+            client.greet(OPEN_S, OPEN_S)
+        except BaseException:
+            client.close()
+            raise
+        return self._listen(client)
+
+    def _say_unreachable(self) -> None:
+        if others := link.unreachable(self._key):
+            log.warning(
+                "process %d holds memory of this run on this machine, and cannot be reached from here (another container,"
+                " or another %s): it is not restored from",
+                others[0],
+                link.RUNTIME,
+            )
+
+    def _join(self, found: WriterClient) -> WriterClient | None:
+        """Take over the memory that a writer holds. None if it had to go: the name is free, or will be."""
+        try:
+            hello, fds = self._greet(found)
+            lost = found.ask("lost")[0]["lost"] if not hello["alive"] else []
+        except DeadlineError as error:
+            log.warning("a writer of this run does not answer (%s): it is ended, and its memory with it", error)
+            found.end()
+            return None
+        except WriterError as error:
             found.close()
-            return self._listen(WriterClient.spawn(self._key), greet=True)
+            raise _Leaving(str(error)) from None
+        except BaseException:
+            found.close()
+            raise
+        if lost and len(lost) == len(self._tiers):
+            log.warning(
+                "%s: the run that was here is gone. What was held in memory of it is let go of, and a new run begins. "
+                "To keep it, put the folder back before you start",
+                " and ".join(lost),
+            )
+            for fd in fds:
+                os.close(fd)
+            found.ask("drop")
+            found.close()
+            return None
         self._inherit(hello, fds)
         if hello["alive"]:
-            log.warning("process %d still trains this run here: it is fenced off now", hello["trainer"])
-            found.close()
-            ours = self._listen(WriterClient.spawn(self._key), greet=True)
-            self.faults = []
-            for layout in self._layouts.values():  # our writer has to know what we know
-                ours.send("layout", layout=layout.to_json())
-            return ours
+            return self._take_over_living(found, hello)
+        self._listen(found)
         log.info("took over the memory that process %d left", hello["trainer"])
         self._adopted = True
         self._stager.hold(0 if hello["gone"] else 1)
@@ -178,10 +245,37 @@ class Guardian:
             self._adopt(usable[-1], found)
         return found
 
-    def _listen(self, client: WriterClient, greet: bool = False) -> WriterClient:
+    def _greet(self, found: WriterClient) -> Reply:
+        """Introduce ourselves. A trainer that was killed just now may take a moment to be seen as dead."""
+        end = time.monotonic() + DYING_S
+        while True:
+            hello, fds = found.greet(HELLO_S, PATIENT_S)
+            if not hello["alive"] or self._takeover:
+                return hello, fds
+            for fd in fds:
+                os.close(fd)
+            if time.monotonic() > end:
+                since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(hello["since"]))
+                raise InUseError(f"process {hello['trainer']} on this machine trains this run, since {since}")
+            time.sleep(0.1)
+
+    def _take_over_living(self, found: WriterClient, hello: Message) -> WriterClient:
+        """From a trainer that lives: it is told, and its memory is read; ours is another."""
+        log.warning("process %d trains this run here: it is fenced off now", hello["trainer"])
+        found.ask("yield")
+        found.close()
+        ours = self._spawn()
+        self.faults = []
+        for layout in self._layouts.values():  # our writer has to know what we know
+            ours.send("layout", layout=layout.to_json())
+        for arena in self.inherited.arenas:  # and holds it too, should we die before we have any of our own
+            self._foreign.add(arena.id)
+            self._spares.append(arena)
+            ours.ask("attach", fds=(arena.fd,), foreign=True)
+        return ours
+
+    def _listen(self, client: WriterClient) -> WriterClient:
         client.on_note, client.on_lost = self._on_note, lambda: self._on_lost(client)
-        if greet:
-            client.ask("hello", timeout_s=OPEN_S)
         return client
 
     def _inherit(self, hello: Message, fds: list[int]) -> None:
@@ -213,19 +307,19 @@ class Guardian:
 
     def _dismiss(self, key: str) -> None:
         """A writer whose trainer is no more, and whose memory ours has now, is not needed any more."""
-        channel = link.connect(link.socket_path(key))
+        channel = link.connect(key)
         if channel is not None:
-            client = WriterClient(channel, None)
+            client = WriterClient(channel)
             with contextlib.suppress(CheckpointError):
                 client.ask("taken", timeout_s=10.0)
             client.close()
 
     def _visit(self, key: str) -> Iterator[tuple[Arena, *Known]]:
         """What another writer of this run on this node holds; it keeps its trainer."""
-        channel = link.connect(link.socket_path(key))
+        channel = link.connect(key)
         if channel is None:
             return
-        client = WriterClient(channel, None)
+        client = WriterClient(channel)
         try:
             if self._must_compare():
                 client.ask("digests", all=True)
@@ -240,10 +334,10 @@ class Guardian:
 
     def relieve(self, key: str, fill: Callable[[Gap], list[int]]) -> str:
         """Finish the copy that the dead trainer of another writer could not; which attempt is whole now, "" if none."""
-        channel = link.connect(link.socket_path(key))
+        channel = link.connect(key)
         if channel is None:
             return ""
-        client = WriterClient(channel, None)
+        client = WriterClient(channel)
         try:
             found, fds = client.ask("gap", timeout_s=RELIEF_S)
             if found["attempt"] is None:
@@ -272,6 +366,7 @@ class Guardian:
             linger_s=self._linger_s,
             commit_s=self._commit_s,
             first_try=1000 * self._respawns,
+            check=not self._takeover and not self.owner.epoch and self._world.local_rank == 0,
             auto=[one for one, every in self._cadences() if isinstance(every, Auto)],
             heir=self._heir,
             acquires=[[a.epoch, a.nonce, a.restored and str(a.restored)] for a in self.inherited.acquires],
@@ -360,6 +455,8 @@ class Guardian:
             self.on_cadence(note)
         elif note["op"] == "said":
             log.warning("%s", note["text"])
+        elif note["op"] == "fenced":
+            self.on_failure(FencedError(str(note["text"])))
         else:
             self.on_alert(note)
 
@@ -405,9 +502,14 @@ class Guardian:
         if len(self._deaths) > RESPAWN_LIMIT:
             raise WriterError(f"the writer died {len(self._deaths)} times within {RESPAWN_WINDOW_S:g} s")
         self._respawns += 1
-        fresh = WriterClient.spawn(self._key)
         try:
-            self._listen(fresh, greet=True)
+            fresh = self._spawn()
+        except NameTakenError as error:
+            raise FencedError(f"another process has opened this run: {error}") from None
+        except WriterError as error:
+            log.warning("%s", error)
+            return None
+        try:
             self._open(fresh)
             if self.owner.epoch:
                 self._own(fresh, recover=False)
@@ -445,7 +547,9 @@ class Guardian:
         self.on_new_writer(client)
 
     def _fail(self, error: CheckpointError) -> None:
-        self.failure = WriterError(f"there is no writer any more, so nothing is saved: {error}")
+        self.failure = error
+        if not isinstance(error, FencedError):
+            self.failure = WriterError(f"there is no writer any more, so nothing is saved: {error}")
         self.on_failure(self.failure)
         for write in self._writes:
             self._release(write)

@@ -169,7 +169,7 @@ class Decision:
 class Account:
     """One incarnation. `epoch`: "<epoch>.<nonce>", the first one that it opened; `url`: of the nearest tier, and
     `inode` of what makes it a run, by which a copy is known, 0 in object stores; `anchor`: the same moment by the wall
-    clock and by ours; `born`: when the process was started, `opening` and `opened`: when its Checkpointer began and was
+    clock and by ours; `namespace`: of process numbers, on that machine; `born`: when the process was started, `opening` and `opened`: when its Checkpointer began and was
     ready; `kept`: up to when this is complete; `step`, `beat`: the last step that was done, and when (-1, 0);
     `calls`: of step() so far. `stalls`: how many saves made training wait how long, by `stall_bucket`; `landed`: of
     each tier its saves, some of them where there are many; `versions`: of programs. Older accounts have
@@ -200,6 +200,7 @@ class Account:
     stalls: dict[str, int] = field(default_factory=dict)
     landed: list[Landed] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
+    namespace: int = 0
 
     @property
     def key(self) -> str:
@@ -218,6 +219,10 @@ class Account:
         if self.end is None:
             return False
         return self.end.how != "closed" or any(seen.last_thing(self.beat) for seen in self.faults)
+
+    def of(self, epoch: str) -> bool:
+        """Whether it opened this epoch, at its start or by a restore."""
+        return epoch == self.epoch or any(restore.epoch == epoch for restore in self.restores)
 
     def wall(self, at: float) -> float:
         """Seconds since 1970 of a moment in this account."""

@@ -1,6 +1,10 @@
 """The wire between trainer and writer: length-prefixed JSON and descriptors over a unix socket.
 
 No pickle crosses it. Each message is a dict with `op`; one with `id` expects a reply with the same `id`.
+
+A writer is met by a name in the kernel's own list (an abstract socket), not by a file: no folder has to be agreed on,
+none can be cleaned away, and the kernel gives a name to one process at a time, for as long as it lives. Should another
+user of the machine have taken it, there are a few more names to go on to.
 """
 
 from __future__ import annotations
@@ -8,25 +12,31 @@ from __future__ import annotations
 import array
 import collections
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import socket
 import stat
 import struct
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ckpt.errors import UsageError
+from ckpt.identity import boot_id, namespace
 
 Message = dict[str, Any]
 MAX_MESSAGE = 256 << 20
 _MAX_FDS = 16
 SEND_S = 10
+CONNECT_S = 2.0
+BIND_S = 1.0  # for a name that is in use to answer, or to become free
+NAMES = 4
+RUNTIME = "CKPT_RUNTIME_DIR"
+AT_WORK, LEAVING = "ckpt-writer", "ckpt-leaving"  # what a writer calls its process
+_LISTENING = "00010000"  # the flags of such a socket in /proc/net/unix
 
 
 class Channel:
@@ -104,31 +114,48 @@ def run_key(place: str, local_rank: int) -> str:
 
 def siblings(key: str) -> dict[int, str]:
     """The keys of all writers of the same run on this host, by local rank; one may be gone by now."""
-    run, folder = key.rpartition("-")[0], Path(socket_path(key)).parent
-    found = (path.stem.rpartition("-") for path in folder.glob(f"{run}-*.sock"))
-    return {int(number): f"{run}-{number}" for _, _, number in found if number.isdigit()}
+    run = key.rpartition("-")[0]
+    found: dict[int, str] = {}
+    with open("/proc/net/unix", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            fields = line.split(maxsplit=7)
+            if len(fields) == 8 and fields[3] == _LISTENING and fields[7].startswith(f"@everystep/{_scope()}/{run}-"):
+                number = fields[7].rpartition(f"/{run}-")[2].strip().partition("/")[0]
+                if number.isdecimal():
+                    found[int(number)] = f"{run}-{number}"
+    return dict(sorted(found.items()))
 
 
 def node_id() -> str:
-    """Equal for processes that can hand each other memory: those that see the same folder of sockets."""
-    folder = os.stat(Path(socket_path("x")).parent)
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}:{folder.st_dev}:{folder.st_ino}"
+    """Equal for processes that can hand each other memory: those that find the same names."""
+    return f"{boot_id()}:{namespace('net')}:{_scope()}"
 
 
-def socket_path(key: str) -> str:
-    """In $XDG_RUNTIME_DIR or a folder of this user's own. UsageError if the folder could be anyone else's."""
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    if base and Path(base).is_absolute() and os.access(base, os.W_OK | os.X_OK):
-        folder = Path(base) / "everystep"
-    else:
-        folder = Path(tempfile.gettempdir()) / f"everystep-{os.getuid()}"
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    info = folder.lstat()
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
-        raise UsageError(f"{folder} must be a folder that only you can open: remove it, or `chmod 700` it")
-    return str(folder / f"{key}.sock")
+def _scope() -> str:
+    """Whose names these are: this user's; and of a RUNTIME folder that is set, so that tests keep to themselves."""
+    folder = os.environ.get(RUNTIME)
+    return str(os.getuid()) if not folder else f"{os.getuid()}-{hashlib.sha256(folder.encode()).hexdigest()[:12]}"
+
+
+def _address(key: str, number: int) -> str:
+    return f"\0everystep/{_scope()}/{key}" + (f"/{number}" if number else "")
+
+
+def log_path(key: str) -> str:
+    """Where a writer's own words go, which nobody reads unless something is wrong; "" if there is no place for them.
+
+    In $CKPT_RUNTIME_DIR, else a folder of this user's own in /tmp, else in /dev/shm.
+    """
+    chosen = os.environ.get(RUNTIME)
+    for base in [chosen] if chosen else ["/tmp", "/dev/shm"]:
+        folder = Path(base) / f"everystep-{os.getuid()}"
+        with contextlib.suppress(OSError):
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700, parents=bool(chosen))
+            info = folder.lstat()
+            if stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not info.st_mode & 0o077:
+                return str(folder / f"{key}.log")
+    return ""
 
 
 def _peer(sock: socket.socket) -> tuple[int, int]:
@@ -146,36 +173,34 @@ def peer_pid(sock: socket.socket) -> int:
     return _peer(sock)[0]
 
 
-@contextlib.contextmanager
-def _short(path: str) -> Iterator[str]:
-    """The same file by a name that fits into a socket address, which ends at 107 bytes."""
-    folder, name = os.path.split(path)
-    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{fd}/{name}"
-    finally:
-        os.close(fd)
+def connect(key: str) -> Channel | None:
+    """To the writer that has this name, None if there is none."""
+    for number in range(NAMES):
+        with contextlib.suppress(OSError):
+            if (channel := _reach(_address(key, number))) is not None:
+                return channel
+    return None
 
 
-def connect(path: str) -> Channel | None:
-    """To a writer that listens there, None if there is none."""
+def _reach(address: str) -> Channel | None:
+    """To whoever listens there, None if that is another user; OSError if nobody does, or does not take it."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(2.0)
     try:
-        with _short(path) as address:
-            _connect(sock, address)
-        if not same_user(sock):
-            raise UsageError(f"{path} belongs to another user")
-    except OSError:
+        sock.settimeout(CONNECT_S)
+        _connect(sock, address)
+        if same_user(sock):
+            sock.settimeout(None)
+            return Channel(sock)
+    except BaseException:
         sock.close()
-        return None
-    sock.settimeout(None)
-    return Channel(sock)
+        raise
+    sock.close()
+    return None
 
 
 def _connect(sock: socket.socket, address: str) -> None:
     """Where many ask at once the queue may be full for a moment, which does not mean that nobody is there."""
-    end = time.monotonic() + 2.0
+    end = time.monotonic() + CONNECT_S
     while True:
         try:
             return sock.connect(address)
@@ -187,7 +212,7 @@ def _connect(sock: socket.socket, address: str) -> None:
 
 def ask_once(key: str, op: str, timeout_s: float, **fields: Any) -> Message | None:
     """One question to the writer of a key, over a connection of its own; None if it does not answer in time."""
-    channel = connect(socket_path(key))
+    channel = connect(key)
     if channel is None:
         return None
     try:
@@ -201,15 +226,52 @@ def ask_once(key: str, op: str, timeout_s: float, **fields: Any) -> Message | No
         channel.close()
 
 
-def listen(path: str) -> socket.socket:
-    """Take the name over, whoever had it, without a moment at which it is missing."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    temporary = f"{path}.{os.getpid()}"
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary)
-    with _short(temporary) as address:
-        sock.bind(address)
-    os.chmod(temporary, 0o600)
-    sock.listen(128)  # all ranks of a node may ask all writers at once
-    os.replace(temporary, path)
-    return sock
+def listen(key: str) -> socket.socket | None:
+    """Take a name: nobody else has it until this socket is closed or its process has ended. None if it is taken."""
+    if any(_taken(_address(key, number)) for number in range(NAMES)):
+        return None
+    for number in range(NAMES):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        end = time.monotonic() + BIND_S
+        while True:
+            try:
+                sock.bind(_address(key, number))
+                sock.listen(128)  # all ranks of a node may ask all writers at once
+                return sock
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    sock.close()
+                    raise
+            if _taken(_address(key, number)):
+                sock.close()
+                return None
+            if time.monotonic() > end:
+                break  # another user's
+            time.sleep(0.01)  # it may be about to listen, or to be gone
+        sock.close()
+    raise UsageError(f"the names of this run's writer are taken by other users of this machine ({_address(key, 0)[1:]})")
+
+
+def _taken(address: str) -> bool:
+    """Whether a process of this user has it; one whose queue is full may be, and counts."""
+    try:
+        channel = _reach(address)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    if channel is not None:
+        channel.close()
+    return channel is not None
+
+
+def unreachable(key: str) -> list[int]:
+    """Writers of this run that live on this machine, of this user, where no name of ours reaches them."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if folder.name.isdecimal() and folder.stat().st_uid == os.getuid():
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+                if key.encode() in words and (folder / "comm").read_text().strip() == AT_WORK:
+                    found.append(int(folder.name))
+    return found

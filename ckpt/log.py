@@ -335,6 +335,21 @@ class RunLog:
         self._whole = whole
         self._lock = asyncio.Lock()
 
+    async def same(self) -> bool:
+        """Whether what is there is still the run that was opened: not if it was moved away, emptied or replaced."""
+        try:
+            return read_format(await get_small(self.store, "FORMAT.json", MAX_FORMAT)) == self.root
+        except (NotFoundError, CorruptError):
+            return await infer_root(self.store) == self.root
+
+    async def check_same(self) -> None:
+        """StoreError if it is not."""
+        if not await self.same():
+            raise StoreError(
+                f"{self.store.url} is not the run any more that it was: it was moved, emptied or replaced meanwhile. "
+                "Nothing was written there. Put it back, or start again"
+            )
+
     async def open(self) -> None:
         """Read FORMAT.json and fold the log. FormatError if this is not a run."""
         try:
@@ -356,9 +371,12 @@ class RunLog:
 
     async def _refresh(self) -> RunState:
         first = self.state.next_seq == 0
-        after = "" if first else record_key(self.state.next_seq - 1)
+        newest = self.state.next_seq - 1
+        after = "" if newest < 1 else record_key(newest - 1)
         listed = [info async for info in self.store.list("log/", after=after)]
         sizes = {n: info.size for info in listed if (n := _sequence(info.key)) is not None}
+        if not first and newest not in sizes and newest not in self.state.damaged:
+            await self.check_same()
         end = self.state.next_seq
         for seq in sorted(sizes):
             if end <= seq <= end + MAX_GAP:

@@ -26,7 +26,9 @@ from ckpt.errors import (
     StoreError,
     UsageError,
 )
+from ckpt.holder import check_free
 from ckpt.holdings import Holdings
+from ckpt.ledger import Account
 from ckpt.link import Message
 from ckpt.log import Acquire, Commit, RunLog, in_history
 from ckpt.manifest import Attempt, part_key, rank_and_try, table_key
@@ -44,6 +46,7 @@ COMMON_S = 1.0  # until the step before the newest will do, if not all ranks hav
 OTHERS_S = 5.0  # for other ranks to bring theirs, when ours is written
 FAR_QUEUE = 2  # checkpoints on their way from memory to a place that is slow, the one that waits among them
 FAR_PATIENCE = 6  # how much longer ranks wait for each other's parts where these take their time
+LOST_S = 5.0  # for a place to say which run it is
 LATE_S = 30.0  # for the parts of other ranks, when nobody is left to wait for them
 
 
@@ -91,8 +94,9 @@ class Persister:
 
     # -- taking the run over --
 
-    async def open(self, message: Message) -> Message:
-        """Open the durable places, without changing anything in them."""
+    async def open(self, message: Message, ours: Callable[[Account], bool] = lambda account: False) -> Message:
+        """Open the durable places, without changing anything in them. With `check`: InUseError if somebody trains the
+        run; `ours`: whether an account is of a trainer of this writer that has ended."""
         self.linger_s, self.commit_s = float(message["linger_s"]), float(message["commit_s"])
         self.first_try = int(message.get("first_try", 0))
         self.heir = str(message.get("heir", ""))
@@ -101,6 +105,8 @@ class Persister:
         tiers: list[Place] = []
         for spec in message["tiers"]:
             tier = known.pop(spec["url"], None)
+            if tier is not None and tier.url in await self.lost([tier]):
+                tier = None  # what was there was removed, and is no run or another one now
             if tier is None:
                 # A writer that takes the place of a dead one must not fail for a bucket that is out of reach just now.
                 tier = await open_place(spec, later=bool(self.first_try and tiers))
@@ -109,6 +115,9 @@ class Persister:
             else:
                 await renew(tier, spec)
             tiers.append(tier)
+        if message.get("check"):
+            for tier in (tier for tier in tiers if tier.opened):
+                await check_free(tier.log, lambda text: self.tell({"op": "said", "text": text}), ours)
         self.tiers = tiers
         for tier in tiers:  # what was kept here for a place that is gone
             tier.anchors = {url: a for url, a in tier.anchors.items() if any(url == t.url for t in tiers[1:])}
@@ -124,6 +133,15 @@ class Persister:
             ],
         }
         return reply
+
+    async def lost(self, tiers: Iterable[Place] | None = None) -> list[str]:
+        """Places that are not the run any more that was opened there; of one that does not answer nothing is known."""
+        found = []
+        for tier in (tier for tier in (self.tiers if tiers is None else tiers) if tier.opened):
+            with contextlib.suppress(CheckpointError, TimeoutError):
+                if not await asyncio.wait_for(tier.log.same(), LOST_S):
+                    found.append(tier.url)
+        return found
 
     async def acquire(self, message: Message) -> Message:
         """Take the places numbered `tiers` over, for all ranks. With `restored` as a rollback of the present owner."""

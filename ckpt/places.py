@@ -79,11 +79,16 @@ class Place:
         return self.encoder.flow
 
     async def prepare(self) -> None:
-        """Open the place now, if it was out of reach before. Raises what is wrong with it."""
+        """Open the place now, if it was out of reach before. Raises what is wrong with it.
+
+        A folder that is not this run any more is not written to; in a bucket the log notices before it commits.
+        """
         if not self.opened:
             await self.log.open()
             self.opened = True
             self.scrub_slowly()
+        elif not self.store.remote:
+            await self.log.check_same()
 
     def scrub_slowly(self) -> None:
         """Read again what is stored, now and then, if that is wanted here."""

@@ -74,8 +74,7 @@ class Survey:
             return self.view()
         if stored is None and self._there is None:
             raise UsageError(
-                f"{self.shown}: no writer of this run is on this machine. Run this as the user who trains, with the"
-                " same XDG_RUNTIME_DIR"
+                f"{self.shown}: no writer of this run is on this machine. Run this as the user who trains"
             )
         if stored is not None and stored.missing:
             raise FormatError(f"{stored.error}. Give the folder or URL that a Checkpointer saves to")
@@ -129,7 +128,7 @@ def _said(error: object) -> int:
 
 def _ask(key: str) -> Look | str:
     """What a writer says of its rank; why it says nothing, "" if there is none."""
-    channel = link.connect(link.socket_path(key))
+    channel = link.connect(key)
     if channel is None:
         return ""  # the socket of one that was killed
     try:

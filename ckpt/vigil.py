@@ -27,6 +27,7 @@ from ckpt import evidence, pressure
 from ckpt.errors import UsageError
 from ckpt.events import log
 from ckpt.hang import Evidence, Pace, still
+from ckpt.identity import Process
 from ckpt.link import Message
 from ckpt.pulse import Pulse
 from ckpt.triggers import OnHang
@@ -74,6 +75,7 @@ class Vigil:
     def __init__(self, pid: int, message: Message, fds: list[int], eyes: Eyes) -> None:
         if len(fds) != 4:
             raise UsageError("a watch needs the pulse, the wakeup socket, the pipe and stderr")
+        self.process = Process.of(pid)
         self.pid, self.rank, self.world = pid, int(message["rank"]), int(message["world"])
         self.signals = [int(number) for number in message["signals"]]
         self.hang = None if message["hang"] is None else OnHang(*message["hang"])
@@ -190,6 +192,8 @@ class Vigil:
     async def _stack(self) -> tuple[str, ...]:
         self._text = self.crash
         start = len(self._text)
+        if not self.process.alive:
+            return ()
         try:
             os.kill(self.pid, DUMP_SIGNAL)
         except OSError:

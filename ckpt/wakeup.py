@@ -47,7 +47,12 @@ class Wakeup:
         if not self.numbers:
             return
         if threading.current_thread() is not threading.main_thread():
-            log.warning("signals are no triggers here: the Checkpointer was not made in the main thread")
+            names = ", ".join(number.name for number in self.numbers)
+            log.warning(
+                "%s: no trigger here, since the Checkpointer was not made in the main thread, where Python handles "
+                "signals. One that ends the process leaves memory to the writer, as any death does",
+                names,
+            )
             return
         for number in self.numbers:
             before = signal.getsignal(number)

@@ -55,6 +55,7 @@ class Witness:
             self.faults = [*self.faults, fault][-MAX_FAULTS:]
         for tier in self._persister.tiers[:1]:
             try:
+                await tier.prepare()
                 await tier.log.store.put(fault.key, fault.to_bytes(), create=True)
             except CheckpointError as error:
                 log.warning("the report of this fault could not be written: %s", error)
@@ -155,4 +156,5 @@ def end(vigil: Vigil, why: str) -> None:
     """By SIGKILL, which a stopped process does not outlive either, so that the launcher need not wait for it."""
     log.warning("rank %d is ended (%s); exit code %d would have been its own", vigil.rank, why, RETRY_CODE)
     with contextlib.suppress(OSError):
-        os.kill(vigil.pid, signal.SIGKILL)
+        if vigil.process.alive:  # else another may have its number
+            os.kill(vigil.pid, signal.SIGKILL)

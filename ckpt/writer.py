@@ -1,12 +1,13 @@
 """The writer process: holds the memory, writes it out, and outlives the trainer.
 
-    python -c 'from ckpt.writer import main; main()' FD RUN_KEY SOCKET
+    python -c 'from ckpt.writer import main; main()' FD RUN_KEY LOG
 
-It starts in its own session, at low CPU and I/O priority, without torch. Two kinds of threads feed one event loop:
-a reader per connection, and a watcher per arena that sits in the trainer's robust mutex until the trainer dies.
+It starts in its own session, at low CPU and I/O priority, without torch, and has the name of the run on this machine
+for as long as it holds its memory: whoever finds the name taken does not start. Two kinds of threads feed one event
+loop: a reader per connection, and a watcher per arena that sits in the trainer's robust mutex until the trainer dies.
 
 When the trainer dies, the writer digests the snapshots, persists the ring, newest first, and waits for the next
-incarnation, which finds it by SOCKET; after `linger_s` it leaves. When the trainer closes, it finishes and leaves.
+incarnation, which finds it by RUN_KEY; after `linger_s` it leaves. When the trainer closes, it finishes and leaves.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ import psutil
 from ckpt import events, link
 from ckpt.arena import Arena
 from ckpt.bookkeeper import Bookkeeper
-from ckpt.errors import CheckpointError, FencedError, UsageError, WriterError, to_wire
+from ckpt.errors import CheckpointError, FencedError, InUseError, NameTakenError, UsageError, WriterError, to_wire
 from ckpt.exporter import Exporter
 from ckpt.fault import Fault, Saved
 from ckpt.filing import last_decision, read_back
 from ckpt.holdings import Holdings, check_room
-from ckpt.ledger import Decision
+from ckpt.identity import Process, boot_id, namespace
+from ckpt.ledger import Account, Decision
 from ckpt.link import Channel, Message
 from ckpt.lookout import Lookout
 from ckpt.manifest import Attempt
@@ -43,6 +45,7 @@ from ckpt.metrics import Metrics
 from ckpt.mutex import Got
 from ckpt.pace import Pace
 from ckpt.persist import Persister
+from ckpt.places import Place
 from ckpt.plan import Layout
 from ckpt.pressure import Room, spare_from_oom
 from ckpt.redo_keeper import RedoKeeper
@@ -52,6 +55,7 @@ from ckpt.witness import Witness, end
 NICE = 10
 LOOK_BACK = 4  # incarnations, one of which knows how often to save
 RETRY_S = 5.0
+OWNER_S = 10.0  # between two looks at who owns the run
 AWAKE_S = 0.25  # for it to take a signal that the writer has seen
 HEARD_S = 1.0  # for the trainer's sentinel to answer; else the writer deals with it
 GOING_S = 20.0  # for it to leave, once it said that it would
@@ -67,7 +71,11 @@ class Writer:
     def __init__(self, channel: Channel, key: str, path: str) -> None:
         self.key, self.path = key, path
         self.channel: Channel | None = channel
-        self.trainer = link.peer_pid(channel.sock)
+        self.process = Process.of(link.peer_pid(channel.sock))  # our trainer's
+        self.since = time.time()  # it has been our trainer
+        self._owning: asyncio.Task[None] | None = None
+        self.left = False  # whether it lives, and has said that it is done
+        self.yielded = False  # whether another writer has our memory too, and our name
         self.dead = False  # whether that trainer has died
         self.leaving = False
         self.previous_gone = True  # whether no earlier trainer can write to the arenas any more
@@ -86,24 +94,33 @@ class Writer:
         self.announced = False  # the trainer has said that, and why, it is about to end
         self.tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def trainer(self) -> int:
+        """The number of its process."""
+        return self.process.pid
+
     async def run(self, listener: socket.socket) -> None:
         assert self.channel is not None
+        self._listener: socket.socket | None = listener
+        listener.setblocking(False)
+        self.loop.add_reader(listener, self._accept, listener)
         self._start_thread(self._read, self.channel)
-        self._start_thread(self._accept, listener)
-        self._start_thread(self._wait_gone, self.trainer)
+        self._start_thread(self._wait_gone, self.process)
         await self.finished.wait()
-        self._unlink_socket()
+        self._give_name_up()
         await self.exporter.finish()
 
-    def _unlink_socket(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            if os.stat(self.path).st_ino == self.inode:
+    def _give_name_up(self) -> None:
+        """The next trainer starts with a writer of its own."""
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        _call_myself(link.LEAVING)
+        self.loop.remove_reader(listener)
+        listener.close()
+        with contextlib.suppress(OSError):
+            if self.path and os.path.getsize(self.path) == 0:
                 os.unlink(self.path)
-                output = self.path.removesuffix(".sock") + ".log"
-                if os.path.getsize(output) == 0:
-                    os.unlink(output)
-
-    inode = 0  # of our socket, so that we never remove a successor's
 
     # -- threads that feed the loop --
 
@@ -120,16 +137,23 @@ class Writer:
         self._post(self._on_lost, channel)
 
     def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                sock, _ = listener.accept()
-            except OSError:  # out of descriptors, say: the next incarnation will try again
-                time.sleep(1.0)
-                continue
-            if link.same_user(sock):
-                self._start_thread(self._read, Channel(sock))
-            else:
-                sock.close()
+        try:
+            sock, _ = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # out of descriptors, say: whoever asks waits meanwhile
+            self.loop.remove_reader(listener)
+            self.loop.call_later(1.0, self._accept_again)
+            return
+        if link.same_user(sock):
+            sock.setblocking(True)
+            self._start_thread(self._read, Channel(sock))
+        else:
+            sock.close()
+
+    def _accept_again(self) -> None:
+        if self._listener is not None:
+            self.loop.add_reader(self._listener, self._accept, self._listener)
 
     def _watch(self, arena: Arena, adoptions: int) -> None:
         """Sits in the mutex of the trainer's staging thread until it is let go of, or its owner dies."""
@@ -138,13 +162,14 @@ class Writer:
         if got is Got.OWNER_DIED:
             self._post(self._on_death, adoptions)
 
-    def _wait_gone(self, pid: int) -> None:
+    def _wait_gone(self, process: Process) -> None:
         """Copies by a device may outlive the notice of death; after this nobody writes the memory any more."""
         with contextlib.suppress(ProcessLookupError):
-            fd = os.pidfd_open(pid)
-            select.select([fd], [], [])
+            fd = os.pidfd_open(process.pid)
+            if Process.of(process.pid) == process:  # else another has its number by now
+                select.select([fd], [], [])
             os.close(fd)
-        self._post(self._on_gone, pid)
+        self._post(self._on_gone, process)
 
     # -- events --
 
@@ -168,10 +193,10 @@ class Writer:
         if channel is self.channel:
             self.channel = None
 
-    def _on_gone(self, pid: int) -> None:
-        if self.books.account is not None and self.books.account.pid == pid:
+    def _on_gone(self, process: Process) -> None:
+        if self.books.account is not None and self.books.account.pid == process.pid:
             self.books.gone()
-        if pid == self.trainer:
+        if process == self.process:
             if self.dead:  # a crash was noticed before its end: something may have been sealed in between
                 self._spawn(self._drain_again(self.persister.adoptions))
             self._on_death(self.persister.adoptions)
@@ -214,7 +239,7 @@ class Writer:
             status = psutil.Process(self.trainer).status()
         except psutil.Error:
             return self.trainer, "dead"
-        if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+        if not self.process.alive:
             return self.trainer, "dead"
         if self.dead:
             return self.trainer, "left"
@@ -238,17 +263,21 @@ class Writer:
 
     async def do_hello(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """A trainer introduces itself. It becomes ours unless the present one lives, or it is only a `visit`."""
-        if self.leaving and not message.get("visit"):
+        visit = bool(message.get("visit"))
+        if self.leaving and not visit:
             raise WriterError("this writer is about to leave")
-        pid = link.peer_pid(channel.sock)
-        copies = self.holdings.mirror.arenas.values() if message.get("visit") else ()  # no trainer goes on in them
+        process = Process.of(link.peer_pid(channel.sock))
+        if process.started < 0 and not visit:
+            raise InUseError("the memory of this run is held by a writer in another container, which cannot see this process")
+        copies = self.holdings.mirror.arenas.values() if visit else ()  # no trainer goes on in them
         shown = [*self.holdings.arenas.values(), *copies]
-        alive = not self.dead and pid != self.trainer and _alive(self.trainer)
+        alive = not self.dead and process != self.process and self.process.alive
         reply: Message = {
             "pid": os.getpid(),
             "alive": alive,
             "trainer": self.trainer,
-            "gone": self.previous_gone and (pid == self.trainer or not _alive(self.trainer)),
+            "since": self.since,
+            "gone": self.previous_gone and (process == self.process or not self.process.alive or self._let_go()),
             "arenas": [arena.id.hex() for arena in shown],
             "foreign": list(self.holdings.foreign),
             "layouts": {digest: layout.to_json() for digest, layout in self.holdings.layouts.items()},
@@ -257,25 +286,69 @@ class Writer:
             "acquires": [[a.epoch, a.nonce, a.restored and str(a.restored)] for a in self.persister.acquires],
             "faults": [],
         }
-        if not alive and channel is not self.channel and not message.get("visit"):
+        if not alive and channel is not self.channel and not visit:
             self.persister.adoptions += 1
             self.previous_gone = reply["gone"]
-            self.channel, self.trainer, self.dead, self.announced = channel, pid, False, False
+            self.channel, self.process, self.dead, self.announced = channel, process, False, False
+            self.since, self.left = time.time(), False
             reply["faults"] = [fault.to_json() for fault in self.witness.faults]
             self.witness.faults = []
             self._end_vigil()
-            self._start_thread(self._wait_gone, pid)
+            self._start_thread(self._wait_gone, process)
         return reply, tuple(arena.fd for arena in shown)
+
+    async def do_lost(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Which of our places are not the runs any more that they were when they were opened."""
+        return {"lost": await self.persister.lost()}, ()
+
+    async def do_yield(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Another trainer takes the run over from ours, which is told: the name is free for its writer."""
+        self._give_name_up()
+        self.yielded = True
+        process = link.peer_pid(channel.sock)
+        self._fenced(f"process {process} has taken this run over (takeover=True). Stop this one, or give it another place")
+        return {}, ()
+
+    async def do_drop(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """The run whose memory we hold is not there any more, says the trainer that came for it."""
+        if channel is self.channel:
+            self.persister.adoptions += 1
+            self._leave_soon()
+        return {}, ()
+
+    def _let_go(self) -> bool:
+        """Whether a trainer that lives, and has left, has locked none of its memory any more: it copies no further."""
+        if not self.left:
+            return False
+        for arena in self.holdings.arenas.values():
+            if arena.mutex.try_lock() is Got.BUSY:
+                return False
+            arena.mutex.unlock()
+        return True
+
+    def _fenced(self, text: str) -> None:
+        events.log.warning("%s", text)
+        self._tell({"op": "fenced", "text": text})
 
     async def do_open(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Open the durable places, without changing anything in them."""
-        reply = await self.persister.open(message)
+        reply = await self.persister.open(message, self._has_ended)
         decision = await self._last_cadence() if message["auto"] else None
         for tier in self.persister.tiers:
             every = None if decision is None else decision.every.get(tier.url)
             if tier.url in message["auto"] and type(every) is int and every >= 1:
                 tier.set_every(every)
         return {**reply, "cadence": {} if decision is None else asdict(decision)}, ()
+
+    def _has_ended(self, account: Account) -> bool:
+        """Of a trainer that was this writer's, or is this very process."""
+        mine = (self.trainer, boot_id(), namespace("pid"))
+        known = self.books.account
+        return (known is not None and known.epoch == account.epoch) or mine == (
+            account.pid,
+            account.boot,
+            account.namespace,
+        )
 
     async def _last_cadence(self) -> Decision | None:
         """What the last incarnation saved by, so that this one need not find it out again."""
@@ -291,7 +364,27 @@ class Writer:
 
     async def do_own(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """All ranks have agreed who the owner is."""
+        if self._owning is None:
+            self._owning = self._spawn(self._look_at_owner())
         return await self.persister.own(message), ()
+
+    async def _look_at_owner(self) -> None:
+        """Tell the trainer, soon, that another job has taken the run over, also if it saves nothing meanwhile."""
+        while not self.leaving:
+            await asyncio.sleep(OWNER_S)
+            if self.dead or self.persister.ownership.locked():
+                continue
+            try:
+                await self.persister.check_owner(self._spoken_for())
+            except FencedError as error:
+                self._fenced(str(error))
+                return
+            except Exception as error:
+                events.log.warning("who owns the run cannot be seen: %s", error)
+
+    def _spoken_for(self) -> list[Place]:
+        """The places that this rank speaks for."""
+        return [tier for tier in self.persister.tiers if tier.role.place == 0]
 
     async def do_doubt(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Damage that a restore has found."""
@@ -342,9 +435,13 @@ class Writer:
         """Another writer has our memory as well, and goes on: nothing keeps us here if our trainer is dead."""
         if self.dead:
             self.persister.adoptions += 1  # what we would do after its death is not ours to do any more
-            self.leaving = True
-            self._spawn(self._leave())
+            self._leave_soon()
         return {}, ()
+
+    def _leave_soon(self) -> None:
+        self.leaving = True
+        self._give_name_up()
+        self._spawn(self._leave())
 
     async def _leave(self) -> None:
         await self.books.finish()
@@ -575,7 +672,7 @@ class Writer:
 
     async def do_leave(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """The trainer lets go of everything, and may go on living: as if it had died."""
-        self.announced = True
+        self.announced = self.left = True
         self.books.ended("left")
         self._on_death(self.persister.adoptions)
         return {}, ()
@@ -586,11 +683,14 @@ class Writer:
         self._end_vigil()
         self.lookout.ended()
         self.exporter.stop_serving()
-        self._unlink_socket()  # the next trainer starts with a writer of its own
+        self._give_name_up()
         try:
             self.books.ended("left" if message.get("failed") else "closed")
             await self.books.finish()
-            await self.persister.close()
+            try:
+                await self.persister.check_owner(self._spoken_for())  # who lost the run has to know, at its end at last
+            finally:
+                await self.persister.close()
         finally:
             self.loop.call_later(0.05, self.finished.set)  # after the reply has left
         return {}, ()
@@ -601,7 +701,7 @@ class Writer:
         """Persist the ring, keep the memory for the next incarnation, leave at the deadline."""
         events.point("drain.started")
         began, vigil = time.monotonic(), self.vigil
-        deadline, drained = began + self.persister.linger_s, asyncio.Event()
+        deadline, drained = began + (0.0 if self.yielded else self.persister.linger_s), asyncio.Event()
         fault = None if self.announced or vigil is None else self.witness.death(vigil)
         if fault is not None and vigil is not None:
             self.witness.faults.append(fault)  # the next incarnation is told, however soon it comes
@@ -622,21 +722,19 @@ class Writer:
                 if time.monotonic() > looked + RETRY_S:
                     looked = time.monotonic()
                     await self.persister.check_owner()
+                    if self.persister.tiers and len(await self.persister.lost()) == len(self.persister.tiers):
+                        events.log.warning("the run was removed: its memory is let go of")
+                        break
                 await asyncio.sleep(min(0.2, self.persister.linger_s))
         except FencedError as error:
             events.log.warning("%s", error)  # a newer job went on without us
         finally:
             if adoptions == self.persister.adoptions:
                 self.leaving = True
+                self._give_name_up()
                 await self.books.finish()
                 await self.persister.finish_begun()
                 self.finished.set()
-
-
-def _alive(pid: int) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    return False
 
 
 def _be_modest() -> None:
@@ -648,12 +746,28 @@ def _be_modest() -> None:
     spare_from_oom()
 
 
+def _call_myself(name: str) -> None:
+    """As `ps` and `link.unreachable` see it."""
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
+        file.write(name)
+
+
 async def _main(fd: int, key: str, path: str) -> None:
     sock = socket.socket(fileno=fd)
-    listener = link.listen(path)
-    writer = Writer(Channel(sock), key, path)
-    writer.inode = os.stat(path).st_ino
-    await writer.run(listener)
+    listener = link.listen(key)
+    if listener is None:
+        await _refuse(Channel(sock))
+        return
+    _call_myself(link.AT_WORK)
+    await Writer(Channel(sock), key, path).run(listener)
+
+
+async def _refuse(channel: Channel) -> None:
+    """Another writer has the name: say so to the first who asks."""
+    received = await asyncio.to_thread(channel.receive)
+    if received is not None:
+        error = NameTakenError("another writer of this run has started meanwhile")
+        channel.send({**to_wire(error), "op": "reply", "id": received[0].get("id")})
 
 
 def main() -> None:

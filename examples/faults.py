@@ -602,7 +602,7 @@ class Faults:
     def environment(self) -> dict[str, str]:
         return {
             **os.environ,
-            "XDG_RUNTIME_DIR": str(self._folder / "sockets"),  # the writers of this run are found by nobody else
+            "CKPT_RUNTIME_DIR": str(self._folder / "sockets"),  # the writers of this run are found by nobody else
             "TMPDIR": str(self._folder),
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else ranks that are restarted look for those that died
             "OMP_NUM_THREADS": "1",
@@ -658,7 +658,7 @@ class Faults:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                folder = process.environ().get("XDG_RUNTIME_DIR", "")
+                folder = process.environ().get("CKPT_RUNTIME_DIR", "")
                 if folder.startswith(f"{self.home}/") and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found

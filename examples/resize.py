@@ -399,7 +399,7 @@ class Resize:
                 start_new_session=True,  # Ctrl-C is for us, and we tidy up
                 env={
                     **os.environ,
-                    "XDG_RUNTIME_DIR": str(self.home),  # the writers of this run are found by nobody else
+                    "CKPT_RUNTIME_DIR": str(self.home),  # the writers of this run are found by nobody else
                     "TMPDIR": str(self.home),
                     "OMP_NUM_THREADS": "1",
                     "OMP_WAIT_POLICY": "passive",
@@ -421,7 +421,7 @@ class Resize:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get("XDG_RUNTIME_DIR") == str(self.home):
+                if process.environ().get("CKPT_RUNTIME_DIR") == str(self.home):
                     found.append(process)
         return found
 

@@ -176,7 +176,7 @@ class Killer:
 
 def writer_pid(run: str) -> int | None:
     """The process that holds a run's memory on this machine."""
-    channel = link.connect(link.socket_path(link.run_key(ckpt.Tier(run).url, 0)))
+    channel = link.connect(link.run_key(ckpt.Tier(run).url, 0))
     if channel is None:
         return None
     with contextlib.closing(channel):

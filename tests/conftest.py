@@ -59,7 +59,7 @@ def own_sockets(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     """Writers of a test cannot be found by any other, and none outlives it."""
     folder = tmp_path_factory.mktemp("xdg")
     folder.chmod(0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    monkeypatch.setenv("CKPT_RUNTIME_DIR", str(folder))
     yield folder
     for process in writers(folder):
         process.kill()

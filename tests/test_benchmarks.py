@@ -53,7 +53,7 @@ def contested(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     """A folder with a run of each library, and what was said while it was made."""
     folder = tmp_path_factory.mktemp("contest")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("xdg")))
+        patch.setenv("CKPT_RUNTIME_DIR", str(tmp_path_factory.mktemp("xdg")))
         return folder, contest(*(("save", name, folder / name) for name in SAVED))
 
 

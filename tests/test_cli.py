@@ -45,7 +45,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with the steps 2, 4 and 6. Tests that damage it copy it first."""
     folder = tmp_path_factory.mktemp("made")
     patch = pytest.MonkeyPatch()
-    patch.setenv("XDG_RUNTIME_DIR", str(folder))
+    patch.setenv("CKPT_RUNTIME_DIR", str(folder))
     state = toy.build()
     state |= {"tied": state["model"][0].weight, "odd": {"nan": float("nan"), "raw": b"\x00", "big": 10**30}}
     save(folder / "run", state, range(1, 7))
@@ -86,7 +86,7 @@ def increments(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with five checkpoints, the first two and the fifth full, the others increments."""
     folder = tmp_path_factory.mktemp("increments")
     patch = pytest.MonkeyPatch()
-    patch.setenv("XDG_RUNTIME_DIR", str(folder))
+    patch.setenv("CKPT_RUNTIME_DIR", str(folder))
     save_increments([folder / "run"], range(1, 6), full_every=5)
     patch.undo()
     return folder / "run"

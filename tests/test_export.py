@@ -75,7 +75,7 @@ def save(run: Path, steps: int = 2) -> None:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_RUNTIME_DIR", str(folder))
+        patch.setenv("CKPT_RUNTIME_DIR", str(folder))
         save(folder / "run")
     return folder / "run"
 

@@ -775,7 +775,7 @@ def test_the_next_checkpoint_is_not_built_on_what_has_gone_bad(
         hope_s = 2.0 if "neither" in by else 6.0
         healed = eventually(lambda: time.sleep(0.2) is None and save() != places[-1], hope_s)
         assert next(numbers) < increment.MAX_CHAIN, "it was long enough for a full one"
-        log = "".join(p.read_text() for p in Path(os.environ["XDG_RUNTIME_DIR"]).rglob("*.log"))
+        log = "".join(p.read_text() for p in Path(os.environ["CKPT_RUNTIME_DIR"]).rglob("*.log"))
         save()
         problems = read.run(problems_of(run_dir))
     finally:

@@ -170,7 +170,7 @@ def test_negative_control_without_memory_more_is_lost(start: Callable[..., Job],
     job = start(fault={"kind": "stop", "ranks": [0, 1], "at": AT + 5}, durable=30)
     for _ in range(2):
         job.until(lambda line: line["say"] == "fault")
-    for process in writers(Path(os.environ["XDG_RUNTIME_DIR"])):
+    for process in writers(Path(os.environ["CKPT_RUNTIME_DIR"])):
         process.kill()
     for pid in job.pids():
         os.kill(pid, signal.SIGKILL)

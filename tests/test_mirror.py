@@ -27,7 +27,7 @@ import ckpt
 
 root, action, replicas = sys.argv[1], sys.argv[2], int(sys.argv[3])
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-os.environ["XDG_RUNTIME_DIR"] = f"{root}/node{rank * int(os.environ['NODES']) // world}"
+os.environ["CKPT_RUNTIME_DIR"] = f"{root}/node{rank * int(os.environ['NODES']) // world}"
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 301), torch.nn.Linear(301, 8))

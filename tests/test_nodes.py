@@ -145,7 +145,7 @@ class Job:
             environment = {
                 **os.environ,
                 "PYTHONPATH": f"{REPO}:{REPO / 'backends'}:{REPO / 'tests'}",
-                "XDG_RUNTIME_DIR": str(cluster.folder / "sockets"),
+                "CKPT_RUNTIME_DIR": str(cluster.folder / "sockets"),
                 "GLOO_SOCKET_IFNAME": "eth0",
                 "OMP_NUM_THREADS": "1",
                 "OMP_WAIT_POLICY": "passive",

@@ -145,7 +145,7 @@ def test_what_a_crash_interrupted_is_taken_up(moto: MotoServer, proxy: FaultProx
     trainer = Trainer(code, folder, url)
     trainer.read_until("committed")
     os.kill(trainer.process.pid, signal.SIGKILL)
-    for writer in writers(Path(os.environ["XDG_RUNTIME_DIR"])):
+    for writer in writers(Path(os.environ["CKPT_RUNTIME_DIR"])):
         writer.kill()
         psutil.wait_procs([writer], timeout=10)
     remember_options(url, storage_options(moto.url))
@@ -279,7 +279,7 @@ def test_a_bucket_that_is_not_there_is_refused_at_once(moto: MotoServer, tmp_pat
 
 
 def eventually_left() -> list[psutil.Process]:
-    folder = Path(os.environ["XDG_RUNTIME_DIR"])
+    folder = Path(os.environ["CKPT_RUNTIME_DIR"])
     end = time.monotonic() + 20
     while writers(folder) and time.monotonic() < end:
         time.sleep(0.1)
@@ -396,7 +396,7 @@ def test_two_jobs_on_one_bucket(moto: MotoServer, url: str) -> None:
 
 OTHER_JOB = """
 import os, sys, tempfile
-os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp()  # of another machine
+os.environ["CKPT_RUNTIME_DIR"] = tempfile.mkdtemp()  # of another machine
 import ckpt, toy
 
 state = toy.build(seed=1)
@@ -489,7 +489,7 @@ class Ranks:
         self.said = [process.read_until("trained").split()[1:] for process in self.processes]
 
     def kill(self) -> None:
-        for process in (*(one.process for one in self.processes), *writers(Path(os.environ["XDG_RUNTIME_DIR"]))):
+        for process in (*(one.process for one in self.processes), *writers(Path(os.environ["CKPT_RUNTIME_DIR"]))):
             process.kill()
             process.wait(10)
 

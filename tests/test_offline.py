@@ -25,7 +25,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four ranks have trained and saved a model in each of these ways: `MODE` is the run, `MODE.pt` what was in it."""
     folder = tmp_path_factory.mktemp("saved")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_RUNTIME_DIR", str(folder))
+        patch.setenv("CKPT_RUNTIME_DIR", str(folder))
         reports(launch(SAVED_BY, MAIN, "save", folder, folder, STEPS, *MODES, port=free_port()))
     return folder
 

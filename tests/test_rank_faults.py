@@ -95,7 +95,7 @@ def job(
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "CKPT_FAIL": (fails or {}).get(rank, "")}
         begin = command
         if disk is not None:
-            own["XDG_RUNTIME_DIR"] = str(node(disk, rank) / "sockets")
+            own["CKPT_RUNTIME_DIR"] = str(node(disk, rank) / "sockets")
             begin = ["unshare", "-m", "sh", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"']
             begin += [str(node(disk, rank) / "disk"), str(disk), *command]
         with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
@@ -370,7 +370,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[An
             todo.append(("disk_fills", {"root": str(place.path / "run")}))
             labels.append(FULL)
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setenv("XDG_RUNTIME_DIR", str(sockets))
+        patch.setenv("CKPT_RUNTIME_DIR", str(sockets))
         done = job(folder / "job", 2, todo, timeout_s=240.0).whole()
         results = [[line["result"] for line in lines] for lines in done.heard("result")]
         yield {label: list(each) for label, each in zip(labels, zip(*results, strict=True), strict=True)}

@@ -56,7 +56,7 @@ def main() -> None:
     rank, state = dist.get_rank(), build()
     if settings.get("apart"):
         link.node_id = lambda: f"node {rank}"
-        os.environ["XDG_RUNTIME_DIR"] += f"/{rank}"
+        os.environ["CKPT_RUNTIME_DIR"] += f"/{rank}"
     tier = ckpt.Tier(settings["run"], every=settings.get("every", 5), keep=2, log_every_step=True)
     with ckpt.Checkpointer(state, [ckpt.Memory(), tier]) as cp:
         start = cp.restore(default=0)

@@ -48,7 +48,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """A folder with a run in two places, `near` and `far`, each of which has encoded by itself."""
     folder = tmp_path_factory.mktemp(request.param)
     patch = pytest.MonkeyPatch()
-    patch.setenv("XDG_RUNTIME_DIR", str(folder))
+    patch.setenv("CKPT_RUNTIME_DIR", str(folder))
     save_increments([folder / "near", folder / "far"], STEPS, compression=request.param, full_every=5)
     patch.undo()
     return folder

@@ -372,7 +372,7 @@ def test_a_deadline_that_is_too_short_is_not_called_a_save(run_dir: str, handler
         run.go(3)
         send(signal.SIGTERM)
         assert saved_on_disk(run.fault("signal"))  # negative control: it is quick enough as a rule
-        (writer,) = writers(Path(os.environ["XDG_RUNTIME_DIR"]))
+        (writer,) = writers(Path(os.environ["CKPT_RUNTIME_DIR"]))
         writer.suspend()
         try:
             before = run.at

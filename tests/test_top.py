@@ -303,13 +303,13 @@ def test_ranks_on_other_machines_are_told_apart(run_dir: str, own_sockets: Path,
     other = own_sockets / "other"
     other.mkdir(mode=0o700)
     with child(run_dir, RANK="0", **world) as (_, go0):
-        with child(run_dir, RANK="1", XDG_RUNTIME_DIR=str(other), **world) as (_, go1):
+        with child(run_dir, RANK="1", CKPT_RUNTIME_DIR=str(other), **world) as (_, go1):
             threads = [threading.Thread(target=go, args=(12,)) for go in (go0, go1)]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join(PATIENCE_S)
-            here, there = seen(run_dir), seen(run_dir, XDG_RUNTIME_DIR=str(other))
+            here, there = seen(run_dir), seen(run_dir, CKPT_RUNTIME_DIR=str(other))
             assert ([one["rank"] for one in here["ranks"]], here["elsewhere"], here["world"]) == ([0], [1], 2)
             assert ([one["rank"] for one in there["ranks"]], there["elsewhere"]) == ([1], [0])
             assert here["place"]["newest"] == there["place"]["newest"] == 10 and here["place"]["ranks"] == 2

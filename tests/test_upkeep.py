@@ -403,7 +403,7 @@ def test_what_is_there_already_leads_what_is_older(run: Path, call: Call, tmp_pa
 
 def test_files_of_several_count_once(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the plan, in its rows and in the progress: that is what is brought over, though increments share files."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("CKPT_RUNTIME_DIR", str(tmp_path))
     run, there = tmp_path / "run", tmp_path / "there"
     save_increments([run], range(1, 6))
     plan = call("copy", run, there, "--all", "--json").json
@@ -478,7 +478,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A training of 6 steps, with the steps 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("trained")
     patch = pytest.MonkeyPatch()
-    patch.setenv("XDG_RUNTIME_DIR", str(folder))
+    patch.setenv("CKPT_RUNTIME_DIR", str(folder))
     state = toy.build()
     with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(str(folder / "run"), every=2, keep=9)]) as cp:
         cp.restore(default=0)

@@ -44,6 +44,7 @@ _HOMES = {
     "DeadlineError": "errors",
     "ExistsError": "errors",
     "FencedError": "errors",
+    "InUseError": "errors",
     "FormatError": "errors",
     "FullError": "errors",
     "MismatchError": "errors",
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
     from ckpt.errors import FencedError as FencedError
     from ckpt.errors import FormatError as FormatError
     from ckpt.errors import FullError as FullError
+    from ckpt.errors import InUseError as InUseError
     from ckpt.errors import MismatchError as MismatchError
     from ckpt.errors import NoCheckpointError as NoCheckpointError
     from ckpt.errors import NotFoundError as NotFoundError

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import socket
 import signal
+import socket
 import subprocess
 import sys
 import threading

@@ -33,6 +33,7 @@ from ckpt.errors import (
     to_wire,
 )
 from ckpt.events import log as logger
+from ckpt.holder import check_free
 from ckpt.log import Acquire, Commit, Record, RunLog, RunState, live_packs
 from ckpt.manifest import Attempt, new_nonce
 from ckpt.manifest import owner as owner_of
@@ -201,6 +202,8 @@ async def _take_over(tiers: Sequence[Tier], mine: Incarnation, *, again: bool) -
                 log.check_owner(each.get(nonce))
             if not again and len(there) == len(logs) and len({a.epoch for a in there}) == 1:
                 return there[0]
+        for log in logs:  # a Checkpointer that trains there
+            await check_free(log, lambda text: logger.warning("%s", text))
         floor = max(log.state.epoch for log in logs)
         while True:
             turn += 1

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from ckpt import link, pressure
 from ckpt.arena import Arena
-from ckpt.errors import UsageError
 from ckpt.findings import ADVICE, GB, MIB, PROBLEM, Finding, Job, judge, per_second, read_text
 
 

@@ -194,8 +194,8 @@ class Guardian:
     def _say_unreachable(self) -> None:
         if others := link.unreachable(self._key):
             log.warning(
-                "process %d holds memory of this run on this machine, and cannot be reached from here (another container,"
-                " or another %s): it is not restored from",
+                "process %d holds memory of this run on this machine, and cannot be reached from here (another "
+                "container, or another %s): it is not restored from",
                 others[0],
                 link.RUNTIME,
             )

@@ -49,8 +49,8 @@ async def check_free(
             if age_s > patience_s:
                 return
             say(
-                f"{log.store.url}: process {account.pid} on {account.host} trained this run {max(0.0, age_s):.0f} s ago; "
-                f"waiting up to {patience_s:.0f} s to see whether it still does"
+                f"{log.store.url}: process {account.pid} on {account.host} trained this run {max(0.0, age_s):.0f} s "
+                f"ago; waiting up to {patience_s:.0f} s to see whether it still does"
             )
         elif account.kept != first.kept:
             raise _in_use(log, account)

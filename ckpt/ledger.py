@@ -169,8 +169,9 @@ class Decision:
 class Account:
     """One incarnation. `epoch`: "<epoch>.<nonce>", the first one that it opened; `url`: of the nearest tier, and
     `inode` of what makes it a run, by which a copy is known, 0 in object stores; `anchor`: the same moment by the wall
-    clock and by ours; `namespace`: of process numbers, on that machine; `born`: when the process was started, `opening` and `opened`: when its Checkpointer began and was
-    ready; `kept`: up to when this is complete; `step`, `beat`: the last step that was done, and when (-1, 0);
+    clock and by ours; `namespace`: of process numbers, on that machine; `born`: when the process was started, `opening`
+    and `opened`: when its Checkpointer began and was ready; `kept`: up to when this is complete; `step`, `beat`: the
+    last step that was done, and when (-1, 0);
     `calls`: of step() so far. `stalls`: how many saves made training wait how long, by `stall_bucket`; `landed`: of
     each tier its saves, some of them where there are many; `versions`: of programs. Older accounts have
     none of these."""

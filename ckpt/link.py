@@ -249,7 +249,9 @@ def listen(key: str) -> socket.socket | None:
                 break  # another user's
             time.sleep(0.01)  # it may be about to listen, or to be gone
         sock.close()
-    raise UsageError(f"the names of this run's writer are taken by other users of this machine ({_address(key, 0)[1:]})")
+    raise UsageError(
+        f"the names of this run's writer are taken by other users of this machine ({_address(key, 0)[1:]})"
+    )
 
 
 def _taken(address: str) -> bool:

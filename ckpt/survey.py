@@ -73,9 +73,7 @@ class Survey:
         if self._looks or self._silent:
             return self.view()
         if stored is None and self._there is None:
-            raise UsageError(
-                f"{self.shown}: no writer of this run is on this machine. Run this as the user who trains"
-            )
+            raise UsageError(f"{self.shown}: no writer of this run is on this machine. Run this as the user who trains")
         if stored is not None and stored.missing:
             raise FormatError(f"{stored.error}. Give the folder or URL that a Checkpointer saves to")
         if stored is None or not stored.at:

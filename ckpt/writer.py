@@ -268,7 +268,9 @@ class Writer:
             raise WriterError("this writer is about to leave")
         process = Process.of(link.peer_pid(channel.sock))
         if process.started < 0 and not visit:
-            raise InUseError("the memory of this run is held by a writer in another container, which cannot see this process")
+            raise InUseError(
+                "the memory of this run is held by a writer in another container, which cannot see this process"
+            )
         copies = self.holdings.mirror.arenas.values() if visit else ()  # no trainer goes on in them
         shown = [*self.holdings.arenas.values(), *copies]
         alive = not self.dead and process != self.process and self.process.alive
@@ -306,7 +308,9 @@ class Writer:
         self._give_name_up()
         self.yielded = True
         process = link.peer_pid(channel.sock)
-        self._fenced(f"process {process} has taken this run over (takeover=True). Stop this one, or give it another place")
+        self._fenced(
+            f"process {process} has taken this run over (takeover=True). Stop this one, or give it another place"
+        )
         return {}, ()
 
     async def do_drop(self, channel: Channel, message: Message, fds: list[int]) -> Answer:

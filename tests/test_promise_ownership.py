@@ -1,0 +1,337 @@
+"""Who owns a run, and its memory: one at a time, provably; whoever loses it is told, and what it held is found."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import toy
+from conftest import REPO, eventually, killed, run_script, writers
+from torch import nn
+
+import ckpt
+from ckpt import link
+from ckpt.client import WriterClient
+from ckpt.identity import Process
+
+LIFE = """
+import os, sys, ckpt, torch
+from torch import nn
+place, until, words = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+w = nn.Parameter(torch.zeros(8))
+opt = torch.optim.SGD([w], lr=1.0)
+place = {"name": place[7:]} if place.startswith("memory:") else {"tiers": place}
+with ckpt.Checkpointer({"w": w, "opt": opt}, takeover="takeover" in words, **place) as cp:
+    start = cp.restore(default=0)
+    print("start", start, int(w[0]), cp.last_restore.tier, flush=True)
+    for step in range(start + 1, until + 1):
+        w.grad = torch.full_like(w, -1.0)
+        opt.step()
+        cp.step(step).staged(30)
+    if "kill" in words:
+        os.kill(os.getpid(), 9)
+    if "go on" in words:
+        print("trained", flush=True)
+    for line in sys.stdin if "go on" in words else ():
+        w.grad = torch.full_like(w, -1.0)
+        opt.step()
+        step += 1
+        try:
+            cp.step(step).staged(30)
+            print("staged", step, flush=True)
+        except ckpt.CheckpointError as error:
+            print(type(error).__name__, error, flush=True)
+"""
+
+
+class Trainer:
+    """A script that has trained up to a step, and does one more for each line that it is told."""
+
+    def __init__(self, place: str, until: int, *words: str, before: list[str] | None = None) -> None:
+        path = f"{REPO}:{REPO / 'backends'}:{REPO / 'tests'}"
+        self.process = subprocess.Popen(
+            [*(before or []), sys.executable, "-c", LIFE, place, str(until), "go on", *words],
+            env={**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.began = self.line()
+        assert self.line() == "trained"
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def step(self) -> str:
+        """What comes of one more step."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self.line()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+@contextlib.contextmanager
+def trainer(place: str, until: int, *words: str, before: list[str] | None = None) -> Iterator[Trainer]:
+    one = Trainer(place, until, *words, before=before)
+    try:
+        yield one
+    finally:
+        one.kill()
+
+
+def start_of(place: str, until: int = 0, *words: str) -> list[str]:
+    """What the next start finds."""
+    found = run_script(LIFE, place, until, *words)
+    return found.stdout.split() if found.returncode in (0, -signal.SIGKILL) else [found.stderr]
+
+
+@pytest.mark.parametrize("where", ["memory:owned", "folder"])
+def test_a_run_whose_trainer_lives_is_not_taken_over_by_an_opening(where: str, run_dir: str) -> None:
+    """A second opening is refused by name, and harms nothing: each step of the first goes on being held, and the next
+    start after its death finds the last one."""
+    place = run_dir if where == "folder" else where
+    with trainer(place, 3) as first:
+        second = run_script(LIFE, place, 9)
+        assert f"InUseError: process {first.process.pid}" in second.stderr and "takeover=True" in second.stderr
+        assert [first.step(), first.step()] == ["staged 4", "staged 5"]
+    assert start_of(place, 0) == ["start", "5", "5", "memory"]
+
+
+def test_whoever_loses_a_run_is_told_and_its_memory_is_found(run_dir: str) -> None:
+    """With takeover=True the second goes on from the first one's newest step, the first is told at its next call, and a
+    third finds that step, though the second was killed before it had done any of its own."""
+    with trainer("memory:taken", 4) as first:
+        assert start_of("memory:taken", 0, "takeover", "kill") == ["start", "4", "4", "memory"]
+        assert first.step().startswith("FencedError")
+        assert start_of("memory:taken", 6, "kill") == ["start", "4", "4", "memory"]
+    assert start_of("memory:taken") == ["start", "6", "6", "memory"]
+
+
+def test_a_start_that_fails_takes_nothing_from_a_run_that_goes_on(run_dir: str) -> None:
+    """Opened with takeover=True and a place that cannot be used, a second start ends with an error; a third finds all
+    the steps of the first."""
+    Path(run_dir).mkdir()
+    (Path(run_dir) / "notes.txt").write_text("somebody else's")
+    script = LIFE.replace("**place)", "tiers=[ckpt.Memory(), ckpt.Tier(sys.argv[1])])")
+    with trainer("memory:kept", 3) as first:
+        assert "FormatError" in run_script(script, run_dir, 9).stderr
+        assert first.step() == "staged 4"
+    assert start_of("memory:kept") == ["start", "4", "4", "memory"]
+
+
+def test_a_name_has_one_owner(own_sockets: Path) -> None:
+    """Of many that ask for a name at once one gets it; it is free again when that one is gone, and not before. A writer
+    that starts late neither takes nor removes its successor's."""
+    key = link.run_key("memory:name", 0)
+    got = list[object]()
+    threads = [threading.Thread(target=lambda: got.append(link.listen(key))) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (owner,) = [one for one in got if one is not None]
+    assert link.listen(key) is None and link.siblings(key) == {0: key}
+    with pytest.raises(ckpt.WriterError, match="another writer"):
+        late = WriterClient.spawn(key)
+        try:
+            late.greet(60.0, 60.0)
+        finally:
+            late.close()
+    assert link.siblings(key) == {0: key}
+    owner.close()  # type: ignore[attr-defined]
+    again = link.listen(key)
+    assert again is not None
+    again.close()
+
+
+def test_memory_is_found_whatever_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of a login is gone, TMPDIR is another one, the home too: the survivor is found all the same. One that
+    cannot be reached, in a network of its own, is spoken of."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert killed(run_script(LIFE, "memory:session", 5, "kill"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/nowhere")
+    monkeypatch.delenv("TMPDIR")
+    assert start_of("memory:session", 7, "kill") == ["start", "5", "5", "memory"]
+    if subprocess.run(["unshare", "--net", "true"], check=False, capture_output=True).returncode == 0:
+        path = f"{REPO}:{REPO / 'backends'}"
+        found = subprocess.run(
+            ["unshare", "--net", sys.executable, "-c", LIFE, "memory:session", "0"],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert "start 0" in found.stdout and "cannot be reached from here" in found.stderr
+
+
+def test_a_fresh_folder_is_a_fresh_run(run_dir: str, own_sockets: Path) -> None:
+    """kill -9, rm -rf, start again: it begins at 0, at once, and the memory of the run that was is let go of."""
+    assert killed(run_script(LIFE, run_dir, 5, "kill"))
+    remove(run_dir)
+    assert start_of(run_dir, 3, "kill") == ["start", "0", "0", "None"]
+    assert start_of(run_dir) == ["start", "3", "3", "memory"]
+    remove(run_dir)
+    assert eventually(lambda: not writers(own_sockets))
+
+
+def remove(folder: str) -> None:
+    """As often as the writer of a dead trainer puts something more there."""
+    while Path(folder).exists():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.parametrize("how", ["moved", "emptied", "replaced"])
+def test_a_folder_that_is_not_the_run_any_more_is_not_written_to(how: str, run_dir: str, tmp_path: Path) -> None:
+    """The next save says so; nothing is written into the void. Put back, saves go on."""
+    state, folder, aside = toy.build(), Path(run_dir), tmp_path / "aside"
+    with ckpt.Checkpointer(toy.build(), [ckpt.Tier(str(tmp_path / "other"), every=1)]) as other:
+        other.restore(default=0)
+        other.save(7).committed(60)
+    cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)], on_error="warn")
+    cp.restore(default=0)
+    toy.train_step(state)
+    cp.save(1).committed(60)
+    folder.rename(aside)
+    if how == "emptied":
+        folder.mkdir()
+    if how == "replaced":
+        (tmp_path / "other").rename(folder)
+    before = sorted(folder.rglob("*")) if folder.exists() else None
+    toy.train_step(state)
+    with pytest.raises(ckpt.SaveError, match="moved, emptied or replaced"):
+        cp.save(2).committed(60)
+    assert (sorted(folder.rglob("*")) if folder.exists() else None) == before
+    if folder.exists():
+        shutil.rmtree(folder)
+    aside.rename(folder)
+    toy.train_step(state)
+    cp.save(3).committed(60)
+    cp.close()
+    assert ckpt.load(run_dir).step == 3
+
+
+@pytest.mark.skipif(not os.access("/proc/sys/kernel/ns_last_pid", os.W_OK), reason="only root can choose numbers")
+def test_a_number_that_is_used_again_is_no_trainer(run_dir: str) -> None:
+    """The pid of the dead trainer belongs to another process by now: the next start does not wait for that one."""
+    with trainer(run_dir, 3) as first:
+        pid = first.process.pid
+    other = None
+    for _ in range(200):
+        Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
+        candidate = subprocess.Popen(["sleep", "600"])
+        if candidate.pid == pid:
+            other = candidate
+            break
+        candidate.kill()
+        candidate.wait()
+    if other is None:
+        pytest.skip("another process was quicker, each time")
+    try:
+        script = LIFE.replace("**place)", "tiers=[ckpt.Memory(), ckpt.Tier(sys.argv[1])], busy_timeout_s=5)")
+        found = run_script(script, run_dir, 8)
+        assert found.stdout.split() == ["start", "3", "3", "memory"] and found.returncode == 0, found.stderr
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_process_is_more_than_its_number() -> None:
+    """It is told from one with the same number by its start; one that has ended is not alive, reaped or not."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = Process.of(child.pid)
+    assert process.alive and not Process(child.pid, process.started - 1).alive
+    assert abs(process.born - time.monotonic()) < 60
+    child.kill()
+    assert eventually(lambda: not process.alive)  # a zombie
+    child.wait()
+    assert not process.alive and Process.of(child.pid) != process
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "--pid", "--fork", "true"], check=False, capture_output=True).returncode != 0,
+    reason="needs namespaces",
+)
+def test_another_machine_sees_whether_a_trainer_lives(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From where its process cannot be seen, a run that is trained is refused, by the beats in its ledger; after a
+    death that was noticed it is opened, at once."""
+    away = ["unshare", "--pid", "--net", "--fork", "--mount-proc", "--kill-child"]
+    with trainer(run_dir, 3) as first:
+        assert eventually((Path(run_dir) / "ledger").exists)
+        path = f"{REPO}:{REPO / 'backends'}"
+        found = subprocess.run(
+            [*away, sys.executable, "-c", LIFE, run_dir, "9"],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert f"InUseError: process {first.process.pid}" in found.stderr and "waiting up to" in found.stderr
+        assert first.step() == "staged 4"
+    with trainer(run_dir, 0, before=away) as second:
+        assert second.began == f"start 4 4 file://{run_dir}"
+
+
+def test_the_loser_of_two_starts_is_told_even_if_errors_are_only_logged(run_dir: str) -> None:
+    """Two that train one run do not both go on: with on_error="warn" too, the one that lost it hears of it, at a step
+    or at its end at last."""
+    weight = nn.Parameter(torch.zeros(8))
+    state = {"w": weight, "opt": torch.optim.SGD([weight], lr=1.0)}
+    cp = ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=10)], on_error="warn")
+    cp.restore(default=0)
+    cp.save(1).committed(60)
+    script = 'import os, sys, tempfile\nos.environ["CKPT_RUNTIME_DIR"] = tempfile.mkdtemp()\n' + LIFE
+    assert start_of_script(script, run_dir, 3, "takeover")[:2] == ["start", "1"]
+    with pytest.raises(ckpt.FencedError):
+        cp.close()
+
+
+def start_of_script(script: str, *arguments: object) -> list[str]:
+    found = run_script(script, *arguments)
+    assert found.returncode == 0, found.stderr
+    return found.stdout.split()
+
+
+def test_the_writer_is_no_child_of_the_trainer(own_sockets: Path) -> None:
+    """Launchers end the children of what they started, and wait for them: the writer is not among these, nor in the
+    trainer's session, and outlives it."""
+    with trainer("memory:orphan", 2) as first:
+        (writer,) = writers(own_sockets)
+        below = psutil.Process(first.process.pid).children(recursive=True)
+        assert writer.pid not in [child.pid for child in below]
+        assert os.getsid(writer.pid) != os.getsid(first.process.pid)
+        for child in below:
+            child.kill()
+    assert writer.is_running() and start_of("memory:orphan") == ["start", "2", "2", "memory"]
+
+
+def test_a_checkpointer_of_another_thread_says_what_signals_do(caplog: pytest.LogCaptureFixture) -> None:
+    """Signals are no triggers there, as under Ray, and a word says so and what is left."""
+
+    def make() -> None:
+        ckpt.Checkpointer(toy.build(), name="thread", triggers=[ckpt.on_signal("SIGTERM")]).close()
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert "SIGTERM: no trigger here" in caplog.text

@@ -19,6 +19,7 @@ import random
 import shutil
 import socket
 import struct
+import subprocess
 import sys
 import time
 import zipfile
@@ -47,7 +48,6 @@ from ckpt.errors import (
     MismatchError,
     NoCheckpointError,
     StoreError,
-    UsageError,
 )
 from ckpt.geometry import Box
 from ckpt.log import RunLog, record_key
@@ -58,7 +58,7 @@ from ckpt.retain import Keep
 from ckpt.saved import Saved
 from ckpt.sources import Source
 from ckpt.state import Capture
-from ckpt.store import open_store
+from ckpt.store import normalise, open_store
 from ckpt.table import Shard, Table, merge
 from ckpt.values import decode
 from ckpt.world import World
@@ -1512,12 +1512,12 @@ def test_hostile_messages_leave_writer_and_training_alone(own_sockets: Path, run
         first = cp.save(1)
         first.committed(60)
         before = [process.pid for process in writers(own_sockets)]
-        address = next((own_sockets / "everystep").glob("*.sock"))
+        address = link._address(link.run_key(normalise(run_dir), 0), 0)
         open_ones = []
         for step, (name, raw) in enumerate(HOSTILE_MESSAGES.items(), start=2):
             peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             open_ones.append(peer)
-            peer.connect(os.path.relpath(address))
+            peer.connect(address)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 peer.sendall(raw)
             toy.train_step(live)
@@ -1538,7 +1538,7 @@ def test_a_writer_answers_nonsense_with_errors_of_ours(own_sockets: Path, run_di
     """A request that cannot be met gets a reply that says so, and the connection stays usable."""
     with ckpt.Checkpointer(toy.build(), [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
         cp.restore(default=0)
-        channel = link.connect(str(next((own_sockets / "everystep").glob("*.sock"))))
+        channel = link.connect(link.run_key(normalise(run_dir), 0))
         assert channel is not None
         requests: list[Json] = [{"op": "nonsense"}, {"op": "layout", "layout": 5}, {"op": "watch", "arena": "x"}, {}]
         for number, request in enumerate(requests):
@@ -1561,35 +1561,46 @@ def test_a_channel_ends_where_messages_do(raw: bytes) -> None:
         channel.close()
 
 
-def test_a_socket_folder_that_others_can_open_is_refused(own_sockets: Path) -> None:
-    """Mode, kind and owner: anything but a folder of our own with mode 0700 is a UsageError."""
-    folder = own_sockets / "everystep"
-    assert link.socket_path("key").startswith(str(folder))
+def test_a_folder_that_others_can_open_gets_no_words_of_a_writer(own_sockets: Path) -> None:
+    """Mode, kind and owner: only into a folder of our own with mode 0700; without one training goes on all the same."""
+    folder = own_sockets / f"everystep-{os.getuid()}"
+    assert link.log_path("key").startswith(str(folder))
     for mode in (0o755, 0o770, 0o701, 0o1777):
         folder.chmod(mode)
-        with pytest.raises(UsageError, match="only you can open"):
-            link.socket_path("key")
+        assert link.log_path("key") == ""
     folder.chmod(0o700)
-    link.socket_path("key")
+    assert link.log_path("key")
     folder.rename(own_sockets / "elsewhere")
     folder.symlink_to(own_sockets / "elsewhere")
-    with pytest.raises(UsageError):
-        link.socket_path("key")
-    folder.unlink()
-    folder.symlink_to(own_sockets / "nowhere")
-    with pytest.raises(UsageError):
-        link.socket_path("key")
+    assert link.log_path("key") == ""
     folder.unlink()
     folder.write_text("a file")
-    with pytest.raises(UsageError):
-        link.socket_path("key")
+    assert link.log_path("key") == ""
+    with ckpt.Checkpointer(toy.build(), name="no words") as cp:
+        assert cp.save(1).staged(60).step == 1
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
-def test_a_socket_folder_of_another_user_is_refused(own_sockets: Path) -> None:
-    """Whoever owns it could read our memory by taking our place."""
-    folder = own_sockets / "everystep"
-    folder.mkdir(mode=0o700)
-    os.chown(folder, 12345, 12345)
-    with pytest.raises(UsageError):
-        link.socket_path("key")
+def test_a_name_of_another_user_is_passed_over(own_sockets: Path) -> None:
+    """Whoever takes our writer's name before us cannot keep us from training, nor is he spoken to."""
+    key = link.run_key("memory:squatted", 0)
+    code = f"""
+import os, socket
+os.setuid(12345)
+s = socket.socket(socket.AF_UNIX)
+s.bind({link._address(key, 0)!r})
+s.listen(1)
+print("there", flush=True)
+input()
+"""
+    squatter = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert squatter.stdout is not None and squatter.stdin is not None
+    try:
+        assert squatter.stdout.readline() == "there\n"
+        assert link.connect(key) is None
+        with ckpt.Checkpointer(toy.build(), name="squatted") as cp:
+            assert cp.save(1).staged(60).step == 1
+            assert link.siblings(key) == {0: key}
+    finally:
+        squatter.kill()
+        squatter.communicate()

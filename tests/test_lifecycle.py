@@ -155,8 +155,8 @@ def test_close_says_when_it_takes_too_long(run_dir: str, own_sockets: Path) -> N
     assert eventually(lambda: not writers(own_sockets)), "a process is left"
 
 
-def test_nothing_is_left_after_many_lives(run_dir: str) -> None:
-    """Hooks, threads, descriptors and children are as before after twenty lives."""
+def test_nothing_is_left_after_many_lives(run_dir: str, own_sockets: Path) -> None:
+    """Hooks, threads, descriptors and writers are as before after twenty lives."""
 
     def live(i: int) -> None:
         state = toy.build()
@@ -166,7 +166,7 @@ def test_nothing_is_left_after_many_lives(run_dir: str) -> None:
     def held() -> tuple[int, int, int]:
         gc.collect()
         me = psutil.Process()
-        return threading.active_count(), me.num_fds(), len(me.children())
+        return threading.active_count(), me.num_fds(), len(writers(own_sockets)) + len(me.children())
 
     live(0)
     before = held()
@@ -177,13 +177,13 @@ def test_nothing_is_left_after_many_lives(run_dir: str) -> None:
     assert not _global_optimizer_pre_hooks
 
 
-def test_negative_control_an_open_one_is_seen(run_dir: str) -> None:
+def test_negative_control_an_open_one_is_seen(run_dir: str, own_sockets: Path) -> None:
     """What the last test counts is there while a Checkpointer is open."""
     me = psutil.Process()
     gc.collect()
-    before = threading.active_count(), me.num_fds(), len(me.children())
+    before = threading.active_count(), me.num_fds(), len(writers(own_sockets))
     with ckpt.Checkpointer(toy.build(), run_dir):
-        during = threading.active_count(), me.num_fds(), len(me.children())
+        during = threading.active_count(), me.num_fds(), len(writers(own_sockets))
         assert _global_optimizer_pre_hooks
     assert all(now > then for now, then in zip(during, before, strict=True))
 

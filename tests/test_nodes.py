@@ -629,7 +629,7 @@ def test_writers_die_all_the_time(cluster: Cluster) -> None:
     while min(deaths.values()) < 3 and not job.all("closed")[0]:
         node = rng.choice([cluster.a, cluster.b])
         for process in node.processes("ckpt.writer"):
-            place = int(next(word for word in process.cmdline() if word.endswith(".sock"))[-6])
+            place = int(next(word for word in process.cmdline() if word.endswith(".log"))[-5])
             if deaths[node.name, place] < 3 and rng.random() < 0.5:
                 deaths[node.name, place] += 1
                 process.kill()

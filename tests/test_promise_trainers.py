@@ -1,0 +1,137 @@
+"""What a training under Lightning or Hugging Face may rely on: what counts as best, what comes back, what is left."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+
+pytest.importorskip("lightning")
+pytest.importorskip("transformers")
+import lightning_toy as toy
+from lightning.pytorch.callbacks import Callback
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Any:
+    """Lightning's hints are no news here."""
+    warnings.filterwarnings("ignore", module="lightning")
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# -- a score belongs to the step it was measured at --
+
+
+class Scored(Callback):
+    """Logs "score" in validations, epoch by epoch or batch by batch, and notes at which step each was measured.
+
+    `values`: what is measured, one after the other; None: nothing is logged this time.
+    """
+
+    def __init__(self, where: str, values: list[float | None]) -> None:
+        self.where, self.values = where, iter(values)
+        self.measured: dict[int, float] = {}
+        self.digests: dict[int, str] = {}
+
+    def _log(self, trainer: Any, module: Any, **how: Any) -> None:
+        if (value := next(self.values, None)) is not None:
+            self.measured[trainer.global_step], self.digests[trainer.global_step] = value, toy.digest(module)
+            module.log("score", value, **how)
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.where == "validation" and not trainer.sanity_checking:
+            self._log(trainer, pl_module)
+        elif self.where == "sanity":  # in that of the beginning too, which is of no step
+            pl_module.log(
+                "score", -1.0 if trainer.sanity_checking else self.measured.setdefault(trainer.global_step, 1.0)
+            )
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.where == "batch":
+            self._log(trainer, pl_module, on_step=True, on_epoch=False)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.where == "epoch":
+            self._log(trainer, pl_module)
+        if self.where == "hand" and (value := next(self.values, None)) is not None:
+            self.measured[trainer.global_step], self.digests[trainer.global_step] = value, toy.digest(pl_module)
+            trainer.callback_metrics["score"] = torch.tensor(value)
+
+
+HALF: dict[str, Any] = {"val_every": 0.5, "epochs": 3}
+IN_A_STEP: dict[str, Any] = {"val_every": 0.5, "accumulate": 3, "epochs": 2}
+SELDOM = 1000  # steps: nothing is due by itself
+TRAININGS: dict[str, tuple[str, list[float | None], dict[str, Any], list[int]]] = {
+    # where it is measured, what, how it is trained, and which steps are the three best
+    "every other epoch": ("validation", [2.0, 3.0, 1.0], {"limits": {"check_val_every_n_epoch": 2}}, [48, 16, 32]),
+    "in the middle of epochs": ("validation", [5.0, 1.0, None, None, 2.0, 9.0], HALF, [8, 20, 4]),
+    "in the middle of a step": ("validation", [4.0, 3.0, 5.0, 6.0], IN_A_STEP, [3, 1, 4]),
+    "by a step's batch": ("batch", [float(n % 8) for n in range(20)] + [None] * 28, {"epochs": 6}, [8, 16]),
+    "where an epoch ends": ("epoch", [None, 2.0, None, None, 1.0, None], {"epochs": 6}, [40, 16]),
+    "by hand": ("hand", [None, 2.0, None, None, 1.0, None], {"epochs": 6}, [40, 16]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_score_is_of_the_step_it_was_measured_at(tmp_path: Path, name: str) -> None:
+    """The best are steps at which the metric was measured, with the score of then, and they alone; each is written
+    whole whatever the cadences are, with the weights that were scored."""
+    where, values, spec, expected = TRAININGS[name]
+    run, scored = str(tmp_path / "run"), Scored(where, values)
+    places = [ckpt.Memory(every=SELDOM), ckpt.Tier(run, every=SELDOM, keep=1)]
+    options = {"every": None, "monitor": "score", "top_k": 3}
+    found = toy.fit(run=places, callback=options, more=[scored], **{"epochs": 6, **spec})["callback"]
+    assert [step for _, step in found._best.scores] == expected
+    for score, step in found._best.scores:
+        assert score == scored.measured[step]
+        weights = ckpt.load(run, step=step, only="model.*").sub("model").all()
+        model = toy.Model(toy.DEFAULTS)
+        model.load_state_dict(weights)
+        assert toy.digest(model) == scored.digests[step], step
+
+
+def plain(run: str, step: int) -> tuple[Any, Any]:
+    """Everything of a checkpoint that is no tensor, but what it knows of other checkpoints."""
+    loaded = ckpt.load(run, step=step)
+    rest = loaded.plain("trainer")
+    del rest["own"]
+    return rest, loaded.plain("rng")
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else str(a) == str(b)
+
+
+def test_the_best_are_what_any_checkpoint_is(tmp_path: Path) -> None:
+    """A step that is saved for its score is that step before its validation, in all that belongs to a training, so
+    that going on from it is exact: also when it was validated again after a restore."""
+    found = {}
+    for name, every in (("each", 1), ("seldom", SELDOM)):
+        run = str(tmp_path / name)
+        places = [ckpt.Memory(every=every), ckpt.Tier(run, every=every, keep=ckpt.Keep(last=100))]
+        spec = {"run": places, "epochs": 2, "accumulate": 2, "val_every": 0.5, "patience": 9}
+        spec["callback"] = {"every": None, "monitor": "val_loss", "top_k": 9}
+        if name == "seldom":
+            with pytest.raises(RuntimeError, match="stop here"):
+                toy.fit(kill=["raise val", 4], **spec)
+        found[name] = toy.fit(**spec)["callback"]._best.scores
+    assert found["seldom"] == found["each"] and len(found["each"]) == 4
+    for _, step in found["each"]:
+        (one, numbers), (other, others) = (plain(str(tmp_path / name), step) for name in ("each", "seldom"))
+        assert same(one, other) and same(numbers, others), step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from pathlib import Path
@@ -14,8 +15,11 @@ import ckpt
 
 pytest.importorskip("lightning")
 pytest.importorskip("transformers")
+import hf_toy
 import lightning_toy as toy
 from lightning.pytorch.callbacks import Callback
+from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -135,3 +139,70 @@ def test_the_best_are_what_any_checkpoint_is(tmp_path: Path) -> None:
     for _, step in found["each"]:
         (one, numbers), (other, others) = (plain(str(tmp_path / name), step) for name in ("each", "seldom"))
         assert same(one, other) and same(numbers, others), step
+
+
+# -- Hugging Face: callbacks that have a state come back as they were saved --
+
+
+class Kept(TrainerCallback, ExportableState):
+    """`label` is what it is made with; `count` changes as it trains, and is said to be an argument, as is common."""
+
+    def __init__(self, label: str = "default", count: int = 0, beside: object = None) -> None:
+        self.label, self.count, self.beside = label, count, beside
+        self.seen: list[Any] = []
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"label": self.label, "count": self.count, "beside": self.beside}, "attributes": {}}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.seen.append((state.global_step, json.loads(json.dumps(state.stateful_callbacks, default=str))))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.count += 1
+
+
+STOP = 6  # the step after which the first start ends
+
+
+def two_starts(run: str, first: tuple[Any, ...], second: tuple[Any, ...], **settings: Any) -> dict[str, Any]:
+    settings = {
+        "patience": 0,
+        "max_steps": 8,
+        "metric_for_best_model": "eval_loss",
+        "load_best_model_at_end": False,
+    } | settings
+    hf_toy.run(run, kill=("stop", STOP), more=first, **settings)
+    return hf_toy.run(run, more=second, **settings)
+
+
+def test_callbacks_come_back_as_they_were_saved(run_dir: str) -> None:
+    """With restore_callback_states_from_checkpoint, arguments and attributes are those that were saved, also of two
+    callbacks of one class, and the state says so to whoever looks at it."""
+    stopping, kept = EarlyStoppingCallback(), (Kept(), Kept())
+    first = (EarlyStoppingCallback(5, 0.2), Kept("first"), Kept("second"))
+    two_starts(run_dir, first, (stopping, *kept), restore_callback_states_from_checkpoint=True)
+    assert (stopping.early_stopping_patience, stopping.early_stopping_threshold) == (5, 0.2)
+    assert [one.label for one in kept] == ["first", "second"]
+    assert [one.count for one in kept] == [8, 8]
+    step, said = kept[0].seen[0]
+    assert step == STOP and said["EarlyStoppingCallback"]["args"]["early_stopping_patience"] == 5
+    assert [one["args"]["count"] for one in said["Kept"]] == [STOP, STOP] and "TrainerControl" in said
+    assert [one["args"]["count"] for one in kept[1].seen[-1][1]["Kept"]] == [7, 7], "as training goes on"
+
+
+def test_what_a_script_says_now_is_taken_and_what_training_did_stays(run_dir: str) -> None:
+    """Without that argument too, what changed in training comes back; what never did is as this start says."""
+    kept = (Kept("new", beside=object()), Kept("newer"))
+    stopping = EarlyStoppingCallback(3)
+    found = two_starts(run_dir, (EarlyStoppingCallback(5), Kept("first"), Kept("second", count=10)), (stopping, *kept))
+    assert found["started_at"] == STOP and stopping.early_stopping_patience == 3
+    assert [(one.label, one.count) for one in kept] == [("new", 8), ("newer", 18)]
+
+
+def test_a_callback_that_is_missing_is_warned_of(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    """In the Trainer's own words, and by its own logger; the others come back all the same."""
+    kept = Kept()
+    two_starts(run_dir, (EarlyStoppingCallback(5), Kept("first")), (kept,))
+    said = [one for one in caplog.records if "not included in current configuration" in one.getMessage()]
+    assert [one.name for one in said] == ["transformers.trainer"] and kept.count == 8
+    assert "(EarlyStoppingCallback)" in said[0].getMessage()

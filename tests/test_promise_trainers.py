@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,16 @@ import ckpt
 pytest.importorskip("lightning")
 pytest.importorskip("transformers")
 import hf_toy
+import lightning.pytorch as pl
 import lightning_toy as toy
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
+
+from ckpt.lightning import CheckpointIO
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -206,3 +213,141 @@ def test_a_callback_that_is_missing_is_warned_of(run_dir: str, caplog: pytest.Lo
     said = [one for one in caplog.records if "not included in current configuration" in one.getMessage()]
     assert [one.name for one in said] == ["transformers.trainer"] and kept.count == 8
     assert "(EarlyStoppingCallback)" in said[0].getMessage()
+
+
+# -- Lightning's own checkpoints, in our files --
+
+
+class Police:
+    """Counts threads as Lightning's own tests do: what was not there before and still lives is left behind."""
+
+    def __init__(self) -> None:
+        self.before = set(threading.enumerate())
+
+    def left(self) -> list[str]:
+        names = [one.name for one in set(threading.enumerate()) - self.before]
+        return [name for name in names if not name.startswith("ThreadPoolExecutor-")]  # an AsyncCheckpointIO's own
+
+
+STATE = {"state_dict": {"w": torch.arange(100_000.0)}, "global_step": 3, "hyper": {"lr": 0.1}}
+
+
+def lightning_trainer(folder: Path, *plugins: Any, **options: Any) -> tuple[pl.Trainer, ModelCheckpoint]:
+    saver = ModelCheckpoint(folder, save_top_k=1, monitor="step", mode="max", save_last=True)
+    options = {**toy.quiet, "enable_checkpointing": True, "logger": False, "accelerator": "cpu", **options}
+    limits = {"max_epochs": 3, "limit_train_batches": 1, "limit_val_batches": 1, "limit_test_batches": 1}
+    return pl.Trainer(plugins=list(plugins), callbacks=[saver], **{**limits, **options}), saver
+
+
+def runs_in(folder: Path) -> set[str]:
+    """What is a checkpoint of ours there."""
+    return {path.parent.name for path in folder.glob("*/FORMAT.json")}
+
+
+def ended(plugin: Any) -> Any:
+    """What is inside of it, once the threads of the AsyncCheckpointIOs around it have nothing left to do."""
+    while isinstance(plugin, AsyncCheckpointIO):
+        plugin.teardown()
+        plugin = plugin.checkpoint_io
+    return plugin
+
+
+PLUGINS: dict[str, Any] = {
+    "plain": CheckpointIO,
+    "async": lambda: AsyncCheckpointIO(CheckpointIO()),
+    "async twice": lambda: AsyncCheckpointIO(AsyncCheckpointIO(CheckpointIO())),
+}
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_no_thread_is_left_and_ours_is_what_writes(tmp_path: Path, name: str) -> None:
+    """Training, validation, a test of a checkpoint, a save and a load outside of them: everything is in our files, is
+    there when the call returns, and no thread of ours outlives it; also inside of an AsyncCheckpointIO."""
+    police, plugin = Police(), PLUGINS[name]()
+    trainer, saver = lightning_trainer(tmp_path, plugin)
+    model = BoringModel()
+    trainer.validate(model, verbose=False)
+    trainer.fit(model)
+    assert isinstance(ended(plugin), CheckpointIO) and not police.left()
+    left = runs_in(tmp_path)  # an AsyncCheckpointIO removes at once, perhaps before what it has saved is begun
+    assert {Path(saver.best_model_path).name, "last.ckpt"} <= left and (len(left) == 2 or name != "plain")
+    trainer.test(model, ckpt_path=saver.last_model_path, verbose=False)
+    trainer.test(model, ckpt_path="best", verbose=False)
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    ended(plugin)
+    assert not police.left()
+    assert ckpt.load(tmp_path / "after.ckpt").step == 3
+    again = PLUGINS[name]()
+    trainer, _ = lightning_trainer(tmp_path, again, max_epochs=5)
+    trainer.fit(BoringModel(), ckpt_path=tmp_path / "after.ckpt")
+    ended(again)
+    assert trainer.global_step == 5 and not police.left()
+
+
+def test_a_strategy_may_bring_it(tmp_path: Path) -> None:
+    """Given with the strategy, or set on it later, wrapped or not, it is the one that writes."""
+    given = SingleDeviceStrategy("cpu", checkpoint_io=AsyncCheckpointIO(CheckpointIO()))
+    trainer, _ = lightning_trainer(tmp_path / "given", accelerator="auto", strategy=given)
+    trainer.fit(BoringModel())
+    empty = AsyncCheckpointIO()
+    empty.checkpoint_io = CheckpointIO()
+    later, _ = lightning_trainer(tmp_path / "later")
+    later.strategy.checkpoint_io = empty
+    later.fit(BoringModel())
+    assert "last.ckpt" in runs_in(tmp_path / "given") & runs_in(tmp_path / "later")
+
+
+def test_each_method_leaves_no_thread(tmp_path: Path) -> None:
+    """Used by itself, a save is there when it returns, loads are what was saved, what is not there is removed without
+    a word, and the store's threads have ended by then."""
+    police, files = Police(), CheckpointIO()
+    for _ in range(5):
+        files.save_checkpoint(STATE, tmp_path / "a.ckpt")
+        assert not police.left()
+        assert torch.equal(ckpt.load(tmp_path / "a.ckpt").all()["checkpoint.state_dict.w"], STATE["state_dict"]["w"])
+        assert not police.left()
+        for only in (None, True, False):
+            found = files.load_checkpoint(tmp_path / "a.ckpt", weights_only=only)
+            assert torch.equal(found["state_dict"]["w"], STATE["state_dict"]["w"]) and found["hyper"] == {"lr": 0.1}
+        assert not police.left()
+    for where in (
+        "meta",
+        lambda storage, at: torch.UntypedStorage(0, device="meta"),
+        {"cpu": "meta"},
+        torch.device("meta"),
+    ):
+        assert files.load_checkpoint(tmp_path / "a.ckpt", where)["state_dict"]["w"].device.type == "meta"
+    for where in ({"cuda:0": "cpu"}, lambda storage, at: storage, lambda storage, at: None):
+        assert files.load_checkpoint(tmp_path / "a.ckpt", where)["state_dict"]["w"].device.type == "cpu"
+    files.remove_checkpoint(tmp_path / "a.ckpt")
+    files.remove_checkpoint(tmp_path / "a.ckpt")
+    assert not (tmp_path / "a.ckpt").exists() and not police.left()
+    files.teardown()
+    torch.save({"odd": Odd()}, tmp_path / "theirs.ckpt")
+    with pytest.raises(Exception, match=r"[Ww]eights.only"):
+        files.load_checkpoint(tmp_path / "theirs.ckpt")
+    assert isinstance(files.load_checkpoint(tmp_path / "theirs.ckpt", weights_only=False)["odd"], Odd)
+
+
+class Odd:
+    """What only a pickle can bring back."""
+
+
+def test_storage_options_are_used_or_refused(tmp_path: Path) -> None:
+    """What is no dict, and what a folder has no use for, is an error that says so; the rest reaches the store."""
+    trainer, _ = lightning_trainer(tmp_path, CheckpointIO())
+    trainer.strategy.connect(BoringModel())
+    with pytest.raises(ckpt.UsageError, match=r"a dict such as .*, and not a str"):
+        trainer.save_checkpoint(tmp_path / "a.ckpt", storage_options="my options")
+    with pytest.raises(ckpt.UsageError, match="not a object"):
+        trainer.save_checkpoint(tmp_path / "a.ckpt", storage_options=object())
+    with pytest.raises(ckpt.UsageError, match="with anon, key are for buckets"):
+        trainer.save_checkpoint(tmp_path / "a.ckpt", storage_options={"anon": True, "key": "k"})
+    with pytest.raises(ckpt.UsageError, match="a dict such as"):
+        ckpt.load(tmp_path / "a.ckpt", storage_options="my options")  # type: ignore[arg-type]
+    assert not (tmp_path / "a.ckpt").exists()
+    for nothing in (None, {}):
+        trainer.save_checkpoint(tmp_path / "a.ckpt", storage_options=nothing)
+    assert ckpt.load(tmp_path / "a.ckpt").step == 0
+    with pytest.raises(ckpt.CheckpointError, match="nonsense"):
+        CheckpointIO().save_checkpoint(STATE, "s3://bucket/a.ckpt", storage_options={"nonsense": 1})

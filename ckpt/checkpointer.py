@@ -335,7 +335,7 @@ class Checkpointer:
     def stage(self) -> Save:
         """Have the step that the last `step()` named in memory, due there or not, so that `save()` may write it later.
 
-        Returns when it is copied.
+        Returns when it is copied; what goes wrong then is raised by the next call.
         """
         self._check_usable()
         assert self._last_step is not None
@@ -344,7 +344,8 @@ class Checkpointer:
             if job.copied.wait(self._busy_timeout_s) and job.place is not None:
                 return save
         save = self._save(self._last_step, [], explicit=True)
-        save.staged(self._busy_timeout_s)
+        assert self._last is not None
+        self._last[1].copied.wait(self._busy_timeout_s)
         return save
 
     def _save_again(self) -> Save:

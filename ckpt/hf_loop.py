@@ -146,7 +146,8 @@ class CallbackStates:
     def _read(self) -> dict[str, list[dict[str, Any]]]:
         """What is there now, also for those who ask the TrainerState, such as the Trainer's own checkpoints."""
         states = {name: [one.state() for one in some] for name, some in self._live().items()}
-        self._trainer.state.stateful_callbacks = {n: some[0] if len(some) == 1 else some for n, some in states.items()}
+        state: Any = self._trainer.state
+        state.stateful_callbacks = {name: some[0] if len(some) == 1 else some for name, some in states.items()}
         return {
             name: [{"args": _plain(one.get("args", {})), "attributes": one.get("attributes", {})} for one in some]
             for name, some in states.items()

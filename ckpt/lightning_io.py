@@ -211,7 +211,7 @@ async def _remove(url: str) -> None:
 def _device(map_location: Any) -> Any:
     """Where tensors that lie on the CPU are to go; None if they stay."""
     if callable(map_location):
-        found = map_location(torch.UntypedStorage(0), "cpu")
+        found = map_location(torch.empty(0).untyped_storage(), "cpu")
         return None if found is None else found.device
     return map_location.get("cpu") if isinstance(map_location, dict) else map_location
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import random
 import threading
 import warnings
 from pathlib import Path
@@ -13,6 +15,8 @@ import pytest
 import torch
 
 import ckpt
+from ckpt import read
+from ckpt.upkeep import set_keep
 
 pytest.importorskip("lightning")
 pytest.importorskip("transformers")
@@ -64,7 +68,8 @@ class Scored(Callback):
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if self.where == "validation" and not trainer.sanity_checking:
             self._log(trainer, pl_module)
-        elif self.where == "sanity":  # in that of the beginning too, which is of no step
+        elif self.where == "sanity":  # of equal scores the older stay; that of the beginning is of no step
+            self.digests[trainer.global_step] = toy.digest(pl_module)
             pl_module.log(
                 "score", -1.0 if trainer.sanity_checking else self.measured.setdefault(trainer.global_step, 1.0)
             )
@@ -91,6 +96,7 @@ TRAININGS: dict[str, tuple[str, list[float | None], dict[str, Any], list[int]]] 
     "in the middle of a step": ("validation", [4.0, 3.0, 5.0, 6.0], IN_A_STEP, [3, 1, 4]),
     "by a step's batch": ("batch", [float(n % 8) for n in range(20)] + [None] * 28, {"epochs": 6}, [8, 16]),
     "where an epoch ends": ("epoch", [None, 2.0, None, None, 1.0, None], {"epochs": 6}, [40, 16]),
+    "not in a sanity check": ("sanity", [], {"epochs": 3}, [8, 16, 24]),
     "by hand": ("hand", [None, 2.0, None, None, 1.0, None], {"epochs": 6}, [40, 16]),
 }  # fmt: skip
 
@@ -146,6 +152,22 @@ def test_the_best_are_what_any_checkpoint_is(tmp_path: Path) -> None:
     for _, step in found["each"]:
         (one, numbers), (other, others) = (plain(str(tmp_path / name), step) for name in ("each", "seldom"))
         assert same(one, other) and same(numbers, others), step
+
+
+def test_the_random_numbers_of_a_training_are_not_drawn(tmp_path: Path) -> None:
+    """Two that write to one log at the same moment wait for a random time, by random numbers of their own."""
+    CheckpointIO().save_checkpoint(STATE, tmp_path / "run")
+
+    async def both() -> None:
+        logs = [await read.open_run(str(tmp_path / "run")) for _ in range(2)]
+        attempt = next(iter(logs[0].state.commits))
+        for n in range(4):
+            await asyncio.gather(*(set_keep(log, attempt, f"{n} {id(log)}") for log in logs))
+        await asyncio.gather(*(log.store.aclose() for log in logs))
+
+    before = random.getstate()
+    asyncio.run(both())
+    assert random.getstate() == before
 
 
 # -- Hugging Face: callbacks that have a state come back as they were saved --
@@ -229,7 +251,7 @@ class Police:
         return [name for name in names if not name.startswith("ThreadPoolExecutor-")]  # an AsyncCheckpointIO's own
 
 
-STATE = {"state_dict": {"w": torch.arange(100_000.0)}, "global_step": 3, "hyper": {"lr": 0.1}}
+STATE: dict[str, Any] = {"state_dict": {"w": torch.arange(100_000.0)}, "global_step": 3, "hyper": {"lr": 0.1}}
 
 
 def lightning_trainer(folder: Path, *plugins: Any, **options: Any) -> tuple[pl.Trainer, ModelCheckpoint]:

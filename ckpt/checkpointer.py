@@ -335,6 +335,22 @@ class Checkpointer:
         self._raise_pending()
         return save
 
+    def stage(self) -> Save:
+        """Have the step that the last `step()` named in memory, due there or not, so that `save()` may write it later.
+
+        Returns when it is copied; what goes wrong then is raised by the next call.
+        """
+        self._check_usable()
+        assert self._last_step is not None
+        if self._last is not None and self._last[0].step == self._last_step and self._last[1].error is None:
+            save, job = self._last
+            if job.copied.wait(self._busy_timeout_s) and job.place is not None:
+                return save
+        save = self._save(self._last_step, [], explicit=True)
+        assert self._last is not None
+        self._last[1].copied.wait(self._busy_timeout_s)
+        return save
+
     def _save_again(self) -> Save:
         """The last step is in memory already, perhaps on its way to a tier: write it to the tiers that it misses."""
         assert self._last_step is not None

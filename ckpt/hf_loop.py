@@ -7,6 +7,7 @@ sum of the losses that were not logged yet. Tried with transformers 5.23; what a
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -25,6 +26,7 @@ from ckpt.errors import MismatchError, UsageError
 from ckpt.rng import RNG
 
 say = logging.get_logger("transformers.everystep")  # shown where the Trainer's own messages are
+theirs = logging.get_logger("transformers.trainer")
 
 PRIVATE = ("_run_epoch", "_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
 NOWHERE = "/dev/null"  # where a checkpoint of the Trainer's own would be: only its loop shall believe that there is one
@@ -122,22 +124,77 @@ def set_losses(trainer: Trainer, saved: dict[str, Any]) -> None:
     trainer._tr_loss = saved["unlogged"].to(trainer.args.device)
 
 
-def callback_states(trainer: Trainer) -> dict[str, list[dict[str, Any]]]:
-    """Of those that have a state, by class; several of one class in their order."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, ExportableState):
-            found.setdefault(type(callback).__name__, []).append(callback.state()["attributes"])
+class CallbackStates:
+    """Callbacks that have a state (`ExportableState`), and the TrainerControl, by class; several of one in their order.
+
+    A state has `attributes`, which change as training goes on, and `args`, which a callback is made with. Many keep in
+    `args` what changes too, and what does not change there is for the script to say, so what they were made with is
+    kept beside it.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._made = {name: [one["args"] for one in states] for name, states in self._read().items()}
+
+    def _live(self) -> dict[str, list[ExportableState]]:
+        found: dict[str, list[ExportableState]] = {}
+        for one in [*self._trainer.callback_handler.callbacks, self._trainer.control]:
+            if isinstance(one, ExportableState):
+                found.setdefault(type(one).__name__, []).append(one)
+        return found
+
+    def _read(self) -> dict[str, list[dict[str, Any]]]:
+        """What is there now, also for those who ask the TrainerState, such as the Trainer's own checkpoints."""
+        states = {name: [one.state() for one in some] for name, some in self._live().items()}
+        state: Any = self._trainer.state
+        state.stateful_callbacks = {name: some[0] if len(some) == 1 else some for name, some in states.items()}
+        return {
+            name: [{"args": _plain(one.get("args", {})), "attributes": one.get("attributes", {})} for one in some]
+            for name, some in states.items()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"now": self._read(), "made": self._made}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Into the callbacks there are, which stay the same objects."""
+        if "now" not in saved:  # of an older version, which knew of attributes only
+            saved = {"now": {n: [{"attributes": one} for one in some] for n, some in saved.items()}, "made": {}}
+        live = self._live()
+        missing = [name for name in saved["now"] if name not in live]
+        if missing:
+            theirs.warning(
+                "Checkpoint included callbacks not included in current configuration. Ignoring. (%s)",
+                ", ".join(missing),
+            )
+        for name, some in live.items():
+            was = saved["made"].get(name, [])
+            for number, (one, state) in enumerate(zip(some, saved["now"].get(name, []), strict=False)):
+                self._put(one, state, was[number] if number < len(was) else {})
+        self._read()
+
+    def _put(self, one: ExportableState, state: dict[str, Any], made: dict[str, Any]) -> None:
+        given = one.state().get("args", {})
+        every = self._trainer.args.restore_callback_states_from_checkpoint
+        args = {k: v for k, v in state.get("args", {}).items() if every or k not in made or made[k] != v}
+        if isinstance(one, TrainerControl):  # a training that begins is not over; see `stopped_early`
+            args.pop("should_training_stop", None)
+        if any(k not in given or _plain(given).get(k) != v for k, v in args.items()):
+            vars(one).update(vars(type(one)(**{**given, **args})))
+        for key, value in state.get("attributes", {}).items():
+            setattr(one, key, value)
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Those that the Trainer could write too, as they would come back."""
+    found = {}
+    for key, value in values.items():
+        if type(value) in (bool, int, float, str):  # at every step: quickly
+            found[key] = value
+            continue
+        with contextlib.suppress(TypeError, ValueError):
+            found[key] = json.loads(json.dumps(value))
     return found
-
-
-def set_callback_states(trainer: Trainer, saved: dict[str, list[dict[str, Any]]]) -> None:
-    """Into the callbacks there are. What they were made with stays as this start says."""
-    left = {name: list(states) for name, states in saved.items()}
-    for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, ExportableState) and left.get(type(callback).__name__):
-            for key, value in left[type(callback).__name__].pop(0).items():
-                setattr(callback, key, value)
 
 
 def stopped_early(trainer: Trainer) -> bool:
@@ -218,6 +275,7 @@ class Progress:
         self.trainer, self._loader = trainer, loader
         self._generator = generator_of(loader)
         self._log = LogHistory()
+        self._callbacks = CallbackStates(trainer)
         self._order: dict[str, Any] = {}
         self.data = data_of(trainer, loader)
         self.base: dict[str, Any] | None = None
@@ -248,7 +306,7 @@ class Progress:
             "state": {name: getattr(state, name) for name in KEPT},
             "log": self._log.read(history),
             "losses": losses(self.trainer),
-            "callbacks": callback_states(self.trainer),
+            "callbacks": self._callbacks.state_dict(),
             "epoch": self.epoch + self.ahead,
             "epoch_began": self.epoch_began,
             "order": self._order,
@@ -269,7 +327,7 @@ class Progress:
             trainer.state.best_model_checkpoint = None
         trainer.state.log_history[:] = self._log.parse(saved["log"])
         set_losses(trainer, saved["losses"])
-        set_callback_states(trainer, saved["callbacks"])
+        self._callbacks.load_state_dict(saved["callbacks"])
         self.epoch, self.epoch_began, self._order = saved["epoch"], saved["epoch_began"], saved["order"]
 
     def compare(self, saved: dict[str, Any], *, strict: bool) -> None:

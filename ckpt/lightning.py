@@ -41,7 +41,7 @@ from ckpt.handle import Save
 from ckpt.lightning_io import CheckpointIO as CheckpointIO
 from ckpt.lightning_io import with_bases
 from ckpt.lightning_loops import Seams, State, say
-from ckpt.lightning_state import Rest, scaler_of
+from ckpt.lightning_state import Monitored, Rest, scaler_of
 from ckpt.loaded import Loaded, load
 from ckpt.rng import RNG
 from ckpt.tiers import Memory, Tier, as_tiers
@@ -65,7 +65,9 @@ class CheckpointCallback(Base):
 
     `monitor`: a logged metric, such as "val_loss": the `top_k` best of the steps it was measured at (smallest with
     `mode="min"`, or "max") are saved to every place and kept there, however old they get. `best_step`, `best_score` and
-    `best_model` say which. In distributed training, log it with `sync_dist=True`; the first rank's value decides.
+    `best_model` say which. It is looked at where a validation ends, and where an epoch does; what was not logged there
+    is no score of that step, a metric of single training batches only if the last step logged it. In distributed
+    training, log it with `sync_dist=True`; the first rank's value decides.
 
     `strict=False` restores what fits a model that has changed; otherwise a MismatchError says what does not.
 
@@ -97,7 +99,6 @@ class CheckpointCallback(Base):
         self._arguments, self._strict = arguments, strict
         self._best = None if monitor is None else Best(monitor, mode, top_k)
         self._began_from = ""  # the ckpt_path of the first start
-        self._looked_at = -1  # the step whose score was looked at last
         self._missed = False
         self._close()
 
@@ -106,8 +107,10 @@ class CheckpointCallback(Base):
         self._seams: Seams | None = None
         self._rest: Rest | None = None
         self._keeper: Keeper | None = None
+        self._monitored: Monitored | None = None
         self._save: Save | None = None
         self._step = 0
+        self._has_step = False  # that it may be saved by
         self._pause = contextlib.ExitStack()
 
     def __reduce__(self) -> Any:  # for launchers that spawn: nothing is open then
@@ -160,7 +163,7 @@ class CheckpointCallback(Base):
             say(trainer, "fast_dev_run: nothing is saved, and nothing restored")
             return
         self._trainer = trainer
-        self._seams = Seams(trainer, self._begin, self._done)
+        self._seams = Seams(trainer, self._begin, self._done, self._look)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         if self._cp is not None:
@@ -170,12 +173,11 @@ class CheckpointCallback(Base):
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if self._cp is not None:
             self._pause.close()
-            self._look(trainer)
+            self._look()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if self._cp is not None:
             self._settle()  # what may come now is the end of the training, with other weights
-            self._look(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._end(finished=self._seams is not None and bool(self._seams.reached or trainer.should_stop))
@@ -227,6 +229,9 @@ class CheckpointCallback(Base):
                 f"fit(ckpt_path={given!r}): leave it out to go on, or give the callback another place for a new run"
             )
         self._open_keeper(trainer)
+        self._has_step = restored
+        if self._best is not None:
+            self._monitored = Monitored(trainer, self._best.monitor)
         if restored:
             self._resume(trainer, seams)
 
@@ -256,7 +261,13 @@ class CheckpointCallback(Base):
                 )
             return
         self._keep()  # what ended then goes on now
-        seams.resume(self._rest.log_again)
+        seams.resume(self._log_again)
+
+    def _log_again(self) -> None:
+        assert self._rest is not None
+        self._rest.log_again()
+        if self._monitored is not None:
+            self._monitored.forget()
 
     def _open_keeper(self, trainer: Any) -> None:
         durable = self._durable()
@@ -285,12 +296,18 @@ class CheckpointCallback(Base):
 
     # -- training --
 
-    def _done(self) -> None:
-        """Everything of a batch is done. Save, if an optimizer has stepped."""
+    def _done(self, *, again: bool) -> None:
+        """Everything of a batch is done. Save, if an optimizer has stepped. `again`: it was done before a restore."""
         step = self._trainer.global_step
-        if step > self._step and self._cp is not None:
-            self._step = step
+        if self._cp is None or not (again or step > self._step):
+            return
+        if not again:
+            self._step, self._has_step = step, True
             self._save = self._cp.step(step) or self._save
+        if self._monitored is not None:
+            self._monitored.step_done()
+            if self._seams is not None and self._seams.measured_next:
+                self._save = self._cp.stage()  # if it is one of the best, this is what is written
 
     def _settle(self) -> None:
         """Nothing is being copied any more: others than optimizers may write to the model now."""
@@ -301,23 +318,21 @@ class CheckpointCallback(Base):
 
     # -- the best --
 
-    def _look(self, trainer: Any) -> None:
-        """Whether this step, the last one that was done, is one of the best."""
-        if self._best is None or self._looked_at == self._step:
+    def _look(self) -> None:
+        """A validation or an epoch has ended: whether the last step that was done is one of the best."""
+        if self._monitored is None or self._best is None or not self._has_step:
             return
-        value = trainer.callback_metrics.get(self._best.monitor)
-        score = trainer.strategy.broadcast(None if value is None else float(value))
+        trainer = self._trainer
+        score = trainer.strategy.broadcast(self._monitored.score())
         if score is None:
             self._miss(trainer)
-            return
-        self._looked_at = self._step
-        if self._best.add(score, self._step):
+        elif self._best.add(score, self._step):
             assert self._cp is not None
             self._keep(self._cp.save())
 
     def _miss(self, trainer: Any) -> None:
         assert self._best is not None
-        if not self._missed and not trainer.sanity_checking:
+        if not self._missed and self._best.monitor not in trainer.callback_metrics:
             self._missed = True
             there = ", ".join(sorted(trainer.callback_metrics)) or "none"
             say(trainer, "monitor=%r is no logged metric so far; there are: %s", self._best.monitor, there)

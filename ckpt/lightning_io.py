@@ -10,9 +10,12 @@ itself.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
+import inspect
 import shutil
 import sys
+import threading
 import types
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +27,7 @@ from torch import Tensor
 
 from ckpt import read, retain
 from ckpt.commit import acquire, commit, create_run
-from ckpt.errors import NotFoundError, UsageError
+from ckpt.errors import UsageError
 from ckpt.loaded import load
 from ckpt.log import RunLog
 from ckpt.manifest import Attempt, new_nonce
@@ -69,8 +72,10 @@ def _import_one() -> str:
 
 
 class CheckpointIO(Base):
-    """Writes in the background: `save_checkpoint` returns when everything is copied. An error of it is raised by the
-    next call. What cannot be stored without pickle is a StateError that names its path.
+    """While a Trainer runs, it writes in the background: `save_checkpoint` returns when everything is copied, an error
+    of it is raised by the next call, and the Trainer waits at its end. Anywhere else, and inside an
+    `AsyncCheckpointIO`, which has a thread of its own, it returns when everything is written. What cannot be stored
+    without pickle is a StateError that names its path.
 
     A file of Lightning's own can be loaded as well, if it has nothing but tensors and plain values inside.
     """
@@ -81,52 +86,78 @@ class CheckpointIO(Base):
 
     def __init__(self) -> None:
         super().__init__()
-        self._pool: ThreadPoolExecutor | None = None
-        self._writing: Future[None] | None = None
+        self._lock = threading.RLock()  # an AsyncCheckpointIO saves in its thread, and removes in the Trainer's
+        self._writing: tuple[ThreadPoolExecutor, Future[None]] | None = None
 
     def __reduce__(self) -> Any:
         return CheckpointIO, ()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """`storage_options`: as of `ckpt.Tier`. Waits for the save before this one, if that is not written yet."""
-        self._finish()
+        """Waits for the save before this one, if that is not written yet. `storage_options`: a dict, as of `ckpt.Tier`.
+
+        UsageError for other options, StateError for what cannot be stored.
+        """
         url = normalise(path)
         remember_options(url, storage_options)
-        frozen = _freeze(checkpoint)
-        self._pool = self._pool or ThreadPoolExecutor(1, "ckpt-lightning")
-        self._writing = self._pool.submit(read.run, _write(url, frozen, int(checkpoint.get("global_step", 0))))
+        if storage_options and urlsplit(url).scheme == "file":
+            raise UsageError(f"storage_options with {', '.join(storage_options)} are for buckets: {url} is a folder")
+        with self._lock:
+            self._finish()
+            writing = _write(url, _freeze(checkpoint), int(checkpoint.get("global_step", 0)))
+            if _in_a_run():
+                pool = ThreadPoolExecutor(1, "ckpt-lightning")
+                self._writing = pool, pool.submit(asyncio.run, writing)
+                pool.shutdown(wait=False)  # its thread ends with this work
+            else:
+                read.run(writing)
 
     def load_checkpoint(self, path: Any, map_location: Any | None = None, weights_only: bool | None = None) -> Any:
-        """The dict again, verified; tensors are on the CPU unless `map_location` names another device."""
-        self._finish()
+        """The dict again, verified; tensors are on the CPU unless `map_location` says otherwise, as of `torch.load`.
+
+        `weights_only=False` lets a file of Lightning's own be unpickled, which may run code; ours hold no pickle.
+        """
+        with self._lock:
+            self._finish()
         if urlsplit(normalise(path)).scheme == "file" and Path(path).is_file():
-            return torch.load(path, map_location=map_location, weights_only=True)
+            return torch.load(path, map_location=map_location, weights_only=weights_only is not False)
         loaded = load(path)
         loaded.all()  # in one go
-        checkpoint = loaded.plain(NAME)
-        return checkpoint if map_location is None or callable(map_location) else _moved(checkpoint, map_location)
+        checkpoint, device = loaded.plain(NAME), _device(map_location)
+        return checkpoint if device is None else _moved(checkpoint, device)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """A run of ours, or a file or link."""
-        self._finish()
-        if urlsplit(normalise(path)).scheme == "file" and (Path(path).is_file() or Path(path).is_symlink()):
-            Path(path).unlink()
-        else:
-            read.run(_remove(normalise(path)))
+        """A run of ours, or a file or link; nothing if there is none."""
+        with self._lock:
+            self._finish()
+            local = Path(path) if urlsplit(normalise(path)).scheme == "file" else None
+            if local is not None and (local.is_file() or local.is_symlink()):
+                local.unlink()
+            elif local is None or local.exists():
+                read.run(_remove(normalise(path)))
 
     def teardown(self) -> None:
-        """Wait for what is being written."""
-        try:
+        """Wait for what is being written. No thread is left."""
+        with self._lock:
             self._finish()
-        finally:
-            if self._pool is not None:
-                self._pool.shutdown()
-            self._pool = None
 
     def _finish(self) -> None:
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.result()
+            pool, done = writing
+            pool.shutdown()
+            done.result()
+
+
+def _in_a_run() -> bool:
+    """Whether a Trainer is in its loops, in this thread: only then will teardown() be called, however they end."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_run_stage":
+            caller = type(frame.f_locals.get("self"))
+            if any(one.__name__ == "Trainer" for one in caller.__mro__):
+                return True
+        frame = frame.f_back
+    return False
 
 
 NAME = "checkpoint"  # of the one entry of the state
@@ -165,11 +196,9 @@ async def _write(url: str, frozen: Any, step: int) -> None:
 async def _remove(url: str) -> None:
     store = open_store(url)
     try:
-        try:
-            await store.head("FORMAT.json")
-        except NotFoundError:
-            raise UsageError(f"{url} is not a checkpoint of ours: it is not removed") from None
         keys = [info.key async for info in store.list()]
+        if "FORMAT.json" not in keys and (keys or not store.remote):
+            raise UsageError(f"{url} is not a checkpoint of ours: it is not removed")
         log_first = sorted(keys, key=lambda key: (not key.startswith("log/"), key == "FORMAT.json"))
         for some in (log_first[i : i + 1000] for i in range(0, len(keys), 1000)):
             await store.delete_many(some)
@@ -177,6 +206,14 @@ async def _remove(url: str) -> None:
         await store.aclose()
     if urlsplit(url).scheme == "file":
         shutil.rmtree(Path(urlsplit(url).path))
+
+
+def _device(map_location: Any) -> Any:
+    """Where tensors that lie on the CPU are to go; None if they stay."""
+    if callable(map_location):
+        found = map_location(torch.empty(0).untyped_storage(), "cpu")
+        return None if found is None else found.device
+    return map_location.get("cpu") if isinstance(map_location, dict) else map_location
 
 
 def _moved(value: Any, device: Any) -> Any:

@@ -9,6 +9,7 @@ trainer, and takes them away again.
       epoch_loop.on_run_start <- an epoch begins: remember the random numbers that its order is drawn from
         epoch_loop.advance         <- a batch is about to be fetched; after a restore, come back to the batch instead
         epoch_loop.on_advance_end  <- the batch is done, the validation after it has not begun: save
+      update_train_epoch_metrics   <- all that an epoch logs is there, and is forgotten next: look at it
 
 A restored run thus goes on in the middle of an iteration, with what comes after a batch: validation, if it was due,
 runs again from its beginning, and everything is as it was in the run that was killed.
@@ -36,10 +37,12 @@ def say(trainer: Any, text: str, *values: object) -> None:
 
 
 class Seams:
-    """The loops of a trainer, with calls in between. `begin` and `done` are the callback's."""
+    """The loops of a trainer, with calls in between. `begin`, `done` and `epoch_logged` are the callback's."""
 
-    def __init__(self, trainer: Any, begin: Callable[[], None], done: Callable[[], None]) -> None:
-        self._trainer, self._begin, self._done = trainer, begin, done
+    def __init__(
+        self, trainer: Any, begin: Callable[[], None], done: Callable[..., None], epoch_logged: Callable[[], None]
+    ) -> None:
+        self._trainer, self._begin, self._done, self._epoch_logged = trainer, begin, done, epoch_logged
         self.feed = Feed(trainer)
         self._resumed = self._behind = False  # the batch that is to come is done already
         self._should_stop = False
@@ -47,7 +50,9 @@ class Seams:
         self._accumulate = [1, 1]  # batches of a step: as the trainer was made, and in the epoch under way
         self._made_to_accumulate = trainer.accumulate_grad_batches
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        self._fetcher: Any = None
         self._names = [(fit, "run"), (epoch, "on_run_start"), (epoch, "advance"), (epoch, "on_advance_end")]
+        self._names.append((trainer._logger_connector, "update_train_epoch_metrics"))
         for loop, name in self._names:
             mine, theirs = getattr(self, f"_{name}"), getattr(loop, name)
             setattr(loop, name, lambda *args, mine=mine, theirs=theirs: mine(theirs, *args))
@@ -103,7 +108,21 @@ class Seams:
         if self._max_steps is not None:
             self._trainer.fit_loop.epoch_loop.max_steps, self._max_steps = self._max_steps, None
 
-    # -- the four moments --
+    @property
+    def measured_next(self) -> bool:
+        """Whether a validation, or the end of the epoch, may come before another step is done."""
+        epoch, trainer = self._trainer.fit_loop.epoch_loop, self._trainer
+        if epoch.batch_progress.is_last_batch or epoch._num_ready_batches_reached():
+            return True
+        if epoch._should_check_val_fx(self._fetcher):
+            return True
+        ahead = trainer.accumulate_grad_batches - 1
+        if not ahead or not epoch._should_check_val_epoch() or trainer.val_check_batch is None:
+            return bool(ahead and trainer.val_check_batch is None)  # by the clock
+        done = 1 + (epoch.total_batch_idx if trainer.check_val_every_n_epoch is None else epoch.batch_idx)
+        return any((done + more) % trainer.val_check_batch == 0 for more in range(1, ahead + 1))
+
+    # -- the five moments --
 
     def _run(self, run: Callable[[], None]) -> None:
         self.feed.begin()
@@ -133,9 +152,13 @@ class Seams:
         self.feed.come_back(fetcher)
 
     def _on_advance_end(self, on_advance_end: Callable[[Any], None], fetcher: Any) -> None:
-        if not self._behind:
-            self._done()
+        self._fetcher = fetcher
+        self._done(again=self._behind)
         on_advance_end(fetcher)
+
+    def _update_train_epoch_metrics(self, update_train_epoch_metrics: Callable[[], None]) -> None:
+        self._epoch_logged()
+        update_train_epoch_metrics()
 
 
 class Feed:

@@ -139,6 +139,59 @@ class Rest:
 VERSION = "2.0.0"  # of the form of such a dict, by which Lightning's hooks know old ones
 
 
+class Monitored:
+    """A logged metric, of which it is known whether it was measured at the step that was done last.
+
+    Lightning's `callback_metrics` keeps what was logged at any time. What is of now is told by the results that its
+    loops collect: those of a validation, or of an epoch, count where it ends; what is logged batch by batch counts if
+    the batches of the last step did. A value that nobody has logged, but put there by hand, counts once.
+    """
+
+    def __init__(self, trainer: Any, name: str) -> None:
+        self._trainer, self._name = trainer, name
+        self._older: object = None  # what the step before the last had logged
+        self._newer: object = None
+        self._seen: object = None
+        self.forget()
+
+    def forget(self) -> None:
+        """What is there now is old: it was restored."""
+        self._older = self._newer = self._in_batches()
+        self._seen = self._trainer.callback_metrics.get(self._name)
+
+    def step_done(self) -> None:
+        self._older, self._newer = self._newer, self._in_batches()
+
+    def score(self) -> float | None:
+        """Where a validation or an epoch ends: what was measured at this step, None if nothing was."""
+        value = self._trainer.callback_metrics.get(self._name)
+        seen, self._seen = self._seen, value
+        train, now = self._trainer.fit_loop.epoch_loop._results, self._trainer._results
+        logged = [r for results in (train, now) for r in results.values() if self._name in _names(results, r)]
+        if value is None:
+            return None
+        if not logged:
+            return None if value is seen else float(value)
+        ended = any(not r.has_reset and self._name in _epoch_names(now, r) for r in now.values())
+        in_batches = self._in_batches()
+        return float(value) if ended or (in_batches is not None and in_batches is not self._older) else None
+
+    def _in_batches(self) -> object:
+        """The value that was logged last in a batch of training; another object each time."""
+        results = self._trainer.fit_loop.epoch_loop._results
+        named = (r for r in results.values() if r.meta.on_step and self._name == results._forked_name(r, True)[1])
+        return next((r._forward_cache for r in named), None)
+
+
+def _epoch_names(results: Any, one: Any) -> tuple[str, ...]:
+    """The names under which callbacks find it at the end."""
+    return tuple(results._forked_name(one, False)) if one.meta.on_epoch else ()
+
+
+def _names(results: Any, one: Any) -> tuple[str, ...]:
+    return (*_epoch_names(results, one), *results._forked_name(one, True))
+
+
 # -- torchmetrics that are parts of the model: what they have collected is no part of its state_dict --
 
 

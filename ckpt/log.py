@@ -27,11 +27,11 @@ deleted from such a run, since the record might have protected it. Nor is a SNAP
 from __future__ import annotations
 
 import asyncio
-import random
 import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from random import SystemRandom
 from typing import Any
 
 from ckpt.digest import file_digest
@@ -61,6 +61,7 @@ from ckpt.manifest import (
 from ckpt.manifest import owner as owner_of
 from ckpt.store import Store, get_small
 
+_DICE = SystemRandom()  # the training's own random numbers are not ours to draw
 TYPES = ("ACQUIRE", "BEGIN", "HELD", "COMMIT", "ABORT", "PLAN", "KEEP", "DOUBT", "SNAPSHOT")
 SNAPSHOT_EVERY = 256
 LOOSE = {
@@ -477,7 +478,7 @@ class RunLog:
                 except ExistsError:
                     if time.monotonic() > end:
                         raise
-                    await asyncio.sleep(random.uniform(0, 0.02))
+                    await asyncio.sleep(_DICE.uniform(0, 0.02))
                     continue
                 except FullError:
                     raise
@@ -485,7 +486,7 @@ class RunLog:
                     # A disk that fails is no network that lost a reply: there nothing is tried twice.
                     if not (error.retryable and self.store.remote) or time.monotonic() > end:
                         raise OutcomeUnknownError(f"a {record.type} may or may not have landed: {error}") from error
-                    await asyncio.sleep(random.uniform(0, 0.2))
+                    await asyncio.sleep(_DICE.uniform(0, 0.2))
                     continue
                 self._apply(state.next_seq, raw)
                 point("log.appended")

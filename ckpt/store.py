@@ -164,7 +164,12 @@ def normalise(url: str | Path) -> str:
 
 def remember_options(url: str | Path | None, options: Mapping[str, Any] | None) -> None:
     """How this process reaches a place (None: any), besides what environment and configuration files say: fsspec's
-    `storage_options`. They hold wherever the place is opened from now on, and are never written down."""
+    `storage_options`. They hold wherever the place is opened from now on, and are never written down. UsageError if
+    they are no dict."""
+    if options is not None and not isinstance(options, Mapping):
+        raise UsageError(
+            f"storage_options are fsspec's, a dict such as {{'endpoint_url': ...}}, and not a {type(options).__name__}"
+        )
     if options is not None:
         _options[_ANYWHERE if url is None else normalise(url)] = dict(options)
 

@@ -57,6 +57,8 @@ class CheckpointCallback(TrainerCallback):
     (100 by default), or "auto". `only_trained`: whether frozen parameters are left out, which `from_pretrained` brings
     again; a digest of them is kept, and another base is refused. By default so where the model is a PeftModel.
     `strict=False` goes on where model, optimizer or data have changed. Further arguments go to `ckpt.Checkpointer`.
+    Callbacks that have a state (`ExportableState`) get it back; what they were made with, and training did not change,
+    stays as this start says, unless TrainingArguments say `restore_callback_states_from_checkpoint=True`.
 
     `checkpointer`: the Checkpointer, while training; `restored`: what was restored, once training has begun;
     `full_bytes`, `stored_bytes`: of parameters and buffers. train() raises MismatchError if the script has changed,

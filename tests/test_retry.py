@@ -175,11 +175,11 @@ def test_pauses_grow_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is drawn between 0 and a bound, which doubles from `base_s` to `most_s`."""
     drawn: list[tuple[float, float]] = []
 
-    def uniform(low: float, high: float) -> float:
+    def uniform(_: random.SystemRandom, low: float, high: float) -> float:
         drawn.append((low, high))
         return high / 2
 
-    monkeypatch.setattr(random, "uniform", uniform)
+    monkeypatch.setattr(random.SystemRandom, "uniform", uniform)
     _, took = run(Scripted(*[busy()] * 8), CALLS["put"], base_s=0.5, most_s=10.0)
     assert drawn == [(0, bound) for bound in (0.5, 1, 2, 4, 8, 10, 10, 10)]
     assert took == pytest.approx(sum(high for _, high in drawn) / 2)

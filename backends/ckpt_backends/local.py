@@ -24,7 +24,7 @@ import stat
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -57,6 +57,7 @@ class LocalStore:
         self.disk = disk or Disk()
         self.direct = direct
         self._pool = ThreadPoolExecutor(THREADS, "ckpt-io")
+        self._calls: set[Future[Any]] = set()  # under way in it
         self._reading: OrderedDict[str, _Reader] = OrderedDict()
         self._reading_lock = threading.Lock()
         self._known_folders: set[str] = set()
@@ -367,14 +368,16 @@ class LocalStore:
         return True
 
     async def _run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, lambda: function(*args, **kwargs))
+        call = self._pool.submit(function, *args, **kwargs)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return await asyncio.wrap_future(call)
 
     async def aclose(self) -> None:
         with self._reading_lock:
             while self._reading:
                 self._reading.popitem()[1].release()
-        self._pool.shutdown(wait=False)
+        self._pool.shutdown(wait=not self._calls)  # what was cancelled may hang in the disk: nobody waits for that
 
 
 class LocalUpload:

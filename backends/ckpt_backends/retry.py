@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import partial
+from random import SystemRandom
 from typing import TypeVar
 
 from ckpt.errors import CheckpointError, CorruptError, ExistsError, NotFoundError
@@ -22,6 +22,7 @@ from ckpt.events import log
 from ckpt.store import Buffer, ObjectInfo, Store, Upload
 
 T = TypeVar("T")
+_DICE = SystemRandom()  # the training's own random numbers are not ours to draw
 
 
 class Retry:
@@ -165,7 +166,7 @@ class _Call:
             )
             raise error
         bound = min(retry.most_s, retry.base_s * 2.0 ** min(self._failures - 1, 60))
-        await asyncio.sleep(min(random.uniform(0, bound), retry.budget_s - spent))
+        await asyncio.sleep(min(_DICE.uniform(0, bound), retry.budget_s - spent))
 
     def answered(self) -> None:
         self.rest()

@@ -37,6 +37,7 @@ from ckpt.manifest import Attempt, canonical
 from ckpt.plan import BLOB, Layout
 from ckpt.predict import VERSION as PREDICTOR
 from ckpt.predict import Coefficients
+from ckpt.regular import reading
 from ckpt.store import PAGE, Buffer
 
 RAW, WHOLE, DELTA, PREDICTED, SAME, DERIVED = range(6)
@@ -285,7 +286,7 @@ def scan(path: str, *, verify: bool = True) -> tuple[list[Stored], list[str]]:
     """
     found: list[Stored] = []
     problems: list[str] = []
-    with open(path, "rb") as file:
+    with reading(path) as file:
         data = _Bytes(file.fileno())
         at, last, lost = 0, None, False
         while 0 <= at < data.size:
@@ -370,7 +371,7 @@ def _read(path: str, data: _Bytes, at: int, last: Frame | None, verify: bool) ->
 
 def matches(stored: Stored) -> bool:
     """Whether a frame that was only listed is what its digest says. OSError if it cannot be read."""
-    with open(stored.path, "rb") as file:
+    with reading(stored.path) as file:
         data = _Bytes(file.fileno())
         try:
             return _matches(data, stored.offset, data.get(stored.offset, _HEAD.size), stored.size - _HEAD.size - _TAIL)

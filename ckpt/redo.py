@@ -28,6 +28,7 @@ from ckpt.log import Acquire, Commit, RunLog, in_history
 from ckpt.manifest import REDO, Attempt, parse_redo
 from ckpt.plan import Layout
 from ckpt.redo_log import TAKEN_BACK, foresee
+from ckpt.regular import reading
 from ckpt.sources import MemorySource, Snapshot
 from ckpt.values import Json
 
@@ -283,7 +284,7 @@ def _values(stored: Stored) -> bytes:
 def _opened(path: str) -> Iterator[int]:
     """StoreError for whatever goes wrong in reading it: it may have been deleted meanwhile."""
     try:
-        with open(path, "rb") as file:
+        with reading(path) as file:
             yield file.fileno()
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error.strerror or error}") from error

@@ -19,6 +19,7 @@ LAYERS = (
     ("subscribe",),  # who wants to hear what happens
     ("events",),
     ("store", "shuffle", "triggers", "rally"),  # the byte interface of a place; byte planes; when to save out of turn
+    ("regular",),  # files by names that others chose
     ("digest", "codec", "values", "link", "world", "testing"),  # bytes, values, the wire, ranks
     ("notices", "pressure", "wakeup", "pulse", "pace", "fault", "findings"),  # what may happen, or is the case
     ("ledger", "meter"),  # what an incarnation did; what saving takes from training
@@ -94,7 +95,7 @@ BACKENDS_MAY_USE = {"errors", "events", "store"}
 NO_TORCH = {
     "subscribe", "chronicle", "charts", "page", "page_look", "page_words", "page_saves", "page_tables", "cli_page",
     "errors", "events", "mutex", "geometry", "share", "saved", "exchange", "mirror",
-    "store", "shuffle", "digest", "codec", "values", "link", "manifest", "plan", "table", "log", "arena",
+    "store", "regular", "shuffle", "digest", "codec", "values", "link", "manifest", "plan", "table", "log", "arena",
     "write", "commit", "read", "retain", "tiers", "handle", "writer", "compare",
     "triggers", "rally", "notices", "pressure", "wakeup", "pulse", "fault", "hang", "holdings", "persist", "vigil",
     "witness", "increment", "supply", "packs", "encode", "pace", "scrub", "promote", "places", "upkeep", "copying",

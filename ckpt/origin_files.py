@@ -247,7 +247,7 @@ def stamp_of(found: os.stat_result) -> Stamp:
 
 def stamps_of(path: Path) -> dict[str, Stamp]:
     """Of a file, or of the small files of a folder that say what is in the others."""
-    if path.is_file():
+    if not path.is_dir():
         return {path.name: stamp_of(path.stat())}
     return {
         one.name: stamp_of(one.stat()) for one in path.iterdir() if one.name == ".metadata" or one.suffix == ".json"

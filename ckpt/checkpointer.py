@@ -745,11 +745,11 @@ class Checkpointer:
         urls = [tier.url for tier in self._tiers]
         with self._guardian.snapshots() as snapshots:
             acquires = self._guardian.inherited.acquires
-            lost: list[Loss] = []
-            sources = gather(self._world, snapshots, acquires, urls, self._tenure.roots, step, lost)
+            damage: list[Loss] = []
+            sources = gather(self._world, snapshots, acquires, urls, self._tenure.roots, step, damage)
             self._redo.reset()
             source = restore_first(
-                self._world, sources, self._capture, result, strict=strict, on_touch=self._touch, lost=lost, step=step
+                self._world, sources, self._capture, result, strict=strict, on_touch=self._touch, lost=damage, step=step
             )
         if source is not None:
             self._finish_restore(source, result, started)

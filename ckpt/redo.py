@@ -33,7 +33,8 @@ from ckpt.regular import reading
 from ckpt.sources import MemorySource, Snapshot
 from ckpt.values import Json
 
-NEWEST = 16  # steps of a rank that others are told of: ranks are no farther apart
+NEWEST = 16  # steps of a rank that others are told of: ranks are no farther apart, but for damage
+MOST = 4096  # where there is some
 THREADS = max(1, len(os.sched_getaffinity(0)))
 
 Frames = dict[int, dict[Attempt, Stored]]
@@ -115,10 +116,11 @@ class Logs:
         """By attempt: how many ranks saved, and which of them can be brought there from here. The newest of each rank
         in the history that `acquires` tells, or those of a step."""
         found: dict[Attempt, tuple[int, list[int]]] = {}
+        most = MOST if self.damage else NEWEST
         for rank, frames in self.frames.items():
             there = [attempt for attempt in _reachable(frames, commits) if attempt not in self.taken_back]
             if step is None:
-                there = in_history(acquires, [a for a in there if frames[a].frame.finite is not False])[:NEWEST]
+                there = in_history(acquires, [a for a in there if frames[a].frame.finite is not False])[:most]
             for attempt in there:
                 if step in (None, attempt.step):
                     found.setdefault(attempt, (frames[attempt].frame.layout.world, []))[1].append(rank)

@@ -391,6 +391,18 @@ def test_ranks_all_hear_of_damage_that_one_has_seen(
     assert first == second and [step for step, _ in first] == [STEPS] and "step 43 does not match" in first[0][1]
 
 
+def test_ranks_meet_where_the_damaged_one_ends(left: Left) -> None:
+    """However long before the end the log of one rank is damaged: all go on from its last whole step."""
+    logs = look(f"file://{left.folder}")
+    ranks = [a for a in sorted(logs.frames[0]) if a.epoch == max(logs.frames[0]).epoch]
+    base = logs.frames[0][ranks[0]].frame.base
+    commits: Any = {a: "a checkpoint" for a in (ranks[0], base) if a is not None}
+    logs.frames[1] = {a: logs.frames[0][a] for a in ranks[:4]}
+    logs.damage[1] = [("a frame does not match its digest", [ranks[4]])]
+    assert max(a for a, (_, found) in logs.reach(commits).items() if found == [0, 1]) == ranks[3]
+    assert len(ranks) > 20
+
+
 def test_nothing_but_damage(left: Left, tmp_path: Path) -> None:
     """Where damage has left nothing to go on from, a job does not begin anew in silence."""
     folder = left.copy(tmp_path / "run")

@@ -44,6 +44,7 @@ from ckpt.guardian import Guardian, Written
 from ckpt.handle import Save
 from ckpt.hooks import UpdateHook
 from ckpt.job import Job
+from ckpt.losses import Loss
 from ckpt.manifest import Attempt
 from ckpt.metrics import as_metrics
 from ckpt.pulse import LEAVING, OPENING, PAUSED, RESTORING, Pulse
@@ -763,9 +764,12 @@ class Checkpointer:
         urls = [tier.url for tier in self._tiers]
         with self._guardian.snapshots() as snapshots:
             acquires = self._guardian.inherited.acquires
-            sources = gather(self._world, snapshots, acquires, urls, self._tenure.roots, step)
+            damage: list[Loss] = []
+            sources = gather(self._world, snapshots, acquires, urls, self._tenure.roots, step, damage)
             self._redo.reset()
-            source = restore_first(self._world, sources, self._capture, result, strict=strict, on_touch=self._touch)
+            source = restore_first(
+                self._world, sources, self._capture, result, strict=strict, on_touch=self._touch, lost=damage, step=step
+            )
         if source is not None:
             self._finish_restore(source, result, started)
             return result.step

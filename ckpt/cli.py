@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt import __version__
+from ckpt import __version__, losses
 from ckpt.digest import file_digest
 from ckpt.errors import CheckpointError, CorruptError, FormatError, NoCheckpointError, NotFoundError, StoreError
 from ckpt.events import log as logger
@@ -51,6 +51,7 @@ from ckpt.terminal import (
     split_step,
     step_option,
     still_live,
+    told,
 )
 
 if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
@@ -206,6 +207,7 @@ async def _ls(url: str) -> dict[str, Any]:
         return {
             "url": log.store.url,
             "damaged_records": log.state.damaged,
+            "may_be_lost": sorted({a.step for one in await losses.of_log(log) for a in one.attempts}),
             "bytes_in_files": in_files,
             "checkpoints": rows,
             "redo": redo_of(log),
@@ -213,11 +215,20 @@ async def _ls(url: str) -> dict[str, Any]:
 
 
 def redo_of(log: RunLog) -> list[dict[str, Any]]:
-    if not os.path.isdir(os.path.join(log.store.url.removeprefix("file://"), REDO)):
+    """What the redo log leads to. What it does not lead to any more is said on stderr."""
+    if not has_redo(log):
         return []
     from ckpt import redo
 
-    return [asdict(one) for one in redo.redoable(log.store.url, log)]
+    logs = redo.look(log.store.url, verify=False)
+    found = redo.redoable(logs, log)
+    if damage := logs.losses({**log.state.held, **log.state.commits}, log.state.acquires):
+        say(f"WARNING: {told(log, damage, [Attempt.parse(one.attempt) for one in found])}")
+    return [asdict(one) for one in found]
+
+
+def has_redo(log: RunLog) -> bool:
+    return os.path.isdir(os.path.join(log.store.url.removeprefix("file://"), REDO))
 
 
 async def created_at(log: RunLog, commit: Commit) -> str | None:
@@ -410,7 +421,7 @@ def verify(url: str, step: int | None, every: bool, data: bool, as_json: bool) -
 
 
 def mendable(problem: str) -> bool:
-    return not problem.startswith("log record ")
+    return not problem.startswith(("log record", "redo log"))
 
 
 def by_problem(checkpoints: list[dict[str, Any]]) -> Iterator[str]:
@@ -428,6 +439,8 @@ def by_problem(checkpoints: list[dict[str, Any]]) -> Iterator[str]:
 async def _verify(url: str, step: int | None, every: bool, data: bool) -> dict[str, Any]:
     async with opened(url, whole=True) as log:
         problems = [f"log record {seq} is damaged or missing" for seq in log.state.damaged]
+        problems += [one.reason for one in await losses.of_log(log) if one.attempts]
+        problems += await asyncio.to_thread(_redo_problems, log, data)
         try:
             read_format(await log.store.get("FORMAT.json"))
         except (CorruptError, StoreError) as error:  # the log made up for it
@@ -437,6 +450,15 @@ async def _verify(url: str, step: int | None, every: bool, data: bool) -> dict[s
         with progress("verifying", total) if total else contextlib.nullcontext() as on_bytes:
             checkpoints = [await examine(log, commit, on_bytes, data=data) for commit in commits]
         return {"url": log.store.url, "data": data, "problems": problems, "checkpoints": checkpoints}
+
+
+def _redo_problems(log: RunLog, data: bool) -> list[str]:
+    """What is damaged in redo logs; the torn end that a killed job leaves is not."""
+    if not has_redo(log):
+        return []
+    from ckpt import redo
+
+    return [f"redo log: {problem}" for problem in redo.look(log.store.url, verify=data).problems]
 
 
 def to_verify(log: RunLog, step: int | None, every: bool) -> list[Commit]:
@@ -553,10 +575,10 @@ def trigger(run: str, why: str, as_json: bool) -> int:
     for _, key in sorted(keys.items()):
         reply = link.ask_once(key, "trigger", 10.0, why=why)
         if reply is not None and "error" not in reply:
-            told = {name: reply[name] for name in ("rank", "pid", "step", "doing")}
+            heard = {name: reply[name] for name in ("rank", "pid", "step", "doing")}
             if as_json:
-                return print_json(told)
-            print(f"told rank {told['rank']} (process {told['pid']}), which is at step {told['step']}")
+                return print_json(heard)
+            print(f"told rank {heard['rank']} (process {heard['pid']}), which is at step {heard['step']}")
             return 0
         problem = str(reply["message"]) if reply is not None else problem
     raise click.ClickException(

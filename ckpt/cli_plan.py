@@ -21,6 +21,7 @@ from ckpt import fleet, forecast, statement
 from ckpt.cli_report import read_ledger
 from ckpt.errors import UsageError
 from ckpt.fleet import Faults, Job, Machine, Measured, Plan
+from ckpt.regular import read_regular
 from ckpt.terminal import example, json_option, opened, place_option, print_json, print_table, safe
 
 ENOUGH = 3  # interruptions, to say anything about the time between them
@@ -247,7 +248,7 @@ async def read_run(url: str) -> Measured:
 
 def read_costs(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_regular(path))
         found = found.get("costs", found)
         if not isinstance(found, dict) or not set(found) & {*fleet.FAULT_COSTS, "places", "machine"}:
             raise ValueError("there are none in it")

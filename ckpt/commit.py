@@ -27,6 +27,7 @@ from ckpt.errors import (
 from ckpt.events import log as logger
 from ckpt.events import point
 from ckpt.log import MAX_DOUBTS, Acquire, Commit, Record, RunLog, RunState, commit_body, infer_root
+from ckpt.losses import UNCLEAR, records
 from ckpt.manifest import (
     MAX_FORMAT,
     MAX_JSON,
@@ -407,7 +408,10 @@ async def abort(log: RunLog, mine: Acquire, attempt: Attempt, reason: str, *, he
 
 
 async def retract(log: RunLog, mine: Acquire, attempt: Attempt, reason: str) -> None:
-    """Give one attempt up, committed or not, whatever the retention says: it is known not to be what it claims."""
+    """Give one attempt up, committed or not, whatever the retention says: it is known not to be what it claims.
+
+    Its parts and its index go at once, so that a record that is damaged later does not bring it back.
+    """
 
     def make(state: RunState) -> Record | None:
         body = {"retire": [str(attempt)], "delete": [], "reason": reason[:500]}
@@ -415,6 +419,9 @@ async def retract(log: RunLog, mine: Acquire, attempt: Attempt, reason: str) -> 
 
     await abort(log, mine, attempt, reason, held=True)  # from here on it cannot be committed any more
     await log.append(make, owner=mine)
+    with contextlib.suppress(StoreError):
+        for prefix in (f"parts/{attempt}.", f"index/{attempt}-"):
+            await log.store.delete_many([info.key async for info in log.store.list(prefix)])
 
 
 async def doubt(log: RunLog, mine: Acquire, attempt: Attempt, ranges: Collection[tuple[str, int]]) -> None:
@@ -445,6 +452,9 @@ async def recover(
 
     `partial`: this place holds the parts of some ranks only. There an attempt is left HELD with what is sound of it,
     since the disks of other nodes may have the rest.
+
+    Where a record that is damaged may have ended an attempt, all of it being there does not say that it was not taken
+    back. Only its index does, which is stored in order to commit it: without, it is left out.
     """
     found: dict[Attempt, list[str]] = {}
     for prefix in ("packs/", "parts/"):
@@ -453,15 +463,20 @@ async def recover(
             if attempt is not None:
                 found.setdefault(attempt, []).append(info.key)
     state = await log.refresh()
+    indexes = {info.key async for info in log.store.list("index/")} if state.damaged else set()
     done = Recovery()
     for attempt in sorted(found.keys() | state.pins.keys()):
         if state.ended(attempt) or attempt in in_flight or attempt in state.held:
             continue
+        reason = "not whole when the run was opened"
         try:
             parts = list((await _sound(log.store, attempt, found.get(attempt, []))).values())
-            whole = _is_whole(parts)
-            if whole or (partial and parts):
-                await _commit_or_end(log, mine, parts, kind="COMMIT" if whole else "HELD")
+            kind = "COMMIT" if _is_whole(parts) else "HELD"
+            if kind == "COMMIT" or (partial and parts):
+                if _may_have_ended(state, attempt) and _index_key(parts, kind) not in indexes:
+                    reason = f"it {UNCLEAR}: {records(state.damaged)}"
+                    raise SaveError(f"step {attempt.step} is left out, though all of it is there: {reason}")
+                await _commit_or_end(log, mine, parts, kind=kind)
                 done.rolled_forward.append(attempt)
                 logger.info("rolled step %d forward: all of it had been written before the crash", attempt.step)
                 continue
@@ -470,10 +485,22 @@ async def recover(
         except StoreError as error:
             logger.warning("attempt %s stays open, since it cannot be read now: %s", attempt, error)
             continue
-        await abort(log, mine, attempt, "not whole when the run was opened")
+        await abort(log, mine, attempt, reason)
         done.aborted.append(attempt)
     point("recover.done")
     return done
+
+
+def _may_have_ended(state: RunState, attempt: Attempt) -> bool:
+    """Whether a damaged record may have said so: one that came after its incarnation had taken the run over."""
+    since = state.requests.get(f"acquire:{attempt.nonce}", -1)
+    return any(seq > since for seq in state.damaged)
+
+
+def _index_key(parts: list[Written], kind: str) -> str:
+    """Of the index that is stored before these are committed."""
+    ordered = sorted(parts, key=lambda w: w.part.rank)
+    return index_key(Attempt.parse(parts[0].part.attempt), file_digest(index_of(ordered, kind)))
 
 
 def all_finite(said: list[bool | None]) -> bool | None:

@@ -36,6 +36,7 @@ from ckpt.manifest import canonical
 from ckpt.origin import Bytes, Origin, Want
 from ckpt.outfile import Literal, OutFile, Output, Run, Sum, Sums
 from ckpt.plan import BITS
+from ckpt.regular import open_regular, read_regular
 from ckpt.store import PAGE
 
 SMALLEST, LARGEST = 1 << 20, 64 << 20  # bytes of a window
@@ -168,7 +169,7 @@ class _Workshop:
     def __enter__(self) -> _Workshop:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._lock = open_regular(self.folder / "lock", os.O_RDWR | os.O_CREAT)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
@@ -191,7 +192,7 @@ class _Workshop:
         """What was begun here, if it is the same."""
         about = self.folder / "plan.json"
         try:
-            begun = json.loads(about.read_bytes())["plan"]
+            begun = json.loads(read_regular(about))["plan"]
         except FileNotFoundError:
             if any(path.name not in ("lock", "plan.new") for path in self.folder.iterdir()):
                 raise UsageError(f"{self.folder} is not ours: remove it, or choose another target") from None
@@ -207,7 +208,7 @@ class _Workshop:
                 "choose another target"
             )
         with contextlib.suppress(FileNotFoundError):
-            for line in (self.folder / "journal").read_bytes().splitlines():
+            for line in read_regular(self.folder / "journal").splitlines():
                 with contextlib.suppress(ValueError, TypeError):  # the last one may be cut off
                     name, start, stop, digest = json.loads(line)
                     self.noted[name, start, stop] = digest
@@ -225,7 +226,7 @@ class _Workshop:
             for file in output.files:
                 path = self.path(file, output)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                fd = open_regular(path, os.O_RDWR | os.O_CREAT)
                 try:
                     if os.fstat(fd).st_size != file.size:
                         os.ftruncate(fd, 0)
@@ -247,7 +248,7 @@ class _Workshop:
 
     def note(self, done: Sequence[tuple[str, int, int, str]]) -> None:
         """In the journal, durably: these bytes lie on the disk."""
-        fd = os.open(self.folder / "journal", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = open_regular(self.folder / "journal", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
             os.write(fd, b"".join(b"\n" + json.dumps(one).encode() for one in done) + b"\n")
             os.fsync(fd)
@@ -287,14 +288,14 @@ def _rename_new(path: Path, target: Path) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
+    with os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
 def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         os.fsync(fd)
     finally:

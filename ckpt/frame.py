@@ -22,7 +22,7 @@ import mmap
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -37,6 +37,7 @@ from ckpt.manifest import Attempt, canonical
 from ckpt.plan import BLOB, Layout
 from ckpt.predict import VERSION as PREDICTOR
 from ckpt.predict import Coefficients
+from ckpt.regular import reading
 from ckpt.store import PAGE, Buffer
 
 RAW, WHOLE, DELTA, PREDICTED, SAME, DERIVED = range(6)
@@ -49,6 +50,7 @@ VERSION = 1
 MAX_META, MAX_COLUMNS, MAX_VALUES = 256 << 20, 128 << 20, 256 << 20
 _CHUNK = 1 << 20  # bytes that are read at a time
 _ROOM = 4 << 20  # bytes that are gathered for one write
+_TRIES = 16  # places where a meta may begin
 _WORTH = 256 << 10  # bytes, from which on it is quicker to go past the page cache
 
 _HEAD = struct.Struct("<8sIIQQQ")  # magic, version, predictor, bytes of payload, columns and meta
@@ -121,6 +123,23 @@ class Stored:
     size: int
     payload: tuple[int, int]
     values: int
+
+
+@dataclass(frozen=True)
+class Hole:
+    """Bytes of a file that hold no whole frame, from `offset` on. `torn`: they are its end, as a writer leaves it that
+    died: nobody was told of what was begun there. `named`: the steps that seem to lie in it, by what can be read of
+    them; `after`: of the frame before it."""
+
+    path: str
+    offset: int
+    problem: str
+    torn: bool = False
+    named: tuple[Attempt, ...] = ()
+    after: Attempt | None = None
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.path)}, byte {self.offset}: {self.problem}"
 
 
 class _Tail:
@@ -251,8 +270,9 @@ class Appender:
 
     @property
     def gone(self) -> bool:
-        """Whether the file was deleted: what is appended to it nobody will find."""
-        return os.fstat(self._fd).st_nlink == 0
+        """Whether the file was deleted, or cut off: what is appended to it nobody will find."""
+        found = os.fstat(self._fd)
+        return found.st_nlink == 0 or found.st_size < self.size
 
     def close(self) -> None:
         self._tail.close()
@@ -277,28 +297,89 @@ def units(layout: Layout, recipes: Sequence[Recipe]) -> list[tuple[int, ...]]:
     return found + [(blob,) for blob in range(len(layout.arrangement.blobs)) if blob not in taken]
 
 
-def scan(path: str, *, verify: bool = True) -> tuple[list[Stored], list[str]]:
-    """The whole frames of a file, in their order; and what is wrong with the rest, in words. Each is compared with its
-    digest, unless it is only to be listed (`verify=False`).
+def scan(path: str, *, verify: bool = True) -> tuple[list[Stored], list[Hole]]:
+    """The whole frames of a file, in their order; and what is wrong with the rest. Each is compared with its digest,
+    unless it is only to be listed (`verify=False`).
 
     OSError if it cannot be read. A newer version is among what is wrong: it is not damage, and not readable here.
     """
     found: list[Stored] = []
-    problems: list[str] = []
-    with open(path, "rb") as file:
+    holes: list[Hole] = []
+    with reading(path) as file:
         data = _Bytes(file.fileno())
-        at, last, lost = 0, None, False
+        at, last, hole = 0, None, None
+        named: dict[Attempt, None] = {}
         while 0 <= at < data.size:
             try:
                 one = _read(path, data, at, last, verify)
             except (CorruptError, FormatError) as error:
-                if not lost:  # until the next whole frame it is all the same damage
-                    problems.append(f"{os.path.basename(path)}, byte {at}: {error}")
-                lost, at = True, data.find(MAGIC, at + 1)
+                # Until the next whole frame it is all the same damage.
+                hole = hole or Hole(path, at, str(error), after=None if last is None else last.attempt)
+                named |= dict.fromkeys(_named(data, at))
+                at = data.find(MAGIC, at + 1)
                 continue
+            if hole is not None:
+                base = one.frame.base
+                if base is not None and (last is None or base > last.attempt):
+                    named[base] = None
+                holes.append(replace(hole, named=tuple(named)))
             found.append(one)
-            last, at, lost = one.frame, at + one.size, False
-    return found, problems
+            last, at, hole = one.frame, at + one.size, None
+            named.clear()
+        if hole is not None:
+            named |= dict.fromkeys(_named_at_the_end(data, hole.offset))
+            holes.append(replace(hole, named=tuple(named), torn=_is_torn(data, hole.offset, bool(named))))
+    return found, holes
+
+
+def _named(data: _Bytes, at: int) -> Iterator[Attempt]:
+    """The step that a frame is about, as far as it can be read, whether it is what was written or not."""
+    with contextlib.suppress(CorruptError, struct.error):
+        _, _, _, payload, columns, meta = _HEAD.unpack(data.get(at, _HEAD.size))
+        begin = at + _HEAD.size + payload + columns
+        if meta <= _ROOM and begin + meta + _TAIL <= data.size:
+            yield from _attempt_of(data.get(begin, meta))
+
+
+def _named_at_the_end(data: _Bytes, hole: int) -> Iterator[Attempt]:
+    """Of a frame with a damaged head at the end of a file: its meta is found from behind."""
+    end = data.size - _TAIL
+    begin = max(hole + _HEAD.size, end - _ROOM)
+    if begin >= end:
+        return
+    with contextlib.suppress(CorruptError):
+        tail = data.get(begin, end - begin)
+        place = len(tail)
+        for _ in range(_TRIES):
+            place = tail.rfind(zstandard.FRAME_HEADER, 0, place)
+            if place < 0:
+                return
+            if found := list(_attempt_of(tail[place:])):
+                yield from found
+                return
+
+
+def _attempt_of(meta: bytes) -> Iterator[Attempt]:
+    """Of a meta that is there as a whole. Nothing if it is none, or if no restore goes to that step by itself."""
+    with contextlib.suppress(CorruptError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        said = json.loads(_unzip(meta, MAX_META))
+        if said["finite"] is not False:
+            yield Attempt.parse(said["attempt"])
+
+
+def _is_torn(data: _Bytes, at: int, named: bool) -> bool:
+    """Whether what begins here, and no whole frame follows, is what a writer leaves that died with it, or lost power:
+    its head is not written yet, or not all of it came to the disk."""
+    with contextlib.suppress(CorruptError):
+        if data.size - at < _HEAD.size:
+            return True
+        head = data.get(at, _HEAD.size)
+        if not any(head):
+            return True
+        magic, version, predictor, payload, columns, meta = _HEAD.unpack(head)
+        cut_off = at + _HEAD.size + payload + columns + meta + _TAIL > data.size
+        return not named and cut_off and (magic, version, predictor) == (MAGIC, VERSION, PREDICTOR)
+    return True
 
 
 class _Bytes:
@@ -370,7 +451,7 @@ def _read(path: str, data: _Bytes, at: int, last: Frame | None, verify: bool) ->
 
 def matches(stored: Stored) -> bool:
     """Whether a frame that was only listed is what its digest says. OSError if it cannot be read."""
-    with open(stored.path, "rb") as file:
+    with reading(stored.path) as file:
         data = _Bytes(file.fileno())
         try:
             return _matches(data, stored.offset, data.get(stored.offset, _HEAD.size), stored.size - _HEAD.size - _TAIL)

@@ -27,6 +27,7 @@ from ckpt.export import Done, check_target, export
 from ckpt.loaded import load
 from ckpt.origin import Origin, View
 from ckpt.outfile import Output, Sums
+from ckpt.regular import open_regular, read_regular
 from ckpt.sharding import local
 from ckpt.tensors import as_bytes
 from ckpt.to_safetensors import plan, prefix_of, weights_of
@@ -107,7 +108,7 @@ def pretrained(model: nn.Module, processing: Any) -> Pretrained:
 
 def _texts(folder: str) -> dict[str, str]:
     paths = sorted(path for path in Path(folder).rglob("*") if path.is_file() and path.suffix != ".md")
-    return {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in paths}
+    return {str(path.relative_to(folder)): read_regular(path).decode() for path in paths}
 
 
 def _save_config(model: Any, folder: str) -> None:
@@ -216,7 +217,7 @@ def _beside(files: Mapping[str, str], finish: Callable[[Path, Sums], None]) -> C
             if folder not in target.resolve().parents:
                 raise UsageError(f"{name!r} is no name of a file in this folder")
             target.parent.mkdir(parents=True, exist_ok=True)
-            with open(target, "w", encoding="utf-8") as file:
+            with os.fdopen(open_regular(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())

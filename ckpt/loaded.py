@@ -5,17 +5,19 @@ from __future__ import annotations
 import builtins
 import fnmatch
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from ckpt import mend, read
-from ckpt.errors import CorruptError, UsageError
+from ckpt import losses, mend, read
+from ckpt.errors import CorruptError, NoCheckpointError, UsageError
+from ckpt.events import log as logger
 from ckpt.geometry import Box
 from ckpt.log import Commit
+from ckpt.losses import Skipped
 from ckpt.manifest import Attempt
 from ckpt.restore import Filler, Target
 from ckpt.saved import Key, Saved
@@ -27,11 +29,15 @@ from ckpt.values import Json, decode, show
 class Loaded(Mapping[str, Tensor]):
     """Tensors by name. Each is read, verified and put on the CPU when it is first used, and kept.
 
-    `step` and `url` say what it is. `values(…)` is the Mapping's; plain values are under `plain(path)`.
+    `step` and `url` say what it is; `skipped`: what was newer, and is lost with a damaged record of the log.
+    `values(…)` is the Mapping's; plain values are under `plain(path)`.
     """
 
-    def __init__(self, url: str, attempt: Attempt, saved: Saved, names: dict[str, Key]) -> None:
+    def __init__(
+        self, url: str, attempt: Attempt, saved: Saved, names: dict[str, Key], skipped: Sequence[Skipped] = ()
+    ) -> None:
         self.url, self.step, self._saved, self._names = url, attempt.step, saved, names
+        self.skipped = list(skipped)
         self._attempt = attempt
         self._cache: dict[Key, Tensor] = {}
         self._lock = threading.Lock()
@@ -74,7 +80,7 @@ class Loaded(Mapping[str, Tensor]):
         names = {name.removeprefix(start): key for name, key in self._names.items() if name.startswith(start)}
         if not names:
             raise UsageError(f"no tensor of step {self.step} has a name that starts with {start!r}")
-        return Loaded(self.url, self._attempt, self._saved, names)
+        return Loaded(self.url, self._attempt, self._saved, names, self.skipped)
 
     def plain(self, path: str, *, rank: int = 0) -> Any:
         """The plain values that a rank had under one entry of the state, such as `plain("epoch")`. KeyError if none."""
@@ -143,21 +149,31 @@ def load(
 
     `only`: a shell pattern such as "model.*". A tensor that ranks have for themselves, and not alike, is called
     `name#rank`. `storage_options`: as of `ckpt.Tier`. Raises FormatError if there is no run, NoCheckpointError if there
-    is no such checkpoint, CorruptError if what is read is damaged.
+    is no such checkpoint, CorruptError if what is read is damaged. What damage has taken away that was newer is said,
+    and in `skipped`.
     """
     place = normalise(url)
     remember_options(place, storage_options)
 
-    async def open_it() -> tuple[Commit, Saved]:
+    async def open_it() -> tuple[Commit, Saved, list[Skipped]]:
         log = await read.open_run(place)
         try:
-            commit = read.choose(log, step)
-            return commit, await read.load_saved(log.store, commit)
+            damage, acquires = await losses.of_log(log), log.state.acquires
+            try:
+                commit = read.choose(log, step)
+            except NoCheckpointError as error:
+                if missed := losses.passed_over(damage, None, acquires, step=step):
+                    raise NoCheckpointError(f"{error}. {losses.listed(missed)}") from None
+                raise
+            missed = losses.passed_over(damage, commit.attempt, acquires, step=step)
+            return commit, await read.load_saved(log.store, commit), missed
         finally:
             await log.store.aclose()
 
-    commit, saved = read.run(open_it())
+    commit, saved, skipped = read.run(open_it())
+    if skipped:
+        logger.warning("%s", losses.in_words(skipped, commit.step))
     names = {n: key for n, key in sorted(saved.labels.items()) if only is None or fnmatch.fnmatchcase(n, only)}
     if not names and only is not None:
         raise UsageError(f"no tensor of step {commit.step} in {place} matches {only!r}")
-    return Loaded(place, commit.attempt, saved, names)
+    return Loaded(place, commit.attempt, saved, names, skipped)

@@ -476,6 +476,7 @@ class RunLog:
                 try:
                     await self.store.put(record_key(state.next_seq), raw, create=True)
                 except ExistsError:
+                    await self._check_place(state.next_seq)
                     if time.monotonic() > end:
                         raise
                     await asyncio.sleep(_DICE.uniform(0, 0.02))
@@ -492,6 +493,17 @@ class RunLog:
                 point("log.appended")
                 if record is not due:
                     return state
+
+    async def _check_place(self, seq: int) -> None:
+        """StoreError if there is no record where one is in the way, but something else, which never becomes one."""
+        if self.store.remote:
+            return  # an answer may be older than what there is
+        try:
+            await self.store.head(record_key(seq))
+        except NotFoundError:
+            raise StoreError(
+                f"{record_key(seq)} in {self.store.url} is not a file, so nothing can be recorded there: move it away"
+            ) from None
 
     def _snapshot_due(self) -> Record | None:
         state = self.state

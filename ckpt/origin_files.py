@@ -27,6 +27,7 @@ from ckpt.errors import CorruptError
 from ckpt.geometry import Box, Dims, TangledError, times_covered
 from ckpt.origin import Assembly, Bytes, Entry, Origin, View, Want
 from ckpt.plan import BITS, TensorSpec, check_components, check_tensors
+from ckpt.regular import open_regular
 from ckpt.values import Json, show
 
 READ = 8 << 20  # bytes at once
@@ -246,7 +247,7 @@ def stamp_of(found: os.stat_result) -> Stamp:
 
 def stamps_of(path: Path) -> dict[str, Stamp]:
     """Of a file, or of the small files of a folder that say what is in the others."""
-    if path.is_file():
+    if not path.is_dir():
         return {path.name: stamp_of(path.stat())}
     return {
         one.name: stamp_of(one.stat()) for one in path.iterdir() if one.name == ".metadata" or one.suffix == ".json"
@@ -312,6 +313,6 @@ def _open(folder: Path, name: str) -> int:
     if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
         raise CorruptError(f"names a file outside its folder: {name!r}")
     try:
-        return os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
+        return open_regular(folder / name)
     except OSError as error:
         raise CorruptError(f"{folder / name} cannot be read: {error.strerror}") from None

@@ -9,10 +9,11 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ckpt import redo
+from ckpt import losses, redo
 from ckpt.errors import CheckpointError, CorruptError, FormatError, StoreError, UsageError
 from ckpt.events import log as logger
 from ckpt.log import RunLog, in_history
+from ckpt.losses import Loss
 from ckpt.manifest import Attempt
 from ckpt.origin import View
 from ckpt.origin_run import SavedOrigin
@@ -55,8 +56,7 @@ def redone(log: RunLog, step: int | None, most: int, others: Sequence[str] = ())
     logs = redo.look(log.store.url, verify=False)
     commits = {**log.state.held, **log.state.commits}
     logs.verify(commits, log.state.acquires, step)
-    for problem in logs.problems:
-        logger.warning("redo log of %s: %s", logs.url, problem)
+    damage = logs.losses(commits, log.state.acquires)
     reach = logs.reach(commits, log.state.acquires, step)
     whole = [one for one, (world, ranks) in reach.items() if len(ranks) == world]
     history = set(in_history(log.state.acquires, whole))
@@ -79,6 +79,7 @@ def redone(log: RunLog, step: int | None, most: int, others: Sequence[str] = ())
         )
         try:
             source.open([])
+            _say_lost(damage, attempt, log, step)
             return RedoneOrigin(log, source, logs.finite(attempt, ranks))
         except (CorruptError, FormatError, StoreError) as error:
             source.close()
@@ -89,9 +90,17 @@ def redone(log: RunLog, step: int | None, most: int, others: Sequence[str] = ())
             raise
     if step is not None and failure is not None:
         raise failure
+    if step is None:
+        _say_lost(damage, newest, log, step)
     if step is not None and logs.problems and not any(commit.step == step for commit in log.state.commits.values()):
         raise CorruptError(f"step {step} is no checkpoint, and the redo log is damaged: {'; '.join(logs.problems[:4])}")
     return None
+
+
+def _say_lost(damage: Sequence[Loss], chosen: Attempt | None, log: RunLog, step: int | None) -> None:
+    missed = losses.passed_over(damage, chosen, log.state.acquires, step=step)
+    if missed:
+        logger.warning("%s", losses.in_words(missed, 0 if chosen is None else chosen.step))
 
 
 def _size(logs: Logs, attempt: Attempt) -> int:

@@ -20,6 +20,7 @@ from ckpt.origin import Entry
 from ckpt.origin_files import Foreign, Piece
 from ckpt.parse_values import refuse
 from ckpt.plan import BITS, MAX_DIMS
+from ckpt.regular import reading
 from ckpt.values import Path, is_text, show
 
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
@@ -45,9 +46,7 @@ def sniff(path: FilePath) -> bool:
             return any(name.endswith((".safetensors", _INDEX)) for name in os.listdir(path))
         if path.name.endswith((".safetensors", _INDEX)):
             return True
-        if not path.is_file():
-            return False
-        with path.open("rb") as file:
+        with reading(path) as file:
             head = file.read(9)
     except OSError:
         return False
@@ -86,9 +85,11 @@ def _folder(folder: FilePath, at: Path) -> Foreign:
 
 def _indexed(folder: FilePath, name: str, at: Path) -> Foreign:
     try:
-        if (folder / name).stat().st_size > MAX_INDEX:
+        with reading(folder / name) as stream:
+            text = stream.read(MAX_INDEX + 1)
+        if len(text) > MAX_INDEX:
             raise ValueError("implausibly large")
-        weights = json.loads((folder / name).read_bytes())["weight_map"]
+        weights = json.loads(text)["weight_map"]
         if type(weights) is not dict or not all(type(file) is str for file in weights.values()):
             raise ValueError("not a map of names to files")
     except OSError as error:
@@ -156,10 +157,10 @@ def _pieces(folder: FilePath, full: str, name: str, parts: list[_Tensor]) -> lis
 def _read(folder: FilePath, file: str) -> tuple[dict[str, _Tensor], dict[str, str]]:
     """The tensors and the metadata of a file."""
     path = folder / file
-    if not path.is_file():
+    if not path.exists():
         raise CorruptError(f"{folder}: {file} is missing")
     try:
-        with path.open("rb") as stream:
+        with reading(path) as stream:
             size = os.fstat(stream.fileno()).st_size
             head = stream.read(8)
             length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-import stat
 import struct
 import zipfile
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from ckpt.origin import DESCRIPTION
 from ckpt.origin_files import Crc, Foreign
 from ckpt.parse_entries import at_place, from_description, from_state
 from ckpt.parse_values import ALLOWED, Values
+from ckpt.regular import open_regular, reading
 from ckpt.values import Path, show
 
 MAX_DIRECTORY = 32 << 20  # bytes: some half a million records
@@ -171,9 +171,7 @@ def _records(window: Window, infos: list[zipfile.ZipInfo]) -> dict[str, tuple[in
 def sniff(path: FilePath) -> bool:
     """Whether a file looks like one of torch.save, of any age."""
     try:
-        if not path.is_file():
-            return False
-        with path.open("rb") as file:
+        with reading(path) as file:
             head = file.read(512)
     except OSError:
         return False
@@ -234,12 +232,10 @@ def _not_zip(path: FilePath, window: Window) -> Exception:
 def opened(path: FilePath) -> Iterator[int]:
     """A file to read. UsageError if there is none, or it is something else, such as a pipe."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # of a pipe, nobody waits for the other end
+        fd = open_regular(path)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise UsageError(f"{path} is not a file")
         yield fd
     finally:
         os.close(fd)

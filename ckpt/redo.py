@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -23,15 +23,18 @@ from ckpt.commit import all_finite, load_part
 from ckpt.digest import blob_digest
 from ckpt.errors import CheckpointError, CorruptError, FormatError, NotFoundError, StoreError
 from ckpt.events import log as logger
-from ckpt.frame import DELTA, DERIVED, PREDICTED, RAW, SAME, Stored, back, matches, scan, units, values_of
+from ckpt.frame import DELTA, DERIVED, PREDICTED, RAW, SAME, Hole, Stored, back, matches, scan, units, values_of
 from ckpt.log import Acquire, Commit, RunLog, in_history
+from ckpt.losses import SHOWN, Loss, of_each
 from ckpt.manifest import REDO, Attempt, parse_redo
 from ckpt.plan import Layout
 from ckpt.redo_log import TAKEN_BACK, foresee
+from ckpt.regular import reading
 from ckpt.sources import MemorySource, Snapshot
 from ckpt.values import Json
 
-NEWEST = 16  # steps of a rank that others are told of: ranks are no farther apart
+NEWEST = 16  # steps of a rank that others are told of: ranks are no farther apart, but for damage
+MOST = 4096  # where there is some
 THREADS = max(1, len(os.sched_getaffinity(0)))
 
 Frames = dict[int, dict[Attempt, Stored]]
@@ -59,12 +62,37 @@ class Chain:
 
 @dataclass
 class Logs:
-    """What the redo logs of a folder hold. `problems`: what is cut off or damaged, in words."""
+    """What the redo logs of a folder hold. `damage`: by rank, in words and with the steps that were there. The torn end
+    that a killed writer leaves is no damage."""
 
     url: str
     frames: Frames = field(default_factory=dict)
     taken_back: set[Attempt] = field(default_factory=set)
-    problems: list[str] = field(default_factory=list)
+    damage: dict[int, list[tuple[str, list[Attempt]]]] = field(default_factory=dict)
+
+    @property
+    def problems(self) -> list[str]:
+        """All that is damaged, in words."""
+        return [text for found in self.damage.values() for text, _ in found]
+
+    def losses(self, commits: dict[Attempt, Commit], acquires: Iterable[Acquire]) -> list[Loss]:
+        """By rank: what is newer than all that it can be brought to, and is damaged, or applied to what is."""
+        known, found = sorted(acquires, key=lambda acquire: acquire.epoch), list[Loss]()
+        for rank in sorted(self.frames.keys() | self.damage.keys()):
+            frames, damage = self.frames.get(rank, {}), self.damage.get(rank, [])
+            there = _reachable(frames, commits)
+            top = next(iter(in_history(known, there - self.taken_back)), None)
+            cut_off = {a for a in frames.keys() - there if frames[a].frame.finite is not False}
+            lost = (cut_off | {a for _, attempts in damage for a in attempts}) - self.taken_back - there
+            newer = [a for a in in_history(known, lost) if top is None or a > top]
+            why = [text for text, _ in damage]
+            if behind := sorted(cut_off & set(newer)):
+                steps = f"step {behind[0].step}" if len(behind) == 1 else f"steps {behind[0].step} to {behind[-1].step}"
+                why.append(f"what leads to {steps} is {'damaged' if damage else 'gone'}")
+            if why:
+                shown = why if len(why) <= SHOWN else [*why[: SHOWN - 1], f"{len(why) - SHOWN + 1} more"]
+                found.append(Loss(self.url, f"redo log of rank {rank}: {'; '.join(shown)}", of_each(newer)))
+        return found
 
     def chains(self, rank: int, newest: Attempt, commits: dict[Attempt, Commit]) -> list[Chain]:
         """The ways to a step, shortest first: from the last checkpoint before it, from older ones, or from a frame that
@@ -88,10 +116,11 @@ class Logs:
         """By attempt: how many ranks saved, and which of them can be brought there from here. The newest of each rank
         in the history that `acquires` tells, or those of a step."""
         found: dict[Attempt, tuple[int, list[int]]] = {}
+        most = MOST if self.damage else NEWEST
         for rank, frames in self.frames.items():
             there = [attempt for attempt in _reachable(frames, commits) if attempt not in self.taken_back]
             if step is None:
-                there = in_history(acquires, [a for a in there if frames[a].frame.finite is not False])[:NEWEST]
+                there = in_history(acquires, [a for a in there if frames[a].frame.finite is not False])[:most]
             for attempt in there:
                 if step in (None, attempt.step):
                     found.setdefault(attempt, (frames[attempt].frame.layout.world, []))[1].append(rank)
@@ -126,7 +155,8 @@ class Logs:
                 else:
                     del self.frames[rank][one.frame.attempt]
                     where = f"{os.path.basename(one.path)}, byte {one.offset}"
-                    self.problems.append(f"{where}: step {one.frame.attempt.step} does not match its digest")
+                    problem = f"{where}: step {one.frame.attempt.step} does not match its digest"
+                    self.damage.setdefault(rank, []).append((problem, [one.frame.attempt]))
                     break
 
 
@@ -158,16 +188,30 @@ def look(url: str, *, verify: bool = True) -> Logs:
     voids = [parse_redo(name.removesuffix(TAKEN_BACK)) for name in names if name.endswith(TAKEN_BACK)]
     found.taken_back = {void[0] for void in voids if void is not None}
     paths = sorted((parsed, os.path.join(folder, name)) for name in names if (parsed := parse_redo(name)))
-    for (_, rank), path in paths:
+    for (first, rank), path in paths:
         try:
-            frames, problems = scan(path, verify=verify)
+            frames, holes = scan(path, verify=verify)
+        except FileNotFoundError:
+            continue  # a writer that lives has no use for it any more
         except OSError as error:
-            frames, problems = [], [f"{os.path.basename(path)}: {error.strerror or error}"]
-        found.problems += problems
+            problem = f"{os.path.basename(path)}: {error.strerror or error}"
+            found.damage.setdefault(rank, []).append((problem, [first]))
+            continue
+        damage = [(str(hole), _missed(hole, first)) for hole in holes if not hole.torn]
+        if damage:
+            found.damage.setdefault(rank, []).extend(damage)
         for one in frames:
             if one.frame.rank == rank:
                 found.frames.setdefault(rank, {})[one.frame.attempt] = one
     return found
+
+
+def _missed(hole: Hole, first: Attempt) -> list[Attempt]:
+    """The steps that lie in it; if nothing says which, the one that comes next at the least. `first`: of the file."""
+    named = [attempt for attempt in hole.named if (attempt.epoch, attempt.nonce) == (first.epoch, first.nonce)]
+    if named:
+        return named
+    return [first if hole.after is None else replace(hole.after, step=hole.after.step + 1)]
 
 
 class RedoSource(MemorySource):
@@ -283,7 +327,7 @@ def _values(stored: Stored) -> bytes:
 def _opened(path: str) -> Iterator[int]:
     """StoreError for whatever goes wrong in reading it: it may have been deleted meanwhile."""
     try:
-        with open(path, "rb") as file:
+        with reading(path) as file:
             yield file.fileno()
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -393,9 +437,9 @@ class Redoable:
     stored: int
 
 
-def redoable(url: str, log: RunLog) -> list[Redoable]:
+def redoable(logs: Logs, log: RunLog) -> list[Redoable]:
     """For those who look: the steps of the present history that are no checkpoints here, in their order."""
-    logs, known = look(url, verify=False), {**log.state.held, **log.state.commits}
+    known = {**log.state.held, **log.state.commits}
     attempts = {attempt for frames in logs.frames.values() for attempt in frames} - logs.taken_back
     newest = max((commit.attempt for commit in log.state.lineage()), default=None)
     found: list[Redoable] = []

@@ -46,6 +46,7 @@ from ckpt.increment import find_masters, kind_of
 from ckpt.manifest import REDO, Attempt, parse_redo, redo_name
 from ckpt.plan import Layout
 from ckpt.predict import Coefficients, Settings
+from ckpt.regular import open_regular, reading
 
 TAKEN_BACK = ".void"  # behind the name that a log beginning with that step would have
 SMALL = 4096  # bytes; a smaller blob that has changed is stored as it is
@@ -77,7 +78,7 @@ def holds_logs(url: str) -> bool:
 
 def _has_frames(path: str) -> bool:
     try:
-        with open(path, "rb") as file:
+        with reading(path) as file:
             return file.read(len(MAGIC)) == MAGIC or bool(scan(path, verify=False)[0])
     except OSError:
         return True  # whatever it is, it is not for a training that begins anew to pass over
@@ -89,8 +90,9 @@ def take_back(root: str, attempt: Attempt, rank: int) -> None:
     folder = os.path.join(root, REDO)
     with _errors(folder):
         os.makedirs(folder, exist_ok=True)
-        with open(os.path.join(folder, f"{redo_name(attempt, rank)}{TAKEN_BACK}"), "wb"):
-            _sync(folder)
+        path = os.path.join(folder, f"{redo_name(attempt, rank)}{TAKEN_BACK}")
+        os.close(open_regular(path, os.O_WRONLY | os.O_CREAT))
+        _sync(folder)
 
 
 @dataclass(frozen=True)

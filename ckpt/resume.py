@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ckpt import errors, read, redo
+from ckpt import errors, losses, read, redo
 from ckpt.digest import blob_digest
 from ckpt.errors import (
     CheckpointError,
@@ -38,6 +38,7 @@ from ckpt.events import log as logger
 from ckpt.events import point
 from ckpt.exchange import Exchange, assign
 from ckpt.log import Acquire, Commit, RunLog, in_history
+from ckpt.losses import Loss, Skipped, passed_over
 from ckpt.manifest import Attempt
 from ckpt.redo import Logs, RedoSource
 from ckpt.restore import Filler, Placement, mismatch
@@ -49,22 +50,15 @@ from ckpt.world import World
 
 RETRY_AFTER_S = (0.2, 1.0)
 TRANSFER_S = 600.0
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A checkpoint that was newer and could not be used."""
-
-    step: int
-    tier: str
-    reason: str
+MOST_LOST = 64  # damaged logs that a rank tells the others of
 
 
 @dataclass
 class Restored:
     """What `restore()` did on this rank. Bytes that it read itself, and that other ranks read for it; `repaired`: what
     it had to take from a further tier; `left_out`: under strict=False, what did not fit. `redone`: how many steps came
-    from a redo log, after `base_step` had been loaded.
+    from a redo log, after `base_step` had been loaded. `skipped`: what was newer and could not be used, or was lost
+    with a damaged log record or redo log.
 
     `verified` is False only for a snapshot that nobody has digested yet.
     """
@@ -93,12 +87,13 @@ def gather(
     urls: Sequence[str],
     roots: Sequence[Sequence[int]],
     step: int | None,
+    lost: list[Loss] | None = None,
 ) -> list[Source]:
     """Every checkpoint that all ranks together can restore, newest first, memory before disk, what was undone last.
 
     `snapshots`: on this node; `acquires`: the history as far as memory knows it; `roots`: for each of the tiers `urls`,
     which root each rank has (by the lowest rank that has it). With `step` only checkpoints of that step, and without it
-    nothing that was undone or not finite. All ranks get the same list.
+    nothing that was undone or not finite. All ranks get the same list. What damage has taken away is added to `lost`.
     """
     here: dict[Attempt, list[Snapshot]] = {}
     for snapshot in snapshots:
@@ -107,20 +102,27 @@ def gather(
     redos: dict[int, Logs] = {}
 
     def look() -> Json:
-        logs.extend(read.run(_log_of(url)) for url in urls)
+        found: list[Loss] = []
         for i, url in enumerate(urls):
+            log, damage = read.run(_log_of(url))
+            logs.append(log)
             if roots[i][world.rank] == world.rank:
+                found += damage
                 redos[i] = redo.look(url, verify=False)
         known = {*acquires, *(a for log in logs for a in log.state.acquires)}
+        redoable = [_redoable(redos[i], logs[i], known, step, found) if i in redos else None for i in range(len(urls))]
         return {
             "step": step,
             "memory": [_held(attempt, parts) for attempt, parts in here.items()],
             "acquires": [[a.epoch, a.nonce, None if a.restored is None else str(a.restored)] for a in known],
             "tiers": [_commits(log) if roots[i][world.rank] == world.rank else None for i, log in enumerate(logs)],
-            "redo": [_redoable(redos[i], logs[i], known, step) if i in redos else None for i in range(len(urls))],
+            "redo": redoable,
+            "lost": [[one.tier, one.reason, [str(a) for a in one.attempts]] for one in found[:MOST_LOST]],
         }
 
-    agreed = together(world, "candidates", look, _candidates)
+    agreed, damage = together(world, "candidates", look, _candidates)
+    if lost is not None:
+        lost += [Loss(tier, reason, tuple(map(Attempt.parse, attempts))) for tier, reason, attempts in damage]
     found: list[Source] = []
     for text, place, undone in agreed:
         attempt = Attempt.parse(text)
@@ -145,9 +147,9 @@ def gather(
     return found
 
 
-def _candidates(posts: list[Any]) -> list[tuple[str, int, bool]]:
+def _candidates(posts: list[Any]) -> tuple[list[tuple[str, int, bool]], list[Json]]:
     """(attempt, place, undone) of what is whole in one place; place 0 is memory, then come the tiers, then what their
-    redo logs lead to. Pure.
+    redo logs lead to. And what is lost: tier, reason, attempts. Pure.
 
     What was undone is what any place knows to be undone: another may have been away when a job went back.
     """
@@ -171,7 +173,12 @@ def _candidates(posts: list[Any]) -> list[tuple[str, int, bool]]:
     known = [(attempt, place, attempt not in history) for attempt, place in found]
     wanted = [one for one in known if (not one[2] and one[0] not in broken if step is None else one[0].step == step)]
     wanted.sort(key=lambda one: (one[2], -one[0].epoch, -one[0].step, one[1]))
-    return [(str(attempt), place, undone) for attempt, place, undone in wanted]
+    every = [one for post in posts for one in post["lost"]]
+    gone = {Attempt.parse(text) for _, _, attempts in every for text in attempts}
+    if step is None:
+        gone &= set(in_history(sorted(acquires.values(), key=lambda a: a.epoch), gone))
+    lost = [[tier, reason, [a for a in attempts if Attempt.parse(a) in gone]] for tier, reason, attempts in every]
+    return [(str(attempt), place, undone) for attempt, place, undone in wanted], lost
 
 
 def _asked(step: int | None) -> str:
@@ -187,18 +194,16 @@ def _held(attempt: Attempt, parts: list[Snapshot]) -> Json:
 def _commits(log: RunLog) -> list[Json]:
     """What a root has, whole or in part: attempt, ranks that saved, ranks whose part is here, whether it is finite."""
     state = log.state
-    if state.damaged:
-        logger.warning("%s: log records %s are damaged and were skipped", log.store.url, state.damaged)
     every: dict[Attempt, Commit] = {**state.held, **state.commits}
     return [[str(a), c.world, [rank for rank, _, _ in c.parts], c.finite] for a, c in every.items()]
 
 
-def _redoable(logs: Logs, log: RunLog, acquires: Collection[Acquire], step: int | None) -> list[Json]:
-    """What the redo logs of a root lead to, in the same form as `_commits`."""
+def _redoable(logs: Logs, log: RunLog, acquires: Collection[Acquire], step: int | None, lost: list[Loss]) -> list[Json]:
+    """What the redo logs of a root lead to, in the same form as `_commits`. What they do not lead to any more is added
+    to `lost`."""
     commits = {**log.state.held, **log.state.commits}
     logs.verify(commits, acquires, step)
-    for problem in logs.problems:
-        logger.warning("redo log of %s: %s", logs.url, problem)
+    lost += logs.losses(commits, acquires)
     return [
         [str(attempt), size, ranks, logs.finite(attempt, ranks)]
         for attempt, (size, ranks) in logs.reach(commits, acquires, step).items()
@@ -230,10 +235,12 @@ def _with_denormals() -> None:
     torch.set_flush_denormal(False)
 
 
-async def _log_of(url: str) -> RunLog:
+async def _log_of(url: str) -> tuple[RunLog, list[Loss]]:
     log = await read.open_run(url)
-    await log.store.aclose()
-    return log
+    try:
+        return log, await losses.of_log(log)
+    finally:
+        await log.store.aclose()
 
 
 # -- one of them --
@@ -247,8 +254,12 @@ def restore_first(
     *,
     strict: bool,
     on_touch: Callable[[], None],
+    lost: Sequence[Loss] = (),
+    step: int | None = None,
 ) -> Source | None:
     """Restore from the first source that is sound for all ranks; why others were not is said, and noted in `result`.
+
+    `lost`: what damage has taken away: so is that of it which is newer, or of the `step` that was asked for.
 
     Raises MismatchError, after which nothing has been changed.
     """
@@ -273,8 +284,20 @@ def restore_first(
             result.repaired = list(source.repaired)
             if isinstance(source, RedoSource):
                 result.redone, result.base_step = source.redone, source.base_step
+            _say_lost(world, lost, source.attempt, result, step)
             return source
+    _say_lost(world, lost, None, result, step)
     return None
+
+
+def _say_lost(world: World, lost: Sequence[Loss], chosen: Attempt | None, result: Restored, step: int | None) -> None:
+    """Once, for all ranks; each of them has it in `result`."""
+    missed = passed_over(lost, chosen, step=step)
+    result.skipped += missed
+    if world.rank == 0 and missed and chosen is not None:
+        logger.warning("%s", losses.in_words(missed, chosen.step))
+    elif world.rank == 0 and lost and not missed:
+        logger.warning("damage was found, and nothing newer is known to be lost by it: %s", losses.listed(lost))
 
 
 @contextlib.contextmanager

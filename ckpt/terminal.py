@@ -18,8 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpt import losses
 from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.log import Commit, RunLog
+from ckpt.losses import Loss
+from ckpt.manifest import Attempt
 from ckpt.store import open_store, remember_options
 
 if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
@@ -103,12 +106,22 @@ async def opened(url: str, *, whole: bool = False) -> AsyncIterator[RunLog]:
             raise (
                 error if there else FormatError(f"{error}. Give the folder or URL that a Checkpointer saves to")
             ) from None
-        if damaged := log.state.damaged:
-            records = ", ".join(map(str, damaged[:SHOWN])) + ", …" * (len(damaged) > SHOWN)
-            say(f"WARNING: damaged or missing log records in {log.store.url}: {records}. Checkpoints may be missing")
+        if damage := await losses.of_log(log):
+            say(f"WARNING: {told(log, damage)}")
         yield log
     finally:
         await log.store.aclose()
+
+
+def told(log: RunLog, damage: Sequence[Loss], others: Sequence[Attempt] = ()) -> str:
+    """One line about damage of a run: what it costs, as far as that can be known. `others`: what can be restored
+    besides checkpoints."""
+    sound = [commit.attempt for commit in log.state.lineage() if commit.finite is not False]
+    newest = max([*sound[:1], *others], default=None)
+    missed = losses.passed_over(damage, newest, log.state.acquires)
+    if missed:
+        return losses.in_words(missed, 0 if newest is None else newest.step)
+    return f"{losses.listed(damage)}. Checkpoints may be missing"
 
 
 def safe(text: object) -> str:

@@ -18,6 +18,7 @@ from ckpt.errors import UsageError
 from ckpt.origin import Origin, View
 from ckpt.outfile import Literal, OutFile, Output, Run, Sums
 from ckpt.plan import BITS, MAX_HEADER, NATIVE, pages
+from ckpt.regular import open_regular
 from ckpt.values import show
 
 SHARD = 5_000_000_000  # bytes of a file, as transformers does
@@ -78,7 +79,7 @@ def plan(
 
     def finish(folder: Path, sums: Sums) -> None:
         if index is not None:
-            with open(folder / INDEX, "wb") as file:
+            with os.fdopen(open_regular(folder / INDEX, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
                 file.write(index)
                 file.flush()
                 os.fsync(file.fileno())

@@ -273,7 +273,7 @@ def test_any_bit_flipped(three: Path) -> None:
             raw[at] ^= 1 << bit
             found, problems = scan(str(path))
             assert [one.frame.attempt.step for one in found] == kept, (at, bit)
-            assert len(problems) == 1 and f"byte {whole[hit].offset}:" in problems[0]
+            assert len(problems) == 1 and f"byte {whole[hit].offset}:" in str(problems[0])
 
 
 def test_layouts_that_come_back(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ def test_cut_off_while_it_is_read(three: Path, monkeypatch: pytest.MonkeyPatch) 
     three.write_bytes(raw[: first.size + HEAD + 30])
     monkeypatch.setattr(os, "fstat", larger)
     found, problems = scan(str(three))
-    assert len(found) == 1 and len(problems) == 1 and "cut off" in problems[0]
+    assert len(found) == 1 and len(problems) == 1 and "cut off" in str(problems[0])
 
 
 # -- other versions --
@@ -364,7 +364,7 @@ def test_newer(three: Path, field: int) -> None:
     three.write_bytes(raw)
     found, problems = scan(str(three))
     assert [one.frame.attempt.step for one in found] == [5, 7]
-    assert len(problems) == 1 and "version" in problems[0] and "upgrade" in problems[0]
+    assert len(problems) == 1 and "version" in str(problems[0]) and "upgrade" in str(problems[0])
 
 
 # -- what no writer makes --

@@ -19,6 +19,7 @@ LAYERS = (
     ("subscribe",),  # who wants to hear what happens
     ("events",),
     ("store", "shuffle", "triggers", "rally"),  # the byte interface of a place; byte planes; when to save out of turn
+    ("regular",),  # files by names that others chose
     ("digest", "codec", "values", "link", "world", "testing"),  # bytes, values, the wire, ranks
     ("notices", "pressure", "wakeup", "pulse", "pace", "fault", "findings"),  # what may happen, or is the case
     ("ledger", "meter"),  # what an incarnation did; what saving takes from training
@@ -38,6 +39,7 @@ LAYERS = (
     ("manifest",),  # the small files, and the names of all files
     ("plan",),  # where every byte goes
     ("share", "table", "log", "arena", "tensors"),  # what things are
+    ("losses",),  # what is lost to damage
     ("trace",),  # names for profilers
     ("predict",),  # what an optimizer will have made of its state
     ("increment", "directory", "frame"),  # what becomes of each blob; who has which piece
@@ -94,8 +96,8 @@ BACKENDS_MAY_USE = {"errors", "events", "store"}
 NO_TORCH = {
     "subscribe", "chronicle", "charts", "page", "page_look", "page_words", "page_saves", "page_tables", "cli_page",
     "errors", "events", "mutex", "geometry", "share", "saved", "exchange", "mirror",
-    "store", "shuffle", "digest", "codec", "values", "link", "manifest", "plan", "table", "log", "arena",
-    "write", "commit", "read", "retain", "tiers", "handle", "writer", "compare",
+    "store", "regular", "shuffle", "digest", "codec", "values", "link", "manifest", "plan", "table", "log", "arena",
+    "losses", "write", "commit", "read", "retain", "tiers", "handle", "writer", "compare",
     "triggers", "rally", "notices", "pressure", "wakeup", "pulse", "fault", "hang", "holdings", "persist", "vigil",
     "witness", "increment", "supply", "packs", "encode", "pace", "scrub", "promote", "places", "upkeep", "copying",
     "damage", "cures", "stream", "directory", "ledger", "meter", "statement", "timeline", "accounting", "forecast",

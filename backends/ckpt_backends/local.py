@@ -223,10 +223,7 @@ class LocalStore:
     def _read_whole(self, path: str, start: int, limit: int | None) -> memoryview:
         fd = self.disk.open(path, os.O_RDONLY)
         try:
-            found = os.fstat(fd)
-            size = found.st_size
-            if not stat.S_ISREG(found.st_mode):
-                raise StoreError(f"{path} is not a file")
+            size = _size(fd, path)
             if start > size:
                 raise StoreError(f"{path} ends before byte {start}")
             if limit is not None and size > limit:
@@ -480,10 +477,14 @@ class _Reader:
         self._path = path
         self._buffered = self._disk.open(path, os.O_RDONLY)
         try:
+            self._size = _size(self._buffered, path)
+        except BaseException:
+            self._disk.close(self._buffered)
+            raise
+        try:
             self._direct = store._try_direct(path, os.O_RDONLY)
         except OSError:
             self._direct = None
-        self._size = os.fstat(self._buffered).st_size
         self.users = 1  # the store's list is one of them
 
     def release(self) -> None:
@@ -538,6 +539,14 @@ class _Reader:
             done += count
             if fd == self._direct and done < needed and done % PAGE:  # it cannot be continued inside a page
                 raise OSError(errno.EINVAL, "short direct read", self._path)
+
+
+def _size(fd: int, path: str) -> int:
+    """Of an open file. StoreError if it is something else, such as a pipe."""
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise StoreError(f"{path} is not a file")
+    return found.st_size
 
 
 def _address(view: memoryview) -> int:

@@ -1,0 +1,34 @@
+"""Opening files by names that others chose. Only regular files are read: a pipe would hold us up for ever, a device has
+no end.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import BinaryIO
+
+
+def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+    """A descriptor. OSError if it cannot be opened, or is anything but a regular file."""
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)  # of a pipe, nobody waits for the other end
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.ENOTSUP, "it is not a regular file", os.fspath(path))
+    return fd
+
+
+@contextmanager
+def reading(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A file to read. OSError as of `open_regular`."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        yield file
+
+
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """All that a file holds. OSError as of `open_regular`."""
+    with reading(path) as file:
+        return file.read()

@@ -168,7 +168,7 @@ class _Workshop:
     def __enter__(self) -> _Workshop:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
@@ -225,7 +225,7 @@ class _Workshop:
             for file in output.files:
                 path = self.path(file, output)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
                 try:
                     if os.fstat(fd).st_size != file.size:
                         os.ftruncate(fd, 0)
@@ -247,7 +247,7 @@ class _Workshop:
 
     def note(self, done: Sequence[tuple[str, int, int, str]]) -> None:
         """In the journal, durably: these bytes lie on the disk."""
-        fd = os.open(self.folder / "journal", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = os.open(self.folder / "journal", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             os.write(fd, b"".join(b"\n" + json.dumps(one).encode() for one in done) + b"\n")
             os.fsync(fd)

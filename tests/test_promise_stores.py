@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
+import toy
+from click.testing import CliRunner
 from conftest import eventually, killed, run_script
+from model_disk import volume
+
+import ckpt
+from ckpt import dcp
+from ckpt.cli import cli
+from ckpt.errors import SaveError, UsageError
+from ckpt.retain import Keep
+from ckpt.tiers import as_tiers
 
 # -- who may read a run --
 
@@ -63,3 +75,130 @@ def mode_of(path: Path) -> int:
 
 def usual(path: Path) -> int:
     return 0o777 if path.is_dir() else 0o666
+
+
+# -- what stays --
+
+STEPS = """
+import os, signal, sys, ckpt, toy
+run, first, last, kill = sys.argv[1], *map(int, sys.argv[2:])
+state = toy.build()
+tier = ckpt.Tier(run, every=2, compression="zstd", full_every=4, log_every_step=True)
+with ckpt.Checkpointer(state, [ckpt.Memory(), tier]) as cp:
+    assert cp.restore(default=0) == first - 1, cp.last_restore
+    for step in range(first, last + 1):
+        toy.train_step(state)
+        save = cp.step(step)
+        if step % 2 == 0:
+            save.committed(60)
+        print(step, toy.bits(state["model"].state_dict()), flush=True)
+    if kill:
+        save.staged(60)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_plain_folder_keeps_everything(tmp_path: Path) -> None:
+    """Without `keep=` every checkpoint of a folder stays, with increments, deltas and redo logs, through a SIGKILL and
+    the start after it: each is sound, and each is what it was, bit for bit."""
+    run, said = tmp_path / "run", dict[str, str]()
+    for first, last, kill in ((1, 7, 1), (8, 18, 0)):
+        result = run_script(STEPS, run, first, last, kill)
+        assert killed(result) if kill else result.returncode == 0, result.stderr
+        said |= dict(line.split() for line in result.stdout.splitlines())
+    assert set(range(2, 19, 2)) <= set(steps_of(run))
+    assert told("verify", run, "--all").exit_code == 0
+    for step in range(2, 19, 2):
+        assert toy.bits(ckpt.load(run, step=step, only="model.*").sub("model").all()) == said[str(step)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "stay"),
+    [
+        ({}, [1, 2, 3, 4, 5, 6, 7, 8]),
+        ({"keep": "all"}, [1, 2, 3, 4, 5, 6, 7, 8]),
+        ({"keep": 3}, [6, 7, 8]),
+        ({"keep": Keep(last=2, every=4)}, [4, 7, 8]),
+    ],
+    ids=["nothing", "all", "three", "some"],
+)
+def test_what_keep_says_stays(run_dir: str, settings: dict[str, Any], stay: list[int]) -> None:
+    """All of them, a number, or a `Keep`, through the writer, which deletes nothing else; `ckpt prune` takes the same
+    words afterwards."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1, incremental=False, **settings)]) as cp:
+        for step in range(1, 9):
+            toy.train_step(state)
+            save = cp.step(step)
+            assert save is not None
+            save.committed(60)
+    assert steps_of(run_dir) == stay
+    assert json.loads(told("prune", run_dir, "--keep-last", "all", "--yes", "--json").stdout)["give_up"] == []
+    assert steps_of(run_dir) == stay
+    assert told("prune", run_dir, "--keep-last", 2, "--yes").exit_code == 0
+    assert steps_of(run_dir) == stay[-2:]
+
+
+def test_what_is_given_by_a_word_keeps_everything(tmp_path: Path) -> None:
+    """A folder or URL that is no `Tier`, wherever places are said; and a `Tier` says the same to all of them."""
+    from ckpt import lightning, transformers
+
+    folder, three = str(tmp_path / "run"), ckpt.Tier(str(tmp_path / "run"), keep=3)
+    for kept, given in ((True, folder), (False, three)):
+        words: Any = [given]
+        places = [as_tiers(words)[1], as_tiers(lightning.places(words, None))[1], dcp._tiers(words)]
+        places.append(as_tiers(transformers._spread(words, None)[0])[1])
+        if kept:
+            spread, _ = transformers._spread(words, 20)
+            places += [as_tiers(words, "auto")[1], as_tiers(lightning.places(words, 20))[1], as_tiers(spread)[1]]
+        assert [tier.keeping.all for (tier,) in places] == [kept] * len(places)
+        assert all(tier.keeping.last == 3 for (tier,) in places)
+
+
+@pytest.mark.parametrize("keep", ["some", "3", "", 0, -1, True, 2.5, None, ["all"]])
+def test_other_words_are_refused(keep: Any) -> None:
+    with pytest.raises(UsageError, match="all|from 1"):
+        ckpt.Tier("/tmp/run", keep=keep)
+
+
+def test_a_plan_can_keep_everything() -> None:
+    """`ckpt plan` takes "all" for durable places: its line says so, and space is what a month of it takes."""
+    job = ("plan", "--params", "7B", "--gpus", "64", "--step-s", "2s", "--mtbf", "12h", "--every", "shared=500")
+    found, few = (json.loads(told(*job, "--keep", f"shared={keep}", "--json").stdout)["storage"] for keep in ("all", 3))
+    (grown,) = [one for one in found if one["name"] == "shared"]
+    (three,) = [one for one in few if one["name"] == "shared"]
+    assert grown["kept"] == 30 * 86400 / 1000 and three["kept"] == 4
+    assert grown["bytes"] / grown["kept"] == three["bytes"] / three["kept"]
+    assert 'every=500, keep="all")' in told(*job, "--keep", "shared=all").stdout
+    assert told(*job, "--keep", "memory=all").exit_code == 2
+
+
+def test_a_disk_that_fills_up_says_what_to_do(tmp_path: Path) -> None:
+    """Where all is kept, a disk gets full: the error says how to give up older ones; after that the same run goes on,
+    and what was committed before is sound."""
+    with volume(tmp_path, "tmpfs", 8) as place:
+        run, state = str(place.path / "run"), toy.build()
+        with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=1, incremental=False)]) as cp:
+            with pytest.raises(SaveError, match=r"no space left.*ckpt prune .* --keep-last 3.*keep=3") as caught:
+                for step in range(1, 1000):
+                    toy.train_step(state)
+                    save = cp.step(step)
+                    assert save is not None
+                    save.committed(60)
+            assert f"file://{run}" in str(caught.value)
+            full = steps_of(run)
+            assert full == list(range(1, step)) and len(full) > 10
+            pruned = told("prune", run, "--keep-last", 3, "--yes")
+            assert pruned.exit_code == 0, pruned.output
+            toy.train_step(state)
+            assert cp.save(step + 1).committed(60).step == step + 1
+        assert steps_of(run) == [*full[-3:], step + 1]
+        assert told("verify", run, "--all").exit_code == 0
+
+
+def steps_of(run: str | Path) -> list[int]:
+    return sorted(one["step"] for one in json.loads(told("ls", run, "--json").stdout)["checkpoints"])
+
+
+def told(*words: object) -> Any:
+    return CliRunner().invoke(cli, [str(word) for word in words])

@@ -392,8 +392,9 @@ def costs_of(job: Job, faults: Faults, chosen: Sequence[Place]) -> Costs:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Of one place. `kept`, `bytes`: of all that it holds at most, or, if all stay, after `GROWN_DAYS`; `node`, `all_nodes`: bytes a second while it is written to;
-    `mean`: over time; `objects`: requests a checkpoint, and `day`: a day, 0 for what is no object store."""
+    """Of one place. `kept`, `bytes`: of all that it holds at most, or, if `all` stay, after `GROWN_DAYS`; `node`,
+    `all_nodes`: bytes a second while it is written to; `mean`: over time; `objects`: requests a checkpoint, and `day`:
+    a day, 0 for what is no object store."""
 
     name: str
     checkpoint: float

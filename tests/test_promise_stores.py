@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import stat
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import toy
 from click.testing import CliRunner
 from conftest import eventually, killed, run_script
+from fsspec.implementations.memory import MemoryFileSystem
 from model_disk import volume
 
 import ckpt
-from ckpt import dcp
+from ckpt import commit, dcp
 from ckpt.cli import cli
-from ckpt.errors import SaveError, UsageError
+from ckpt.errors import SaveError, StoreError, UsageError
+from ckpt.places import open_place
 from ckpt.retain import Keep
+from ckpt.store import open_store
 from ckpt.tiers import as_tiers
 
 # -- who may read a run --
@@ -157,7 +162,7 @@ def test_what_is_given_by_a_word_keeps_everything(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", ["some", "3", "", 0, -1, True, 2.5, None, ["all"]])
 def test_other_words_are_refused(keep: Any) -> None:
-    with pytest.raises(UsageError, match="all|from 1"):
+    with pytest.raises(UsageError, match=r"all|from 1"):
         ckpt.Tier("/tmp/run", keep=keep)
 
 
@@ -194,6 +199,102 @@ def test_a_disk_that_fills_up_says_what_to_do(tmp_path: Path) -> None:
             assert cp.save(step + 1).committed(60).step == step + 1
         assert steps_of(run) == [*full[-3:], step + 1]
         assert told("verify", run, "--all").exit_code == 0
+
+
+# -- places that cannot hold a run --
+
+
+class Honest(MemoryFileSystem):  # type: ignore[misc]
+    """Objects of a class of its own each; what is deleted was there."""
+
+    def __init_subclass__(cls) -> None:
+        cls.store, cls.pseudo_dirs = {}, [""]
+        cls.protocol = cls.__name__.lower()
+        fsspec.register_implementation(cls.protocol, f"{__name__}.{cls.__name__}", clobber=True)
+
+    store: dict[str, Any] = {}  # noqa: RUF012 - as of MemoryFileSystem
+    pseudo_dirs = [""]  # noqa: RUF012
+
+
+class Keeping(Honest):
+    """As it should be."""
+
+
+class Twice(Honest):
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **more: Any) -> None:
+        super().pipe_file(path, value, **more)
+
+
+class Both(Honest):
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **more: Any) -> None:
+        there = self.exists(path)
+        super().pipe_file(path, value, **more)
+        if there and mode == "create":
+            raise FileExistsError(path)
+
+
+class Whole(Honest):
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **more: Any) -> bytes:
+        return bytes(super().cat_file(path, **more))
+
+
+class First(Honest):
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **more: Any) -> bytes:
+        return bytes(super().cat_file(path, **more))[: None if end is None else end - (start or 0)]
+
+
+class Looking(Honest):
+    pipe_file = fsspec.AbstractFileSystem.pipe_file  # looks, and then writes
+
+
+MISFITS = {
+    "twice": "lets an object be created twice",
+    "both": "says that an object is there already, and overwrites it",
+    "whole": "asked for 13 bytes of an object from byte 7 on, it does not give them .* bytes came",
+    "first": "asked for 13 bytes of an object from byte 7 on, it gives others",
+    "looking": "its driver, Looking, cannot create an object only if it is absent",
+}
+
+
+@pytest.mark.parametrize("scheme", MISFITS)
+def test_a_place_that_cannot_hold_a_run_is_refused_by_name(scheme: str) -> None:
+    """When it is opened, with its URL and what it did, and nothing is left there; also where a run was copied to it,
+    which stays as it was. The same driver without the fault holds one."""
+    driver = fsspec.get_filesystem_class(scheme)
+
+    async def refused() -> None:
+        with pytest.raises(StoreError, match=MISFITS[scheme]) as caught:
+            await open_place(ckpt.Tier(f"{scheme}://bucket/run").spec())
+        assert str(caught.value).startswith(f"{scheme}://bucket/run cannot hold a run: ")
+        assert "gs:// or az://" in str(caught.value) and not caught.value.retryable
+
+    async def honest() -> None:
+        place = await open_place(ckpt.Tier("keeping://bucket/run").spec())
+        await place.close(None, lambda message: None)
+
+    asyncio.run(refused())
+    assert driver.store == {}
+    asyncio.run(honest())
+    (made,) = Keeping.store
+    assert made.endswith("bucket/run/FORMAT.json")
+    driver().pipe({made.replace("keeping", scheme): bytes(Keeping.store[made].getvalue())})
+    before = {path: bytes(file.getvalue()) for path, file in driver.store.items()}
+    if scheme != "both":  # its lie is about other bytes than those that are there
+        asyncio.run(refused())
+    assert {path: bytes(file.getvalue()) for path, file in driver.store.items()} == before
+
+
+def test_a_look_at_the_place_is_no_file_of_somebody_else(tmp_path: Path) -> None:
+    """What a start that was killed has left of its look is not taken for somebody's files by the next one."""
+
+    async def main() -> None:
+        store = open_store("keeping://bucket/other", writable=True)
+        await store.put("doctor-1700000000-0123abcd/probe", b"left")
+        await commit.create_run(store)
+        await commit.create_run(store)
+        await store.aclose()
+
+    asyncio.run(main())
 
 
 def steps_of(run: str | Path) -> list[int]:

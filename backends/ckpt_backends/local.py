@@ -551,8 +551,8 @@ def _translated(error: OSError, url: str, path: str) -> StoreError:
         return ExistsError(what)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return FullError(
-            f"no space left: {what}. Free some: `ckpt prune {url} --keep-last 3` gives up older checkpoints, and keep=3 "
-            "on its Tier does so from now on"
+            f"no space left: {what}. Free some: `ckpt prune {url} --keep-last 3` gives up older checkpoints, and "
+            "keep=3 on its Tier does so from now on"
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return StoreError(

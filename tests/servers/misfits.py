@@ -78,6 +78,9 @@ class ToyGcs(Misfit):
     def storage_options(self) -> dict[str, Any]:
         return {"endpoint_url": self.url, "token": "anon", "project": "toy"}
 
+    def left(self) -> list[str]:
+        return [name for name in super().left() if "/_softdelete/" not in name]  # where it puts what was deleted
+
 
 class S3rver(Misfit):
     """A stand-in for S3 that knows no conditions."""

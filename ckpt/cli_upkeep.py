@@ -195,13 +195,8 @@ def _copy_json(source: str, target: str, plan: CopyPlan) -> Found:
 # -- prune --
 
 
-class KeepLast(click.ParamType):
-    """A number from 1, or "all"."""
-
-    name = 'INTEGER, or "all"'
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        return "all" if value == "all" else click.IntRange(min=1).convert(value, param, ctx)
+def number_or_all(context: click.Context, parameter: click.Parameter, text: str) -> int | str:
+    return "all" if text == "all" else int(click.IntRange(min=1).convert(text, parameter, context))
 
 
 @click.command(
@@ -210,7 +205,8 @@ class KeepLast(click.ParamType):
 @click.argument("url")
 @click.option(
     "--keep-last",
-    type=KeepLast(),
+    callback=number_or_all,
+    metavar="INTEGER|all",
     required=True,
     help='So many of the newest stay, two at least; "all": only files of attempts that have ended go.',
 )

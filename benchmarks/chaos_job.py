@@ -262,7 +262,7 @@ class WithUs(Saver):
             ckpt.on_signal(), ckpt.on_preemption(), ckpt.on_deadline(), ckpt.on_exception(), ckpt.on_oom(),
             ckpt.on_hang(action="exit", min_s=asked["min_s"]), ckpt.on_memory_pressure(),
         ]  # fmt: skip
-        tiers = [ckpt.Memory(linger_s=LINGER_S, **cadence), ckpt.Tier(f"{asked['folder']}/run", **cadence)]
+        tiers = [ckpt.Memory(linger_s=LINGER_S, **cadence), ckpt.Tier(f"{asked['folder']}/run", keep=3, **cadence)]
         state = {"model": training.model, "optim": training.optim}
         self.checkpointer = ckpt.Checkpointer(state, tiers, triggers=triggers)
         self.flying.append(lambda: self.checkpointer.stats.saves > 0)  # until then it prepares its memory
@@ -373,7 +373,7 @@ class ByUs(Peer):
         import ckpt
 
         super().__init__(training, folder)
-        tiers = [ckpt.Memory(linger_s=0.0), ckpt.Tier(str(folder / "run"), every=NEVER)]
+        tiers = [ckpt.Memory(linger_s=0.0), ckpt.Tier(str(folder / "run"), every=NEVER, keep=3)]
         self.checkpointer = ckpt.Checkpointer({"model": training.model, "optim": training.optim}, tiers)
         self.checkpointer.restore(default=0)
 

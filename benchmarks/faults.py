@@ -154,7 +154,9 @@ def signalled(asked: Json) -> None:
     leads = not dist.is_initialized() or dist.get_rank() == 0
     held_up = {"idle": sit_idle, "lock": sit_in_lock, "collective": lambda: all_have(True)}[asked["situation"]]
     state = build(4, 128)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(asked["run"], every=NEVER)], on_fault=faults.append) as cp:
+    with ckpt.Checkpointer(
+        state, [ckpt.Memory(), ckpt.Tier(asked["run"], every=NEVER, keep=3)], on_fault=faults.append
+    ) as cp:
         step = cp.restore(default=0)
         for number in range(asked["rounds"]):
             step = go_on(state, cp, step, lambda known=step: cp.stats.saves > known + 20)
@@ -234,7 +236,7 @@ def resident(asked: Json) -> None:
     piece = 64 << 20
     ballast = [torch.ones(piece // 4) for _ in range(asked["nbytes"] // piece)]
     state = build(4, 512)
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(asked["run"], every=NEVER)]) as cp:
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(asked["run"], every=NEVER, keep=3)]) as cp:
         for step in range(cp.restore(default=0), NEVER):
             train_step(state, 32)
             save = cp.step(step + 1)
@@ -252,7 +254,7 @@ def losing(asked: Json) -> None:
     fault, rng = asked["fault"], random.Random(asked["seed"])
     hang = ckpt.on_hang(action="exit", min_s=1.0, factor=5.0)
     triggers = [ckpt.on_signal(), ckpt.on_exception(), ckpt.on_oom(), hang]
-    tiers = [ckpt.Memory(every=asked["every"], between=True), ckpt.Tier(asked["run"], every=NEVER)]
+    tiers = [ckpt.Memory(every=asked["every"], between=True), ckpt.Tier(asked["run"], every=NEVER, keep=3)]
     state = build(8, 512)  # 25 MB
     with ckpt.Checkpointer(state, tiers, triggers=triggers) as cp:
         start = cp.restore(default=0)
@@ -309,7 +311,7 @@ def restarted(asked: Json) -> None:
     import ckpt
 
     hang = [ckpt.on_signal(), ckpt.on_exception(), ckpt.on_hang(action="exit", min_s=MIN_S)]
-    tiers = [ckpt.Memory(), ckpt.Tier(asked["run"], every=NEVER)]
+    tiers = [ckpt.Memory(), ckpt.Tier(asked["run"], every=NEVER, keep=3)]
     moments["imported"] = time.time()
     with ckpt.Checkpointer(state, tiers, triggers=hang if asked["stops"] else "auto") as cp:
         moments["opened"] = time.time()
@@ -350,7 +352,7 @@ def alternating(asked: Json) -> None:
     writers: dict[str, int] = {}
     for name, triggers in zip(KINDS, ("auto", []), strict=True):
         before = {one.pid for one in psutil.Process().children()}
-        tiers = [ckpt.Memory(every=asked["every"]), ckpt.Tier(f"{asked['run']}-{name}", every=NEVER)]
+        tiers = [ckpt.Memory(every=asked["every"]), ckpt.Tier(f"{asked['run']}-{name}", every=NEVER, keep=3)]
         held[name] = ckpt.Checkpointer(state, tiers, triggers=triggers)
         writers[name] = next(one.pid for one in psutil.Process().children() if one.pid not in before)
         held[name].restore(default=0)
@@ -391,7 +393,7 @@ def quiet(asked: Json) -> None:
     import ckpt
 
     state = build(24, 256)
-    tiers = [ckpt.Memory(every=NEVER), ckpt.Tier(asked["run"], every=NEVER)]
+    tiers = [ckpt.Memory(every=NEVER, keep=3), ckpt.Tier(asked["run"], every=NEVER, keep=3)]
     with ckpt.Checkpointer(state, tiers, triggers="auto" if asked["armed"] else []) as cp:
         step = cp.restore(default=0)
         cp.save(step + 1).committed(60.0)

@@ -50,7 +50,7 @@ def state_of(training: Training) -> dict[str, Any]:
 def start(size: Size, folder: Path) -> None:
     """From the end of the first optimizer step until a step is staged, with the training going on."""
     training = Training.build(size)
-    tiers = [ckpt.Memory(), ckpt.Tier(str(folder / "start"), every=10**6)]
+    tiers = [ckpt.Memory(), ckpt.Tier(str(folder / "start"), every=10**6, keep=3)]
     with ckpt.Checkpointer(state_of(training), tiers) as checkpointer:
         checkpointer.restore(default=0)
         began = time.perf_counter()
@@ -71,7 +71,7 @@ def start(size: Size, folder: Path) -> None:
 
 def every_step(size: Size, folder: Path) -> None:
     training = Training.build(size)
-    tiers = [ckpt.Memory(), ckpt.Tier(str(folder / "every"), every=10**6)]
+    tiers = [ckpt.Memory(), ckpt.Tier(str(folder / "every"), every=10**6, keep=3)]
     with_s: list[float] = []
     without_s: list[float] = []
     ratios: list[float] = []
@@ -147,7 +147,7 @@ def alone(size: Size, folder: Path) -> None:
 
 def _victim(size: str, folder: str, pipe: Connection) -> None:
     training = Training.build(SIZES[size])
-    checkpointer = ckpt.Checkpointer(state_of(training), [ckpt.Memory(), ckpt.Tier(folder, every=10**6)])
+    checkpointer = ckpt.Checkpointer(state_of(training), [ckpt.Memory(), ckpt.Tier(folder, every=10**6, keep=3)])
     checkpointer.restore(default=0)
     checkpointer.save(1).committed(120.0)
     training.step()
@@ -161,7 +161,7 @@ def _heir(size: str, folder: str, pipe: Connection) -> None:
     training.spoil()
     gc.collect()
     began = time.perf_counter()
-    checkpointer = ckpt.Checkpointer(state_of(training), [ckpt.Memory(), ckpt.Tier(folder, every=10**6)])
+    checkpointer = ckpt.Checkpointer(state_of(training), [ckpt.Memory(), ckpt.Tier(folder, every=10**6, keep=3)])
     opened = time.perf_counter() - began
     step = checkpointer.restore()
     whole = time.perf_counter() - began
@@ -209,7 +209,7 @@ def many_tensors(count: int, folder: Path) -> None:
         optim.step()
 
     update()
-    tiers = [ckpt.Memory(), ckpt.Tier(str(folder / f"tensors-{count}"), every=10**6)]
+    tiers = [ckpt.Memory(), ckpt.Tier(str(folder / f"tensors-{count}"), every=10**6, keep=3)]
     blocked, staged, committed, restored = [], [], [], []
     with ckpt.Checkpointer({"model": model, "optim": optim}, tiers) as checkpointer:
         checkpointer.restore(default=0)

@@ -211,7 +211,7 @@ class Saver(Protocol):
 class Ours:
     def __init__(self, state: dict[str, Any], folder: str, every: int) -> None:
         self.url, self.optim = folder, state["optim"]
-        self.cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(folder, every=every)])
+        self.cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(folder, every=every, keep=3)])
         self.cp.restore(default=0)
         self.cp.save(1).committed(120.0)  # memory is ready from here on
         self.cp.stats.stalls.clear()

@@ -92,7 +92,7 @@ def steps_of(kind: str, size: states.Size, folder: Path, steps: int, limit_s: fl
     training, state = build(kind, size)
     for _ in range(WARM):
         training.step()
-    tier = ckpt.Tier(str(folder), every=10**6, log_every_step=True, max_restore_s=limit_s)
+    tier = ckpt.Tier(str(folder), every=10**6, keep=3, log_every_step=True, max_restore_s=limit_s)
     cp = ckpt.Checkpointer(state, [ckpt.Memory(linger_s=0), tier])
     cp.restore(default=0)
     with listening() as heard:
@@ -169,7 +169,7 @@ def train(mode: str, size: workload.Size, folder: Path, steps: int) -> list[floa
     tiers: list[Any] = {
         "nothing": [],
         "memory": [memory],
-        "redo log": [memory, ckpt.Tier(str(folder), every=10**6, log_every_step=True)],
+        "redo log": [memory, ckpt.Tier(str(folder), every=10**6, keep=3, log_every_step=True)],
         "raw": [memory, ckpt.Tier(str(folder), every=1, keep=2, compression="none", incremental=False)],
     }[mode]
     taken: list[float] = []

@@ -92,6 +92,11 @@ def whole(text: str) -> int:
     return int(text)
 
 
+def kept(text: str) -> int:
+    """0: all."""
+    return 0 if text == "all" else whole(text)
+
+
 Read = Callable[[str], float]
 SUCH_AS: dict[Read, str] = {
     duration: "a duration, such as 90s or 3.1h",
@@ -100,6 +105,7 @@ SUCH_AS: dict[Read, str] = {
     size: "a size, such as 5.7TB",
     count: "a number, such as 70B",
     whole: "a whole number from 1",
+    kept: 'a whole number from 1, or "all"',
 }
 
 
@@ -154,6 +160,7 @@ def pairs(
     return click.option(name, callback=callback, multiple=True, metavar=metavar, help=f"{help} Repeatable.")
 
 
+HELD: dict[str, Read] = {name: whole if name in (fleet.MEMORY, fleet.REPLICA) else kept for name in fleet.NAMES}
 MACHINE: dict[str, Read] = {f.name: size for f in fields(Machine)}
 MACHINE |= dict.fromkeys(("blocks_s", "open_s"), duration) | dict.fromkeys(("felt", "beside"), share)
 MACHINE |= dict.fromkeys(("cores", "cpu_disk", "cpu_network", "cpu_store"), count)
@@ -197,7 +204,7 @@ MACHINE |= dict.fromkeys(("cores", "cpu_disk", "cpu_network", "cpu_store"), coun
 @pairs("--machine", tuple(MACHINE), MACHINE, "NAME=VALUE",
        "What moves bytes, in bytes a second (pcie=50GB, network=400Gbit), shares of what is felt (felt=100%), durations"
        f" (open_s=1s), CPU seconds a GB: {', '.join(MACHINE)}.")  # fmt: skip
-@pairs("--keep", fleet.NAMES, whole, "PLACE=N", "Checkpoints that are kept, 3 by default.")
+@pairs("--keep", fleet.NAMES, HELD, "PLACE=N", 'Checkpoints that are kept, 3 by default; "all" in durable places.')
 @number("--budget", how=share, default="1%", help="Of the training time, what saving to memory may take.")
 @click.option("--price", type=float, help="What a TB (10**12 bytes) in the shared place costs in a month.")
 @number("--goal", how=share, default="99.5%", help="Effective training time that is wanted.")
@@ -622,7 +629,8 @@ def show_storage(chosen: Plan, price: float | None) -> None:
         requests = f"{one.objects:,} a checkpoint, {one.day:,.0f} a day" if one.objects else ""
         a_node = human(one.bytes / chosen.job.nodes) if one.name != fleet.SHARED else ""
         rates = f"{human(one.node)}/s a node, {human(one.all_nodes)}/s in all, {human(one.mean)}/s on average"
-        rows.append((one.name, one.kept, human(one.bytes), a_node, rates, requests))
+        number = f"{one.kept:,} after {fleet.GROWN_DAYS} days" if one.all else one.kept
+        rows.append((one.name, number, human(one.bytes), a_node, rates, requests))
     print_table(("storage", "checkpoints", "bytes", "a node", "written at", "requests"), rows)
     if (cost := month(chosen, price)) is not None:
         print(f"The shared place: {cost:,.0f} a month, requests not counted\n")
@@ -644,7 +652,8 @@ def tiers_line(chosen: Plan) -> str:
             words.append(f"ckpt.Memory(every={place.every}, keep={place.keep}{more})")
         elif place.name != fleet.REPLICA and place.every:
             url = "/nvme/run1" if place.name == fleet.LOCAL else "s3://bucket/run1"
-            words.append(f'ckpt.Tier("{url}", every={place.every}, keep={place.keep})')
+            keeping = place.keep or '"all"'
+            words.append(f'ckpt.Tier("{url}", every={place.every}, keep={keeping})')
     return f"tiers=[{', '.join(words)}]"
 
 

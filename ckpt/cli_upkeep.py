@@ -195,12 +195,20 @@ def _copy_json(source: str, target: str, plan: CopyPlan) -> Found:
 # -- prune --
 
 
+def number_or_all(context: click.Context, parameter: click.Parameter, text: str) -> int | str:
+    return "all" if text == "all" else int(click.IntRange(min=1).convert(text, parameter, context))
+
+
 @click.command(
     epilog=example("ckpt prune runs/exp1 --keep-last 3", "ckpt prune runs/exp1 --keep-last 2 --keep-every 1000 --yes")
 )
 @click.argument("url")
 @click.option(
-    "--keep-last", type=click.IntRange(min=1), required=True, help="So many of the newest stay, two at least."
+    "--keep-last",
+    callback=number_or_all,
+    metavar="INTEGER|all",
+    required=True,
+    help='So many of the newest stay, two at least; "all": only files of attempts that have ended go.',
 )
 @click.option("--keep-every", type=click.IntRange(min=1), help="And every one whose step is a multiple of this.")
 @grace_option
@@ -209,7 +217,7 @@ def _copy_json(source: str, target: str, plan: CopyPlan) -> Found:
 @json_option
 def prune(
     url: str,
-    keep_last: int,
+    keep_last: int | str,
     keep_every: int | None,
     grace_s: float | None,
     yes: bool,
@@ -248,11 +256,12 @@ def show_prune(found: Found) -> None:
         print(f"step {found['check']} is read back before anything goes; then {_patience(found['grace_s'])}")
 
 
-async def _prune(url: str, last: int, every: int | None, grace_s: float | None, yes: bool, show: Show) -> Found:
+async def _prune(url: str, last: int | str, every: int | None, grace_s: float | None, yes: bool, show: Show) -> Found:
     from ckpt import read, retain, upkeep
 
     async with opened(url) as log:
-        keep, patience = retain.Keep(last, every), upkeep.default_grace_s(log.store) if grace_s is None else grace_s
+        keep = retain.Keep(last, every) if isinstance(last, int) else retain.as_keep(last)
+        patience = upkeep.default_grace_s(log.store) if grace_s is None else grace_s
         stock = await upkeep.take_stock(log)
         plan = upkeep.plan_prune(log, stock, keep)
         show(found := _prune_json(log.store.url, plan, keep, patience))
@@ -272,7 +281,7 @@ async def _prune(url: str, last: int, every: int | None, grace_s: float | None, 
 def _prune_json(url: str, plan: PrunePlan, keep: Any, grace_s: float) -> Found:
     return {
         "url": url,
-        "keep_last": keep.last,
+        "keep_last": "all" if keep.all else keep.last,
         "keep_every": keep.every,
         "check": plan.check.step,
         "give_up": list(map(_item, plan.give_up)),

@@ -26,6 +26,7 @@ from ckpt.errors import (
 )
 from ckpt.events import log as logger
 from ckpt.events import point
+from ckpt.findings import PREFIX
 from ckpt.log import MAX_DOUBTS, Acquire, Commit, Record, RunLog, RunState, commit_body, infer_root
 from ckpt.losses import UNCLEAR, records
 from ckpt.manifest import (
@@ -46,6 +47,7 @@ from ckpt.plan import Layout
 from ckpt.saved import Saved
 from ckpt.store import Store, get_small
 from ckpt.table import MAX_TABLE, Table, merge
+from ckpt.tryout import check_ranges, created_twice, try_out
 from ckpt.write import Written
 
 STAGGER_S = 5.0  # the writer of each further rank waits so much longer before it commits for the first one
@@ -62,37 +64,42 @@ GROWTH, FAR_GROWTH = 1.3, 2.0  # of the time between two looks
 
 
 async def create_run(store: Store) -> None:
-    """Make sure that FORMAT.json is there, and that the store really creates only what is absent.
+    """Make sure that FORMAT.json is there, and that the store really creates only what is absent, and knows ranges.
 
-    FormatError if the place holds somebody else's files.
+    FormatError if the place holds somebody else's files, StoreError if it cannot hold a run: nothing is written then.
     """
     try:
         await get_small(store, "FORMAT.json", MAX_FORMAT)  # not just a look: what it is refused for, only this says
     except NotFoundError:
-        if (root := await infer_root(store)) is not None:
-            await store.put("FORMAT.json", new_format(root))  # lost, and the log still knows whose it is
-        async for info in store.list():
-            if info.key.startswith("doctor-"):
-                continue  # `ckpt doctor` is at work, or was killed
-            if root is not None or info.key == "FORMAT.json":
-                break  # another rank or job was quicker
-            raise FormatError(
-                f"{store.url} is not empty and not a run: it holds {info.key}, and no FORMAT.json. Choose another place"
-            ) from None
+        if (root := await infer_root(store)) is None:  # else it was lost, and the log still knows whose it is
+            await _check_empty(store)
+        if store.remote:
+            await try_out(store)
         try:
-            await store.put("FORMAT.json", new_format(), create=True)
+            await store.put("FORMAT.json", new_format(root), create=True)
         except ExistsError:
-            pass  # another job was quicker
+            pass  # another rank or job was quicker
     there = bytes(await get_small(store, "FORMAT.json", MAX_FORMAT))
     for _ in range(PROBES):
         try:
             await store.put("FORMAT.json", there, create=True)  # the same bytes: no harm, should it replace them
         except ExistsError:
-            return
-    raise StoreError(
-        f"{store.url} lets an object be created twice: two jobs could overwrite each other's commits. "
-        "Use a store with atomic create-if-absent"
-    )
+            break
+    else:
+        raise created_twice(store)
+    if store.remote:
+        await check_ranges(store, "FORMAT.json", there)
+
+
+async def _check_empty(store: Store) -> None:
+    """FormatError if somebody else's files are there."""
+    async for info in store.list():
+        if info.key == "FORMAT.json":
+            return  # another rank or job was quicker
+        if not info.key.startswith(PREFIX):  # `ckpt doctor` is at work, or another start tries the place out
+            raise FormatError(
+                f"{store.url} is not empty and not a run: it holds {info.key}, and no FORMAT.json. Choose another place"
+            )
 
 
 async def acquire(log: RunLog, nonce: str, *, restored: Attempt | None = None, floor: int = 0) -> Acquire:

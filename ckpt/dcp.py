@@ -40,7 +40,6 @@ from ckpt.dcp_share import Content, Receipt, Share, content_of
 from ckpt.errors import PeerError, SaveError, UsageError
 from ckpt.log import Acquire
 from ckpt.manifest import Attempt
-from ckpt.retain import Keep
 from ckpt.store import remember_options
 from ckpt.tiers import Memory, Tier
 
@@ -51,7 +50,6 @@ CheckpointId = str | os.PathLike[str] | int | None
 
 RECEIPT = "(receipt)"  # under this name a rank's Receipt travels to the coordinator
 MAX_STEP = 10**18
-EVERYTHING = Keep(every=1)
 STEP = re.compile(r"(?:^|[^0-9.])([0-9]{1,18})/*$")
 ODD = re.compile(r"(?:^|/)[-+0-9]*[-+][0-9]+/*$|[0-9][.e+]+[-+]?[0-9]+/*$")  # -5, 2024-11-21, 1e6; not exp1-500
 MAX_SPENT = 64
@@ -320,7 +318,7 @@ def _tiers(places: object) -> list[Tier]:
         )
     if not given or not all(isinstance(one, (str, Path, Tier)) for one in given):
         raise UsageError(f"give a folder, a URL, a Tier, or a list of these, not {places!r}")
-    tiers = [one if isinstance(one, Tier) else Tier(str(one), every=1, keep=EVERYTHING) for one in given]
+    tiers = [one if isinstance(one, Tier) else Tier(str(one), every=1) for one in given]
     for tier in tiers:
         tier.steps  # noqa: B018 - refuses "auto": nobody sees the steps here
     if len({tier.url for tier in tiers}) != len(tiers):

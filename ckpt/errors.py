@@ -195,7 +195,7 @@ class FullError(StoreError):
 
     advice = (
         "What was committed before is untouched. `ckpt prune URL --keep-last 3` and `ckpt gc URL` make room; "
-        "both show a plan first."
+        "both show a plan first. A place keeps all checkpoints unless its Tier says otherwise: keep=3 keeps three."
     )
 
 

@@ -36,6 +36,7 @@ from ckpt.ledger import Account, in_order
 GB = 1e9
 PIECE = 16 << 20  # of an upload
 REQUESTS = 10  # of a rank and a checkpoint, besides its pieces
+GROWN_DAYS = 30  # a place that keeps all is shown as it is after so many days
 
 # -- what a job is, and what happens to it --
 
@@ -180,8 +181,8 @@ SOURCES = {
 @dataclass(frozen=True, slots=True)
 class Place:
     """One that may be saved to. `cost_s`, `write_s`, `restore_s`: as in `PlaceCost`; `survives`: classes of faults;
-    `every`: steps, None: to be found, 0: never; `keep`: checkpoints, or snapshots in memory; `share`: of training that
-    saves to it may take at the most; `note`: what set `every`, if it was not the faults."""
+    `every`: steps, None: to be found, 0: never; `keep`: checkpoints, or snapshots in memory, 0: all; `share`: of
+    training that saves to it may take at the most; `note`: what set `every`, if it was not the faults."""
 
     name: str
     cost_s: float
@@ -391,8 +392,9 @@ def costs_of(job: Job, faults: Faults, chosen: Sequence[Place]) -> Costs:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Of one place. `bytes`: of all that it holds at most; `node`, `all_nodes`: bytes a second while it is written to;
-    `mean`: over time; `objects`: requests a checkpoint, and `day`: a day, 0 for what is no object store."""
+    """Of one place. `kept`, `bytes`: of all that it holds at most, or, if `all` stay, after `GROWN_DAYS`; `node`,
+    `all_nodes`: bytes a second while it is written to; `mean`: over time; `objects`: requests a checkpoint, and `day`:
+    a day, 0 for what is no object store."""
 
     name: str
     checkpoint: float
@@ -403,6 +405,7 @@ class Storage:
     mean: float
     objects: int = 0
     day: float = 0.0
+    all: bool = False
 
 
 def storage(job: Job, chosen: Sequence[Place]) -> list[Storage]:
@@ -412,8 +415,10 @@ def storage(job: Job, chosen: Sequence[Place]) -> list[Storage]:
     for place in chosen:
         if not place.every:
             continue
-        kept = place.keep + (durable if place.name in (MEMORY, REPLICA) else 1)
         every_s = place.every * job.step_s
+        kept = place.keep + (durable if place.name in (MEMORY, REPLICA) else 1)
+        if not place.keep:
+            kept = math.ceil(GROWN_DAYS * DAY_S / every_s)
         rate = job.state / max(place.write_s, 1e-9)
         objects = 0
         if place.name == SHARED:
@@ -430,6 +435,7 @@ def storage(job: Job, chosen: Sequence[Place]) -> list[Storage]:
                 min(rate, job.state / every_s),
                 objects,
                 day,
+                not place.keep,
             )
         )
     return found

@@ -69,6 +69,7 @@ class Place:
     scrub_rate: float = 0.0  # bytes a second
     tell: Callable[[Message], None] = lambda message: None
     warned: set[Attempt] = field(default_factory=set)  # of what cannot be read the user has been told
+    tidied: set[Attempt] = field(default_factory=set)  # aborted ones, of which nothing is left
 
     @property
     def store(self) -> Store:
@@ -147,7 +148,8 @@ class Place:
         pinned = self.promoting.keys() | self.anchors.values()
         doomed = retain.choose(state, self.keep, self.verified) - pinned
         full = not self.store.remote or self.sweeps % LIST_EVERY == 0
-        if not doomed and not (state.aborted and full):
+        left = set(state.aborted) - self.tidied
+        if not doomed and not (left and full):
             return
         history = state.lineage()
         if not history:
@@ -178,6 +180,8 @@ class Place:
             spared=frozenset(self.leaving),
             delete=self._delete_later if self.grace_s else None,
         )
+        if full:
+            self.tidied |= left - self.in_flight
 
     async def _warn(self, tell: Callable[[Message], None]) -> None:
         """Once, of each checkpoint that cannot be read, since nothing is cleaned up while it stays."""

@@ -22,7 +22,7 @@ ALWAYS = 2  # so that one bad file can never be fatal
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Keep the newest `last` checkpoints, and every one whose step is a multiple of `every`.
+    """Keep the newest `last` checkpoints, and every one whose step is a multiple of `every`: with `every=1`, all.
 
     The two newest are kept in any case, and so are the two newest full ones.
     """
@@ -31,8 +31,24 @@ class Keep:
     every: int | None = None
 
     def __post_init__(self) -> None:
-        if self.last < 1 or (self.every is not None and self.every < 1):
+        given = (self.last,) if self.every is None else (self.last, self.every)
+        if not all(type(number) is int and number >= 1 for number in given):
             raise UsageError(f"{self} makes no sense: both numbers count from 1")
+
+    @property
+    def all(self) -> bool:
+        return self.every == 1
+
+
+def as_keep(keep: object) -> Keep:
+    """What stands for a `Keep`: "all", or how many of the newest. UsageError for anything else."""
+    if isinstance(keep, Keep):
+        return keep
+    if keep == "all":
+        return Keep(every=1)
+    if type(keep) is int:
+        return Keep(last=keep)
+    raise UsageError(f'keep is "all", a number of checkpoints, or a Keep, not {keep!r}')
 
 
 def choose(state: RunState, keep: Keep, verified: Iterable[Attempt]) -> set[Attempt]:
@@ -41,6 +57,8 @@ def choose(state: RunState, keep: Keep, verified: Iterable[Attempt]) -> set[Atte
     Nor the newest two full ones, since many increments may depend on one blob of a full one; nor what an attempt that
     is still open builds on.
     """
+    if keep.all:
+        return set()
     history = state.lineage()
     rest = sorted((c for c in state.commits.values() if c not in history), key=lambda c: c.attempt, reverse=True)
     ordered: list[Commit] = [*history, *rest]

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from ckpt.cadence import FIRST_DURABLE, Auto, as_every
 from ckpt.errors import UsageError
-from ckpt.retain import Keep
+from ckpt.retain import Keep, as_keep
 from ckpt.store import normalise, remember_options
 
 COMPRESSION = ("auto", "none", "zstd")
@@ -48,7 +48,8 @@ class Memory:
 @dataclass(frozen=True, slots=True)
 class Tier:
     """A durable place: a folder or URL. `every`: steps between checkpoints; "auto": what loses least, by what a save
-    costs and how often the place is needed, see `ckpt.Auto`. `keep`: how many, or a `Keep`.
+    costs and how often the place is needed, see `ckpt.Auto`. `keep`: "all" of them stay; a number: so many of the
+    newest; or a `Keep`.
 
     For object stores: `storage_options` are those of fsspec (`endpoint_url`, `key`, `profile`, ...), beside what the
     environment and configuration files say; `max_mib_s` throttles what is sent and read, and at most `max_inflight_mib`
@@ -69,7 +70,7 @@ class Tier:
 
     url: str
     every: int | str | Auto = 100
-    keep: Keep | int = field(default=3)
+    keep: Keep | int | str = "all"
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)  # perhaps secrets
     max_mib_s: float | None = None
     max_inflight_mib: int = 256
@@ -83,8 +84,7 @@ class Tier:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "every", as_every(self.every))
-        if not isinstance(self.keep, (int, Keep)):
-            raise UsageError(f"{self} makes no sense: keep is a number or a Keep")
+        object.__setattr__(self, "keep", as_keep(self.keep))
         limits = (self.max_mib_s, self.max_inflight_mib)
         if any(n is not None and (not isinstance(n, (int, float)) or not n > 0) for n in limits):
             raise UsageError(f"{self} makes no sense: max_mib_s and max_inflight_mib are numbers above 0")
@@ -101,8 +101,6 @@ class Tier:
             )
         if self.url.startswith("memory:"):
             raise UsageError(f"{self.url} lives in one process only, and would end with it: use ckpt.Memory()")
-        if isinstance(self.keep, int):
-            object.__setattr__(self, "keep", Keep(last=self.keep))
         try:
             json.dumps(dict(self.storage_options or {}))
         except (TypeError, ValueError):

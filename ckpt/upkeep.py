@@ -220,6 +220,7 @@ def why_kept(state: RunState, keep: retain.Keep, checked: Attempt) -> dict[Attem
     pinned = set[Attempt]().union(*state.pins.values())
     finite = next((c.attempt for c in ordered if c.finite is not False), None)
     found = {}
+    every = "all stay" if keep.all else f"every {keep.every}"
     for attempt in state.commits.keys() - retain.choose(state, keep, {checked}):
         reasons = [
             f"kept: {state.kept[attempt]}" if attempt in state.kept else "",
@@ -227,8 +228,8 @@ def why_kept(state: RunState, keep: retain.Keep, checked: Attempt) -> dict[Attem
             "one of the last two full ones" if attempt in full else "",
             "in use by one that is being written" if attempt in pinned else "",
             "the newest finite one" if attempt == finite else "",
-            f"of the last {keep.last}" if attempt in due else "",
-            f"every {keep.every}" if keep.every and attempt.step % keep.every == 0 else "",
+            f"of the last {keep.last}" if attempt in due and not keep.all else "",
+            every if keep.every and attempt.step % keep.every == 0 else "",
         ]
         found[attempt] = "; ".join(filter(None, reasons)) or (
             "the one that was read back" if attempt == checked else "persisted at a death, after the regular ones"

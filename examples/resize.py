@@ -128,7 +128,7 @@ def train(folder: str, number: str, steps: str, every: str) -> None:
     dist.init_process_group("gloo")
     state, saves = build(), list[ckpt.Save]()
     notes = Path(folder) / f"round-{number}"
-    tiers = [ckpt.Memory(linger_s=LINGER_S), ckpt.Tier(f"{folder}/run", every=int(every))]
+    tiers = [ckpt.Memory(linger_s=LINGER_S), ckpt.Tier(f"{folder}/run", every=int(every), keep=3)]
     with ckpt.Checkpointer(state, tiers) as cp:
         began = time.perf_counter()
         start = cp.restore(default=0)

@@ -240,7 +240,7 @@ def main() -> None:
     if options.run is None:
         train(state, options.steps, None, 0, report, killer)
     else:
-        tiers = [ckpt.Memory(every=1, linger_s=options.linger_s), ckpt.Tier(options.run, every=options.every)]
+        tiers = [ckpt.Memory(every=1, linger_s=options.linger_s), ckpt.Tier(options.run, every=options.every, keep=3)]
         with ckpt.Checkpointer(state, tiers) as cp:
             train(state, options.steps, cp, restore(cp, report), report, killer)
     report("end", step=len(state["losses"]))

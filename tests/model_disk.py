@@ -187,7 +187,7 @@ class RecordingDisk(Disk):
         folder, name = self._split(path)
         self.ops.append(Op(kind, folder, name, node, source=source))
 
-    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
+    def open(self, path: str, flags: int, mode: int = 0o666) -> int:
         with self._step():
             fd = super().open(path, flags, mode)
             if flags & os.O_CREAT:
@@ -573,7 +573,7 @@ class CuttingDisk(Disk):
             if self._left == 0:
                 self._place.cut_power()
 
-    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
+    def open(self, path: str, flags: int, mode: int = 0o666) -> int:
         if flags & os.O_CREAT:
             self._step()
         return super().open(path, flags, mode)

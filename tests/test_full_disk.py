@@ -183,7 +183,7 @@ class Straggler(Disk):
         self.closed: set[int] = set()
         self.strays: list[int] = []
 
-    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
+    def open(self, path: str, flags: int, mode: int = 0o666) -> int:
         fd = super().open(path, flags, mode)
         self.closed.discard(fd)
         return fd

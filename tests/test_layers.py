@@ -45,6 +45,7 @@ LAYERS = (
     ("increment", "directory", "frame"),  # what becomes of each blob; who has which piece
     ("exchange", "sharding", "saved", "write", "rng", "hooks"),  # pieces of tensors; files; before an update
     ("doctor_folder", "doctor_s3", "doctor_machine", "doctor_link"),  # what one kind of thing is like, before a job
+    ("tryout",),  # whether a place can hold a run at all
     ("doctor", "doctor_plan"),  # all about a place; what follows for a job
     ("commit", "restore"),  # files become a checkpoint; tensors again
     ("redo_log", "recipe"),  # every step, as what it changed; by which formula
@@ -107,6 +108,7 @@ NO_TORCH = {
     "origin", "origin_run", "origin_files", "outfile", "cast", "inert", "align", "export", "parse_safetensors",
     "origin_dcp", "parse_torch", "parse_dcp", "parse_values", "parse_entries", "to_safetensors", "to_run",
     "doctor", "doctor_folder", "doctor_s3", "doctor_machine", "doctor_link", "doctor_plan", "cli_doctor", "best",
+    "tryout",
     "predict", "frame", "redo_log", "redo", "redo_keeper", "origin_redo",
 }  # fmt: skip
 """What the writer process or a light `import ckpt` needs: none of these imports torch, not even for types."""

@@ -844,7 +844,7 @@ def test_a_file_system_that_cannot_create_atomically() -> None:
     async def main() -> None:
         store = Simple("memory://simple/run")
         await store.put("x", b"y")
-        with pytest.raises(StoreError, match="MemoryFileSystem cannot create") as caught:
+        with pytest.raises(StoreError, match="MemoryFileSystem, cannot create") as caught:
             await store.put("x", b"y", create=True)
         assert not caught.value.retryable
 

@@ -328,8 +328,8 @@ def test_a_linked_folder_is_not_written_into(root: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
-def test_only_the_owner_may_look(tmp_path: Path, umask: int) -> None:
-    """Files have mode 0600 and folders 0700, whatever the umask."""
+def test_the_umask_says_who_may_look(tmp_path: Path, umask: int) -> None:
+    """Files have mode 0666 and folders 0777 less the umask, folders above the run among them."""
     root = tmp_path / "new" / "run"
 
     async def work(store: Store) -> None:
@@ -344,7 +344,7 @@ def test_only_the_owner_may_look(tmp_path: Path, umask: int) -> None:
         os.umask(before)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in [root.parent, root, *root.rglob("*")]}
     folders = {"new", "run", "log", "index", "packs"}
-    assert modes == {name: 0o700 if name in folders else 0o600 for name in modes}
+    assert modes == {name: (0o777 if name in folders else 0o666) & ~umask for name in modes}
     assert folders | {"0.json", "i", "p"} <= modes.keys()
 
 
@@ -484,7 +484,7 @@ def test_errors_are_ours(root: Path) -> None:
     """No call lets the operating system's own error through."""
 
     class Broken(Disk):
-        def open(self, path: str, flags: int, mode: int = 0o600) -> int:
+        def open(self, path: str, flags: int, mode: int = 0o666) -> int:
             raise OSError(5, "broken")
 
         def unlink(self, path: str) -> None:

@@ -62,6 +62,14 @@ def digest(state: dict[str, Any]) -> str:
     return total.hexdigest()
 
 
+def bits(found: dict[str, torch.Tensor]) -> str:
+    """A digest of every bit of tensors by name."""
+    total = hashlib.sha256()
+    for name, tensor in sorted(found.items()):
+        total.update(name.encode() + tensor.contiguous().numpy().tobytes())
+    return total.hexdigest()
+
+
 def reference(steps: int) -> str:
     """The digest after an uninterrupted run, without any checkpointing."""
     state = build()
@@ -75,7 +83,7 @@ def main() -> None:
     kill_at = int(sys.argv[3]) if len(sys.argv) > 3 else 0
     every = int(sys.argv[4]) if len(sys.argv) > 4 else 10
     state = build()
-    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=every)]) as cp:
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=every, keep=3)]) as cp:
         start = cp.restore(default=0)
         restored = cp.last_restore
         for step in range(start, steps):

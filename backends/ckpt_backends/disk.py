@@ -17,14 +17,14 @@ _AT_FDCWD = -100
 
 
 class Disk:
-    """Plain system calls, blocking. Raises OSError."""
+    """Plain system calls, blocking. Raises OSError. Who may read what is made here is the umask's to say."""
 
-    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
+    def open(self, path: str, flags: int, mode: int = 0o666) -> int:
         # O_NONBLOCK means nothing to a file, and keeps us from waiting for the other end of a pipe with a file's name.
         return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
 
     def mkdir(self, path: str) -> None:
-        os.mkdir(path, 0o700)
+        os.mkdir(path)
 
     def reserve(self, fd: int, size: int) -> None:
         """Take the space now, so that a full disk is known before the first byte is written."""

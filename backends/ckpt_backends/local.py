@@ -562,7 +562,10 @@ def _translated(error: OSError, url: str, path: str) -> StoreError:
     if isinstance(error, FileExistsError):
         return ExistsError(what)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return FullError(f"no space left: {what}. Free some, or lower keep=")
+        return FullError(
+            f"no space left: {what}. Free some: `ckpt prune {url} --keep-last 3` gives up older checkpoints, and "
+            "keep=3 on its Tier does so from now on"
+        )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return StoreError(
             f"not allowed: {what}. Check the owner and mode of the folder, and that it is not mounted read-only"

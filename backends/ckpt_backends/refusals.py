@@ -69,7 +69,7 @@ def refusal(code: str, status: int, text: str) -> StoreError:
     if code == "PreconditionFailed" or status == 412:
         return ExistsError(text)
     if code in _FULL or status == 507:
-        return FullError(f"no space left: {text}. Free some, raise the quota, or lower keep=")
+        return FullError(f"no space left: {text}. Free some, raise the quota, or keep fewer: keep=3 on its Tier")
     if code == "InvalidRange" or status == 416:
         return OutOfRangeError(text)
     if code == "NoSuchUpload":

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import inspect
 import os
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -54,8 +55,9 @@ class RemoteStore:
             condition = _only_if_absent(fs) if create else {}
             if create and not condition:
                 raise StoreError(
-                    f"{self._class.__name__} cannot create an object only if it is absent, so nothing can be committed"
-                    f" to {self.clean(self.url)}: keep checkpoints in a folder, on S3, or where it knows mode='create'"
+                    f"{self.clean(self.url)} cannot hold a run: its driver, {self._class.__name__}, cannot create an "
+                    "object only if it is absent, so that two jobs could overwrite each other's commits. Nothing was "
+                    "written. Use a folder, S3, gs:// or az://, or a driver that knows mode='create' by itself"
                 )
             await fs._pipe_file(path, bytes(data), **condition)
 
@@ -93,6 +95,8 @@ class RemoteStore:
         size = (await self.head(key)).size
         if start + length > size:
             return StoreError(f"{key} holds {size} bytes, {start + length} were asked for")
+        if got > length:
+            return StoreError(f"{key}: {got} bytes came, {length} were asked for: ranges seem not to be known there")
         return StoreError(f"{key} ended early, at {got} of {length} bytes", retryable=got < length)
 
     async def head(self, key: str) -> ObjectInfo:
@@ -151,9 +155,15 @@ class RemoteStore:
     def blocking(self) -> Any:
         """The same file system for threads, where it has files to write to."""
         sync_fs = getattr(self._fs, "sync_fs", None)
-        return self._class(**self._quiet(), skip_instance_cache=True) if sync_fs is None else sync_fs
+        return self._made() if sync_fs is None else sync_fs
 
     # -- the driver --
+
+    @property
+    def endpoint(self) -> str:
+        """Where requests go, if the options say so."""
+        given = self.options.get("endpoint_url") or (self.options.get("client_kwargs") or {}).get("endpoint_url")
+        return self.clean(str(given or ""))
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
@@ -166,10 +176,18 @@ class RemoteStore:
 
     async def _connect(self) -> Any:
         if self._class.async_impl:
-            return self._class(**self._quiet(), asynchronous=True, skip_instance_cache=True)
+            return self._made(asynchronous=True)
         from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
-        return AsyncFileSystemWrapper(self._class(**self._quiet(), skip_instance_cache=True), asynchronous=True)
+        return AsyncFileSystemWrapper(self._made(), asynchronous=True)
+
+    def _made(self, **more: Any) -> Any:
+        try:
+            return self._class(**self._quiet(), **more, skip_instance_cache=True)
+        except TypeError as error:
+            if "use_listings_cache" not in str(error):
+                raise
+            return self._class(**self.options, **more, skip_instance_cache=True)  # of a driver that has no such cache
 
     def _quiet(self) -> dict[str, Any]:
         """Options under which a listing is never one that was seen before."""
@@ -183,6 +201,8 @@ class RemoteStore:
                 closing = close()
                 if inspect.isawaitable(closing):
                     await closing
+        if fs is not None:
+            _let_go(fs)
 
     # -- errors --
 
@@ -336,8 +356,29 @@ class MaybeDone:
             raise StoreError(f"{self._key} holds {found} bytes, {self._size} were written")
 
 
+def _let_go(fs: Any) -> None:
+    """adlfs asks to be closed once more when the process ends, by a loop that is gone: a traceback is all that does."""
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+        held = finalizer.peek()
+        if held is not None and held[0] is fs:
+            finalizer.detach()
+
+
 def _only_if_absent(fs: Any) -> dict[str, Any]:
-    """How a file system is told to create an object and not to replace one; nothing if it cannot."""
+    """How a file system is told to create an object and not to replace one; nothing if it cannot.
+
+    What fsspec does for those that have no word for it is to look first and then to write, which is no promise.
+    """
+    from fsspec import AbstractFileSystem
+    from fsspec.asyn import AsyncFileSystem
+
+    wrapped = getattr(fs, "sync_fs", None)
+    if wrapped is None:
+        generic = type(fs)._pipe_file is AsyncFileSystem._pipe_file
+    else:
+        generic = type(wrapped).pipe_file is AbstractFileSystem.pipe_file
+    if generic:
+        return {}
     known = inspect.signature(fs._pipe_file).parameters
     if "mode" in known:
         return {"mode": "create"}

@@ -304,6 +304,11 @@ class S3Store(RemoteStore):
                 raise
         return fs
 
+    @property
+    def endpoint(self) -> str:
+        """Where requests go, once connected."""
+        return super().endpoint if self._s3 is None else self.clean(str(self._s3.meta.endpoint_url))
+
     def _patient(self) -> dict[str, Any]:
         """The user's options, with our timeouts where there are none, and no attempt but the first."""
         config: dict[str, Any] = {

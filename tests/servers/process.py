@@ -28,7 +28,7 @@ class NotInstalledError(Exception):
 
 
 class Server:
-    """One S3 server, with a folder of its own that goes with it. It listens at `url` from when it is made until `stop`.
+    """One server, with a folder of its own that goes with it. It listens at `url` from when it is made until `stop`.
 
     Make it in a thread that stays: processes are killed when the thread that started them ends, however it ends.
     """

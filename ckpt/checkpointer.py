@@ -71,7 +71,8 @@ COMPARE_S = 120.0  # until the digests of other ranks' replicas are there
 ASIDE = 1 << 20  # bytes of a step that is not due, which are kept for a fault all the same
 ASIDE_SHARE = 0.001  # of a step, that it may cost
 ASIDE_AGAIN = 1000  # steps, after which it is measured again
-KEEP_S = 0.0005  # of the CPU, that it may cost at each step to keep what a step is made of in this process
+KEEP_S = 0.001  # of the CPU, that it may cost at each step to keep what a step is made of in this process
+KEEP_TRIES = 3  # that have to cost more, one after the other: one alone may just have been held up
 STOP_S = 30.0  # for an incident that is being dealt with
 LIVE_S = 10.0  # for a copy of the running state
 FIRST_ARENA_S = 2.0  # the first save may wait this long for its memory, once
@@ -157,7 +158,8 @@ class Checkpointer:
         self._stepped = False  # whether that is a step that was done since the last restore
         self._finite: bool | None = None  # what was said of it
         self._moment: Moment | None = None  # what it was made of, if it was not due
-        self._keep_after = self._keep_pause = 0  # steps that are not due, until such a thing is kept again
+        self._dear = 0  # how often running it cost too much to keep that
+        self._keep_after = 0  # steps that are not due, until it is tried again
         self._exchanged = False  # weights are others at the moment, as `pause` was told
         self._last: tuple[Save, Job] | None = None
         self._written: deque[int] = deque(maxlen=256)  # steps that went to a durable tier, or were to
@@ -165,6 +167,7 @@ class Checkpointer:
         self._not_due = 0
         self._aside: tuple[Save, Job] | None = None  # how to copy the last step, which was not due, after all
         self._newest: tuple[Save, Attempt, tuple[Arena, int]] | None = None  # in memory: staged, or restored from there
+        self._sound: tuple[Save, Attempt, tuple[Arena, int]] | None = None  # at the end: if that is broken, one that is not
         self._updates_before = 0  # optimizer steps before the last call of step()
         self._restored = False
         self._restored_place: tuple[Arena, int] | None = None
@@ -505,9 +508,9 @@ class Checkpointer:
         else:
             began, cpu = time.perf_counter(), time.thread_time()
             self._moment = Moment.take(step, self._capture.read_on())
-            dear = time.thread_time() - cpu > KEEP_S
-            self._keep_pause = min(2 * self._keep_pause + 1, ASIDE_AGAIN) if dear else 0
-            self._keep_after = self._keep_pause
+            dear = time.thread_time() - cpu > max(KEEP_S, self._aside_share * self._pulse.usual_s)
+            self._dear = self._dear + 1 if dear else 0
+            self._keep_after = min(2 ** (self._dear - KEEP_TRIES), ASIDE_AGAIN) if self._dear >= KEEP_TRIES else 0
             self.stats.stalled_s += time.perf_counter() - began
 
     def _may_put_aside(self) -> bool:
@@ -516,9 +519,12 @@ class Checkpointer:
             return self._memory.between
         usual_s = self._pulse.usual_s
         self._not_due += 1
+        return usual_s == 0 or self._aside_s <= self._aside_share * usual_s or self._not_due % ASIDE_AGAIN == 0
+
+    @property
+    def _aside_share(self) -> float:
         every = None if self._memory is None else self._memory.every
-        share = every.budget if isinstance(every, Auto) else ASIDE_SHARE
-        return usual_s == 0 or self._aside_s <= share * usual_s or self._not_due % ASIDE_AGAIN == 0
+        return every.budget if isinstance(every, Auto) else ASIDE_SHARE
 
     def _put_aside(self, step: int) -> None:
         """Keep of a step that is not due what cannot be read later; the rest stays as it is until an optimizer begins.
@@ -972,15 +978,28 @@ class Checkpointer:
         """
         if self._last is not None:
             self._last[1].copied.wait(max(0.0, end - time.monotonic()))
-        arena, sealed = self._stager.arena, self._guardian.sealed()
         timeout_s = max(0.1, min(self._world.timeout_s, end - time.monotonic()))
-        newest = self._world.agree("close", [str(a) for a in sealed], _newest_common, timeout_s=timeout_s)
-        attempt = None if newest is None else Attempt.parse(newest)
+        common = self._world.agree("close", self._sealed(), _worth_keeping, timeout_s=timeout_s)
+        attempt = None if not common else Attempt.parse(common[0])
+        self._sound = self._held(Attempt.parse(common[1])) if len(common) > 1 else None
         if attempt is not None and self._newest is not None and self._newest[1] == attempt:
             return
-        self._last = self._newest = None
-        if attempt is not None and arena is not None:
-            self._newest = (Save(attempt.step, str(attempt), []), attempt, (arena, sealed[attempt]))
+        self._last = None
+        self._newest = None if attempt is None else self._held(attempt)
+
+    def _sealed(self) -> list[tuple[str, bool]]:
+        """What memory holds of this history, and whether the training was sound then."""
+        arena = self._stager.arena
+        broken = {label.attempt for _, label in (arena.sealed() if arena is not None else ()) if label.finite is False}
+        return [(str(attempt), attempt not in broken) for attempt in self._guardian.sealed()]
+
+    def _held(self, attempt: Attempt) -> tuple[Save, Attempt, tuple[Arena, int]] | None:
+        arena, slot = self._stager.arena, self._guardian.sealed().get(attempt)
+        if arena is None or slot is None:
+            return None
+        save = Save(attempt.step, str(attempt), [])
+        save.set_staged()
+        return save, attempt, (arena, slot)
 
     def _stage_last(self, end: float, *, orderly: bool) -> str:
         """Have the last step in memory, if it is not there yet and nothing has changed since; else why it is not."""
@@ -1029,11 +1048,15 @@ class Checkpointer:
             # Else the one before it is the newest, or one that was copied out of turn.
             if job.place is not None and (newest is None or newest[1] < job.attempt):
                 newest = (save, job.attempt, job.place)
+        if self._world.size == 1 and len(worth := _worth_keeping([self._sealed()])) > 1:
+            self._sound = self._held(Attempt.parse(worth[1]))
         self._say_lost(None if newest is None else newest[0].step, why)
         if newest is not None and (self._stepped or not newest[0].tiers):
             # What was restored has its places already, but for the nearest, where memory may have been ahead of it.
             for tiers in (self._tiers[:1], self._tiers[1:] if self._stepped else []):
-                self._write_missing(*newest, tiers)
+                for one in (newest, self._sound if self._stepped else None):
+                    if one is not None:
+                        self._write_missing(*one, tiers)
                 self.wait(max(0.0, end - time.monotonic()))
 
     def _write_missing(self, save: Save, attempt: Attempt, place: tuple[Arena, int], tiers: list[Tier]) -> None:
@@ -1140,9 +1163,12 @@ def _first_reason(result: Restored | None) -> str:
     return f"step {skipped[0].step} in {skipped[0].tier}: {skipped[0].reason}"[:500] if skipped else ""
 
 
-def _newest_common(posts: list[Any]) -> str | None:
-    common = set.intersection(*(set(post) for post in posts))
-    return max(common, key=Attempt.parse, default=None)
+def _worth_keeping(posts: list[Any]) -> list[str]:
+    """Of what each rank holds: the newest that all have, and if it is broken the newest that is not. Pure."""
+    common = set.intersection(*({attempt for attempt, _ in post} for post in posts))
+    sound = common - {attempt for post in posts for attempt, fine in post if not fine}
+    newest = [max(some, key=Attempt.parse) for some in (common, sound) if some]
+    return list(dict.fromkeys(newest))
 
 
 def _predicted_size(capture: Capture) -> int:

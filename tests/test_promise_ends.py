@@ -2,51 +2,33 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import toy
-from conftest import REPO, eventually, killed, run_script, writers
+from conftest import eventually, run_script
+from parallel import free_port, launch
 
 import ckpt
 
-# Trains 25 steps, not all of which are due anywhere, and ends within the next one, by what the second argument says.
+STEPS = 25
+
+# Trains steps not all of which are due anywhere, and ends within the next one.
 ENDING = """
 import sys, torch, toy, ckpt
-run, how, kind = sys.argv[1:]
+run, how = sys.argv[1:]
 state = toy.build()
-sparse = [ckpt.Memory(every=10), ckpt.Tier(run, every=100), ckpt.Tier(run + "-far", every=1000)]
-cp = ckpt.Checkpointer(state, run if kind == "auto" else sparse, every="auto" if kind == "auto" else None)
-
-def train():
-    start = cp.restore(default=0)
-    for step in range(start, 25):
-        toy.train_step(state)
-        cp.step(step + 1, finite=step != 24)
-    if how in ("end", "with", "close"):
-        return
-    state["model"](torch.randn(8, toy.WIDTH))  # the next step has begun: random numbers and buffers move on
-    if how.startswith("raise"):
-        raise ValueError("enough")
-    if how.startswith("interrupt"):
-        raise KeyboardInterrupt
-    sys.exit(3)
-
-if how.endswith("within") or how == "with":
-    with cp:
-        train()
-else:
-    train()
-    if how == "close":
-        cp.close()
+cp = ckpt.Checkpointer(state, [ckpt.Memory(every=10), ckpt.Tier(run, every=100), ckpt.Tier(run + "-far", every=1000)])
+for step in range(cp.restore(default=0), 25):
+    toy.train_step(state)
+    cp.step(step + 1)
+if how != "end":
+    state["model"](torch.randn(8, toy.WIDTH))
+if how == "raise":
+    raise ValueError("enough")
 """
 
 
@@ -57,15 +39,129 @@ def restored(place: str, step: int | None = None) -> tuple[int, str]:
         return cp.restore(step=step), toy.digest(state)
 
 
-@pytest.mark.parametrize("kind", ["sparse", "auto"])
-@pytest.mark.parametrize("how", ["with", "close", "end", "raise within", "raise", "interrupt within", "exit"])
-def test_a_script_that_ends_keeps_its_last_step(run_dir: str, how: str, kind: str) -> None:
-    """Whatever the cadences and however it ends: the last step() is in every tier, as it was then, bit for bit, also if
-    the next step had begun; and what was said of it stays with it."""
-    if kind == "auto" and how not in ("with", "raise within"):
+def sparse(run: str) -> list[Any]:
+    return [ckpt.Memory(every=10), ckpt.Tier(run, every=100), ckpt.Tier(run + "-far", every=1000)]
+
+
+def newest(place: str) -> int:
+    """The newest step that is durable there, -1 if there is none."""
+    with contextlib.suppress(ckpt.CheckpointError):
+        return ckpt.load(place).step
+    return -1
+
+
+@pytest.mark.parametrize("auto", [False, True], ids=["sparse", "auto"])
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt, SystemExit])
+def test_leaving_the_block_keeps_the_last_step(run_dir: str, error: type[BaseException] | None, auto: bool) -> None:
+    """Whatever the cadences and however the training ends: its last step is in every tier as it was at step(), bit for
+    bit, also if the next one had begun; a restart does not save it again."""
+    if auto and error is not None and error is not ValueError:
         pytest.skip("the cadence makes no difference there")
-    done = run_script(ENDING, run_dir, how, kind)
-    assert done.returncode == {"i": 130, "e": 3}.get(how[0], 0) if how in ("exit", "with", "close", "end") else True
-    wanted = (25, toy.reference(25))
-    for place in [run_dir] if kind == "auto" else [run_dir, run_dir + "-far"]:
-        assert restored(place, 25) == wanted, (place, done.stderr)
+    state = toy.build()
+    tiers: Any = {"tiers": run_dir, "every": "auto"} if auto else {"tiers": sparse(run_dir)}
+    with contextlib.suppress(error or ZeroDivisionError), ckpt.Checkpointer(state, **tiers) as cp:
+        for step in range(cp.restore(default=0), STEPS):
+            toy.train_step(state)
+            cp.step(step + 1)
+        if error is not None:
+            state["model"](torch.randn(8, toy.WIDTH))  # random numbers and buffers move on
+            raise error("enough")
+    for place in [run_dir] if auto else [run_dir, run_dir + "-far"]:
+        assert newest(place) == STEPS
+    assert restored(run_dir) == (STEPS, toy.reference(STEPS))
+
+
+@pytest.mark.parametrize("how", ["end", "raise"])
+def test_a_script_that_just_ends_keeps_its_last_step(run_dir: str, how: str) -> None:
+    """Nobody closes anything: the end of the interpreter does, after an exception too."""
+    done = run_script(ENDING, run_dir, how)
+    assert done.returncode == (how == "raise"), done.stderr
+    assert newest(run_dir + "-far") == STEPS
+    assert restored(run_dir) == (STEPS, toy.reference(STEPS))
+
+
+def test_an_update_that_has_begun_is_said(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Once an optimizer has begun the next step the last one cannot be had any more: the newest that memory holds is
+    kept, and one warning says which it is, why, and what that costs."""
+    state = toy.build()
+    with caplog.at_level(logging.WARNING, "ckpt"), ckpt.Checkpointer(state, sparse(run_dir)) as cp:
+        for step in range(cp.restore(default=0), STEPS):
+            toy.train_step(state)
+            cp.step(step + 1)
+        toy.train_step(state)
+    said = [record.getMessage() for record in caplog.records if "was the last one" in record.getMessage()]
+    assert said == [
+        "step 25 was the last one, and step 20 is kept: an optimizer has begun a further step; a restart does 5 steps "
+        "again"
+    ]
+    assert restored(run_dir) == (20, toy.reference(20))
+
+
+@pytest.mark.parametrize("swapped", ["pause", "by hand"])
+def test_weights_that_are_others_at_the_end_are_not_saved(run_dir: str, swapped: str) -> None:
+    """An exception within an evaluation with other weights: what lies in the model is of no step."""
+    state = toy.build()
+
+    def swap() -> None:
+        with torch.no_grad():
+            state["model"][0].weight.zero_()
+
+    with contextlib.suppress(ValueError), ckpt.Checkpointer(state, sparse(run_dir)) as cp:
+        for step in range(cp.restore(default=0), STEPS):
+            toy.train_step(state)
+            cp.step(step + 1)
+        with cp.pause(changes_state=swapped == "pause"):
+            swap()
+            raise ValueError("enough")
+    assert restored(run_dir) == (20, toy.reference(20))
+
+
+def test_what_was_only_restored_is_not_saved_again(run_dir: str) -> None:
+    """A script that restores and ends has done no step: there is nothing to bring anywhere."""
+    for _ in range(2):
+        state = toy.build()
+        with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=5)) as cp:
+            if cp.restore(default=0) == 0:
+                toy.train_step(state)
+                cp.step(5)
+    with ckpt.Checkpointer(toy.build(), [ckpt.Tier(run_dir, every=5), ckpt.Tier(run_dir + "-far")]) as cp:
+        assert cp.restore() == 5
+    assert newest(run_dir) == 5 and newest(run_dir + "-far") == -1
+
+
+def test_a_broken_last_step_does_not_stand_alone(run_dir: str) -> None:
+    """With finite=False it is saved as that, and the newest sound step beside it."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=100)]) as cp:
+        for step in range(cp.restore(default=0), 8):
+            toy.train_step(state)
+            save = cp.step(step + 1, finite=step < 6)
+            assert save is not None
+            save.staged(60)
+    assert ckpt.load(run_dir, step=8).step == 8
+    assert restored(run_dir) == (6, toy.reference(6))
+
+
+RANKS = """
+import sys, torch.distributed as dist, toy, ckpt
+run, how = sys.argv[1:]
+dist.init_process_group("gloo")
+state = toy.build()
+with ckpt.Checkpointer(state, [ckpt.Memory(every=10), ckpt.Tier(run, every=100), ckpt.Tier(run + "-far", every=100)]) as cp:
+    for step in range(cp.restore(default=0), 15):
+        toy.train_step(state)
+        cp.step(step + 1)
+    dist.barrier()
+    if how == "raise":
+        raise ValueError("enough")
+"""
+
+
+@pytest.mark.parametrize("how", ["with", "raise"])
+def test_several_ranks_keep_their_last_step(run_dir: str, how: str) -> None:
+    """All have it when they end together; after an exception on each of them the writers see to it, and no rank waits
+    for another."""
+    launch(2, RANKS, run_dir, how, port=free_port())
+    assert eventually(lambda: newest(run_dir) == 15)
+    if how == "with":
+        assert newest(run_dir + "-far") == 15

@@ -626,13 +626,21 @@ class Checkpointer:
             self._unpin_restored()
         if self._world.size > 1 and self._guardian.newer == SURELY_NEWER:
             self._tenure.tell_newer(job.attempt.epoch)
-        save.set_staged()
-        self._say_staged(save, job)
+        self._guardian.acknowledge(job.attempt, *job.place, lambda error: self._on_kept(save, job, error))
         if settings is not None:
             self._redo.log(save, job.attempt, job.place, settings)
         self._guardian.on_sealed()
         for i in durable:
             self._write(save, job.attempt, job.place, i)
+
+    def _on_kept(self, save: Save, job: Job, error: CheckpointError | None) -> None:
+        """A process that survives this one has the snapshot, or none will have it any more."""
+        if error is not None:
+            publish("failed", save.step, tier="memory", error=str(error))
+            save.set_unstaged(error)
+            return
+        save.set_staged(self._guardian.survives)
+        self._say_staged(save, job)
 
     def _say_staged(self, save: Save, job: Job) -> None:
         """To subscribers: with what training has waited for it, in step() and, just now perhaps, before an update."""

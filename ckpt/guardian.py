@@ -58,6 +58,16 @@ class Written:
     nbytes_stored: int = 0
 
 
+@dataclass(frozen=True)
+class Unkept:
+    """A sealed slot of memory that only we have. `done`: told when the next writer has it too, or why none has."""
+
+    attempt: Attempt
+    arena: Arena
+    slot: int
+    done: Callable[[CheckpointError | None], None]
+
+
 @dataclass
 class Inherited:
     """Memory of an earlier incarnation."""
@@ -92,6 +102,7 @@ class Guardian:
         self._lock = threading.RLock()
         self._layouts: dict[str, Layout] = {}
         self._writes: list[Written] = []
+        self._unkept: dict[tuple[bytes, int], Unkept] = {}  # by slot
         self._deaths: list[float] = []
         self._retracts: dict[Attempt, str] = {}
         self._foreign: set[bytes] = set()  # arenas that other ranks staged into
@@ -442,6 +453,8 @@ class Guardian:
         self._drop_prepared()
         for write in list(self._writes):
             self._send(write)
+        for arena in {one.arena.id: one.arena for one in self._unkept.values()}.values():
+            self._ask_to_keep(client, arena)
         self.on_new_writer(client)
 
     def _fail(self, error: CheckpointError) -> None:
@@ -451,6 +464,7 @@ class Guardian:
             self._release(write)
             write.done(self.failure)
         self._writes.clear()
+        self._forgo(self.failure)
         self.on_no_writer(self.failure)
 
     def holds(self, arena: Arena) -> bool:
@@ -650,7 +664,60 @@ class Guardian:
     @property
     def has_memory(self) -> bool:
         """Whether snapshots outlive this process."""
-        return self._memory_kept and self.failure is None
+        arena = self._stager.arena
+        return self._memory_kept and self.failure is None and (arena is None or arena.is_kept())
+
+    # -- what is acknowledged --
+
+    @property
+    def survives(self) -> bool:
+        """Whether the writer does something for what it holds when we die: keep it, or write it out."""
+        return self._memory_kept or bool(self._tiers)
+
+    def acknowledge(
+        self, attempt: Attempt, arena: Arena, slot: int, done: Callable[[CheckpointError | None], None]
+    ) -> None:
+        """Call `done` once a process that survives this one has the slot: at once, unless our writer has died. With an
+        error if there will be none any more, or if the slot was used again before there was one."""
+        if arena.is_kept():
+            done(None)
+            return
+        one = Unkept(attempt, arena, slot, done)
+        with self._lock:
+            error, before = self.failure, self._unkept.pop((arena.id, slot), None)
+            if self._closing:
+                error = error or WriterError("the Checkpointer was closed, and there is no writer any more")
+            if error is None:
+                self._unkept[arena.id, slot] = one
+                self._ask_to_keep(self.client, arena)
+        if before is not None:
+            before.done(_used_again(before))
+        if error is not None:
+            done(error)
+
+    def _ask_to_keep(self, client: WriterClient, arena: Arena) -> None:
+        future = client.send("keep", arena=arena.id.hex())
+        future.add_done_callback(lambda future: self._on_keep(client, arena, future.exception()))
+
+    def _on_keep(self, client: WriterClient, arena: Arena, error: BaseException | None) -> None:
+        """The writer should have it by now."""
+        if isinstance(error, WriterError):
+            return  # the next one is asked
+        with self._lock:
+            kept = arena.is_kept()
+            if error is None and not kept:
+                self._ask_to_keep(client, arena)
+                return
+            found = [self._unkept.pop(key) for key in list(self._unkept) if key[0] == arena.id]
+        for one in found:
+            holds = dict((label.attempt, slot) for slot, label in arena.sealed()).get(one.attempt) == one.slot
+            one.done(None if kept and holds else _used_again(one))
+
+    def _forgo(self, error: CheckpointError) -> None:
+        with self._lock:
+            found, self._unkept = list(self._unkept.values()), {}
+        for one in found:
+            one.done(error)
 
     def tell_layout(self, layout: Layout, guarded: list[bool]) -> None:
         """Before a slot is sealed with it. `guarded`: of each tensor, whether only optimizer steps change it."""
@@ -763,6 +830,7 @@ class Guardian:
             self._closing = True
         self.client.send("leave")
         self.client.close()
+        self._forgo(WriterError("there was no writer when the trainer let go of its memory"))
 
     def close(self, timeout_s: float, *, failed: bool = False) -> None:
         """Let the writer finish and leave. DeadlineError if it has not within `timeout_s`; it goes on by itself.
@@ -776,6 +844,7 @@ class Guardian:
         finally:
             self.client.close()
             self._drop_prepared()
+            self._forgo(WriterError("there was no writer when the Checkpointer was closed"))
             for arena in {a.id: a for a in (*self.inherited.arenas, *self._arenas())}.values():
                 arena.close()
 
@@ -795,6 +864,13 @@ def _known(hello: Message) -> Known:
     layouts = {digest: Layout.from_json(layout) for digest, layout in hello["layouts"].items()}
     acquires = [Acquire(e, n, None if r is None else Attempt.parse(r)) for e, n, r in hello["acquires"]]
     return layouts, _digests(hello), acquires
+
+
+def _used_again(one: Unkept) -> SaveError:
+    return SaveError(
+        f"step {one.attempt.step} was only in the trainer's memory, since the writer had died, and a newer step took its "
+        "place before another writer had it"
+    )
 
 
 def _digests(reply: Message) -> dict[tuple[Attempt, int], bytes]:

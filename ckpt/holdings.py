@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from ckpt.arena import EAGER, SEALED, Arena, Label
+from ckpt.arena import EAGER, SEALED, Arena, Keeping, Label
 from ckpt.digest import blob_digest
 from ckpt.errors import SaveError
 from ckpt.manifest import Attempt
@@ -39,6 +39,7 @@ class Holdings:
 
     def __init__(self) -> None:
         self.arenas: dict[str, Arena] = {}
+        self.keeping: dict[str, Keeping] = {}  # the same arenas
         self.foreign: set[str] = set()  # those that other ranks staged into: nobody goes on in them here
         self.layouts: dict[str, Layout] = {}
         self.digests: dict[tuple[Attempt, int], bytes] = {}  # by attempt, and rank that took the snapshot
@@ -52,7 +53,7 @@ class Holdings:
         return [*self.arenas.values(), *self.mirror.arenas.values()]
 
     def add(self, arena: Arena, *, foreign: bool = False) -> None:
-        self.arenas[arena.id.hex()] = arena
+        self.arenas[arena.id.hex()], self.keeping[arena.id.hex()] = arena, arena.keep()
         if foreign:
             self.foreign.add(arena.id.hex())
 
@@ -60,6 +61,7 @@ class Holdings:
         """This arena is not needed any more."""
         arena = self.arenas.pop(key, None)
         if arena is not None:
+            self.keeping.pop(key).let_go()
             arena.close()
 
     def ring(self) -> list[tuple[Arena, int, Label]]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import toy
-from conftest import eventually, run_script
+from conftest import eventually, killed, run_script
 from parallel import free_port, launch
 
 import ckpt
@@ -165,3 +167,72 @@ def test_several_ranks_keep_their_last_step(run_dir: str, how: str) -> None:
     assert eventually(lambda: newest(run_dir) == 15)
     if how == "with":
         assert newest(run_dir + "-far") == 15
+
+
+# Loses its writer; the next one starts when a file `gate` appears. Says what its handles say, and is killed.
+UNKEPT = """
+import json, os, signal, sys, time, psutil, toy, ckpt
+run, folder, when = sys.argv[1:]
+state = toy.build()
+cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=1000)], on_error="warn")
+cp.restore(default=0)
+
+def train(step):
+    toy.train_step(state)
+    return cp.step(step)
+
+train(1).staged(60)
+with open(f"{folder}/python", "w") as script:
+    script.write(f'#!/bin/sh\\nwhile [ ! -e {folder}/gate ]; do sleep 0.02; done\\nexec {sys.executable} "$@"\\n')
+os.chmod(f"{folder}/python", 0o700)
+sys.executable = f"{folder}/python" if when != "never" else f"{folder}/nothing"
+(writer,) = psutil.Process().children()
+writer.kill()
+writer.wait()
+saves = [train(step) for step in range(2, 12)]
+
+def outcome(save, timeout_s):
+    try:
+        return save.staged(timeout_s).tier
+    except ckpt.CheckpointError as error:
+        return type(error).__name__
+
+found = {"at once": outcome(saves[-1], 0.1), "status": saves[-1].status}
+open(f"{folder}/gate", "w")
+found["then"] = [outcome(save, 60) for save in saves]
+print(json.dumps(found), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_staged_is_told_when_another_process_has_the_memory(run_dir: str, tmp_path: Path) -> None:
+    """After the writer's death steps are staged on, and acknowledged only when the next one has the memory: killed
+    right after that, the newest is restored from there. What was overwritten before is told that."""
+    done = run_script(UNKEPT, run_dir, tmp_path, "after")
+    assert killed(done), done.stderr
+    found = json.loads(done.stdout)
+    assert (found["at once"], found["status"]) == ("DeadlineError", "staging")
+    assert found["then"][-1] == "memory" and found["then"][0] == "SaveError"
+    state = toy.build(seed=1)
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1000)]) as cp:
+        assert cp.restore() == 11 and toy.digest(state) == toy.reference(11)
+        assert cp.last_restore is not None and cp.last_restore.tier == "memory"
+
+
+def test_without_a_writer_nothing_is_acknowledged(run_dir: str, tmp_path: Path) -> None:
+    """No writer can be started any more: no step that only the trainer holds is called staged, and nobody waits."""
+    done = run_script(UNKEPT, run_dir, tmp_path, "never")
+    assert killed(done), done.stderr
+    assert set(json.loads(done.stdout)["then"]) <= {"WriterError", "SaveError"}
+
+
+def test_staged_says_what_it_is_worth(run_dir: str) -> None:
+    """Memory that nobody keeps beyond the trainer, and that nobody writes anywhere, is called so."""
+    for tiers, name, worth in (
+        (ckpt.Memory(linger_s=0), "short", "trainer"),
+        (ckpt.Memory(), "long", "memory"),
+        (ckpt.Tier(run_dir, every=1), None, "memory"),
+    ):
+        with ckpt.Checkpointer({"w": torch.ones(3)}, tiers, name=name) as cp:
+            cp.restore(default=0)
+            assert cp.save(1).staged(60).tier == worth

@@ -277,10 +277,13 @@ class Checkpointer:
         self._begin_step(step)
         save = None
         try:
-            if durable or asked or self._redo.on or self._tempo.schedule.memory_due(step):
+            if durable or asked or self._redo.on or (self._tempo.schedule.memory_due(step) and self._guardian.rings):
                 save = self._save(step, durable, explicit=asked, asked=asked)
             else:
                 self._keep(step)
+        except SkippedError as error:  # there is no memory for it, which was said
+            self.stats.skipped += 1
+            log.info("%s", error)
         finally:
             if asked:
                 self._sentinel.answer(save)
@@ -393,6 +396,8 @@ class Checkpointer:
             settings = self._begin_log(save, reading)
             must = explicit or bool(durable) or (self._redo.on and self._on_busy == "wait")
             self._ready_memory(reading.layout.arrangement.data_size, len(values), timeout_s if must else 0.0, must=must)
+            if not (must or self._redo.on or self._guardian.rings):
+                raise SkippedError(f"step {step} was not saved: memory is short, and it was due nowhere else")
         except BaseException as error:
             what = error if isinstance(error, CheckpointError) else SaveError(f"step {step} was not saved: {error!r}")
             save.set_failed(what)
@@ -470,10 +475,12 @@ class Checkpointer:
             try:
                 self._guardian.take_prepared(max(0.0, end - time.monotonic()))
             except CheckpointError as error:
-                if must:
+                if must or isinstance(error, SkippedError):
                     raise
                 self._note_error(error, None)
                 break
+            if not must and self._guardian.refused(data_size + values_size):
+                raise SkippedError("memory is short")
             arena = self._stager.arena
             ready = arena is not None and arena.fits(data_size, values_size)
             if ready or self._guardian.failure is not None or time.monotonic() >= end:
@@ -496,7 +503,7 @@ class Checkpointer:
 
     def _keep(self, step: int) -> None:
         """A step that is not due, for the case that the training ends behind it."""
-        if self._sentinel.armed and self._may_put_aside():
+        if self._sentinel.armed and self._guardian.rings and self._may_put_aside():
             began = time.perf_counter()
             self._put_aside(step)
             self._aside_s = time.perf_counter() - began
@@ -842,9 +849,12 @@ class Checkpointer:
             if memory.world == self._world.size:  # else it is not a share of what this rank has now
                 self._newest = (Save(source.attempt.step, str(source.attempt), []), source.attempt, place)
                 self._newest[0].set_staged()
-            # After a rollback it may be the oldest in the ring, and still it is the one that must not be lost.
-            self._restored_place = place
-            self._stager.pin(*place)
+            if self._guardian.rings:
+                # After a rollback it may be the oldest in the ring, and still it is the one that must not be lost.
+                self._restored_place = place
+                self._stager.pin(*place)
+            elif self._newest is not None:  # its slot is needed again
+                self._write_missing(*self._newest, self._tiers[:1])
         result.seconds = time.perf_counter() - started
         self.last_restore = result
         how = "" if result.verified else ", not yet verified by a digest"

@@ -21,7 +21,7 @@ from ckpt.arena import Arena
 from ckpt.cadence import MEMORY, Auto
 from ckpt.client import REQUEST_S, Reply, WriterClient
 from ckpt.commit import Role
-from ckpt.errors import CheckpointError, DeadlineError, SaveError, StoreError, WriterError
+from ckpt.errors import CheckpointError, DeadlineError, SaveError, SkippedError, StoreError, WriterError
 from ckpt.events import log, point
 from ckpt.fault import Fault
 from ckpt.link import Message
@@ -110,7 +110,8 @@ class Guardian:
         self._closing = False
         self._adopted = False
         self._mourned: WriterClient | None = None  # the last one whose death was seen to
-        self._asked_size = 0
+        self._asked_size = self._asked = self._asked_slots = 0
+        self._said_short = False  # that memory is
         self._refused_size = float("inf")
         self._preparing: Future[Reply] | None = None
         self.on_damaged: Callable[[Message], None] = lambda note: None
@@ -508,7 +509,7 @@ class Guardian:
     def prepare(self, data_size: int, values_size: int, *, again: bool = False) -> None:
         """Have memory for snapshots of this size made in the background, unless there is enough or it is being made.
 
-        A size that was refused is asked for again only if told.
+        Where memory is short it holds fewer of them. A size that was refused is asked for again only if told.
         """
         size = data_size + 4 * values_size + (1 << 18)
         with self._lock:
@@ -519,12 +520,13 @@ class Guardian:
                 return
             if not again and data_size + values_size >= self._refused_size:
                 return
-            self._asked_size = size
+            self._asked_size, self._asked = size, data_size + values_size
             # A redo log takes a step against the one before, which must not be overwritten meanwhile.
             logged = any(tier.log_every_step for tier in self._tiers)
-            slots = self._ring + max(1, len(self._tiers)) + logged
+            slots = self._asked_slots = self._ring + max(1, len(self._tiers)) + logged
+            least = 1 if self._tiers and not logged else 2
             self._drop_prepared(self.client)
-            self._preparing = self.client.send("arena", slots=slots, slot_size=size)
+            self._preparing = self.client.send("arena", slots=slots, slot_size=size, least=least)
 
     def _drop_prepared(self, client: WriterClient | None = None) -> None:
         """Nobody takes what was prepared any more: its descriptor would hold all of that memory, and so would the
@@ -555,9 +557,11 @@ class Guardian:
             with self._lock:
                 self._preparing = None  # not a refusal: the next writer is asked again
             return
-        except CheckpointError:
+        except CheckpointError as error:
             with self._lock:
-                self._preparing, self._refused_size = None, self._asked_size
+                self._preparing, self._refused_size = None, self._asked
+            if isinstance(error, SkippedError):
+                self._say_short(f"{error}. Until then training goes on, and steps are not saved")
             raise
         except TimeoutError:
             return
@@ -571,13 +575,42 @@ class Guardian:
             except OSError as error:
                 os.close(fds[0])
                 self.client.send("release", arena=made["arena"])
-                self._refused_size = self._asked_size
-                raise SaveError(f"the memory for snapshots cannot be mapped: {error}. See ulimit -v") from error
+                self._refused_size = self._asked
+                refusal = SkippedError(f"the memory for snapshots cannot be mapped: {error}. See ulimit -v")
+                self._say_short(f"{refusal}. Training goes on, and steps are not saved")
+                raise refusal from error
+            self._refused_size = float("inf")
+            self._said_short &= arena.slots < self._asked_slots
             if previous is not None:
                 self._spares.append(previous)
                 self._newer = 0
             client = self.client
         self._adopt(arena, client)  # without the lock, which the staging thread takes when a job ends
+        if arena.slots < self._asked_slots:
+            held = f"{arena.slots} of {self._asked_slots} snapshots of {arena.slot_size / 2**20:.0f} MiB fit"
+            without = "" if self.rings else ", so no step is kept in memory: only those are saved that go to a folder or URL"
+            self._say_short(f"{held}{without}")
+
+    def _say_short(self, what: str) -> None:
+        """Once, as long as it is."""
+        if not self._said_short:
+            log.warning("memory is short: %s", what)
+        self._said_short = True
+
+    @property
+    def rings(self) -> bool:
+        """Whether there is memory for one snapshot and the next: else none is held but on its way to a durable tier.
+
+        Of several ranks one may be a step behind: what the others overwrite must not be the newest that all have.
+        """
+        arena = self._stager.arena
+        if arena is None:
+            return self._refused_size == float("inf")
+        return arena.slots >= (2 if self._world.size == 1 else 3)
+
+    def refused(self, nbytes: int) -> bool:
+        """Whether memory for snapshots of this size was asked for, and is not there."""
+        return nbytes >= self._refused_size
 
     def _adopt(self, arena: Arena, client: WriterClient) -> None:
         def watch() -> None:

@@ -34,7 +34,7 @@ from ckpt.errors import CheckpointError, FencedError, UsageError, WriterError, t
 from ckpt.exporter import Exporter
 from ckpt.fault import Fault, Saved
 from ckpt.filing import last_decision, read_back
-from ckpt.holdings import Holdings, check_room
+from ckpt.holdings import Holdings, make_arena
 from ckpt.ledger import Decision
 from ckpt.link import Channel, Message
 from ckpt.lookout import Lookout
@@ -328,9 +328,8 @@ class Writer:
 
     async def do_arena(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Make an arena, in the background, since touching its pages takes a while."""
-        slots, slot_size = int(message["slots"]), int(message["slot_size"])
-        check_room(slots, slot_size)
-        arena = await asyncio.to_thread(Arena.create, slots, slot_size)
+        wanted = [int(message[name]) for name in ("slots", "slot_size", "least")]
+        arena = await asyncio.to_thread(make_arena, *wanted)
         self.holdings.add(arena)
         await self._kept(arena.id.hex())
         return {"arena": arena.id.hex()}, (arena.fd,)

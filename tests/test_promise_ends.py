@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import toy
-from conftest import eventually, killed, run_script
+from conftest import REPO, eventually, killed, run_script
 from parallel import free_port, launch
 
 import ckpt
@@ -236,3 +239,84 @@ def test_staged_says_what_it_is_worth(run_dir: str) -> None:
         with ckpt.Checkpointer({"w": torch.ones(3)}, tiers, name=name) as cp:
             cp.restore(default=0)
             assert cp.save(1).staged(60).tier == worth
+
+
+# Trains on a machine with the free memory that a file says (as lxcfs has it in containers): 20 MiB a snapshot.
+SHORT = """
+import json, logging, sys, torch, ckpt
+logging.basicConfig(level=logging.WARNING, format="%(message)s")
+run, meminfo, memory = sys.argv[1:]
+weight = torch.nn.Parameter(torch.zeros(5 << 20))
+optim = torch.optim.SGD([weight], lr=1.0)
+tier = ckpt.Tier(run, every=2, keep=9, incremental=False)
+found = []
+
+def train(step):
+    weight.grad = torch.full_like(weight, -1.0)
+    optim.step()
+    save = cp.step(step)
+    found.append(save and (save.staged(60).tier, *(save.committed(60, tier=t).step for t in save.tiers)))
+
+with ckpt.Checkpointer({"w": weight, "opt": optim}, [ckpt.Memory(), tier] if memory == "memory" else tier) as cp:
+    start = cp.restore(default=0)
+    for step in range(start + 1, start + 5):
+        train(step)
+    explicit = ""
+    try:
+        cp.save().committed(60)
+    except ckpt.CheckpointError as error:
+        explicit = type(error).__name__
+    if explicit:
+        with open(meminfo, "w") as file:
+            file.write("MemTotal: 9000000 kB\\nMemAvailable: 1000000 kB\\n")
+        train(start + 5)
+        train(start + 6)
+    print(json.dumps({"start": start, "found": found, "explicit": explicit}))
+"""
+
+
+def on_short_machine(folder: Path, mib: int, *arguments: str) -> dict[str, Any]:
+    """What a training says where only so much memory is free, and its log under "log"."""
+    enter = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-rm"]
+    bind = 'mount --bind "$0" /proc/meminfo && exec "$@"'
+    meminfo = folder / "meminfo"
+    meminfo.write_text(f"MemTotal: 9000000 kB\nMemAvailable: {mib << 10} kB\n")
+    if subprocess.run([*enter, "sh", "-c", bind, meminfo, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this system lets nobody mount something over /proc/meminfo")
+    done = subprocess.run(
+        [*enter, "sh", "-c", bind, meminfo, sys.executable, "-c", SHORT, str(folder / "run"), meminfo, *arguments],
+        env={**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONPATH": f"{REPO}:{REPO / 'backends'}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return {**json.loads(done.stdout), "log": done.stderr}
+
+
+def test_fewer_snapshots_are_held_where_memory_is_short(tmp_path: Path) -> None:
+    """Two fit where four were asked for: that is said once, and every step is staged."""
+    found = on_short_machine(tmp_path, 70, "memory")
+    assert found["found"] == [["memory"], ["memory", 2], ["memory"], ["memory", 4]]
+    assert found["log"].count("memory is short: 2 of 4 snapshots") == found["log"].count("memory is short") == 1
+
+
+@pytest.mark.parametrize("memory", ["memory", "folder alone"])
+def test_checkpoints_are_written_where_one_snapshot_fits(tmp_path: Path, memory: str) -> None:
+    """No step stays in memory, which is said once; those that are due in the folder get there, one after the other."""
+    for start in (0, 4):
+        found = on_short_machine(tmp_path, 35, memory)
+        assert found["start"] == start
+        assert found["found"] == [None, ["memory", start + 2], None, ["memory", start + 4]]
+        assert found["log"].count("memory is short: 1 of") == found["log"].count("memory is short") == 1
+    assert float(ckpt.load(str(tmp_path / "run"))["w"][0]) == 8.0
+
+
+def test_training_goes_on_where_no_snapshot_fits(tmp_path: Path) -> None:
+    """No step is saved, which is said once, and no step() raises; who asks for a save is told; with room again the next
+    one that is due is saved."""
+    found = on_short_machine(tmp_path, 20, "memory")
+    assert found["found"] == [None, None, None, None, None, ["memory", 6]]
+    assert found["explicit"] == "SkippedError" and found["log"].count("memory is short") == 1
+    assert float(ckpt.load(str(tmp_path / "run"))["w"][0]) == 6.0

@@ -225,7 +225,7 @@ class Arena:
 
 
 class Keeping:
-    """A thread that sits on a mutex, as long as this process keeps an arena. `begun`: it does; another may do before."""
+    """A thread that sits on a mutex as long as this process keeps an arena. `begun`: it does; others may do before."""
 
     def __init__(self, mutex: RobustMutex) -> None:
         self.begun, self._over = threading.Event(), threading.Event()

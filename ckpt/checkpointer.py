@@ -167,7 +167,7 @@ class Checkpointer:
         self._not_due = 0
         self._aside: tuple[Save, Job] | None = None  # how to copy the last step, which was not due, after all
         self._newest: tuple[Save, Attempt, tuple[Arena, int]] | None = None  # in memory: staged, or restored from there
-        self._sound: tuple[Save, Attempt, tuple[Arena, int]] | None = None  # at the end: if that is broken, one that is not
+        self._sound: tuple[Save, Attempt, tuple[Arena, int]] | None = None  # the newest that is not broken, if that is
         self._updates_before = 0  # optimizer steps before the last call of step()
         self._restored = False
         self._restored_place: tuple[Arena, int] | None = None
@@ -1022,8 +1022,10 @@ class Checkpointer:
     def _stage_last(self, end: float, *, orderly: bool) -> str:
         """Have the last step in memory, if it is not there yet and nothing has changed since; else why it is not."""
         step = self._last_step
-        if step is None or not self._stepped or self._fenced is not None or self._guardian.failure is not None:
+        if step is None or not self._stepped or self._fenced is not None:
             return ""
+        if self._guardian.failure is not None:
+            return str(self._guardian.failure)
         try:
             self._stager.do(lambda: None, max(0.0, end - time.monotonic()))
             if self.in_memory(0.0) == step:
@@ -1043,8 +1045,8 @@ class Checkpointer:
                 return (
                     "weights were changed by hand since"
                     if moment is not None
-                    else "what moves on within a step, such as batches and random numbers, was not kept: it would have "
-                    "cost too much, see Memory(between=)"
+                    else "what moves on within a step, such as batches and random numbers, was not kept "
+                    "beside: see Memory(between=)"
                 )
             self._save(step, [], explicit=True, taken=now, timeout_s=max(1.0, end - time.monotonic()))
             if self.in_memory(max(0.0, end - time.monotonic())) == step:

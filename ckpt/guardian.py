@@ -588,7 +588,7 @@ class Guardian:
         self._adopt(arena, client)  # without the lock, which the staging thread takes when a job ends
         if arena.slots < self._asked_slots:
             held = f"{arena.slots} of {self._asked_slots} snapshots of {arena.slot_size / 2**20:.0f} MiB fit"
-            without = "" if self.rings else ", so no step is kept in memory: only those are saved that go to a folder or URL"
+            without = "" if self.rings else ", so none is kept there: only steps that are due in a tier are saved"
             self._say_short(f"{held}{without}")
 
     def _say_short(self, what: str) -> None:
@@ -606,7 +606,7 @@ class Guardian:
         arena = self._stager.arena
         if arena is None:
             return self._refused_size == float("inf")
-        return arena.slots >= (2 if self._world.size == 1 else 3)
+        return bool(arena.slots >= (2 if self._world.size == 1 else 3))
 
     def refused(self, nbytes: int) -> bool:
         """Whether memory for snapshots of this size was asked for, and is not there."""
@@ -743,7 +743,7 @@ class Guardian:
                 return
             found = [self._unkept.pop(key) for key in list(self._unkept) if key[0] == arena.id]
         for one in found:
-            holds = dict((label.attempt, slot) for slot, label in arena.sealed()).get(one.attempt) == one.slot
+            holds = any((slot, label.attempt) == (one.slot, one.attempt) for slot, label in arena.sealed())
             one.done(None if kept and holds else _used_again(one))
 
     def _forgo(self, error: CheckpointError) -> None:
@@ -901,8 +901,8 @@ def _known(hello: Message) -> Known:
 
 def _used_again(one: Unkept) -> SaveError:
     return SaveError(
-        f"step {one.attempt.step} was only in the trainer's memory, since the writer had died, and a newer step took its "
-        "place before another writer had it"
+        f"step {one.attempt.step} was in the trainer's memory only, since the writer had died, and a newer step took "
+        "its place before another writer had it"
     )
 
 

@@ -25,15 +25,15 @@ MEMORY_SHARE = 0.8  # of the available memory, that an arena may take
 
 
 def room_for(slots: int, slot_size: int, least: int) -> int:
-    """How many slots of this size fit into memory that is free, at most `slots`. SkippedError if not even `least` do."""
+    """How many slots of this size fit into free memory, at most `slots`. SkippedError if not even `least` do."""
     free = available_memory()
     found = min(slots, int(MEMORY_SHARE * free) // slot_size)
     if found < least:
         some = "a snapshot" if least == 1 else f"{least} snapshots"
         fits = "does" if least == 1 else "do"
         raise SkippedError(
-            f"{some} of {slot_size / 2**20:.0f} MiB {fits} not fit into {free / 2**20:.0f} MiB of free memory, of which "
-            f"{MEMORY_SHARE:.0%} may be taken: give the job more memory"
+            f"{some} of {slot_size / 2**20:.0f} MiB {fits} not fit into {MEMORY_SHARE:.0%} of the {free / 2**20:.0f} "
+            "MiB of memory that are free: give the job more"
         )
     return found
 
@@ -44,7 +44,7 @@ def check_room(slots: int, slot_size: int) -> None:
 
 
 def make_arena(slots: int, slot_size: int, least: int) -> Arena:
-    """Of as many slots as there is memory for, at most `slots`. Takes a while. SkippedError if less than `least` fit."""
+    """Of as many slots as there is memory for, at most `slots`. Takes a while. SkippedError if `least` do not fit."""
     slots = room_for(slots, slot_size, least)
     while True:
         try:

@@ -4,7 +4,7 @@ A memfd, passed by descriptor: no /dev/shm quota, and no leak when every process
 taken and touched before the first save, since the first touch of a fresh page can be thirty times slower than the
 next, and its size is sealed, so that no reader can ever be hit by SIGBUS.
 
-    page 0       magic, geometry, the robust mutex of the trainer's staging thread
+    page 0       magic, geometry, the robust mutexes of the trainer's staging thread, and of who keeps the arena
     page 1       the slot table: one `Label` a slot, guarded by a sequence number that is odd while it changes
     2 MiB        slot 0, slot 1, ...
 
@@ -20,6 +20,7 @@ import fcntl
 import mmap
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 
 from ckpt.errors import CorruptError
 from ckpt.manifest import Attempt
-from ckpt.mutex import RobustMutex
+from ckpt.mutex import Got, RobustMutex
 from ckpt.plan import pages
 from ckpt.store import PAGE
 
@@ -40,6 +41,7 @@ _SEQUENCE = struct.Struct("<Q")
 _LABEL = struct.Struct("<IIQQQ8s32sQQd")  # state, checksum of the rest, then as in `Label`
 _STATE, _FINITE = 0xFF, {0: None, 0x100: False, 0x200: True}  # both are in one field
 _MUTEX = 256  # glibc's needs 40 bytes on x86-64 and 48 on arm64
+_KEEPER = 512
 _TABLE = PAGE
 _ENTRY = PAGE // MAX_SLOTS
 _DATA = 2 << 20
@@ -79,6 +81,7 @@ class Arena:
         if magic != _MAGIC or not 0 < self.slots <= MAX_SLOTS or _DATA + self.slots * self.slot_size > len(memory):
             raise CorruptError("the shared memory is not an arena of this version")
         self.mutex = RobustMutex(memory, _MUTEX)
+        self._keeper, self._asking = RobustMutex(memory, _KEEPER), threading.Lock()
         self.view = memoryview(memory)
 
     @classmethod
@@ -97,6 +100,7 @@ class Arena:
             _HEADER.pack_into(memory, 0, _MAGIC, slots, 0, slot_size, os.urandom(16))
             arena = cls(fd, memory)
             arena.mutex.initialise()
+            arena._keeper.initialise()
             return arena
         except BaseException:
             os.close(fd)
@@ -116,6 +120,20 @@ class Arena:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    # -- who keeps it --
+
+    def keep(self) -> Keeping:
+        """Let others see, until it is let go of, or this process ends, that this process has the arena."""
+        return Keeping(self._keeper)
+
+    def is_kept(self) -> bool:
+        """Whether a process that does not train has this arena, at this moment: the kernel tells at once if it dies."""
+        with self._asking:  # two threads of ours would take each other for a keeper
+            if self._keeper.try_lock() is Got.BUSY:
+                return True
+            self._keeper.unlock()
+            return False
 
     # -- slots --
 
@@ -204,6 +222,23 @@ class Arena:
                 if label is not None and label.state == state:
                     found.append((slot, label))
         return sorted(found, key=lambda item: -item[1].order)
+
+
+class Keeping:
+    """A thread that sits on a mutex as long as this process keeps an arena. `begun`: it does; others may do before."""
+
+    def __init__(self, mutex: RobustMutex) -> None:
+        self.begun, self._over = threading.Event(), threading.Event()
+        threading.Thread(target=self._keep, args=(mutex,), name="ckpt-keep", daemon=True).start()
+
+    def _keep(self, mutex: RobustMutex) -> None:
+        mutex.lock()
+        self.begun.set()
+        self._over.wait()
+        mutex.unlock()
+
+    def let_go(self) -> None:
+        self._over.set()
 
 
 def _populate(fd: int, memory: mmap.mmap, size: int, on_bytes: Callable[[int], None] | None) -> None:

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import platform
+import sys
 import threading
 import time
 import weakref
@@ -26,6 +27,7 @@ import torch
 
 from ckpt import __version__, link, relief, replicas
 from ckpt.arena import Arena
+from ckpt.aside import Moment
 from ckpt.cadence import Auto
 from ckpt.errors import (
     CheckpointError,
@@ -60,7 +62,7 @@ from ckpt.statement import decimal, duration
 from ckpt.subscribe import flush, publish
 from ckpt.tempo import TOO_LATE, Tempo
 from ckpt.tenure import Tenure
-from ckpt.tiers import as_tiers
+from ckpt.tiers import Tier, as_tiers
 from ckpt.trace import traced
 from ckpt.triggers import as_triggers
 from ckpt.world import World
@@ -70,6 +72,8 @@ COMPARE_S = 120.0  # until the digests of other ranks' replicas are there
 ASIDE = 1 << 20  # bytes of a step that is not due, which are kept for a fault all the same
 ASIDE_SHARE = 0.001  # of a step, that it may cost
 ASIDE_AGAIN = 1000  # steps, after which it is measured again
+KEEP_S = 0.001  # of the CPU, that it may cost at each step to keep what a step is made of in this process
+KEEP_TRIES = 3  # that have to cost more, one after the other: one alone may just have been held up
 STOP_S = 30.0  # for an incident that is being dealt with
 LIVE_S = 10.0  # for a copy of the running state
 FIRST_ARENA_S = 2.0  # the first save may wait this long for its memory, once
@@ -155,13 +159,19 @@ class Checkpointer:
         self._owed: set[int] = set()  # tiers whose due snapshot was dropped
         self._exposed: set[str] = set()  # tensors that others than optimizers write to; replaced, never changed
         self._last_step: int | None = None
+        self._stepped = False  # whether that is a step that was done since the last restore
         self._finite: bool | None = None  # what was said of it
+        self._moment: Moment | None = None  # what it was made of, if it was not due
+        self._dear = 0  # how often running it cost too much to keep that
+        self._keep_after = 0  # steps that are not due, until it is tried again
+        self._exchanged = False  # weights are others at the moment, as `pause` was told
         self._last: tuple[Save, Job] | None = None
         self._written: deque[int] = deque(maxlen=256)  # steps that went to a durable tier, or were to
         self._aside_s = 0.0  # what it cost the last time
         self._not_due = 0
         self._aside: tuple[Save, Job] | None = None  # how to copy the last step, which was not due, after all
         self._newest: tuple[Save, Attempt, tuple[Arena, int]] | None = None  # in memory: staged, or restored from there
+        self._sound: tuple[Save, Attempt, tuple[Arena, int]] | None = None  # the newest that is not broken, if that is
         self._updates_before = 0  # optimizer steps before the last call of step()
         self._restored = False
         self._restored_place: tuple[Arena, int] | None = None
@@ -271,13 +281,13 @@ class Checkpointer:
         self._begin_step(step)
         save = None
         try:
-            if durable or asked or self._redo.on or self._tempo.schedule.memory_due(step):
+            if durable or asked or self._redo.on or (self._tempo.schedule.memory_due(step) and self._guardian.rings):
                 save = self._save(step, durable, explicit=asked, asked=asked)
-            elif self._sentinel.armed and self._may_put_aside():
-                began = time.perf_counter()
-                self._put_aside(step)
-                self._aside_s = time.perf_counter() - began
-                self.stats.stalled_s += self._aside_s
+            else:
+                self._keep(step)
+        except SkippedError as error:  # there is no memory for it, which was said
+            self.stats.skipped += 1
+            log.info("%s", error)
         finally:
             if asked:
                 self._sentinel.answer(save)
@@ -286,7 +296,8 @@ class Checkpointer:
 
     def _begin_step(self, step: int) -> None:
         self._pulse.beat(step, self.stats.stalled_s, self.stats.saves, self.stats.skipped)
-        self._last_step, self._updates_before, self._aside = step, self._hook.count, None
+        self._last_step, self._updates_before, self._aside, self._moment = step, self._hook.count, None, None
+        self._stepped, self._exchanged = True, False
 
     def request(self, why: str = "no reason given") -> None:
         """Have all ranks save one of the next steps to every tier; for any thread of any rank. Returns at once."""
@@ -304,11 +315,12 @@ class Checkpointer:
         if self._forked:
             raise ClosedError("this process was forked from the trainer: only the trainer saves")
         if changes_state:
-            self._aside = None
+            self._aside, self._exchanged = None, True
         before, began = self._pulse.state, time.monotonic()
         self._pulse.touch(PAUSED)
         try:
             yield
+            self._exchanged = False  # after an exception they may be so still
         finally:
             self._pulse.paused(time.monotonic() - began if before != PAUSED else 0.0)
             self._pulse.touch(before)
@@ -372,8 +384,19 @@ class Checkpointer:
                 self._write(save, job.attempt, job.place, i)
         return save
 
-    def _save(self, step: int, durable: list[int], *, explicit: bool, asked: bool = False) -> Save:
-        started = time.perf_counter()
+    def _save(
+        self,
+        step: int,
+        durable: list[int],
+        *,
+        explicit: bool,
+        asked: bool = False,
+        taken: Reading | None = None,
+        timeout_s: float | None = None,
+    ) -> Save:
+        """`taken`: what the state was at that step, if that is not what it is now."""
+        started, closing = time.perf_counter(), timeout_s is not None
+        timeout_s = self._busy_timeout_s if timeout_s is None else timeout_s
         self._aside = None
         if durable:
             self._written.append(step)
@@ -384,14 +407,17 @@ class Checkpointer:
         with self._lock:
             self._active = [s for s in self._active if s.unfinished()] + [save]
         try:
-            self._capture.copy_eagerly(self._exposed)
-            self._capture.keep_apart(self._differing)
-            reading = self._capture.read()
+            if taken is None:
+                self._capture.copy_eagerly(self._exposed)
+                self._capture.keep_apart(self._differing)
+            reading = taken or self._capture.read()
             values = json.dumps(reading.values, separators=(",", ":")).encode()
             self._guardian.tell_layout(reading.layout, reading.guarded)
             settings = self._begin_log(save, reading)
             must = explicit or bool(durable) or (self._redo.on and self._on_busy == "wait")
-            self._ready_memory(reading.layout.arrangement.data_size, len(values), must=must)
+            self._ready_memory(reading.layout.arrangement.data_size, len(values), timeout_s if must else 0.0, must=must)
+            if not (must or self._redo.on or self._guardian.rings):
+                raise SkippedError(f"step {step} was not saved: memory is short, and it was due nowhere else")
         except BaseException as error:
             what = error if isinstance(error, CheckpointError) else SaveError(f"step {step} was not saved: {error!r}")
             save.set_failed(what)
@@ -404,10 +430,11 @@ class Checkpointer:
             values=values,
             finite=self._finite,
             busy="wait" if explicit else self._on_busy,
-            deadline=time.monotonic() + self._busy_timeout_s,
+            deadline=time.monotonic() + timeout_s,
             on_end=lambda job: self._on_staged(save, job, durable, settings),
         )
-        self._compare_replicas(job)
+        if not closing:  # nobody comes to compare any more
+            self._compare_replicas(job)
         save.on_staged = lambda: self._stager.prove(job)  # the training waits for it, so it is not writing meanwhile
         self._last = (save, job)
         save.began = started
@@ -457,21 +484,23 @@ class Checkpointer:
         job.beside = comparison.look
         threading.Thread(target=compare, name="ckpt-replicas", daemon=True).start()
 
-    def _ready_memory(self, data_size: int, values_size: int, *, must: bool) -> None:
+    def _ready_memory(self, data_size: int, values_size: int, timeout_s: float, *, must: bool) -> None:
         arena = self._stager.arena
         if arena is not None and arena.fits(data_size, values_size):
             return
         first = arena is None and not self._said_paused
-        end = time.monotonic() + (self._busy_timeout_s if must else FIRST_ARENA_S if first else 0.0)
+        end = time.monotonic() + (timeout_s if must else FIRST_ARENA_S if first else 0.0)
         while True:
             self._guardian.prepare(data_size, values_size, again=must)
             try:
                 self._guardian.take_prepared(max(0.0, end - time.monotonic()))
             except CheckpointError as error:
-                if must:
+                if must or isinstance(error, SkippedError):
                     raise
                 self._note_error(error, None)
                 break
+            if not must and self._guardian.refused(data_size + values_size):
+                raise SkippedError("memory is short")
             arena = self._stager.arena
             ready = arena is not None and arena.fits(data_size, values_size)
             if ready or self._guardian.failure is not None or time.monotonic() >= end:
@@ -490,7 +519,26 @@ class Checkpointer:
             self.stats.saves += 1
             self.stats.stalls.append(seconds)
 
-    # -- without the main thread: see `ckpt.sentinel.Levers` --
+    # -- steps that are not due --
+
+    def _keep(self, step: int) -> None:
+        """A step that is not due, for the case that the training ends behind it."""
+        if self._sentinel.armed and self._guardian.rings and self._may_put_aside():
+            began = time.perf_counter()
+            self._put_aside(step)
+            self._aside_s = time.perf_counter() - began
+            self.stats.stalled_s += self._aside_s
+        elif self._memory is not None and self._memory.between is False:
+            return
+        elif self._keep_after > 0:
+            self._keep_after -= 1
+        else:
+            began, cpu = time.perf_counter(), time.thread_time()
+            self._moment = Moment.take(step, self._capture.read_on())
+            dear = time.thread_time() - cpu > max(KEEP_S, self._aside_share * self._pulse.usual_s)
+            self._dear = self._dear + 1 if dear else 0
+            self._keep_after = min(2 ** (self._dear - KEEP_TRIES), ASIDE_AGAIN) if self._dear >= KEEP_TRIES else 0
+            self.stats.stalled_s += time.perf_counter() - began
 
     def _may_put_aside(self) -> bool:
         """Whether that is worth it: measured now and then."""
@@ -498,9 +546,12 @@ class Checkpointer:
             return self._memory.between
         usual_s = self._pulse.usual_s
         self._not_due += 1
+        return usual_s == 0 or self._aside_s <= self._aside_share * usual_s or self._not_due % ASIDE_AGAIN == 0
+
+    @property
+    def _aside_share(self) -> float:
         every = None if self._memory is None else self._memory.every
-        share = every.budget if isinstance(every, Auto) else ASIDE_SHARE
-        return usual_s == 0 or self._aside_s <= share * usual_s or self._not_due % ASIDE_AGAIN == 0
+        return every.budget if isinstance(every, Auto) else ASIDE_SHARE
 
     def _put_aside(self, step: int) -> None:
         """Keep of a step that is not due what cannot be read later; the rest stays as it is until an optimizer begins.
@@ -509,6 +560,7 @@ class Checkpointer:
         where that would be much, as with a large frozen model.
         """
         reading = self._capture.read()
+        self._moment = Moment.take(step, reading)
         apart = [t for t, guarded in zip(reading.tensors, reading.guarded, strict=True) if not guarded]
         if sum(t.nbytes for t in apart) > ASIDE:
             return
@@ -533,6 +585,8 @@ class Checkpointer:
         job = Job(attempt=attempt, reading=reading, values=values, finite=self._finite, busy="skip", on_end=on_end)
         self._stager.postpone(job)
         self._aside = save, job
+
+    # -- without the main thread: see `ckpt.sentinel.Levers` --
 
     def in_memory(self, timeout_s: float) -> int | None:
         if self._last is not None and self._last[0].step == self._last_step:
@@ -599,13 +653,21 @@ class Checkpointer:
             self._unpin_restored()
         if self._world.size > 1 and self._guardian.newer == SURELY_NEWER:
             self._tenure.tell_newer(job.attempt.epoch)
-        save.set_staged()
-        self._say_staged(save, job)
+        self._guardian.acknowledge(job.attempt, *job.place, lambda error: self._on_kept(save, job, error))
         if settings is not None:
             self._redo.log(save, job.attempt, job.place, settings)
         self._guardian.on_sealed()
         for i in durable:
             self._write(save, job.attempt, job.place, i)
+
+    def _on_kept(self, save: Save, job: Job, error: CheckpointError | None) -> None:
+        """A process that survives this one has the snapshot, or none will have it any more."""
+        if error is not None:
+            publish("failed", save.step, tier="memory", error=str(error))
+            save.set_unstaged(error)
+            return
+        save.set_staged(self._guardian.survives)
+        self._say_staged(save, job)
 
     def _say_staged(self, save: Save, job: Job) -> None:
         """To subscribers: with what training has waited for it, in step() and, just now perhaps, before an update."""
@@ -802,6 +864,7 @@ class Checkpointer:
         self._last_step, self._updates_before = source.attempt.step, self._hook.count
         self._pulse.went_back(source.attempt.step)
         self._restored, self._last, self._newest = True, None, None
+        self._stepped, self._moment = False, None
         self._unpin_restored()
         memory = source if isinstance(source, MemorySource) else None
         place = memory.place_of(self._world.rank) if memory is not None else None
@@ -809,9 +872,12 @@ class Checkpointer:
             if memory.world == self._world.size:  # else it is not a share of what this rank has now
                 self._newest = (Save(source.attempt.step, str(source.attempt), []), source.attempt, place)
                 self._newest[0].set_staged()
-            # After a rollback it may be the oldest in the ring, and still it is the one that must not be lost.
-            self._restored_place = place
-            self._stager.pin(*place)
+            if self._guardian.rings:
+                # After a rollback it may be the oldest in the ring, and still it is the one that must not be lost.
+                self._restored_place = place
+                self._stager.pin(*place)
+            elif self._newest is not None:  # its slot is needed again
+                self._write_missing(*self._newest, self._tiers[:1])
         result.seconds = time.perf_counter() - started
         self.last_restore = result
         how = "" if result.verified else ", not yet verified by a digest"
@@ -896,11 +962,16 @@ class Checkpointer:
                     raise DeadlineError(f"saves are not finished after {timeout_s:g} s; they go on") from None
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Make the newest step durable, wait for all saves, let the writer leave. Harmless when called again.
+        """Make the last step durable in every tier, wait for all saves, let the writer leave. Harmless when called
+        again. If an optimizer has begun a further step, it is the newest step that memory holds; a warning says so.
 
         DeadlineError if that takes longer than `timeout_s` (default: `close_timeout_s`); the writer finishes by itself.
         DeadlineError or PeerError if other ranks do not come to close: memory stays with the writer as after a death.
         """
+        self._close(timeout_s, orderly=True)
+
+    def _close(self, timeout_s: float | None = None, *, orderly: bool) -> None:
+        """`orderly`: the training has not been cut off within a step."""
         if self._closed or self._forked:
             return
         self._pulse.touch(LEAVING)
@@ -909,10 +980,11 @@ class Checkpointer:
         failure: CheckpointError | None = None
         agreed = False
         try:
+            why = self._stage_last(end, orderly=orderly) if self._tiers else ""
             if self._world.size > 1:
                 self._agree_last(end)
             agreed = True
-            self._save_last(end)
+            self._save_last(end, why)
             self.wait(max(0.0, end - time.monotonic()))
         except CheckpointError as error:
             failure = error
@@ -947,18 +1019,69 @@ class Checkpointer:
         """
         if self._last is not None:
             self._last[1].copied.wait(max(0.0, end - time.monotonic()))
-        arena, sealed = self._stager.arena, self._guardian.sealed()
         timeout_s = max(0.1, min(self._world.timeout_s, end - time.monotonic()))
-        newest = self._world.agree("close", [str(a) for a in sealed], _newest_common, timeout_s=timeout_s)
-        attempt = None if newest is None else Attempt.parse(newest)
+        common = self._world.agree("close", self._sealed(), _worth_keeping, timeout_s=timeout_s)
+        attempt = None if not common else Attempt.parse(common[0])
+        self._sound = self._held(Attempt.parse(common[1])) if len(common) > 1 else None
         if attempt is not None and self._newest is not None and self._newest[1] == attempt:
             return
-        self._last = self._newest = None
-        if attempt is not None and arena is not None:
-            self._newest = (Save(attempt.step, str(attempt), []), attempt, (arena, sealed[attempt]))
+        self._last = None
+        self._newest = None if attempt is None else self._held(attempt)
 
-    def _save_last(self, end: float) -> None:
-        """The newest step that is in memory, and not yet on its way to the nearest durable tier."""
+    def _sealed(self) -> list[tuple[str, bool]]:
+        """What memory holds of this history, and whether the training was sound then."""
+        arena = self._stager.arena
+        broken = {label.attempt for _, label in (arena.sealed() if arena is not None else ()) if label.finite is False}
+        return [(str(attempt), attempt not in broken) for attempt in self._guardian.sealed()]
+
+    def _held(self, attempt: Attempt) -> tuple[Save, Attempt, tuple[Arena, int]] | None:
+        arena, slot = self._stager.arena, self._guardian.sealed().get(attempt)
+        if arena is None or slot is None:
+            return None
+        save = Save(attempt.step, str(attempt), [])
+        save.set_staged()
+        return save, attempt, (arena, slot)
+
+    def _stage_last(self, end: float, *, orderly: bool) -> str:
+        """Have the last step in memory, if it is not there yet and nothing has changed since; else why it is not."""
+        step = self._last_step
+        if step is None or not self._stepped or self._fenced is not None:
+            return ""
+        if self._guardian.failure is not None:
+            return str(self._guardian.failure)
+        try:
+            self._stager.do(lambda: None, max(0.0, end - time.monotonic()))
+            if self.in_memory(0.0) == step:
+                return ""
+            if self._hook.count != self._updates_before:
+                return "an optimizer has begun a further step"
+            if self._torn:
+                return "a restore has failed half-way since"
+            if self._exchanged:
+                return "weights were exchanged for others, see pause()"
+            if self._last is not None and self._last[0].step == step and self._last[0].spoilt is not None:
+                return str(self._last[0].spoilt)
+            now, moment = self._capture.read(), self._moment
+            if moment is not None and moment.holds(now) and (moment.whole or not self._capture.has_unguarded):
+                now = moment.reading
+            elif not orderly:
+                return (
+                    "weights were changed by hand since"
+                    if moment is not None
+                    else "what moves on within a step, such as batches and random numbers, was not kept "
+                    "beside: see Memory(between=)"
+                )
+            self._save(step, [], explicit=True, taken=now, timeout_s=max(1.0, end - time.monotonic()))
+            if self.in_memory(max(0.0, end - time.monotonic())) == step:
+                return ""
+            error = None if self._last is None else self._last[1].error
+            return str(error or "there was no time to copy it")
+        except Exception as error:  # of a device that has failed, say: what was saved before is all there is
+            return f"it could not be copied: {error}"
+
+    def _save_last(self, end: float, why: str = "") -> None:
+        """The newest step that is in memory, to all tiers that it is not on its way to: the nearest first, the others
+        when nothing is before them. `why`: the last step is not in memory."""
         if not self._tiers or self._fenced is not None:
             return
         newest = self._newest
@@ -968,12 +1091,37 @@ class Checkpointer:
             # Else the one before it is the newest, or one that was copied out of turn.
             if job.place is not None and (newest is None or newest[1] < job.attempt):
                 newest = (save, job.attempt, job.place)
-        if newest is not None and not newest[0].tiers:
-            save = newest[0]
-            save.add_tier(self._tiers[0].url)
-            with self._lock:
-                self._active.append(save)
-            self._write(*newest, 0)
+        if self._world.size == 1 and len(worth := _worth_keeping([self._sealed()])) > 1:
+            self._sound = self._held(Attempt.parse(worth[1]))
+        self._say_lost(None if newest is None else newest[0].step, why)
+        if newest is not None and (self._stepped or not newest[0].tiers):
+            # What was restored has its places already, but for the nearest, where memory may have been ahead of it.
+            for tiers in (self._tiers[:1], self._tiers[1:] if self._stepped else []):
+                for one in (newest, self._sound if self._stepped else None):
+                    if one is not None:
+                        self._write_missing(*one, tiers)
+                self.wait(max(0.0, end - time.monotonic()))
+
+    def _write_missing(self, save: Save, attempt: Attempt, place: tuple[Arena, int], tiers: list[Tier]) -> None:
+        for tier in tiers:
+            if tier.url not in save.tiers:
+                save.add_tier(tier.url)
+                with self._lock:
+                    self._active = [*(s for s in self._active if s is not save), save]
+                self._write(save, attempt, place, self._tiers.index(tier))
+
+    def _say_lost(self, kept: int | None, why: str) -> None:
+        """Once, at the end, if the step that stays is not the last one."""
+        restored, last = self._guardian.owner.restored, self._last_step
+        if kept is None and restored is not None:
+            kept = restored.step
+        if not self._stepped or last is None or kept == last or (not why and self._world.rank > 0):
+            return
+        what = "no step is" if kept is None else f"step {kept} is"
+        again = f"; a restart does {last - kept} steps again" if kept is not None else ""
+        log.warning(
+            "step %d was the last one, and %s kept: %s%s", last, what, why or "not all ranks have a newer one", again
+        )
 
     def _is_only_in_memory(self) -> bool:
         """Whether the newest step should be on disk by now, and is not."""
@@ -987,6 +1135,8 @@ class Checkpointer:
         if not self._closed and not self._forked:
             with contextlib.suppress(CheckpointError):
                 self._stager.do(lambda: None, self._busy_timeout_s)  # a copy under way is finished
+            if why := self._stage_last(time.monotonic() + self._close_timeout_s, orderly=False):
+                self._say_lost(None if self._newest is None else self._newest[0].step, why)
             self._sentinel.stop(STOP_S)
             self._guardian.leave()
             self._end()
@@ -1010,7 +1160,7 @@ class Checkpointer:
             self._abandon()
             return
         with contextlib.suppress(CheckpointError):
-            self.close()
+            self._close(orderly=getattr(sys, "last_value", None) is None)
 
     def _after_fork(self) -> None:
         if not self._closed:
@@ -1028,12 +1178,13 @@ class Checkpointer:
             return
         self._failed = isinstance(error, Exception) or (isinstance(error, SystemExit) and bool(error.code))
         if isinstance(error, Exception) and not self._closed and not self._forked:
+            self._stage_last(time.monotonic() + self._close_timeout_s, orderly=False)
             self._sentinel.exception(error)
         if self._world.size > 1:  # the other ranks may be in a collective, and never come to close
             self._abandon()
             return
         try:
-            self.close()
+            self._close(orderly=False)
         except CheckpointError as failure:  # the user's own error matters more
             error.add_note(f"besides, closing the Checkpointer failed: {failure}")
 
@@ -1055,9 +1206,12 @@ def _first_reason(result: Restored | None) -> str:
     return f"step {skipped[0].step} in {skipped[0].tier}: {skipped[0].reason}"[:500] if skipped else ""
 
 
-def _newest_common(posts: list[Any]) -> str | None:
-    common = set.intersection(*(set(post) for post in posts))
-    return max(common, key=Attempt.parse, default=None)
+def _worth_keeping(posts: list[Any]) -> list[str]:
+    """Of what each rank holds: the newest that all have, and if it is broken the newest that is not. Pure."""
+    common = set.intersection(*({attempt for attempt, _ in post} for post in posts))
+    sound = common - {attempt for post in posts for attempt, fine in post if not fine}
+    newest = [max(some, key=Attempt.parse) for some in (common, sound) if some]
+    return list(dict.fromkeys(newest))
 
 
 def _predicted_size(capture: Capture) -> int:

@@ -113,7 +113,7 @@ class SaveError(CheckpointError):
 
 
 class SkippedError(SaveError):
-    """This step was not saved, because every slot was busy or memory was not ready."""
+    """This step was not saved, because every slot was busy, or memory was not ready or is short."""
 
     advice = (
         "Older checkpoints are untouched, and later steps are tried as ever. Saving less often "

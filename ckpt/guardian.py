@@ -28,6 +28,7 @@ from ckpt.errors import (
     InUseError,
     NameTakenError,
     SaveError,
+    SkippedError,
     StoreError,
     WriterError,
 )
@@ -73,6 +74,16 @@ class Written:
     nbytes_stored: int = 0
 
 
+@dataclass(frozen=True)
+class Unkept:
+    """A sealed slot of memory that only we have. `done`: told when the next writer has it too, or why none has."""
+
+    attempt: Attempt
+    arena: Arena
+    slot: int
+    done: Callable[[CheckpointError | None], None]
+
+
 @dataclass
 class Inherited:
     """Memory of an earlier incarnation."""
@@ -114,6 +125,7 @@ class Guardian:
         self._lock = threading.RLock()
         self._layouts: dict[str, Layout] = {}
         self._writes: list[Written] = []
+        self._unkept: dict[tuple[bytes, int], Unkept] = {}  # by slot
         self._deaths: list[float] = []
         self._retracts: dict[Attempt, str] = {}
         self._foreign: set[bytes] = set()  # arenas that other ranks staged into
@@ -121,7 +133,8 @@ class Guardian:
         self._closing = False
         self._adopted = False
         self._mourned: WriterClient | None = None  # the last one whose death was seen to
-        self._asked_size = 0
+        self._asked_size = self._asked = self._asked_slots = 0
+        self._said_short = False  # that memory is
         self._refused_size = float("inf")
         self._preparing: Future[Reply] | None = None
         self.on_damaged: Callable[[Message], None] = lambda note: None
@@ -544,6 +557,8 @@ class Guardian:
         self._drop_prepared()
         for write in list(self._writes):
             self._send(write)
+        for arena in {one.arena.id: one.arena for one in self._unkept.values()}.values():
+            self._ask_to_keep(client, arena)
         self.on_new_writer(client)
 
     def _fail(self, error: CheckpointError) -> None:
@@ -555,6 +570,7 @@ class Guardian:
             self._release(write)
             write.done(self.failure)
         self._writes.clear()
+        self._forgo(self.failure)
         self.on_no_writer(self.failure)
 
     def holds(self, arena: Arena) -> bool:
@@ -598,7 +614,7 @@ class Guardian:
     def prepare(self, data_size: int, values_size: int, *, again: bool = False) -> None:
         """Have memory for snapshots of this size made in the background, unless there is enough or it is being made.
 
-        A size that was refused is asked for again only if told.
+        Where memory is short it holds fewer of them. A size that was refused is asked for again only if told.
         """
         size = data_size + 4 * values_size + (1 << 18)
         with self._lock:
@@ -609,12 +625,13 @@ class Guardian:
                 return
             if not again and data_size + values_size >= self._refused_size:
                 return
-            self._asked_size = size
+            self._asked_size, self._asked = size, data_size + values_size
             # A redo log takes a step against the one before, which must not be overwritten meanwhile.
             logged = any(tier.log_every_step for tier in self._tiers)
-            slots = self._ring + max(1, len(self._tiers)) + logged
+            slots = self._asked_slots = self._ring + max(1, len(self._tiers)) + logged
+            least = 1 if self._tiers and not logged else 2
             self._drop_prepared(self.client)
-            self._preparing = self.client.send("arena", slots=slots, slot_size=size)
+            self._preparing = self.client.send("arena", slots=slots, slot_size=size, least=least)
 
     def _drop_prepared(self, client: WriterClient | None = None) -> None:
         """Nobody takes what was prepared any more: its descriptor would hold all of that memory, and so would the
@@ -645,9 +662,11 @@ class Guardian:
             with self._lock:
                 self._preparing = None  # not a refusal: the next writer is asked again
             return
-        except CheckpointError:
+        except CheckpointError as error:
             with self._lock:
-                self._preparing, self._refused_size = None, self._asked_size
+                self._preparing, self._refused_size = None, self._asked
+            if isinstance(error, SkippedError):
+                self._say_short(f"{error}. Until then training goes on, and steps are not saved")
             raise
         except TimeoutError:
             return
@@ -661,13 +680,42 @@ class Guardian:
             except OSError as error:
                 os.close(fds[0])
                 self.client.send("release", arena=made["arena"])
-                self._refused_size = self._asked_size
-                raise SaveError(f"the memory for snapshots cannot be mapped: {error}. See ulimit -v") from error
+                self._refused_size = self._asked
+                refusal = SkippedError(f"the memory for snapshots cannot be mapped: {error}. See ulimit -v")
+                self._say_short(f"{refusal}. Training goes on, and steps are not saved")
+                raise refusal from error
+            self._refused_size = float("inf")
+            self._said_short &= arena.slots < self._asked_slots
             if previous is not None:
                 self._spares.append(previous)
                 self._newer = 0
             client = self.client
         self._adopt(arena, client)  # without the lock, which the staging thread takes when a job ends
+        if arena.slots < self._asked_slots:
+            held = f"{arena.slots} of {self._asked_slots} snapshots of {arena.slot_size / 2**20:.0f} MiB fit"
+            without = "" if self.rings else ", so none is kept there: only steps that are due in a tier are saved"
+            self._say_short(f"{held}{without}")
+
+    def _say_short(self, what: str) -> None:
+        """Once, as long as it is."""
+        if not self._said_short:
+            log.warning("memory is short: %s", what)
+        self._said_short = True
+
+    @property
+    def rings(self) -> bool:
+        """Whether there is memory for one snapshot and the next: else none is held but on its way to a durable tier.
+
+        Of several ranks one may be a step behind: what the others overwrite must not be the newest that all have.
+        """
+        arena = self._stager.arena
+        if arena is None:
+            return self._refused_size == float("inf")
+        return bool(arena.slots >= (2 if self._world.size == 1 else 3))
+
+    def refused(self, nbytes: int) -> bool:
+        """Whether memory for snapshots of this size was asked for, and is not there."""
+        return nbytes >= self._refused_size
 
     def _adopt(self, arena: Arena, client: WriterClient) -> None:
         def watch() -> None:
@@ -754,7 +802,60 @@ class Guardian:
     @property
     def has_memory(self) -> bool:
         """Whether snapshots outlive this process."""
-        return self._memory_kept and self.failure is None
+        arena = self._stager.arena
+        return self._memory_kept and self.failure is None and (arena is None or arena.is_kept())
+
+    # -- what is acknowledged --
+
+    @property
+    def survives(self) -> bool:
+        """Whether the writer does something for what it holds when we die: keep it, or write it out."""
+        return self._memory_kept or bool(self._tiers)
+
+    def acknowledge(
+        self, attempt: Attempt, arena: Arena, slot: int, done: Callable[[CheckpointError | None], None]
+    ) -> None:
+        """Call `done` once a process that survives this one has the slot: at once, unless our writer has died. With an
+        error if there will be none any more, or if the slot was used again before there was one."""
+        if arena.is_kept():
+            done(None)
+            return
+        one = Unkept(attempt, arena, slot, done)
+        with self._lock:
+            error, before = self.failure, self._unkept.pop((arena.id, slot), None)
+            if self._closing:
+                error = error or WriterError("the Checkpointer was closed, and there is no writer any more")
+            if error is None:
+                self._unkept[arena.id, slot] = one
+                self._ask_to_keep(self.client, arena)
+        if before is not None:
+            before.done(_used_again(before))
+        if error is not None:
+            done(error)
+
+    def _ask_to_keep(self, client: WriterClient, arena: Arena) -> None:
+        future = client.send("keep", arena=arena.id.hex())
+        future.add_done_callback(lambda future: self._on_keep(client, arena, future.exception()))
+
+    def _on_keep(self, client: WriterClient, arena: Arena, error: BaseException | None) -> None:
+        """The writer should have it by now."""
+        if isinstance(error, WriterError):
+            return  # the next one is asked
+        with self._lock:
+            kept = arena.is_kept()
+            if error is None and not kept:
+                self._ask_to_keep(client, arena)
+                return
+            found = [self._unkept.pop(key) for key in list(self._unkept) if key[0] == arena.id]
+        for one in found:
+            holds = any((slot, label.attempt) == (one.slot, one.attempt) for slot, label in arena.sealed())
+            one.done(None if kept and holds else _used_again(one))
+
+    def _forgo(self, error: CheckpointError) -> None:
+        with self._lock:
+            found, self._unkept = list(self._unkept.values()), {}
+        for one in found:
+            one.done(error)
 
     def tell_layout(self, layout: Layout, guarded: list[bool]) -> None:
         """Before a slot is sealed with it. `guarded`: of each tensor, whether only optimizer steps change it."""
@@ -867,6 +968,7 @@ class Guardian:
             self._closing = True
         self.client.send("leave")
         self.client.close()
+        self._forgo(WriterError("there was no writer when the trainer let go of its memory"))
 
     def close(self, timeout_s: float, *, failed: bool = False) -> None:
         """Let the writer finish and leave. DeadlineError if it has not within `timeout_s`; it goes on by itself.
@@ -880,6 +982,7 @@ class Guardian:
         finally:
             self.client.close()
             self._drop_prepared()
+            self._forgo(WriterError("there was no writer when the Checkpointer was closed"))
             for arena in {a.id: a for a in (*self.inherited.arenas, *self._arenas())}.values():
                 arena.close()
 
@@ -899,6 +1002,13 @@ def _known(hello: Message) -> Known:
     layouts = {digest: Layout.from_json(layout) for digest, layout in hello["layouts"].items()}
     acquires = [Acquire(e, n, None if r is None else Attempt.parse(r)) for e, n, r in hello["acquires"]]
     return layouts, _digests(hello), acquires
+
+
+def _used_again(one: Unkept) -> SaveError:
+    return SaveError(
+        f"step {one.attempt.step} was in the trainer's memory only, since the writer had died, and a newer step took "
+        "its place before another writer had it"
+    )
 
 
 def _digests(reply: Message) -> dict[tuple[Attempt, int], bytes]:

@@ -13,7 +13,8 @@ from ckpt.store import normalise
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A step that is safe at `tier`: "memory" survives the trainer, a URL survives the machine's power being cut."""
+    """A step that is safe at `tier`: "memory" survives the trainer, a URL survives the machine's power being cut.
+    "trainer" does not: that is what a step in memory is worth with `Memory(linger_s=0)` and no durable tier."""
 
     step: int
     attempt: str
@@ -48,7 +49,7 @@ class Save:
         return "failed" if failed else "staged"
 
     def staged(self, timeout_s: float | None = None) -> Checkpoint:
-        """Wait until the step is in memory that survives the trainer."""
+        """Wait until the step is in memory that survives the trainer: another process holds it."""
         found = self._wait(self._staged, timeout_s, f"staging step {self.step}")
         self.on_staged()
         self._check_spoilt()
@@ -112,8 +113,12 @@ class Save:
 
     # -- for the Checkpointer --
 
-    def set_staged(self) -> None:
-        _settle(self._staged, Checkpoint(self.step, self.attempt, "memory"))
+    def set_staged(self, survives: bool = True) -> None:
+        _settle(self._staged, Checkpoint(self.step, self.attempt, "memory" if survives else "trainer"))
+
+    def set_unstaged(self, error: CheckpointError) -> None:
+        """No process that survives the trainer will hold it; to durable tiers it may go all the same."""
+        _settle(self._staged, error)
 
     def set_committed(self, url: str) -> None:
         _settle(self._durable[url], Checkpoint(self.step, self.attempt, url))

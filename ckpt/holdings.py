@@ -10,9 +10,9 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from ckpt.arena import EAGER, SEALED, Arena, Label
+from ckpt.arena import EAGER, SEALED, Arena, Keeping, Label
 from ckpt.digest import blob_digest
-from ckpt.errors import SaveError
+from ckpt.errors import SkippedError
 from ckpt.manifest import Attempt
 from ckpt.mirror import Mirror
 from ckpt.plan import Layout
@@ -24,14 +24,35 @@ LEND_S = 5.0
 MEMORY_SHARE = 0.8  # of the available memory, that an arena may take
 
 
-def check_room(slots: int, slot_size: int) -> None:
-    """SaveError if an arena of this size would take memory that is not free."""
+def room_for(slots: int, slot_size: int, least: int) -> int:
+    """How many slots of this size fit into free memory, at most `slots`. SkippedError if not even `least` do."""
     free = available_memory()
-    if slots * slot_size > MEMORY_SHARE * free:
-        raise SaveError(
-            f"{slots} snapshots of {slot_size / 2**20:.0f} MiB do not fit into {free / 2**20:.0f} MiB of memory: "
-            "lower Memory(keep=), or give the job more memory"
+    found = min(slots, int(MEMORY_SHARE * free) // slot_size)
+    if found < least:
+        some = "a snapshot" if least == 1 else f"{least} snapshots"
+        fits = "does" if least == 1 else "do"
+        raise SkippedError(
+            f"{some} of {slot_size / 2**20:.0f} MiB {fits} not fit into {MEMORY_SHARE:.0%} of the {free / 2**20:.0f} "
+            "MiB of memory that are free: give the job more"
         )
+    return found
+
+
+def check_room(slots: int, slot_size: int) -> None:
+    """SkippedError if an arena of this size would take memory that is not free."""
+    room_for(slots, slot_size, slots)
+
+
+def make_arena(slots: int, slot_size: int, least: int) -> Arena:
+    """Of as many slots as there is memory for, at most `slots`. Takes a while. SkippedError if `least` do not fit."""
+    slots = room_for(slots, slot_size, least)
+    while True:
+        try:
+            return Arena.create(slots, slot_size)
+        except (MemoryError, OSError) as error:  # others were quicker, or it must not be locked, say
+            if slots == least:
+                raise SkippedError(f"there is no memory for {slots} snapshots: {error}") from error
+            slots -= 1
 
 
 class Holdings:
@@ -39,6 +60,7 @@ class Holdings:
 
     def __init__(self) -> None:
         self.arenas: dict[str, Arena] = {}
+        self.keeping: dict[str, Keeping] = {}  # the same arenas
         self.foreign: set[str] = set()  # those that other ranks staged into: nobody goes on in them here
         self.layouts: dict[str, Layout] = {}
         self.digests: dict[tuple[Attempt, int], bytes] = {}  # by attempt, and rank that took the snapshot
@@ -52,7 +74,7 @@ class Holdings:
         return [*self.arenas.values(), *self.mirror.arenas.values()]
 
     def add(self, arena: Arena, *, foreign: bool = False) -> None:
-        self.arenas[arena.id.hex()] = arena
+        self.arenas[arena.id.hex()], self.keeping[arena.id.hex()] = arena, arena.keep()
         if foreign:
             self.foreign.add(arena.id.hex())
 
@@ -60,6 +82,7 @@ class Holdings:
         """This arena is not needed any more."""
         arena = self.arenas.pop(key, None)
         if arena is not None:
+            self.keeping.pop(key).let_go()
             arena.close()
 
     def ring(self) -> list[tuple[Arena, int, Label]]:

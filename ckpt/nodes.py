@@ -67,6 +67,9 @@ class Node(Protocol):
     def read(self, names: Names) -> Contents:
         """`names`: what is known of parameters."""
 
+    def read_on(self, names: Names) -> Contents:
+        """The same, where it would take long to find out that tensors lie where they lay: by what was found before."""
+
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         """Say where tensors go. Problems are noted in the placement, not raised."""
 
@@ -134,6 +137,9 @@ class ModuleNode:
             if self._piece is None or self._changed():
                 self._piece = self._read()
         return self._piece
+
+    def read_on(self, names: Names) -> Contents:
+        return self._piece or self.read(names)
 
     def _changed(self) -> bool:
         for owner, size in self._sizes:
@@ -206,6 +212,8 @@ class CustomModuleNode:
             loose.append(Entry(e.name, e.tensor, isinstance(e.tensor, nn.Parameter), mine))
         return Contents(_NOTHING, loose, values)
 
+    read_on = read
+
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         live = {entry.name: entry for entry in self.read({}).loose}
         for name in placement.compare(self.path, saved.names, live):
@@ -238,6 +246,13 @@ class OptimizerNode:
     def read(self, names: Names) -> Contents:
         if self._piece is None or names is not self._names or self._changed():
             self._read(names)
+        return self._contents()
+
+    def read_on(self, names: Names) -> Contents:
+        grown = len(self.optimizer.state) != len(self._dicts)
+        return self.read(names) if self._piece is None or grown else self._contents()
+
+    def _contents(self) -> Contents:
         assert self._piece is not None
         collect = Collector()
         values = {
@@ -440,6 +455,8 @@ class StatefulNode:
         values = encode(self.target.state_dict(), self.path, collect)
         return Contents(_NOTHING, collect.entries, values)
 
+    read_on = read
+
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         finishers = placement.last if isinstance(self.target, RNG) else placement.finishers
         if placement.resized and isinstance(self.target, Resizable):
@@ -463,6 +480,8 @@ class PlainNode:
         collect = Collector()
         values = encode(self.parent[self.key], self.path, collect)
         return Contents(_NOTHING, collect.entries, values)
+
+    read_on = read
 
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         collect = Collector()

@@ -454,6 +454,8 @@ class Stager:
         free = [slot for slot in range(arena.slots) if self._pinned.get((arena.id, slot), 0) <= 0]
         free = [slot for slot in free if (arena, slot) not in flying]
         sealed = arena.sealed()  # newest first
+        if arena.slots == 1:  # memory is short: what is written, or could not be, makes room
+            return next(iter(free), None)
         held = {slot for slot, _ in sealed}
         empty = [slot for slot in free if slot not in held]
         finite = [slot for slot, label in sealed if label.finite is not False][:1]  # while a training is broken

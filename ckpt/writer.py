@@ -35,7 +35,7 @@ from ckpt.errors import CheckpointError, FencedError, InUseError, NameTakenError
 from ckpt.exporter import Exporter
 from ckpt.fault import Fault, Saved
 from ckpt.filing import last_decision, read_back
-from ckpt.holdings import Holdings, check_room
+from ckpt.holdings import Holdings, make_arena
 from ckpt.identity import Process, boot_id, namespace
 from ckpt.ledger import Account, Decision
 from ckpt.link import Channel, Message
@@ -60,6 +60,7 @@ AWAKE_S = 0.25  # for it to take a signal that the writer has seen
 HEARD_S = 1.0  # for the trainer's sentinel to answer; else the writer deals with it
 GOING_S = 20.0  # for it to leave, once it said that it would
 TOLD_S = 20.0  # after a death, for what is in memory to become durable before the report is written without it
+KEEP_S = 1.0  # for another process that keeps an arena to let go of it
 ECHO_S = 0.5  # for the rest of what faulthandler says, while a trainer crashes
 
 Answer = tuple[Message, tuple[int, ...]]
@@ -424,11 +425,19 @@ class Writer:
 
     async def do_arena(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Make an arena, in the background, since touching its pages takes a while."""
-        slots, slot_size = int(message["slots"]), int(message["slot_size"])
-        check_room(slots, slot_size)
-        arena = await asyncio.to_thread(Arena.create, slots, slot_size)
+        wanted = [int(message[name]) for name in ("slots", "slot_size", "least")]
+        arena = await asyncio.to_thread(make_arena, *wanted)
         self.holdings.add(arena)
+        await self._kept(arena.id.hex())
         return {"arena": arena.id.hex()}, (arena.fd,)
+
+    async def do_keep(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """The trainer has seen that nobody keeps an arena which it gave us; it looks again when we do."""
+        await self._kept(message["arena"])
+        return {}, ()
+
+    async def _kept(self, key: str) -> None:
+        await asyncio.to_thread(self.holdings.keeping[key].begun.wait, KEEP_S)
 
     async def do_attach(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """The trainer gives a new writer the memory that its old one held."""

@@ -52,7 +52,7 @@ LAYERS = (
     ("nodes", "read", "packs"),  # what a state is made of; back from a store, and into it
     ("supply", "stream"),  # plain bytes of blobs; from a folder to where they belong
     ("state", "retain", "promote", "mend", "encode", "frozen", "scrub", "damage"),  # a state; how long; elsewhere
-    ("job", "loader"),  # a snapshot on its way; batches that go on
+    ("job", "aside", "loader"),  # a snapshot on its way, and one that may be; batches that go on
     ("stage", "sources", "tiers", "upkeep", "cures"),  # tensors into memory; where to restore from, and to save to
     ("redo",),  # from a checkpoint to a later step
     ("copying", "repair"),  # a run to another place; damaged files right again

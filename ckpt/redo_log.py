@@ -83,16 +83,6 @@ def _has_frames(path: str) -> bool:
         return True  # whatever it is, it is not for a training that begins anew to pass over
 
 
-def take_back(root: str, attempt: Attempt, rank: int) -> None:
-    """This step mixes two moments, as was found out later: nobody shall go back to it. Others may be redone by way of
-    it, since they were taken against its bytes, whatever these are."""
-    folder = os.path.join(root, REDO)
-    with _errors(folder):
-        os.makedirs(folder, exist_ok=True)
-        with open(os.path.join(folder, f"{redo_name(attempt, rank)}{TAKEN_BACK}"), "wb"):
-            _sync(folder)
-
-
 @dataclass(frozen=True)
 class Sealed:
     """A snapshot in the ring."""

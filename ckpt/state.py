@@ -84,8 +84,9 @@ class Capture:
         self._facts: list[dict[str, Any]] = []
         self._signature: object = None
         self._last: Reading | None = None
-        self._announced: set[int] | None = None  # None: every optimizer is trusted
+        self._announced: list[Any] | None = None  # None: every optimizer is trusted
         self._guards: dict[frozenset[int], Guards] = {}  # by the optimizers that are not
+        self._where_anew: list[tuple[int, tuple[int, ...]]] = []  # guarded tensors that are made anew
         self._memory: dict[Memory, str] = {}
         self.apart: set[str] = set()  # names that ranks should hold alike, and do not
         self.eager: set[str] = set()  # names whose copy may not overlap training: something else writes to them
@@ -111,18 +112,28 @@ class Capture:
         """Some optimizer's steps run no hooks: they cannot be counted."""
         return any(isinstance(node, OptimizerNode) and node.unguarded for node in self.nodes)
 
-    def unguard(self, optimizer: object) -> None:
+    def unguard(self, optimizer: Any) -> None:
         """This optimizer changes its tensors without saying so: copy them before step() returns, from now on."""
         for node in self.nodes:
-            if isinstance(node, OptimizerNode) and node.optimizer is optimizer and not node.unguarded:
+            if isinstance(node, OptimizerNode) and not node.unguarded and _steps_for(optimizer, node.optimizer):
                 node.unguarded = True
                 self.forget()
 
-    def trust(self, announced: set[int]) -> None:
-        """`announced`: the ids of the optimizers whose hook ran before this step. Any other may have stepped without
-        it, as in a graph that was captured before we came, and may do so again while its tensors are copied. So these
-        are copied before step() returns, until its hook runs."""
+    def trust(self, announced: list[Any]) -> None:
+        """`announced`: the optimizers whose hook ran before this step. Any other may have stepped without it, as in a
+        graph that was captured before we came, and may do so again while its tensors are copied. So these are copied
+        before step() returns, until its hook runs."""
         self._announced = announced
+
+    def _silent(self) -> frozenset[int]:
+        """The ids of our optimizers that are not trusted."""
+        if self._announced is None:
+            return frozenset()
+        ours = {id(optimizer): optimizer for optimizer in self.optimizers}
+        heard = {id(one) for one in self._announced}
+        others = [one for one in self._announced if id(one) not in ours]
+        quiet = (key for key in ours if key not in heard)
+        return frozenset(key for key in quiet if not any(_steps_for(other, ours[key]) for other in others))
 
     @property
     def replicated(self) -> list[Piece]:
@@ -222,8 +233,7 @@ class Capture:
 
     def _guards_now(self, last: Reading) -> Guards:
         """By the optimizers that are trusted; worked out once for the same ones."""
-        trusted = self._announced
-        silent = frozenset(id(o) for o in self.optimizers if trusted is not None and id(o) not in trusted)
+        silent = self._silent()
         if silent not in self._guards:
             if len(self._guards) == MOST_GUARDS:
                 self._guards.clear()
@@ -422,6 +432,14 @@ BY_DCP = "dcp"  # the kind of the one entry of what torch's DCP has saved
 def _plain_again(node: Node, saved: SavedNode) -> bool:
     """What `state_dict()` said is stored like any dict, and what other programs saved does not say which it was."""
     return isinstance(node, PlainNode) and saved.kind == StatefulNode.kind and type(node.parent[node.key]) is dict
+
+
+def _steps_for(stepping: Any, optimizer: Any) -> bool:
+    """Whether this is the optimizer, or one that it is only a wrapper of, as Accelerate's is."""
+    if stepping is optimizer:
+        return True
+    groups = list(optimizer.param_groups)
+    return bool(groups) and all(any(one is group for one in stepping.param_groups) for group in groups)
 
 
 def _place(tensor: Tensor) -> Memory | int | None:

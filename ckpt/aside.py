@@ -14,6 +14,7 @@ from operator import attrgetter, not_
 
 from torch import Tensor
 
+from ckpt.fingerprint import Fingerprint
 from ckpt.state import Reading
 
 LITTLE = 1 << 20  # bytes that are cloned; of a tensor, and of all
@@ -23,12 +24,14 @@ _VERSION = attrgetter("_version")
 
 @dataclass(frozen=True)
 class Moment:
-    """One step. `watched`: the tensors that were left in place, with the `versions` that they had."""
+    """One step. `watched`: the tensors that were left in place, with the `versions` that they had; `fingerprints`: of
+    those that optimizers change, since a write to them need not be counted."""
 
     step: int
     reading: Reading
     watched: Sequence[Tensor]
     versions: Sequence[int]
+    fingerprints: Sequence[Fingerprint]
 
     @classmethod
     def take(cls, step: int, reading: Reading) -> Moment:
@@ -40,11 +43,13 @@ class Moment:
                 room -= tensors[i].nbytes
                 tensors[i] = tensors[i].clone()
         watched = list(compress(tensors, left))
-        return cls(step, replace(reading, tensors=tensors), watched, list(map(_VERSION, watched)))
+        fingerprints = [spots.look() for spots in reading.spots]
+        return cls(step, replace(reading, tensors=tensors), watched, list(map(_VERSION, watched)), fingerprints)
 
     def holds(self, now: Reading) -> bool:
         """Whether what was left in place is as it was. `now`: the same state, read again."""
-        return now.layout is self.reading.layout and list(map(_VERSION, self.watched)) == self.versions
+        same = now.layout is self.reading.layout and list(map(_VERSION, self.watched)) == self.versions
+        return same and not any(one.changed() for one in self.fingerprints)
 
     @property
     def whole(self) -> bool:

@@ -157,6 +157,7 @@ class Checkpointer:
         self._fenced: FencedError | None = None
         self._active: list[Save] = []
         self._owed: set[int] = set()  # tiers whose due snapshot was dropped
+        self._dropped = False  # whether the last snapshot was: the next step is saved instead, due or not
         self._exposed: set[str] = set()  # tensors that others than optimizers write to; replaced, never changed
         self._last_step: int | None = None
         self._stepped = False  # whether that is a step that was done since the last restore
@@ -184,7 +185,6 @@ class Checkpointer:
         self._place = place
         self._began = time.monotonic()
         self._stager = Stager()
-        self._stager.on_spoilt = self._on_spoilt
         self._pulse = Pulse.create()
         self._tenure = Tenure(self._world, self._tiers, self._memory, place, busy_timeout_s)
         try:
@@ -281,7 +281,8 @@ class Checkpointer:
         self._begin_step(step)
         save = None
         try:
-            if durable or asked or self._redo.on or (self._tempo.schedule.memory_due(step) and self._guardian.rings):
+            kept = (self._dropped or self._tempo.schedule.memory_due(step)) and self._guardian.rings
+            if durable or asked or self._redo.on or kept:
                 save = self._save(step, durable, explicit=asked, asked=asked)
             else:
                 self._keep(step)
@@ -298,6 +299,7 @@ class Checkpointer:
         self._pulse.beat(step, self.stats.stalled_s, self.stats.saves, self.stats.skipped)
         self._last_step, self._updates_before, self._aside, self._moment = step, self._hook.count, None, None
         self._stepped, self._exchanged = True, False
+        self._capture.trust(self._hook.announced())
 
     def request(self, why: str = "no reason given") -> None:
         """Have all ranks save one of the next steps to every tier; for any thread of any rank. Returns at once."""
@@ -337,8 +339,6 @@ class Checkpointer:
                 raise UsageError("say which step this is: save(step)")
             if self._hook.count != self._updates_before:
                 raise UsageError(f"training went on after step {self._last_step}: call save() right after step()")
-            if self._last is not None and self._last[0].step == self._last_step and self._last[0].spoilt is not None:
-                raise self._last[0].spoilt
             save = self._save_again()
         else:
             self._check_step(step)
@@ -435,7 +435,6 @@ class Checkpointer:
         )
         if not closing:  # nobody comes to compare any more
             self._compare_replicas(job)
-        save.on_staged = lambda: self._stager.prove(job)  # the training waits for it, so it is not writing meanwhile
         self._last = (save, job)
         save.began = started
         self._stager.submit(job)
@@ -592,7 +591,7 @@ class Checkpointer:
         if self._last is not None and self._last[0].step == self._last_step:
             save, job = self._last
             job.copied.wait(timeout_s)
-            if job.place is not None and save.spoilt is None:
+            if job.place is not None:
                 return save.step
         newest = self._newest
         return None if newest is None else newest[0].step
@@ -637,6 +636,7 @@ class Checkpointer:
         if job.error is not None:
             if job.written_by_others or isinstance(job.error, SkippedError):
                 self._owe(durable)
+                self._dropped = self._world.size == 1 and bool(job.written_by_others)
                 self.stats.skipped += 1
                 log.warning("%s", job.error)
             else:
@@ -649,6 +649,7 @@ class Checkpointer:
         assert job.place is not None
         self._newest = (save, job.attempt, job.place)
         self._owed.difference_update(durable)
+        self._dropped = False
         if self._guardian.superseded or self._world.size == 1:
             self._unpin_restored()
         if self._world.size > 1 and self._guardian.newer == SURELY_NEWER:
@@ -689,26 +690,6 @@ class Checkpointer:
         """The next step makes up for it. Not where there are other ranks: they would not save that one."""
         if self._world.size == 1:
             self._owed.update(tiers)
-
-    def _on_spoilt(self, job: Job) -> None:
-        """A sealed snapshot may mix two moments, because somebody wrote while it was copied: take it back."""
-        shown = ", ".join(job.written_by_others[:3])
-        error = SaveError(
-            f"step {job.attempt.step} was taken back: {shown} changed outside an optimizer step, perhaps while it "
-            "was copied. From now on this is copied before step() returns; to change weights by hand, wait for staged()"
-        )
-        log.warning("%s", error)
-        publish("failed", job.attempt.step, tier="memory", error=str(error))
-        self._exposed = self._exposed.union(job.written_by_others)
-        if self._newest is not None and self._newest[1] == job.attempt:
-            self._newest = None
-        if self._last is not None and self._last[1] is job:
-            self._last[0].spoilt = error
-            self._owe([i for i, tier in enumerate(self._tiers) if tier.url in self._last[0].tiers])
-        self._stager.clear(job)
-        self._redo.take_back(job.attempt, self._world.rank)
-        self._guardian.retract(job.attempt, f"rank {self._world.rank}: {error}")
-        job.error = error
 
     def _write(self, save: Save, attempt: Attempt, place: tuple[Arena, int], tier: int) -> None:
         url, began = self._tiers[tier].url, time.monotonic()
@@ -898,7 +879,6 @@ class Checkpointer:
         self._stager.do(lambda: None, self._busy_timeout_s)
         if self._world.size > 1:  # the owner changes for all ranks at once: what is under way must not be fenced off
             self.wait(self._busy_timeout_s)
-        self._stager.prove()  # before what is restored looks like somebody's writing
 
     def _places(self) -> str:
         return " or ".join([*(["memory"] if self._memory else []), *(tier.url for tier in self._tiers)])
@@ -1059,17 +1039,17 @@ class Checkpointer:
                 return "a restore has failed half-way since"
             if self._exchanged:
                 return "weights were exchanged for others, see pause()"
-            if self._last is not None and self._last[0].step == step and self._last[0].spoilt is not None:
-                return str(self._last[0].spoilt)
+            if self._last is not None and self._last[0].step == step and self._last[1].written_by_others:
+                return str(self._last[1].error)
             now, moment = self._capture.read(), self._moment
-            if moment is not None and moment.holds(now) and (moment.whole or not self._capture.has_unguarded):
+            if moment is not None and not moment.holds(now):
+                return "weights were changed by hand since"
+            if moment is not None and (moment.whole or not self._capture.has_unguarded):
                 now = moment.reading
             elif not orderly:
                 return (
-                    "weights were changed by hand since"
-                    if moment is not None
-                    else "what moves on within a step, such as batches and random numbers, was not kept "
-                    "beside: see Memory(between=)"
+                    "what moves on within a step, such as batches and random numbers, was not kept beside: "
+                    "see Memory(between=)"
                 )
             self._save(step, [], explicit=True, taken=now, timeout_s=max(1.0, end - time.monotonic()))
             if self.in_memory(max(0.0, end - time.monotonic())) == step:

@@ -53,6 +53,7 @@ PATIENT_S = 60.0  # if it is not: at low priority it may get little of a busy ma
 RELIEF_S = 10.0  # for the writer of a dead rank to answer
 RESPAWN_LIMIT = 3  # writers that die within RESPAWN_WINDOW_S, before we stop trying
 RESPAWN_WINDOW_S = 60.0
+MOST_LISTS = 16  # of guarded tensors, that a writer keeps
 
 
 class _Leaving(WriterError):
@@ -145,6 +146,8 @@ class Guardian:
         self.on_no_writer: Callable[[CheckpointError], None] = lambda error: None  # there will be none any more
         self.also_in_use: Callable[[], set[bytes]] = set  # arenas that somebody else has something read from
         self._guarded: list[bool] | None = None
+        self._told: list[list[bool]] = []  # what the writer knows by number, of one layout
+        self._told_of = ""
         self._arming: tuple[Message, tuple[int, ...]] | None = None
         self._books: tuple[Message, tuple[int, ...]] | None = None
         self._live: tuple[Message, tuple[int, ...]] | None = None
@@ -535,7 +538,7 @@ class Guardian:
 
     def _hand_over(self, client: WriterClient) -> None:
         """All that a new writer needs to know; in this order, and without waiting for it."""
-        self._guarded = None
+        self._guarded, self._told = None, []
         for layout in self._layouts.values():
             client.send("layout", layout=layout.to_json())
         for arena in self._arenas():
@@ -862,14 +865,25 @@ class Guardian:
         if layout.digest in self._layouts and guarded is self._guarded:
             return
         with self._lock:
-            self._guarded = guarded
-            missing = [i for i, one in enumerate(guarded) if one]
-            self.client.send("guarded", layout=layout.digest, tensors=missing)
+            self._tell_guarded(layout, guarded)
             if layout.digest not in self._layouts:
                 if len(self._layouts) > 64:
                     self._forget_layouts()
                 self._layouts[layout.digest] = layout
                 self.client.send("layout", layout=layout.to_json())
+
+    def _tell_guarded(self, layout: Layout, guarded: list[bool]) -> None:
+        """All of it once; where optimizers take turns, the same few lists come again and again."""
+        if not self._told or len(self._told) == MOST_LISTS or layout.digest != self._told_of:
+            self._told, self._told_of = [], layout.digest
+        number = next((i for i, one in enumerate(self._told) if one is guarded), len(self._told))
+        if number == len(self._told):
+            self._told.append(guarded)
+            missing = [i for i, one in enumerate(guarded) if one]
+            self.client.send("guarded", layout=layout.digest, number=number, tensors=missing)
+        else:
+            self.client.send("guarded", layout=layout.digest, number=number)
+        self._guarded = guarded
 
     def _forget_layouts(self) -> None:
         """A state whose shapes keep changing must not fill the memory with layouts."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -27,8 +26,6 @@ class Save:
     def __init__(self, step: int, attempt: str, durable: list[str]) -> None:
         self.step, self.attempt = step, attempt
         self.told = False  # whether an error of this save has been raised to the user already
-        self.spoilt: SaveError | None = None  # found not to be of one moment after it was staged
-        self.on_staged: Callable[[], None] = lambda: None
         self.began = 0.0  # by perf_counter()
         self.stalled_s: float | None = None  # what step() took for it, when that is over
         self._staged: Future[Checkpoint] = Future()
@@ -50,10 +47,7 @@ class Save:
 
     def staged(self, timeout_s: float | None = None) -> Checkpoint:
         """Wait until the step is in memory that survives the trainer: another process holds it."""
-        found = self._wait(self._staged, timeout_s, f"staging step {self.step}")
-        self.on_staged()
-        self._check_spoilt()
-        return found
+        return self._wait(self._staged, timeout_s, f"staging step {self.step}")
 
     def committed(self, timeout_s: float | None = None, *, tier: str | None = None) -> Checkpoint:
         """Wait until the step is a checkpoint in the nearest durable tier, or in the one with URL `tier`."""
@@ -83,21 +77,10 @@ class Save:
         url = next(iter(self._logs)) if tier is None else normalise(tier)
         if url not in self._logs:
             raise SaveError(f"step {self.step} is not logged in {url}, only in {', '.join(self._logs)}")
-        found = self._wait(self._logs[url], timeout_s, f"logging step {self.step} in {url}")
-        self.on_staged()
-        self._check_spoilt()
-        return found
+        return self._wait(self._logs[url], timeout_s, f"logging step {self.step} in {url}")
 
     def _until_written(self, url: str, timeout_s: float | None) -> Checkpoint:
-        found = self._wait(self._durable[url], timeout_s, f"writing step {self.step} to {url}")
-        self.on_staged()
-        self._check_spoilt()
-        return found
-
-    def _check_spoilt(self) -> None:
-        if self.spoilt is not None:
-            self.told = True
-            raise self.spoilt
+        return self._wait(self._durable[url], timeout_s, f"writing step {self.step} to {url}")
 
     def _wait(self, future: Future[Checkpoint], timeout_s: float | None, what: str) -> Checkpoint:
         try:

@@ -65,6 +65,7 @@ class Holdings:
         self.layouts: dict[str, Layout] = {}
         self.digests: dict[tuple[Attempt, int], bytes] = {}  # by attempt, and rank that took the snapshot
         self.guarded: dict[str, list[int]] = {}  # by layout: the tensors that only optimizers change
+        self._lists: list[list[int]] = []  # of that layout, by the number that the trainer gave them
         self.mirror = Mirror(check_room, self.keep_layout)
         self._lent: tuple[float, Attempt] | None = None
         self._filled: set[int] = set()  # tensors of `_filling` that somebody has filled in
@@ -119,6 +120,13 @@ class Holdings:
                     self._filled.clear()
                     return True
         return False
+
+    def know_guarded(self, layout: str, number: int, tensors: list[int] | None) -> None:
+        """The tensors that only optimizers change: a new list, which takes the place of those from that number on, or
+        one that is known."""
+        if tensors is not None:
+            self._lists[number:] = [[int(one) for one in tensors]]
+        self.guarded = {layout: self._lists[number]}
 
     def keep_layout(self, layout: Layout) -> None:
         self.layouts[layout.digest] = layout

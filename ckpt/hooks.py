@@ -21,6 +21,7 @@ class UpdateHook:
 
     def __init__(self, before: Callable[[], None], on_captured: Callable[[object], None]) -> None:
         self.count = 0
+        self._announced: dict[int, object] = {}
         self.on_step: Callable[[object], None] | None = None  # told which optimizer is about to step
         self._before, self._on_captured = before, on_captured
         self._handle = register_optimizer_step_pre_hook(self._hook)
@@ -30,6 +31,11 @@ class UpdateHook:
         self._active = False
         self._handle.remove()
 
+    def announced(self) -> list[object]:
+        """The optimizers that have stepped, or are about to, since this was asked the last time."""
+        found, self._announced = self._announced, {}
+        return list(found.values())
+
     def silence(self) -> None:
         """In a forked child, where locks may be held by threads that are not there: do nothing any more."""
         self._active = False
@@ -38,6 +44,7 @@ class UpdateHook:
         if not self._active:
             return None
         self.count += 1
+        self._announced[id(optimizer)] = optimizer
         if self.on_step is not None:
             self.on_step(optimizer)
         if device_in_use() and torch.cuda.is_current_stream_capturing():

@@ -1,7 +1,11 @@
 """One snapshot on its way into memory: what is copied, how far it has come, and whether it is of one moment.
 
-Pure bookkeeping, shared by the thread that trains, which begins a job and proves it, and the staging thread, which does
-the copying (`ckpt.stage`). On an accelerator "how far" means events on streams; nothing here waits for one.
+Pure bookkeeping, shared by the thread that trains, which begins a job, and the staging thread, which does the copying
+(`ckpt.stage`). On an accelerator "how far" means events on streams; nothing here waits for one.
+
+Whether it is of one moment is known when its copies have ended, and before it is sealed: what somebody writes later is
+no matter. Three things say it: torch's version counters, which count a write when it has ended; the elements at some
+places of the tensors, and the same of their copies (`ckpt.fingerprint`).
 """
 
 from __future__ import annotations
@@ -14,9 +18,11 @@ from operator import attrgetter, not_
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ckpt.arena import Arena
 from ckpt.errors import CheckpointError
+from ckpt.fingerprint import Fingerprint
 from ckpt.manifest import Attempt
 from ckpt.state import Reading
 
@@ -47,12 +53,13 @@ class Job:
     order: int = 0  # as in its label
     place: tuple[Arena, int] | None = None  # where it was sealed
     versions: list[int] = field(default_factory=list)
+    fingerprints: list[Fingerprint] = field(default_factory=list)  # of what is copied beside training
     streams: dict[torch.device, Any] = field(default_factory=dict)  # the caller's compute streams
     ready: dict[torch.device, Any] = field(default_factory=dict)  # events on them
     eager: dict[torch.device, Any] = field(default_factory=dict)  # events after the copies of the eager part
     done: dict[torch.device, Any] = field(default_factory=dict)  # events after the copies
     _checking: threading.Lock = field(default_factory=threading.Lock)
-    _proven: bool = False
+    _checked: bool = False
 
     def __post_init__(self) -> None:
         self.thread = threading.get_ident()
@@ -60,6 +67,7 @@ class Job:
         self.sources = reading.tensors
         self.overlapped = list(compress(self.sources, reading.guarded))
         self.versions = list(map(_VERSION, self.overlapped))
+        self.fingerprints = [spots.look() for spots in reading.spots]
         if reading.layout.accelerated:
             for device in {t.device for t in reading.tensors if t.device.type != "cpu"}:
                 stream = torch.get_device_module(device).current_stream(device)
@@ -75,25 +83,34 @@ class Job:
             self.sources = [source if kept else source.clone() for source, kept in pairs]
         return True
 
-    def check_versions(self) -> bool:
-        """Has somebody else written to what is being copied? Only before an optimizer may change anything."""
+    def check_versions(self) -> None:
+        """Note what others than optimizers have written to since this job began. Called when all has been copied, or
+        before an optimizer is about to change something, whichever comes first: only the first time counts."""
         with self._checking:
-            if not self._proven and list(map(_VERSION, self.overlapped)) != self.versions:
-                names = [s.name for s, g in zip(self.reading.layout.tensors, self.reading.guarded, strict=True) if g]
-                pairs = zip(names, self.overlapped, self.versions, strict=True)
-                self.written_by_others = [name for name, t, version in pairs if t._version != version]
-            return bool(self.written_by_others)
+            if self._checked:
+                return
+            self._checked = True
+            if list(map(_VERSION, self.overlapped)) != self.versions:
+                numbers = compress(range(len(self.reading.guarded)), self.reading.guarded)
+                pairs = zip(numbers, self.overlapped, self.versions, strict=True)
+                self._note({number for number, tensor, version in pairs if tensor._version != version})
+            self.overlapped = []
 
-    def prove(self) -> bool:
-        """The last check, by the thread that trains: True if the snapshot turns out to be spoilt after it was sealed.
+    def check_sources(self) -> None:
+        """Note what is being written to on the host just now, or was since this job began; before any optimizer is."""
+        for one in self.fingerprints:
+            self._note(one.changed())
 
-        A version is counted up only after the write, so the check at the end of the copy can miss a write that is
-        still going on. The thread that writes cannot: when it is here, its writes have ended.
-        """
-        spoilt = self.check_versions() and self.error is None
-        with self._checking:
-            self._proven, self.overlapped = True, []
-        return spoilt
+    def check_copies(self, slot: Tensor) -> None:
+        """Note what is not in its slot (bytes) as it was when this job began."""
+        for one in self.fingerprints:
+            self._note(one.differing(slot))
+        self.fingerprints = []
+
+    def _note(self, numbers: set[int]) -> None:
+        specs, guarded = self.reading.layout.tensors, self.reading.guarded
+        names = (specs[number].name for number in sorted(numbers) if guarded[number])
+        self.written_by_others = list(dict.fromkeys([*self.written_by_others, *names]))
 
     def release(self) -> None:
         """Nobody waits for it any more, whatever came of it."""

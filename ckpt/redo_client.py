@@ -19,7 +19,7 @@ from ckpt.handle import Save
 from ckpt.link import Message
 from ckpt.manifest import Attempt
 from ckpt.recipe import Watch, find_recipes
-from ckpt.redo_log import WORTH, take_back
+from ckpt.redo_log import WORTH
 from ckpt.stage import Stager
 from ckpt.state import Capture, Reading
 from ckpt.statement import decimal, duration
@@ -96,14 +96,6 @@ class RedoClient:
                 self._pending.append(one)
                 self._send(one)
 
-    def take_back(self, attempt: Attempt, rank: int) -> None:
-        """A step that was logged, or is about to be, is not of one moment: nobody shall go back to it."""
-        for url in self.urls:
-            try:
-                take_back(url.removeprefix("file://"), attempt, rank)
-            except CheckpointError as error:
-                logger.warning("%s", error)
-
     def reset(self) -> None:
         """The training goes on somewhere else: the next step stands alone."""
         with self._lock:
@@ -160,9 +152,6 @@ class RedoClient:
         before = self._previous.pop(one.tier, None)
         if before is not None:
             self._stager.unpin(*before)
-        if one.save.spoilt is not None:  # it was taken back: that has been said
-            one.save.set_logged(one.url, one.save.spoilt)
-            return
         if not isinstance(error, FencedError):
             error = SaveError(
                 f"step {one.save.step} is not in the redo log of {one.url}: {error}. It is still in memory"

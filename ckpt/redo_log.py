@@ -46,7 +46,7 @@ from ckpt.increment import find_masters, kind_of
 from ckpt.manifest import REDO, Attempt, parse_redo, redo_name
 from ckpt.plan import Layout
 from ckpt.predict import Coefficients, Settings
-from ckpt.regular import open_regular, reading
+from ckpt.regular import reading
 
 TAKEN_BACK = ".void"  # behind the name that a log beginning with that step would have
 SMALL = 4096  # bytes; a smaller blob that has changed is stored as it is
@@ -82,17 +82,6 @@ def _has_frames(path: str) -> bool:
             return file.read(len(MAGIC)) == MAGIC or bool(scan(path, verify=False)[0])
     except OSError:
         return True  # whatever it is, it is not for a training that begins anew to pass over
-
-
-def take_back(root: str, attempt: Attempt, rank: int) -> None:
-    """This step mixes two moments, as was found out later: nobody shall go back to it. Others may be redone by way of
-    it, since they were taken against its bytes, whatever these are."""
-    folder = os.path.join(root, REDO)
-    with _errors(folder):
-        os.makedirs(folder, exist_ok=True)
-        path = os.path.join(folder, f"{redo_name(attempt, rank)}{TAKEN_BACK}")
-        os.close(open_regular(path, os.O_WRONLY | os.O_CREAT))
-        _sync(folder)
 
 
 @dataclass(frozen=True)

@@ -65,11 +65,11 @@ class Stager:
         self._toucher: threading.Thread | None = None
         self._flying: deque[Job] = deque()  # all queued, and not all copied; for the staging thread only
         self._pending: Job | None = None
+        self._unchecked: list[Job] = []  # older ones that no optimizer has come after, not sealed yet
         self._copying: Job | None = None  # proven, but still read by a device: every stream that updates waits for it
         self._gate = threading.Event()  # not set while something is copied that no optimizer may change
         self._gate.set()
         self._order = 0
-        self.on_spoilt: Callable[[Job], None] = lambda job: None
         self._thread = threading.Thread(target=self._run, name="ckpt-stage", daemon=True)
         self._thread.start()
 
@@ -98,7 +98,7 @@ class Stager:
             raise
         if before is not None:  # all of it is queued at least, since jobs are done in turn
             self._line_up(before)
-            self._prove(before)
+            self._unchecked = [one for one in (*self._unchecked, before) if not one.ended]
 
     def postpone(self, job: Job) -> None:
         """Copy of a job only what cannot be had later; `complete` may ask for the rest."""
@@ -175,8 +175,10 @@ class Stager:
             in_time = job.copied.wait(timeout_s)
         if not in_time:
             job.error = DeadlineError(f"copying step {job.attempt.step} took more than {timeout_s:g} s")
-        self._pending = None
-        self._prove(job)
+        for one in (*self._unchecked, job):
+            if not one.ended:  # by a device, which has not come so far; what is counted from now on is the update
+                one.check_versions()
+        self._pending, self._unchecked = None, []
         return time.perf_counter() - started
 
     def _line_up(self, job: Job) -> None:
@@ -192,32 +194,6 @@ class Stager:
             self._copying = None
         elif job is not None:
             self._line_up(job)
-
-    def prove(self, job: Job | None = None) -> None:
-        """Called by the thread that trains, between its writes, when this job (or the pending one) has been copied."""
-        job = job or self._pending
-        if job is None or job is not self._pending or not job.copied.is_set():
-            return  # proven already, or still to be waited for by `before_update`
-        if job.thread == threading.get_ident():  # any other thread cannot know what the training writes just now
-            self._pending = None
-            self._prove(job)
-
-    def _prove(self, job: Job) -> None:
-        if job.prove() and job.copied.is_set() and job.place is not None:
-            self.on_spoilt(job)
-
-    def clear(self, job: Job) -> None:
-        """Take a sealed snapshot back."""
-
-        def clear() -> None:
-            arena, slot = job.place or (None, 0)
-            if arena is not None and arena is self._arena:
-                label = arena.label(slot)
-                if label is not None and label.attempt == job.attempt:
-                    self._frozen.forget(slot)
-                    arena.set_label(slot, Label(EMPTY))
-
-        self.do(clear)
 
     def use(self, arena: Arena, on_locked: Callable[[], None]) -> None:
         """Stage into this arena from now on; `on_locked` is called when its mutex is held."""
@@ -392,7 +368,6 @@ class Stager:
             self._fill_guarded(arena, slot, job)
             self._flying.clear()  # it is the only one, and waited for here
             self._seal(arena, slot, job)
-            self._pending = job  # the thread that trains looks once more whether somebody was writing
 
     @contextlib.contextmanager
     def _ending(self, job: Job) -> Iterator[None]:
@@ -487,6 +462,9 @@ class Stager:
         """What only optimizers change. A device may have done nothing of it yet: see `_land`."""
         streams = {device: self._stream(device) for device in job.streams}
         self._copy(self._pairs(arena, slot, job, guarded=True), streams)
+        job.check_sources()
+        for one in job.fingerprints if streams else ():
+            one.fetch(streams)
         if job.beside is not None:
             with contextlib.ExitStack() as stack:
                 for device, stream in streams.items():
@@ -502,7 +480,8 @@ class Stager:
         """When the last of its copies has ended."""
         for event in job.done.values():
             event.synchronize()
-        job.check_versions()
+        job.check_copies(self._whole(arena, slot))
+        job.check_versions()  # last: a short write that was going on is counted by now
         if job.written_by_others:
             shown = ", ".join(job.written_by_others[:3])
             job.error = SaveError(
@@ -526,13 +505,16 @@ class Stager:
         size = layout.arrangement.data_size
         return Label(state, job.order, job.attempt, layout.digest, size, len(job.values), time.time(), job.finite)
 
+    def _whole(self, arena: Arena, slot: int) -> Tensor:
+        return torch.frombuffer(arena.data(slot), dtype=torch.uint8)
+
     def _slot_views(self, arena: Arena, slot: int, layout: Layout) -> list[Tensor]:
         """The slot as tensors of the layout's shapes, made once."""
         key = (arena.id, slot)
         cached = self._views.get(key)
         if cached is not None and cached[0] is layout:
             return cached[1]
-        whole = torch.frombuffer(arena.data(slot), dtype=torch.uint8)
+        whole = self._whole(arena, slot)
         views = [
             whole[offset : offset + t.nbytes].view(TORCH_DTYPE[t.dtype]).view(t.shape)
             for t, offset in zip(layout.tensors, layout.arrangement.offsets, strict=True)

@@ -8,13 +8,14 @@ layout, live tensors in the layout's order, and plain values. Nothing is copied 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ckpt.errors import MismatchError, StateError
+from ckpt.fingerprint import Spots
 from ckpt.nodes import (
     Contents,
     CustomModuleNode,
@@ -42,12 +43,26 @@ class Reading:
     """`tensors[i]` is `layout.tensors[i]`, live: what this rank stages. `guarded[i]`: only optimizer steps change it.
 
     The tensors are detached: they hold on to the memory itself, so `p.data = ...` cannot free what is being copied.
+    `spots`: where to look in all that can be guarded, to see whether somebody else writes to it.
     """
 
     layout: Layout
     tensors: list[Tensor]
     guarded: list[bool]
     values: list[Json]
+    spots: list[Spots] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Guards:
+    """What may be copied beside training while some optimizers are not trusted. `guarded`: as in a `Reading`;
+    `replicated`: what of it other ranks hold as well."""
+
+    guarded: list[bool]
+    replicated: list[Piece]
+
+
+MOST_GUARDS = 16  # with many optimizers that step now and then there are too many to keep
 
 
 SINGLE = Seat()
@@ -70,8 +85,10 @@ class Capture:
         self._signature: object = None
         self._last: Reading | None = None
         self._settled = False  # whether the last whole reading found all where it was
+        self._announced: list[Any] | None = None  # None: every optimizer is trusted
+        self._guards: dict[frozenset[int], Guards] = {}  # by the optimizers that are not
+        self._where_anew: list[tuple[int, tuple[int, ...]]] = []  # guarded tensors that are made anew
         self._memory: dict[Memory, str] = {}
-        self.replicated: list[Piece] = []  # what other ranks hold as well
         self.apart: set[str] = set()  # names that ranks should hold alike, and do not
         self.eager: set[str] = set()  # names whose copy may not overlap training: something else writes to them
         self._walk()
@@ -96,12 +113,33 @@ class Capture:
         """Some optimizer's steps run no hooks: they cannot be counted."""
         return any(isinstance(node, OptimizerNode) and node.unguarded for node in self.nodes)
 
-    def unguard(self, optimizer: object) -> None:
+    def unguard(self, optimizer: Any) -> None:
         """This optimizer changes its tensors without saying so: copy them before step() returns, from now on."""
         for node in self.nodes:
-            if isinstance(node, OptimizerNode) and node.optimizer is optimizer and not node.unguarded:
+            if isinstance(node, OptimizerNode) and not node.unguarded and _steps_for(optimizer, node.optimizer):
                 node.unguarded = True
                 self.forget()
+
+    def trust(self, announced: list[Any]) -> None:
+        """`announced`: the optimizers whose hook ran before this step. Any other may have stepped without it, as in a
+        graph that was captured before we came, and may do so again while its tensors are copied. So these are copied
+        before step() returns, until its hook runs."""
+        self._announced = announced
+
+    def _silent(self) -> frozenset[int]:
+        """The ids of our optimizers that are not trusted."""
+        if self._announced is None:
+            return frozenset()
+        ours = {id(optimizer): optimizer for optimizer in self.optimizers}
+        heard = {id(one) for one in self._announced}
+        others = [one for one in self._announced if id(one) not in ours]
+        quiet = (key for key in ours if key not in heard)
+        return frozenset(key for key in quiet if not any(_steps_for(other, ours[key]) for other in others))
+
+    @property
+    def replicated(self) -> list[Piece]:
+        """What other ranks hold as well, of that which only optimizers change."""
+        return [] if self._last is None else self._guards_now(self._last).replicated
 
     @property
     def stepping(self) -> list[tuple[Path, torch.optim.Optimizer, dict[int, str]]]:
@@ -183,7 +221,9 @@ class Capture:
         pieces = self._pieces()
         loose = [entry for piece in pieces for entry in piece.loose]
         self._settled = self._last is not None and self._same(pieces, loose)
-        return self._read_on(pieces, loose) if self._settled else self._build(pieces, loose)
+        if not self._settled:
+            self._build(pieces, loose)
+        return self._read_on(pieces, loose)
 
     def read_on(self) -> Reading:
         """As `read`, at a third of its cost: tensors in modules and optimizers are taken to lie where they lay. If they
@@ -206,7 +246,32 @@ class Capture:
             if cuts := self._cuts.get(entry.name):
                 views = [piece.tensor.detach() for piece in self._pieces_of(entry)]
                 tensors += [views[number][index] for number, index in cuts]
-        return Reading(last.layout, tensors, last.guarded, [piece.values for piece in pieces])
+        values = [piece.values for piece in pieces]
+        return Reading(last.layout, tensors, self._guards_now(last).guarded, values, self._look_at(last, tensors))
+
+    def _guards_now(self, last: Reading) -> Guards:
+        """By the optimizers that are trusted; worked out once for the same ones."""
+        silent = self._silent()
+        if silent not in self._guards:
+            if len(self._guards) == MOST_GUARDS:
+                self._guards.clear()
+            self._guards[silent] = Guards(
+                [one and not steppers & silent for one, steppers in zip(last.guarded, self._steppers, strict=True)],
+                [piece for piece, steppers in self._shared if not steppers & silent],
+            )
+        return self._guards[silent]
+
+    def _look_at(self, last: Reading, tensors: list[Tensor]) -> list[Spots]:
+        """In tensors that stay, and in those that are made anew by each reading, mostly in the same memory."""
+        if not last.spots:
+            fixed = [i for i, one in enumerate(last.guarded[: self._fixed_count]) if one]
+            last.spots.append(Spots(last.layout, fixed, [tensors[i] for i in fixed]))
+            self._anew = [i for i in range(self._fixed_count, len(tensors)) if last.guarded[i]]
+        where = [(tensors[i].data_ptr(), tensors[i].stride()) for i in self._anew]
+        if where != self._where_anew:
+            self._where_anew = where
+            last.spots[1:] = [Spots(last.layout, self._anew, [tensors[i] for i in self._anew])]
+        return last.spots
 
     def _pieces(self) -> list[Contents]:
         """Modules and plain tensors first: optimizers need to know what parameters are called."""
@@ -249,12 +314,13 @@ class Capture:
             found.append(([p.holding for p in of_rank(entry, self.seat)], owner, entry.guarded))
         return found
 
-    def _build(self, pieces: list[Contents], loose: list[Entry]) -> Reading:
+    def _build(self, pieces: list[Contents], loose: list[Entry]) -> None:
         fixed = [entry for piece in pieces for entry in piece.fixed]
         stepped: set[int] = set()
         for node in self.nodes:
             if isinstance(node, OptimizerNode) and not node.unguarded:
                 stepped |= {id(p) for group in node.optimizer.param_groups for p in group["params"]}
+        steppers = self._find_steppers(pieces, [*fixed, *loose])
         unguarded = [show(n.path) + "." for n in self.nodes if isinstance(n, OptimizerNode) and n.unguarded]
         parts: list[Piece] = []
         guards: dict[str, bool] = {}
@@ -280,7 +346,8 @@ class Capture:
         ]
         beside = {e.name: memory[key] for e in fixed if e.of is not None and (key := _place(e.of)) in memory}
         cuts = share([part.holding for part in parts], self.seat, beside)
-        self.replicated = [p for p in parts if len(p.holding.replicas) > 1 and guards[p.holding.name]]
+        shared = [p for p in parts if len(p.holding.replicas) > 1 and guards[p.holding.name]]
+        self._shared = [(p, steppers[p.holding.name]) for p in shared]
         self._note_loose(parts, cuts, {e.name for e in loose})
         layout = Layout(
             tuple(_spec(parts[cut.holding].holding, cut) for cut in cuts),
@@ -292,9 +359,25 @@ class Capture:
             _elsewhere(parts, cuts),
         )
         tensors = [parts[cut.holding].tensor.detach()[_index(parts[cut.holding].holding, cut)] for cut in cuts]
-        guarded = [guards[parts[cut.holding].holding.name] for cut in cuts]
-        self._last = Reading(layout, tensors, guarded, [piece.values for piece in pieces])
-        return self._last
+        names = [parts[cut.holding].holding.name for cut in cuts]
+        self._steppers = [steppers[name] for name in names]
+        self._guards, self._where_anew = {}, []
+        self._last = Reading(layout, tensors, [guards[name] for name in names], [piece.values for piece in pieces])
+
+    def _find_steppers(self, pieces: list[Contents], entries: list[Entry]) -> dict[str, frozenset[int]]:
+        """Of each entry: the ids of the optimizers that change it."""
+        of_param: dict[int, set[int]] = {}
+        of_name: dict[str, int] = {}
+        for node, piece in zip(self.nodes, pieces, strict=True):
+            if isinstance(node, OptimizerNode):
+                of_name.update((name, id(node.optimizer)) for name in _own(piece))
+                for param in (p for group in node.optimizer.param_groups for p in group["params"]):
+                    of_param.setdefault(id(param), set()).add(id(node.optimizer))
+        found: dict[str, frozenset[int]] = {}
+        for entry in entries:
+            owner = {of_name[entry.name]} if entry.name in of_name else set[int]()
+            found[entry.name] = frozenset(owner | of_param.get(id(entry.tensor), set()))
+        return found
 
     def _pieces_of(self, entry: Entry) -> list[Piece]:
         """What this rank has of an entry. What differs from rank to rank is its own, whatever it should be."""
@@ -367,6 +450,14 @@ BY_DCP = "dcp"  # the kind of the one entry of what torch's DCP has saved
 def _plain_again(node: Node, saved: SavedNode) -> bool:
     """What `state_dict()` said is stored like any dict, and what other programs saved does not say which it was."""
     return isinstance(node, PlainNode) and saved.kind == StatefulNode.kind and type(node.parent[node.key]) is dict
+
+
+def _steps_for(stepping: Any, optimizer: Any) -> bool:
+    """Whether this is the optimizer, or one that it is only a wrapper of, as Accelerate's is."""
+    if stepping is optimizer:
+        return True
+    groups = list(optimizer.param_groups)
+    return bool(groups) and all(any(one is group for one in stepping.param_groups) for group in groups)
 
 
 def _place(tensor: Tensor) -> Memory | int | None:

@@ -482,8 +482,9 @@ class Writer:
         return {}, ()
 
     async def do_guarded(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """Which tensors of a layout only optimizers change: they are copied last."""
-        self.holdings.guarded = {str(message["layout"]): [int(number) for number in message["tensors"]]}
+        """Which tensors of a layout only optimizers change: they are copied last. Of a list that comes again only
+        the number is said."""
+        self.holdings.know_guarded(str(message["layout"]), int(message["number"]), message.get("tensors"))
         return {}, ()
 
     async def do_recipes(self, channel: Channel, message: Message, fds: list[int]) -> Answer:

@@ -456,7 +456,7 @@ def disk_fails(root: str, victim: int, fail: str, steps: int) -> dict[str, Any]:
 
 @scenario
 def staging_fails(root: str, how: str) -> dict[str, Any]:
-    """Rank 1 cannot stage a step: copying fails, or somebody writes into what is copied, noticed sooner or later."""
+    """Rank 1 cannot stage a step: copying fails, or somebody writes into what is copied, or when it has been copied."""
     toy, rank = Toy(), dist.get_rank()
     wide = here(toy.clock.set_to["divided wide"])
     at = {"written while it is copied": "stage.eager", "written after it was copied": "stage.copied"}.get(how)

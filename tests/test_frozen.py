@@ -351,20 +351,6 @@ def test_negative_control_what_is_not_forgotten_is_missing(open_run: Any, monkey
     assert any("base" in line for line in given_up_and_taken_again(open_run))
 
 
-def test_a_snapshot_taken_back_leaves_nothing_known(open_run: Any) -> None:
-    """A slot that was emptied by hand is filled anew."""
-    state, twin = adapter(), adapter()
-    train(state, 1)
-    cp = open_run(state)
-    assert follow(cp, state, twin, range(1, 12), train) == []
-    assert cp._last is not None and cp._last[1].place is not None
-    slot = cp._last[1].place[1]
-    assert known(cp)[slot]
-    cp._stager.clear(cp._last[1])
-    assert slot not in known(cp)
-    assert follow(cp, state, twin, range(12, 20), train) == []
-
-
 def failing(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every fifth fill writes rubbish over the slot and fails."""
     state, twin = adapter(), adapter()

@@ -161,6 +161,7 @@ class Checkpointer:
         self._exposed: set[str] = set()  # tensors that others than optimizers write to; replaced, never changed
         self._last_step: int | None = None
         self._stepped = False  # whether that is a step that was done since the last restore
+        self._thread = 0  # that did it
         self._finite: bool | None = None  # what was said of it
         self._moment: Moment | None = None  # what it was made of, if it was not due
         self._dear = 0  # how often running it cost too much to keep that
@@ -298,7 +299,7 @@ class Checkpointer:
     def _begin_step(self, step: int) -> None:
         self._pulse.beat(step, self.stats.stalled_s, self.stats.saves, self.stats.skipped)
         self._last_step, self._updates_before, self._aside, self._moment = step, self._hook.count, None, None
-        self._stepped, self._exchanged = True, False
+        self._stepped, self._exchanged, self._thread = True, False, threading.get_ident()
         self._capture.trust(self._hook.announced())
 
     def request(self, why: str = "no reason given") -> None:
@@ -598,6 +599,9 @@ class Checkpointer:
 
     def copy_live(self) -> int | None:
         aside, count = self._aside, self._updates_before
+        if threading.get_ident() == self._thread:  # it is not training meanwhile, and so need not be held up
+            self._stage_last(time.monotonic() + LIVE_S, orderly=False)
+            return self._last_step if self.in_memory(0.0) == self._last_step else None
         if aside is None or aside[0].step != self._last_step or self._torn:
             return None
         self._aside = None
@@ -1158,7 +1162,6 @@ class Checkpointer:
             return
         self._failed = isinstance(error, Exception) or (isinstance(error, SystemExit) and bool(error.code))
         if isinstance(error, Exception) and not self._closed and not self._forked:
-            self._stage_last(time.monotonic() + self._close_timeout_s, orderly=False)
             self._sentinel.exception(error)
         if self._world.size > 1:  # the other ranks may be in a collective, and never come to close
             self._abandon()

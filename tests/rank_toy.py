@@ -226,7 +226,7 @@ def failure(call: Callable[[], Any]) -> str:
 
 def checkpointer(toy: Toy, root: str, **settings: Any) -> ckpt.Checkpointer:
     every = settings.pop("every", 1)
-    return ckpt.Checkpointer(toy.state, [ckpt.Memory(), ckpt.Tier(root, every)], **settings)
+    return ckpt.Checkpointer(toy.state, [ckpt.Memory(), ckpt.Tier(root, every, 3)], **settings)
 
 
 def go(toy: Toy, cp: ckpt.Checkpointer, step: int, salt: int = 0) -> ckpt.Save:
@@ -546,7 +546,7 @@ def save_unlike(root: str) -> None:
     """What later does not fit: models that ranks have for themselves, and one that all hold alike."""
     own, alike = own_model(), {"net": nn.parallel.DistributedDataParallel(Tensors(weight=torch.ones(4, 5)))}
     for name, state in (("own", own), ("alike", alike)):
-        with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(f"{root}/{name}", 1)]) as cp:
+        with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(f"{root}/{name}", 1, 3)]) as cp:
             cp.restore(default=0)
             cp.step(1)
     say("saved")
@@ -559,7 +559,7 @@ def cannot_hold(root: str) -> dict[str, Any]:
     own, alike = own_model(), {"net": nn.parallel.DistributedDataParallel(Tensors(weight=torch.zeros(4, 6)))}
     for name, state in (("own", own), ("alike", alike)):
         before = [t.detach().clone() for t in state["net"].state_dict().values()]
-        with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(f"{root}/{name}", 1)]) as cp:
+        with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(f"{root}/{name}", 1, 3)]) as cp:
             found[name] = failure(cp.restore)
         after = state["net"].state_dict().values()
         found[f"{name} unchanged"] = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -492,7 +492,7 @@ def test_a_bucket_takes_its_steps_and_its_outage_is_said(tmp_path: Path, monkeyp
     with MotoServer() as server:
         server.make_bucket("bucket")
         near, far = str(tmp_path / "near"), "s3://bucket/run"
-        tiers = [ckpt.Tier(near, 1), ckpt.Tier(far, 2, keep=2, storage_options=storage_options(server.url))]
+        tiers = [ckpt.Tier(near, 1, keep=3), ckpt.Tier(far, 2, keep=2, storage_options=storage_options(server.url))]
         writer, state = ckpt.dcp.StorageWriter(tiers), {"w": torch.randn(3_000_000), "n": 0}
         for step in range(1, 9):
             save(state | {"n": step}, step, writer)

@@ -210,7 +210,7 @@ def opened(state: State, folder: str | Path, **settings: Any) -> Iterator[ckpt.C
     """A Checkpointer with a redo log that only looks: what it does not restore is left to its writer."""
     memory = settings.pop("memory", ckpt.Memory())
     own = {k: settings.pop(k) for k in ("every", "keep", "max_restore_s") if k in settings}
-    tier = ckpt.Tier(str(folder), **{"every": 1000, **own}, log_every_step=True)
+    tier = ckpt.Tier(str(folder), **{"every": 1000, "keep": 3, **own}, log_every_step=True)
     with ckpt.Checkpointer(state, [memory, tier], **settings) as cp:
         yield cp
 

@@ -97,6 +97,35 @@ def _encode_dict(value: dict[Any, Any], path: Path, extern: Callable[[object, Pa
     return {"$": tag, "v": [[encode(key), encode(v, (*path, key), extern)] for key, v in value.items()]}
 
 
+_KINDS = {"dict": "a dict", "ordered": "a dict", "counter": "a dict", "tuple": "a list", "str": "text", "int": "a number",
+          "float": "a number", "scalar": "a number", "bytes": "bytes", "tensor": "a tensor", "ndarray": "an array"}  # fmt: skip
+
+
+def kind_of(data: Json) -> str:
+    """In words, what kind of value is encoded, as far as that must not change from one save to the next."""
+    if type(data) is dict:
+        return _KINDS.get(data["$"], "unknown") if type(data.get("$", 0)) is str else "a dict"
+    if type(data) in (bool, int, float):
+        return "a number"
+    return {list: "a list", str: "text"}.get(type(data), "None")
+
+
+def pairs(items: dict[str, Json]) -> Json:
+    """A dict of values that are encoded already, in its order."""
+    return {"$": "dict", "v": [[encode(key), value] for key, value in items.items()]}
+
+
+def unpaired(data: Json) -> dict[str, Json] | None:
+    """What is in an encoded dict with text keys, still encoded; None if it is none."""
+    if type(data) is not dict or "$" not in data:
+        return data if type(data) is dict else None
+    rows = data.get("v") if data["$"] in ("dict", "ordered") else None
+    if type(rows) is not list or not all(type(row) is list and len(row) == 2 for row in rows):
+        return None
+    found = [(decode(key, None), value) for key, value in rows]
+    return dict(found) if all(type(key) is str for key, _ in found) else None
+
+
 def is_text(value: str) -> bool:
     """False with surrogates inside: two of them side by side would come back from JSON as one character."""
     try:

@@ -605,7 +605,9 @@ def forged() -> Iterator[tuple[str, Callable[[Any], None]]]:
     turn = itertools.cycle(KINDS_OF_VALUES)
     for what, document in sources.items():
         for place in test_hostile.places(document):
-            many = KINDS_OF_VALUES if len(place) < (3 if what == "values" else 4) else [next(turn), next(turn)]
+            if any(type(key) is int and key > 3 for key in place[1:]):
+                continue  # of long lists the beginning
+            many = KINDS_OF_VALUES if len(place) < (3 if what == "values" else 4) else [next(turn)]
             for value in many:
                 def change(part: Any, what: str = what, place: Any = place, value: Any = value) -> None:
                     if what == "values":
@@ -621,27 +623,30 @@ def forged() -> Iterator[tuple[str, Callable[[Any], None]]]:
 def test_values_of_another_kind_are_errors_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever stands in the place of a value or fact, resealed: it is restored, or there is an error of ours; and
     after a MismatchError nothing was changed."""
+    logging.getLogger("ckpt").setLevel(logging.CRITICAL)
     monkeypatch.setattr(test_hostile, "state", everything)
     run = asyncio.run(test_hostile._built(1))
-    live = everything(3)
-    source: Any
     wrong = []
     ended: Counter_[str] = Counter_()
+    live = everything(3)
     for name, change in forged():
         objects = test_hostile.forge(run, part=change)
         folder = test_hostile.put({k: v for k, v in objects.items() if "-10." not in k}, tmp_path / "run")
-        for source in test_hostile.sources(folder)[:1]:
-            before = numbers({"model": live["model"], "optim": live["optim"]})
-            try:
-                test_hostile.restore_from(source, live)
-                ended["taken"] += 1
-            except CheckpointError as error:
-                ended[type(error).__name__] += 1
-                after = numbers({"model": live["model"], "optim": live["optim"]})
-                if isinstance(error, MismatchError) and not all(map(torch.equal, before, after)):
-                    wrong.append(f"{name}: changed before {error}")
-            except Exception as error:
-                wrong.append(f"{name}: {error!r}")
-                live = everything(3)
+        before = trained(live)
+        try:
+            test_hostile.restore_from(test_hostile.sources(folder)[0], live)
+            ended["taken"] += 1
+        except CheckpointError as error:
+            ended[type(error).__name__] += 1
+            if isinstance(error, MismatchError) and trained(live) != before:
+                wrong.append(f"{name}: changed before {error}")
+        except Exception as error:
+            wrong.append(f"{name}: {error!r}")
+        if trained(live) != before:
+            live = everything(3)  # of what was forged nothing may be left
     assert not wrong, "\n".join(wrong[:40])
     assert min(ended["taken"], ended["CorruptError"], ended["MismatchError"]) > 20, ended
+
+
+def trained(state: State) -> list[object]:
+    return [t.tolist() for t in numbers({"model": state["model"], "optim": state["optim"]})] + [state["sched"].last_epoch]

@@ -8,7 +8,7 @@ sets plain values and attaches what had to be created.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -23,7 +23,7 @@ from ckpt.rng import RNG
 from ckpt.saved import SavedNode
 from ckpt.sharding import Entry, Replicas, clean, is_dtensor, local, replicas_of, reshard, unwrap
 from ckpt.tensors import check, from_array
-from ckpt.values import Json, Path, encode, kind_of, pairs, show, unpaired
+from ckpt.values import Json, Path, encode, kind_of, pairs, show, splitter, unpaired
 from ckpt.words import EXTRA, Words, hand_back, listen
 
 
@@ -404,11 +404,13 @@ class OptimizerNode:
         fresh: dict[str, dict[str, Any]] = {name: {} for name in saved.facts["with_state"] if name in params}
         self._begin_anew(fresh, params, placement)
         nested = set(references(saved.values["state"]))  # inside lists and such, not values of their own
+        split = splitter(fresh)
         for full in saved.names:
             if full in nested:
                 continue
-            name, key = _split(full.removeprefix(prefix), fresh)
-            if full.startswith(prefix) and name in fresh:
+            found = split(full.removeprefix(prefix)) if full.startswith(prefix) else None
+            if found is not None:
+                name, key = found
                 fresh[name][key] = self._target(full, key, *params[name], placement)
         settings = zip(self.optimizer.param_groups, saved.values["groups"], strict=False)
         groups = [placement.build(self._usable(live, group, placement)) for live, group in settings]
@@ -526,15 +528,6 @@ def _beside(param: Tensor, names: Names) -> Replicas | Tensor | None:
 
 def _fit(mine: list[list[str]], theirs: list[list[str]]) -> bool:
     return len(mine) == len(theirs) and all(set(a) <= set(b) for a, b in zip(mine, theirs, strict=True))
-
-
-def _split(text: str, names: Container[str]) -> tuple[str, str]:
-    """`text` as the longest of `names` and, behind a dot, a key: both may have dots of their own."""
-    end = len(text)
-    while (end := text.rfind(".", 0, end)) >= 0:
-        if text[:end] in names:
-            return text[:end], text[end + 1 :]
-    return "", text
 
 
 def _update_group(group: dict[str, Any], saved: dict[str, Any]) -> None:

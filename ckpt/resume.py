@@ -188,7 +188,8 @@ def _commits(log: RunLog) -> list[Json]:
     """What a root has, whole or in part: attempt, ranks that saved, ranks whose part is here, whether it is finite."""
     state = log.state
     if state.damaged:
-        logger.warning("%s: log records %s are damaged and were skipped", log.store.url, state.damaged)
+        shown = ", ".join(map(str, state.damaged[:8])) + ", …" * (len(state.damaged) > 8)
+        logger.warning("%s: log records %s are damaged and were skipped", log.store.url, shown)
     every: dict[Attempt, Commit] = {**state.held, **state.commits}
     return [[str(a), c.world, [rank for rank, _, _ in c.parts], c.finite] for a, c in every.items()]
 

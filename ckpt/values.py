@@ -15,7 +15,7 @@ import re
 import struct
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import CorruptError, StateError
@@ -32,6 +32,18 @@ _DTYPE = re.compile(r"[<>|=][biufcmMSUV][0-9]{1,9}(\[[0-9]{0,9}[A-Za-z]{1,7}\])?
 def show(path: Path) -> str:
     """A path as a user would write it: `model.layers.0`."""
     return ".".join(str(part) for part in path) or "(the state itself)"
+
+
+def splitter(names: Iterable[str]) -> Callable[[str], tuple[str, str] | None]:
+    """What takes a text apart into the longest of `names` and, behind a dot, a key: both may have dots of their own."""
+    known = set(names)
+    lengths = sorted({len(name) for name in known}, reverse=True)  # few, whatever dots somebody has put into a text
+
+    def split(text: str) -> tuple[str, str] | None:
+        ends = (end for end in lengths if text[end : end + 1] == "." and text[:end] in known)
+        return next(((text[:end], text[end + 1 :]) for end in ends), None)
+
+    return split
 
 
 INSTEAD = {

@@ -63,7 +63,9 @@ class Node(Protocol):
     """One entry of the state."""
 
     path: Path
-    kind: str
+
+    @property
+    def kind(self) -> str: ...
 
     def read(self, names: Names) -> Contents:
         """`names`: what is known of parameters."""

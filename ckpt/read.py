@@ -522,7 +522,7 @@ def _problem(store: Store, error: CorruptError | StoreError) -> str:
 
 
 def _distinct(table: Table, blobs: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Of blobs that say the same of the same few bytes, which become very many, one: a table can say that at no cost."""
+    """Of blobs that say the same of the same few bytes, which become very many, one: to say it again costs nothing."""
     swelling = (table.codec[blobs] != RAW) & (table.stored[blobs] * 256 < table.length[blobs])
     some = blobs[swelling]
     columns = (table.pack, table.offset, table.stored, table.codec, table.base, table.length)

@@ -199,7 +199,10 @@ class Builder:
             group.setdefault("param_names", [called[name] for name in params])
             groups.append(group)
         self._optimizers.append(Groups(entry.path, tuple(tuple(called[n] for n in g) for g in facts["params"])))
-        return {"state": {keys[name]: found for name, found in state.items()}, "param_groups": groups}
+        start = show((*entry.path, "params")) + "."  # what only the optimizer holds; torch's own loader ignores it
+        own = {n.removeprefix(start): _Named(n) for n in entry.names if n.startswith(start) and self._has(n)}
+        saved = {"state": {keys[name]: found for name, found in state.items()}, "param_groups": groups}
+        return saved | {"params": own} if own else saved
 
     def _fill(self, entry: Entry, state: dict[str, dict[str, Any]]) -> None:
         """Tensors of the state, each under its parameter's name and its own key."""

@@ -109,17 +109,19 @@ def _encode_dict(value: dict[Any, Any], path: Path, extern: Callable[[object, Pa
     return {"$": tag, "v": [[encode(key), encode(v, (*path, key), extern)] for key, v in value.items()]}
 
 
-_KINDS = {"dict": "a dict", "ordered": "a dict", "counter": "a dict", "tuple": "a list", "str": "text", "int": "a number",
-          "float": "a number", "scalar": "a number", "bytes": "bytes", "tensor": "a tensor", "ndarray": "an array"}  # fmt: skip
+_KINDS = {
+    "dict": "a dict", "ordered": "a dict", "counter": "a dict", "tuple": "a list", "str": "text", "bytes": "bytes",
+    "int": "a number", "float": "a number", "scalar": "a number", "tensor": "a tensor", "ndarray": "an array",
+}  # fmt: skip
 
 
 def kind_of(data: Json) -> str:
     """In words, what kind of value is encoded, as far as that must not change from one save to the next."""
-    if type(data) is dict:
-        return _KINDS.get(data["$"], "unknown") if type(data.get("$", 0)) is str else "a dict"
-    if type(data) in (bool, int, float):
+    if isinstance(data, dict):
+        return _KINDS.get(str(data["$"]), "unknown") if "$" in data else "a dict"
+    if isinstance(data, (bool, int, float)):
         return "a number"
-    return {list: "a list", str: "text"}.get(type(data), "None")
+    return "a list" if isinstance(data, list) else "text" if isinstance(data, str) else "None"
 
 
 def pairs(items: dict[str, Json]) -> Json:

@@ -26,9 +26,9 @@ EXTRA = "_extra_state"
 
 @dataclass
 class Words:
-    """`speakers`: asked for state_dict() at every reading, by prefix; nothing below them is read as it lies.
-    `extras`: whose get_extra_state() is. `names`: what tensors are called, if not as they lie; `left_out`: which of them
-    are not saved. `loaders`: have their say in loading, so they are handed their own state once it is restored.
+    """By prefix: `speakers` are asked for state_dict() at every reading, and nothing below them is read as it lies;
+    `extras` for get_extra_state(); `loaders` have their say in loading, so they are handed their own state once it is
+    restored. `names`: what tensors are called, if not as they lie; `left_out`: which of them are not saved.
     """
 
     speakers: dict[str, nn.Module] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Words:
         """Forget all about what lies below."""
         for found in (self.speakers, self.extras, self.names, self.loaders):
             for key in [key for key in found if key.startswith(prefix)]:
-                del found[key]  # type: ignore[attr-defined]
+                del found[key]
         self.left_out = {key for key in self.left_out if not key.startswith(prefix)}
 
 
@@ -158,7 +158,7 @@ def _rearranged(new: Mapping[str, Any], missing: Mapping[str, Tensor], again: Ma
     if any(isinstance(v := later.get(key), Tensor) and _memory(v) == _memory(value) for key, value in new.items()):
         return False  # both answers are alive, so this is kept somewhere
     apart = {_memory(tensor): tensor.numel() for tensor in missing.values()}
-    return sum(value.numel() for value in new.values()) == sum(apart.values())
+    return sum(apart.values()) == sum(int(value.numel()) for value in new.values())
 
 
 def _rename(here: Mapping[str, Tensor], said: Mapping[str, Tensor], words: Words) -> None:
@@ -187,10 +187,12 @@ def _form(tensor: Tensor) -> object:
     return memory, local(tensor).storage_offset(), tensor.shape, local(tensor).stride()
 
 
-class _Refusing(TorchDispatchMode):
+class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Collectives end in an error before anything is sent."""
 
-    refused = False
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.refused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         distributed = sys.modules.get("torch.distributed.tensor")

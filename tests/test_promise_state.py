@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import io
 import itertools
 import json
 import logging
 import random
+import resource
 import sys
 import traceback
 from collections import Counter as Counter_
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckpt
+from ckpt import cli, codec, directory
+from ckpt.digest import blob_digest, file_digest
 from ckpt.errors import CheckpointError, MismatchError
+from ckpt.log import record_key
+from ckpt.manifest import Part, index_key, part_key, table_key
 from ckpt.state import Capture
+from ckpt.table import DTYPES, Table
 
 State = dict[str, Any]
 WIDTH, STEPS = 8, 3
@@ -268,7 +275,12 @@ class Frozen(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.backbone, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
-        self.register_state_dict_post_hook(lambda m, s, p, _: [s.pop(k) for k in list(s) if "backbone" in k][:0] or None)
+        self.register_state_dict_post_hook(leave_out)
+
+
+def leave_out(module: Any, state: dict[str, Any], *_: object) -> None:
+    for key in [key for key in state if "backbone" in key]:
+        del state[key]
 
 
 class Derived(nn.Module):
@@ -290,7 +302,7 @@ def restored(state: State, twin: State, tmp_path: Path) -> State:
 
 
 def test_what_a_module_adds_leaves_out_or_derives_is_kept(tmp_path: Path) -> None:
-    """Where hooks and methods really change what must be saved, it comes back as they say; beside others as they lie."""
+    """Where hooks and methods change what must be saved, it comes back as they say; beside others as they lie."""
 
     def make(seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -442,7 +454,7 @@ def goes_on_alike(kind: str, tmp_path: Path) -> None:
 
 
 def test_an_optimizer_that_keeps_its_state_elsewhere_goes_on_alike(tmp_path: Path) -> None:
-    """What its own state_dict() says is saved and handed back: the next step is that of the untouched run, bit for bit."""
+    """What its own state_dict() says is saved and handed back: the next step is the untouched run's, bit for bit."""
     goes_on_alike("contained", tmp_path)
 
 
@@ -521,7 +533,7 @@ def test_masters_that_were_not_saved_are_missed(tmp_path: Path) -> None:
 
 
 def flat_model(seed: int, *, odd: bool) -> State:
-    """A flat buffer of which the model's parameters are slices; `odd`: with some room at its end that nobody else has."""
+    """A flat buffer of which the model's parameters are slices; `odd`: with room at its end that nobody else has."""
     torch.manual_seed(seed)
     net = nn.Linear(4, 4)
     flat = torch.cat([*(p.detach().flatten() for p in net.parameters()), torch.randn(3 if odd else 0)])
@@ -601,7 +613,10 @@ def at(document: Any, place: tuple[Any, ...], value: Any) -> Any:
 def forged() -> Iterator[tuple[str, Callable[[Any], None]]]:
     """Every place of every entry's values and facts, each with some values of other kinds; the outer ones with all."""
     reading = Capture(everything(1)).read()
-    sources = {"values": json.loads(json.dumps(reading.values)), "facts": [c["facts"] for c in reading.layout.components]}
+    sources = {
+        "values": json.loads(json.dumps(reading.values)),
+        "facts": [c["facts"] for c in reading.layout.components],
+    }
     turn = itertools.cycle(KINDS_OF_VALUES)
     for what, document in sources.items():
         for place in test_hostile.places(document):
@@ -609,6 +624,7 @@ def forged() -> Iterator[tuple[str, Callable[[Any], None]]]:
                 continue  # of long lists the beginning
             many = KINDS_OF_VALUES if len(place) < (3 if what == "values" else 4) else [next(turn)]
             for value in many:
+
                 def change(part: Any, what: str = what, place: Any = place, value: Any = value) -> None:
                     if what == "values":
                         part["values"] = at(part["values"], place, value)
@@ -649,4 +665,90 @@ def test_values_of_another_kind_are_errors_of_ours(tmp_path: Path, monkeypatch: 
 
 
 def trained(state: State) -> list[object]:
-    return [t.tolist() for t in numbers({"model": state["model"], "optim": state["optim"]})] + [state["sched"].last_epoch]
+    tensors = numbers({"model": state["model"], "optim": state["optim"]})
+    return [state["sched"].last_epoch, *(tensor.tolist() for tensor in tensors)]
+
+
+# -- small files that would keep a reader busy --
+
+
+def stray(run: test_hostile.Run) -> test_hostile.Objects:
+    """Two hundred records, each far behind the one before."""
+    return run[0] | {record_key(99_000 * i): b"{}" for i in range(1, 200)}
+
+
+def dotted(run: test_hostile.Run) -> test_hostile.Objects:
+    """The name of an optimizer's tensor, of dots alone."""
+
+    def change(part: Any) -> None:
+        layout, name = part["layout"], "optim.state." + "." * 3_000_000
+        layout["aliases"][name] = layout["tensors"][0][0]
+        layout["components"][1]["names"].append(name)
+
+    return test_hostile.forge(run, part=change)
+
+
+def swollen(run: test_hostile.Run) -> test_hostile.Objects:
+    """A tensor of 256 GiB, every blob of it the same few hundred bytes."""
+    count, size = 4000, 64 << 20
+    plain = bytes(size)
+    frame, pack = codec.encode(1, plain, 4), f"packs/{run[1]}.0.0.safetensors"
+    digest, stored = (np.frombuffer(blob_digest(one), np.uint8) for one in (plain, frame))
+
+    def change(columns: Any) -> None:
+        first, dims = int(columns["blob_ends"][0]), int(columns["dim_ends"][0])
+        columns["dtypes"][0] = DTYPES.index("U8")
+        columns["dims"] = np.concatenate([[count * size, 0, count * size], columns["dims"][dims:]])
+        columns["dim_ends"] += 3 - dims
+        row = {"pack": 0, "offset": len(run[0][pack]), "stored": len(frame), "length": size, "codec": 1, "base": -1}
+        for name, value in row.items():
+            new = np.full(count, value, columns[name].dtype)
+            columns[name] = np.concatenate([new, columns[name][first:]])
+        columns["digest"] = np.concatenate([np.tile(digest, (count, 1)), columns["digest"][first:]])
+        columns["stored_digest"] = np.tile(stored, (count, 1))
+        columns["blob_ends"] += count - first
+
+    def part(document: Any) -> None:
+        document["packs"][0]["size"] += len(frame)
+
+    objects = test_hostile.forge(run, part=part, columns=change)
+    return objects | {pack: run[0][pack] + frame}
+
+
+def crowded(run: test_hostile.Run) -> test_hostile.Objects:
+    """A directory of two ranks whose few compressed bytes are hundreds of megabytes of empty lists."""
+    objects, attempt = run
+    parts = [Part.from_bytes(objects[part_key(attempt, rank, 0)], "a part") for rank in range(2)]
+    tables = [Table.from_bytes(objects[table_key(attempt, rank, 0)], "a table") for rank in range(2)]
+    columns = dict(directory.build(parts, tables).columns)
+    lists = b'{"aliases":[{}],"components":[],"instances":[{}],"values":[' + b"[]," * (80 << 20)
+    columns["views"] = np.frombuffer(lists + b'0],"views":[[0,[],0,0]]}', np.uint8)
+    columns["view"] = np.zeros(2, np.int32)
+    raw = directory.Directory(columns, (), (), ()).to_bytes()
+    last = max(key for key in objects if key.startswith("log/"))
+    record = json.loads(objects[last])
+    record["body"]["index"] = file_digest(raw)
+    return objects | {last: test_hostile.sealed(record), index_key(attempt, file_digest(raw)): raw}
+
+
+def busy(folder: str) -> None:
+    """Verify and restore each, with the time of the processor limited: without bounds each takes minutes."""
+    torch.set_num_threads(1)
+    logging.getLogger("ckpt").setLevel(logging.CRITICAL)
+    one, two = (asyncio.run(test_hostile._built(world)) for world in (1, 2))
+    cases = {"stray": stray(one), "dotted": dotted(one), "swollen": swollen(one), "crowded": crowded(two)}
+    resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+    for name, objects in cases.items():
+        assert sum(map(len, objects.values())) < 8 << 20
+        place = test_hostile.put(objects, Path(folder) / "run")
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), suppress(SystemExit):
+            cli.main(["verify", str(place)])
+        with suppress(CheckpointError):
+            test_hostile.restored(place)
+        print(name, flush=True)
+
+
+def test_small_files_do_not_keep_a_reader_busy(tmp_path: Path) -> None:
+    """Missing records, dots in names, blobs that swell, columns that swell: what is done about them is bounded."""
+    done = run_script("import sys, test_promise_state as t; t.busy(sys.argv[1])", tmp_path)
+    assert done.stdout.split() == ["stray", "dotted", "swollen", "crowded"], (done.returncode, done.stderr[-3000:])

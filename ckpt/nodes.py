@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ckpt.errors import CorruptError, StateError
-from ckpt.restore import Names, Placement, references
+from ckpt.restore import Names, Placement, Span, references, span_of
 from ckpt.rng import RNG
 from ckpt.saved import SavedNode
 from ckpt.sharding import Entry, Replicas, clean, is_dtensor, local, replicas_of, reshard, unwrap
@@ -128,7 +128,7 @@ class ModuleNode:
         self._places: list[tuple[dict[str, Any], str, Tensor]] = []
         self._memories = Memories()
         self._piece: Contents | None = None
-        self._words, self._heard = Words(), list[int]()
+        self._words, self._heard = Words(), list[nn.Module]()
         self._order: list[str] = []  # names, and prefixes of modules that say more
 
     @property
@@ -159,8 +159,8 @@ class ModuleNode:
         self._sizes, self._children, self._places = [], [], []
         self._memories = Memories()
         modules = list(self.module.named_modules(remove_duplicate=False))
-        if self._heard != (heard := [id(module) for _, module in modules]):
-            self._words, self._heard = listen(self.module, self.path), heard
+        if len(modules) != len(self._heard) or any(a is not b for (_, a), b in zip(modules, self._heard, strict=True)):
+            self._words, self._heard = listen(self.module, self.path), [module for _, module in modules]
         live: dict[str, tuple[str, Tensor]] = {}
         order: dict[str, None] = {}
         for full, module in modules:
@@ -229,7 +229,7 @@ class ModuleNode:
                 placement.watch(name, said[name])
         self._prepare_words(state, said, placement)
         for module in self._words.loaders.values():
-            placement.finishers.append(partial(hand_back, module))
+            placement.finish(self.path, partial(hand_back, module))
 
     def _in_extra(self, name: str) -> bool:
         return any(name.startswith(self._name(prefix + EXTRA)) for prefix in self._words.extras)
@@ -301,7 +301,7 @@ class OptimizerNode:
         self._places: list[tuple[dict[str, Any], str, Tensor]] = []
         self._memories = Memories()
         self._others: list[tuple[str, dict[str, Any], str]] = []
-        self._nameless: list[tuple[str, Tensor]] = []  # parameters, by their places
+        self._nameless: list[tuple[str, Tensor, Span | None]] = []  # parameters, by their places
         self._held: list[bool] = []  # which of them something else holds
         self._own: dict[str, Entry] = {}
 
@@ -366,20 +366,20 @@ class OptimizerNode:
                 else:
                     self._others.append((name, values, key))
         bare = {id(p): p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in names}
-        self._nameless = [(called[number], p) for number, p in bare.items()]
+        self._nameless = [(called[number], p, span_of(p)) for number, p in bare.items()]
         self._held = self._is_held(names)
         mine = (one for one, held in zip(self._nameless, self._held, strict=True) if not held)
-        paths = ((p, (*self.path, "params", place)) for place, p in mine)
+        paths = ((p, (*self.path, "params", place)) for place, p, _ in mine)
         self._own = {show(path): Entry(show(path), check(p, path), True) for p, path in paths}
         fixed += self._own.values()
-        self._memories = Memories([*(tensor for _, _, tensor in self._places), *(p for _, p in self._nameless)])
+        self._memories = Memories([*(tensor for _, _, tensor in self._places), *(p for _, p, _ in self._nameless)])
         params = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         self._piece = Contents(
             fixed, facts={"params": params, "with_state": [called[id(p)] for p, _, _ in self._dicts]}
         )
 
     def _is_held(self, names: Names) -> list[bool]:
-        return [names.hold(p) for _, p in self._nameless]
+        return [names.hold(span) for _, _, span in self._nameless]
 
     def own_name(self, param: Tensor) -> str:
         """What a parameter is called that is saved with the optimizer; "" if it is not."""

@@ -43,34 +43,29 @@ class Names(dict[int, Entry]):
     def __init__(self) -> None:
         super().__init__()
         self._fixed, self._loose = list[list[Entry]](), list[Entry]()
-        self._of: list[list[Entry]] | None = None  # what the spans below are those of
-        self._of_fixed, self._spans = list[Span](), list[Span]()
+        self._spans: tuple[list[Span] | None, list[Span] | None] = None, None
 
     def note(self, fixed: list[list[Entry]], loose: list[Entry]) -> None:
         """What the state holds now. Looked at when somebody asks."""
-        if len(fixed) != len(self._fixed) or any(a is not b for a, b in zip(fixed, self._fixed, strict=True)):
-            self._of = None
-        self._fixed, self._loose, self._spans = fixed, loose, []
+        same = len(fixed) == len(self._fixed) and all(a is b for a, b in zip(fixed, self._fixed, strict=True))
+        self._fixed, self._loose, self._spans = fixed, loose, (self._spans[0] if same else None, None)
 
-    def hold(self, tensor: Tensor) -> bool:
+    def hold(self, span: Span | None) -> bool:
         """Whether the state holds all of a tensor's memory, be it as parts of it, or as a part of something."""
-        if self._of is None:
-            self._of, self._of_fixed = self._fixed, _joined([e for each in self._fixed for e in each], [])
-            self._spans = []
-        if not self._spans:
-            self._spans = _joined(self._loose, self._of_fixed)
-        wanted = _span(tensor)
-        if wanted is None:
+        if span is None:
             return False
-        device, start, stop = wanted
-        i = bisect.bisect_right(self._spans, (device, start, math.inf)) - 1
-        return i >= 0 and self._spans[i][0] == device and self._spans[i][2] >= stop
+        fixed, loose = self._spans
+        if fixed is None or loose is None:
+            fixed = fixed or _joined([entry for each in self._fixed for entry in each])
+            loose = _joined(self._loose)
+            self._spans = fixed, loose
+        return _inside(span, fixed) or _inside(span, loose)
 
 
 Span = tuple[str, int, float]
 
 
-def _span(tensor: Tensor) -> Span | None:
+def span_of(tensor: Tensor) -> Span | None:
     """A device, and the addresses on it that a tensor fills; None if it leaves gaps there."""
     mine = local(tensor)
     reach = sum((size - 1) * stride for size, stride in zip(mine.shape, mine.stride(), strict=True))
@@ -79,10 +74,16 @@ def _span(tensor: Tensor) -> Span | None:
     return str(mine.device), mine.data_ptr(), mine.data_ptr() + mine.nbytes
 
 
-def _joined(entries: list[Entry], others: list[Span]) -> list[Span]:
+def _inside(span: Span, spans: list[Span]) -> bool:
+    device, start, stop = span
+    i = bisect.bisect_right(spans, (device, start, math.inf)) - 1
+    return i >= 0 and spans[i][0] == device and spans[i][2] >= stop
+
+
+def _joined(entries: list[Entry]) -> list[Span]:
     """All that these tensors fill, as spans that do not touch, ascending."""
     found: list[Span] = []
-    for device, start, stop in sorted([*others, *(s for e in entries if (s := _span(e.tensor)) is not None)]):
+    for device, start, stop in sorted(span for e in entries if (span := span_of(e.tensor)) is not None):
         if found and found[-1][0] == device and start <= found[-1][2]:
             found[-1] = device, found[-1][1], max(stop, found[-1][2])
         else:

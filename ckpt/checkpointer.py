@@ -96,7 +96,8 @@ class Stats:
 class Checkpointer:
     """Saves a training run as it goes, and brings it back.
 
-    `state`: a dict of modules, optimizers, anything with state_dict and load_state_dict, tensors and plain values.
+    `state`: a dict of modules, optimizers, anything with state_dict and load_state_dict, tensors and plain values. What
+    an object's state_dict() does not say, though its load_state_dict() needs it, is not saved: nobody else can know it.
     `tiers`: a folder or URL, or a list of `Memory` and `Tier`; None keeps snapshots in memory only, found again by
     `name`. `every`: "auto" has it found out how often to save, see `ckpt.Auto`; without it, memory is saved at every
     step, and a place that is given by a word only at every 100th.

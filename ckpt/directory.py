@@ -48,6 +48,7 @@ OWN = -1  # in a view: the instance is the rank itself
 TABLE_DIGEST = 32
 MAX_DIRECTORY = 1 << 29  # bytes, decompressed
 MAX_DIRECTORY_HEADER = 1 << 16
+FEW = 1 << 18  # entries of a column that any file may have; more only if it is as large
 LEVEL = 9
 KEPT = "optimizer"  # the kind of component whose values of all ranks are joined
 
@@ -264,6 +265,9 @@ def _decompressed(frames: dict[str, npt.NDArray[Any]], what: str) -> dict[str, n
     sizes = {name: n * np.dtype(COLUMNS[name]).itemsize for name, n in counts.items()}
     if sum(sizes.values()) > MAX_DIRECTORY:
         raise CorruptError(f"{what} declares {sum(sizes.values())} bytes, which is implausibly large")
+    few = FEW + sum(frame.nbytes for frame in frames.values())
+    if max(counts[name] for name in ("name_ends", "tensor_name", "pattern_ends")) > few:
+        raise CorruptError(f"{what} declares more names, tensors or patterns than a file of its size has")
     stored = {name: frames[name].reshape(-1).view(np.uint8).tobytes() for name in sizes}
     for name, size in sizes.items():
         if zstandard.frame_content_size(stored[name]) != size:
@@ -275,6 +279,9 @@ def _decompressed(frames: dict[str, npt.NDArray[Any]], what: str) -> dict[str, n
         if len(plain) != size:
             raise CorruptError(f"{what}: column {name} does not hold what it declares")
         found[name] = np.frombuffer(plain, COLUMNS[name])
+        # What is said in a few bytes may be very much once it is made into objects.
+        if name in ("packs", "views") and sum(plain.count(mark) for mark in b",[{") > 8 * few:
+            raise CorruptError(f"{what}: column {name} says more than a file of its size has to say")
     return found
 
 

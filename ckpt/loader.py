@@ -125,8 +125,10 @@ class Loader:
         try:
             places = {(int(state["epoch"]), int(state["position"])) for state in states}
             orders = [dict(state["order"]) for state in states]
-        except (LookupError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
             raise CorruptError(f"not the state of a ckpt.Loader: {error!r}") from error
+        if any(epoch < 0 or position < 0 for epoch, position in places):
+            raise CorruptError(f"not places that a ckpt.Loader can have been at: {sorted(places)}")
         if any(order != self._order.facts() for order in orders):
             changed = [
                 f"{k} was {orders[0].get(k)}, is {v}" for k, v in self._order.facts().items() if orders[0].get(k) != v

@@ -73,7 +73,7 @@ MAX_PARTS = 1_000_000  # in a SNAPSHOT: with more it could become too large to b
 MAX_DOUBTS = 10_000
 MAX_REASONS = 64  # why attempts ended, of so many of the last ones, in a SNAPSHOT
 MAX_RECORD = 256 << 20
-MAX_GAP = 100_000  # missing records before one that is believed to belong to the log
+MAX_GAP = 100_000  # missing records, in all, before ones that are believed to belong to the log
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -334,6 +334,7 @@ class RunLog:
         self.state = RunState()
         self.root = ""
         self._whole = whole
+        self._damaged: set[int] = set()  # as in the state
         self._lock = asyncio.Lock()
 
     async def same(self) -> bool:
@@ -376,23 +377,25 @@ class RunLog:
         after = "" if newest < 1 else record_key(newest - 1)
         listed = [info async for info in self.store.list("log/", after=after)]
         sizes = {n: info.size for info in listed if (n := _sequence(info.key)) is not None}
-        if not first and newest not in sizes and newest not in self.state.damaged:
+        if not first and newest not in sizes and newest not in self._damaged:
             await self.check_same()
-        end = self.state.next_seq
+        end, gap = self.state.next_seq, MAX_GAP
         for seq in sorted(sizes):
-            if end <= seq <= end + MAX_GAP:
-                end = seq + 1
-            elif seq >= end and seq not in self.state.damaged:
-                self.state.damaged.append(seq)  # so far off that it cannot be one of ours
+            if end <= seq <= end + gap:
+                end, gap = seq + 1, gap - (seq - end)
+            elif seq >= end:
+                self._note_damage(seq)  # so far off that it cannot be one of ours
         if first and not self._whole:
             await self._jump(sizes, end)
-        wanted = range(self.state.next_seq, end)
-        for start in range(wanted.start, wanted.stop, 64):
-            chunk = range(start, min(start + 64, wanted.stop))
+        wanted = sorted(seq for seq in sizes if self.state.next_seq <= seq < end)
+        for start in range(0, len(wanted), 64):
+            chunk = wanted[start : start + 64]
             raws = await asyncio.gather(*(self._read(seq, sizes.get(seq)) for seq in chunk))
             for seq, raw in zip(chunk, raws, strict=True):
                 if self.store.remote and not self._is_sound(seq, raw):
                     raw = await self._read(seq, sizes.get(seq))  # what came may have been damaged on its way
+                for missing in range(self.state.next_seq, seq):
+                    self._apply(missing, None)
                 self._apply(seq, raw)
         return self.state
 
@@ -442,15 +445,20 @@ class RunLog:
         state = self.state
         try:
             record = self._unsealed(seq, raw)
-            if record.get("prev") != state.last and (seq - 1) not in state.damaged:
-                state.damaged.append(seq - 1)  # this one is whole, so the one before is not what it was
+            if record.get("prev") != state.last:
+                self._note_damage(seq - 1)  # this one is whole, so the one before is not what it was
             if record["type"] not in TYPES:
                 raise FormatError(f"log record {seq} is a {record['type']!r}: written by a newer version, upgrade")
             if record["type"] != "SNAPSHOT" or not state.damaged:
                 fold(state, record)  # else it may know more than we do
         except (CorruptError, KeyError):
-            state.damaged.append(seq)
+            self._note_damage(seq)
         state.next_seq, state.last = seq + 1, file_digest(raw or b"")
+
+    def _note_damage(self, seq: int) -> None:
+        if seq not in self._damaged:  # there may be very many
+            self._damaged.add(seq)
+            self.state.damaged.append(seq)
 
     async def append(
         self, make: Callable[[RunState], Record | None], *, owner: Acquire | None, deadline_s: float = 60.0

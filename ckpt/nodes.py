@@ -8,9 +8,9 @@ sets plain values and attaches what had to be created.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Container, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from ckpt.errors import CorruptError, StateError
-from ckpt.restore import Names, Placement, references
+from ckpt.restore import Names, Placement, Span, references, span_of
 from ckpt.rng import RNG
 from ckpt.saved import SavedNode
-from ckpt.sharding import Entry, Replicas, belongs_to_torch, clean, is_dtensor, local, replicas_of, reshard, unwrap
+from ckpt.sharding import Entry, Replicas, clean, is_dtensor, local, replicas_of, reshard, unwrap
 from ckpt.tensors import check, from_array
-from ckpt.values import Json, Path, encode, show
+from ckpt.values import Json, Path, encode, kind_of, pairs, show, splitter, unpaired
+from ckpt.words import EXTRA, Words, hand_back, listen
 
 
 @runtime_checkable
@@ -62,7 +63,9 @@ class Node(Protocol):
     """One entry of the state."""
 
     path: Path
-    kind: str
+
+    @property
+    def kind(self) -> str: ...
 
     def read(self, names: Names) -> Contents:
         """`names`: what is known of parameters."""
@@ -118,9 +121,7 @@ class Memories:
 
 
 class ModuleNode:
-    """An nn.Module: parameters and persistent buffers, in place."""
-
-    kind = "module"
+    """An nn.Module: parameters and persistent buffers, in place; and what else it says of itself, see `ckpt.words`."""
 
     def __init__(self, path: Path, module: nn.Module) -> None:
         self.path = path
@@ -130,16 +131,24 @@ class ModuleNode:
         self._places: list[tuple[dict[str, Any], str, Tensor]] = []
         self._memories = Memories()
         self._piece: Contents | None = None
+        self._words, self._heard = Words(), list[nn.Module]()
+        self._order: list[str] = []  # names, and prefixes of modules that say more
+
+    @property
+    def kind(self) -> str:
+        return "custom module" if self._words.spoken else "module"
 
     def read(self, names: Names) -> Contents:
         if self._piece is None or self._changed():
             reshard(self.module)
             if self._piece is None or self._changed():
                 self._piece = self._read()
-        return self._piece
+        return self._and_words(self._piece) if self._words.spoken else self._piece
 
     def read_on(self, names: Names) -> Contents:
-        return self._piece or self.read(names)
+        if self._piece is None:
+            return self.read(names)
+        return self._and_words(self._piece) if self._words.spoken else self._piece
 
     def _changed(self) -> bool:
         for owner, size in self._sizes:
@@ -157,28 +166,117 @@ class ModuleNode:
         self._piece = None  # should reading fail half-way, what is noted below must not pass for unchanged
         self._sizes, self._children, self._places = [], [], []
         self._memories = Memories()
-        live: dict[str, Tensor] = {}
-        for full, module in self.module.named_modules(remove_duplicate=False):
+        modules = list(self.module.named_modules(remove_duplicate=False))
+        if len(modules) != len(self._heard) or any(a is not b for (_, a), b in zip(modules, self._heard, strict=True)):
+            self._words, self._heard = listen(self.module, self.path), [module for _, module in modules]
+        live: dict[str, tuple[str, Tensor]] = {}
+        order: dict[str, None] = {}
+        for full, module in modules:
             prefix = clean(full)
             members: tuple[dict[str, Any], ...] = (module._modules, module._parameters, module._buffers)
             self._sizes += [(owner, len(owner)) for owner in members]
             self._children += [(module._modules, key, child) for key, child in module._modules.items()]
+            if self._words.speaks(inside := f"{prefix}." if prefix else ""):
+                if inside in self._words.speakers:
+                    order[inside] = None
+                continue
             for owner in members[1:]:
                 for key, tensor in owner.items():
-                    if tensor is not None and key not in module._non_persistent_buffers_set:
-                        live[f"{prefix}.{key}" if prefix else key] = check(tensor, (*self.path, prefix, key))
-                        self._places.append((owner, key, tensor))
+                    here = f"{prefix}.{key}" if prefix else key
+                    if tensor is None or key in module._non_persistent_buffers_set or here in self._words.left_out:
+                        continue
+                    name = self._words.names.get(here, here)
+                    live[name] = here, check(tensor, (*self.path, here))
+                    order[name] = None
+                    self._places.append((owner, key, tensor))
+            if inside in self._words.extras:
+                order[inside] = None
+        self._order = list(order)
         self._memories = Memories([tensor for _, _, tensor in self._places])
-        return Contents([self._entry(key, tensor) for key, tensor in live.items()])
+        return Contents([self._entry(name, *found) for name, found in live.items()])
 
-    def _entry(self, key: str, tensor: Tensor) -> Entry:
-        return Entry(self._name(key), tensor, isinstance(tensor, nn.Parameter), alike(self._ddp, key, tensor))
+    def _entry(self, name: str, key: str, tensor: Tensor) -> Entry:
+        return Entry(self._name(name), tensor, isinstance(tensor, nn.Parameter), alike(self._ddp, key, tensor))
 
     def _name(self, key: str) -> str:
         return show((*self.path, key))
 
+    def _and_words(self, piece: Contents) -> Contents:
+        """All that it consists of by key, as its state_dict() would say it."""
+        collect = Collector()
+        state: dict[str, Json] = {}
+        for key in self._order:
+            if key in self._words.extras:
+                value = self._words.extras[key].get_extra_state()
+                state[key + EXTRA] = encode(value, (*self.path, key + EXTRA), collect)
+            elif key in self._words.speakers:
+                for inner, value in self._words.speakers[key].state_dict(keep_vars=True).items():
+                    state[key + inner] = encode(value, (*self.path, key + inner), collect)
+            else:
+                state[key] = {"$": "tensor", "name": self._name(key)}
+        keys: dict[int, str] = {}
+        if self._ddp is not None:
+            keys = {id(tensor): key for key, tensor in (*self.module.named_parameters(), *self.module.named_buffers())}
+        loose = []
+        for e in collect.entries:
+            mine = alike(self._ddp, keys[id(e.tensor)], e.tensor) if id(e.tensor) in keys else None
+            loose.append(Entry(e.name, e.tensor, isinstance(e.tensor, nn.Parameter), mine))
+        return Contents(piece.fixed, loose, pairs(state))
+
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
-        placement.match(self.path, saved.names, {entry.name: entry for entry in self.read({}).fixed})
+        piece = self.read(Names())
+        lying = {entry.name: entry for entry in piece.fixed}
+        said = {entry.name: entry for entry in piece.loose}
+        state = self._saved_state(saved)
+        free = set(references([value for key, value in state.items() if key.endswith(EXTRA)]))  # may differ each time
+        own = {name: entry for name, entry in (lying | said).items() if not self._in_extra(name)}
+        for name in placement.compare(self.path, [name for name in saved.names if name not in free], own):
+            if name in lying:
+                placement.fill(name, lying[name])
+            else:
+                placement.watch(name, said[name])
+        self._prepare_words(state, said, placement)
+        for module in self._words.loaders.values():
+            placement.finish(self.path, partial(hand_back, module))
+
+    def _in_extra(self, name: str) -> bool:
+        return any(name.startswith(self._name(prefix + EXTRA)) for prefix in self._words.extras)
+
+    def _saved_state(self, saved: SavedNode) -> dict[str, Json]:
+        """What was saved of it by key. CorruptError if it is not that."""
+        if saved.kind == "module":
+            start = len(self._name(""))
+            return {name[start:]: {"$": "tensor", "name": name} for name in saved.names}
+        found = unpaired(saved.values)
+        if found is None:
+            raise CorruptError(f"{show(self.path)}: what is stored of it is not the state of a module")
+        return found
+
+    def _prepare_words(self, state: dict[str, Json], said: Mapping[str, Entry], placement: Placement) -> None:
+        claimed = set()
+        for prefix, module in self._words.extras.items():
+            key = prefix + EXTRA
+            claimed.add(key)
+            if key in state:
+                placement.finish(self.path, partial(_set_extra, module, placement.build(state[key])))
+            else:
+                placement.problem(f"{self._name(key)} is not in the checkpoint")
+        for prefix, module in self._words.speakers.items():
+            mine = {key: value for key, value in state.items() if key.startswith(prefix)}
+            claimed |= mine.keys()
+            build = placement.build(pairs({k.removeprefix(prefix): v for k, v in mine.items()}), like=said)
+            placement.finish(self.path, partial(_load, module, build, placement.strict))
+        for key, value in state.items():
+            if key not in claimed and not (type(value) is dict and value.get("$") == "tensor"):
+                placement.problem(f"{self._name(key)} is in the checkpoint, and not in {show(self.path)}")
+
+
+def _set_extra(module: nn.Module, build: Callable[[], Any]) -> None:
+    module.set_extra_state(build())
+
+
+def _load(module: nn.Module, build: Callable[[], Any], strict: bool) -> None:
+    module.load_state_dict(build(), strict=strict)
 
 
 def alike(ddp: nn.parallel.DistributedDataParallel | None, key: str, tensor: Tensor) -> Replicas | None:
@@ -192,42 +290,11 @@ def alike(ddp: nn.parallel.DistributedDataParallel | None, key: str, tensor: Ten
     return Replicas(replicas.ranks, first_only=True) if ddp.broadcast_buffers else None
 
 
-class CustomModuleNode:
-    """An nn.Module that says itself what its state is: hooks, extra state, or methods of its own."""
-
-    kind = "custom module"
-
-    def __init__(self, path: Path, module: nn.Module) -> None:
-        self.path = path
-        self.module, self._ddp = unwrap(module)
-
-    def read(self, names: Names) -> Contents:
-        collect = Collector()
-        state = dict(self.module.state_dict(keep_vars=True))
-        values = encode(state, self.path, collect)
-        keys = {id(tensor): key for key, tensor in (*self.module.named_parameters(), *self.module.named_buffers())}
-        loose = []
-        for e in collect.entries:
-            mine = alike(self._ddp, keys[id(e.tensor)], e.tensor) if id(e.tensor) in keys else None
-            loose.append(Entry(e.name, e.tensor, isinstance(e.tensor, nn.Parameter), mine))
-        return Contents(_NOTHING, loose, values)
-
-    read_on = read
-
-    def prepare(self, saved: SavedNode, placement: Placement) -> None:
-        live = {entry.name: entry for entry in self.read({}).loose}
-        for name in placement.compare(self.path, saved.names, live):
-            placement.watch(name, live[name])
-        state = placement.build(saved.values, like=live)
-
-        def finish() -> None:
-            self.module.load_state_dict(state(), strict=placement.strict)
-
-        placement.finishers.append(finish)
-
-
 class OptimizerNode:
-    """A torch optimizer: state by parameter name, written back directly (its own loader would cast dtypes)."""
+    """A torch optimizer: state by parameter name, written back directly (its own loader would cast dtypes).
+
+    What it steps and nothing else in the state holds, such as fp32 masters, is saved with it.
+    """
 
     kind = "optimizer"
 
@@ -242,9 +309,12 @@ class OptimizerNode:
         self._places: list[tuple[dict[str, Any], str, Tensor]] = []
         self._memories = Memories()
         self._others: list[tuple[str, dict[str, Any], str]] = []
+        self._nameless: list[tuple[str, Tensor, Span | None]] = []  # parameters, by their places
+        self._held: list[bool] = []  # which of them something else holds
+        self._own: dict[str, Entry] = {}
 
     def read(self, names: Names) -> Contents:
-        if self._piece is None or names is not self._names or self._changed():
+        if self._piece is None or names is not self._names or self._changed() or self._is_held(names) != self._held:
             self._read(names)
         return self._contents()
 
@@ -310,14 +380,28 @@ class OptimizerNode:
                     self._places.append((values, key, value))
                 else:
                     self._others.append((name, values, key))
-        self._memories = Memories([tensor for _, _, tensor in self._places])
+        bare = {id(p): p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in names}
+        self._nameless = [(called[number], p, span_of(p)) for number, p in bare.items()]
+        self._held = self._is_held(names)
+        mine = (one for one, held in zip(self._nameless, self._held, strict=True) if not held)
+        paths = ((p, (*self.path, "params", place)) for place, p, _ in mine)
+        self._own = {show(path): Entry(show(path), check(p, path), True) for p, path in paths}
+        fixed += self._own.values()
+        self._memories = Memories([*(tensor for _, _, tensor in self._places), *(p for _, p, _ in self._nameless)])
         params = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         self._piece = Contents(
             fixed, facts={"params": params, "with_state": [called[id(p)] for p, _, _ in self._dicts]}
         )
 
+    def _is_held(self, names: Names) -> list[bool]:
+        return [names.hold(span) for _, _, span in self._nameless]
+
+    def own_name(self, param: Tensor) -> str:
+        """What a parameter is called that is saved with the optimizer; "" if it is not."""
+        return next((name for name, entry in self._own.items() if entry.tensor is param), "")
+
     def param_names(self, names: Names) -> dict[int, str]:
-        """By id; a parameter that no module or tensor of the state names is called by its place."""
+        """By id; a parameter that nothing else in the state names is called by its place."""
         return {
             id(p): names[id(p)].name if id(p) in names else f"{i}.{j}"
             for i, group in enumerate(self.optimizer.param_groups)
@@ -327,24 +411,27 @@ class OptimizerNode:
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         called = self.param_names(placement.names)
         mine = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        if not _is_optimizer(saved):
+            raise CorruptError(f"{show(self.path)}: what is stored of it is not the state of an optimizer")
         self._compare_groups(mine, saved.facts["params"], placement)
         params = {called[id(p)]: (p, g) for g in self.optimizer.param_groups for p in g["params"]}
+        start = show((*self.path, "params")) + "."
+        placement.match(self.path, [name for name in saved.names if name.startswith(start)], self._own)
         prefix = show((*self.path, "state")) + "."
         fresh: dict[str, dict[str, Any]] = {name: {} for name in saved.facts["with_state"] if name in params}
         self._begin_anew(fresh, params, placement)
         nested = set(references(saved.values["state"]))  # inside lists and such, not values of their own
+        split = splitter(fresh)
         for full in saved.names:
             if full in nested:
                 continue
-            name, key = _split(full.removeprefix(prefix), fresh)
-            if full.startswith(prefix) and name in fresh:
+            found = split(full.removeprefix(prefix)) if full.startswith(prefix) else None
+            if found is not None:
+                name, key = found
                 fresh[name][key] = self._target(full, key, *params[name], placement)
-        if any(type(group) is not dict or group.keys() & {"$", "params"} for group in saved.values["groups"]):
-            raise CorruptError(f"{show(self.path)}: the settings of its parameter groups are damaged")
-        groups = [placement.build(group) for group in saved.values["groups"]]
-        others = [
-            (str(name), str(key), placement.build(value)) for name, key, value in saved.values["state"] if name in fresh
-        ]
+        settings = zip(self.optimizer.param_groups, saved.values["groups"], strict=False)
+        groups = [placement.build(self._usable(live, group, placement)) for live, group in settings]
+        others = [(name, key, placement.build(value)) for name, key, value in saved.values["state"] if name in fresh]
 
         def finish() -> None:
             for name, key, value in others:
@@ -356,7 +443,18 @@ class OptimizerNode:
             for group, build in zip(self.optimizer.param_groups, groups, strict=False):
                 _update_group(group, build())
 
-        placement.finishers.append(finish)
+        placement.finish(self.path, finish)
+
+    def _usable(self, live: dict[str, Any], saved: dict[str, Json], placement: Placement) -> dict[str, Json]:
+        """The settings of a group that are of the kind that they are here, or were or are None."""
+        found = {}
+        for key, value in saved.items():
+            kinds = {kind_of(value), kind_of(encode(live.get(key), (*self.path, key), Collector()))} - {"None"}
+            if len(kinds) < 2 or kinds == {"a number", "a tensor"}:
+                found[key] = value
+            else:
+                placement.problem(f"{show(self.path)}: {key} is {kind_of(value)} in the checkpoint, and not here")
+        return found
 
     def _begin_anew(
         self, fresh: dict[str, Any], params: Mapping[str, tuple[Tensor, Any]], placement: Placement
@@ -401,6 +499,31 @@ class OptimizerNode:
         return placement.create(full, device, beside)
 
 
+def _is_optimizer(saved: SavedNode) -> bool:
+    def texts(value: object) -> bool:
+        return type(value) is list and all(type(one) is str for one in value)
+
+    params, values = saved.facts.get("params"), saved.values
+    if type(params) is not list or not all(map(texts, params)) or not texts(saved.facts.get("with_state")):
+        return False
+    if type(values) is not dict or type(values.get("groups")) is not list or type(values.get("state")) is not list:
+        return False
+    groups = (type(group) is dict and not group.keys() & {"$", "params"} for group in values["groups"])
+    return all(groups) and all(type(row) is list and len(row) == 3 and texts(row[:2]) for row in values["state"])
+
+
+def keeps_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether what `state_dict()` says is not what `.state` and `.param_groups` hold, as of several optimizers in one.
+
+    A wrapper forwards those of the one that it is around.
+    """
+    owner = next(one for one in type(optimizer).__mro__ if "state_dict" in vars(one))
+    if owner.__module__.startswith("torch."):
+        return False
+    inner = (one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer))
+    return not any(one.state is optimizer.state for one in inner)
+
+
 def _filled(live: Mapping[Any, dict[str, Any]], wanted: Mapping[Any, dict[str, Any]]) -> bool:
     """Whether the state consists of these very tensors in these places already, and of nothing else."""
     if list(map(id, live)) != list(map(id, wanted)):
@@ -424,15 +547,6 @@ def _fit(mine: list[list[str]], theirs: list[list[str]]) -> bool:
     return len(mine) == len(theirs) and all(set(a) <= set(b) for a, b in zip(mine, theirs, strict=True))
 
 
-def _split(text: str, names: Container[str]) -> tuple[str, str]:
-    """`text` as the longest of `names` and, behind a dot, a key: both may have dots of their own."""
-    end = len(text)
-    while (end := text.rfind(".", 0, end)) >= 0:
-        if text[:end] in names:
-            return text[:end], text[end + 1 :]
-    return "", text
-
-
 def _update_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
     for key, value in saved.items():
         live = group.get(key)
@@ -443,29 +557,46 @@ def _update_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
 
 
 class StatefulNode:
-    """Anything with state_dict and load_state_dict."""
+    """Anything with state_dict and load_state_dict; also an optimizer that keeps its state in ways of its own."""
 
     kind = "stateful"
 
     def __init__(self, path: Path, target: Stateful) -> None:
         self.path, self.target = path, target
+        self._said = ""  # what kind of value
 
     def read(self, names: Names) -> Contents:
         collect = Collector()
         values = encode(self.target.state_dict(), self.path, collect)
+        self._said = kind_of(values)
         return Contents(_NOTHING, collect.entries, values)
 
     read_on = read
 
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
-        finishers = placement.last if isinstance(self.target, RNG) else placement.finishers
-        if placement.resized and isinstance(self.target, Resizable):
-            target, seat = self.target, placement.seat
-            builds = [placement.build(values, rank=rank) for rank, values in placement.saved.values_of(self.path)]
-            finishers.append(lambda: target.load_state_dicts([build() for build in builds], seat.rank, seat.size))
-            return
-        build = placement.build(saved.values)
-        finishers.append(lambda: self.target.load_state_dict(build()))
+        target, last = self.target, isinstance(self.target, RNG)
+        if placement.resized and isinstance(target, Resizable):
+            several, seat = target, placement.seat
+            every = list(placement.saved.values_of(self.path))
+            if all(self._is_alike(values, placement) for _, values in every):
+                builds = [placement.build(values, rank=rank) for rank, values in every]
+
+                def divide() -> None:
+                    several.load_state_dicts([build() for build in builds], seat.rank, seat.size)
+
+                placement.finish(self.path, divide, last=last)
+        elif self._is_alike(saved.values, placement):
+            # An optimizer's own loader wants tensors that lie on the ranks like those that it has.
+            own = self.read(Names()).loose if isinstance(target, torch.optim.Optimizer) else []
+            build = placement.build(saved.values, like={entry.name: entry for entry in own})
+            placement.finish(self.path, lambda: target.load_state_dict(build()), last=last)
+
+    def _is_alike(self, values: Json, placement: Placement) -> bool:
+        """Whether what was saved is of the kind that it says of itself now: a dict, as a rule."""
+        if (found := kind_of(values)) == self._said:
+            return True
+        placement.problem(f"{show(self.path)} is {found} in the checkpoint and {self._said} here")
+        return False
 
 
 class PlainNode:
@@ -492,7 +623,7 @@ class PlainNode:
         def finish() -> None:
             self.parent[self.key] = _write_back(self.parent[self.key], build())
 
-        placement.finishers.append(finish)
+        placement.finish(self.path, finish)
 
 
 def _write_back(live: Any, value: Any) -> Any:
@@ -511,29 +642,3 @@ def _write_back(live: Any, value: Any) -> Any:
         np.copyto(live, value)
         return live
     return value
-
-
-def speaks_for_itself(module: nn.Module) -> bool:
-    """Whether state_dict() of this module may say something else than its parameters and buffers."""
-    for m in unwrap(module)[0].modules():
-        if _silent(m):
-            continue
-        hooks = (
-            *m._state_dict_hooks.values(), *m._state_dict_pre_hooks.values(), *m._load_state_dict_pre_hooks.values(),
-            *m._load_state_dict_post_hooks.values(),
-        )  # fmt: skip
-        if not all(map(belongs_to_torch, hooks)) or type(m).get_extra_state is not nn.Module.get_extra_state:
-            return True
-        for name in ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict"):
-            owner = next(c for c in type(m).__mro__ if name in vars(c))
-            if not owner.__module__.startswith("torch."):
-                return True
-    return False
-
-
-def _silent(module: nn.Module) -> bool:
-    """A metric of torchmetrics that keeps what it collects out of state_dict(), as they do if nobody asks for it."""
-    metrics = sys.modules.get("torchmetrics")
-    if metrics is None or not isinstance(module, metrics.Metric):
-        return False
-    return not any(module._persistent.values())

@@ -294,6 +294,9 @@ class _Reading:
                 found += names
         others: list[Json] = []
         fixed: list[str] = []
+        for place, tensor in saved.get("params", {}).items():  # as we write what only the optimizer holds
+            self._parts.tensor(show((*path, "params", place)), tensor)
+            fixed.append(show((*path, "params", place)))
         for param, state in saved.get("state", {}).items():
             for key, value in state.items():
                 here = (*path, "state", called[param], key)
@@ -425,7 +428,10 @@ def _kind(value: Any) -> str:
 
 def _is_optimizer(value: Mapping[Any, Any]) -> bool:
     groups, state = value.get("param_groups"), value.get("state", {})
-    if not value.keys() <= {"state", "param_groups"} or type(groups) is not list or not groups:
+    own = value.get("params", {})
+    if not value.keys() <= {"state", "param_groups", "params"} or type(groups) is not list or not groups:
+        return False
+    if type(own) is not dict or not all(type(key) is str and is_tensor(one) for key, one in own.items()):
         return False
     if type(state) not in (dict, OrderedDict) or not all(type(s) in (dict, OrderedDict) for s in state.values()):
         return False

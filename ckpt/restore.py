@@ -7,6 +7,7 @@ saved in pieces, and is wanted in other pieces, meets here: each overlap of a sa
 
 from __future__ import annotations
 
+import bisect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -19,21 +20,75 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ckpt.errors import CorruptError, MismatchError
+from ckpt.errors import CheckpointError, CorruptError, MismatchError
 from ckpt.geometry import Box, boxes_of_run, intersect, run_of, within
 from ckpt.plan import BITS, TensorSpec
 from ckpt.saved import Ambiguous, Key, Saved
 from ckpt.sharding import Entry, Piece, Replicas, is_dtensor, local, pieces, slices
 from ckpt.share import GLOBAL, Seat
-from ckpt.tensors import DTYPE_NAME, TORCH_DTYPE, as_bytes, empty, memory_of, saved_device, to_array
+from ckpt.tensors import DTYPE_NAME, TORCH_DTYPE, as_bytes, check_array, empty, memory_of, saved_device, to_array
 from ckpt.values import Json, Path, decode, show
 
 # Bytes that came over a network may be read-only memory; nothing here writes to what it reads.
 warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning, __name__)
 
 I64 = npt.NDArray[np.int64]
-Names = dict[int, Entry]
-"""Parameters and plain tensors that optimizers may step, by id."""
+
+
+class Names(dict[int, Entry]):
+    """Parameters and plain tensors that optimizers may step, by id; and the memory of all that the state holds beside
+    optimizers: `fixed` what stays from step to step, `loose` what is read anew.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fixed, self._loose = list[list[Entry]](), list[Entry]()
+        self._spans: tuple[list[Span] | None, list[Span] | None] = None, None
+
+    def note(self, fixed: list[list[Entry]], loose: list[Entry]) -> None:
+        """What the state holds now. Looked at when somebody asks."""
+        same = len(fixed) == len(self._fixed) and all(a is b for a, b in zip(fixed, self._fixed, strict=True))
+        self._fixed, self._loose, self._spans = fixed, loose, (self._spans[0] if same else None, None)
+
+    def hold(self, span: Span | None) -> bool:
+        """Whether the state holds all of a tensor's memory, be it as parts of it, or as a part of something."""
+        if span is None:
+            return False
+        fixed, loose = self._spans
+        if fixed is None or loose is None:
+            fixed = fixed or _joined([entry for each in self._fixed for entry in each])
+            loose = _joined(self._loose)
+            self._spans = fixed, loose
+        return _inside(span, fixed) or _inside(span, loose)
+
+
+Span = tuple[str, int, float]
+
+
+def span_of(tensor: Tensor) -> Span | None:
+    """A device, and the addresses on it that a tensor fills; None if it leaves gaps there."""
+    mine = local(tensor)
+    reach = sum((size - 1) * stride for size, stride in zip(mine.shape, mine.stride(), strict=True))
+    if not mine.numel() or reach + 1 != mine.numel():
+        return None
+    return str(mine.device), mine.data_ptr(), mine.data_ptr() + mine.nbytes
+
+
+def _inside(span: Span, spans: list[Span]) -> bool:
+    device, start, stop = span
+    i = bisect.bisect_right(spans, (device, start, math.inf)) - 1
+    return i >= 0 and spans[i][0] == device and spans[i][2] >= stop
+
+
+def _joined(entries: list[Entry]) -> list[Span]:
+    """All that these tensors fill, as spans that do not touch, ascending."""
+    found: list[Span] = []
+    for device, start, stop in sorted(span for e in entries if (span := span_of(e.tensor)) is not None):
+        if found and found[-1][0] == device and start <= found[-1][2]:
+            found[-1] = device, found[-1][1], max(stop, found[-1][2])
+        else:
+            found.append((device, start, stop))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +105,7 @@ class Placement:
 
     saved: Saved
     strict: bool
-    names: Names = field(default_factory=dict)
+    names: Names = field(default_factory=Names)
     seat: Seat = field(default_factory=Seat)
     fills: dict[Key, list[Target]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -106,6 +161,19 @@ class Placement:
 
     def problem(self, text: str) -> None:
         self.problems.append(text)
+
+    def finish(self, path: Path, work: Callable[[], object], *, last: bool = False) -> None:
+        """Do this when the tensors are filled. What the code of others makes of it may be an error of any kind."""
+
+        def named() -> None:
+            try:
+                work()
+            except CheckpointError:
+                raise
+            except Exception as error:
+                raise CorruptError(f"{show(path)} does not take what was saved of it: {error!r}") from error
+
+        (self.last if last else self.finishers).append(named)
 
     def fits(self, name: str, entry: Entry) -> bool:
         key = self._key_for(name, entry)
@@ -230,7 +298,17 @@ class Placement:
                 return to_array(tensors[reference["name"]].cpu(), reference)
             raise CorruptError(f"unknown tag {reference['$']!r}: written by a newer version?")
 
+        decode(values, self._check)  # whatever is wrong with them is said before anything is changed
         return lambda: decode(values, extern)
+
+    def _check(self, reference: Json) -> None:
+        """CorruptError or ValueError unless it is one of a tensor, or of an array of as many bytes as are stored."""
+        if reference["$"] not in ("tensor", "ndarray"):
+            raise CorruptError(f"unknown tag {reference['$']!r}: written by a newer version?")
+        if type(name := reference["name"]) is not str:
+            raise CorruptError(f"not the name of a tensor: {name!r:.80}")
+        if reference["$"] == "ndarray":
+            check_array(self.spec(name), reference)
 
     def _tensors_of(
         self, values: Json, live: Mapping[str, Entry] | None, like: Mapping[str, Entry] | None

@@ -54,7 +54,11 @@ class RNG:
 
     def _load(self, state: dict[str, Any]) -> None:
         version, numbers, gauss = state["python"]
-        random.setstate((version, tuple(int(n) for n in numbers), gauss))
+        python = version, tuple(int(n) for n in numbers), gauss
+        random.Random().setstate(python)  # nothing is changed before all of it is known to be right
+        np.random.RandomState().set_state(state["numpy"])
+        torch.Generator().set_state(state["torch"].cpu())
+        random.setstate(python)
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"].cpu())
         saved = state.get("accelerator", [])

@@ -18,14 +18,13 @@ from ckpt.errors import MismatchError, StateError
 from ckpt.fingerprint import Spots
 from ckpt.nodes import (
     Contents,
-    CustomModuleNode,
     ModuleNode,
     Node,
     OptimizerNode,
     PlainNode,
     Stateful,
     StatefulNode,
-    speaks_for_itself,
+    keeps_elsewhere,
 )
 from ckpt.plan import Layout, TensorSpec
 from ckpt.restore import Names, Placement
@@ -78,7 +77,7 @@ class Capture:
         self._shape: list[tuple[Any, list[Any]]] = []
         self._objects: list[tuple[Any, Any, object]] = []
         self.nodes: list[Node] = []
-        self._names: Names = {}
+        self._names = Names()
         self._named: list[list[Entry]] = []
         self._fixed: list[list[Entry]] = []
         self._facts: list[dict[str, Any]] = []
@@ -100,8 +99,10 @@ class Capture:
 
     def name_of(self, param: Tensor) -> str:
         """What a parameter is called, "" if nothing in the state names it."""
-        entry = self._names.get(id(param))
-        return "" if entry is None else entry.name
+        if (entry := self._names.get(id(param))) is not None:
+            return entry.name
+        nodes = (node for node in self.nodes if isinstance(node, OptimizerNode))
+        return next((name for node in nodes if (name := node.own_name(param))), "")
 
     @property
     def has_scaler(self) -> bool:
@@ -188,8 +189,8 @@ class Capture:
             if isinstance(value, (nn.Module, torch.optim.Optimizer)) and (instead := unsupported(value)):
                 raise StateError(f"{show(here)}: {instead}")
             if isinstance(value, nn.Module):
-                yield CustomModuleNode(here, value) if speaks_for_itself(value) else ModuleNode(here, value)
-            elif isinstance(value, torch.optim.Optimizer):
+                yield ModuleNode(here, value)
+            elif isinstance(value, torch.optim.Optimizer) and not keeps_elsewhere(value):
                 yield OptimizerNode(here, value)
             elif (adapted := adapt(value)) is not None:
                 yield StatefulNode(here, adapted)
@@ -286,11 +287,12 @@ class Capture:
             or len(sources) != len(self._named)
             or any(a is not b for a, b in zip(sources, self._named, strict=True))
         ):
-            self._named, names = sources, dict[int, Entry]()
+            self._named, names = sources, Names()
             for entry in [*(e for fixed in sources for e in fixed), *loose]:  # frozen ones too: they may thaw
                 names.setdefault(id(entry.tensor), entry)
             if _who(names) != _who(self._names):  # optimizers look at the identity of this dict
                 self._names = names
+        self._names.note(sources, [e for piece in found.values() for e in piece.loose])
         for i, node in enumerate(self.nodes):
             if isinstance(node, OptimizerNode):
                 found[i] = node.read(self._names)
@@ -434,7 +436,7 @@ class Capture:
             node = live.pop(one.path, None)
             if node is None:
                 placement.problem(f"{show(one.path)} is in the checkpoint, and not in the state")
-            elif node.kind != one.kind and not _plain_again(node, one):
+            elif node.kind != one.kind and not _plain_again(node, one) and not {node.kind, one.kind} <= MODULES:
                 placement.problem(f"{show(one.path)} is a {one.kind} in the checkpoint and a {node.kind} here")
             else:
                 node.prepare(one, placement)
@@ -444,6 +446,7 @@ class Capture:
         return placement
 
 
+MODULES = {"module", "custom module"}  # with or without more than parameters and buffers
 BY_DCP = "dcp"  # the kind of the one entry of what torch's DCP has saved
 
 

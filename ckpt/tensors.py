@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -116,8 +117,16 @@ def from_array(array: npt.NDArray[Any], path: Path) -> tuple[Tensor, Json]:
 
 
 def to_array(tensor: Tensor, reference: Json) -> npt.NDArray[Any]:
+    dtype, shape = check_array(spec(reference["name"], tensor), reference)
+    found: npt.NDArray[Any] = tensor.numpy().view(dtype).reshape(shape)
+    return found
+
+
+def check_array(of: TensorSpec, reference: Json) -> tuple[np.dtype[Any], list[int]]:
+    """Dtype and shape of the array in these bytes. CorruptError or ValueError if they cannot be one."""
     dtype, shape = plain_dtype(reference["dtype"]), reference["shape"]
     if type(shape) is not list or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(f"not a shape: {shape!r:.80}")
-    found: npt.NDArray[Any] = tensor.numpy().view(dtype).reshape(shape)
-    return found
+    if of.dtype != "U8" or len(of.shape) != 1 or math.prod(shape) * dtype.itemsize != of.nbytes:
+        raise ValueError(f"{of.name} does not hold an array of {dtype} of shape {shape!r:.80}")
+    return dtype, shape

@@ -28,7 +28,7 @@ from ckpt.origin import DESCRIPTION, MAX_DESCRIPTION, Entry, Origin, View, descr
 from ckpt.outfile import Literal, Run, Sum
 from ckpt.restore import references
 from ckpt.tensors import DTYPE_NAME, TORCH_DTYPE
-from ckpt.values import Json, decode, plain_dtype, show
+from ckpt.values import Json, decode, plain_dtype, show, splitter
 
 WEIGHTS = ("module", "custom module")
 WIDEST_INT = 2032  # bits; longer integers are written in a way that torch.load refuses
@@ -199,16 +199,22 @@ class Builder:
             group.setdefault("param_names", [called[name] for name in params])
             groups.append(group)
         self._optimizers.append(Groups(entry.path, tuple(tuple(called[n] for n in g) for g in facts["params"])))
-        return {"state": {keys[name]: found for name, found in state.items()}, "param_groups": groups}
+        start = show((*entry.path, "params")) + "."  # what only the optimizer holds; torch's own loader ignores it
+        own = {n.removeprefix(start): _Named(n) for n in entry.names if n.startswith(start) and self._has(n)}
+        saved = {"state": {keys[name]: found for name, found in state.items()}, "param_groups": groups}
+        return saved | {"params": own} if own else saved
 
     def _fill(self, entry: Entry, state: dict[str, dict[str, Any]]) -> None:
         """Tensors of the state, each under its parameter's name and its own key."""
         prefix = show((*entry.path, "state")) + "."
         inside = set(references(entry.values["state"])) | set(references(entry.values["groups"]))
+        split = splitter(state)
         for full in entry.names:
             if full.startswith(prefix) and full not in inside and self._has(full):
-                name, key = _split(full.removeprefix(prefix), state)
-                state[name][key] = _Named(full)
+                found = split(full.removeprefix(prefix))
+                if found is None:
+                    raise CorruptError(f"{full} is state of no parameter of its optimizer")
+                state[found[0]][found[1]] = _Named(full)
 
     def _relative(self, names: Sequence[str]) -> dict[str, str]:
         """Parameters as their module names them; as the state names them if that would not be clear."""
@@ -271,15 +277,6 @@ def _named(reference: Json) -> object:
     if reference.get("$") not in ("tensor", "ndarray"):
         raise CorruptError(f"unknown tag {reference.get('$')!r}: written by a newer version?")
     return _Named(str(reference["name"]), reference if reference["$"] == "ndarray" else None)
-
-
-def _split(text: str, names: Mapping[str, Any]) -> tuple[str, str]:
-    """`text` as the longest of `names` and, behind a dot, a key: both may have dots of their own."""
-    end = len(text)
-    while (end := text.rfind(".", 0, end)) >= 0:
-        if text[:end] in names:
-            return text[:end], text[end + 1 :]
-    raise CorruptError(f"{text} is state of no parameter of its optimizer")
 
 
 def _insert(root: _Branch, path: Place, value: Any) -> None:

@@ -15,7 +15,7 @@ import re
 import struct
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import CorruptError, StateError
@@ -32,6 +32,18 @@ _DTYPE = re.compile(r"[<>|=][biufcmMSUV][0-9]{1,9}(\[[0-9]{0,9}[A-Za-z]{1,7}\])?
 def show(path: Path) -> str:
     """A path as a user would write it: `model.layers.0`."""
     return ".".join(str(part) for part in path) or "(the state itself)"
+
+
+def splitter(names: Iterable[str]) -> Callable[[str], tuple[str, str] | None]:
+    """What takes a text apart into the longest of `names` and, behind a dot, a key: both may have dots of their own."""
+    known = set(names)
+    lengths = sorted({len(name) for name in known}, reverse=True)  # few, whatever dots somebody has put into a text
+
+    def split(text: str) -> tuple[str, str] | None:
+        ends = (end for end in lengths if text[end : end + 1] == "." and text[:end] in known)
+        return next(((text[:end], text[end + 1 :]) for end in ends), None)
+
+    return split
 
 
 INSTEAD = {
@@ -95,6 +107,37 @@ def _encode_dict(value: dict[Any, Any], path: Path, extern: Callable[[object, Pa
         return {key: encode(v, (*path, key), extern) for key, v in value.items()}
     tag = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}[type(value)]
     return {"$": tag, "v": [[encode(key), encode(v, (*path, key), extern)] for key, v in value.items()]}
+
+
+_KINDS = {
+    "dict": "a dict", "ordered": "a dict", "counter": "a dict", "tuple": "a list", "str": "text", "bytes": "bytes",
+    "int": "a number", "float": "a number", "scalar": "a number", "tensor": "a tensor", "ndarray": "an array",
+}  # fmt: skip
+
+
+def kind_of(data: Json) -> str:
+    """In words, what kind of value is encoded, as far as that must not change from one save to the next."""
+    if isinstance(data, dict):
+        return _KINDS.get(str(data["$"]), "unknown") if "$" in data else "a dict"
+    if isinstance(data, (bool, int, float)):
+        return "a number"
+    return "a list" if isinstance(data, list) else "text" if isinstance(data, str) else "None"
+
+
+def pairs(items: dict[str, Json]) -> Json:
+    """A dict of values that are encoded already, in its order."""
+    return {"$": "dict", "v": [[encode(key), value] for key, value in items.items()]}
+
+
+def unpaired(data: Json) -> dict[str, Json] | None:
+    """What is in an encoded dict with text keys, still encoded; None if it is none."""
+    if type(data) is not dict or "$" not in data:
+        return data if type(data) is dict else None
+    rows = data.get("v") if data["$"] in ("dict", "ordered") else None
+    if type(rows) is not list or not all(type(row) is list and len(row) == 2 for row in rows):
+        return None
+    found = [(decode(key, None), value) for key, value in rows]
+    return dict(found) if all(type(key) is str for key, _ in found) else None
 
 
 def is_text(value: str) -> bool:

@@ -47,7 +47,7 @@ LAYERS = (
     ("doctor_folder", "doctor_s3", "doctor_machine", "doctor_link"),  # what one kind of thing is like, before a job
     ("tryout",),  # whether a place can hold a run at all
     ("doctor", "doctor_plan"),  # all about a place; what follows for a job
-    ("commit", "restore"),  # files become a checkpoint; tensors again
+    ("commit", "restore", "words"),  # files become a checkpoint; tensors again; what a module says of itself
     ("redo_log", "recipe"),  # every step, as what it changed; by which formula
     ("nodes", "read", "packs"),  # what a state is made of; back from a store, and into it
     ("supply", "stream"),  # plain bytes of blobs; from a folder to where they belong

@@ -195,8 +195,8 @@ def _copy_json(source: str, target: str, plan: CopyPlan) -> Found:
 # -- prune --
 
 
-def number_or_all(context: click.Context, parameter: click.Parameter, text: Any) -> int | str:
-    return "all" if text == "all" else int(click.IntRange(min=1).convert(text, parameter, context))
+def number_or_all(context: click.Context, parameter: click.Parameter, text: str) -> int | str:
+    return "all" if text == "all" else int(click.IntRange(min=1)(text, parameter, context))
 
 
 @click.command(

@@ -22,10 +22,11 @@ SLOW = (
     "test_kill", "test_redo", "test_redo_ranks", "test_nodes", "test_ladder", "test_sentinel", "test_accelerate",
     "test_loader", "test_resize", "test_increments", "test_object_storage", "test_faults_example", "test_dcp",
     "test_full_disk", "test_ledger", "test_chaos", "test_jobs", "test_interleavings", "test_mirror", "test_power_cut",
-    "test_origin_redo",
+    "test_origin_redo", "test_promise_damage", "test_promise_trainers", "test_promise_state",
 )  # fmt: skip
 # Of the others those that take long.
 LONGER = (
+    "test_promise_ownership", "test_promise_ends", "test_promise_stores", "test_promise_provenance",
     "test_s3", "test_stores", "test_lifecycle", "test_offline", "test_hostile", "test_examples", "test_damage",
     "test_retry", "test_repair", "test_staging", "test_promises", "test_restore", "test_export", "test_top",
 )  # fmt: skip

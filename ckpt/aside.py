@@ -23,30 +23,29 @@ _VERSION = attrgetter("_version")
 
 @dataclass(frozen=True)
 class Moment:
-    """One step. `watched`: the tensors that were left in place, with the `versions` that they had."""
+    """One step. `watched`: what was left in place and others than optimizers may write to, with the `versions` that it
+    had; what optimizers remember is left alone by everybody. `whole`: all that is no optimizer's was taken."""
 
     step: int
     reading: Reading
     watched: Sequence[Tensor]
     versions: Sequence[int]
+    whole: bool
 
     @classmethod
-    def take(cls, step: int, reading: Reading) -> Moment:
-        """`reading`: what the state is at this step, which must not be used otherwise."""
-        tensors, left, room = list(reading.tensors), list(reading.guarded), LITTLE
-        for i in list(compress(range(len(left)), map(not_, left))):
+    def take(cls, step: int, reading: Reading, weights: Sequence[bool]) -> Moment:
+        """`reading`: what the state is at this step, which must not be used otherwise; `weights`: see `Capture`."""
+        tensors, left, room, whole = list(reading.tensors), list(weights), LITTLE, True
+        for i in compress(range(len(tensors)), map(not_, reading.guarded)):
             left[i] = tensors[i].nbytes > room
-            if not left[i]:
+            if left[i]:
+                whole = False
+            else:
                 room -= tensors[i].nbytes
                 tensors[i] = tensors[i].clone()
         watched = list(compress(tensors, left))
-        return cls(step, replace(reading, tensors=tensors), watched, list(map(_VERSION, watched)))
+        return cls(step, replace(reading, tensors=tensors), watched, list(map(_VERSION, watched)), whole)
 
     def holds(self, now: Reading) -> bool:
         """Whether what was left in place is as it was. `now`: the same state, read again."""
         return now.layout is self.reading.layout and list(map(_VERSION, self.watched)) == self.versions
-
-    @property
-    def whole(self) -> bool:
-        """Whether nothing but what optimizers change was left in place."""
-        return len(self.watched) == sum(self.reading.guarded)

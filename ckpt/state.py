@@ -69,6 +69,9 @@ class Capture:
         self._facts: list[dict[str, Any]] = []
         self._signature: object = None
         self._last: Reading | None = None
+        self.weights: list[
+            bool
+        ] = []  # of each tensor of the last reading: what optimizers step, not what they remember
         self._settled = False  # whether the last whole reading found all where it was
         self._memory: dict[Memory, str] = {}
         self.replicated: list[Piece] = []  # what other ranks hold as well
@@ -293,6 +296,8 @@ class Capture:
         )
         tensors = [parts[cut.holding].tensor.detach()[_index(parts[cut.holding].holding, cut)] for cut in cuts]
         guarded = [guards[parts[cut.holding].holding.name] for cut in cuts]
+        remembered = {entry.name for entry in fixed if entry.of is not None}
+        self.weights = [guards[n] and n not in remembered for n in (parts[cut.holding].holding.name for cut in cuts)]
         self._last = Reading(layout, tensors, guarded, [piece.values for piece in pieces])
         return self._last
 

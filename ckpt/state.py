@@ -71,7 +71,7 @@ class Capture:
         self._last: Reading | None = None
         self.weights: list[
             bool
-        ] = []  # of each tensor of the last reading: what optimizers step, not what they remember
+        ] = []  # of each tensor last read: what optimizers step, not what they remember
         self._settled = False  # whether the last whole reading found all where it was
         self._memory: dict[Memory, str] = {}
         self.replicated: list[Piece] = []  # what other ranks hold as well

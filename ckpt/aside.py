@@ -24,34 +24,33 @@ _VERSION = attrgetter("_version")
 
 @dataclass(frozen=True)
 class Moment:
-    """One step. `watched`: the tensors that were left in place, with the `versions` that they had; `fingerprints`: of
-    those that optimizers change, since a write to them need not be counted."""
+    """One step. `watched`: what was left in place and others than optimizers may write to, with the `versions` that it
+    had; what optimizers remember is left alone by everybody. `fingerprints`: of what optimizers change, since a write
+    need not be counted. `whole`: all that is no optimizer's was taken."""
 
     step: int
     reading: Reading
     watched: Sequence[Tensor]
     versions: Sequence[int]
     fingerprints: Sequence[Fingerprint]
+    whole: bool
 
     @classmethod
-    def take(cls, step: int, reading: Reading) -> Moment:
-        """`reading`: what the state is at this step, which must not be used otherwise."""
-        tensors, left, room = list(reading.tensors), list(reading.guarded), LITTLE
-        for i in list(compress(range(len(left)), map(not_, left))):
+    def take(cls, step: int, reading: Reading, weights: Sequence[bool]) -> Moment:
+        """`reading`: what the state is at this step, which must not be used otherwise; `weights`: see `Capture`."""
+        tensors, left, room, whole = list(reading.tensors), list(weights), LITTLE, True
+        for i in compress(range(len(tensors)), map(not_, reading.guarded)):
             left[i] = tensors[i].nbytes > room
-            if not left[i]:
+            if left[i]:
+                whole = False
+            else:
                 room -= tensors[i].nbytes
                 tensors[i] = tensors[i].clone()
         watched = list(compress(tensors, left))
-        fingerprints = [spots.look() for spots in reading.spots]
-        return cls(step, replace(reading, tensors=tensors), watched, list(map(_VERSION, watched)), fingerprints)
+        prints = [spots.look() for spots in reading.spots]
+        return cls(step, replace(reading, tensors=tensors), watched, list(map(_VERSION, watched)), prints, whole)
 
     def holds(self, now: Reading) -> bool:
         """Whether what was left in place is as it was. `now`: the same state, read again."""
         same = now.layout is self.reading.layout and list(map(_VERSION, self.watched)) == self.versions
         return same and not any(one.changed() for one in self.fingerprints)
-
-    @property
-    def whole(self) -> bool:
-        """Whether nothing but what optimizers change was left in place."""
-        return len(self.watched) == sum(self.reading.guarded)

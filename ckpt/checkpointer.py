@@ -72,7 +72,7 @@ COMPARE_S = 120.0  # until the digests of other ranks' replicas are there
 ASIDE = 1 << 20  # bytes of a step that is not due, which are kept for a fault all the same
 ASIDE_SHARE = 0.001  # of a step, that it may cost
 ASIDE_AGAIN = 1000  # steps, after which it is measured again
-KEEP_S = 0.001  # of the CPU, that it may cost at each step to keep what a step is made of in this process
+KEEP_S, KEEP_SHARE, KEEP_MOST_S = 0.0005, 0.05, 0.002  # of the CPU, to keep at each step what that is made of
 KEEP_TRIES = 3  # that have to cost more, one after the other: one alone may just have been held up
 STOP_S = 30.0  # for an incident that is being dealt with
 LIVE_S = 10.0  # for a copy of the running state
@@ -535,9 +535,10 @@ class Checkpointer:
             self._keep_after -= 1
         else:
             began, cpu = time.perf_counter(), time.thread_time()
-            self._moment = Moment.take(step, self._capture.read_on())
-            dear = time.thread_time() - cpu > max(KEEP_S, self._aside_share * self._pulse.usual_s)
-            self._dear = self._dear + 1 if dear else 0
+            self._moment = Moment.take(step, self._capture.read_on(), self._capture.weights)
+            usual_s = self._pulse.usual_s
+            most_s = max(KEEP_S, min(KEEP_SHARE * usual_s, KEEP_MOST_S), self._aside_share * usual_s)
+            self._dear = self._dear + 1 if usual_s and time.thread_time() - cpu > most_s else 0
             self._keep_after = min(2 ** (self._dear - KEEP_TRIES), ASIDE_AGAIN) if self._dear >= KEEP_TRIES else 0
             self.stats.stalled_s += time.perf_counter() - began
 
@@ -561,7 +562,7 @@ class Checkpointer:
         where that would be much, as with a large frozen model.
         """
         reading = self._capture.read()
-        self._moment = Moment.take(step, reading)
+        self._moment = Moment.take(step, reading, self._capture.weights)
         apart = [t for t, guarded in zip(reading.tensors, reading.guarded, strict=True) if not guarded]
         if sum(t.nbytes for t in apart) > ASIDE:
             return

@@ -16,11 +16,17 @@ from ckpt.errors import CorruptError
 class RNG:
     """Random number generators: Python's, numpy's global one, torch's, and every accelerator's."""
 
+    def __init__(self) -> None:
+        self._numbers: tuple[int, ...] = ()  # of Python's at the last time, and as an array: few trainings use it
+        self._array = np.array((), np.uint64)
+
     def state_dict(self) -> dict[str, Any]:
         version, numbers, gauss = random.getstate()
+        if numbers != self._numbers:
+            self._numbers, self._array = numbers, np.array(numbers, np.uint64)
         name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
         state: dict[str, Any] = {
-            "python": (version, np.array(numbers, np.uint64), gauss),
+            "python": (version, self._array, gauss),
             "numpy": (name, keys, int(position), int(has_gauss), float(cached)),
             "torch": torch.get_rng_state(),
         }

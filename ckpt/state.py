@@ -83,6 +83,7 @@ class Capture:
         self._facts: list[dict[str, Any]] = []
         self._signature: object = None
         self._last: Reading | None = None
+        self.weights: list[bool] = []  # of each tensor last read: what optimizers step, not what they remember
         self._settled = False  # whether the last whole reading found all where it was
         self._announced: list[Any] | None = None  # None: every optimizer is trusted
         self._guards: dict[frozenset[int], Guards] = {}  # by the optimizers that are not
@@ -363,6 +364,8 @@ class Capture:
         tensors = [parts[cut.holding].tensor.detach()[_index(parts[cut.holding].holding, cut)] for cut in cuts]
         names = [parts[cut.holding].holding.name for cut in cuts]
         self._steppers = [steppers[name] for name in names]
+        remembered = {entry.name for entry in fixed if entry.of is not None}
+        self.weights = [guards[name] and name not in remembered for name in names]
         self._guards, self._where_anew = {}, []
         self._last = Reading(layout, tensors, [guards[name] for name in names], [piece.values for piece in pieces])
 

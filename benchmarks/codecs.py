@@ -649,7 +649,6 @@ def window(training: states.Training, way: str, plan: Plan, place: Path) -> Json
     The write has the first half to end in; `late` counts those that took longer. `writer_s`: CPU seconds of the writer
     process, a period; it is work that training may have to wait for, and less disturbed than times are.
     """
-    others = set(psutil.Process().children())
     compression, incremental = WAYS[way]
     period, lost, packs, late = 2 * plan.half, list[float](), list[int](), 0
     state = {"model": training.model, "optim": training.optimizers[0]}
@@ -660,7 +659,7 @@ def window(training: states.Training, way: str, plan: Plan, place: Path) -> Json
         for step in range(1, FULL_ONES + 1):
             cp.save(step).committed(LIMIT_S)  # memory is ready from here on, and there is a base
         time.sleep(1.0)  # let the clean-up after it end
-        first, writers = len(cp.stats.stalls), set(psutil.Process().children()) - others
+        first, writers = len(cp.stats.stalls), {psutil.Process(cp.writer_pid)}
         before = cpu_of(writers)
         for start in range(period, period * (plan.periods + 1), period):
             with_save, one = half(training, cp, start, plan.half)

@@ -351,10 +351,9 @@ def alternating(asked: Json) -> None:
     held: dict[str, Any] = {}
     writers: dict[str, int] = {}
     for name, triggers in zip(KINDS, ("auto", []), strict=True):
-        before = {one.pid for one in psutil.Process().children()}
         tiers = [ckpt.Memory(every=asked["every"]), ckpt.Tier(f"{asked['run']}-{name}", every=NEVER, keep=3)]
         held[name] = ckpt.Checkpointer(state, tiers, triggers=triggers)
-        writers[name] = next(one.pid for one in psutil.Process().children() if one.pid not in before)
+        writers[name] = held[name].writer_pid
         held[name].restore(default=0)
         train_step(state, asked["rows"])
         held[name].save(1).committed(60.0)
@@ -398,7 +397,7 @@ def quiet(asked: Json) -> None:
         step = cp.restore(default=0)
         cp.save(step + 1).committed(60.0)
         step += 1
-        writer = psutil.Process().children()[0].pid
+        writer = cp.writer_pid
         time.sleep(1.0)  # what the first save leaves to be done
         usual = {"MainThread", "ckpt-link", "ckpt-stage", "ckpt-exchange"}
         watching = [t for t in threading.enumerate() if t.name not in usual and t.ident is not None]

@@ -107,7 +107,7 @@ def job(run: str, fault: str, steps: int) -> None:
         if fault == "raise":
             raise RuntimeError("as planned")
         if fault == "both":
-            writers = [p.pid for p in psutil.Process().children() if "ckpt.writer" in " ".join(p.cmdline())]
+            writers = [cp.writer_pid]
             time.sleep(0.6)  # so that the writer has seen the last step
             for pid in writers:
                 os.kill(pid, signal.SIGKILL)

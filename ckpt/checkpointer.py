@@ -262,6 +262,12 @@ class Checkpointer:
         self._guardian.on_cadence = self._tempo.propose
         self._guardian.keep_books(fields, (self._pulse.fd,))
 
+    @property
+    def writer_pid(self) -> int:
+        """The process that holds this one's snapshots, writes them, and outlives it; 0 if there is none just now."""
+        client = self._guardian.client
+        return client.pid if client.alive else 0
+
     # -- saving --
 
     @traced("ckpt.step")

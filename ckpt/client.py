@@ -94,6 +94,11 @@ class WriterClient:
     def alive(self) -> bool:
         return not self._lost
 
+    @property
+    def pid(self) -> int:
+        """Of the writer; 0 before it has said who it is."""
+        return 0 if self._process is None else self._process.pid
+
     # -- asking --
 
     def send(self, op: str, *, fds: tuple[int, ...] = (), **fields: Any) -> Future[Reply]:

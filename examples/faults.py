@@ -639,19 +639,19 @@ class Faults:
     def writer_key(self, rank: int) -> str:
         return link.run_key(ckpt.Tier(str(self.run)).url, rank)
 
-    def socket_number(self, rank: int) -> int | None:
-        """Another one after another writer has come."""
-        with contextlib.suppress(OSError):
-            return (self._folder / "sockets/everystep" / f"{self.writer_key(rank)}.sock").stat().st_ino
+    def find_writer(self, rank: int) -> int | None:
+        """A writer carries the key of its run among its arguments, and says by its name when it is ready."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                if self.writer_key(rank) in process.cmdline() and process.name() == link.AT_WORK:
+                    return process.pid
         return None
 
     def writer_pid(self, rank: int) -> int:
-        """A writer carries the key of its run among its arguments."""
-        for process in self.processes():
-            with contextlib.suppress(psutil.Error):
-                if self.writer_key(rank) in process.cmdline():
-                    return process.pid
-        raise FaultsError(f"rank {rank} has no writer")
+        found = self.find_writer(rank)
+        if found is None:
+            raise FaultsError(f"rank {rank} has no writer")
+        return found
 
     def processes(self) -> list[psutil.Process]:
         """All that were started here, whoever their parents are by now."""
@@ -748,7 +748,7 @@ class Injected:
     def __init__(self, entry: Entry, faults: Faults) -> None:
         self.entry, self.faults, self.record = entry, faults, Record()
         self.cloud: Cloud | None = None
-        self._writer: int | None = None  # the number of its socket, before it was killed
+        self._writer: int | None = None  # before it was killed
         self._told: set[str] = set()
 
     def look(self, step: int) -> None:
@@ -757,7 +757,7 @@ class Injected:
         if step < self.entry.at or done or len(self.record.pids) < RANKS:
             return
         writer = self.faults.writer_pid(VICTIM) if self.entry.name in ("writer", "both") else 0
-        self._writer = self.faults.socket_number(VICTIM)
+        self._writer = self.faults.find_writer(VICTIM)
         self.record.struck = time.time()
         with contextlib.suppress(ProcessLookupError):
             self._strike(self.record.pids[VICTIM], writer)
@@ -834,7 +834,7 @@ class Injected:
         found = [a for a in self.faults.accounts() if a.when > struck - MACHINE_TIME_S and a.kind != "memory"]
         if not self.entry.kinds:
             story.accounts = [account.to_json() for account in found]
-            number = self.faults.socket_number(VICTIM)
+            number = self.faults.find_writer(VICTIM)
             if story.perceived_s is None and number is not None and number != self._writer:
                 story.perceived_by, story.perceived_s = "the trainer, which started a new writer", time.time() - struck
             return

@@ -360,12 +360,11 @@ def other_tensors(root: str, how: str) -> dict[str, Any]:
 def writer_stalls(root: str) -> dict[str, Any]:
     """The writer of rank 0 stands still for a while, and then has many steps to write at once."""
     toy = Toy()
-    before = set(psutil.Process().children())
     with ckpt.Checkpointer(toy.state, [ckpt.Memory(keep=8), ckpt.Tier(root, 1, 2)], on_error="warn") as cp:
         cp.restore(default=0)
         go(toy, cp, 1).committed(60)
         together()
-        (writer,) = set(psutil.Process().children()) - before
+        writer = psutil.Process(cp.writer_pid)
         if dist.get_rank() == 0:
             writer.suspend()
         saves = [go(toy, cp, step) for step in range(2, 9)]

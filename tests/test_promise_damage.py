@@ -65,7 +65,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
     torch.set_num_threads(1)
     state, digests = toy.build(), dict[int, str]()
     patch = pytest.MonkeyPatch()
-    patch.setenv("XDG_RUNTIME_DIR", str(base))
+    patch.setenv("CKPT_RUNTIME_DIR", str(base))
     with ckpt.Checkpointer(state, [ckpt.Memory(), tier(base / "run")]) as cp:
         step = cp.restore(default=0)
         for until in (20, STEPS):

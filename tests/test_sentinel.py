@@ -330,7 +330,7 @@ def test_sigterm_while_closing(run_dir: str) -> None:
     code = """
 cp = opened()
 train(cp, 5)
-writer = psutil.Process().children()[0]
+writer = psutil.Process(cp.writer_pid)
 writer.suspend()
 later(0.3, os.kill, me, signal.SIGTERM)
 later(1.0, writer.resume)

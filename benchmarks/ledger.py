@@ -28,8 +28,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path += [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "backends")]  # if not installed
 

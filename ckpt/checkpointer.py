@@ -197,6 +197,7 @@ class Checkpointer:
         self._tempo = Tempo(self._world, self._guardian, self._pulse, self._memory, self._tiers, self._tenure.cadence)
         self._guardian.on_damaged = self._on_damaged
         self._guardian.on_failure = lambda error: self._note_error(error, None)
+        self._fenced = self._guardian.lost  # while it was opened
         self._hook = UpdateHook(self._wait_for_copy, self._capture.unguard)
         logging_tiers = {i: tier.url for i, tier in enumerate(self._tiers) if tier.log_every_step}
         self._redo = RedoClient(logging_tiers, self._guardian, self._stager, self._capture, self._note_error)

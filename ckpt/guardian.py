@@ -155,6 +155,7 @@ class Guardian:
         self.faults: list[Fault] = []  # of earlier incarnations, that nobody was told yet
         self.on_held: Callable[[int, Attempt], None] = lambda tier, attempt: None
         self.failure: CheckpointError | None = None  # why there is no writer any more
+        self.lost: FencedError | None = None  # to whom this run was lost
         self.owner = Acquire(0, "", None)
         self._heir = ""
         self.roles: list[Role] = [Role((world.rank,), 0, world.size) for _ in tiers]
@@ -472,7 +473,8 @@ class Guardian:
         elif note["op"] == "said":
             log.warning("%s", note["text"])
         elif note["op"] == "fenced":
-            self.on_failure(FencedError(str(note["text"])))
+            self.lost = FencedError(str(note["text"]))
+            self.on_failure(self.lost)
         else:
             self.on_alert(note)
 

@@ -116,7 +116,7 @@ def siblings(key: str) -> dict[int, str]:
     """The keys of all writers of the same run on this host, by local rank; one may be gone by now."""
     run = key.rpartition("-")[0]
     found: dict[int, str] = {}
-    with open("/proc/net/unix", encoding="utf-8", errors="replace") as file:
+    with contextlib.suppress(FileNotFoundError), open("/proc/net/unix", encoding="utf-8", errors="replace") as file:
         for line in file:
             fields = line.split(maxsplit=7)
             if len(fields) == 8 and fields[3] == _LISTENING and fields[7].startswith(f"@everystep/{_scope()}/{run}-"):

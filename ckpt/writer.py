@@ -44,7 +44,7 @@ from ckpt.manifest import Attempt
 from ckpt.metrics import Metrics
 from ckpt.mutex import Got
 from ckpt.pace import Pace
-from ckpt.persist import Persister
+from ckpt.persist import LOST_S, Persister
 from ckpt.places import Place
 from ckpt.plan import Layout
 from ckpt.pressure import Room, spare_from_oom
@@ -702,7 +702,10 @@ class Writer:
             self.books.ended("left" if message.get("failed") else "closed")
             await self.books.finish()
             try:
-                await self.persister.check_owner(self._spoken_for())  # who lost the run has to know, at its end at last
+                # Who lost the run has to know, at its end at last.
+                await asyncio.wait_for(self.persister.check_owner(self._spoken_for()), LOST_S)
+            except TimeoutError:
+                pass  # a bucket that does not answer says nothing of that
             finally:
                 await self.persister.close()
         finally:

@@ -209,7 +209,7 @@ class Guardian:
         return self._listen(client)
 
     def _say_unreachable(self) -> None:
-        if others := link.unreachable(self._key):
+        if others := link.writers_of(self._key):
             log.warning(
                 "process %d holds memory of this run on this machine, and cannot be reached from here (another "
                 "container, or another %s): it is not restored from",

@@ -228,7 +228,7 @@ def ask_once(key: str, op: str, timeout_s: float, **fields: Any) -> Message | No
 
 def listen(key: str) -> socket.socket | None:
     """Take a name: nobody else has it until this socket is closed or its process has ended. None if it is taken."""
-    if any(_taken(_address(key, number)) for number in range(NAMES)):
+    if any(_taken(key, number) for number in range(NAMES)):
         return None
     for number in range(NAMES):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -242,7 +242,7 @@ def listen(key: str) -> socket.socket | None:
                 if error.errno != errno.EADDRINUSE:
                     sock.close()
                     raise
-            if _taken(_address(key, number)):
+            if _taken(key, number):
                 sock.close()
                 return None
             if time.monotonic() > end:
@@ -254,12 +254,12 @@ def listen(key: str) -> socket.socket | None:
     )
 
 
-def _taken(address: str) -> bool:
-    """Whether a process of this user has it; one whose queue is full may be, and counts."""
+def _taken(key: str, number: int) -> bool:
+    """Whether a process of this user has this name."""
     try:
-        channel = _reach(address)
-    except BlockingIOError:
-        return True
+        channel = _reach(_address(key, number))
+    except BlockingIOError:  # it stands still, and its queue is full
+        return bool(writers_of(key))
     except OSError:
         return False
     if channel is not None:
@@ -267,8 +267,8 @@ def _taken(address: str) -> bool:
     return channel is not None
 
 
-def unreachable(key: str) -> list[int]:
-    """Writers of this run that live on this machine, of this user, where no name of ours reaches them."""
+def writers_of(key: str) -> list[int]:
+    """Writers of this run and user that live on this machine, whether or not a name of ours reaches them."""
     found = []
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):

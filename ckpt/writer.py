@@ -764,7 +764,7 @@ def _be_modest() -> None:
 
 
 def _call_myself(name: str) -> None:
-    """As `ps` and `link.unreachable` see it."""
+    """As `ps` and `link.writers_of` see it."""
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
         file.write(name)
 

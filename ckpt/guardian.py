@@ -933,7 +933,12 @@ class Guardian:
     def _send(self, write: Written) -> None:
         write.tries += 1
         future = self.client.send(
-            "write", tier=write.tier, arena=write.arena.id.hex(), slot=write.slot, attempt=str(write.attempt)
+            "write",
+            tier=write.tier,
+            arena=write.arena.id.hex(),
+            slot=write.slot,
+            attempt=str(write.attempt),
+            stored=write.stored,
         )
         future.add_done_callback(lambda f: self._on_written(write, f))
 

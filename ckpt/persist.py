@@ -241,8 +241,8 @@ class Persister:
         try:
             with self._settles():
                 label = arena.label(slot)
-                if label is None or label.attempt != attempt:
-                    # A predecessor stored it, and died before it was committed: since then the slot was used again.
+                if message.get("stored") or label is None or label.attempt != attempt:
+                    # A predecessor stored it, and died before it was committed: the slot may be used again any time.
                     written = await self._stored_by_predecessor(tier, near, attempt, slot)
                 elif near is not None and (tier.busy.locked() or tier.waiting):
                     written = await self._promote(tier, near, attempt, lambda: self.tell(told))

@@ -28,6 +28,8 @@ from torch import Tensor
 from ckpt import read, retain
 from ckpt.commit import acquire, commit, create_run
 from ckpt.errors import UsageError
+from ckpt.events import log as logger
+from ckpt.holder import check_free
 from ckpt.loaded import load
 from ckpt.log import RunLog
 from ckpt.manifest import Attempt, new_nonce
@@ -114,12 +116,12 @@ class CheckpointIO(Base):
     def load_checkpoint(self, path: Any, map_location: Any | None = None, weights_only: bool | None = None) -> Any:
         """The dict again, verified; tensors are on the CPU unless `map_location` says otherwise, as of `torch.load`.
 
-        `weights_only=False` lets a file of Lightning's own be unpickled, which may run code; ours hold no pickle.
+        A file of Lightning's own is read inertly, whatever `weights_only` says: loading runs no code.
         """
         with self._lock:
             self._finish()
         if urlsplit(normalise(path)).scheme == "file" and Path(path).is_file():
-            return torch.load(path, map_location=map_location, weights_only=weights_only is not False)
+            return torch.load(path, map_location=map_location, weights_only=True)
         loaded = load(path)
         loaded.all()  # in one go
         checkpoint, device = loaded.plain(NAME), _device(map_location)
@@ -183,6 +185,7 @@ async def _write(url: str, frozen: Any, step: int) -> None:
         await create_run(store)
         log = RunLog(store)
         await log.open()
+        await check_free(log, lambda text: logger.warning("%s", text))  # a Checkpointer may train there
         mine = await acquire(log, new_nonce())
         attempt = Attempt(mine.epoch, step, mine.nonce)
         written = await write_part(store, Snapshot(attempt, layout, data, values))

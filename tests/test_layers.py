@@ -19,7 +19,7 @@ LAYERS = (
     ("subscribe",),  # who wants to hear what happens
     ("events",),
     ("store", "shuffle", "triggers", "rally"),  # the byte interface of a place; byte planes; when to save out of turn
-    ("regular",),  # files by names that others chose
+    ("regular", "identity"),  # files by names that others chose; who a process is
     ("digest", "codec", "values", "link", "world", "testing"),  # bytes, values, the wire, ranks
     ("notices", "pressure", "wakeup", "pulse", "pace", "fault", "findings"),  # what may happen, or is the case
     ("ledger", "meter"),  # what an incarnation did; what saving takes from training
@@ -77,7 +77,7 @@ LAYERS = (
     ("dcp_share",),  # one rank's share of what torch's distributed checkpoint saves
     ("holdings", "places"),  # what a writer has in memory, and open
     ("filing",),  # where the ledger is put
-    ("bookkeeper",),  # keeps it
+    ("bookkeeper", "holder"),  # keeps it; sees by it whether somebody trains
     ("dcp_source", "dcp_run"),  # what it loads, and who saves
     ("dcp",),
     ("persist", "vigil"),  # from there to durable places; its watch over the trainer
@@ -116,7 +116,7 @@ NO_TORCH = {
     "origin", "origin_run", "origin_files", "outfile", "cast", "inert", "align", "export", "parse_safetensors",
     "origin_dcp", "parse_torch", "parse_dcp", "parse_values", "parse_entries", "to_safetensors", "to_run",
     "doctor", "doctor_folder", "doctor_s3", "doctor_machine", "doctor_link", "doctor_plan", "cli_doctor", "best",
-    "tryout",
+    "tryout", "identity", "holder",
     "predict", "frame", "redo_log", "redo", "redo_keeper", "origin_redo",
 }  # fmt: skip
 """What the writer process or a light `import ckpt` needs: none of these imports torch, not even for types."""

@@ -41,7 +41,7 @@ LAYERS = (
     ("trace",),  # names for profilers
     ("predict",),  # what an optimizer will have made of its state
     ("increment", "directory", "frame"),  # what becomes of each blob; who has which piece
-    ("exchange", "sharding", "saved", "write", "rng", "hooks", "fingerprint"),  # pieces of tensors; files; updates; writes
+    ("exchange", "sharding", "saved", "write", "rng", "hooks", "fingerprint"),  # pieces of tensors; files; who writes
     ("doctor_folder", "doctor_s3", "doctor_machine", "doctor_link"),  # what one kind of thing is like, before a job
     ("doctor", "doctor_plan"),  # all about a place; what follows for a job
     ("commit", "restore"),  # files become a checkpoint; tensors again

@@ -66,7 +66,7 @@ class Stager:
         self._flying: deque[Job] = deque()  # all queued, and not all copied; for the staging thread only
         self._pending: Job | None = None
         self._unchecked: list[Job] = []  # older ones that no optimizer has come after, not sealed yet
-        self._copying: Job | None = None  # proven, but still read by a device: every stream that updates waits for it
+        self._copying: Job | None = None  # still read by a device: every stream that updates waits for it
         self._gate = threading.Event()  # not set while something is copied that no optimizer may change
         self._gate.set()
         self._order = 0

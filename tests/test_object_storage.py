@@ -400,7 +400,7 @@ os.environ["CKPT_RUNTIME_DIR"] = tempfile.mkdtemp()  # of another machine
 import ckpt, toy
 
 state = toy.build(seed=1)
-with ckpt.Checkpointer(state, [ckpt.Tier(sys.argv[1], every=1, storage_options={options})]) as cp:
+with ckpt.Checkpointer(state, [ckpt.Tier(sys.argv[1], every=1, storage_options={options})], takeover=True) as cp:
     print(cp.restore(), flush=True)
     toy.train_step(state)
     print(cp.step(3).committed(60).step, flush=True)

@@ -25,6 +25,7 @@ from conftest import REPO, eventually, killed, run_script, writers
 from ckpt import read
 from ckpt.arena import Arena
 from ckpt.events import POINTS, TRAINER_POINTS, WRITER_POINTS
+from ckpt.identity import Process
 from ckpt.mutex import Got
 
 STEPS = 60
@@ -194,9 +195,11 @@ class Trainer:
 
 
 def kill_all(processes: list[psutil.Process]) -> None:
+    """They have ended when it returns, reaped or not: writers belong to nobody who would do that at once."""
+    ending = [Process.of(process.pid) for process in processes]
     for process in processes:
         process.kill()
-    psutil.wait_procs(processes, 10)
+    assert eventually(lambda: not any(process.alive for process in ending))
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ import pytest
 from conftest import REPO, eventually
 
 from ckpt import read
+from ckpt.identity import Process
 from ckpt.log import RunState
 
 TOY = REPO / "tests" / "node_toy.py"
@@ -106,10 +107,11 @@ class Node:
 
     def kill(self, word: str) -> None:
         processes = self.processes(word)
+        ending = [Process.of(process.pid) for process in processes]
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(processes, 30)
+        assert eventually(lambda: not any(process.alive for process in ending))
 
     def die(self) -> None:
         """All at once; the disk stays."""

@@ -19,7 +19,7 @@ import toy
 from conftest import eventually, run_script, writers
 from parallel import free_port
 from s3_server import FaultProxy, MotoServer, environment, storage_options
-from test_kill import Trainer
+from test_kill import Trainer, kill_all
 
 import ckpt
 from ckpt import read
@@ -145,9 +145,7 @@ def test_what_a_crash_interrupted_is_taken_up(moto: MotoServer, proxy: FaultProx
     trainer = Trainer(code, folder, url)
     trainer.read_until("committed")
     os.kill(trainer.process.pid, signal.SIGKILL)
-    for writer in writers(Path(os.environ["CKPT_RUNTIME_DIR"])):
-        writer.kill()
-        psutil.wait_procs([writer], timeout=10)
+    kill_all(writers(Path(os.environ["CKPT_RUNTIME_DIR"])))
     remember_options(url, storage_options(moto.url))
     assert steps_at(url) == []
     proxy.clear()

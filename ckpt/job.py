@@ -62,7 +62,6 @@ class Job:
     _checked: bool = False
 
     def __post_init__(self) -> None:
-        self.thread = threading.get_ident()
         reading = self.reading
         self.sources = reading.tensors
         self.overlapped = list(compress(self.sources, reading.guarded))

@@ -156,6 +156,7 @@ class Checkpointer:
         self._lock = threading.Lock()
         self._errors: list[tuple[CheckpointError, Save | None]] = []
         self._fenced: FencedError | None = None
+        self._heard = False  # whether a call has said so
         self._active: list[Save] = []
         self._owed: set[int] = set()  # tiers whose due snapshot was dropped
         self._dropped = False  # whether the last snapshot was: the next step is saved instead, due or not
@@ -904,6 +905,7 @@ class Checkpointer:
         if self._closed:
             raise ClosedError("this Checkpointer is closed: make a new one")
         if self._fenced is not None:
+            self._heard = True
             raise self._fenced
         if restoring:
             return
@@ -938,6 +940,7 @@ class Checkpointer:
         first = errors[0][0]
         for error, _ in errors[1:]:
             first.add_note(f"also: {error}")
+        self._heard |= isinstance(first, FencedError)
         raise first
 
     # -- the end --
@@ -995,7 +998,8 @@ class Checkpointer:
                     failed=self._failed or self._fenced is not None or self._sentinel.saw_exception,
                 )
         except CheckpointError as error:
-            failure = failure or error
+            if not (self._heard and isinstance(error, FencedError)):
+                failure = failure or error
         self._stager.stop(max(1.0, end - time.monotonic()))
         if agreed or self._world.rank > 0:  # rank 0 would wait for those that did not come
             self._world.farewell()

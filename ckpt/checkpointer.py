@@ -935,6 +935,8 @@ class Checkpointer:
         with self._lock:
             errors = [(error, save) for error, save in self._errors if save is None or not save.told]
             self._errors = []
+        if self._heard:
+            errors = [one for one in errors if not isinstance(one[0], FencedError)]
         if not errors or self._on_error == "warn":
             return
         first = errors[0][0]

@@ -140,6 +140,7 @@ def virtual(loop: Loop, dice: random.Random) -> Iterator[None]:
     )
     changes: list[tuple[Any, str, Any]] = [(m, "time", clock) for m in _users_of("time")]
     changes += [(m, "random", dice) for m in _users_of("random")]
+    changes += [(module, "_DICE", dice) for module in PLAYED if hasattr(module, "_DICE")]
     changes += [(m, "secrets", tokens) for m in _users_of("secrets")]
     changes += [(commits, far + "STAGGER_S", 0.3) for far in ("", "FAR_")]
     changes += [(commits, far + "POLL_S", (0.05, 0.2)) for far in ("", "FAR_")]

@@ -39,7 +39,7 @@ import numpy as np
 
 from ckpt import commit as commits
 from ckpt import log as run_log
-from ckpt import manifest, read, retain, upkeep, write
+from ckpt import manifest, read, retain, tryout, upkeep, write
 from ckpt.commit import Role
 from ckpt.digest import file_digest
 from ckpt.errors import (
@@ -122,7 +122,7 @@ class Loop(asyncio.BaseEventLoop):
         return done
 
 
-PLAYED = (commits, manifest, read, retain, retry, run_log, upkeep, write)  # the modules that take part
+PLAYED = (commits, manifest, read, retain, retry, run_log, tryout, upkeep, write)  # the modules that take part
 
 
 def _users_of(name: str) -> list[Any]:

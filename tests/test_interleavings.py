@@ -22,7 +22,7 @@ from ckpt import log as run_log
 from ckpt import retain
 from ckpt.commit import Recovery, Role
 from ckpt.errors import FullError, OutcomeUnknownError, StoreError
-from ckpt.log import Acquire, RunLog, RunState
+from ckpt.log import Acquire, Commit, RunLog, RunState
 from ckpt.manifest import Attempt, owner, pack_key
 from ckpt.store import Store
 from ckpt.write import Snapshot, Written
@@ -141,7 +141,9 @@ def hope_is_acknowledged(patch: pytest.MonkeyPatch) -> None:
         try:
             return await commit(log, mine, parts, kind=kind)
         except OutcomeUnknownError:
-            log.state.commits[Attempt.parse(parts[0].part.attempt)] = None  # type: ignore[assignment]
+            attempt = Attempt.parse(parts[0].part.attempt)
+            told = tuple((one.part.rank, one.part.number, one.digest) for one in parts)
+            log.state.commits[attempt] = Commit(attempt, len(parts), told, "0" * 64)
 
     patch.setattr(RunLog, "append", impatient)
     patch.setattr(commits, "commit", hopeful)

@@ -369,7 +369,7 @@ class Writer:
 
     async def do_own(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """All ranks have agreed who the owner is."""
-        if self._owning is None:
+        if self._owning is None or self._owning.done():  # it ends when an earlier trainer has lost the run
             self._owning = self._spawn(self._look_at_owner())
         return await self.persister.own(message), ()
 

@@ -27,7 +27,7 @@ import torch
 
 from ckpt import __version__, link, relief, replicas
 from ckpt.arena import Arena
-from ckpt.aside import Moment
+from ckpt.aside import Moment, Moments
 from ckpt.cadence import Auto
 from ckpt.errors import (
     CheckpointError,
@@ -72,7 +72,7 @@ COMPARE_S = 120.0  # until the digests of other ranks' replicas are there
 ASIDE = 1 << 20  # bytes of a step that is not due, which are kept for a fault all the same
 ASIDE_SHARE = 0.001  # of a step, that it may cost
 ASIDE_AGAIN = 1000  # steps, after which it is measured again
-KEEP_S, KEEP_SHARE, KEEP_MOST_S = 0.0005, 0.05, 0.002  # of the CPU, to keep at each step what that is made of
+KEEP_S, KEEP_SHARE, KEEP_MOST_S = 0.001, 0.05, 0.002  # of the CPU, to keep at each step what that is made of
 KEEP_TRIES = 3  # that have to cost more, one after the other: one alone may just have been held up
 STOP_S = 30.0  # for an incident that is being dealt with
 LIVE_S = 10.0  # for a copy of the running state
@@ -154,6 +154,7 @@ class Checkpointer:
         self._on_busy, self._on_error = on_busy, on_error
         self._busy_timeout_s, self._close_timeout_s = busy_timeout_s, close_timeout_s
         self._lock = threading.Lock()
+        self._turn = threading.RLock()  # of whoever is in step(), save(), restore() or close()
         self._errors: list[tuple[CheckpointError, Save | None]] = []
         self._fenced: FencedError | None = None
         self._heard = False  # whether a call has said so
@@ -165,6 +166,7 @@ class Checkpointer:
         self._stepped = False  # whether that is a step that was done since the last restore
         self._thread = 0  # that did it
         self._finite: bool | None = None  # what was said of it
+        self._moments = Moments()
         self._moment: Moment | None = None  # what it was made of, if it was not due
         self._dear = 0  # how often running it cost too much to keep that
         self._keep_after = 0  # steps that are not due, until it is tried again
@@ -220,6 +222,7 @@ class Checkpointer:
         os.register_at_fork(after_in_child=_weakly(self._after_fork))
         self._atexit = _weakly(self._close_at_exit)
         atexit.register(self._atexit)
+        self._at_child_exit = _at_child_exit(self._atexit)
         self._keep_books()
         self._show()
         if not self._tenure.has_checkpoints:  # else after restore(), which has better use for the cores
@@ -281,8 +284,12 @@ class Checkpointer:
         to look at a tensor waits for it.) The handle says when the step is staged and committed; None if nothing was
         due.
         """
+        with self._turn:
+            return self._step(step, None if finite is None else bool(finite))
+
+    def _step(self, step: int, finite: bool | None) -> Save | None:
         self._check_usable()
-        self._finite = None if finite is None else bool(finite)
+        self._finite = finite
         self._check_step(step)
         asked = self._sentinel.due(step)
         durable = list(range(len(self._tiers))) if asked else self._tempo.schedule.tiers_due(step)
@@ -299,6 +306,11 @@ class Checkpointer:
         except SkippedError as error:  # there is no memory for it, which was said
             self.stats.skipped += 1
             log.info("%s", error)
+            self._keep(step)
+        except BaseException:  # such as Ctrl-C: as long as we are here, nothing has moved on
+            with contextlib.suppress(Exception):
+                self._moment = self._take(step)
+            raise
         finally:
             if asked:
                 self._sentinel.answer(save)
@@ -339,10 +351,17 @@ class Checkpointer:
 
     @traced("ckpt.step")
     def save(self, step: int | None = None) -> Save:
-        """Save now, to every tier: the step given, or the one that the last `step()` named.
+        """Save now, to every tier: the step given, or the one that the last `step()` named, as it was then.
 
-        Without a durable tier it is staged only.
+        Without a durable tier it is staged only. UsageError if the step that `step()` named was not due and cannot be
+        had any more: an optimizer has begun a further one, or weights were changed. Where nothing is kept of such steps
+        (`Memory(between=False)`, or a state that is long to read or has arrays of more than 64 MiB) it is saved as it is now: call this right after
+        `step()`.
         """
+        with self._turn:
+            return self._save_now(step)
+
+    def _save_now(self, step: int | None) -> Save:
         self._check_usable()
         if step is None or step == self._last_step:
             if self._last_step is None:
@@ -363,13 +382,17 @@ class Checkpointer:
 
         Returns when it is copied; what goes wrong then is raised by the next call.
         """
+        with self._turn:
+            return self._stage_now()
+
+    def _stage_now(self) -> Save:
         self._check_usable()
         assert self._last_step is not None
         if self._last is not None and self._last[0].step == self._last_step and self._last[1].error is None:
             save, job = self._last
             if job.copied.wait(self._busy_timeout_s) and job.place is not None:
                 return save
-        save = self._save(self._last_step, [], explicit=True)
+        save = self._save(self._last_step, [], explicit=True, taken=self._as_stepped())
         assert self._last is not None
         self._last[1].copied.wait(self._busy_timeout_s)
         return save
@@ -377,12 +400,12 @@ class Checkpointer:
     def _save_again(self) -> Save:
         """The last step is in memory already, perhaps on its way to a tier: write it to the tiers that it misses."""
         assert self._last_step is not None
-        if self._last is None or self._last[0].step != self._last_step or self._last[1].error is not None:
-            return self._save(self._last_step, list(range(len(self._tiers))), explicit=True)
-        save, job = self._last
-        job.copied.wait(self._busy_timeout_s)
-        if job.place is None:
-            return self._save(self._last_step, list(range(len(self._tiers))), explicit=True)
+        save, job = self._last or (None, None)
+        if job is not None and job.error is None:
+            job.copied.wait(self._busy_timeout_s)
+        if save is None or job is None or save.step != self._last_step or job.place is None:
+            everywhere = list(range(len(self._tiers)))
+            return self._save(self._last_step, everywhere, explicit=True, taken=self._as_stepped())
         if save.told:  # that error is dealt with; the next one is news
             with self._lock:
                 self._errors = [(error, of) for error, of in self._errors if of is not save]
@@ -394,6 +417,18 @@ class Checkpointer:
                 self._write(save, job.attempt, job.place, i)
         return save
 
+    def _as_stepped(self) -> Moment | None:
+        """What the state was at the last step, which is not in memory; None if only the caller can know that it still
+        is that now. UsageError if it is not."""
+        moment = self._moment if self._moment is not None and not self._moment.too_large else None
+        if self._exchanged:
+            why = "weights are exchanged for others at the moment, see pause()"
+        else:
+            why = "" if moment is None else moment.gone(self._capture.read())
+        if why:
+            raise UsageError(f"step {self._last_step} cannot be saved any more: {why}. Call save() right after step()")
+        return moment
+
     def _save(
         self,
         step: int,
@@ -401,7 +436,7 @@ class Checkpointer:
         *,
         explicit: bool,
         asked: bool = False,
-        taken: Reading | None = None,
+        taken: Moment | None = None,
         timeout_s: float | None = None,
     ) -> Save:
         """`taken`: what the state was at that step, if that is not what it is now."""
@@ -420,7 +455,7 @@ class Checkpointer:
             if taken is None:
                 self._capture.copy_eagerly(self._exposed)
                 self._capture.keep_apart(self._differing)
-            reading = taken or self._capture.read()
+            reading = self._capture.read() if taken is None else taken.reading
             values = json.dumps(reading.values, separators=(",", ":")).encode()
             self._guardian.tell_layout(reading.layout, reading.guarded)
             settings = self._begin_log(save, reading)
@@ -442,6 +477,8 @@ class Checkpointer:
             busy="wait" if explicit else self._on_busy,
             deadline=time.monotonic() + timeout_s,
             on_end=lambda job: self._on_staged(save, job, durable, settings),
+            fingerprints=[] if taken is None else list(taken.fingerprints),
+            watched=frozenset(() if taken is None else taken.left),
         )
         if not closing:  # nobody comes to compare any more
             self._compare_replicas(job)
@@ -537,23 +574,30 @@ class Checkpointer:
             self._put_aside(step)
             self._aside_s = time.perf_counter() - began
             self.stats.stalled_s += self._aside_s
-        elif self._memory is not None and self._memory.between is False:
+        elif self._between is False:
             return
-        elif self._keep_after > 0:
+        elif self._keep_after > 0 and not self._between:
             self._keep_after -= 1
         else:
             began, cpu = time.perf_counter(), time.thread_time()
-            self._moment = Moment.take(step, self._capture.read_on(), self._capture.weights)
+            self._moment = self._take(step)
             usual_s = self._pulse.usual_s
             most_s = max(KEEP_S, min(KEEP_SHARE * usual_s, KEEP_MOST_S), self._aside_share * usual_s)
             self._dear = self._dear + 1 if usual_s and time.thread_time() - cpu > most_s else 0
             self._keep_after = min(2 ** (self._dear - KEEP_TRIES), ASIDE_AGAIN) if self._dear >= KEEP_TRIES else 0
             self.stats.stalled_s += time.perf_counter() - began
 
+    def _take(self, step: int) -> Moment:
+        return self._moments.take(step, self._capture.read_on(), self._capture.weights, self._capture.fixed)
+
+    @property
+    def _between(self) -> bool | None:
+        return None if self._memory is None else self._memory.between
+
     def _may_put_aside(self) -> bool:
         """Whether that is worth it: measured now and then."""
-        if self._memory is not None and self._memory.between is not None:
-            return self._memory.between
+        if self._between is not None:
+            return self._between
         usual_s = self._pulse.usual_s
         self._not_due += 1
         return usual_s == 0 or self._aside_s <= self._aside_share * usual_s or self._not_due % ASIDE_AGAIN == 0
@@ -570,7 +614,7 @@ class Checkpointer:
         where that would be much, as with a large frozen model.
         """
         reading = self._capture.read()
-        self._moment = Moment.take(step, reading, self._capture.weights)
+        self._moment = self._moments.take(step, reading, self._capture.weights, self._capture.fixed)
         apart = [t for t, guarded in zip(reading.tensors, reading.guarded, strict=True) if not guarded]
         if sum(t.nbytes for t in apart) > ASIDE:
             return
@@ -610,7 +654,7 @@ class Checkpointer:
     def copy_live(self) -> int | None:
         aside, count = self._aside, self._updates_before
         if threading.get_ident() == self._thread:  # it is not training meanwhile, and so need not be held up
-            self._stage_last(time.monotonic() + LIVE_S, orderly=False)
+            self._stage_last(time.monotonic() + LIVE_S)
             return self._last_step if self.in_memory(0.0) == self._last_step else None
         if aside is None or aside[0].step != self._last_step or self._torn:
             return None
@@ -779,17 +823,18 @@ class Checkpointer:
         Raises NoCheckpointError, CorruptError if none of the checkpoints is sound, or MismatchError, after which
         nothing has been changed.
         """
-        self._check_usable(restoring=True)
-        self._pulse.touch(RESTORING)
-        self._aside = None
-        began = time.monotonic()
-        try:
-            found = self._restore(default, step, strict)
-            self._note_restore(began)
-            return found
-        finally:
-            self._pulse.touch(OPENING)
-            self._sentinel.went_back()
+        with self._turn:
+            self._check_usable(restoring=True)
+            self._pulse.touch(RESTORING)
+            self._aside = None
+            began = time.monotonic()
+            try:
+                found = self._restore(default, step, strict)
+                self._note_restore(began)
+                return found
+            finally:
+                self._pulse.touch(OPENING)
+                self._sentinel.went_back()
 
     def _note_restore(self, began: float) -> None:
         """For the ledger."""
@@ -815,7 +860,7 @@ class Checkpointer:
 
     def _restore(self, default: Any, step: int | None, strict: bool) -> Any:
         started = time.perf_counter()
-        together(self._world, "settle", self._settle_staging)
+        together(self._world, "settle", lambda: self._settle_staging(step))
         self._tempo.settle()
         result = Restored(step=None)
         urls = [tier.url for tier in self._tiers]
@@ -888,11 +933,13 @@ class Checkpointer:
             self._restored_place = None
             self._stager.unpin(arena.id, slot)
 
-    def _settle_staging(self) -> None:
-        """No copy may be under way while the state is overwritten."""
+    def _settle_staging(self, step: int | None) -> None:
+        """No copy may be under way while the state is overwritten; the step that is asked for must have arrived."""
         self._stager.do(lambda: None, self._busy_timeout_s)
         if self._world.size > 1:  # the owner changes for all ranks at once: what is under way must not be fenced off
             self.wait(self._busy_timeout_s)
+        elif step is not None:
+            self.wait(self._busy_timeout_s, step=step)
 
     def _places(self) -> str:
         return " or ".join([*(["memory"] if self._memory else []), *(tier.url for tier in self._tiers)])
@@ -947,11 +994,12 @@ class Checkpointer:
 
     # -- the end --
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Until every save begun so far is staged and written, or has failed. DeadlineError past `timeout_s`."""
+    def wait(self, timeout_s: float | None = None, *, step: int | None = None) -> None:
+        """Until every save begun so far, or that of one step, is staged and written, or has failed. DeadlineError past
+        `timeout_s`."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
-            active = list(self._active)
+            active = [save for save in self._active if step in (None, save.step)]
         for save in active:
             for future in save.unfinished():
                 try:
@@ -965,20 +1013,30 @@ class Checkpointer:
 
         DeadlineError if that takes longer than `timeout_s` (default: `close_timeout_s`); the writer finishes by itself.
         DeadlineError or PeerError if other ranks do not come to close: memory stays with the writer as after a death.
+        A run in memory alone is let go of, unless an exception is on its way: then a restart finds it.
         """
-        self._close(timeout_s, orderly=True)
+        self._close(timeout_s, clean=sys.exc_info()[1] is None)
 
-    def _close(self, timeout_s: float | None = None, *, orderly: bool) -> None:
-        """`orderly`: the training has not been cut off within a step."""
+    def _close(self, timeout_s: float | None = None, *, clean: bool) -> None:
+        """`clean`: the training has come to its end, as far as can be known."""
         if self._closed or self._forked:
             return
-        self._pulse.touch(LEAVING)
         timeout_s = self._close_timeout_s if timeout_s is None else timeout_s
+        if not self._turn.acquire(timeout=timeout_s):
+            raise DeadlineError("another thread has been in step(), save() or restore() all the time")
+        try:
+            if not self._closed:
+                self._close_now(timeout_s, clean)
+        finally:
+            self._turn.release()
+
+    def _close_now(self, timeout_s: float, clean: bool) -> None:
+        self._pulse.touch(LEAVING)
         end = time.monotonic() + timeout_s
         failure: CheckpointError | None = None
         agreed = False
         try:
-            why = self._stage_last(end, orderly=orderly) if self._tiers else ""
+            why = self._stage_last(end) if self._tiers or not clean else ""
             if self._world.size > 1:
                 self._agree_last(end)
             agreed = True
@@ -990,7 +1048,8 @@ class Checkpointer:
         # What was restored by another number of ranks than saved it cannot be saved by these.
         untouched = self._newest is None and (not self._restored or self._restored_place is not None)
         try:
-            if (untouched and self._guardian.inherits) or self._is_only_in_memory() or not agreed:
+            only_copy = self._is_only_in_memory() if self._tiers else not clean
+            if (untouched and self._guardian.inherits) or only_copy or not agreed:
                 # An earlier run's memory that was neither restored nor replaced, or a disk that would not take the
                 # last step: the writer keeps it, and goes on trying, as after a death.
                 self._guardian.leave()
@@ -1041,8 +1100,12 @@ class Checkpointer:
         save.set_staged()
         return save, attempt, (arena, slot)
 
-    def _stage_last(self, end: float, *, orderly: bool) -> str:
+    def _stage_last(self, end: float) -> str:
         """Have the last step in memory, if it is not there yet and nothing has changed since; else why it is not."""
+        with self._stager.held():  # another thread may be training
+            return self._stage_held(end)
+
+    def _stage_held(self, end: float) -> str:
         step = self._last_step
         if step is None or not self._stepped or self._fenced is not None:
             return ""
@@ -1060,17 +1123,12 @@ class Checkpointer:
                 return "weights were exchanged for others, see pause()"
             if self._last is not None and self._last[0].step == step and self._last[1].written_by_others:
                 return str(self._last[1].error)
-            now, moment = self._capture.read(), self._moment
-            if moment is not None and not moment.holds(now):
-                return "weights were changed by hand since"
-            if moment is not None and (moment.whole or not self._capture.has_unguarded):
-                now = moment.reading
-            elif not orderly:
-                return (
-                    "what moves on within a step, such as batches and random numbers, was not kept beside: "
-                    "see Memory(between=)"
-                )
-            self._save(step, [], explicit=True, taken=now, timeout_s=max(1.0, end - time.monotonic()))
+            moment = self._moment
+            if moment is None:
+                return self._why_not_kept()
+            if why := moment.gone(self._capture.read()):
+                return why
+            self._save(step, [], explicit=True, taken=moment, timeout_s=max(1.0, end - time.monotonic()))
             if self.in_memory(max(0.0, end - time.monotonic())) == step:
                 return ""
             error = None if self._last is None else self._last[1].error
@@ -1078,10 +1136,17 @@ class Checkpointer:
         except Exception as error:  # of a device that has failed, say: what was saved before is all there is
             return f"it could not be copied: {error}"
 
+    def _why_not_kept(self) -> str:
+        if self._last is not None and self._last[0].step == self._last_step and self._last[1].error is not None:
+            return str(self._last[1].error)
+        if self._between is False:
+            return "Memory(between=False) keeps nothing of steps that are not due"
+        return "reading the state takes too long to keep what moves on within each step: see Memory(between=True)"
+
     def _save_last(self, end: float, why: str = "") -> None:
         """The newest step that is in memory, to all tiers that it is not on its way to: the nearest first, the others
         when nothing is before them. `why`: the last step is not in memory."""
-        if not self._tiers or self._fenced is not None:
+        if self._fenced is not None or not (self._tiers or why):
             return
         newest = self._newest
         if self._last is not None:
@@ -1131,16 +1196,22 @@ class Checkpointer:
 
     def _abandon(self) -> None:
         """Leave everything to the writer, as if this process had died."""
-        if not self._closed and not self._forked:
+        if self._closed or self._forked:
+            return
+        in_turn = self._turn.acquire(timeout=self._close_timeout_s)
+        try:
             with contextlib.suppress(CheckpointError):
                 self._stager.do(lambda: None, self._busy_timeout_s)  # a copy under way is finished
-            if why := self._stage_last(time.monotonic() + self._close_timeout_s, orderly=False):
+            if why := self._stage_last(time.monotonic() + self._close_timeout_s):
                 self._say_lost(None if self._newest is None else self._newest[0].step, why)
             self._sentinel.stop(STOP_S)
             self._guardian.leave()
             self._end()
             self._stager.stop()
             self._say_closed()
+        finally:
+            if in_turn:
+                self._turn.release()
 
     def _say_closed(self) -> None:
         publish("closed", self._last_step)
@@ -1152,6 +1223,8 @@ class Checkpointer:
         self._sentinel.stop(timeout_s)
         self._hook.remove()
         atexit.unregister(self._atexit)
+        if self._at_child_exit is not None:
+            self._at_child_exit.cancel()
         _open.pop(self._place, None)
 
     def _close_at_exit(self) -> None:
@@ -1159,7 +1232,7 @@ class Checkpointer:
             self._abandon()
             return
         with contextlib.suppress(CheckpointError):
-            self._close(orderly=getattr(sys, "last_value", None) is None)
+            self._close(clean=False)
 
     def _after_fork(self) -> None:
         if not self._closed:
@@ -1182,7 +1255,7 @@ class Checkpointer:
             self._abandon()
             return
         try:
-            self._close(orderly=False)
+            self._close(clean=isinstance(error, SystemExit) and not error.code)
         except CheckpointError as failure:  # the user's own error matters more
             error.add_note(f"besides, closing the Checkpointer failed: {failure}")
 
@@ -1196,6 +1269,15 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
             alive()
 
     return call
+
+
+def _at_child_exit(call: Callable[[], None]) -> Any:
+    """Have it called at the end of a process that another has forked by `multiprocessing`, which ends by `os._exit`.
+    None if this is none."""
+    util, process = sys.modules.get("multiprocessing.util"), sys.modules.get("multiprocessing.process")
+    if util is None or process is None or process.parent_process() is None:
+        return None
+    return util.Finalize(None, call, exitpriority=100)
 
 
 def _first_reason(result: Restored | None) -> str:

@@ -31,6 +31,7 @@ Array = npt.NDArray[np.int64]
 
 ELEMENTS = 4096  # in all, shared out evenly; but two of each tensor in any case
 TURNS_LOG2 = 4  # 2 to this fingerprints later the same places come again
+_WHERE = {2, 4, 5, 7}  # what is a place in a row, see `_row`
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -68,6 +69,8 @@ class Spots:
             if tensor.numel() and not (tensor.is_conj() or tensor.is_neg()):
                 width, row = _row(number, tensor, layout.arrangement.offsets[number])
                 rows.setdefault((tensor.device, width), []).append(row)
+                if tensor.itemsize == 16:  # the other half of complex numbers
+                    rows[tensor.device, width].append([n + 8 * (i in _WHERE) for i, n in enumerate(row)])
         between = max(0, ELEMENTS // max(1, len(tensors)) - 2)
         for (device, width), found in rows.items():
             if device.type in ("cpu", "cuda"):  # of others an address may mean something else

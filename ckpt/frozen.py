@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ckpt.digest import blob_digest
 from ckpt.plan import Layout
-from ckpt.tensors import as_bytes
+from ckpt.tensors import as_bytes, version_of
 
 PROBE = 4 << 20  # bytes of a tensor, from its beginning, that must be alike twice before all of it is digested
 MOST_REST = 64  # fills for which a tensor that keeps changing is left alone
@@ -102,7 +102,7 @@ class Frozen:
     def put(self, number: int, target: Tensor, source: Tensor) -> None:
         """Have a contiguous host tensor in the slot, without the GIL; `number`: which one of the layout it is."""
         digest = self._before.pop(number, None)
-        past = self._past.setdefault(number, Past(_version(source)))
+        past = self._past.setdefault(number, Past(version_of(source)))
         past.fills += 1
         fresh = (past.fills + number) % FRESH == 0  # not all tensors at once
         if not self._promising(past, source):
@@ -124,7 +124,7 @@ class Frozen:
 
     def _promising(self, past: Past, source: Tensor) -> bool:
         """Whether a tensor may be what it was, by all that costs nothing to know."""
-        version = _version(source)
+        version = version_of(source)
         if version != past.version:
             past.version = version
             past.changed()
@@ -158,8 +158,3 @@ class Frozen:
         found = blob_digest(data)
         self.rates.digesting.append(data.nbytes / max(time.perf_counter() - started, 1e-9))
         return found
-
-
-def _version(tensor: Tensor) -> int | None:
-    """None for a tensor made in inference mode, which counts nothing."""
-    return None if tensor.is_inference() else tensor._version

@@ -53,7 +53,8 @@ class Job:
     order: int = 0  # as in its label
     place: tuple[Arena, int] | None = None  # where it was sealed
     versions: list[int] = field(default_factory=list)
-    fingerprints: list[Fingerprint] = field(default_factory=list)  # of what is copied beside training
+    fingerprints: list[Fingerprint] = field(default_factory=list)  # of what is copied beside training; when it begins
+    watched: frozenset[int] = frozenset()  # what nobody but optimizers may write to, besides what is guarded
     streams: dict[torch.device, Any] = field(default_factory=dict)  # the caller's compute streams
     ready: dict[torch.device, Any] = field(default_factory=dict)  # events on them
     eager: dict[torch.device, Any] = field(default_factory=dict)  # events after the copies of the eager part
@@ -66,7 +67,7 @@ class Job:
         self.sources = reading.tensors
         self.overlapped = list(compress(self.sources, reading.guarded))
         self.versions = list(map(_VERSION, self.overlapped))
-        self.fingerprints = [spots.look() for spots in reading.spots]
+        self.fingerprints = self.fingerprints or [spots.look() for spots in reading.spots]
         if reading.layout.accelerated:
             for device in {t.device for t in reading.tensors if t.device.type != "cpu"}:
                 stream = torch.get_device_module(device).current_stream(device)
@@ -108,7 +109,7 @@ class Job:
 
     def _note(self, numbers: set[int]) -> None:
         specs, guarded = self.reading.layout.tensors, self.reading.guarded
-        names = (specs[number].name for number in sorted(numbers) if guarded[number])
+        names = (specs[number].name for number in sorted(numbers) if guarded[number] or number in self.watched)
         self.written_by_others = list(dict.fromkeys([*self.written_by_others, *names]))
 
     def release(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import is_
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -304,7 +305,7 @@ class OptimizerNode:
         self._names: Names | None = None
         self._piece: Contents | None = None
         self._state: object = None
-        self._groups: list[tuple[list[Tensor], int]] = []
+        self._groups: list[list[Tensor]] = []
         self._dicts: list[tuple[Tensor, dict[str, Any], int]] = []
         self._places: list[tuple[dict[str, Any], str, Tensor]] = []
         self._memories = Memories()
@@ -344,8 +345,8 @@ class OptimizerNode:
             return True
         if len(self._groups) != len(optimizer.param_groups):
             return True
-        for group, (params, count) in zip(optimizer.param_groups, self._groups, strict=True):
-            if group["params"] is not params or len(params) != count:
+        for group, params in zip(optimizer.param_groups, self._groups, strict=True):
+            if len(group["params"]) != len(params) or not all(map(is_, group["params"], params)):
                 return True
         for param, values, size in self._dicts:
             if state.get(param) is not values or len(values) != size:
@@ -361,7 +362,7 @@ class OptimizerNode:
     def _read(self, names: Names) -> None:
         self._piece = None  # as in ModuleNode
         self._names, self._state = names, self.optimizer.state
-        self._groups = [(group["params"], len(group["params"])) for group in self.optimizer.param_groups]
+        self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
         self._dicts, self._places, self._others = [], [], []
         self._memories = Memories()
         fixed: list[Entry] = []

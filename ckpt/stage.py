@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ckpt.arena import EAGER, EMPTY, FILLING, SEALED, Arena, Label
-from ckpt.errors import CheckpointError, DeadlineError, SaveError, SkippedError, WriterError
+from ckpt.errors import CheckpointError, ClosedError, DeadlineError, SaveError, SkippedError, WriterError
 from ckpt.events import log, point
 from ckpt.frozen import Frozen
 from ckpt.job import Job, event_behind, reached
@@ -70,6 +70,7 @@ class Stager:
         self._gate = threading.Event()  # not set while something is copied that no optimizer may change
         self._gate.set()
         self._order = 0
+        self._stopped = False  # nobody would do what is queued
         self._thread = threading.Thread(target=self._run, name="ckpt-stage", daemon=True)
         self._thread.start()
 
@@ -86,6 +87,7 @@ class Stager:
 
     def submit(self, job: Job) -> None:
         """Begin a snapshot and wait until its eager part has been taken, or it has failed."""
+        self._check_running()
         before, self._pending = self._pending, job
         try:
             taken = (before is None or before.copied.is_set()) and job.clone_eager()  # else they would pile up
@@ -100,8 +102,13 @@ class Stager:
             self._line_up(before)
             self._unchecked = [one for one in (*self._unchecked, before) if not one.ended]
 
+    def _check_running(self) -> None:
+        if self._stopped:
+            raise ClosedError("this Checkpointer is closed: make a new one")
+
     def postpone(self, job: Job) -> None:
         """Copy of a job only what cannot be had later; `complete` may ask for the rest."""
+        self._check_running()
         job.postponed = True
         self._queue.put(lambda: self._stage(job))
         job.eager_done.wait()
@@ -131,6 +138,15 @@ class Stager:
 
         self._queue.put(run)
         return gate.wait(timeout_s)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """No optimizer changes anything meanwhile, but for one that has begun before and has been counted."""
+        gate = self._gate = threading.Event()
+        try:
+            yield
+        finally:
+            gate.set()
 
     def give_up_slot(self, least: int = LEAST_SLOTS) -> int:
         """Return the memory of one slot to the system, for as long as this arena lives, unless only `least` are left;
@@ -279,6 +295,7 @@ class Stager:
 
     def stop(self, timeout_s: float = 60.0) -> None:
         """Let go of the mutex and of the memory, and end. Jobs submitted before are done first."""
+        self._stopped = True
         self._queue.put(None)
         self._thread.join(timeout_s)
         self._views.clear()

@@ -149,6 +149,11 @@ class Capture:
         nodes = [node for node in self.nodes if isinstance(node, OptimizerNode)]
         return [(node.path, node.optimizer, node.param_names(self._names)) for node in nodes]
 
+    @property
+    def fixed(self) -> int:
+        """So many tensors of a reading, the first ones, are the same at the next; those behind are made anew."""
+        return self._fixed_count
+
     def holds_gradients(self) -> bool:
         """Whether any parameter of the optimizers has a gradient."""
         params = (p for o in self.optimizers for group in o.param_groups for p in group["params"])

@@ -130,3 +130,8 @@ def check_array(of: TensorSpec, reference: Json) -> tuple[np.dtype[Any], list[in
     if of.dtype != "U8" or len(of.shape) != 1 or math.prod(shape) * dtype.itemsize != of.nbytes:
         raise ValueError(f"{of.name} does not hold an array of {dtype} of shape {shape!r:.80}")
     return dtype, shape
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """How often it was written to, as far as torch counts that. None for one made in inference mode: nothing is."""
+    return None if tensor.is_inference() else tensor._version

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Json = Any
 Path = tuple[str | int, ...]
 MAX_DEPTH = 100
+MANY = 64  # values of a list that are worth a look at all of them at once
 _DTYPE = re.compile(r"[<>|=][biufcmMSUV][0-9]{1,9}(\[[0-9]{0,9}[A-Za-z]{1,7}\])?")
 
 
@@ -85,6 +86,8 @@ def encode(value: Any, path: Path = (), extern: Callable[[object, Path], Json | 
     if kind is bytes:
         return {"$": "bytes", "v": base64.b64encode(value).decode()}
     if kind is list:
+        if len(value) > MANY and _are_numbers(value):
+            return value.copy()
         return [encode(v, (*path, i), extern) for i, v in enumerate(value)]
     if kind is tuple:
         return {"$": "tuple", "v": [encode(v, (*path, i), extern) for i, v in enumerate(value)]}
@@ -96,6 +99,14 @@ def encode(value: Any, path: Path = (), extern: Callable[[object, Path], Json | 
     if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biufcmM":
         return {"$": "scalar", "dtype": value.dtype.str, "v": value.tobytes().hex()}
     raise refuse(path, value)
+
+
+def _are_numbers(values: list[Any]) -> bool:
+    """Whether all are floats, or integers, that are JSON as they are: a history is looked at at every step."""
+    kinds = set(map(type, values))
+    if kinds == {int}:
+        return bool(min(values) > -(2**53) and max(values) < 2**53)
+    return kinds == {float} and math.isfinite(sum(values))
 
 
 def _encode_dict(value: dict[Any, Any], path: Path, extern: Callable[[object, Path], Json | None] | None) -> Json:

@@ -173,7 +173,6 @@ class Guardian:
         self._spares: list[Arena] = []  # inherited or outgrown, kept until a newer snapshot is sealed
         self._claim = Claim(key)
         try:
-            self._enter()
             self.client = self._find_or_spawn()
         except BaseException:
             self._claim.drop()
@@ -211,6 +210,7 @@ class Guardian:
         began = time.monotonic()
         end = began + MEET_S
         while True:
+            self._enter()
             client = WriterClient.find(self._key)
             try:
                 if client is not None:

@@ -330,12 +330,14 @@ class Writer:
             self._losers[self.channel], self.channel = text, None
         self.holdings.foreign.update(self.holdings.arenas)
         self.dead = self.announced = self.dispossessed = True
+        self.persister.adoptions += 1  # what it has asked for, and is under way, must not change whose run it is
         self._end_vigil()
         self.lookout.ended()
         self.books.ended("left")
 
-    async def do_yield(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """Another trainer takes the run over from ours, whose memory it has visited: keep that, as after a death."""
+    async def do_lose(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Another job takes the run over, and may have no rank in the place of our trainer. What that one had is kept
+        for whoever comes, as after a death."""
         if not self.dead and not self.leaving:
             self._dispossess(link.peer_pid(channel.sock))
             self._spawn(self._outlive(self.persister.adoptions))

@@ -36,7 +36,7 @@ ENDING_S = 5.0  # for a writer that has hung up to be gone
 
 
 class WriterClient:
-    """A connection to one writer process. `on_note` gets its messages, `on_lost` is called when the connection ends."""
+    """A connection to one writer process. What it says before anybody listens is kept for who does; see `listen`."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -46,8 +46,9 @@ class WriterClient:
         self._lock = threading.Lock()
         self._lost = False
         self._closing = False
-        self.on_note: Callable[[Message], None] = lambda note: None
-        self.on_lost: Callable[[], None] = lambda: None
+        self._on_note: Callable[[Message], None] | None = None
+        self._early: list[Message] = []  # notes that came before
+        self._on_lost: Callable[[], None] = lambda: None
         threading.Thread(target=self._receive, name="ckpt-link", daemon=True).start()
 
     @classmethod
@@ -99,6 +100,14 @@ class WriterClient:
         """Of the writer; 0 before it has said who it is."""
         return 0 if self._process is None else self._process.pid
 
+    def listen(self, on_note: Callable[[Message], None], on_lost: Callable[[], None]) -> None:
+        """`on_note` gets its messages, `on_lost` is called when the connection ends."""
+        self._on_lost = on_lost
+        with self._lock:
+            self._on_note, early = on_note, self._early
+        for note in early:
+            on_note(note)
+
     # -- asking --
 
     def send(self, op: str, *, fds: tuple[int, ...] = (), **fields: Any) -> Future[Reply]:
@@ -125,10 +134,10 @@ class WriterClient:
                 raise
             raise DeadlineError(f"the writer did not answer {op!r} within {timeout_s:g} s") from None
 
-    def greet(self, timeout_s: float, patient_s: float) -> Reply:
+    def greet(self, timeout_s: float, patient_s: float, *, takeover: bool = False) -> Reply:
         """Introduce ourselves; longer than `timeout_s` is waited only for a writer that can run. One that was stopped
-        is woken up."""
-        future, began = self.send("hello"), time.monotonic()
+        is woken up. `takeover`: be its trainer, whoever was."""
+        future, began = self.send("hello", takeover=takeover), time.monotonic()
         while True:
             try:
                 hello, fds = future.result(timeout_s)
@@ -164,10 +173,7 @@ class WriterClient:
         while (received := self._channel.receive()) is not None:
             message, fds = received
             if message.get("op") != "reply":
-                try:
-                    self.on_note(message)
-                except Exception:  # must not end the thread that everybody's answers come through
-                    log.exception("a note of the writer could not be dealt with: %r", message.get("op"))
+                self._note(message)
                 continue
             with self._lock:
                 future = self._waiting.pop(message["id"], None)
@@ -189,7 +195,18 @@ class WriterClient:
             _until_gone(self._process)
         if not self._closing:
             log.warning("the writer is gone")
-            self.on_lost()
+            self._on_lost()
+
+    def _note(self, note: Message) -> None:
+        with self._lock:
+            heard = self._on_note
+            if heard is None:
+                self._early.append(note)
+                return
+        try:
+            heard(note)
+        except Exception:  # must not end the thread that everybody's answers come through
+            log.exception("a note of the writer could not be dealt with: %r", note.get("op"))
 
     def close(self) -> None:
         """Hang up. The writer goes on with whatever it was asked."""

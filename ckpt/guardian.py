@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from ckpt import link
 from ckpt.arena import Arena
 from ckpt.cadence import MEMORY, Auto
+from ckpt.claim import Claim
 from ckpt.client import REQUEST_S, Reply, WriterClient
 from ckpt.commit import Role
 from ckpt.errors import (
@@ -34,10 +35,12 @@ from ckpt.errors import (
 )
 from ckpt.events import log, point
 from ckpt.fault import Fault
+from ckpt.holder import check_places
 from ckpt.link import Message
 from ckpt.log import Acquire, in_history
 from ckpt.manifest import Attempt
 from ckpt.plan import Layout
+from ckpt.read import run
 from ckpt.relief import Gap
 from ckpt.sources import Snapshot
 from ckpt.stage import Stager
@@ -58,6 +61,10 @@ MOST_LISTS = 16  # of guarded tensors, that a writer keeps
 
 class _Leaving(WriterError):
     """The writer that was found does not take another trainer any more."""
+
+
+class _Ended(_Leaving):
+    """It was killed, since it did not answer."""
 
 
 @dataclass
@@ -164,7 +171,13 @@ class Guardian:
         self.everyone = False  # whether every rank has sealed enough of them
         self._newer = 0  # snapshots sealed since the memory was inherited, outgrown or restored
         self._spares: list[Arena] = []  # inherited or outgrown, kept until a newer snapshot is sealed
-        self.client = self._find_or_spawn()
+        self._claim = Claim(key)
+        try:
+            self.client = self._find_or_spawn()
+        except BaseException:
+            self._claim.drop()
+            raise
+        self._claim.take_soon()  # a trainer that has lost the run, and stands still, may have it yet
         try:
             self._take_orphans()
             self.opened = self._open(self.client)
@@ -177,24 +190,39 @@ class Guardian:
         self._closing = True
         self.client.send("leave" if self.inherited.arenas else "close")
         self.client.close()
+        self._claim.drop()
         self._drop_prepared()
 
     # -- the writer --
 
+    def _enter(self) -> None:
+        """Have the name of this run's trainer, before anything of the run is touched. InUseError if somebody else who
+        lives has it, unless we take the run over. One that was killed just now may take a moment to be seen as dead."""
+        end = time.monotonic() + DYING_S
+        while (other := self._claim.take()) is not None and not self._takeover:
+            if time.monotonic() > end:
+                who = f"process {other}" if other else "a process that cannot be seen from here (another container)"
+                raise InUseError(f"{who} on this machine trains this run")
+            time.sleep(0.1)
+
     def _find_or_spawn(self) -> WriterClient:
         """The writer that has this run's name on this machine, or a new one, which takes the name."""
-        end = time.monotonic() + MEET_S
+        began = time.monotonic()
+        end = began + MEET_S
         while True:
+            self._enter()
             client = WriterClient.find(self._key)
             try:
-                if client is None:
+                if client is not None:
+                    return self._join(client)
+                # Who trains it, and has lost its writer, is about to have another, which gets its memory.
+                if self._claim.take() is None or time.monotonic() > began + HELLO_S:
                     self._say_unreachable()
                     return self._spawn()
-                joined = self._join(client)
+            except _Ended:
+                end = time.monotonic() + MEET_S
             except (NameTakenError, _Leaving):  # another start was quicker, or it is about to leave
-                joined = None
-            if joined is not None:
-                return joined
+                pass
             if time.monotonic() > end:
                 raise WriterError(f"the last writer of this run has not let go of its name within {MEET_S:g} s")
             time.sleep(0.02)
@@ -217,37 +245,35 @@ class Guardian:
                 link.RUNTIME,
             )
 
-    def _join(self, found: WriterClient) -> WriterClient | None:
-        """Take over the memory that a writer holds. None if it had to go: the name is free, or will be."""
+    def _join(self, found: WriterClient) -> WriterClient:
+        """Take over the memory that a writer holds. _Leaving if it had to go: the name is free, or will be."""
         try:
             hello, fds = self._greet(found)
-            lost = found.ask("lost")[0]["lost"] if not hello["alive"] else []
-        except DeadlineError as error:
-            log.warning("a writer of this run does not answer (%s): it is ended, and its memory with it", error)
-            found.end()
-            return None
+        except _Ended:
+            raise
         except WriterError as error:
             found.close()
             raise _Leaving(str(error)) from None
         except BaseException:
             found.close()
             raise
-        if lost and len(lost) == len(self._tiers):
+        if hello["lost"] and len(hello["lost"]) == len(self._tiers):
             log.warning(
                 "%s: the run that was here is gone. What was held in memory of it is let go of, and a new run begins. "
                 "To keep it, put the folder back before you start",
-                " and ".join(lost),
+                " and ".join(hello["lost"]),
             )
             for fd in fds:
                 os.close(fd)
             found.ask("drop")
             found.close()
-            return None
+            raise _Leaving("the run whose memory it held is gone")
         self._inherit(hello, fds)
-        if hello["alive"]:
-            return self._take_over_living(found, hello)
         self._listen(found)
-        log.info("took over the memory that process %d left", hello["trainer"])
+        if hello["taken"]:
+            log.warning("process %d trained this run here: it is fenced off now", hello["trainer"])
+        else:
+            log.info("took over the memory that process %d left", hello["trainer"])
         self._adopted = True
         self._stager.hold(0 if hello["gone"] else 1)
         for arena, slot in hello["writing"]:
@@ -256,43 +282,45 @@ class Guardian:
                     self._stager.pin(mine, slot)
         self._foreign = {bytes.fromhex(arena) for arena in hello["foreign"]}
         usable = [arena for arena in self.inherited.arenas if arena.id not in self._foreign]
-        # The newest arena goes on being used; the others are only read, as are those of other ranks.
+        # The newest arena goes on being used; the others are only read, as are those of other ranks, and of a trainer
+        # that lives.
         self._spares = [arena for arena in self.inherited.arenas if arena not in usable[-1:]]
         if usable:
             self._adopt(usable[-1], found)
         return found
 
     def _greet(self, found: WriterClient) -> Reply:
-        """Introduce ourselves. A trainer that was killed just now may take a moment to be seen as dead."""
+        """Introduce ourselves. A trainer that was killed just now may take a moment to be seen as dead; one that lives
+        loses the run only if we take it over, and can use the places."""
         end = time.monotonic() + DYING_S
         while True:
-            hello, fds = found.greet(HELLO_S, PATIENT_S)
-            if not hello["alive"] or self._takeover:
+            hello, fds = self._say_hello(found)
+            if not hello["alive"]:
                 return hello, fds
             for fd in fds:
                 os.close(fd)
+            if self._takeover:
+                run(check_places([tier.spec() for tier in self._tiers]))
+                return self._say_hello(found, takeover=True)
             if time.monotonic() > end:
                 since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(hello["since"]))
                 raise InUseError(f"process {hello['trainer']} on this machine trains this run, since {since}")
             time.sleep(0.1)
 
-    def _take_over_living(self, found: WriterClient, hello: Message) -> WriterClient:
-        """From a trainer that lives: it is told, and its memory is read; ours is another."""
-        log.warning("process %d trains this run here: it is fenced off now", hello["trainer"])
-        found.ask("yield")
-        found.close()
-        ours = self._spawn()
-        self.faults = []
-        for layout in self._layouts.values():  # our writer has to know what we know
-            ours.send("layout", layout=layout.to_json())
-        for arena in self.inherited.arenas:  # and holds it too, should we die before we have any of our own
-            self._foreign.add(arena.id)
-            self._spares.append(arena)
-            ours.ask("attach", fds=(arena.fd,), foreign=True)
-        return ours
+    def _say_hello(self, found: WriterClient, *, takeover: bool = False) -> Reply:
+        """A writer that does not answer is ended; not that of a trainer that lives, unless we take the run over."""
+        try:
+            return found.greet(HELLO_S, PATIENT_S, takeover=takeover)
+        except DeadlineError as error:
+            if not self._takeover:
+                self._enter()
+                run(check_places([tier.spec() for tier in self._tiers], unused=True))
+            log.warning("a writer of this run does not answer (%s): it is ended, and its memory with it", error)
+            found.end()
+            raise _Ended(str(error)) from None
 
     def _listen(self, client: WriterClient) -> WriterClient:
-        client.on_note, client.on_lost = self._on_note, lambda: self._on_lost(client)
+        client.listen(self._on_note, lambda: self._on_lost(client))
         return client
 
     def _inherit(self, hello: Message, fds: list[int]) -> None:
@@ -473,8 +501,9 @@ class Guardian:
         elif note["op"] == "said":
             log.warning("%s", note["text"])
         elif note["op"] == "fenced":
-            self.lost = FencedError(str(note["text"]))
-            self.on_failure(self.lost)
+            error = FencedError(str(note["text"]))
+            self._lose(error)
+            self.on_failure(error)
         else:
             self.on_alert(note)
 
@@ -521,9 +550,7 @@ class Guardian:
             raise WriterError(f"the writer died {len(self._deaths)} times within {RESPAWN_WINDOW_S:g} s")
         self._respawns += 1
         try:
-            fresh = self._spawn()
-        except NameTakenError as error:
-            raise FencedError(f"another process has opened this run: {error}") from None
+            fresh = self._spawn_in_turn()
         except WriterError as error:
             log.warning("%s", error)
             return None
@@ -537,6 +564,29 @@ class Guardian:
             fresh.close()
             return None
         return fresh
+
+    def _spawn_in_turn(self) -> WriterClient:
+        """A new writer, once whoever has the name goes: one of ours that is slow to end, or of a start that came to
+        nothing. FencedError if the run is another's by now: who has lost it must not stand in the way."""
+        end = time.monotonic() + MEET_S
+        while True:
+            if self.lost is not None:
+                raise self.lost
+            if link.holder(self._key) is None:
+                with contextlib.suppress(NameTakenError):
+                    return self._spawn()
+            self._check_mine()
+            if self._closing or time.monotonic() > end:
+                raise WriterError("another writer has the name of this run")
+            time.sleep(0.1)
+
+    def _check_mine(self) -> None:
+        """FencedError if the writer that has the name serves an owner that is none of ours."""
+        found = link.ask_once(self._key, "whose", HELLO_S) or {}
+        owner, trainer = found.get("owner"), found.get("trainer")
+        ours = {(one.epoch, one.nonce) for one in (*self.inherited.acquires, self.owner)}
+        if owner is not None and tuple(owner) not in ours and owner[1] != self._heir:
+            raise FencedError(f"process {trainer} on this machine has opened this run")
 
     def _hand_over(self, client: WriterClient) -> None:
         """All that a new writer needs to know; in this order, and without waiting for it."""
@@ -566,9 +616,15 @@ class Guardian:
             self._ask_to_keep(client, arena)
         self.on_new_writer(client)
 
+    def _lose(self, error: FencedError) -> None:
+        self.lost = self.lost or error
+        self._claim.drop()
+
     def _fail(self, error: CheckpointError) -> None:
         self.failure = error
-        if not isinstance(error, FencedError):
+        if isinstance(error, FencedError):
+            self._lose(error)
+        else:
             self.failure = WriterError(f"there is no writer any more, so nothing is saved: {error}")
         self.on_failure(self.failure)
         for write in self._writes:
@@ -989,6 +1045,7 @@ class Guardian:
             self._closing = True
         self.client.send("leave")
         self.client.close()
+        self._claim.drop()
         self._forgo(WriterError("there was no writer when the trainer let go of its memory"))
 
     def close(self, timeout_s: float, *, failed: bool = False) -> None:
@@ -1002,6 +1059,7 @@ class Guardian:
                     self.client.ask("close", timeout_s=max(timeout_s, 0.1), failed=failed)
         finally:
             self.client.close()
+            self._claim.drop()
             self._drop_prepared()
             self._forgo(WriterError("there was no writer when the Checkpointer was closed"))
             for arena in {a.id: a for a in (*self.inherited.arenas, *self._arenas())}.values():
@@ -1010,6 +1068,7 @@ class Guardian:
     def forget(self) -> None:
         """In a forked child: close our copies of what belongs to the parent."""
         self.client.forget()
+        self._claim.forget()
         for arena in {a.id: a for a in (*self.inherited.arenas, *self._arenas())}.values():
             os.close(arena.fd)
             arena.fd = -1

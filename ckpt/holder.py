@@ -9,8 +9,10 @@ machine of the last trainer is gone without a word since a few seconds.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ckpt.errors import InUseError, StoreError
 from ckpt.events import log as logger
@@ -18,6 +20,7 @@ from ckpt.filing import interval_s, newest
 from ckpt.identity import Process, boot_id, namespace
 from ckpt.ledger import Account
 from ckpt.log import RunLog
+from ckpt.places import open_place
 
 BEATS = 3  # accounts that did not come: nobody trains there any more
 DYING_S = 3.0  # for a process that was killed to be gone
@@ -57,6 +60,22 @@ async def check_free(
         elif waited_s > patience_s:
             return
         await asyncio.sleep(LOOK_FAR_S if log.store.remote else LOOK_S)
+
+
+async def check_places(specs: Sequence[dict[str, Any]], *, unused: bool = False) -> None:
+    """Open these places, and let go of them: what would keep a run from using them is raised now. `unused`: InUseError
+    if somebody trains the run."""
+    for spec in specs:
+        place = await open_place(spec)
+        try:
+            if unused:
+                await check_free(place.log, lambda text: logger.warning("%s", text), _of_this_process)
+        finally:
+            await place.store.aclose()
+
+
+def _of_this_process(account: Account) -> bool:
+    return _here(account) and account.pid == os.getpid()
 
 
 async def _holder(log: RunLog) -> Account | None:

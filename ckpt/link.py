@@ -21,6 +21,7 @@ import stat
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ SEND_S = 10
 CONNECT_S = 2.0
 BIND_S = 1.0  # for a name that is in use to answer, or to become free
 NAMES = 4
+QUEUE = 4096  # all ranks of a node may ask all writers at once; and a trainer never answers those who ask for its name
 RUNTIME = "CKPT_RUNTIME_DIR"
 AT_WORK, LEAVING = "ckpt-writer", "ckpt-leaving"  # what a writer calls its process
 _LISTENING = "00010000"  # the flags of such a socket in /proc/net/unix
@@ -116,14 +118,26 @@ def siblings(key: str) -> dict[int, str]:
     """The keys of all writers of the same run on this host, by local rank; one may be gone by now."""
     run = key.rpartition("-")[0]
     found: dict[int, str] = {}
+    for name, _, listening in _bound():
+        if listening and name.startswith(f"@everystep/{_scope()}/{run}-"):
+            number = name.rpartition(f"/{run}-")[2].partition("/")[0]
+            if number.isdecimal():
+                found[int(number)] = f"{run}-{number}"
+    return dict(sorted(found.items()))
+
+
+def _bound() -> Iterator[tuple[str, str, bool]]:
+    """Names that sockets of this network have, the numbers of these sockets, and whether they listen."""
     with contextlib.suppress(FileNotFoundError), open("/proc/net/unix", encoding="utf-8", errors="replace") as file:
         for line in file:
             fields = line.split(maxsplit=7)
-            if len(fields) == 8 and fields[3] == _LISTENING and fields[7].startswith(f"@everystep/{_scope()}/{run}-"):
-                number = fields[7].rpartition(f"/{run}-")[2].strip().partition("/")[0]
-                if number.isdecimal():
-                    found[int(number)] = f"{run}-{number}"
-    return dict(sorted(found.items()))
+            if len(fields) == 8:
+                yield fields[7].strip(), fields[6], fields[3] == _LISTENING
+
+
+def trainer_key(key: str) -> str:
+    """Names the trainer of a run on this host, beside the writer that has `key`."""
+    return f"trainer/{key}"
 
 
 def node_id() -> str:
@@ -236,16 +250,17 @@ def listen(key: str) -> socket.socket | None:
         while True:
             try:
                 sock.bind(_address(key, number))
-                sock.listen(128)  # all ranks of a node may ask all writers at once
+                sock.listen(QUEUE)
                 return sock
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     sock.close()
                     raise
-            if _taken(key, number):
+            late = time.monotonic() > end  # it may have been stopped before it came to listen
+            if _taken(key, number) or (late and _bound_by(_address(key, number)) is not None):
                 sock.close()
                 return None
-            if time.monotonic() > end:
+            if late:
                 break  # another user's
             time.sleep(0.01)  # it may be about to listen, or to be gone
         sock.close()
@@ -254,17 +269,55 @@ def listen(key: str) -> socket.socket | None:
     )
 
 
+def holder(key: str) -> int | None:
+    """The process of this user that has this name, 0 if it cannot be seen from here; None if none has it."""
+    for number in range(NAMES):
+        if (pid := _holder(_address(key, number))) is not None:
+            return pid
+    return None
+
+
+def has_owner(key: str) -> bool:
+    """Whether a process has this name, as the kernel lists it: that asks nobody, and so tells nothing of who it is."""
+    addresses = {f"@{_address(key, number)[1:]}" for number in range(NAMES)}
+    return any(name in addresses for name, _, _ in _bound())
+
+
 def _taken(key: str, number: int) -> bool:
     """Whether a process of this user has this name."""
+    return _holder(_address(key, number)) is not None
+
+
+def _holder(address: str) -> int | None:
     try:
-        channel = _reach(_address(key, number))
+        channel = _reach(address)
     except BlockingIOError:  # it stands still, and its queue is full
-        return bool(writers_of(key))
+        return _bound_by(address)
     except OSError:
-        return False
-    if channel is not None:
-        channel.close()
-    return channel is not None
+        return None
+    if channel is None:
+        return None
+    pid = peer_pid(channel.sock)
+    channel.close()
+    return pid
+
+
+def _bound_by(address: str) -> int | None:
+    """The process of this user that has a name, whether or not it listens, if it can be seen from here."""
+    sockets = {f"socket:[{number}]" for name, number, _ in _bound() if name == f"@{address[1:]}"}
+    for folder in Path("/proc").iterdir() if sockets else ():
+        with contextlib.suppress(OSError):
+            mine = folder.name.isdecimal() and folder.stat().st_uid == os.getuid()
+            if mine and not sockets.isdisjoint(_open_in(folder)):
+                return int(folder.name)
+    return None
+
+
+def _open_in(folder: Path) -> Iterator[str]:
+    """What a process has open, by its folder in /proc."""
+    for descriptor in (folder / "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            yield os.readlink(descriptor)
 
 
 def writers_of(key: str) -> list[int]:

@@ -101,6 +101,7 @@ class Persister:
         self.first_try = int(message.get("first_try", 0))
         self.heir = str(message.get("heir", ""))
         self.acquires = [Acquire(e, n, None if r is None else Attempt.parse(r)) for e, n, r in message["acquires"]]
+        begun = self.adoptions
         known = {tier.url: tier for tier in self.tiers}  # one of them may be writing the ring at this moment
         tiers: list[Place] = []
         for spec in message["tiers"]:
@@ -118,6 +119,7 @@ class Persister:
         if message.get("check"):
             for tier in (tier for tier in tiers if tier.opened):
                 await check_free(tier.log, lambda text: self.tell({"op": "said", "text": text}), ours)
+        self._check_still(begun)
         self.tiers = tiers
         for tier in tiers:  # what was kept here for a place that is gone
             tier.anchors = {url: a for url, a in tier.anchors.items() if any(url == t.url for t in tiers[1:])}
@@ -134,6 +136,11 @@ class Persister:
         }
         return reply
 
+    def _check_still(self, begun: int) -> None:
+        """FencedError if another trainer has come meanwhile: nothing of what it does must be undone."""
+        if begun != self.adoptions:
+            raise FencedError("another process has taken this run over")
+
     async def lost(self, tiers: Iterable[Place] | None = None) -> list[str]:
         """Places that are not the run any more that was opened there; of one that does not answer nothing is known."""
         found = []
@@ -145,6 +152,7 @@ class Persister:
 
     async def acquire(self, message: Message) -> Message:
         """Take the places numbered `tiers` over, for all ranks. With `restored` as a rollback of the present owner."""
+        begun = self.adoptions
         nonce, restored = str(message["nonce"]), message["restored"]
         back = None if restored is None else Attempt.parse(restored)
         tiers = [self.tiers[i] for i in message["tiers"]]
@@ -152,17 +160,21 @@ class Persister:
             await tier.log.refresh()
             if all(acquire.nonce != nonce for acquire in tier.log.state.acquires):
                 tier.log.check_owner(self._mine())
-        floor = max([int(message["floor"]), *(t.log.state.epoch for t in tiers)])
-        taken = [await commit.acquire(t.log, nonce, restored=back, floor=floor) for t in tiers]
+        async with self.ownership:
+            self._check_still(begun)
+            floor = max([int(message["floor"]), *(t.log.state.epoch for t in tiers)])
+            taken = [await commit.acquire(t.log, nonce, restored=back, floor=floor) for t in tiers]
         return {"epochs": sorted({a.epoch for a in taken} or {floor + 1})}
 
     async def own(self, message: Message) -> Message:
         """All ranks have agreed who the owner is, and this writer's part in committing."""
         epoch, nonce, restored = message["owner"]
         owner = Acquire(epoch, nonce, None if restored is None else Attempt.parse(restored))
+        begun = self.adoptions
         async with self.ownership:
             for tier in (tier for tier in self.tiers if tier.opened):
                 await tier.log.refresh()  # the writer of another rank appended it: by an older log we would be fenced
+            self._check_still(begun)
             self._become(owner)
         for tier, (ranks, place, world) in zip(self.tiers, message["roles"], strict=True):
             tier.role = commit.Role(tuple(ranks), place, world)

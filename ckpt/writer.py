@@ -31,7 +31,16 @@ import psutil
 from ckpt import events, link
 from ckpt.arena import Arena
 from ckpt.bookkeeper import Bookkeeper
-from ckpt.errors import CheckpointError, FencedError, InUseError, NameTakenError, UsageError, WriterError, to_wire
+from ckpt.errors import (
+    CheckpointError,
+    FencedError,
+    InUseError,
+    NameTakenError,
+    SkippedError,
+    UsageError,
+    WriterError,
+    to_wire,
+)
 from ckpt.exporter import Exporter
 from ckpt.fault import Fault, Saved
 from ckpt.filing import last_decision, read_back
@@ -76,8 +85,9 @@ class Writer:
         self.since = time.time()  # it has been our trainer
         self._owning: asyncio.Task[None] | None = None
         self.left = False  # whether it lives, and has said that it is done
-        self.yielded = False  # whether another writer has our memory too, and our name
+        self._losers: dict[Channel, str] = {}  # who has lost the run to another trainer, and what they are told
         self.dead = False  # whether that trainer has died
+        self.dispossessed = False  # whether it has lost the run instead, and lives
         self.leaving = False
         self.previous_gone = True  # whether no earlier trainer can write to the arenas any more
         self.finished = asyncio.Event()
@@ -191,6 +201,7 @@ class Writer:
     def _on_lost(self, channel: Channel) -> None:
         """End-of-file is never evidence of death: the pidfd and the mutex are."""
         channel.close()
+        self._losers.pop(channel, None)
         if channel is self.channel:
             self.channel = None
 
@@ -253,6 +264,8 @@ class Writer:
             handler = getattr(self, f"do_{message['op']}", None)
             if handler is None:
                 raise UsageError(f"the writer does not know {message['op']!r}: is it of another version?")
+            if channel in self._losers:
+                raise FencedError(self._losers[channel])
             reply, out = await handler(channel, message, fds)
         except Exception as error:
             if not isinstance(error, CheckpointError):
@@ -263,8 +276,10 @@ class Writer:
                 channel.send({**reply, "op": "reply", "id": message["id"]}, out)
 
     async def do_hello(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """A trainer introduces itself. It becomes ours unless the present one lives, or it is only a `visit`."""
+        """A trainer introduces itself. It becomes ours unless it is only a `visit`, or the present one lives; that one
+        loses the run in a `takeover`, and it is as if it had died: the next trainer has all that it had, at once."""
         visit = bool(message.get("visit"))
+        lost = [] if visit else await self.persister.lost()  # before anything changes
         if self.leaving and not visit:
             raise WriterError("this writer is about to leave")
         process = Process.of(link.peer_pid(channel.sock))
@@ -272,15 +287,21 @@ class Writer:
             raise InUseError(
                 "the memory of this run is held by a writer in another container, which cannot see this process"
             )
+        lives = process != self.process and self.process.alive
+        taken = bool(message.get("takeover")) and lives and not self.left
+        if taken:
+            self._dispossess(process.pid)
         copies = self.holdings.mirror.arenas.values() if visit else ()  # no trainer goes on in them
         shown = [*self.holdings.arenas.values(), *copies]
-        alive = not self.dead and process != self.process and self.process.alive
+        alive = lives and not self.dead
         reply: Message = {
             "pid": os.getpid(),
             "alive": alive,
+            "taken": taken,  # from one that lives
             "trainer": self.trainer,
             "since": self.since,
-            "gone": self.previous_gone and (process == self.process or not self.process.alive or self._let_go()),
+            "gone": self.dispossessed or (self.previous_gone and (not lives or self._let_go())),
+            "lost": lost,
             "arenas": [arena.id.hex() for arena in shown],
             "foreign": list(self.holdings.foreign),
             "layouts": {digest: layout.to_json() for digest, layout in self.holdings.layouts.items()},
@@ -293,26 +314,39 @@ class Writer:
             self.persister.adoptions += 1
             self.previous_gone = reply["gone"]
             self.channel, self.process, self.dead, self.announced = channel, process, False, False
-            self.since, self.left = time.time(), False
+            self.since, self.left, self.dispossessed = time.time(), False, False
             reply["faults"] = [fault.to_json() for fault in self.witness.faults]
             self.witness.faults = []
             self._end_vigil()
             self._start_thread(self._wait_gone, process)
         return reply, tuple(arena.fd for arena in shown)
 
-    async def do_lost(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """Which of our places are not the runs any more that they were when they were opened."""
-        return {"lost": await self.persister.lost()}, ()
+    def _dispossess(self, taker: int) -> None:
+        """Our trainer has lost the run: nothing is taken from it any more. It lives, and may go on writing where it
+        did: nobody else ever does there, so that nobody has to wait for its end."""
+        text = f"process {taker} has taken this run over (takeover=True). Stop this one, or give it another place"
+        self._fenced(text)
+        if self.channel is not None:
+            self._losers[self.channel], self.channel = text, None
+        self.holdings.foreign.update(self.holdings.arenas)
+        self.dead = self.announced = self.dispossessed = True
+        self.persister.adoptions += 1  # what it has asked for, and is under way, must not change whose run it is
+        self._end_vigil()
+        self.lookout.ended()
+        self.books.ended("left")
 
-    async def do_yield(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """Another trainer takes the run over from ours, which is told: the name is free for its writer."""
-        self._give_name_up()
-        self.yielded = True
-        process = link.peer_pid(channel.sock)
-        self._fenced(
-            f"process {process} has taken this run over (takeover=True). Stop this one, or give it another place"
-        )
+    async def do_lose(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Another job takes the run over, and may have no rank in the place of our trainer. What that one had is kept
+        for whoever comes, as after a death."""
+        if not self.dead and not self.leaving:
+            self._dispossess(link.peer_pid(channel.sock))
+            self._spawn(self._outlive(self.persister.adoptions))
         return {}, ()
+
+    async def do_whose(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Whose run it is, as far as this writer knows: its trainer, and the epoch that was opened."""
+        owner = self.persister.owner
+        return {"trainer": self.trainer, "owner": None if owner is None else [owner.epoch, owner.nonce]}, ()
 
     async def do_drop(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """The run whose memory we hold is not there any more, says the trainer that came for it."""
@@ -425,8 +459,11 @@ class Writer:
 
     async def do_arena(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Make an arena, in the background, since touching its pages takes a while."""
-        wanted = [int(message[name]) for name in ("slots", "slot_size", "least")]
+        wanted, begun = [int(message[name]) for name in ("slots", "slot_size", "least")], self.persister.adoptions
         arena = await asyncio.to_thread(make_arena, *wanted)
+        if begun != self.persister.adoptions:  # whoever came meanwhile knows nothing of it
+            arena.close()
+            raise SkippedError("the trainer that asked for this memory has lost the run, or died")
         self.holdings.add(arena)
         await self._kept(arena.id.hex())
         return {"arena": arena.id.hex()}, (arena.fd,)
@@ -718,7 +755,7 @@ class Writer:
         """Persist the ring, keep the memory for the next incarnation, leave at the deadline."""
         events.point("drain.started")
         began, vigil = time.monotonic(), self.vigil
-        deadline, drained = began + (0.0 if self.yielded else self.persister.linger_s), asyncio.Event()
+        deadline, drained = began + self.persister.linger_s, asyncio.Event()
         fault = None if self.announced or vigil is None else self.witness.death(vigil)
         if fault is not None and vigil is not None:
             self.witness.faults.append(fault)  # the next incarnation is told, however soon it comes

@@ -21,6 +21,7 @@ LAYERS = (
     ("store", "shuffle", "triggers", "rally"),  # the byte interface of a place; byte planes; when to save out of turn
     ("regular", "identity"),  # files by names that others chose; who a process is
     ("digest", "codec", "values", "link", "world", "testing"),  # bytes, values, the wire, ranks
+    ("claim",),  # who trains a run
     ("notices", "pressure", "wakeup", "pulse", "pace", "fault", "findings"),  # what may happen, or is the case
     ("ledger", "meter"),  # what an incarnation did; what saving takes from training
     ("flow", "live", "metrics"),  # what is on its way; one look at a rank; what is told of it, and where
@@ -116,7 +117,7 @@ NO_TORCH = {
     "origin", "origin_run", "origin_files", "outfile", "cast", "inert", "align", "export", "parse_safetensors",
     "origin_dcp", "parse_torch", "parse_dcp", "parse_values", "parse_entries", "to_safetensors", "to_run",
     "doctor", "doctor_folder", "doctor_s3", "doctor_machine", "doctor_link", "doctor_plan", "cli_doctor", "best",
-    "tryout", "identity", "holder",
+    "tryout", "identity", "holder", "claim",
     "predict", "frame", "redo_log", "redo", "redo_keeper", "origin_redo",
 }  # fmt: skip
 """What the writer process or a light `import ckpt` needs: none of these imports torch, not even for types."""

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -26,7 +27,7 @@ from ckpt.client import WriterClient
 from ckpt.identity import Process
 
 LIFE = """
-import os, sys, ckpt, torch
+import os, sys, time, ckpt, torch
 from torch import nn
 place, until, words = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 w = nn.Parameter(torch.zeros(8))
@@ -35,6 +36,7 @@ place = {"name": place[7:]} if place.startswith("memory:") else {"tiers": place}
 with ckpt.Checkpointer({"w": w, "opt": opt}, takeover="takeover" in words, **place) as cp:
     start = cp.restore(default=0)
     print("start", start, int(w[0]), cp.last_restore.tier, flush=True)
+    step = start
     for step in range(start + 1, until + 1):
         w.grad = torch.full_like(w, -1.0)
         opt.step()
@@ -44,6 +46,9 @@ with ckpt.Checkpointer({"w": w, "opt": opt}, takeover="takeover" in words, **pla
     if "go on" in words:
         print("trained", flush=True)
     for line in sys.stdin if "go on" in words else ():
+        if line.strip():
+            exec(line)
+            continue
         w.grad = torch.full_like(w, -1.0)
         opt.step()
         step += 1
@@ -55,30 +60,45 @@ with ckpt.Checkpointer({"w": w, "opt": opt}, takeover="takeover" in words, **pla
 """
 
 
-class Trainer:
-    """A script that has trained up to a step, and does one more for each line that it is told."""
+def patched(patch: str) -> str:
+    """The same life, after something was made otherwise in that process."""
+    return LIFE.replace("w = nn", f"import ckpt.guardian as guardian\n{patch}\nw = nn", 1)
 
-    def __init__(self, place: str, until: int, *words: str, before: list[str] | None = None) -> None:
+
+class Trainer:
+    """A script that has trained up to a step, and does one more for each empty line it is told; others are code."""
+
+    def __init__(self, place: str, until: int, *words: str, before: list[str] | None = None, code: str = LIFE) -> None:
         path = f"{REPO}:{REPO / 'backends'}:{REPO / 'tests'}"
         self.process = subprocess.Popen(
-            [*(before or []), sys.executable, "-c", LIFE, place, str(until), "go on", *words],
+            [*(before or []), sys.executable, "-c", code, place, str(until), "go on", *words],
             env={**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONPATH": path},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
         self.began = self.line()
-        assert self.line() == "trained"
+        if self.began.startswith("start"):
+            assert self.line() == "trained"
 
     def line(self) -> str:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
+    def tell(self, code: str = "") -> None:
+        """Have it do a step, or this."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{code}\n")
+        self.process.stdin.flush()
+
     def step(self) -> str:
         """What comes of one more step."""
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
+        self.tell()
+        return self.line()
+
+    def ask(self, code: str) -> str:
+        """What it prints in answer."""
+        self.tell(f"print({code}, flush=True)")
         return self.line()
 
     def kill(self) -> None:
@@ -91,8 +111,10 @@ class Trainer:
 
 
 @contextlib.contextmanager
-def trainer(place: str, until: int, *words: str, before: list[str] | None = None) -> Iterator[Trainer]:
-    one = Trainer(place, until, *words, before=before)
+def trainer(
+    place: str, until: int, *words: str, before: list[str] | None = None, code: str = LIFE
+) -> Iterator[Trainer]:
+    one = Trainer(place, until, *words, before=before, code=code)
     try:
         yield one
     finally:
@@ -125,6 +147,164 @@ def test_whoever_loses_a_run_is_told_and_its_memory_is_found(run_dir: str) -> No
         assert first.step().startswith("FencedError")
         assert start_of("memory:taken", 6, "kill") == ["start", "4", "4", "memory"]
     assert start_of("memory:taken") == ["start", "6", "6", "memory"]
+
+
+@pytest.mark.parametrize("moment", ["_inherit", "_listen", "_take_orphans", "_open"])
+def test_a_taker_that_dies_half_way_leaves_what_was_there(moment: str, run_dir: str) -> None:
+    """Whenever one that takes a run over is killed, the next start goes on from the newest step of the history: neither
+    from nothing, nor from one that was undone."""
+    patch = f"guardian.Guardian.{moment} = lambda *_: os.kill(os.getpid(), 9)"
+    with trainer("memory:halfway", 6) as first:
+        assert first.ask("cp.restore(step=5)") == "5"
+        assert killed(run_script(patched(patch), "memory:halfway", 9, "takeover"))
+    assert start_of("memory:halfway") == ["start", "5", "5", "memory"]
+
+
+@pytest.mark.parametrize("third", ["", "takeover"])
+def test_one_that_comes_into_a_takeover_harms_nothing(third: str, run_dir: str) -> None:
+    """A first trainer is taken over from by a second, and before that has opened the run a third comes. Without
+    takeover it is refused; with it the second is told. Whoever has the run goes on from the first one's last step."""
+    held = patched("guardian.Guardian._take_orphans = lambda self: (print('held', flush=True), sys.stdin.readline())")
+    with trainer("memory:three", 4) as first, trainer("memory:three", 0, "takeover", code=held) as second:
+        assert second.began == "held"
+        found = run_script(LIFE, "memory:three", 6, "kill", third)
+        assert first.step().startswith("FencedError")
+        second.tell()
+        if third:
+            assert killed(found) and found.stdout.split() == ["start", "4", "4", "memory"]
+            assert second.line() == ""
+        else:
+            assert "InUseError" in found.stderr
+            assert [second.line(), second.line(), second.step()] == ["start 4 4 memory", "trained", "staged 5"]
+    last = "6" if third else "5"
+    assert start_of("memory:three") == ["start", last, last, "memory"]
+
+
+@pytest.mark.parametrize("where", ["memory:alone", "folder"])
+def test_a_trainer_whose_writer_has_died_is_seen(where: str, run_dir: str) -> None:
+    """Its writer is killed, and before it has another one somebody opens the run: refused, and the trainer goes on."""
+    place = run_dir if where == "folder" else where
+    with trainer(place, 4) as first:
+        writer = int(first.ask("cp.writer_pid"))
+        first.process.send_signal(signal.SIGSTOP)
+        os.kill(writer, signal.SIGKILL)
+        assert f"InUseError: process {first.process.pid}" in run_script(LIFE, place, 9).stderr
+        first.process.send_signal(signal.SIGCONT)
+        assert [first.step(), first.step()] == ["staged 5", "staged 6"]
+    assert start_of(place) == ["start", "6", "6", "memory"]
+
+
+def test_a_trainer_waits_for_the_name_of_a_writer_that_goes(run_dir: str) -> None:
+    """Its writer has died, and a late writer of a start that came to nothing has the name for a while: the run was not
+    lost to that one."""
+    key = link.run_key("memory:late", 0)
+    with trainer("memory:late", 4) as first:
+        writer = Process.of(int(first.ask("cp.writer_pid")))
+        first.process.send_signal(signal.SIGSTOP)
+        os.kill(writer.pid, signal.SIGKILL)
+        assert eventually(lambda: not writer.alive)
+        late = WriterClient.spawn(key)
+        late.greet(60.0, 60.0)
+        first.process.send_signal(signal.SIGCONT)
+        first.tell()
+        time.sleep(2.0)
+        late.ask("close")
+        late.close()
+        assert first.line() == "staged 5" and first.step() == "staged 6"
+    assert start_of("memory:late") == ["start", "6", "6", "memory"]
+
+
+def test_a_trainer_that_lost_takes_no_name_again(run_dir: str) -> None:
+    """It has heard that the run is another's; that one and all writers are killed. It does not stand in the way of the
+    next start."""
+    with trainer("memory:lost", 4) as first:
+        with trainer("memory:lost", 7, "takeover") as second:
+            assert first.step().startswith("FencedError")
+            writer = int(second.ask("cp.writer_pid"))
+        for pid in {writer, int(first.ask("cp._guardian.client.pid"))}:
+            os.kill(pid, signal.SIGKILL)
+        assert first.step().startswith("FencedError")
+        assert start_of("memory:lost") == ["start", "0", "0", "None"]
+
+
+def test_a_loser_that_stands_still_is_in_nobodys_way(run_dir: str) -> None:
+    """A run is taken over from a trainer that is stopped: whoever comes later is refused as long as the second lives,
+    whatever becomes of the first."""
+    with trainer("memory:still", 4) as first:
+        first.process.send_signal(signal.SIGSTOP)
+        with trainer("memory:still", 6, "takeover") as second:
+            assert second.began == "start 4 4 memory"
+            assert "InUseError" in run_script(LIFE, "memory:still", 9).stderr
+            first.kill()
+            assert eventually(lambda: link.holder(link.trainer_key(link.run_key("memory:still", 0))) is not None)
+            os.kill(int(second.ask("cp.writer_pid")), signal.SIGKILL)
+            assert f"InUseError: process {second.process.pid}" in run_script(LIFE, "memory:still", 9).stderr
+            assert second.step() == "staged 7"
+        assert start_of("memory:still") == ["start", "7", "7", "memory"]
+
+
+def test_a_child_does_not_keep_its_parents_name(run_dir: str) -> None:
+    """A forked child outlives the trainer: the run is nobody's all the same."""
+    key = link.trainer_key(link.run_key("memory:parent", 0))
+    with trainer("memory:parent", 4) as first:
+        assert link.holder(key) == first.process.pid
+        child = int(first.ask("os.fork() or time.sleep(600)"))
+    try:
+        assert link.holder(key) is None
+        assert start_of("memory:parent") == ["start", "4", "4", "memory"]
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_writer_that_stands_still_is_ended_only_if_its_trainer_is_dead(lives: bool, run_dir: str) -> None:
+    """It cannot be woken up. An opening is refused while its trainer lives, which goes on with it afterwards; after
+    that one's death it is ended, and the run begins, however long it was waited for."""
+    patch = "guardian.MEET_S = guardian.HELLO_S = guardian.PATIENT_S = 2.0; guardian.WriterClient._wake = lambda _: 0"
+    with trainer("memory:silent", 4) as first:
+        writer = int(first.ask("cp.writer_pid"))
+        os.kill(writer, signal.SIGSTOP)
+        if lives:
+            assert "InUseError" in run_script(patched(patch), "memory:silent", 0).stderr
+            os.kill(writer, signal.SIGCONT)
+            assert first.step() == "staged 5" and int(first.ask("cp.writer_pid")) == writer
+    if not lives:
+        assert run_script(patched(patch), "memory:silent", 0).stdout.split() == ["start", "0", "0", "None"]
+
+
+def test_a_takeover_that_cannot_succeed_ends_no_training(run_dir: str, tmp_path: Path) -> None:
+    """One of the places of the second cannot be used: it says so, and the first trains on."""
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "notes.txt").write_text("somebody else's")
+    script = LIFE.replace("**place)", f"tiers=[sys.argv[1], ckpt.Tier({str(tmp_path / 'bad')!r})])")
+    with trainer(run_dir, 3) as first:
+        assert "FormatError" in run_script(script, run_dir, 9, "takeover").stderr
+        assert first.step() == "staged 4"
+    assert start_of(run_dir) == ["start", "4", "4", "memory"]
+
+
+def test_what_a_writer_says_before_anybody_listens_is_heard() -> None:
+    """In turn, and once."""
+    ours, theirs = socket.socketpair()
+    client, writer = WriterClient(link.Channel(ours)), link.Channel(theirs)
+    writer.send({"op": "gone"})
+    future = client.send("hello")
+    writer.send({"op": "reply", "id": 1})
+    future.result(30)
+    heard: list[str] = []
+    client.listen(lambda note: heard.append(note["op"]), lambda: None)
+    writer.send({"op": "said"})
+    assert eventually(lambda: heard == ["gone", "said"])
+    client.close()
+    writer.close()
+
+
+def test_a_name_that_does_not_answer_yet_is_taken_all_the_same(own_sockets: Path) -> None:
+    """Its owner was stopped before it came to listen: nobody goes on to the names that are for other users' sake."""
+    key = link.run_key("memory:bound", 0)
+    with socket.socket(socket.AF_UNIX) as owner:
+        owner.bind(link._address(key, 0))
+        assert link.listen(key) is None
 
 
 def test_a_start_that_fails_takes_nothing_from_a_run_that_goes_on(run_dir: str) -> None:

@@ -1,6 +1,6 @@
 """The writer process: holds the memory, writes it out, and outlives the trainer.
 
-    python -c 'from ckpt.writer import main; main()' FD RUN_KEY LOG
+    python -c 'from ckpt.writer import main; main()' FD RUN_KEY LOG STARTED
 
 It starts in its own session, at low CPU and I/O priority, without torch, and has the name of the run on this machine
 for as long as it holds its memory: whoever finds the name taken does not start. Two kinds of threads feed one event
@@ -70,10 +70,10 @@ Answer = tuple[Message, tuple[int, ...]]
 class Writer:
     """The state of the process. Everything runs in one event loop; blocking work goes to threads."""
 
-    def __init__(self, channel: Channel, key: str, path: str) -> None:
+    def __init__(self, channel: Channel, key: str, path: str, trainer: Process) -> None:
         self.key, self.path = key, path
         self.channel: Channel | None = channel
-        self.process = Process.of(link.peer_pid(channel.sock))  # our trainer's
+        self.process = trainer
         self.since = time.time()  # it has been our trainer
         self._owning: asyncio.Task[None] | None = None
         self.left = False  # whether it lives, and has said that it is done
@@ -320,6 +320,19 @@ class Writer:
         )
         return {}, ()
 
+    async def do_lose(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Another job takes the run over, and may have no rank in the place of our trainer."""
+        self._lose(link.peer_pid(channel.sock))
+        return {}, ()
+
+    def _lose(self, taker: int) -> None:
+        """Our trainer lives, and has lost the run: it is told, and dead to us. What it had is for whoever comes."""
+        self._fenced(
+            f"process {taker} has taken this run over (takeover=True). Stop this one, or give it another place"
+        )
+        self.announced = self.left = True
+        self._on_death(self.persister.adoptions)
+
     async def do_drop(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """The run whose memory we hold is not there any more, says the trainer that came for it."""
         if channel is self.channel:
@@ -463,8 +476,9 @@ class Writer:
         return {}, ()
 
     async def do_taken(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """Another writer has our memory as well, and goes on: nothing keeps us here if our trainer is dead."""
-        if self.dead:
+        """Another writer has these arenas as well, and goes on: nothing keeps us here if our trainer is dead, and these
+        are all we have."""
+        if self.dead and {arena.id.hex() for arena in self.holdings.all()} <= set(message["arenas"]):
             self.persister.adoptions += 1  # what we would do after its death is not ours to do any more
             self._leave_soon()
         return {}, ()
@@ -818,14 +832,15 @@ def _call_myself(name: str) -> None:
         file.write(name)
 
 
-async def _main(fd: int, key: str, path: str) -> None:
+async def _main(fd: int, key: str, path: str, started: int) -> None:
+    """`started`: when the trainer was, as `identity.Process` says it; it may have died by now."""
     sock = socket.socket(fileno=fd)
     listener = link.listen(key)
     if listener is None:
         await _refuse(Channel(sock))
         return
     _call_myself(link.AT_WORK)
-    await Writer(Channel(sock), key, path).run(listener)
+    await Writer(Channel(sock), key, path, Process(link.peer_pid(sock), started)).run(listener)
 
 
 async def _refuse(channel: Channel) -> None:
@@ -843,5 +858,5 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # meant for the trainer; our end is bounded by deadlines
     _be_modest()
-    asyncio.run(_main(int(sys.argv[1]), sys.argv[2], sys.argv[3]))
+    asyncio.run(_main(int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])))
     os._exit(0)  # threads may still sit in a mutex

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -128,10 +129,15 @@ def life(until: int = 0, *words: str, patch: str = "", before: tuple[str, ...] =
 
 
 @contextlib.contextmanager
-def two_ranks(until: int) -> Iterator[list[Rank]]:
+def two_ranks(until: int, patch: str = "", **more: str) -> Iterator[list[Rank]]:
     """A job of two that has trained up to a step."""
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [Rank(until, RANK=str(i), LOCAL_RANK=str(i), **shared) for i in range(2)]
+    shared: dict[str, Any] = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    ranks = [Rank(until, patch=patch, RANK=str(i), LOCAL_RANK=str(i), **shared, **more) for i in range(2)]
     try:
         assert [rank.trained() for rank in ranks] == ["start 0 0"] * 2
         yield ranks
@@ -156,7 +162,12 @@ class Place:
         self.run, self.held = tmp_path / "run", tmp_path / "held"
         self.held.touch()
         (tmp_path / "sitecustomize.py").write_text(HELD)
-        self.options = {"patch": FOLDER, "PLACE": str(self.run), "HELD": str(self.held), "site": str(tmp_path)}
+        self.options: dict[str, Any] = {
+            "patch": FOLDER,
+            "PLACE": str(self.run),
+            "HELD": str(self.held),
+            "site": str(tmp_path),
+        }
 
     @property
     def failures(self) -> int:
@@ -286,13 +297,15 @@ def test_every_rank_that_loses_a_run_is_told(own_sockets: Path) -> None:
 
 
 def test_a_takeover_that_fails_ends_no_training_of_any_rank(own_sockets: Path, tmp_path: Path) -> None:
-    """The one that would take the run over from two ranks cannot use a place: the rank that it has none for goes on."""
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "notes.txt").write_text("somebody else's")
-    with two_ranks(4) as ranks:
+    """The one that would take the run over from two ranks cannot use its second place: the rank that lives goes on."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "notes.txt").write_text("somebody else's")
+    more = f"; options['tiers'].append(ckpt.Tier({str(other)!r}))"
+    with two_ranks(4, patch=FOLDER, PLACE=str(tmp_path / "run")) as ranks:
         ranks[0].kill()
-        with life(0, "takeover", patch="options['tiers'] = [ckpt.Memory(), ckpt.Tier(os.environ['PLACE'])]") as one:
-            assert "Error" in one.line()
+        with life(0, "takeover", patch=FOLDER + more, PLACE=str(tmp_path / "run")) as one:
+            assert "FormatError" in one.line()
         assert ranks[1].do() == "done 5"
 
 

@@ -21,7 +21,7 @@ import psutil
 import ckpt
 import ckpt_backends
 from ckpt import link
-from ckpt.errors import CheckpointError, DeadlineError, WriterError, from_wire
+from ckpt.errors import CheckpointError, DeadlineError, InUseError, WriterError, from_wire
 from ckpt.events import log
 from ckpt.identity import Process
 from ckpt.link import Channel, Message
@@ -29,7 +29,7 @@ from ckpt.link import Channel, Message
 Reply = tuple[Message, list[int]]
 REQUEST_S = 120.0
 
-_BOOT = "import sys; sys.path[:0] = sys.argv[4:]; from ckpt.writer import main; main()"
+_BOOT = "import sys; sys.path[:0] = sys.argv[5:]; from ckpt.writer import main; main()"
 _BETWEEN = "import os, sys; os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ)"
 SPAWN_S = 60.0
 ENDING_S = 5.0  # for a writer that has hung up to be gone
@@ -38,9 +38,10 @@ ENDING_S = 5.0  # for a writer that has hung up to be gone
 class WriterClient:
     """A connection to one writer process. What it says before anybody listens is kept for who does; see `listen`."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._process: Process | None = None  # once it has said who it is
+    def __init__(self, channel: Channel, key: str, found: Process | None = None) -> None:
+        self._channel, self._key = channel, key
+        self._found = found  # as the kernel says it; one that was spawned says itself who it is
+        self._process: Process | None = None  # once it is ours
         self._ids = itertools.count(1)
         self._waiting: dict[int, Future[Reply]] = {}
         self._lock = threading.Lock()
@@ -55,7 +56,7 @@ class WriterClient:
     def find(cls, key: str) -> WriterClient | None:
         """The writer that holds this run's memory on this host, if one does."""
         channel = link.connect(key)
-        return None if channel is None else cls(channel)
+        return None if channel is None else cls(channel, key, Process.of(link.peer_pid(channel.sock)))
 
     @classmethod
     def spawn(cls, key: str) -> WriterClient:
@@ -69,7 +70,8 @@ class WriterClient:
         with theirs, open(path or os.devnull, "ab") as output:
             if path:
                 os.fchmod(output.fileno(), 0o600)
-            writer = [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), key, path, *homes]
+            since = str(Process.of(os.getpid()).started)  # it may be up only when we are gone, and our number another's
+            writer = [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), key, path, since, *homes]
             try:
                 between = subprocess.run(
                     [sys.executable, "-I", "-S", "-c", _BETWEEN, *writer],
@@ -89,7 +91,7 @@ class WriterClient:
         if between.returncode:
             ours.close()
             raise WriterError(f"the writer process cannot be started: exit code {between.returncode}, see {path}")
-        return cls(Channel(ours))
+        return cls(Channel(ours), key)
 
     @property
     def alive(self) -> bool:
@@ -97,7 +99,7 @@ class WriterClient:
 
     @property
     def pid(self) -> int:
-        """Of the writer; 0 before it has said who it is."""
+        """Of the writer; 0 before it has said who it is, and of one that cannot be seen from here."""
         return 0 if self._process is None else self._process.pid
 
     def listen(self, on_note: Callable[[Message], None], on_lost: Callable[[], None]) -> None:
@@ -134,14 +136,15 @@ class WriterClient:
                 raise
             raise DeadlineError(f"the writer did not answer {op!r} within {timeout_s:g} s") from None
 
-    def greet(self, timeout_s: float, patient_s: float, *, takeover: bool = False) -> Reply:
+    def greet(self, timeout_s: float, patient_s: float, *, takeover: bool = False, visit: bool = False) -> Reply:
         """Introduce ourselves; longer than `timeout_s` is waited only for a writer that can run. One that was stopped
-        is woken up. `takeover`: be its trainer, whoever was."""
-        future, began = self.send("hello", takeover=takeover), time.monotonic()
+        is woken up. `takeover`: be its trainer, whoever was. To `visit` is only to look: it keeps its trainer."""
+        future, began = self.send("hello", takeover=takeover, visit=visit), time.monotonic()
         while True:
             try:
                 hello, fds = future.result(timeout_s)
-                self._process = Process.of(int(hello["pid"]))
+                if not visit:
+                    self._process = self._found or Process.of(int(hello["pid"]))
                 return hello, fds
             except TimeoutError as error:
                 if isinstance(error, CheckpointError):
@@ -152,7 +155,7 @@ class WriterClient:
 
     def _wake(self) -> bool:
         """Whether the writer that we found can run."""
-        with contextlib.suppress(psutil.Error, OSError):
+        with contextlib.suppress(psutil.Error, OSError, ValueError):
             found = psutil.Process(link.peer_pid(self._channel.sock))
             if found.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
                 log.warning("the writer (process %d) was stopped: it is told to go on", found.pid)
@@ -161,13 +164,33 @@ class WriterClient:
         return False
 
     def end(self) -> None:
-        """Kill a writer that has the name of this run, and does not answer."""
-        pid = link.peer_pid(self._channel.sock)
-        process = Process.of(pid)
+        """Kill a writer that has the name of this run, and does not answer. InUseError if it is none, or cannot be
+        seen from here."""
+        process = self._found
         self.close()
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+        if process is None or process.pid <= 0:
+            raise InUseError(
+                "the memory of this run is held by a writer in another container, which does not answer and cannot be "
+                "ended from here"
+            )
+        if process.alive and not self._kill(process):
+            raise InUseError(
+                f"process {process.pid} has the name of this run's writer on this machine, does not answer, and is "
+                "none: end it, or give this run another place"
+            )
         _until_gone(process)
+
+    def _kill(self, process: Process) -> bool:
+        """Whether it was a writer of this run, and was killed; nobody else is, whoever has its number by then."""
+        with contextlib.suppress(OSError):
+            fd = os.pidfd_open(process.pid)
+            try:
+                if Process.of(process.pid) == process and link.is_writer(process.pid, self._key):
+                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+                    return True
+            finally:
+                os.close(fd)
+        return False
 
     def _receive(self) -> None:
         while (received := self._channel.receive()) is not None:
@@ -189,10 +212,9 @@ class WriterClient:
             waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
             future.set_exception(WriterError("the writer died"))
-        if self._process is not None and not _until_gone(self._process) and not self._closing:
-            with contextlib.suppress(OSError):
-                os.kill(self._process.pid, signal.SIGKILL)  # it stands still, and another takes over
-            _until_gone(self._process)
+        process = self._process
+        if process is not None and not _until_gone(process) and not self._closing and self._kill(process):
+            _until_gone(process)  # it stood still, and another takes over
         if not self._closing:
             log.warning("the writer is gone")
             self._on_lost()

@@ -103,6 +103,23 @@ class Inherited:
 
 
 @dataclass(frozen=True)
+class Visited:
+    """What another writer of this run on this node holds, and whether its trainer lives, which is `trainer`."""
+
+    arenas: list[Arena]
+    layouts: dict[str, Layout]
+    digests: dict[tuple[Attempt, int], bytes]  # by attempt and rank
+    acquires: list[Acquire]
+    alive: bool
+    trainer: int
+    since: float
+
+    def close(self) -> None:
+        for arena in self.arenas:
+            arena.close()
+
+
+@dataclass(frozen=True)
 class Opened:
     """What the durable tiers, and the memory of earlier incarnations, look like to this rank."""
 
@@ -173,14 +190,16 @@ class Guardian:
         self._spares: list[Arena] = []  # inherited or outgrown, kept until a newer snapshot is sealed
         self._claim = Claim(key)
         try:
+            self._check_orphans()
             self.client = self._find_or_spawn()
         except BaseException:
             self._claim.drop()
             raise
         self._claim.take_soon()  # a trainer that has lost the run, and stands still, may have it yet
         try:
-            self._take_orphans()
+            taken = self._take_orphans()
             self.opened = self._open(self.client)
+            self._dismiss(taken)
         except BaseException:
             self.give_up()
             raise
@@ -330,59 +349,113 @@ class Guardian:
             with contextlib.suppress(CheckpointError):
                 self.faults.append(Fault.from_json(data))
 
-    def _take_orphans(self) -> None:
-        """Writers of local ranks that are no more still have memory: the ranks that are there now share it out."""
-        world = self._world
-        for number, key in link.siblings(self._key).items():
-            if number < world.local_size or number % world.local_size != world.local_rank:
+    def _orphans(self) -> list[str]:
+        """The writers of local ranks that this job does not have: the ranks that are there now share them out."""
+        world, found = self._world, link.siblings(self._key)
+        return [key for n, key in found.items() if n >= world.local_size and n % world.local_size == world.local_rank]
+
+    def _check_orphans(self) -> None:
+        """Before anything is taken: InUseError if such a rank is still trained, and this is no takeover."""
+        for key in () if self._takeover else self._orphans():
+            found = self._visit_orphan(key)
+            if found is not None:
+                found.close()
+
+    def _take_orphans(self) -> dict[str, list[str]]:
+        """Have our writer hold what they hold. Returns whose arenas it has now."""
+        taken: dict[str, list[str]] = {}
+        for key in self._orphans():
+            found = self._visit_orphan(key)
+            if found is not None:
+                self._take(found)
+                taken[key] = [arena.id.hex() for arena in found.arenas]
+        return taken
+
+    def _take(self, found: Visited) -> None:
+        self.inherited.layouts.update(found.layouts)
+        self.inherited.digests.update(found.digests)
+        self._learn(found.acquires)
+        for digest, layout in found.layouts.items():
+            if digest not in self._layouts:
+                self._layouts[digest] = layout
+                self.client.send("layout", layout=layout.to_json())
+        held = {arena.id for arena in self.inherited.arenas}  # a start that was cut off has taken some before
+        for arena in found.arenas:
+            if arena.id in held:
+                arena.close()
                 continue
-            for arena, layouts, digests, acquires in self._visit(key):
-                self.inherited.layouts.update(layouts)
-                self.inherited.digests.update(digests)
-                self.inherited.acquires += [a for a in acquires if a not in self.inherited.acquires]
-                for digest, layout in layouts.items():
-                    if digest not in self._layouts:
-                        self._layouts[digest] = layout
-                        self.client.send("layout", layout=layout.to_json())
-                self.inherited.arenas.append(arena)
-                self._spares.append(arena)
-                self._foreign.add(arena.id)
-                self.client.ask("attach", fds=(arena.fd,), foreign=True)
-            self._dismiss(key)
+            self.inherited.arenas.append(arena)
+            self._spares.append(arena)
+            self._foreign.add(arena.id)
+            self.client.ask("attach", fds=(arena.fd,), foreign=True)
 
-    def _dismiss(self, key: str) -> None:
-        """A writer whose trainer is no more, and whose memory ours has now, is not needed any more."""
-        channel = link.connect(key)
-        if channel is not None:
-            client = WriterClient(channel)
-            with contextlib.suppress(CheckpointError):
-                client.ask("taken", timeout_s=10.0)
-            client.close()
+    def _learn(self, acquires: list[Acquire]) -> None:
+        self.inherited.acquires += [a for a in acquires if a not in self.inherited.acquires]
 
-    def _visit(self, key: str) -> Iterator[tuple[Arena, *Known]]:
-        """What another writer of this run on this node holds; it keeps its trainer."""
-        channel = link.connect(key)
-        if channel is None:
-            return
-        client = WriterClient(channel)
+    def _dismiss(self, taken: dict[str, list[str]]) -> None:
+        """Our writer holds these arenas now, and knows their history: writers that hold no others are not needed."""
+        for key, arenas in taken.items():
+            client = WriterClient.find(key)
+            if client is not None:
+                with contextlib.suppress(CheckpointError):
+                    client.ask("taken", timeout_s=10.0, arenas=arenas)
+                client.close()
+
+    def _visit_orphan(self, key: str) -> Visited | None:
+        """Once its trainer is dead, or has lost the run to us. InUseError if it lives, and this is no takeover."""
+        end, told = time.monotonic() + DYING_S, False
+        while True:
+            found = self._visit(key)
+            if found is None or not found.alive:
+                return found
+            found.close()
+            if self._takeover and not told:
+                self._open(self.client)  # who lost the run to us has lost it, even if we fail: fail before
+                self._take_from(key)
+                told = True
+            if time.monotonic() > end:
+                since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.since))
+                raise InUseError(f"process {found.trainer} on this machine trains a rank of this run, since {since}")
+            time.sleep(0.1)
+
+    def _take_from(self, key: str) -> None:
+        """Tell a trainer that lives, by its writer, that it has lost the run."""
+        client = WriterClient.find(key)
+        if client is not None:
+            try:
+                client.ask("lose", timeout_s=PATIENT_S)
+            finally:
+                client.close()
+
+    def _visit(self, key: str) -> Visited | None:
+        """What another writer of this run on this node holds; it keeps its trainer. None if it is gone. That it does
+        not say so is an error: it may be the newest that there is."""
+        client = WriterClient.find(key)
+        if client is None:
+            return None
         try:
+            hello, fds = client.greet(HELLO_S, PATIENT_S, visit=True)
+            layouts, digests, acquires = _known(hello)
             if self._must_compare():
-                client.ask("digests", all=True)
-            hello, fds = client.ask("hello", visit=True, timeout_s=30.0)
-            known = _known(hello)
-            for fd in fds:
-                yield Arena.attach(fd), *known
-        except Exception as error:  # of another version, or memory that cannot be mapped here
-            log.warning("a writer on this node does not say what it holds: %r", error)
+                digests = _digests(client.ask("digests", all=True)[0])
+            arenas = [Arena.attach(fd) for fd in fds]
+            return Visited(arenas, layouts, digests, acquires, hello["alive"], hello["trainer"], hello["since"])
+        except WriterError as error:
+            log.warning("a writer on this node is gone, with what it held: %s", error)
+            return None
+        except (DeadlineError, OSError) as error:  # it stands still, or its memory cannot be mapped here
+            raise DeadlineError(
+                f"a writer of this run on this machine does not say what it holds ({error}), which may be the newest "
+                f"step: try again, or end it (`ps`: {link.AT_WORK} … {key}) to do without"
+            ) from error
         finally:
             client.close()
 
     def relieve(self, key: str, fill: Callable[[Gap], list[int]]) -> str:
         """Finish the copy that the dead trainer of another writer could not; which attempt is whole now, "" if none."""
-        channel = link.connect(key)
-        if channel is None:
+        client = WriterClient.find(key)
+        if client is None:
             return ""
-        client = WriterClient(channel)
         try:
             found, fds = client.ask("gap", timeout_s=RELIEF_S)
             if found["attempt"] is None:
@@ -949,8 +1022,17 @@ class Guardian:
         self._layouts = {digest: layout for digest, layout in self._layouts.items() if digest in used}
 
     @contextlib.contextmanager
-    def snapshots(self) -> Iterator[list[Snapshot]]:
-        """Sealed snapshots in the memory of this node, of all its ranks; valid inside the context."""
+    def snapshots(self) -> Iterator[Iterator[Snapshot]]:
+        """Sealed snapshots in the memory of this node, of all its ranks; valid inside the context. Looked for when they
+        are asked for, so that ranks can agree on what goes wrong with it."""
+        visited: list[Arena] = []
+        try:
+            yield self._snapshots(visited)
+        finally:
+            for arena in visited:
+                arena.close()
+
+    def _snapshots(self, visited: list[Arena]) -> Iterator[Snapshot]:
         with contextlib.suppress(CheckpointError):  # the writer digests what it writes, and the ring after a death
             reply, _ = self.client.ask("digests", timeout_s=REQUEST_S, all=self._must_compare())
             self.inherited.digests.update(_digests(reply))
@@ -959,18 +1041,13 @@ class Guardian:
         found = {
             (s.attempt, s.layout.rank): s for a in arenas.values() for s in _sealed(a, known, self.inherited.digests)
         }
-        visited: list[Arena] = []
-        try:
-            for key in link.siblings(self._key).values() if self._world.size > 1 else ():
-                for arena, layouts, digests, acquires in self._visit(key):
-                    visited.append(arena)
-                    self.inherited.acquires += [a for a in acquires if a not in self.inherited.acquires]
-                    for snapshot in _sealed(arena, layouts, digests):
-                        found.setdefault((snapshot.attempt, snapshot.layout.rank), snapshot)
-            yield list(found.values())
-        finally:
-            for arena in visited:
-                arena.close()
+        for key in link.siblings(self._key).values() if self._world.size > 1 else ():
+            if (there := self._visit(key)) is not None:
+                visited += there.arenas
+                self._learn(there.acquires)
+                for snapshot in (s for arena in there.arenas for s in _sealed(arena, there.layouts, there.digests)):
+                    found.setdefault((snapshot.attempt, snapshot.layout.rank), snapshot)
+        yield from found.values()
 
     # -- writing --
 

@@ -325,8 +325,15 @@ def writers_of(key: str) -> list[int]:
     found = []
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            if folder.name.isdecimal() and folder.stat().st_uid == os.getuid():
-                words = (folder / "cmdline").read_bytes().split(b"\0")
-                if key.encode() in words and (folder / "comm").read_text().strip() == AT_WORK:
-                    found.append(int(folder.name))
+            mine = folder.name.isdecimal() and folder.stat().st_uid == os.getuid()
+            if mine and is_writer(int(folder.name), key, AT_WORK):
+                found.append(int(folder.name))
     return found
+
+
+def is_writer(pid: int, key: str, *states: str) -> bool:
+    """Whether a process is a writer of this run, in any state or in one of these. OSError if it cannot be seen."""
+    folder = Path(f"/proc/{pid}")
+    if key.encode() not in (folder / "cmdline").read_bytes().split(b"\0"):
+        return False
+    return (folder / "comm").read_text().strip() in (states or (AT_WORK, LEAVING))

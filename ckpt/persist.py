@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
 from typing import Any
 
 from ckpt import commit, events, promote
@@ -704,13 +704,21 @@ class Persister:
             raise failures[0]
         return {}
 
+    def begun(self) -> set[Attempt]:
+        """What is being made a checkpoint, somewhere, since the trainer wanted it."""
+        return {attempt for _, attempt in self._parts} if self.unfinished else set()
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether something is; not if an earlier trainer began it, which may wait for parts that never come."""
+        return bool(self.writing or self.settling.get(self.adoptions))
+
     async def close(self) -> None:
         """Finish what was begun, clean up, and let go of the stores."""
         if self._resuming is not None:  # the next start goes on with it
             self._resuming.cancel()
             await asyncio.gather(self._resuming, return_exceptions=True)
-        # What an earlier trainer began may wait for parts that never come.
-        while self.writing or self.settling.get(self.adoptions):
+        while self.unfinished:
             await asyncio.sleep(0.01)
         for tier in self.tiers:
             await tier.close(self.owner, self.tell)
@@ -738,7 +746,7 @@ class Persister:
 
     async def _persist(self, deadline_s: float, far: bool, attempts: list[Attempt] | None) -> list[Message]:
         began = time.monotonic()
-        steps = [a for a in self._wanted() if attempts is None or a in attempts]
+        steps = self.wanted(attempts)
         tasks = [self.spawn(self._drain_alive(steps))]
         if far:
             tasks += [self.spawn(self._persist_one(tier, a)) for tier in self.tiers[1:] for a in steps[:1]]
@@ -762,12 +770,13 @@ class Persister:
 
     def durable(self) -> list[tuple[int, str]]:
         """What of the memory is durable, as far as we know: step and tier, the newest first."""
-        return [(a.step, t.url) for t in self.tiers[:1] for a in self._wanted() if a in t.log.state.commits]
+        return [(a.step, t.url) for t in self.tiers[:1] for a in self.wanted() if a in t.log.state.commits]
 
-    def _wanted(self) -> list[Attempt]:
-        """What is in memory and belongs to the history, newest first."""
+    def wanted(self, attempts: Collection[Attempt] | None = None) -> list[Attempt]:
+        """What is in memory (of these, if they are given) and belongs to the history, newest first."""
         ring = [label.attempt for _, _, label in self.holdings.ring() if label.attempt is not None]
-        return in_history(self.acquires, set(ring) - self.retracted)
+        found = in_history(self.acquires, set(ring) - self.retracted)
+        return [attempt for attempt in found if attempts is None or attempt in attempts]
 
     def _missing(self, tier: Place, attempt: Attempt) -> str:
         state = tier.log.state
@@ -794,7 +803,7 @@ class Persister:
         """Write every sealed snapshot (or those of these attempts) that is not durable yet to the nearest tier, newest
         first. False: try again."""
         complete = True
-        history = set(self._wanted() if attempts is None else attempts)
+        history = set(self.wanted() if attempts is None else attempts)
         for arena, slot, label in self.holdings.ring():
             if label.attempt not in history or label.layout not in self.holdings.layouts:
                 continue  # undone by a rollback

@@ -96,12 +96,12 @@ def gather(
     nothing that was undone or not finite. All ranks get the same list. What damage has taken away is added to `lost`.
     """
     here: dict[Attempt, list[Snapshot]] = {}
-    for snapshot in snapshots:
-        here.setdefault(snapshot.attempt, []).append(snapshot)
     logs: list[RunLog] = []
     redos: dict[int, Logs] = {}
 
     def look() -> Json:
+        for snapshot in snapshots:
+            here.setdefault(snapshot.attempt, []).append(snapshot)
         found: list[Loss] = []
         for i, url in enumerate(urls):
             log, damage = read.run(_log_of(url))

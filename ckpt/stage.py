@@ -71,6 +71,7 @@ class Stager:
         self._gate.set()
         self._order = 0
         self._stopped = False  # nobody would do what is queued
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name="ckpt-stage", daemon=True)
         self._thread.start()
 
@@ -305,11 +306,20 @@ class Stager:
 
     def _run(self) -> None:
         with torch.no_grad():
-            while (work := self._next()) is not None:
-                work()
-                del work  # a job holds on to tensors
-            self._land(wait=True)
+            while not self._ended:
+                try:
+                    self._work()
+                except BaseException:  # else the mutex that this thread holds would say that the trainer has died
+                    log.exception("something failed in the staging thread, which goes on")
             self._unlock()
+
+    def _work(self) -> None:
+        work = self._next()
+        if work is not None:
+            work()
+            return
+        self._ended = True
+        self._land(wait=True)
 
     def _next(self) -> Callable[[], None] | None:
         """What to do next; until there is something, what devices have copied is sealed."""

@@ -1,6 +1,6 @@
 """The writer process: holds the memory, writes it out, and outlives the trainer.
 
-    python -c 'from ckpt.writer import main; main()' FD RUN_KEY LOG
+    python -c 'from ckpt.writer import main; main()' FD RUN_KEY LOG STARTED
 
 It starts in its own session, at low CPU and I/O priority, without torch, and has the name of the run on this machine
 for as long as it holds its memory: whoever finds the name taken does not start. Two kinds of threads feed one event
@@ -70,6 +70,7 @@ HEARD_S = 1.0  # for the trainer's sentinel to answer; else the writer deals wit
 GOING_S = 20.0  # for it to leave, once it said that it would
 TOLD_S = 20.0  # after a death, for what is in memory to become durable before the report is written without it
 KEEP_S = 1.0  # for another process that keeps an arena to let go of it
+LET_GO_S = 0.1  # between two looks whether a trainer that lives, and has left, has let go of its memory
 ECHO_S = 0.5  # for the rest of what faulthandler says, while a trainer crashes
 
 Answer = tuple[Message, tuple[int, ...]]
@@ -78,10 +79,10 @@ Answer = tuple[Message, tuple[int, ...]]
 class Writer:
     """The state of the process. Everything runs in one event loop; blocking work goes to threads."""
 
-    def __init__(self, channel: Channel, key: str, path: str) -> None:
+    def __init__(self, channel: Channel, key: str, path: str, trainer: Process) -> None:
         self.key, self.path = key, path
         self.channel: Channel | None = channel
-        self.process = Process.of(link.peer_pid(channel.sock))  # our trainer's
+        self.process = trainer
         self.since = time.time()  # it has been our trainer
         self._owning: asyncio.Task[None] | None = None
         self.left = False  # whether it lives, and has said that it is done
@@ -89,6 +90,8 @@ class Writer:
         self.dead = False  # whether that trainer has died
         self.dispossessed = False  # whether it has lost the run instead, and lives
         self.leaving = False
+        self.closing = -1  # the adoption whose trainer has closed, and waits no longer for what is unfinished
+        self.watched: dict[str, int] = {}  # by arena, the last adoption whose trainer has locked it
         self.previous_gone = True  # whether no earlier trainer can write to the arenas any more
         self.finished = asyncio.Event()
         self.loop = asyncio.get_running_loop()
@@ -209,7 +212,8 @@ class Writer:
         if self.books.account is not None and self.books.account.pid == process.pid:
             self.books.gone()
         if process == self.process:
-            if self.dead:  # a crash was noticed before its end: something may have been sealed in between
+            # A crash was noticed before its end: something may have been sealed in between.
+            if self.dead and self.closing != self.persister.adoptions:
                 self._spawn(self._drain_again(self.persister.adoptions))
             self._on_death(self.persister.adoptions)
         elif not self.previous_gone:
@@ -245,7 +249,7 @@ class Writer:
 
     def _state(self) -> tuple[int, str]:
         """Our trainer's process, and what became of it, as `ckpt.live.Look` says it."""
-        if self.leaving and not self.dead:
+        if (self.leaving and not self.dead) or self.closing == self.persister.adoptions:
             return self.trainer, "closed"
         try:
             status = psutil.Process(self.trainer).status()
@@ -313,6 +317,8 @@ class Writer:
         if not alive and channel is not self.channel and not visit:
             self.persister.adoptions += 1
             self.previous_gone = reply["gone"]
+            if self.left and not self.previous_gone:
+                self._spawn(self._await_let_go(self.persister.adoptions))
             self.channel, self.process, self.dead, self.announced = channel, process, False, False
             self.since, self.left, self.dispossessed = time.time(), False, False
             reply["faults"] = [fault.to_json() for fault in self.witness.faults]
@@ -357,13 +363,25 @@ class Writer:
 
     def _let_go(self) -> bool:
         """Whether a trainer that lives, and has left, has locked none of its memory any more: it copies no further."""
-        if not self.left:
-            return False
-        for arena in self.holdings.arenas.values():
+        return self.left and self._unlocked()
+
+    def _unlocked(self) -> bool:
+        """Whether nobody has locked any memory, but for what the present trainer has."""
+        for key, arena in self.holdings.arenas.items():
+            if self.watched.get(key) == self.persister.adoptions and not self.left:
+                continue  # before it could lock this, the one before has let go of it
             if arena.mutex.try_lock() is Got.BUSY:
                 return False
             arena.mutex.unlock()
         return True
+
+    async def _await_let_go(self, adoptions: int) -> None:
+        """The trainer before lives, has left, and was still copying when the present one came, which waits for that."""
+        while adoptions == self.persister.adoptions and not self.previous_gone:
+            if self._unlocked():
+                self.previous_gone = True
+                self._tell({"op": "gone"})
+            await asyncio.sleep(LET_GO_S)
 
     def _fenced(self, text: str) -> None:
         events.log.warning("%s", text)
@@ -482,8 +500,9 @@ class Writer:
         return {}, ()
 
     async def do_taken(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """Another writer has our memory as well, and goes on: nothing keeps us here if our trainer is dead."""
-        if self.dead:
+        """Another writer has these arenas as well, and goes on: nothing keeps us here if our trainer is dead, and these
+        are all we have."""
+        if self.dead and {arena.id.hex() for arena in self.holdings.all()} <= set(message["arenas"]):
             self.persister.adoptions += 1  # what we would do after its death is not ours to do any more
             self._leave_soon()
         return {}, ()
@@ -500,6 +519,7 @@ class Writer:
 
     async def do_watch(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """The staging thread holds the mutex of this arena from now on."""
+        self.watched[message["arena"]] = self.persister.adoptions
         self._start_thread(self._watch, self.holdings.arenas[message["arena"]], self.persister.adoptions)
         return {}, ()
 
@@ -512,6 +532,7 @@ class Writer:
     async def do_release(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """This arena is not needed any more."""
         self.holdings.release(message["arena"])
+        self.watched.pop(message["arena"], None)
         return {}, ()
 
     async def do_layout(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
@@ -729,14 +750,27 @@ class Writer:
         return {}, ()
 
     async def do_close(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """The trainer is done. Finish what was begun, clean up and leave."""
-        self.leaving = self.announced = True
+        """The trainer is done. Finish what was begun, clean up and leave.
+
+        As long as something is unfinished it is dead to us: whoever opens the run finds its memory, and goes on with
+        us.
+        """
+        if self.channel not in (channel, None):
+            return {}, ()  # another one has come in its place
+        adoptions, owed = self.persister.adoptions, self.persister.begun()
+        self.announced = self.left = True
         self._end_vigil()
         self.lookout.ended()
+        self.books.ended("left" if message.get("failed") else "closed")
+        if owed:
+            self.closing, self.dead = adoptions, True
+            await self._see_out(adoptions, owed)
+            if adoptions != self.persister.adoptions:
+                return {}, ()  # another one has come for it
+        self.leaving = True
         self.exporter.stop_serving()
         self._give_name_up()
         try:
-            self.books.ended("left" if message.get("failed") else "closed")
             await self.books.finish()
             try:
                 # Who lost the run has to know, at its end at last.
@@ -748,6 +782,22 @@ class Writer:
         finally:
             self.loop.call_later(0.05, self.finished.set)  # after the reply has left
         return {}, ()
+
+    async def _see_out(self, adoptions: int, owed: set[Attempt]) -> None:
+        """Have these made durable, which a trainer wanted to be before it closed. Until another one comes for them, or
+        what failed has been tried for as long as memory is kept."""
+        while adoptions == self.persister.adoptions and self.persister.unfinished:
+            await asyncio.sleep(0.01)
+        deadline = time.monotonic() + self.persister.linger_s
+        try:
+            while (
+                not await self.persister.drain(adoptions, self.persister.wanted(owed)) and time.monotonic() < deadline
+            ):
+                await asyncio.sleep(min(RETRY_S, self.persister.linger_s))
+        except FencedError as error:
+            events.log.warning("%s", error)
+        if adoptions == self.persister.adoptions:
+            await self.persister.finish_begun()
 
     # -- after the trainer's death --
 
@@ -806,14 +856,15 @@ def _call_myself(name: str) -> None:
         file.write(name)
 
 
-async def _main(fd: int, key: str, path: str) -> None:
+async def _main(fd: int, key: str, path: str, started: int) -> None:
+    """`started`: when the trainer was, as `identity.Process` says it; it may have died by now."""
     sock = socket.socket(fileno=fd)
     listener = link.listen(key)
     if listener is None:
         await _refuse(Channel(sock))
         return
     _call_myself(link.AT_WORK)
-    await Writer(Channel(sock), key, path).run(listener)
+    await Writer(Channel(sock), key, path, Process(link.peer_pid(sock), started)).run(listener)
 
 
 async def _refuse(channel: Channel) -> None:
@@ -831,5 +882,5 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # meant for the trainer; our end is bounded by deadlines
     _be_modest()
-    asyncio.run(_main(int(sys.argv[1]), sys.argv[2], sys.argv[3]))
+    asyncio.run(_main(int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])))
     os._exit(0)  # threads may still sit in a mutex

@@ -26,9 +26,10 @@ SLOW = (
 )  # fmt: skip
 # Of the others those that take long.
 LONGER = (
-    "test_promise_ownership", "test_promise_ends", "test_promise_stores", "test_promise_provenance",
-    "test_s3", "test_stores", "test_lifecycle", "test_offline", "test_hostile", "test_examples", "test_damage",
-    "test_retry", "test_repair", "test_staging", "test_promises", "test_restore", "test_export", "test_top",
+    "test_promise_ownership", "test_promise_handover", "test_promise_ends", "test_promise_stores",
+    "test_promise_provenance", "test_s3", "test_stores", "test_lifecycle", "test_offline", "test_hostile",
+    "test_examples", "test_damage", "test_retry", "test_repair", "test_staging", "test_promises", "test_restore",
+    "test_export", "test_top",
 )  # fmt: skip
 
 

@@ -286,7 +286,7 @@ def test_a_takeover_that_cannot_succeed_ends_no_training(run_dir: str, tmp_path:
 def test_what_a_writer_says_before_anybody_listens_is_heard() -> None:
     """In turn, and once."""
     ours, theirs = socket.socketpair()
-    client, writer = WriterClient(link.Channel(ours)), link.Channel(theirs)
+    client, writer = WriterClient(link.Channel(ours), "none"), link.Channel(theirs)
     writer.send({"op": "gone"})
     future = client.send("hello")
     writer.send({"op": "reply", "id": 1})

@@ -164,7 +164,9 @@ def test_a_taker_that_dies_half_way_leaves_what_was_there(moment: str, run_dir: 
 def test_one_that_comes_into_a_takeover_harms_nothing(third: str, run_dir: str) -> None:
     """A first trainer is taken over from by a second, and before that has opened the run a third comes. Without
     takeover it is refused; with it the second is told. Whoever has the run goes on from the first one's last step."""
-    held = patched("guardian.Guardian._take_orphans = lambda self: (print('held', flush=True), sys.stdin.readline())")
+    held = patched(
+        "guardian.Guardian._take_orphans = lambda self: (print('held', flush=True), sys.stdin.readline(), {})[-1]"
+    )
     with trainer("memory:three", 4) as first, trainer("memory:three", 0, "takeover", code=held) as second:
         assert second.began == "held"
         found = run_script(LIFE, "memory:three", 6, "kill", third)

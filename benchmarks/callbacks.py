@@ -50,8 +50,8 @@ def lightning() -> dict[str, float]:
     from torch.utils.data import DataLoader
 
     from ckpt.lightning import CheckpointCallback
-    from ckpt.lightning_loops import Seams
-    from ckpt.lightning_state import Rest
+    from ckpt.lightning.loop_hooks import Seams
+    from ckpt.lightning.trainer_state import Rest
 
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

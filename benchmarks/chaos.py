@@ -626,7 +626,7 @@ def folder_in(home: Path) -> Iterator[Path]:
 def accounts_of(run: Path) -> list[Any]:
     """From the ledger of a run, oldest first; none where there is no ledger."""
     try:
-        from ckpt.ledger import Account, in_order
+        from ckpt.goodput.ledger import Account, in_order
     except ImportError:
         return []
     return in_order(Account.from_bytes(path.read_bytes()) for path in sorted((run / "ledger").glob("*.json")))
@@ -636,12 +636,12 @@ def statement(run: Path) -> Json | None:
     """Of the ledger, by the library's own accounting; None where it keeps none."""
     accounts = accounts_of(run)
     try:
-        from ckpt.accounting import settle
+        from ckpt.goodput.accounting import settle
     except ImportError:
         return None
     if not accounts:
         return None
-    from ckpt.fault import Fault
+    from ckpt.faults.report import Fault
 
     faults = [Fault.from_json(json.loads(path.read_text())) for path in sorted((run / "faults").glob("*.json"))]
     found: Json = settle(accounts, faults).to_json()
@@ -659,11 +659,11 @@ def cadence(run: Path) -> Json | None:
 
 
 def predicted(found: Json, plan: Plan) -> Json | None:
-    """What `ckpt.forecast` says of this run, from what saves were measured to cost before it. How long it takes to
+    """What `ckpt.goodput.model` says of this run, from what saves were measured to cost before it. How long it takes to
     perceive, to start again and to read back is no matter of cadence: it is taken from the run itself. None without a
     forecast, or without a cadence."""
     try:
-        from ckpt.forecast import Costs, PlaceCost, predict
+        from ckpt.goodput.model import Costs, PlaceCost, predict
     except ImportError:
         return None
     bill, every = found["bill"], {"memory": 1, "folder": 100}

@@ -49,9 +49,9 @@ from rich.table import Table
 
 import ckpt
 import states
-from ckpt import codec
-from ckpt.plan import BLOB
-from ckpt.tensors import DTYPE_NAME
+from ckpt.format import codec
+from ckpt.format.layout import BLOB
+from ckpt.state.tensors import DTYPE_NAME
 from states import LAGS, Size, Tensors
 
 Json = dict[str, Any]
@@ -194,7 +194,7 @@ def difference(plain: Bytes, base: Bytes, word: int) -> Bytes:
 
 
 class Ours:
-    """ckpt.codec, without a base; with `bases`, against those."""
+    """ckpt.format.codec, without a base; with `bases`, against those."""
 
     def __init__(self, bases: dict[int, Blob] | None = None) -> None:
         self.bases = bases

@@ -31,11 +31,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path += [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "backends")]  # if not installed
 
-from ckpt import filing
-from ckpt.bookkeeper import Bookkeeper
-from ckpt.places import open_place
-from ckpt.pulse import Pulse
+from ckpt.checkpoint import ledger_files
+from ckpt.checkpoint.open_tier import open_place
+from ckpt.ipc.heartbeat import Pulse
 from ckpt.tiers import Tier
+from ckpt.writer.bookkeeper import Bookkeeper
 from figures import goal, machine
 
 STEPS = 200_000
@@ -121,8 +121,8 @@ def tell(what: str, step: int) -> None:
 
 def stopwatch(run: str) -> tuple[float, float]:
     """Seconds that are lost: by the stopwatch, and by the ledger."""
-    from ckpt.accounting import settle
-    from ckpt.ledger import Account
+    from ckpt.goodput.accounting import settle
+    from ckpt.goodput.ledger import Account
 
     paths = os.pathsep.join([str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "backends")])
     stamps: list[tuple[float, str, int]] = []
@@ -155,9 +155,9 @@ def main() -> None:
     loop = min(loop_s() for _ in range(5))
     with tempfile.TemporaryDirectory() as folder:
         fed, put, size = asyncio.run(writer_s(folder))
-    share = put / filing.KEEP_S
+    share = put / ledger_files.KEEP_S
     print(f"a step, in the training loop: {loop * 1e6:.2f} us; in the writer: {fed * 1e6:.2f} us of CPU")
-    print(f"a put of the ledger, once in {filing.KEEP_S:g} s: {put * 1e3:.1f} ms of CPU, {share:.3%} of a core")
+    print(f"a put of the ledger, once in {ledger_files.KEEP_S:g} s: {put * 1e3:.1f} ms of CPU, {share:.3%} of a core")
     print(f"a ledger, at the most: {size / 1000:.0f} kB")
     with tempfile.TemporaryDirectory() as folder:
         lost, said = stopwatch(f"{folder}/run")

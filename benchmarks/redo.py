@@ -36,8 +36,9 @@ from rich.table import Table
 import ckpt
 import states
 import workload
-from ckpt import read, redo
-from ckpt.subscribe import flush
+from ckpt.checkpoint import read
+from ckpt.restore import redo_source
+from ckpt.subscribers import flush
 
 GOALS = {"fp32": 0.30, "mixed": 0.26, "replay": 0.5}
 WARM = 60  # steps that are trained before anything is counted: moments begin with zeros
@@ -140,23 +141,23 @@ def replay_part(folder: str, say: Callable[[str], None]) -> Json:
     say("replay")
     url = Path(folder).as_uri()
     log = read.run(read.open_run(url))
-    logs = redo.look(url)
+    logs = redo_source.look(url)
     commits = {**log.state.held, **log.state.commits}
     attempt = max(logs.frames[0], key=lambda one: (one.epoch, one.step))
     chain = logs.chains(0, attempt, commits)[0]
-    threads, redo.THREADS = redo.THREADS, 1
+    threads, redo_source.THREADS = redo_source.THREADS, 1
     try:
         taken = {}
         for count in (1, len(chain.frames)):
             seconds = []
             for _ in range(3):
                 began = time.process_time()
-                made = redo.redo(url, replace(chain, frames=chain.frames[:count]))
+                made = redo_source.redo(url, replace(chain, frames=chain.frames[:count]))
                 seconds.append(time.process_time() - began)
                 made.arena.close()
             taken[count] = min(seconds)
     finally:
-        redo.THREADS = threads
+        redo_source.THREADS = threads
     nbytes, steps = made.layout.arrangement.data_size, len(chain.frames) - 1
     rate = nbytes * steps / (taken[len(chain.frames)] - taken[1]) / 1e9
     return {"steps": steps, "raw": nbytes, "gb_a_second": rate}

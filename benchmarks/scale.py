@@ -48,19 +48,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckpt import commit as commits
-from ckpt import read, write
-from ckpt.digest import file_digest
-from ckpt.geometry import Dims
-from ckpt.log import RunLog
-from ckpt.manifest import Attempt, PackInfo, new_format, pack_key
-from ckpt.plan import Layout
-from ckpt.restore import Filler, Target
-from ckpt.saved import Saved
-from ckpt.sharding import _Cutting, _lie
-from ckpt.share import GLOBAL, Holding, Seat, share
-from ckpt.sources import StoreSource
-from ckpt.state import Capture, Reading, _elsewhere, _spec
+from ckpt.checkpoint import commit as commits
+from ckpt.checkpoint import read, write
+from ckpt.format.boxes import Dims
+from ckpt.format.digest import file_digest
+from ckpt.format.layout import Layout
+from ckpt.format.manifest import Attempt, PackInfo, new_format, pack_key
+from ckpt.format.merged import Saved
+from ckpt.format.partition import GLOBAL, Holding, Seat, share
+from ckpt.restore.sources import StoreSource
+from ckpt.runlog.log import RunLog
+from ckpt.state.capture import Capture, Reading, _elsewhere, _spec
+from ckpt.state.placement import Filler, Target
+from ckpt.state.sharding import _Cutting, _lie
 from ckpt.store import open_store
 
 Json = dict[str, Any]

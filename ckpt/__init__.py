@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Auto": "cadence",
-    "Checkpoint": "handle",
+    "Auto": "goodput.cadence",
+    "Checkpoint": "save",
     "Checkpointer": "checkpointer",
-    "Keep": "retain",
-    "Loaded": "loaded",
+    "Keep": "checkpoint.retention",
+    "Loaded": "loading",
     "Loader": "loader",
     "Memory": "tiers",
     "Metrics": "metrics",
-    "RNG": "rng",
-    "Restored": "resume",
-    "Save": "handle",
-    "Stateful": "nodes",
+    "RNG": "state.rng",
+    "Restored": "restore.resume",
+    "Save": "save",
+    "Stateful": "state.adapters",
     "Tier": "tiers",
-    "load": "loaded",
-    "Fault": "fault",
+    "load": "loading",
+    "Fault": "faults.report",
     "on_deadline": "triggers",
     "on_exception": "triggers",
     "on_hang": "triggers",
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from ckpt import events as events
     from ckpt import lightning as lightning
     from ckpt import transformers as transformers
-    from ckpt.cadence import Auto as Auto
+    from ckpt.checkpoint.retention import Keep as Keep
     from ckpt.checkpointer import Checkpointer as Checkpointer
     from ckpt.errors import CheckpointError as CheckpointError
     from ckpt.errors import ClosedError as ClosedError
@@ -91,17 +91,17 @@ if TYPE_CHECKING:
     from ckpt.errors import StoreError as StoreError
     from ckpt.errors import UsageError as UsageError
     from ckpt.errors import WriterError as WriterError
-    from ckpt.fault import Fault as Fault
-    from ckpt.handle import Checkpoint as Checkpoint
-    from ckpt.handle import Save as Save
-    from ckpt.loaded import Loaded as Loaded
-    from ckpt.loaded import load as load
+    from ckpt.faults.report import Fault as Fault
+    from ckpt.goodput.cadence import Auto as Auto
     from ckpt.loader import Loader as Loader
+    from ckpt.loading import Loaded as Loaded
+    from ckpt.loading import load as load
     from ckpt.metrics import Metrics as Metrics
-    from ckpt.nodes import Stateful as Stateful
-    from ckpt.resume import Restored as Restored
-    from ckpt.retain import Keep as Keep
-    from ckpt.rng import RNG as RNG
+    from ckpt.restore.resume import Restored as Restored
+    from ckpt.save import Checkpoint as Checkpoint
+    from ckpt.save import Save as Save
+    from ckpt.state.adapters import Stateful as Stateful
+    from ckpt.state.rng import RNG as RNG
     from ckpt.tiers import Memory as Memory
     from ckpt.tiers import Tier as Tier
     from ckpt.triggers import on_deadline as on_deadline

@@ -25,10 +25,8 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from ckpt import __version__, link, relief, replicas
-from ckpt.arena import Arena
-from ckpt.aside import Moment, Moments
-from ckpt.cadence import Auto
+from ckpt import __version__
+from ckpt.checkpoint.losses import Loss
 from ckpt.errors import (
     CheckpointError,
     ClosedError,
@@ -41,31 +39,35 @@ from ckpt.errors import (
     UsageError,
 )
 from ckpt.events import log
-from ckpt.fault import Fault
-from ckpt.guardian import Guardian, Written
-from ckpt.handle import Save
-from ckpt.hooks import UpdateHook
-from ckpt.job import Job
-from ckpt.losses import Loss
-from ckpt.manifest import Attempt
+from ckpt.faults.report import Fault
+from ckpt.format.manifest import Attempt
+from ckpt.format.partition import Seat
+from ckpt.goodput.breakdown import decimal, duration
+from ckpt.goodput.cadence import Auto
+from ckpt.ipc import channel
+from ckpt.ipc.arena import Arena
+from ckpt.ipc.heartbeat import LEAVING, OPENING, PAUSED, RESTORING, Pulse
 from ckpt.metrics import as_metrics
-from ckpt.pulse import LEAVING, OPENING, PAUSED, RESTORING, Pulse
-from ckpt.redo_client import RedoClient
-from ckpt.relief import Gap
-from ckpt.resume import Restored, gather, restore_first, together
-from ckpt.sentinel import Sentinel
-from ckpt.share import Seat
-from ckpt.sources import MemorySource, Source
-from ckpt.stage import Stager
-from ckpt.state import Capture, Reading
-from ckpt.statement import decimal, duration
-from ckpt.subscribe import flush, publish
-from ckpt.tempo import TOO_LATE, Tempo
-from ckpt.tenure import Tenure
+from ckpt.ranks.world import World
+from ckpt.restore.resume import Restored, gather, restore_first, together
+from ckpt.restore.sources import MemorySource, Source
+from ckpt.save import Save
+from ckpt.state.capture import Capture, Reading
+from ckpt.subscribers import flush, publish
 from ckpt.tiers import Tier, as_tiers
-from ckpt.trace import traced
+from ckpt.trainer import replica_check, replica_rescue
+from ckpt.trainer.cadence_sync import TOO_LATE, Tempo
+from ckpt.trainer.deferred import Moment, Moments
+from ckpt.trainer.fault_handler import Sentinel
+from ckpt.trainer.optimizer_hooks import UpdateHook
+from ckpt.trainer.ownership import Tenure
+from ckpt.trainer.profiler import traced
+from ckpt.trainer.redo import RedoClient
+from ckpt.trainer.replica_rescue import Gap
+from ckpt.trainer.snapshot import Job
+from ckpt.trainer.stage import Stager
+from ckpt.trainer.writer_supervisor import Guardian, Written
 from ckpt.triggers import as_triggers
-from ckpt.world import World
 
 SURELY_NEWER = 2  # snapshots of a rank: another may be one step behind
 COMPARE_S = 120.0  # until the digests of other ranks' replicas are there
@@ -135,7 +137,7 @@ class Checkpointer:
         if on_busy not in ("wait", "skip") or on_error not in ("raise", "warn"):
             raise UsageError('on_busy is "wait" or "skip", on_error is "raise" or "warn"')
         self._metrics = as_metrics(metrics)
-        self._world = World.detect(link.node_id(), timeout_s=agree_timeout_s)
+        self._world = World.detect(channel.node_id(), timeout_s=agree_timeout_s)
         if on_busy == "skip" and self._world.size > 1:
             raise UsageError(
                 'on_busy="skip" is for one rank only: a rank that skips alone leaves no step that all have'
@@ -231,7 +233,7 @@ class Checkpointer:
     def _prepare(self, state: dict[str, Any], takeover: bool) -> Guardian:
         self._capture = Capture(state, Seat(self._world.rank, self._world.size))
         self._capture.read()  # what cannot be saved is said now
-        key = link.run_key(self._place, self._world.local_rank)
+        key = channel.run_key(self._place, self._world.local_rank)
         return Guardian(key, self._tiers, self._memory, self._stager, self._world, self._busy_timeout_s, takeover)
 
     def _show(self) -> None:
@@ -248,7 +250,7 @@ class Checkpointer:
         self._guardian.show(fields, (self._pulse.fd,))
 
     def _keep_books(self) -> None:
-        """The writer of the rank that speaks for the nearest place keeps the ledger, see `ckpt.bookkeeper`."""
+        """The writer of the rank that speaks for the nearest place keeps the ledger, see `ckpt.writer.bookkeeper`."""
         if self._guardian.roles[0].place > 0 if self._tiers else self._world.rank > 0:
             return
         owner = self._guardian.owner
@@ -499,20 +501,21 @@ class Checkpointer:
         return self._redo.told()
 
     def _compare_replicas(self, job: Job) -> None:
-        """At the first save of an epoch, and now and then: see `ckpt.replicas`. Nobody waits for the answer."""
+        """At the first save of an epoch, and now and then: see `ckpt.trainer.replica_check`. Nobody waits for the
+        answer."""
         step, epoch, size = job.attempt.step, job.attempt.epoch, self._world.size
-        due = self._compared != epoch or step % replicas.EVERY == 0
+        due = self._compared != epoch or step % replica_check.EVERY == 0
         if size == 1 or not due or self._closed:
             return
         self._compared = epoch
-        comparison = replicas.Comparison(self._capture.replicated)
+        comparison = replica_check.Comparison(self._capture.replicated)
 
         def compare() -> None:
             if not job.copied.wait(self._busy_timeout_s) or job.error is not None:
                 return
             try:
                 key, mailbox = f"{job.attempt}", self._tenure.mailbox()
-                names = replicas.differing(mailbox, key, self._world.rank, size, comparison.digests(), COMPARE_S)
+                names = replica_check.differing(mailbox, key, self._world.rank, size, comparison.digests(), COMPARE_S)
             except CheckpointError as error:
                 log.warning("the replicas of step %d could not be compared: %s", step, error)
                 return
@@ -640,7 +643,7 @@ class Checkpointer:
         self._stager.postpone(job)
         self._aside = save, job
 
-    # -- without the main thread: see `ckpt.sentinel.Levers` --
+    # -- without the main thread: see `ckpt.trainer.fault_handler.Levers` --
 
     def in_memory(self, timeout_s: float) -> int | None:
         if self._last is not None and self._last[0].step == self._last_step:
@@ -670,7 +673,7 @@ class Checkpointer:
         self.in_memory(LIVE_S)  # our own copy comes first, and has waited for what the device does
 
         def work() -> None:
-            filled.extend(relief.fill(gap, self._capture.replicated))
+            filled.extend(replica_rescue.fill(gap, self._capture.replicated))
 
         return filled if self._stager.undisturbed(work, lambda: self._hook.count == count, LIVE_S) else []
 

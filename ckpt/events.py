@@ -18,7 +18,7 @@ import logging
 import os
 import signal
 
-from ckpt.subscribe import Event, subscribe
+from ckpt.subscribers import Event, subscribe
 
 __all__ = ["POINTS", "Event", "log", "point", "subscribe"]
 

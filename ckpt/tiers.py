@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ckpt.cadence import FIRST_DURABLE, Auto, as_every
+from ckpt.checkpoint.retention import Keep, as_keep
 from ckpt.errors import UsageError
-from ckpt.retain import Keep, as_keep
+from ckpt.goodput.cadence import FIRST_DURABLE, Auto, as_every
 from ckpt.store import normalise, remember_options
 
 COMPRESSION = ("auto", "none", "zstd")

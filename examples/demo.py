@@ -34,7 +34,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ckpt import Tier, link
+from ckpt import Tier
+from ckpt.ipc import channel
 
 TRAINER = Path(__file__).with_name("train_gpt.py")
 FIRST_KILL, SECOND_KILL = 0.35, 0.74  # of all steps
@@ -297,7 +298,7 @@ def compare(reference: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 def processes(run: Path) -> list[psutil.Process]:
     """Trainers and writers of a run. A writer carries the key of its run among its arguments."""
-    key = link.run_key(Tier(str(run)).url, 0)
+    key = channel.run_key(Tier(str(run)).url, 0)
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

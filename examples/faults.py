@@ -51,10 +51,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ckpt
-from ckpt import link
 from ckpt.errors import CorruptError
-from ckpt.fault import Fault, incidents
-from ckpt.manifest import Attempt
+from ckpt.faults.report import Fault, incidents
+from ckpt.format.manifest import Attempt
+from ckpt.ipc import channel
 
 RANKS, VICTIM = 2, 1  # the victim is the rank that a fault strikes
 STEPS, EVERY = 120, 50  # EVERY: steps between checkpoints on disk
@@ -637,13 +637,13 @@ class Faults:
         return found
 
     def writer_key(self, rank: int) -> str:
-        return link.run_key(ckpt.Tier(str(self.run)).url, rank)
+        return channel.run_key(ckpt.Tier(str(self.run)).url, rank)
 
     def find_writer(self, rank: int) -> int | None:
         """A writer carries the key of its run among its arguments, and says by its name when it is ready."""
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
-                if self.writer_key(rank) in process.cmdline() and process.name() == link.AT_WORK:
+                if self.writer_key(rank) in process.cmdline() and process.name() == channel.AT_WORK:
                     return process.pid
         return None
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ckpt
-from ckpt import link
+from ckpt.ipc import channel as link
 
 CONTEXT, BATCH = 64, 16
 WIDTH, HEADS, LAYERS = 160, 4, 4

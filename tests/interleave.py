@@ -37,11 +37,11 @@ from typing import Any
 
 import numpy as np
 
-from ckpt import commit as commits
-from ckpt import log as run_log
-from ckpt import manifest, read, retain, tryout, upkeep, write
-from ckpt.commit import Role
-from ckpt.digest import file_digest
+from ckpt.checkpoint import commit as commits
+from ckpt.checkpoint import read, retention, store_trial, write
+from ckpt.checkpoint.commit import Role
+from ckpt.checkpoint.retention import Keep
+from ckpt.checkpoint.write import Snapshot, Written, write_part
 from ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -53,13 +53,15 @@ from ckpt.errors import (
     SaveError,
     StoreError,
 )
-from ckpt.log import Acquire, RunLog
-from ckpt.manifest import Attempt, PackInfo, new_format, owner, pack_key, part_key, table_key
-from ckpt.plan import Layout, TensorSpec
-from ckpt.retain import Keep
+from ckpt.format import manifest
+from ckpt.format.digest import file_digest
+from ckpt.format.layout import Layout, TensorSpec
+from ckpt.format.manifest import Attempt, PackInfo, new_format, owner, pack_key, part_key, table_key
+from ckpt.format.table import Table
+from ckpt.maintain import prune
+from ckpt.runlog import log as run_log
+from ckpt.runlog.log import Acquire, RunLog
 from ckpt.store import ObjectInfo
-from ckpt.table import Table
-from ckpt.write import Snapshot, Written, write_part
 from ckpt_backends import retry
 
 LATENCY_S = 0.01  # virtual; of each request
@@ -122,7 +124,7 @@ class Loop(asyncio.BaseEventLoop):
         return done
 
 
-PLAYED = (commits, manifest, read, retain, retry, run_log, tryout, upkeep, write)  # the modules that take part
+PLAYED = (commits, manifest, read, retention, retry, run_log, store_trial, prune, write)  # the modules that take part
 
 
 def _users_of(name: str) -> list[Any]:
@@ -144,7 +146,7 @@ def virtual(loop: Loop, dice: random.Random) -> Iterator[None]:
     changes += [(m, "secrets", tokens) for m in _users_of("secrets")]
     changes += [(commits, far + "STAGGER_S", 0.3) for far in ("", "FAR_")]
     changes += [(commits, far + "POLL_S", (0.05, 0.2)) for far in ("", "FAR_")]
-    changes += [(retain, "_cache", {})]
+    changes += [(retention, "_cache", {})]
     changes += [(run_log, "SNAPSHOT_EVERY", SNAPSHOT_EVERY)]
     changes += [(logging.getLogger("ckpt"), "disabled", True)]
     before = [(what, name, getattr(what, name)) for what, name, _ in changes]
@@ -673,7 +675,7 @@ def named(attempts: set[Attempt]) -> str:
     return " and ".join(map(str, sorted(attempts)))
 
 
-# -- what actors do: around the library as `ckpt.persist` does it --
+# -- what actors do: around the library as `ckpt.writer.persist` does it --
 
 
 @functools.cache
@@ -937,7 +939,7 @@ async def tidy(log: RunLog, mine: Acquire, keep: Keep) -> None:
     with contextlib.suppress(StoreError):
         history = log.state.lineage()
         if history and not await read.verify(log.store, history[0]):
-            await retain.retire(log, mine, keep, {history[0].attempt})
+            await retention.retire(log, mine, keep, {history[0].attempt})
 
 
 async def cleaner(sim: Sim, actor: Actor, begin: int) -> None:
@@ -964,17 +966,17 @@ async def shell(sim: Sim, actor: Actor, begin: int) -> None:
     log = RunLog(sim.store(actor))
     await insist(log.open)
     for _ in range(dice.randint(1, 2)):
-        stock = await upkeep.take_stock(log)
+        stock = await prune.take_stock(log)
         if dice.random() < 0.5:
-            plan = upkeep.plan_gc(log.store.url, log.state, stock, [], dice.random() < 0.5)
-            landed, _ = await upkeep.gc(log, stock, plan.ending)
+            plan = prune.plan_gc(log.store.url, log.state, stock, [], dice.random() < 0.5)
+            landed, _ = await prune.gc(log, stock, plan.ending)
         else:
             checked = read.choose(log)
             if await read.verify(log.store, checked):
                 continue
-            upkeep.plan_prune(log, stock, Keep(last=1))
-            landed = await upkeep.prune(log, stock, Keep(last=1), checked.attempt)
-        await upkeep.delete(log.store, [(key, 0) for key in landed.delete], grace_s=dice.choice((0.0, 1.0)))
+            prune.plan_prune(log, stock, Keep(last=1))
+            landed = await prune.prune(log, stock, Keep(last=1), checked.attempt)
+        await prune.delete(log.store, [(key, 0) for key in landed.delete], grace_s=dice.choice((0.0, 1.0)))
 
 
 async def taker_back(sim: Sim, actor: Actor, begin: int) -> None:
@@ -1106,11 +1108,11 @@ async def _finish(sim: Sim, actor: Actor, store: Any) -> None:
             written = await write_increment(store, snapshot, written, FROZEN)
         await commits.settle(log, lambda: mine, written, Role(), deadline_s=2.0)
         oracle.acknowledge(attempt)
-    await retain.retire(log, mine, Keep(last=1), {attempt})
+    await retention.retire(log, mine, Keep(last=1), {attempt})
     while sim.late:
         sim.land_late()
     await commits.recover(log, mine)
-    await retain.retire(log, mine, Keep(last=1), {attempt})
+    await retention.retire(log, mine, Keep(last=1), {attempt})
     if left_over := {key for key in sim.objects if owner(key) is not None} - oracle.needed.keys():
         raise Violation(f"clean-up left {sorted(left_over)}, which nothing needs")
     fresh = RunLog(store)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ckpt
-from ckpt.sharding import local
+from ckpt.state.sharding import local
 
 WIDTH = 48
 

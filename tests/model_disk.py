@@ -27,15 +27,15 @@ from pathlib import Path
 import pytest
 from conftest import eventually
 
-from ckpt import read
-from ckpt.commit import acquire, commit, create_run, recover
+from ckpt.checkpoint import read
+from ckpt.checkpoint.commit import acquire, commit, create_run, recover
+from ckpt.checkpoint.retention import Keep, retire
+from ckpt.checkpoint.write import Snapshot, Written, write_part
 from ckpt.errors import CheckpointError
-from ckpt.log import Acquire, RunLog
-from ckpt.manifest import Attempt, new_nonce
-from ckpt.plan import Layout, TensorSpec
-from ckpt.retain import Keep, retire
+from ckpt.format.layout import Layout, TensorSpec
+from ckpt.format.manifest import Attempt, new_nonce
+from ckpt.runlog.log import Acquire, RunLog
 from ckpt.store import Store
-from ckpt.write import Snapshot, Written, write_part
 from ckpt_backends.disk import Disk
 from ckpt_backends.local import LocalStore
 from ckpt_backends.memory import MemoryStore

@@ -33,8 +33,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpt
-from ckpt import events, read, stage
-from ckpt import world as worlds
+from ckpt import events
+from ckpt.checkpoint import read
+from ckpt.ranks import world as worlds
+from ckpt.trainer import stage
 
 SHAPES: dict[str, tuple[int, ...]] = {"wide": (40, 1024), "odd": (7, 3), "single": (1,), "empty": (0, 4)}
 

@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ckpt
-from ckpt import accounting, cli_report
-from ckpt.accounting import settle
+from ckpt.cli import report as cli_report
 from ckpt.errors import CorruptError, FormatError
-from ckpt.fault import Fault, Saved
-from ckpt.ledger import PREFIX, Account, Decision, End, Restore, Row, Saves, Seen
-from ckpt.statement import Cost, Statement, duration
+from ckpt.faults.report import Fault, Saved
+from ckpt.goodput import accounting
+from ckpt.goodput.accounting import settle
+from ckpt.goodput.breakdown import Cost, Statement, duration
+from ckpt.goodput.ledger import PREFIX, Account, Decision, End, Restore, Row, Saves, Seen
 
 WALL = 1_900_000_000.0  # of the moment 0 of the clocks here
 PARTS = ("productive_s", "stalled_s", "slowed_s", "paused_s", "other_s")

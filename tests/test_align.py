@@ -13,9 +13,9 @@ import torch
 from test_cli import call, save
 from torch import nn
 
-from ckpt import align
-from ckpt.geometry import boxes_of_run
-from ckpt.plan import TensorSpec
+from ckpt.convert import tensor_diff
+from ckpt.format.boxes import boxes_of_run
+from ckpt.format.layout import TensorSpec
 
 __all__ = ["call"]  # the fixture
 
@@ -37,11 +37,11 @@ class Memory:
             want.into[:] = flat.view(torch.uint8).numpy()
 
 
-def compared(a: torch.Tensor, b: torch.Tensor, dtype: str, other: str, window: int) -> align.Difference | None:
+def compared(a: torch.Tensor, b: torch.Tensor, dtype: str, other: str, window: int) -> tensor_diff.Difference | None:
     one: Any = Memory({"x": a, "y": a}, dtype)
     two: Any = Memory({"x": b, "y": a.to(b.dtype)}, other)
-    pairs = [align.Pair("x", "x", "x"), *([align.Pair("y", "y", "y")] if dtype == other else [])]
-    found = asyncio.run(align.differences(one, two, pairs, window=window))
+    pairs = [tensor_diff.Pair("x", "x", "x"), *([tensor_diff.Pair("y", "y", "y")] if dtype == other else [])]
+    found = asyncio.run(tensor_diff.differences(one, two, pairs, window=window))
     assert [f.name for f in found] in (["x"], [])
     return found[0] if found else None
 

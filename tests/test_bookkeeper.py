@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from ckpt import bookkeeper, filing
-from ckpt.bookkeeper import Bookkeeper
+from ckpt.checkpoint import ledger_files
+from ckpt.checkpoint.open_tier import Place, open_place
 from ckpt.errors import StoreError
-from ckpt.fault import Fault
-from ckpt.ledger import Account
-from ckpt.places import Place, open_place
-from ckpt.pulse import Pulse
+from ckpt.faults.report import Fault
+from ckpt.goodput.ledger import Account
+from ckpt.ipc.heartbeat import Pulse
 from ckpt.tiers import Tier
+from ckpt.writer import bookkeeper
+from ckpt.writer.bookkeeper import Bookkeeper
 
 
 class Books:
@@ -120,7 +121,7 @@ def test_a_new_writer_goes_on_with_the_count(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_read_just_now_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new writer waits for what the old one had put, and overwrites nothing until it knows."""
-    monkeypatch.setattr(filing, "AGAIN_S", 0.1)
+    monkeypatch.setattr(ledger_files, "AGAIN_S", 0.1)
 
     async def test(books: Books) -> None:
         books.begin()
@@ -129,14 +130,14 @@ def test_a_place_that_cannot_be_read_just_now_loses_nothing(tmp_path: Path, monk
         books.keeper.look()
         await books.keeper.finish()
         failures = [StoreError("it does not answer")] * 3
-        get = filing.get_small
+        get = ledger_files.get_small
 
         async def flaky(*arguments: Any) -> Any:
             if failures:
                 raise failures.pop()
             return await get(*arguments)
 
-        monkeypatch.setattr(filing, "get_small", flaky)
+        monkeypatch.setattr(ledger_files, "get_small", flaky)
         books.keeper = Bookkeeper(lambda: books.places, lambda message: None)
         books.begin(again=True)
         books.keeper.keep_soon()
@@ -171,7 +172,7 @@ def test_a_far_place_that_hangs_holds_nothing_up(tmp_path: Path, monkeypatch: py
     """The nearest place gets the ledger, steps are counted, and the end comes in time."""
     monkeypatch.setattr(bookkeeper, "LOOK_S", 0.02)
     monkeypatch.setattr(bookkeeper, "PATIENCE_S", 0.3)
-    monkeypatch.setattr(filing, "KEEP_S", 0.05)
+    monkeypatch.setattr(ledger_files, "KEEP_S", 0.05)
 
     async def test(books: Books) -> None:
         async def hang(*arguments: Any, **options: Any) -> None:

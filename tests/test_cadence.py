@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt import cadence
-from ckpt.cadence import Auto, Change, Cost, History, Place, Schedule, decide
 from ckpt.errors import UsageError
-from ckpt.ledger import Account, Decision, End, Restore, Row, Seen
-from ckpt.meter import Meter
+from ckpt.goodput import cadence
+from ckpt.goodput.cadence import Auto, Change, Cost, History, Place, Schedule, decide
+from ckpt.goodput.ledger import Account, Decision, End, Restore, Row, Seen
+from ckpt.goodput.overhead import Meter
 from ckpt.tiers import as_tiers
 
 MEMORY, FOLDER, BUCKET = "memory", "file:///nvme/run", "s3://bucket/run"

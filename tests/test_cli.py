@@ -20,10 +20,10 @@ from conftest import REPO
 from torch import nn
 
 import ckpt
-from ckpt import cli, terminal
-from ckpt.commit import acquire
-from ckpt.log import Record, RunLog
-from ckpt.manifest import Attempt, canonical, new_nonce, seal
+from ckpt.checkpoint.commit import acquire
+from ckpt.cli import app, terminal
+from ckpt.format.manifest import Attempt, canonical, new_nonce, seal
+from ckpt.runlog.log import Record, RunLog
 from ckpt.store import open_store
 
 COMMANDS = ("ls", "show", "verify", "diff")
@@ -113,7 +113,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Any:
     """Run a command in this process."""
 
     def run_command(*arguments: object) -> Result:
-        code = cli.main([str(a) for a in arguments])
+        code = app.main([str(a) for a in arguments])
         return Result(code, *capsys.readouterr())
 
     return run_command
@@ -156,7 +156,7 @@ def test_ls_lists_newest_first(made: Path, call: Any) -> None:
         part = json.loads((made / "parts" / f"{row['attempt']}.0.0.json").read_text())
         assert (row["bytes"], row["ranks"], row["reason"]) == (own, 1, "due")
         assert row["full"] == (not part.get("needs"))
-        assert cli.datetime.fromisoformat(row["created"]).timestamp() == int(part["created"])
+        assert app.datetime.fromisoformat(row["created"]).timestamp() == int(part["created"])
     lines = call("ls", made).out.splitlines()
     assert lines[0] == f"file://{made}" and re.match(r" +6 .* newest$", lines[2]) and len(lines) == 7
 
@@ -285,7 +285,7 @@ def test_show_says_how_tensors_are_held(increments: Path, call: Any) -> None:
         re.search(r"^master +F32 +\(64, 128\) .* delta$", text, re.MULTILINE)
         and "an increment, built on step 3" in text
     )
-    gone = "\n".join(cli.storage_lines({**found, "needs_there": False}))
+    gone = "\n".join(app.storage_lines({**found, "needs_there": False}))
     assert found["needs_there"] and "an increment, refers to files of step 2, number 2 after" in gone
     assert all(len(line) <= 100 for line in text.splitlines()[1:]), "but for the URL, which may be long"
 
@@ -310,10 +310,10 @@ def test_verify_reads_older_files_too_unless_it_is_told_not_to(increments: Path,
     async def counted() -> tuple[int, int]:
         log = RunLog(open_store(increments))
         await log.open()
-        commits, seen = cli.newest_first(log), list[int]()
+        commits, seen = app.newest_first(log), list[int]()
         for commit in commits:
-            await cli.examine(log, commit, seen.append)
-        total = await cli.bytes_to_read(log, commits)
+            await app.examine(log, commit, seen.append)
+        total = await app.bytes_to_read(log, commits)
         await log.store.aclose()
         return sum(seen), total
 
@@ -394,7 +394,7 @@ def test_what_is_retired_meanwhile_is_not_called_damaged(run: Path) -> None:
             record = Record("PLAN", {"retire": [str(commit.attempt)], "delete": []}, "plan")
             await other.append(lambda _: record, owner=other.state.acquires[-1])
         await other.store.delete(f"packs/{commit.attempt}.0.0.safetensors")
-        verdict = (await cli.examine(log, commit))["verdict"]
+        verdict = (await app.examine(log, commit))["verdict"]
         await log.store.aclose()
         await other.store.aclose()
         return str(verdict)
@@ -595,10 +595,10 @@ def test_hostile_parts_raise_no_traceback(run: Path, call: Any) -> None:
         {"layout": {**layout, "tensors": [*layout["tensors"], ["more", "F32", [2**40], False]]}},
     ):
         changed = {**whole, **change}
-        changed["layout_digest"] = cli.file_digest(canonical(changed["layout"]))
+        changed["layout_digest"] = app.file_digest(canonical(changed["layout"]))
         path.write_bytes(seal(changed))
         record = {k: v for k, v in json.loads(log.read_text()).items() if k != "digest"}
-        record["body"]["parts"] = [[0, 0, cli.file_digest(path.read_bytes())]]
+        record["body"]["parts"] = [[0, 0, app.file_digest(path.read_bytes())]]
         log.write_bytes(seal(record))
         for command in COMMANDS:
             found = call(*arguments_of(command, run))

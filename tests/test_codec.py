@@ -23,10 +23,10 @@ import zstandard
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from ckpt import codec, shuffle
-from ckpt.codec import BF16, CODECS, DELTA, FLOAT_DELTA, PLANES, RAW, ROTATED, decode, derives, encode, estimate
 from ckpt.errors import CorruptError, FormatError, UsageError
-from ckpt.plan import BITS
+from ckpt.format import byteplanes, codec
+from ckpt.format.codec import BF16, CODECS, DELTA, FLOAT_DELTA, PLANES, RAW, ROTATED, decode, derives, encode, estimate
+from ckpt.format.layout import BITS
 
 QUICK = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 WORDS = (1, 2, 4, 8)
@@ -127,8 +127,8 @@ def taken_apart(stored: bytes, length: int) -> list[bytes]:
 def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planes are cut and joined by numpy, or by blosc2's library."""
     if request.param == "numpy":
-        monkeypatch.setattr(shuffle, "find_library", lambda: None)
-    elif shuffle.find_library() is None:
+        monkeypatch.setattr(byteplanes, "find_library", lambda: None)
+    elif byteplanes.find_library() is None:
         pytest.skip("blosc2 is not installed")
 
 
@@ -217,7 +217,7 @@ needs_blosc2 = pytest.mark.skipif(importlib.util.find_spec("blosc2") is None, re
 @given(blobs(), st.sampled_from(PLAIN))
 def test_both_ways_store_the_same(found: tuple[int, bytes, bytes], way: int) -> None:
     """With blosc2 and without it the stored bytes are the same, and each reads them back, at any address."""
-    assert shuffle.find_library() is not None
+    assert byteplanes.find_library() is not None
     word, plain, base = found
     old = with_base(way, base)
     stored = encode(way, plain, word, old)
@@ -225,7 +225,7 @@ def test_both_ways_store_the_same(found: tuple[int, bytes, bytes], way: int) -> 
     decode(way, stored, len(plain), old, into)
     assert into == plain
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shuffle, "find_library", lambda: None)
+        patch.setattr(byteplanes, "find_library", lambda: None)
         assert encode(way, plain, word, old) == stored
         assert back(way, stored, len(plain), old) == plain
 
@@ -234,15 +234,15 @@ def test_larger_than_the_library_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blobs of more bytes than a C int can say are cut and joined by numpy, to the same bytes."""
     plain = np.random.default_rng(0).normal(0, 1, MIB // 4).astype("<f4").tobytes()
     stored = encode(ROTATED, plain, 4)
-    monkeypatch.setattr(shuffle, "_MOST", MIB - 1)
-    assert shuffle.at_a_time(4, MIB // 4) == shuffle.PIECE // 4
+    monkeypatch.setattr(byteplanes, "_MOST", MIB - 1)
+    assert byteplanes.at_a_time(4, MIB // 4) == byteplanes.PIECE // 4
     assert encode(ROTATED, plain, 4) == stored
     assert back(ROTATED, stored, MIB) == plain
 
 
 FOUND = """
 import sys
-from ckpt import codec, shuffle
+from ckpt.format import codec; from ckpt.format import byteplanes as shuffle
 
 assert shuffle.find_library() is not None
 plain = bytes(range(256)) * 16
@@ -271,8 +271,8 @@ def raising(error: Exception) -> Callable[[str], Any]:
 @pytest.mark.parametrize("find", [lambda name: None, raising(ValueError()), raising(ImportError())])
 def test_no_package_no_library(find: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without blosc2, or with something odd of that name, numpy does it all."""
-    monkeypatch.setattr(shuffle.importlib.util, "find_spec", find)
-    assert shuffle.find_library.__wrapped__() is None
+    monkeypatch.setattr(byteplanes.importlib.util, "find_spec", find)
+    assert byteplanes.find_library.__wrapped__() is None
 
 
 def test_files_that_are_no_such_library_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,14 +281,14 @@ def test_files_that_are_no_such_library_are_left_alone(tmp_path: Path, monkeypat
     other = importlib.util.find_spec("zstandard.backend_c")
     assert other is not None and other.origin is not None
     files = [tmp_path / "none.so", tmp_path / "garbage.so", Path(other.origin)]
-    real = shuffle._library_files()
-    monkeypatch.setattr(shuffle, "_library_files", lambda: files)
-    assert shuffle.find_library.__wrapped__() is None
-    monkeypatch.setattr(shuffle, "_library_files", lambda: files + real)
-    assert (shuffle.find_library.__wrapped__() is None) == (not real)
+    real = byteplanes._library_files()
+    monkeypatch.setattr(byteplanes, "_library_files", lambda: files)
+    assert byteplanes.find_library.__wrapped__() is None
+    monkeypatch.setattr(byteplanes, "_library_files", lambda: files + real)
+    assert (byteplanes.find_library.__wrapped__() is None) == (not real)
 
 
-def by_hand(wrong: Callable[[int, int], bool], done: int = 0) -> shuffle.Library:
+def by_hand(wrong: Callable[[int, int], bool], done: int = 0) -> byteplanes.Library:
     """A library of Python's: `wrong` says for which bytes of a word, and words, it loses the last byte."""
 
     def run(word: int, size: int, source: int, into: int, back: bool) -> int:
@@ -297,7 +297,7 @@ def by_hand(wrong: Callable[[int, int], bool], done: int = 0) -> shuffle.Library
         ctypes.memmove(into, found.tobytes(), size - wrong(word, size // word))
         return size - done
 
-    return shuffle.Library(lambda *a: run(*a, back=False), lambda *a: run(*a, back=True))
+    return byteplanes.Library(lambda *a: run(*a, back=False), lambda *a: run(*a, back=True))
 
 
 def test_a_library_that_does_otherwise_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,13 +310,13 @@ def test_a_library_that_does_otherwise_is_not_used(monkeypatch: pytest.MonkeyPat
         "many": by_hand(lambda word, count: count > 1000),
         "half done": by_hand(lambda word, count: False, done=1),
     }
-    assert {name for name, library in lies.items() if shuffle.does_as_numpy(library)} == {"none"}
+    assert {name for name, library in lies.items() if byteplanes.does_as_numpy(library)} == {"none"}
     plain = training_like(4001)
     stored = encode(ROTATED, plain, 4)
-    monkeypatch.setattr(shuffle, "find_library", lambda: lies["none"])
+    monkeypatch.setattr(byteplanes, "find_library", lambda: lies["none"])
     assert encode(ROTATED, plain, 4) == stored
     assert back(ROTATED, stored, len(plain)) == plain
-    monkeypatch.setattr(shuffle, "find_library", lambda: lies["odd numbers"])
+    monkeypatch.setattr(byteplanes, "find_library", lambda: lies["odd numbers"])
     assert back(ROTATED, stored, len(plain)) != plain  # had it been used
 
 
@@ -554,7 +554,7 @@ def test_what_no_encoder_writes_is_refused() -> None:
 BOMB = """
 import resource, struct, sys
 import zstandard
-from ckpt import codec
+from ckpt.format import codec
 from ckpt.errors import CorruptError
 
 small = zstandard.ZstdCompressor(level=19).compress(bytes(200 << 20))

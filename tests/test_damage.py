@@ -17,20 +17,21 @@ from typing import Any
 
 import pytest
 
-from ckpt import commit, manifest, read, retain
-from ckpt.arena import SEALED, Arena, Label
-from ckpt.digest import blob_digest
+from ckpt.checkpoint import commit, read, retention
+from ckpt.checkpoint.retention import Keep
+from ckpt.checkpoint.write import Snapshot, digest_blobs, write_part
 from ckpt.errors import CheckpointError, CorruptError, NoCheckpointError
-from ckpt.log import Acquire, Commit, RunLog
-from ckpt.manifest import Attempt, new_nonce
-from ckpt.plan import BLOB, Layout, TensorSpec
-from ckpt.resume import Restored, restore_first
-from ckpt.retain import Keep
-from ckpt.sources import MemorySource
-from ckpt.sources import Snapshot as Sealed
-from ckpt.state import Capture
-from ckpt.world import World
-from ckpt.write import Snapshot, digest_blobs, write_part
+from ckpt.format import manifest
+from ckpt.format.digest import blob_digest
+from ckpt.format.layout import BLOB, Layout, TensorSpec
+from ckpt.format.manifest import Attempt, new_nonce
+from ckpt.ipc.arena import SEALED, Arena, Label
+from ckpt.ranks.world import World
+from ckpt.restore.resume import Restored, restore_first
+from ckpt.restore.sources import MemorySource
+from ckpt.restore.sources import Snapshot as Sealed
+from ckpt.runlog.log import Acquire, Commit, RunLog
+from ckpt.state.capture import Capture
 from ckpt_backends.memory import MemoryStore
 
 STEPS = (10, 20, 30)
@@ -96,7 +97,7 @@ class Read:
 
 
 async def read_one(store: MemoryStore, found: Commit) -> Read:
-    """One checkpoint, by the same steps as `ckpt.sources.StoreSource`."""
+    """One checkpoint, by the same steps as `ckpt.restore.sources.StoreSource`."""
     whole = await read.load_manifest(store, found)
     of, saved = whole.layout(), whole.saved()
     offsets = dict(zip((t.name for t in of.tensors), of.arrangement.offsets, strict=True))
@@ -346,7 +347,7 @@ def appended_after(objects: Objects) -> tuple[int | None, list[str]]:
         await commit.recover(log, mine)
         saved = [await save(log, mine, layout(*SMALL), step) for step in (40, 50, 60, 70)]
         assert damaged, "the damage was not noticed"
-        assert await retain.retire(log, mine, Keep(last=1), {saved[-1].attempt}) == set()
+        assert await retention.retire(log, mine, Keep(last=1), {saved[-1].attempt}) == set()
         back = await read_one(store, (await read.open_run("memory://run", store)).state.lineage()[0])
         assert back.data == content(layout(*SMALL), back.step)
         return back.step, [key for key in objects if key not in store.objects]
@@ -373,7 +374,7 @@ def test_negative_control_a_whole_run_is_cleaned_up(small: Objects) -> None:
         store = MemoryStore(objects=dict(small))
         log = await read.open_run("memory://run", store)
         mine = log.state.acquires[-1]
-        return await retain.retire(log, mine, Keep(last=1), {log.state.lineage()[0].attempt})
+        return await retention.retire(log, mine, Keep(last=1), {log.state.lineage()[0].attempt})
 
     assert {a.step for a in asyncio.run(scenario())} == {10}
 

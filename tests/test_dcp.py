@@ -39,10 +39,13 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import ckpt
 import ckpt.dcp
-from ckpt import dcp_busy, dcp_objects, dcp_run, dcp_share, dcp_source, events, read
+from ckpt import events
+from ckpt.checkpoint import read
 from ckpt.cli import cli
-from ckpt.log import RunLog
-from ckpt.manifest import Attempt
+from ckpt.dcp import coordinator, in_flight, objects, rank_write
+from ckpt.dcp import read as dcp_source
+from ckpt.format.manifest import Attempt
+from ckpt.runlog.log import RunLog
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MODES = {"fsdp": "thread", "hsdp": "sync", "tp": "sync", "fsdp_tp": "sync"}  # and how they are saved
@@ -57,7 +60,7 @@ def first_job() -> Iterator[None]:
 
 def another_job() -> None:
     """From here on this process is another one, as far as `ckpt.dcp` knows."""
-    for memory in (dcp_run._incarnations, dcp_run._owners, dcp_run._known, dcp_busy._claims):
+    for memory in (coordinator._incarnations, coordinator._owners, coordinator._known, in_flight._claims):
         memory.clear()
 
 
@@ -114,7 +117,7 @@ def flip(path: Path, at: int, size: int = 1) -> None:
 
 def every_kind() -> dict[str, Any]:
     dtypes = [dtype for name in dir(torch) if isinstance(dtype := getattr(torch, name), torch.dtype)]
-    known = [dtype for dtype in dict.fromkeys(dtypes) if dtype in dcp_share.DTYPE_NAME]
+    known = [dtype for dtype in dict.fromkeys(dtypes) if dtype in rank_write.DTYPE_NAME]
     state: dict[str, Any] = {}
     for dtype in known:
         raw = torch.randint(0, 2 if dtype == torch.bool else 256, (6 * dtype.itemsize,), dtype=torch.uint8)
@@ -336,14 +339,14 @@ def test_a_newer_job_fences_an_older_one(run_dir: str, monkeypatch: pytest.Monke
     """Also one that makes a new writer for each save. Negative control: without the check it would save."""
     state = {"w": torch.zeros(3)}
     save(state, 1, run_dir)
-    older = dict(dcp_run._incarnations), dict(dcp_run._owners)
+    older = dict(coordinator._incarnations), dict(coordinator._owners)
     another_job()
     load(state, run_dir)
     save(state, 2, run_dir)
     for keep_owner in (True, False):
         another_job()
-        dcp_run._incarnations.update(older[0])
-        dcp_run._owners.update(older[1] if keep_owner else {})
+        coordinator._incarnations.update(older[0])
+        coordinator._owners.update(older[1] if keep_owner else {})
         assert isinstance(refused(lambda: save(state, 3, run_dir)), ckpt.FencedError)
     assert history(run_dir) == [2, 1]
     monkeypatch.setattr(RunLog, "check_owner", lambda self, owner: None)
@@ -501,7 +504,7 @@ def test_a_bucket_takes_its_steps_and_its_outage_is_said(tmp_path: Path, monkeyp
         found = load(emptied(state), tiers, resume=False)
         assert found["n"] == 8 and same(found["w"], state["w"])
         writer = pickle.loads(pickle.dumps(writer))  # as for the process of dcp.async_save
-    monkeypatch.setattr(dcp_run, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(coordinator, "PATIENCE_S", 0.2)
     error = refused(lambda: save(state | {"n": 10}, 10, writer))
     assert isinstance(error, ckpt.SaveError) and f"not written to {far}" in str(error)
     save(state | {"n": 11}, 11, writer)
@@ -525,19 +528,19 @@ def test_what_a_full_place_refuses_is_in_the_other(tmp_path: Path, monkeypatch: 
     near, far = str(tmp_path / "near"), str(tmp_path / "far")
     writer, state = ckpt.dcp.StorageWriter([near, far]), {"w": torch.randn(1000), "n": 1}
     save(state, 1, writer)
-    real = dcp_share.write
+    real = rank_write.write
 
     async def full(store: Any, *args: Any, **kwargs: Any) -> Any:
         if store.url.endswith("near"):
             raise ckpt.FullError("no space left")
         return await real(store, *args, **kwargs)
 
-    monkeypatch.setattr(dcp_share, "write", full)
+    monkeypatch.setattr(rank_write, "write", full)
     error = refused(lambda: save(state | {"n": 2}, 2, writer))
     assert (
         isinstance(error, ckpt.SaveError) and "no space left" in str(error) and f"It is in file://{far}" in str(error)
     )
-    monkeypatch.setattr(dcp_share, "write", real)
+    monkeypatch.setattr(rank_write, "write", real)
     save(state | {"n": 3}, 3, writer)
     assert history(near) == [3, 1] and history(far) == [3, 2, 1]
     assert [a.step for a in records(near).state.aborted] == [2]
@@ -563,13 +566,13 @@ def test_two_processes_of_one_job_do_not_fence_each_other(run_dir: str, monkeypa
     """The trainer, and the process of dcp.async_save, which has opened another epoch to save a failed step again."""
     state, writer = {"w": torch.randn(10)}, ckpt.dcp.StorageWriter(run_dir)
     save(state, 1, writer)
-    trainer, pickled = dict(dcp_run._owners), pickle.dumps(writer)
+    trainer, pickled = dict(coordinator._owners), pickle.dumps(writer)
     another_job()
     monkeypatch.setattr(events, "_armed", events._parse("pack.written:eio"))
     refused(lambda: save(state, 2, pickle.loads(pickled)))
     save(state, 2, pickle.loads(pickled))
     another_job()
-    dcp_run._owners.update(trainer)
+    coordinator._owners.update(trainer)
     save(state, 3, pickle.loads(pickled))
     assert history(run_dir) == [3, 2, 1] and len(records(run_dir).state.acquires) == 2
 
@@ -578,7 +581,7 @@ def test_what_was_whole_when_the_job_died_is_no_obstacle(run_dir: str, monkeypat
     """All parts of step 2 were there, and no record yet: the next job goes on from step 1, and nothing stays open."""
     state, tier = {"w": torch.randn(10), "n": 0}, ckpt.Tier(run_dir, 1, keep=20)
     save(state | {"n": 1}, 1, tier)
-    monkeypatch.setattr(dcp_run, "end", lambda saving, receipts: asyncio.sleep(0))
+    monkeypatch.setattr(coordinator, "end", lambda saving, receipts: asyncio.sleep(0))
     save(state | {"n": 2}, 2, tier)
     monkeypatch.undo()
     another_job()
@@ -606,7 +609,7 @@ def test_a_state_that_changes_while_it_is_written_is_refused(tmp_path: Path) -> 
 
 def test_what_changes_in_one_place_is_the_state_of_some_moment(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The digest is that of the bytes that are stored, so they can be read. The change comes after the copy."""
-    w, real = torch.zeros(3_000_000), dcp_share.Stream._take
+    w, real = torch.zeros(3_000_000), rank_write.Stream._take
 
     def take(self: Any, length: int) -> memoryview:
         w.add_(1)
@@ -615,13 +618,13 @@ def test_what_changes_in_one_place_is_the_state_of_some_moment(run_dir: str, mon
         finally:
             w.add_(1)
 
-    class Raced(dcp_share.Stream):
+    class Raced(rank_write.Stream):
         def _next(self) -> memoryview:
             found = super()._next()
             w.add_(1)  # between the look at the source and the copy
             return found
 
-    monkeypatch.setattr(dcp_share, "Stream", Raced)
+    monkeypatch.setattr(rank_write, "Stream", Raced)
     monkeypatch.setattr(Raced, "_take", take)
     save({"w": w}, 1, run_dir)
     assert load({"w": torch.zeros(3_000_000)}, run_dir)["w"].min() > 0
@@ -650,7 +653,7 @@ def test_what_failed_saves_have_left_goes_before_the_next(
     assert len(list(Path(run_dir, "packs").iterdir())) == first + 1  # that of step 2 went before step 3
     another_job()
     with monkeypatch.context() as patch:
-        patch.setattr(dcp_share, "write", full)
+        patch.setattr(rank_write, "write", full)
         assert "no space left. `ckpt gc" in str(refused(lambda: save(state, 4, writer)))
     names = [path.name for path in Path(run_dir, "packs").iterdir()]
     assert [name for name in names if "-3." in name or "-2." in name] == []
@@ -680,12 +683,12 @@ def test_plans_that_a_planner_keeps_do_not_keep_checkpoints(run_dir: str) -> Non
 
     class Fenced(Kept):
         def finish_plan(self, new_plan: Any) -> Any:
-            mine = dict(dcp_run._incarnations), dict(dcp_run._owners)
+            mine = dict(coordinator._incarnations), dict(coordinator._owners)
             another_job()
             save({"n": 1}, 7, f"{run_dir}-other")
             save(state, 7, tier)
-            dcp_run._incarnations.update(mine[0])
-            dcp_run._owners.update(mine[1])
+            coordinator._incarnations.update(mine[0])
+            coordinator._owners.update(mine[1])
             return super().finish_plan(new_plan)
 
     fenced = Fenced(enable_plan_caching=True)
@@ -717,7 +720,7 @@ def test_ranks_that_found_different_newest_ones_are_told(run_dir: str) -> None:
 
 def test_a_place_that_ranks_do_not_share_is_named(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a rank wrote to a disk of its own cannot be committed."""
-    real = dcp_share.write
+    real = rank_write.write
 
     async def elsewhere(store: Any, *args: Any, **kwargs: Any) -> Any:
         written = await real(store, *args, **kwargs)
@@ -725,7 +728,7 @@ def test_a_place_that_ranks_do_not_share_is_named(run_dir: str, monkeypatch: pyt
             path.unlink()
         return written
 
-    monkeypatch.setattr(dcp_share, "write", elsewhere)
+    monkeypatch.setattr(rank_write, "write", elsewhere)
     assert "all ranks share" in str(refused(lambda: save({"w": torch.ones(1)}, 1, run_dir)))
 
 
@@ -772,8 +775,8 @@ def test_negative_control_without_digests_damage_would_get_through(
             next(digests)
             return False
 
-    monkeypatch.setattr("ckpt.read.blob_digest", lambda data: Anything())
-    monkeypatch.setattr("ckpt.stream.blob_digest", lambda data: Anything(), raising=False)
+    monkeypatch.setattr("ckpt.checkpoint.read.blob_digest", lambda data: Anything())
+    monkeypatch.setattr("ckpt.checkpoint.read_local.blob_digest", lambda data: Anything(), raising=False)
     assert not same(load({"w": torch.zeros(100_000)}, tmp_path / "run")["w"], state["w"])
 
 
@@ -879,8 +882,8 @@ def test_objects_that_are_no_archives_are_refused() -> None:
     """Random bytes, nothing at all, an old-style pickle."""
     for raw in (b"", b"PK\x03\x04", os.urandom(300), pickle.dumps(print), pickle.dumps(Bomb("/nowhere"))):
         with pytest.raises(ckpt.UsageError, match="refused"):
-            dcp_objects.check_object("x", memoryview(raw))
-    dcp_objects.check_object("x", pickled({"a": [1, "x", (2.5, None)], "t": torch.ones(3)}))
+            objects.check_object("x", memoryview(raw))
+    objects.check_object("x", pickled({"a": [1, "x", (2.5, None)], "t": torch.ones(3)}))
 
 
 def pickled(value: Any) -> memoryview:
@@ -892,16 +895,16 @@ def pickled(value: Any) -> memoryview:
 def test_objects_without_code_are_taken_and_others_named(caplog: pytest.LogCaptureFixture) -> None:
     """Bytes, dates and paths are read; of what is refused the class is said, also while it is saved, but once."""
     for value in (b"", b"x", datetime.datetime(2026, 1, 2), datetime.timedelta(3), datetime.UTC, Path("a/b")):
-        dcp_objects.check_object("x", pickled({"value": value}))
+        objects.check_object("x", pickled({"value": value}))
     with torch.serialization.safe_globals([datetime.date, Plain]):
-        dcp_objects.check_object("x", pickled(Plain()))
+        objects.check_object("x", pickled(Plain()))
         named = torch.serialization.get_safe_globals()
         assert datetime.date in named and datetime.datetime not in named  # what the user has named stays
     with pytest.raises(ckpt.UsageError, match=r"\(Unsupported global: GLOBAL test_dcp.Plain\)"):
-        dcp_objects.check_object("x", pickled(Plain()))
+        objects.check_object("x", pickled(Plain()))
     for _ in range(2):
-        dcp_objects.warn_once("unheard.of", pickled(Plain()))
-        dcp_objects.warn_once("unheard.of.number", pickled(5))
+        objects.warn_once("unheard.of", pickled(Plain()))
+        objects.warn_once("unheard.of.number", pickled(5))
     assert [r.getMessage()[:16] for r in caplog.records if "test_dcp.Plain" in r.getMessage()] == ["unheard.of can o"]
 
 

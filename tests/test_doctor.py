@@ -23,11 +23,16 @@ from model_disk import Run, local, volume
 from s3_server import KEY, MotoServer, environment, storage_options
 
 import ckpt
-from ckpt import cli, cli_doctor, doctor, doctor_folder, doctor_link, doctor_machine, doctor_plan, doctor_s3
-from ckpt.doctor import Bounds
-from ckpt.doctor_machine import Speed
+from ckpt.cli import app
+from ckpt.cli import doctor as cli_doctor
+from ckpt.doctor import advice, machine, network
+from ckpt.doctor import folder as doctor_folder
+from ckpt.doctor import place as doctor
+from ckpt.doctor import s3 as doctor_s3
+from ckpt.doctor.findings import ADVICE, GB, MIB, OK, PROBLEM, Finding, Job, Place, Rates, clock_difference, worst
+from ckpt.doctor.machine import Speed
+from ckpt.doctor.place import Bounds
 from ckpt.errors import AccessError, ExistsError
-from ckpt.findings import ADVICE, GB, MIB, OK, PROBLEM, Finding, Job, Place, Rates, clock_difference, worst
 from ckpt.store import Buffer, ObjectInfo, Store, remember_options
 from ckpt_backends.memory import MemoryStore, MemoryUpload
 
@@ -325,8 +330,8 @@ def test_a_small_file_system(tmp_path: Path) -> None:
         assert named(place.findings, "file system").verdict == ADVICE
         assert list(small.path.iterdir()) == []
         job = Job(state=1 * GB)
-        assert named(doctor_plan.too_full(job, place), "free space").verdict == PROBLEM
-        assert doctor_plan.too_full(Job(state=1 * MIB), place) == []
+        assert named(advice.too_full(job, place), "free space").verdict == PROBLEM
+        assert advice.too_full(Job(state=1 * MIB), place) == []
 
 
 def test_a_read_only_file_system(tmp_path: Path) -> None:
@@ -379,7 +384,7 @@ def test_clocks() -> None:
 
 def test_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of the local clock during the examination is seen."""
-    watch = doctor_machine.ClockWatch()
+    watch = machine.ClockWatch()
     assert watch.finding().verdict == OK
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 30)
@@ -487,14 +492,14 @@ def tree(root: Path, files: dict[str, str]) -> Path:
 
 def test_this_machine() -> None:
     """Every check of the machine has something to say, whatever machine this is."""
-    found = doctor_machine.machine(Job())
+    found = machine.machine(Job())
     assert {"versions", "CPUs", "memory", "shared memory", "kernel", "clock source"} <= {f.what for f in found}
     assert all(f.advice for f in found if f.verdict != OK)
 
 
 def test_a_machine_without_files(tmp_path: Path) -> None:
     """A kernel that tells nothing is no error."""
-    assert doctor_machine.machine(Job(), proc=tmp_path, sys_=tmp_path, environment={})
+    assert machine.machine(Job(), proc=tmp_path, sys_=tmp_path, environment={})
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -509,8 +514,8 @@ def test_cgroups(tmp_path: Path, version: int) -> None:
         tree(proc, {"self/cgroup": "4:pids:/pod/app\n3:cpu,cpuacct:/pod\n"})
         tree(sys_ / "fs/cgroup/cpu/pod", {"cpu.cfs_quota_us": "50000\n", "cpu.cfs_period_us": "100000\n"})
         tree(sys_ / "fs/cgroup/pids/pod", {"pids.max": "500\n"})
-    assert doctor_machine.cpu_count(proc, sys_) == 0.5
-    found = doctor_machine.cgroup(proc, sys_)
+    assert machine.cpu_count(proc, sys_) == 0.5
+    found = machine.cgroup(proc, sys_)
     assert named(found, "cgroup pids").verdict == ADVICE
     assert [f.verdict for f in found if f.what == "cgroup oom group"] == [ADVICE] * (version == 2)
 
@@ -525,18 +530,18 @@ def test_a_machine_with_shortcomings(tmp_path: Path) -> None:
             "devices/system/clocksource/clocksource0/current_clocksource": "hpet\n",
         },
     )
-    verdicts = [doctor_machine.memory(Job(state=n * GB, world=4, local=2), proc, sys_).verdict for n in (1, 6, 20)]
+    verdicts = [machine.memory(Job(state=n * GB, world=4, local=2), proc, sys_).verdict for n in (1, 6, 20)]
     assert verdicts == [OK, ADVICE if 4 * 3 > 0.8 * 12.288 else OK, PROBLEM]
-    assert doctor_machine.huge_pages(sys_).verdict == ADVICE and doctor_machine.clock_source(sys_).verdict == ADVICE
+    assert machine.huge_pages(sys_).verdict == ADVICE and machine.clock_source(sys_).verdict == ADVICE
     tree(sys_, {"kernel/mm/transparent_hugepage/shmem_enabled": "always [advise] never\n"})
-    assert doctor_machine.huge_pages(sys_).verdict == OK
+    assert machine.huge_pages(sys_).verdict == OK
 
 
 def test_launchers() -> None:
     """What each launcher is known to need is asked for, and no more."""
     agent = {"TORCHELASTIC_RUN_ID": "x"}
     verdicts = [
-        doctor_machine.launcher(environment)[0].verdict
+        machine.launcher(environment)[0].verdict
         for environment in (
             {},
             agent,
@@ -629,16 +634,16 @@ ILL = {
 
 def smi(text: str, dmesg: str = "", copy: str | None = "[24e9, 12e9]") -> list[Finding]:
     answers = {"nvidia-smi": text, "dmesg": dmesg, sys.executable: copy}
-    return doctor_machine.gpus(lambda words, _: answers[words[0]])[0]
+    return machine.gpus(lambda words, _: answers[words[0]])[0]
 
 
 def test_no_gpu() -> None:
     """Where there is none, or only a driver without cards, that is said, and it is no problem."""
     for answer in (None, "", "No devices were found\n"):
-        found, rates = doctor_machine.gpus(lambda words, _, answer=answer: answer)
+        found, rates = machine.gpus(lambda words, _, answer=answer: answer)
         assert found == [Finding("GPU", "no GPU here")] and rates == []
-    assert doctor_machine.run_command(["no-such-program"], 1.0) is None
-    assert doctor_machine.run_command([sys.executable, "-c", "import time; time.sleep(9)"], 0.2) is None
+    assert machine.run_command(["no-such-program"], 1.0) is None
+    assert machine.run_command([sys.executable, "-c", "import time; time.sleep(9)"], 0.2) is None
 
 
 def test_healthy_gpus() -> None:
@@ -669,11 +674,11 @@ def test_gpu_driver_errors_and_copies() -> None:
 
 
 def serving(**limits: Any) -> tuple[int, threading.Thread, list[Any]]:
-    listener, said = doctor_link.listening("127.0.0.1", 0), list[Any]()
+    listener, said = network.listening("127.0.0.1", 0), list[Any]()
 
     def run() -> None:
         try:
-            said.append(doctor_link.serve(listener, **limits))
+            said.append(network.serve(listener, **limits))
         except OSError as error:
             said.append(error)
 
@@ -687,17 +692,17 @@ def test_network() -> None:
     for wanted, most in ((3 * MIB, 4 * MIB), (9 * MIB, 2 * MIB)):
         port, thread, said = serving(size=most)
         counted: list[int] = []
-        found = doctor_link.measure_link("127.0.0.1", port, size=wanted, on_bytes=counted.append)
+        found = network.measure_link("127.0.0.1", port, size=wanted, on_bytes=counted.append)
         thread.join(10)
         assert said == ["127.0.0.1"] and sum(counted) == 2 * min(wanted, most)
         assert found.out > 0 < found.back and found.round_trip_s > 0
-        assert doctor_link.link_findings(found, Job(state=GB))[-1].value.startswith("a snapshot of 1.0 GB")
+        assert network.link_findings(found, Job(state=GB))[-1].value.startswith("a snapshot of 1.0 GB")
 
 
 def test_network_ends_by_time() -> None:
     """However much was asked for, time ends it."""
     port, thread, said = serving(measure_s=0.1)
-    doctor_link.measure_link("127.0.0.1", port, size=1 << 40, measure_s=0.1)
+    network.measure_link("127.0.0.1", port, size=1 << 40, measure_s=0.1)
     thread.join(10)
     assert said == ["127.0.0.1"]
 
@@ -711,19 +716,19 @@ def test_network_strangers() -> None:
             stranger.sendall(words)
             stranger.shutdown(socket.SHUT_WR)
             assert stranger.recv(10) == b""
-    doctor_link.measure_link("127.0.0.1", port, size=MIB)
+    network.measure_link("127.0.0.1", port, size=MIB)
     thread.join(10)
     assert said == ["127.0.0.1"]
 
 
 def test_network_that_sends_too_much() -> None:
     """Neither more than was agreed, nor a frame larger than the buffer, is taken."""
-    for frame in (doctor_link.CHUNK + 1, 2000):
+    for frame in (network.CHUNK + 1, 2000):
         port, thread, said = serving(size=1000)
         with socket.create_connection(("127.0.0.1", port)) as liar:
-            hello = doctor_link._HELLO.pack(doctor_link._MAGIC, 1000)
-            liar.sendall(hello + b"p" * doctor_link.PING * doctor_link.PINGS)
-            liar.sendall(doctor_link._FRAME.pack(frame))
+            hello = network._HELLO.pack(network._MAGIC, 1000)
+            liar.sendall(hello + b"p" * network.PING * network.PINGS)
+            liar.sendall(network._FRAME.pack(frame))
             thread.join(10)
         assert len(said) == 1 and isinstance(said[0], ConnectionError)
 
@@ -731,7 +736,7 @@ def test_network_that_sends_too_much() -> None:
 def test_nobody_comes() -> None:
     """The listener ends."""
     with pytest.raises(TimeoutError):
-        doctor_link.serve(doctor_link.listening("127.0.0.1", 0), wait_s=0.1)
+        network.serve(network.listening("127.0.0.1", 0), wait_s=0.1)
 
 
 # -- what follows --
@@ -743,26 +748,26 @@ BUCKET = Place("s3://bucket/run1", rates=Rates(write=GB // 10, read=GB // 5, cpu
 
 def test_steps_are_round() -> None:
     """The cadence is the next of 1, 2, 5, 10 and so on, never below what it must be."""
-    found = [doctor_plan.in_steps(s, 1.0) for s in (0.0, 1.0, 1.01, 2.5, 6, 10, 11, 99, 101, 501)]
+    found = [advice.in_steps(s, 1.0) for s in (0.0, 1.0, 1.01, 2.5, 6, 10, 11, 99, 101, 501)]
     assert found == [1, 1, 2, 5, 10, 10, 20, 100, 200, 1000]
-    assert doctor_plan.in_steps(5, None) is None
+    assert advice.in_steps(5, None) is None
 
 
 def test_cadences() -> None:
     """How long things take follows from the share of this machine and the measured rates; the tiers line is valid
     code, in order, with round cadences that keep the cost below one in a hundred."""
     job = Job(state=20 * GB, step_s=1.0, world=4, local=2)
-    memory, disk, bucket = doctor_plan.conclude(job, [BUCKET, DISK], SPEED)
+    memory, disk, bucket = advice.conclude(job, [BUCKET, DISK], SPEED)
     assert (memory.where, disk.where, bucket.where) == ("memory", DISK.url, BUCKET.url)
     assert memory.save_s == 1.0 and memory.every == 20  # 1 s of copying among 8 CPUs: 12.5 s and more
     assert disk.save_s == 10.0 and disk.restore_s == 5.0
     assert disk.interval_s == pytest.approx(max(20.0, 2.0 / 0.08)) and disk.every == 50
     assert bucket.save_s == 100.0 and bucket.every == 200
-    line = doctor_plan.tiers_line(job, [memory, disk, bucket], [BUCKET, DISK], SPEED)
+    line = advice.tiers_line(job, [memory, disk, bucket], [BUCKET, DISK], SPEED)
     tiers = eval(line.removeprefix("tiers="), {"ckpt": ckpt, "options": {}})
     assert [tier.every for tier in tiers] == [20, 50, 200] and tiers[0].keep == 3
     assert tiers[1].url == "file:///nvme/run1" and tiers[2].keeping.last == 3
-    gpu = doctor_plan.memory_cadence(job, replace(SPEED, by_device=True, copy=40 * GB))
+    gpu = advice.memory_cadence(job, replace(SPEED, by_device=True, copy=40 * GB))
     assert gpu.every == 1
 
 
@@ -770,21 +775,21 @@ def test_places_with_problems_are_not_recommended() -> None:
     """A bad place has its times told, and does not come into the tiers line; without any, there is none."""
     job = Job(state=GB, step_s=1.0)
     bad = replace(DISK, findings=[Finding("create-if-absent", "ignored", PROBLEM, "...")])
-    cadences = doctor_plan.conclude(job, [bad, BUCKET], SPEED)
-    line = doctor_plan.tiers_line(job, cadences, [bad, BUCKET], SPEED)
+    cadences = advice.conclude(job, [bad, BUCKET], SPEED)
+    line = advice.tiers_line(job, cadences, [bad, BUCKET], SPEED)
     assert len(cadences) == 3 and "nvme" not in line and "s3://" in line
-    assert doctor_plan.tiers_line(job, cadences[:2], [bad], SPEED) == ""
-    assert doctor_plan.tiers_line(replace(job, step_s=None), cadences, [BUCKET], SPEED) == ""
-    assert doctor_plan.conclude(Job(), [DISK], SPEED) == []
+    assert advice.tiers_line(job, cadences[:2], [bad], SPEED) == ""
+    assert advice.tiers_line(replace(job, step_s=None), cadences, [BUCKET], SPEED) == ""
+    assert advice.conclude(Job(), [DISK], SPEED) == []
     nfs = replace(DISK, shared=True)
-    assert doctor_plan.place_cadence(Job(state=8 * GB, world=8, local=1), nfs, SPEED).save_s == 8.0
+    assert advice.place_cadence(Job(state=8 * GB, world=8, local=1), nfs, SPEED).save_s == 8.0
 
 
 def test_memory_that_does_not_fit_is_left_out() -> None:
     """Fewer snapshots are kept where three do not fit, and none where two do not."""
     for state, expected in ((15, "keep=3"), (25, "keep=2"), (40, None)):
         job = Job(state=state * GB, step_s=1.0)
-        line = doctor_plan.tiers_line(job, doctor_plan.conclude(job, [DISK], SPEED), [DISK], SPEED)
+        line = advice.tiers_line(job, advice.conclude(job, [DISK], SPEED), [DISK], SPEED)
         assert ("Memory" in line) == (expected is not None) and (expected or "") in line
 
 
@@ -793,11 +798,11 @@ def test_memory_that_does_not_fit_is_left_out() -> None:
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(doctor_machine, "gpus", lambda: ([Finding("GPU", "no GPU here")], []))
-    monkeypatch.setattr(doctor_machine, "machine", lambda job: [Finding("memory", "plenty")])
+    monkeypatch.setattr(machine, "gpus", lambda: ([Finding("GPU", "no GPU here")], []))
+    monkeypatch.setattr(machine, "machine", lambda job: [Finding("memory", "plenty")])
 
     def run(*arguments: object) -> tuple[int, str, str]:
-        code = cli.main(["doctor", *map(str, arguments)])
+        code = app.main(["doctor", *map(str, arguments)])
         out, err = capsys.readouterr()
         return code, out, err
 
@@ -888,7 +893,7 @@ def test_interrupted_in_a_bucket(server: MotoServer) -> None:
 
 def test_other_commands_do_not_pay_for_it() -> None:
     """`ckpt ls` loads nothing of it."""
-    heavy = ("ckpt.doctor", "ckpt.findings", "ckpt.arena", "torch")
+    heavy = ("ckpt.doctor.place", "ckpt.doctor.findings", "ckpt.ipc.arena", "torch")
     code = f"import sys, ckpt.cli; print(*(m for m in sys.modules if m.startswith({heavy})))"
     environment_ = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}
     done = subprocess.run([sys.executable, "-c", code], env=environment_, capture_output=True, text=True, check=True)

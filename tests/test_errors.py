@@ -17,7 +17,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import ckpt
-from ckpt import cli, errors
+from ckpt import errors
+from ckpt.cli import app
 from ckpt.errors import CheckpointError, FullError, from_wire, to_wire
 
 
@@ -35,7 +36,7 @@ def test_every_error_says_what_to_do(kind: type[CheckpointError]) -> None:
     assert str(error) == "it went wrong" and error.advice
     assert "".join(traceback.format_exception(error)).count(error.advice) == 1
     for command in re.findall(r"`ckpt (\w+)", error.advice):
-        assert command in cli.cli.list_commands(None)  # type: ignore[arg-type]
+        assert command in app.cli.list_commands(None)  # type: ignore[arg-type]
 
 
 def test_advice_survives_the_way_between_processes() -> None:

@@ -21,10 +21,11 @@ from torch import nn
 from torch.autograd import DeviceType
 
 import ckpt
-from ckpt import events, subscribe, trace
+from ckpt import events, subscribers
 from ckpt.errors import SkippedError
-from ckpt.ledger import Account
-from ckpt.subscribe import Board, Event
+from ckpt.goodput.ledger import Account
+from ckpt.subscribers import Board, Event
+from ckpt.trainer import profiler
 
 WAIT_S = 60.0
 
@@ -115,12 +116,12 @@ def test_a_slow_subscriber_loses_the_oldest_and_hears_how_many() -> None:
     board.subscribe(slow)
     board.publish("staged", -1)
     assert eventually(lambda: board._busy)
-    for step in range(subscribe.MOST + 10):
+    for step in range(subscribers.MOST + 10):
         board.publish("staged", step)
     assert not board.flush(0.01)
     gate.set()
     assert board.flush(WAIT_S)
-    assert [event.step for event in found] == [-1, *range(10, subscribe.MOST + 10)]
+    assert [event.step for event in found] == [-1, *range(10, subscribers.MOST + 10)]
     assert [event.dropped for event in found[:3]] == [0, 10, 0] and found[1].to_json()["dropped"] == 10
 
 
@@ -152,7 +153,7 @@ def test_a_forked_child_tells_nobody() -> None:
     """As workers of a data loader are: whoever subscribed was the parent."""
     code = """
 import os
-from ckpt import events, subscribe, trace
+from ckpt import events; from ckpt import subscribers as subscribe; from ckpt.trainer import profiler as trace
 found = []
 events.subscribe(found.append)
 subscribe.publish("staged", 1)
@@ -388,6 +389,6 @@ def test_nvtx_ranges_are_there_where_cuda_is_in_use() -> None:
         return found
 
     before = depth()
-    with trace.span("ckpt.step"):
+    with profiler.span("ckpt.step"):
         assert depth() == before + 1
     assert depth() == before

@@ -24,10 +24,10 @@ from conftest import REPO, eventually
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt import exchange
 from ckpt.errors import ClosedError, CorruptError, DeadlineError, PeerError, StoreError, UsageError
-from ckpt.exchange import Exchange, Share, assign
-from ckpt.table import MAX_BLOB
+from ckpt.format.table import MAX_BLOB
+from ckpt.ranks import exchange
+from ckpt.ranks.exchange import Exchange, Share, assign
 
 QUICK = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 LONG = settings(QUICK, max_examples=20_000)
@@ -654,7 +654,7 @@ def test_close_ends_a_wait() -> None:
 
 CHILD = """
 import json, sys, time
-from ckpt.exchange import Exchange
+from ckpt.ranks.exchange import Exchange
 mine, theirs, nodes = int(sys.argv[1]), 1 - int(sys.argv[1]), json.loads(sys.argv[2])
 got = {}
 x = Exchange(mine, lambda blob, data: got.update({blob: bytes(data)}))

@@ -24,11 +24,11 @@ from test_cli import call, flip, increments
 from torch import nn
 
 import ckpt
-from ckpt import export
+from ckpt.convert import export
+from ckpt.convert.output import Literal, OutFile, Output, Run, Sum
+from ckpt.convert.source import View
 from ckpt.errors import CheckpointError, FullError, StoreError, UsageError
-from ckpt.origin import View
-from ckpt.outfile import Literal, OutFile, Output, Run, Sum
-from ckpt.plan import TensorSpec
+from ckpt.format.layout import TensorSpec
 
 __all__ = ["call", "increments"]  # fixtures
 
@@ -178,7 +178,7 @@ def test_what_is_chosen_and_cast_is_a_run_too(made: Path, tmp_path: Path, call: 
 
 RESTORE = """
 import sys
-from ckpt import cli, cli_offline, export
+from ckpt import cli; from ckpt.cli import convert as cli_offline; from ckpt.convert import export
 export.SYNC, cli_offline.WINDOW = 1, 1 << 20
 sys.exit(cli.main(sys.argv[1:]))
 """
@@ -425,7 +425,9 @@ def test_negative_control_without_the_bound_it_takes_more(tmp_path: Path) -> Non
     big = {"model": nn.ParameterDict({"big": nn.Parameter(torch.randn(40, MIB))})}
     with ckpt.Checkpointer(big, str(tmp_path / "run")) as cp:
         cp.save(1).committed()
-    code = PEAK.replace("status = ", "from ckpt import cli_offline\ncli_offline.WINDOW = 64 << 20\nstatus = ")
+    code = PEAK.replace(
+        "status = ", "from ckpt.cli import convert as cli_offline\ncli_offline.WINDOW = 64 << 20\nstatus = "
+    )
     result = run_script(code, "restore", tmp_path / "run", "--to", tmp_path / "a")
     assert result.returncode == 0 and int(result.stderr) > 150 * 1024
 
@@ -555,7 +557,7 @@ def test_any_plan_with_any_window(tmp_path: Path, seed: int) -> None:
     """Whatever the files consist of and however small the windows: the bytes are right, and the checksums too."""
     import zlib
 
-    from ckpt.digest import blob_digest
+    from ckpt.format.digest import blob_digest
 
     draw = random.Random(seed)
     arrays = {f"t{i}": np.random.default_rng(seed).random((draw.randrange(1, 60), 50), np.float32) for i in range(3)}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ckpt.errors import CorruptError
-from ckpt.fault import ADVICE, CODES, MAX_STACK, TOGETHER_S, Fault, Saved, incidents, tell_launcher
+from ckpt.faults.report import ADVICE, CODES, MAX_STACK, TOGETHER_S, Fault, Saved, incidents, tell_launcher
 
 START = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
 

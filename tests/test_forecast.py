@@ -1,4 +1,4 @@
-"""`ckpt.forecast` and `ckpt plan`: what it predicts is what happens to a job that is played step by step."""
+"""`ckpt.goodput.model` and `ckpt plan`: what it predicts is what happens to a job that is played step by step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from conftest import REPO
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt import fleet
-from ckpt.cli_plan import duration, lasting, plan, size, wanted
+from ckpt.cli.plan import duration, lasting, plan, size, wanted
 from ckpt.errors import UsageError
-from ckpt.fleet import Faults, Job, Place
-from ckpt.forecast import Costs, PlaceCost, best_interval, nice_steps, predict
-from ckpt.ledger import Account, Decision, End, Restore, Row, Saves, Seen
+from ckpt.goodput import job_plan
+from ckpt.goodput.job_plan import Faults, Job, Place
+from ckpt.goodput.ledger import Account, Decision, End, Restore, Row, Saves, Seen
+from ckpt.goodput.model import Costs, PlaceCost, best_interval, nice_steps, predict
 from ckpt.store import open_store
 
 LLAMA = ("--gpus", "16384", "--params", "405e9", "--step-s", "5.9")
@@ -276,27 +276,27 @@ def job(**changes: Any) -> Job:
 def test_a_place_is_saved_to_for_the_faults_that_nearer_ones_do_not_survive() -> None:
     """By Young's root with their rate, not below what the place can take, memory within its budget."""
     faults = Faults(10_000, {"process": 0.75, "all": 0.25})
-    near, far = Place("memory", 0.02, 0.1, 1, ("process",), share=0.001), Place("shared", 0.5, 10, 9, fleet.CLASSES)
-    first, last = fleet.cadences(job(), faults, [near, far])
+    near, far = Place("memory", 0.02, 0.1, 1, ("process",), share=0.001), Place("shared", 0.5, 10, 9, job_plan.CLASSES)
+    first, last = job_plan.cadences(job(), faults, [near, far])
     assert first.every == 10  # 0.02 s are 0.1 % of 20 s, where the root is 23 s
     assert last.every == 100  # the root of 2 x 0.5 x 40,000 is 200 s
-    tight = fleet.cadences(job(), faults, [replace(near, share=0.0002), far])[0]
+    tight = job_plan.cadences(job(), faults, [replace(near, share=0.0002), far])[0]
     assert tight.every == 50 and "every 10 would lose least" in tight.note and "--budget" in tight.note
     assert not first.note and not last.note
     rare = replace(faults, mtbf_s=1_000_000.0)  # the root of 2 x 0.5 x 4,000,000 is 2,000 s
-    bound = fleet.cadences(job(), rare, [near, replace(far, write_s=300.0)])[1]
+    bound = job_plan.cadences(job(), rare, [near, replace(far, write_s=300.0)])[1]
     assert bound.every == 2000  # not under 3,000 s: 1,500 steps
     assert "every 1,000 would lose least" in bound.note and "a tenth of the time" in bound.note
-    assert fleet.served([first, last], faults.shares, 2.0) == {"memory": 0.75, "shared": 0.25}
+    assert job_plan.served([first, last], faults.shares, 2.0) == {"memory": 0.75, "shared": 0.25}
     given_by_hand = [replace(near, every=1000), replace(far, every=1, write_s=0.1)]
-    assert fleet.served(given_by_hand, faults.shares, 2.0) == {"memory": 0.0, "shared": 1.0}  # it is newer there
+    assert job_plan.served(given_by_hand, faults.shares, 2.0) == {"memory": 0.0, "shared": 1.0}  # it is newer there
 
 
 def test_the_replica_is_sent_what_memory_has() -> None:
     """As often as the network takes it, and its cost counts when memory's cadence is chosen."""
     faults = Faults(10_000, {"process": 0.5, "node": 0.5})
     near, copy = Place("memory", 0.02, 0.1, 1, ("process",)), Place("replica", 0.16, 45, 1, ("process", "node"))
-    first, second = fleet.cadences(job(), faults, [near, copy])
+    first, second = job_plan.cadences(job(), faults, [near, copy])
     assert (first.every, second.every) == (20, 40)  # the root is 60 s: 30 steps; 45 s are more than 40
 
 
@@ -304,21 +304,21 @@ def test_nothing_survives() -> None:
     """Where no place serves a kind of fault, that is said, and where none is needed, it is not saved to."""
     with pytest.raises(UsageError, match=r"nothing survives 25\.0% of the faults \(all\)"):
         near = Place("memory", 0.02, 0.1, 1, ("process",))
-        fleet.plan(job(), Faults(10_000, {"process": 0.75, "all": 0.25}), [near])
-    found = fleet.plan(job(), Faults(10_000, {"process": 1.0}), fleet.places(job()))
+        job_plan.plan(job(), Faults(10_000, {"process": 0.75, "all": 0.25}), [near])
+    found = job_plan.plan(job(), Faults(10_000, {"process": 1.0}), job_plan.places(job()))
     assert [place.every for place in found.places][2] == 0
 
 
 def test_a_bound_gives_way_where_it_would_cost_too_much() -> None:
     """A shared place that is busy for a tenth of the time leaves next to nothing here: it is written to more often, in
     the end one write after the other, and that is said."""
-    far = Place("shared", 0.5, 1350.0, 900, fleet.CLASSES)
+    far = Place("shared", 0.5, 1350.0, 900, job_plan.CLASSES)
     faults = Faults(3600.0)
-    (found,) = fleet.cadences(job(step_s=1.0), faults, [far])
+    (found,) = job_plan.cadences(job(step_s=1.0), faults, [far])
     assert found.every == 1400 and "all the time here" in found.note and "1.13 %" in found.note
-    assert fleet.expected(job(step_s=1.0), faults, [found]).effective > 0.4
-    assert fleet.expected(job(step_s=1.0), faults, [replace(far, every=20_000)]).effective < 0.012
-    (fifth,) = fleet.cadences(job(step_s=1.0), replace(faults, mtbf_s=200_000), [replace(far, write_s=500.0)])
+    assert job_plan.expected(job(step_s=1.0), faults, [found]).effective > 0.4
+    assert job_plan.expected(job(step_s=1.0), faults, [replace(far, every=20_000)]).effective < 0.012
+    (fifth,) = job_plan.cadences(job(step_s=1.0), replace(faults, mtbf_s=200_000), [replace(far, write_s=500.0)])
     assert 2500 <= fifth.every < 5000 and "a fifth of the time" in fifth.note
     shown = told("--gpus", 8, "--state", "1TB", "--step-s", 1, "--mtbf", "1h")
     assert shown["forecast"]["effective"] > 0.35
@@ -329,31 +329,31 @@ def test_what_serves_nothing_is_not_saved_to() -> None:
     """Where it costs something. What the user gave stays, and so does memory that a replica is made of."""
     faults = Faults(10_000, {"process": 0.5, "node": 0.25, "all": 0.25})
     memory, local = Place("memory", 0.02, 0.1, 1, ("process",)), Place("local", 0.3, 1, 1, ("process", "host"))
-    far = Place("shared", 0.02, 1, 2, fleet.CLASSES)
-    found = fleet.cadences(job(), faults, [memory, local, far])
+    far = Place("shared", 0.02, 1, 2, job_plan.CLASSES)
+    found = job_plan.cadences(job(), faults, [memory, local, far])
     assert [bool(one.every) for one in found] == [True, False, True]
-    found = fleet.cadences(job(), faults, [memory, replace(local, every=9), far])
+    found = job_plan.cadences(job(), faults, [memory, replace(local, every=9), far])
     assert found[1].every == 9
-    often = fleet.cadences(job(), faults, [replace(memory, cost_s=2.0), replace(far, every=20)])
+    often = job_plan.cadences(job(), faults, [replace(memory, cost_s=2.0), replace(far, every=20)])
     assert [one.every for one in often] == [0, 20]
     copy = Place("replica", 0.01, 0.5, 1, ("process", "node"))
     only = Faults(10_000, {"process": 0.0, "node": 0.75, "all": 0.25})
-    assert [bool(one.every) for one in fleet.cadences(job(), only, [memory, copy, far])] == [True, True, True]
+    assert [bool(one.every) for one in job_plan.cadences(job(), only, [memory, copy, far])] == [True, True, True]
     none = Faults(10_000, {"all": 1.0})
-    assert [one.every for one in fleet.cadences(job(), none, [memory, copy, far])][:2] == [0, 0]
+    assert [one.every for one in job_plan.cadences(job(), none, [memory, copy, far])][:2] == [0, 0]
 
 
 def test_one_write_is_over_before_the_next_begins() -> None:
     """Also where the user says otherwise; a save that blocks is written meanwhile. No mean rate is above the peak."""
     faults = Faults(10_000, {"process": 1.0})
-    (given,) = fleet.cadences(job(), faults, [Place("shared", 0.5, 90, 9, fleet.CLASSES, every=3)])
+    (given,) = job_plan.cadences(job(), faults, [Place("shared", 0.5, 90, 9, job_plan.CLASSES, every=3)])
     assert given.every == 45 and "not every 3" in given.note
-    (blocks,) = fleet.cadences(job(), faults, [Place("shared", 90.0, 90, 9, fleet.CLASSES, every=3)])
+    (blocks,) = job_plan.cadences(job(), faults, [Place("shared", 90.0, 90, 9, job_plan.CLASSES, every=3)])
     assert blocks.every == 3 and not blocks.note
-    (memory,) = fleet.cadences(job(), faults, [Place("memory", 1e-6, 90, 9, ("process",))])
+    (memory,) = job_plan.cadences(job(), faults, [Place("memory", 1e-6, 90, 9, ("process",))])
     assert memory.every * 2.0 >= 90 and "has to be over" in memory.note
     for place in (given, blocks, memory):
-        (one,) = fleet.storage(job(), [place])
+        (one,) = job_plan.storage(job(), [place])
         assert one.mean <= one.all_nodes
     text = told(*LLAMA, "--every", "shared=1")
     assert text["places"][2]["every"] == 5 and any("not every 1:" in note for note in text["notes"])
@@ -367,7 +367,7 @@ def steps_around(every: int) -> list[int]:
 def better_than(job: Job, faults: Faults, found: list[Place]) -> float:
     """How much of what is lost another cadence of one place saves, at the best, that no bound forbids. Half a
     minute a week is not counted."""
-    now, best = fleet.expected(job, faults, found).effective, 0.0
+    now, best = job_plan.expected(job, faults, found).effective, 0.0
     for place in found:
         for every in [0] if place.name == "replica" else steps_around(place.every or 1):  # it follows memory
             if place.note and 0 < every < (place.every or 0):
@@ -376,7 +376,7 @@ def better_than(job: Job, faults: Faults, found: list[Place]) -> float:
             other = [replace(one, every=every) if one.name in without else one for one in found]
             if every == 0 and place.name == "shared":
                 continue  # all of them need it
-            best = max(best, (fleet.expected(job, faults, other).effective - now - 5e-5) / (1 - now))
+            best = max(best, (job_plan.expected(job, faults, other).effective - now - 5e-5) / (1 - now))
     return best
 
 
@@ -388,7 +388,7 @@ def test_as_often_as_is_best() -> None:
         some = Job(gpus, gpus * 10 ** rng.uniform(7, 10), 10 ** rng.uniform(-0.5, 1.5))
         names = ["memory", "shared", *(["replica"] if gpus > 8 else []), *rng.choice([[], ["local"]])]
         faults = Faults(10 ** rng.uniform(3, 6.5))
-        found = fleet.cadences(some, faults, fleet.places(some, names=names))
+        found = job_plan.cadences(some, faults, job_plan.places(some, names=names))
         assert better_than(some, faults, found) < 0.05, (some, faults, found)
     rarer = [replace(one, every=(one.every or 0) * 10) for one in found]
     assert better_than(some, faults, rarer) > 0.05  # negative control
@@ -417,7 +417,7 @@ def test_what_it_would_take_is_what_it_takes(options: tuple[object, ...], goal: 
 
     def check(value: float | None, worse: float, *option: str) -> None:
         """Of an option `NAME` or `NAME NAME=`."""
-        if value is None or value >= fleet.ANY_S:
+        if value is None or value >= job_plan.ANY_S:
             return
         *before, last = option
         given = [[*before, last + text] if last.endswith("=") else [*option, text] for text in
@@ -429,28 +429,30 @@ def test_what_it_would_take_is_what_it_takes(options: tuple[object, ...], goal: 
     check(can["perceive_s"], 1.03, "--hangs", "1", "--hang")
     check(can["mtbf_s"], 1 / 1.2, "--mtbf")  # cadences come in steps
     check(can["save_cost_s"], 2.0, "--save-cost", f"{can['place']}=")
-    assert can["mtbf_s"] is not None and can["mtbf_s"] < fleet.ANY_S
+    assert can["mtbf_s"] is not None and can["mtbf_s"] < job_plan.ANY_S
 
 
 def test_cadences_follow_what_is_varied() -> None:
     """Faults that are rare enough are always enough, as saving is rarer then; by frozen cadences they would not be."""
-    found = fleet.plan(Job(8, 1e12, 1.0), Faults(3600.0), fleet.places(Job(8, 1e12, 1.0), names=["memory", "shared"]))
+    found = job_plan.plan(
+        Job(8, 1e12, 1.0), Faults(3600.0), job_plan.places(Job(8, 1e12, 1.0), names=["memory", "shared"])
+    )
     assert found.afford.mtbf_s is not None and found.afford.mtbf_s > 1e6
-    frozen = fleet.costs_of(found.job, found.faults, found.places)
+    frozen = job_plan.costs_of(found.job, found.faults, found.places)
     assert predict(frozen, 1e9).effective < 0.995
 
 
 def test_the_table_of_causes() -> None:
     """It sums to the 419 interruptions of the paper, one every 3.1 hours; shares sum to 1."""
-    assert sum(count for count, _ in fleet.LLAMA3.values()) == 419
-    assert pytest.approx(3.093, abs=0.001) == fleet.LLAMA3_MTBF_S / 3600
+    assert sum(count for count, _ in job_plan.LLAMA3.values()) == 419
+    assert pytest.approx(3.093, abs=0.001) == job_plan.LLAMA3_MTBF_S / 3600
     assert sum(Faults(1.0).shares.values()) == pytest.approx(1)
-    assert fleet.scaled_mtbf(32768) == pytest.approx(fleet.LLAMA3_MTBF_S / 2)
+    assert job_plan.scaled_mtbf(32768) == pytest.approx(job_plan.LLAMA3_MTBF_S / 2)
 
 
 def test_storage_by_hand() -> None:
     """1 TB on 1,024 ranks: slots in memory, one more than is kept elsewhere, 16 MiB pieces and ten requests a rank."""
-    found = fleet.plan(job(), Faults(20_000), fleet.places(job()))
+    found = job_plan.plan(job(), Faults(20_000), job_plan.places(job()))
     memory, _, shared = found.storage
     assert memory.kept == 4 and memory.bytes == 4e12
     assert shared.kept == 4 and shared.objects == 1024 * (59 + 10)
@@ -489,7 +491,7 @@ def test_measured_by_hand() -> None:
     died = account(1, 100.0, 50, end=End("died", 160.0, 160.5), faults=[Seen(158.5, "death", "x", ends=True)])
     hung = account(2, 180.0, 50, end=End("left", 260.0, 261.0), faults=[Seen(260.0, "hang", "x", ends=True)])
     last = account(3, 300.0, 50, decisions=[Decision(5, {"memory": 1}, costs={"file:///r": 0.3})])
-    found = fleet.measured([last, died, hung, replace(hung, rank=1, end=None)])
+    found = job_plan.measured([last, died, hung, replace(hung, rank=1, end=None)])
     assert found.world == 4 and found.step_s == pytest.approx(1.0)
     assert found.interruptions == 2
     assert found.training_s == pytest.approx(3 * (6 + 49 * 1.1)) and found.mtbf_s == pytest.approx(found.training_s / 2)
@@ -503,13 +505,13 @@ def test_measured_by_hand() -> None:
 
 def test_measured_of_little() -> None:
     """No account, one without a step, one that goes on, one that was closed: nothing is made up."""
-    assert fleet.measured([]) == fleet.Measured()
-    empty = fleet.measured([Account("1.abc")])
+    assert job_plan.measured([]) == job_plan.Measured()
+    empty = job_plan.measured([Account("1.abc")])
     assert empty.step_s is None and empty.mtbf_s is None and empty.cost_s == {}
     closed = account(1, 100.0, 9, end=End("closed", 120.0, 121.0))
-    found = fleet.measured([closed, account(2, 500.0, 9)])
+    found = job_plan.measured([closed, account(2, 500.0, 9)])
     assert found.interruptions == 0 and found.mtbf_s is None and found.restart_s is None
-    cut = fleet.measured([account(1, 100.0, 9), account(2, 500.0, 9)])
+    cut = job_plan.measured([account(1, 100.0, 9), account(2, 500.0, 9)])
     assert cut.interruptions == 1 and cut.restart_s is None  # when it ended, nobody knows
 
 
@@ -518,13 +520,13 @@ def test_a_hang_that_was_survived_is_no_end() -> None:
     an interruption, though the job was closed."""
     survived = Seen(130.0, "hang", "x", ends=True)
     died = account(1, 100.0, 50, end=End("died", 160.0, 160.5), faults=[survived, Seen(158.5, "death", "x", ends=True)])
-    found = fleet.measured([died, account(2, 180.0, 50)])
+    found = job_plan.measured([died, account(2, 180.0, 50)])
     assert found.hang_s is None and found.crash_s == pytest.approx(158.5 - 157 - 1)
     assert found.restart_s == pytest.approx(180 - 158.5 + 5)
     closed = account(1, 100.0, 50, end=End("closed", 230.0, 230.5), faults=[Seen(187.0, "hang", "x")])
-    found = fleet.measured([closed, account(2, 250.0, 50)])
+    found = job_plan.measured([closed, account(2, 250.0, 50)])
     assert found.interruptions == 1 and found.hang_s == pytest.approx(187 - 157 - 1)
-    assert fleet.measured([replace(closed, faults=[survived]), account(2, 250.0, 50)]).interruptions == 0
+    assert job_plan.measured([replace(closed, faults=[survived]), account(2, 250.0, 50)]).interruptions == 0
 
 
 def test_what_is_fixed_is_not_scaled() -> None:
@@ -532,21 +534,21 @@ def test_what_is_fixed_is_not_scaled() -> None:
     at least what is assumed for them, but not more than all of it, scaled."""
     small, large = Job(8, 8e9, 1.0), Job(8, 8e12, 1.0)
     costs = {"rank_bytes": 1e11, "places": {"memory": {"cost_s": 0.502, "restore_s": 10.8, "write_s": 4.0}}}
-    (memory,) = fleet.with_costs(costs, small, Faults(1e4), fleet.places(small, names=["memory"]))[1]
+    (memory,) = job_plan.with_costs(costs, small, Faults(1e4), job_plan.places(small, names=["memory"]))[1]
     assert memory.cost_s == pytest.approx(0.002 + 0.005) and memory.restore_s == pytest.approx(0.8 + 0.1)
     assert memory.write_s == pytest.approx(0.04)
     costs = {"rank_bytes": 1e11, "places": {"shared": {"cost_s": 0.001, "write_s": 0.024, "restore_s": 0.3}}}
-    (shared,) = fleet.with_costs(costs, small, Faults(1e4), fleet.places(small, names=["shared"]))[1]
+    (shared,) = job_plan.with_costs(costs, small, Faults(1e4), job_plan.places(small, names=["shared"]))[1]
     assert (shared.cost_s, shared.write_s, shared.restore_s) == (
         0.001,
         0.024,
         0.3,
     )  # less than what is fixed: as it was
     quick = {"rank_bytes": 1e9, "places": {"memory": {"restore_s": 0.5}}}
-    (memory,) = fleet.with_costs(quick, large, Faults(1e4), fleet.places(large, names=["memory"]))[1]
+    (memory,) = job_plan.with_costs(quick, large, Faults(1e4), job_plan.places(large, names=["memory"]))[1]
     assert memory.restore_s == pytest.approx(0.8 + 1e12 / 25e9)  # as assumed
     tiny = {"rank_bytes": 1e9, "places": {"memory": {"restore_s": 0.001}}}
-    (memory,) = fleet.with_costs(tiny, large, Faults(1e4), fleet.places(large, names=["memory"]))[1]
+    (memory,) = job_plan.with_costs(tiny, large, Faults(1e4), job_plan.places(large, names=["memory"]))[1]
     assert memory.restore_s == pytest.approx(1.0)
 
 
@@ -817,7 +819,9 @@ def test_a_run_without_a_ledger(ledger_run: Callable[[], Path]) -> None:
 
 def test_it_needs_no_torch() -> None:
     """Neither does importing the module bring click or numpy along, since the writer imports it."""
-    code = "import sys, ckpt.forecast; assert not {'torch', 'click', 'numpy'} & set(sys.modules), sorted(sys.modules)"
+    code = (
+        "import sys, ckpt.goodput.model; assert not {'torch', 'click', 'numpy'} & set(sys.modules), sorted(sys.modules)"
+    )
     subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}, check=True, timeout=60
     )

@@ -31,16 +31,17 @@ from parallel import free_port, launch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
-from ckpt import parse_dcp, parse_entries, parse_safetensors, parse_torch, parse_values, sharding, tensors
+from ckpt.convert import parse_dcp, parse_entries, parse_safetensors, parse_torch, parse_values
+from ckpt.convert.source import DESCRIPTION, Entry, View, Want, describe
+from ckpt.convert.source_files import FilesOrigin, Foreign
 from ckpt.errors import CheckpointError, CorruptError, FormatError, UsageError
-from ckpt.origin import DESCRIPTION, Entry, View, Want, describe
-from ckpt.origin_files import FilesOrigin, Foreign
-from ckpt.plan import Layout
-from ckpt.restore import Filler
-from ckpt.saved import Saved
-from ckpt.state import Capture
-from ckpt.table import Shard, Table
-from ckpt.values import decode
+from ckpt.format.layout import Layout
+from ckpt.format.merged import Saved
+from ckpt.format.table import Shard, Table
+from ckpt.format.values import decode
+from ckpt.state import sharding, tensors
+from ckpt.state.capture import Capture
+from ckpt.state.placement import Filler
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled",
@@ -1046,7 +1047,7 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
 def test_parsers_are_light() -> None:
     """All of them in one process: without torch, in less than 60 MB."""
     code = (
-        "import sys, re; import ckpt.parse_torch, ckpt.parse_safetensors, ckpt.parse_dcp;"
+        "import sys, re; import ckpt.convert.parse_torch, ckpt.convert.parse_safetensors, ckpt.convert.parse_dcp;"
         "print('torch' in sys.modules, re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1])"
     )
     path = f"{REPO}:{REPO / 'backends'}"

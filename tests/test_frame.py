@@ -18,9 +18,12 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt import frame as frames
 from ckpt.errors import CorruptError
-from ckpt.frame import (
+from ckpt.format.layout import BLOB, Layout, TensorSpec
+from ckpt.format.manifest import Attempt
+from ckpt.redo import frame as frames
+from ckpt.redo.adam import Coefficients
+from ckpt.redo.frame import (
     DELTA,
     DERIVED,
     MAGIC,
@@ -38,9 +41,6 @@ from ckpt.frame import (
     units,
     values_of,
 )
-from ckpt.manifest import Attempt
-from ckpt.plan import BLOB, Layout, TensorSpec
-from ckpt.predict import Coefficients
 
 HEAD, DIGEST = 40, 16
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -23,16 +23,16 @@ from test_state import State, differences, freeze
 from torch import Tensor, nn
 
 import ckpt
-from ckpt import frozen
-from ckpt.arena import SEALED, Arena
-from ckpt.digest import blob_digest
 from ckpt.errors import SaveError
-from ckpt.frozen import FRESH, MOST_REST, SAMPLES, Frozen, Rates
-from ckpt.job import Job
-from ckpt.manifest import Attempt
-from ckpt.plan import Layout, pages
-from ckpt.stage import LARGE, Stager
-from ckpt.state import Capture
+from ckpt.format.digest import blob_digest
+from ckpt.format.layout import Layout, pages
+from ckpt.format.manifest import Attempt
+from ckpt.ipc.arena import SEALED, Arena
+from ckpt.state.capture import Capture
+from ckpt.trainer import unchanged
+from ckpt.trainer.snapshot import Job
+from ckpt.trainer.stage import LARGE, Stager
+from ckpt.trainer.unchanged import FRESH, MOST_REST, SAMPLES, Frozen, Rates
 
 SIDE = 600  # a square of this side is just large enough to be tried
 CALM = 8  # steps after which every slot is known
@@ -56,7 +56,7 @@ def open_run() -> Iterator[Callable[..., ckpt.Checkpointer]]:
 def keen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Digests pay, however busy the machine is: what is skipped depends on the state alone."""
     monkeypatch.setattr(Rates, "digests_pay", lambda self: True)
-    monkeypatch.setattr(frozen, "PROBE", 64 << 10)  # less than a whole tensor
+    monkeypatch.setattr(unchanged, "PROBE", 64 << 10)  # less than a whole tensor
 
 
 def adapter(*, all_params: bool = False, **optim: Any) -> State:
@@ -274,7 +274,7 @@ def test_averages_of_frozen_and_of_trained_weights(open_run: Any) -> None:
 def test_weights_that_train_are_hardly_ever_read_twice(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What changed is left alone, for longer each time: few bytes are digested, and none in vain beyond a beginning."""
     digested: list[int] = []
-    monkeypatch.setattr(frozen, "blob_digest", lambda data: digested.append(data.nbytes) or blob_digest(data))
+    monkeypatch.setattr(unchanged, "blob_digest", lambda data: digested.append(data.nbytes) or blob_digest(data))
 
     def build() -> State:
         model = nn.Linear(SIDE, SIDE)
@@ -288,7 +288,7 @@ def test_weights_that_train_are_hardly_ever_read_twice(open_run: Any, monkeypatc
     cp = open_run(run.state)
     assert check_boundaries(cp, run, 40) == []
     assert cp._stager.skipped_bytes == 0
-    assert len(digested) <= 3 * 16 and set(digested) == {frozen.PROBE}
+    assert len(digested) <= 3 * 16 and set(digested) == {unchanged.PROBE}
 
 
 def test_tensors_of_all_kinds(open_run: Any) -> None:

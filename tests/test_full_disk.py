@@ -19,11 +19,11 @@ from conftest import eventually
 from model_disk import Fault, RecordingDisk, Run, Volume, check_disk, local, volume
 
 import ckpt
-from ckpt import read
+from ckpt.checkpoint import read
+from ckpt.checkpoint.read import verify
 from ckpt.errors import CheckpointError, FullError, SaveError
-from ckpt.log import RunLog
-from ckpt.plan import Layout, TensorSpec
-from ckpt.read import verify
+from ckpt.format.layout import Layout, TensorSpec
+from ckpt.runlog.log import RunLog
 from ckpt.store import PAGE
 from ckpt_backends.disk import Disk
 from ckpt_backends.local import LocalStore
@@ -214,7 +214,7 @@ def test_a_failed_pack_is_never_written_through_a_closed_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its number may belong to another file by then: the bytes of one pack would land in that."""
-    monkeypatch.setattr("ckpt.write.CHUNK", PAGE)  # several writes of one small pack
+    monkeypatch.setattr("ckpt.checkpoint.write.CHUNK", PAGE)  # several writes of one small pack
     disk = Straggler()
 
     async def save() -> None:
@@ -265,7 +265,7 @@ def test_the_log_can_be_written_on_a_full_disk(small: Volume) -> None:
             with pytest.raises(FullError, match="no space left"):
                 await run.save(2, layout=MEGABYTE)
             before = run.log.state.next_seq
-            await ckpt.commit.abort(run.log, run.mine, run.attempt(2), "no space")
+            await ckpt.checkpoint.commit.abort(run.log, run.mine, run.attempt(2), "no space")
             assert run.log.state.next_seq == before + 1
         assert await sound(small.path / "run") == [1]
 
@@ -281,7 +281,7 @@ def test_negative_control_without_the_reserve_the_log_is_stuck(small: Volume) ->
             (small.path / "run" / ".reserve").unlink()
             fill(small)
             with pytest.raises(FullError):
-                await ckpt.commit.abort(run.log, run.mine, run.attempt(2), "no space")
+                await ckpt.checkpoint.commit.abort(run.log, run.mine, run.attempt(2), "no space")
 
     asyncio.run(run_full())
 
@@ -396,7 +396,7 @@ def test_the_log_of_a_full_disk_is_whole(small: Volume) -> None:
             filler, refused = fill(small), 0
             for step in range(2, 400):
                 try:
-                    await ckpt.commit.abort(run.log, run.mine, run.attempt(step), "x" * 500)
+                    await ckpt.checkpoint.commit.abort(run.log, run.mine, run.attempt(step), "x" * 500)
                 except FullError:
                     refused += 1
                     break

@@ -15,10 +15,10 @@ from test_state import Saved, State, differences, fill, freeze
 from torch import nn
 
 import ckpt
-from ckpt.job import Job
-from ckpt.stage import Stager
-from ckpt.state import Capture
-from ckpt.tensors import DTYPE_NAME
+from ckpt.state.capture import Capture
+from ckpt.state.tensors import DTYPE_NAME
+from ckpt.trainer.snapshot import Job
+from ckpt.trainer.stage import Stager
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

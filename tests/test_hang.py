@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 from conftest import REPO, eventually
 
-from ckpt import evidence as gather
-from ckpt import hang
-from ckpt.evidence import Probe, collective_of, flight_recorder, own_stack, parse_dump, py_spy, sample
-from ckpt.hang import Diagnosis, Evidence, Pace, diagnose, still
-from ckpt.pulse import LEAVING, OPENING, PAUSED, RESTORING, TRAINING, Beat, Pulse
+from ckpt.faults import hang
+from ckpt.faults import probe as gather
+from ckpt.faults.hang import Diagnosis, Evidence, Pace, diagnose, still
+from ckpt.faults.probe import Probe, collective_of, flight_recorder, own_stack, parse_dump, py_spy, sample
+from ckpt.ipc.heartbeat import LEAVING, OPENING, PAUSED, RESTORING, TRAINING, Beat, Pulse
 from ckpt.triggers import OnHang
 
 LOOK_S = 0.25
@@ -543,7 +543,7 @@ def test_the_collective_of_a_stack() -> None:
 RANK = """
 import faulthandler, json, os, signal, sys, threading, time
 faulthandler.register(signal.SIGUSR2, file=open(sys.argv[3], "w"))
-from ckpt import evidence
+from ckpt.faults import probe as evidence
 rank, main = int(sys.argv[1]), threading.get_ident()
 assert evidence.flight_recorder() == ()
 assert "torch" not in sys.modules

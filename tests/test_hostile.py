@@ -39,8 +39,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt import commit, link, read, retain
-from ckpt.digest import blob_digest, file_digest
+from ckpt.checkpoint import commit, read, retention
+from ckpt.checkpoint.retention import Keep
+from ckpt.checkpoint.write import Snapshot, write_part
 from ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -49,20 +50,20 @@ from ckpt.errors import (
     NoCheckpointError,
     StoreError,
 )
-from ckpt.geometry import Box
-from ckpt.log import RunLog, record_key
-from ckpt.manifest import Attempt, index_key, new_nonce, part_key, seal, table_key
-from ckpt.plan import Layout, TensorSpec
-from ckpt.resume import Restored, gather, restore_first
-from ckpt.retain import Keep
-from ckpt.saved import Saved
-from ckpt.sources import Source
-from ckpt.state import Capture
+from ckpt.format.boxes import Box
+from ckpt.format.digest import blob_digest, file_digest
+from ckpt.format.layout import Layout, TensorSpec
+from ckpt.format.manifest import Attempt, index_key, new_nonce, part_key, seal, table_key
+from ckpt.format.merged import Saved
+from ckpt.format.table import Shard, Table, merge
+from ckpt.format.values import decode
+from ckpt.ipc import channel as link
+from ckpt.ranks.world import World
+from ckpt.restore.resume import Restored, gather, restore_first
+from ckpt.restore.sources import Source
+from ckpt.runlog.log import RunLog, record_key
+from ckpt.state.capture import Capture
 from ckpt.store import normalise, open_store
-from ckpt.table import Shard, Table, merge
-from ckpt.values import decode
-from ckpt.world import World
-from ckpt.write import Snapshot, write_part
 from ckpt_backends.memory import MemoryStore
 
 Objects = dict[str, bytes]
@@ -294,7 +295,7 @@ async def taken_over(folder: Path) -> set[str]:
         snapshot = Snapshot(Attempt(mine.epoch, 10**6, mine.nonce), layout, memoryview(b""), [])
         saved = await commit.commit(log, mine, [await write_part(store, snapshot)])
         assert log.state.lineage()[0] == saved
-        await retain.retire(log, mine, Keep(last=1), {saved.attempt})
+        await retention.retire(log, mine, Keep(last=1), {saved.attempt})
         return before - {info.key async for info in store.list()}
     finally:
         await store.aclose()
@@ -1334,7 +1335,7 @@ def repeated(columns: Json) -> None:
 
 def test_a_tensor_that_does_not_fit_into_memory_is_an_error_of_ours(tmp_path: Path) -> None:
     """A consistent lie about a size ends in a message, not in a RuntimeError of torch."""
-    from ckpt.tensors import empty
+    from ckpt.state.tensors import empty
 
     with pytest.raises(CheckpointError, match="no memory for x"):
         empty(TensorSpec("x", "F64", (2**55,)), "cpu")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.restore import Filler
+from ckpt.state.placement import Filler
 
 State = dict[str, Any]
 Open = Callable[..., ckpt.Checkpointer]

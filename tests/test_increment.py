@@ -22,23 +22,24 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt import commit as commits
-from ckpt import encode, increment, packs, plan, read, retain, supply, write
-from ckpt import table as tables
-from ckpt.codec import BF16, CODECS, DELTA, FLOAT_DELTA, PLANES, RAW, ROTATED, word_of
-from ckpt.codec import encode as coded
-from ckpt.digest import blob_digest
-from ckpt.encode import Encoder
+from ckpt.checkpoint import byte_source, encode, incremental, packs, read, retention, write
+from ckpt.checkpoint import commit as commits
+from ckpt.checkpoint.byte_source import InMemory, bases_in
+from ckpt.checkpoint.encode import Encoder
+from ckpt.checkpoint.incremental import BlobPlan, Policy, Previous, find_masters, plan_blobs
+from ckpt.checkpoint.packs import Encoded, Packer
+from ckpt.checkpoint.retention import Keep
+from ckpt.checkpoint.write import Snapshot, Written, digest_blobs
 from ckpt.errors import CheckpointError, CorruptError, FormatError, FullError, SaveError
-from ckpt.increment import BlobPlan, Policy, Previous, find_masters, plan_blobs
-from ckpt.log import Acquire, Commit, RunLog, RunState
-from ckpt.manifest import Attempt, PackInfo, Part, new_nonce, owner
-from ckpt.packs import Encoded, Packer
-from ckpt.plan import BITS, Layout, TensorSpec
-from ckpt.retain import Keep
-from ckpt.supply import InMemory, bases_in
-from ckpt.table import Shard, Table, merge
-from ckpt.write import Snapshot, Written, digest_blobs
+from ckpt.format import layout as plan
+from ckpt.format import table as tables
+from ckpt.format.codec import BF16, CODECS, DELTA, FLOAT_DELTA, PLANES, RAW, ROTATED, word_of
+from ckpt.format.codec import encode as coded
+from ckpt.format.digest import blob_digest
+from ckpt.format.layout import BITS, Layout, TensorSpec
+from ckpt.format.manifest import Attempt, PackInfo, Part, new_nonce, owner
+from ckpt.format.table import Shard, Table, merge
+from ckpt.runlog.log import Acquire, Commit, RunLog, RunState
 from ckpt_backends.memory import MemoryStore
 
 BLOB = 8192
@@ -50,7 +51,7 @@ State = dict[str, tuple[str, int, bytes]]  # of each tensor: its dtype, how many
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blobs, packs, windows and reads that are a few kilobytes."""
-    for module in (plan, increment, write):
+    for module in (plan, incremental, write):
         monkeypatch.setattr(module, "BLOB", BLOB)
     monkeypatch.setattr(encode, "SMALL", 64)
     monkeypatch.setattr(encode, "LITTLE", 64)
@@ -125,7 +126,7 @@ class Job:
 
     async def retire(self, last: int) -> None:
         newest = self.log.state.lineage()[0].attempt
-        await retain.retire(self.log, self.mine, Keep(last), {newest})
+        await retention.retire(self.log, self.mine, Keep(last), {newest})
 
     async def table(self, commit: Commit) -> Table:
         return (await read.load_manifest(self.log.store, commit)).table
@@ -276,7 +277,7 @@ async def live(seed: int, policy: Policy, world: int, steps: int, keep: int, own
     history = [first_state(dice)]
     for encoder in job.encoders:
         encoder.sink = float(dice.choice([1e3, 1e15]))  # what "auto" goes by
-    with mock.patch.object(increment, "MAX_OWNERS", owners):
+    with mock.patch.object(incremental, "MAX_OWNERS", owners):
         for step in range(1, steps + 1):
             history.append(next_state(dice, history))
             await job.save(step, history[-1])
@@ -369,12 +370,12 @@ def test_negative_control_rows_of_another_tensor_are_seen(monkeypatch: pytest.Mo
 
 def test_negative_control_a_clean_up_that_forgets_references_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """If only a checkpoint's own files counted as used, packs would go that live tables name."""
-    right = retain.files_of
+    right = retention.files_of
 
     async def wrong(log: RunLog, of: Iterable[Commit]) -> dict[Attempt, set[str]]:
         return {a: {k for k in keys if owner(k) == a} for a, keys in (await right(log, of)).items()}
 
-    monkeypatch.setattr(retain, "files_of", wrong)
+    monkeypatch.setattr(retention, "files_of", wrong)
 
     async def run() -> None:
         job = await Job.open(Policy(compression="none", full_every=50))
@@ -385,10 +386,10 @@ def test_negative_control_a_clean_up_that_forgets_references_is_seen(monkeypatch
             await job.retire(2)
             await check_files(job)
 
-    monkeypatch.setattr(retain, "ALWAYS", 1)
+    monkeypatch.setattr(retention, "ALWAYS", 1)
     with pytest.raises((AssertionError, CheckpointError)):
         asyncio.run(run())
-    monkeypatch.setattr(retain, "files_of", right)
+    monkeypatch.setattr(retention, "files_of", right)
     asyncio.run(run())  # it is the forgetting that was seen
 
 
@@ -536,14 +537,14 @@ def test_a_delta_keeps_its_base_or_goes_with_it() -> None:
 
 def test_old_owners_are_left_when_they_are_too_many() -> None:
     """What would need packs of more checkpoints than a limit takes the newest, and stores the rest anew."""
-    count = increment.MAX_OWNERS + 5
+    count = incremental.MAX_OWNERS + 5
     layout = Layout(tuple(TensorSpec(f"t{i:02}", "U8", (100,)) for i in range(count)), {}, [])
     now = digests_of(layout, noise(layout, 0))
     keys = [f"packs/1.0badcafe-{i + 1}.0.0.safetensors" for i in range(count)]
     table = replace(previous_of(layout, now).table, pack=np.arange(count), offset=np.full(count, 64), packs=tuple(keys))
     previous = Previous(part_of(Attempt(1, 99, "0badcafe"), [PackInfo(k, 164, 64, "") for k in keys]), table)
     taken = plan_blobs(layout, now, previous).taken
-    assert (taken >= 0).sum() == increment.MAX_OWNERS
+    assert (taken >= 0).sum() == incremental.MAX_OWNERS
     assert (taken[:5] < 0).all()
 
 
@@ -609,7 +610,7 @@ def test_when_a_checkpoint_has_to_be_full() -> None:
     assert full(policy, 1000, two) and full(policy, 2000, two)
     assert not full(policy, 1001, two) and not full(policy, 210, two)
     assert full(policy, 1234, two, chain=19) and not full(policy, 1234, two, chain=18)
-    assert full(Policy(full_every=1000), 7, two, chain=increment.MAX_CHAIN - 1)
+    assert full(Policy(full_every=1000), 7, two, chain=incremental.MAX_CHAIN - 1)
     assert full(replace(policy, incremental=False), 300, two)
     assert full(Policy(full_every=1), 7, two)
     assert full(policy, 300, run_state((100, True), (200, False))), "one is not enough"
@@ -621,7 +622,7 @@ def test_two_full_ones_stay_whatever_is_kept() -> None:
     steps = [(step, step % 5 == 0 or step < 3) for step in range(1, 30)]
     for end in range(2, 30):
         state = run_state(*steps[:end])
-        gone = retain.choose(state, Keep(1), {Attempt(1, end, "0badcafe")})
+        gone = retention.choose(state, Keep(1), {Attempt(1, end, "0badcafe")})
         newest = sorted((a for a, c in state.commits.items() if c.full), reverse=True)[:2]
         assert not gone & set(newest), end
 
@@ -1124,13 +1125,13 @@ def test_every_operation_of_an_increment_may_fail(compression: str, stuck: bool)
 def test_a_promotion_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many tensors there are in two precisions, what is read from the nearer place at once is some windows."""
     most: list[int] = []
-    right = supply.InStore.load
+    right = byte_source.InStore.load
 
-    async def counted(self: supply.InStore, blobs: Any) -> Any:
+    async def counted(self: byte_source.InStore, blobs: Any) -> Any:
         most.append(sum(int(self.table.length[b]) for b in blobs))
         return await right(self, blobs)
 
-    monkeypatch.setattr(supply.InStore, "load", counted)
+    monkeypatch.setattr(byte_source.InStore, "load", counted)
 
     async def run() -> None:
         dice = np.random.default_rng(0)
@@ -1143,7 +1144,7 @@ def test_a_promotion_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> Non
         written = await near.write(1, state)
         layout = layout_of(state)
         snapshot = Snapshot(Attempt(1, 1, "0badcafe"), layout, memoryview(b""), [])
-        source = supply.InStore(near.log.store, written.table)
+        source = byte_source.InStore(near.log.store, written.table)
         there = await far.encoders[0].write(far.log.store, snapshot, source, None)
         wanted = expected(there.table, state)
         assert await fetched(far.log.store, there.table, range(there.table.owned)) == wanted  # type: ignore[arg-type]

@@ -13,12 +13,12 @@ from conftest import run_script
 from test_increments import build, differing, flip, frozen_copy, live, place_of, sound, steps_at, train
 
 import ckpt
-from ckpt import commit, increment, read
+from ckpt.checkpoint import commit, incremental, read
+from ckpt.checkpoint.incremental import find_masters
 from ckpt.errors import SaveError
-from ckpt.increment import find_masters
-from ckpt.log import RunLog, expand, summary
-from ckpt.manifest import new_nonce
-from ckpt.plan import Layout, TensorSpec
+from ckpt.format.layout import Layout, TensorSpec
+from ckpt.format.manifest import new_nonce
+from ckpt.runlog.log import RunLog, expand, summary
 from ckpt_backends.memory import MemoryStore
 
 MEMORY_ONLY = """
@@ -149,7 +149,7 @@ def test_doubts_are_known_to_all_writers() -> None:
         log, other = RunLog(store), RunLog(store)
         await log.open()
         mine = await commit.acquire(log, new_nonce())
-        attempt = increment.Attempt(mine.epoch, 3, mine.nonce)
+        attempt = incremental.Attempt(mine.epoch, 3, mine.nonce)
         for _ in range(2):
             await commit.doubt(log, mine, attempt, {("packs/a", 5), ("packs/b", 7)})
         await commit.doubt(log, mine, attempt, set())
@@ -169,13 +169,13 @@ def test_masters_are_looked_for_once_a_tensor(monkeypatch: pytest.MonkeyPatch) -
     layout = Layout(tuple(TensorSpec(name, dtype, (64,)) for name, dtype in shapes), {}, [])
     dice = np.random.default_rng(1)
     masters = dice.standard_normal((3 * count, 64)).astype(np.float32)
-    right = increment.decode
+    right = incremental.decode
 
     def counted(*arguments: Any) -> None:
         calls[0] += 1
         right(*arguments)
 
-    monkeypatch.setattr(increment, "decode", counted)
+    monkeypatch.setattr(incremental, "decode", counted)
     arrangement = layout.arrangement
     data = bytearray(arrangement.data_size)
     for i in range(3 * count):
@@ -183,7 +183,7 @@ def test_masters_are_looked_for_once_a_tensor(monkeypatch: pytest.MonkeyPatch) -
         data[at : at + 256] = masters[i].tobytes()
     for i in range(count):  # each the rounding of one of them
         at, room = arrangement.offsets[i], memoryview(bytearray(128))
-        right(increment.BF16, b"", 128, masters[2 * i].tobytes(), room)
+        right(incremental.BF16, b"", 128, masters[2 * i].tobytes(), room)
         data[at : at + 128] = room
     view = memoryview(data)
 

@@ -31,18 +31,18 @@ from test_increment import suspect
 from test_kill import Chain, Told, Trainer, kill_all, problems
 
 import ckpt
-from ckpt import commit as commits
-from ckpt import increment, read
+from ckpt.checkpoint import commit as commits
+from ckpt.checkpoint import incremental, read
+from ckpt.checkpoint.scrub import Scrub
 from ckpt.cli import cli
-from ckpt.codec import BF16, DELTA, FLOAT_DELTA, RAW
 from ckpt.errors import CheckpointError, NotFoundError, SaveError
 from ckpt.events import INCREMENT_POINTS, WRITER_POINTS
-from ckpt.log import Commit, RunLog
-from ckpt.manifest import Attempt, index_key, owner, table_key
-from ckpt.scrub import Scrub
+from ckpt.format.codec import BF16, DELTA, FLOAT_DELTA, RAW
+from ckpt.format.manifest import Attempt, index_key, owner, table_key
+from ckpt.format.table import Table
+from ckpt.runlog.log import Commit, RunLog
+from ckpt.state.tensors import TORCH_DTYPE
 from ckpt.store import open_store, remember_options
-from ckpt.table import Table
-from ckpt.tensors import TORCH_DTYPE
 
 State = dict[str, Any]
 COMPRESSIONS = ["none", "auto", "zstd"]
@@ -720,7 +720,7 @@ import importlib.machinery, sys
 
 class Soon:
     def find_spec(self, name, path=None, target=None):
-        if name != "ckpt.scrub":
+        if name != "ckpt.checkpoint.scrub":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         run = spec.loader.exec_module
@@ -774,7 +774,7 @@ def test_the_next_checkpoint_is_not_built_on_what_has_gone_bad(
             flip(Path(run_dir, key), offset + 100)
         hope_s = 2.0 if "neither" in by else 6.0
         healed = eventually(lambda: time.sleep(0.2) is None and save() != places[-1], hope_s)
-        assert next(numbers) < increment.MAX_CHAIN, "it was long enough for a full one"
+        assert next(numbers) < incremental.MAX_CHAIN, "it was long enough for a full one"
         log = "".join(p.read_text() for p in Path(os.environ["CKPT_RUNTIME_DIR"]).rglob("*.log"))
         save()
         problems = read.run(problems_of(run_dir))

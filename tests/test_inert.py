@@ -18,9 +18,9 @@ from conftest import REPO
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt import inert
+from ckpt.convert import safe_pickle
+from ckpt.convert.safe_pickle import Name, Node, Outside, load
 from ckpt.errors import CorruptError, FormatError
-from ckpt.inert import Name, Node, Outside, load
 
 QUICK = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 LONG = settings(QUICK, max_examples=100_000)
@@ -140,10 +140,18 @@ def test_instructions_that_are_not_read(body: bytes) -> None:
 
 def test_the_module_has_no_way_to_run_anything() -> None:
     """It imports nothing that could look up a name, and calls no such function."""
-    tree = ast.parse(Path(inert.__file__).read_text())
+    tree = ast.parse(Path(safe_pickle.__file__).read_text())
     modules = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     modules |= {str(n.module) for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    assert modules <= {"__future__", "collections.abc", "dataclasses", "struct", "typing", "ckpt.errors", "ckpt.values"}
+    assert modules <= {
+        "__future__",
+        "collections.abc",
+        "dataclasses",
+        "struct",
+        "typing",
+        "ckpt.errors",
+        "ckpt.format.values",
+    }
     called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     assert not called & {"getattr", "eval", "exec", "__import__", "compile", "globals", "vars", "setattr", "open"}
 
@@ -233,7 +241,7 @@ def test_every_byte_changed() -> None:
 
 
 instructions = st.sampled_from(
-    [bytes([code]) for code in inert._TABLE] + [b"ccollections\nOrderedDict\n", b"K\1", b"h\0", b"q\0"]
+    [bytes([code]) for code in safe_pickle._TABLE] + [b"ccollections\nOrderedDict\n", b"K\1", b"h\0", b"q\0"]
 )
 soup = st.lists(instructions | st.binary(max_size=3), max_size=60).map(lambda parts: frame(b"".join(parts)) + b".")
 
@@ -286,7 +294,7 @@ def test_bombs_are_cheap(what: str) -> None:
     made, message = BOMBS[what]
     code = (
         "import re, sys, time\nfrom struct import pack\n"
-        "from ckpt import inert\n"
+        "from ckpt.convert import safe_pickle as inert\n"
         "from ckpt.errors import CorruptError, FormatError\n"
         f"p = b'\\x80\\x04'\ndata = {made}\n"
         "start = time.process_time()\n"
@@ -316,4 +324,7 @@ def test_numbers_keep_their_size() -> None:
     for value in (0, -1, 2**31, -(2**63), 2**2000, -(2**300_000)):
         assert load(pickle.dumps(value, 2), set()) == value
     with pytest.raises(FormatError, match="a number of"):
-        load(b"\x80\x02\x8b" + struct.pack("<i", inert.MAX_INT + 1) + b"\1" * (inert.MAX_INT + 1) + b".", set())
+        load(
+            b"\x80\x02\x8b" + struct.pack("<i", safe_pickle.MAX_INT + 1) + b"\1" * (safe_pickle.MAX_INT + 1) + b".",
+            set(),
+        )

@@ -17,15 +17,15 @@ import interleave
 import pytest
 from interleave import Failure, Rank, Sim, SimStore, schedule
 
-from ckpt import commit as commits
-from ckpt import log as run_log
-from ckpt import retain
-from ckpt.commit import Recovery, Role
+from ckpt.checkpoint import commit as commits
+from ckpt.checkpoint import retention
+from ckpt.checkpoint.commit import Recovery, Role
+from ckpt.checkpoint.write import Snapshot, Written
 from ckpt.errors import FullError, OutcomeUnknownError, StoreError
-from ckpt.log import Acquire, Commit, RunLog, RunState
-from ckpt.manifest import Attempt, owner, pack_key
+from ckpt.format.manifest import Attempt, owner, pack_key
+from ckpt.runlog import log as run_log
+from ckpt.runlog.log import Acquire, Commit, RunLog, RunState
 from ckpt.store import Store
-from ckpt.write import Snapshot, Written
 
 QUICK = 500  # schedules a test; there are four of them
 LONG = int(os.environ.get("CKPT_SCHEDULES", "1000000"))
@@ -188,15 +188,15 @@ class Stale:
 
 def the_log_is_read_before_the_files(patch: pytest.MonkeyPatch) -> None:
     """What a PLAN deletes is decided by what the log said before the files were listed."""
-    retire = retain.retire
+    retire = retention.retire
     patch.setattr(
-        retain, "retire", lambda log, mine, keep, verified: retire(Stale(log, locally=False), mine, keep, verified)
+        retention, "retire", lambda log, mine, keep, verified: retire(Stale(log, locally=False), mine, keep, verified)
     )
 
 
 def the_plan_need_not_land(patch: pytest.MonkeyPatch) -> None:
     """Files are deleted by what one's own reading of the log came to, whatever becomes of the PLAN."""
-    retire = retain.retire
+    retire = retention.retire
 
     class Early(Stale):
         async def append(self, make: Callable[[RunState], Any], *, owner: Any) -> RunState:
@@ -206,13 +206,13 @@ def the_plan_need_not_land(patch: pytest.MonkeyPatch) -> None:
             return await self.log.append(make, owner=owner)
 
     patch.setattr(
-        retain, "retire", lambda log, mine, keep, verified: retire(Early(log, locally=True), mine, keep, verified)
+        retention, "retire", lambda log, mine, keep, verified: retire(Early(log, locally=True), mine, keep, verified)
     )
 
 
 def open_attempts_are_fair_game(patch: pytest.MonkeyPatch) -> None:
     """Files that no live checkpoint uses go, also those of attempts that may still become one."""
-    patch.setattr(retain, "live_packs", lambda state, packs, used: set(used))
+    patch.setattr(retention, "live_packs", lambda state, packs, used: set(used))
 
 
 def what_is_open_stays_open(patch: pytest.MonkeyPatch) -> None:
@@ -347,29 +347,29 @@ def whatever_was_written_will_do(patch: pytest.MonkeyPatch) -> None:
 
 def what_is_built_on_goes(patch: pytest.MonkeyPatch) -> None:
     """What an open attempt said that it builds on is given up all the same."""
-    choose = retain.choose
-    patch.setattr(retain, "choose", lambda state, *details: choose(replace(state, pins={}), *details))
+    choose = retention.choose
+    patch.setattr(retention, "choose", lambda state, *details: choose(replace(state, pins={}), *details))
 
 
 def an_increment_is_as_good_as_a_full_one(patch: pytest.MonkeyPatch) -> None:
     """The newest full ones may go, as long as something newer stays."""
-    choose = retain.choose
+    choose = retention.choose
 
     def careless(state: RunState, *details: Any) -> set[Attempt]:
         alike = {attempt: replace(found, needs=()) for attempt, found in state.commits.items()}
         return choose(replace(state, commits=alike), *details)
 
-    patch.setattr(retain, "choose", careless)
+    patch.setattr(retention, "choose", careless)
 
 
 def a_pack_belongs_to_who_wrote_it(patch: pytest.MonkeyPatch) -> None:
     """Of what a checkpoint uses, only what it has written itself is left alone."""
-    files_of = retain.files_of
+    files_of = retention.files_of
 
     async def own(*args: Any) -> dict[Attempt, set[str]]:
         return {of: {key for key in keys if owner(key) == of} for of, keys in (await files_of(*args)).items()}
 
-    patch.setattr(retain, "files_of", own)
+    patch.setattr(retention, "files_of", own)
 
 
 def what_only_began_stays_open(patch: pytest.MonkeyPatch) -> None:

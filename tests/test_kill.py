@@ -22,11 +22,11 @@ import pytest
 import toy
 from conftest import REPO, eventually, killed, run_script, writers
 
-from ckpt import read
-from ckpt.arena import Arena
+from ckpt.checkpoint import read
 from ckpt.events import POINTS, TRAINER_POINTS, WRITER_POINTS
-from ckpt.identity import Process
-from ckpt.mutex import Got
+from ckpt.ipc.arena import Arena
+from ckpt.ipc.mutex import Got
+from ckpt.ipc.process import Process
 
 STEPS = 60
 EVERY = 3
@@ -448,7 +448,7 @@ def test_death_is_noticed_though_a_child_holds_the_socket(run_dir: str) -> None:
 
 HOLDER = """
 import sys
-from ckpt.arena import Arena
+from ckpt.ipc.arena import Arena
 
 arena = Arena.attach(int(sys.argv[1]))
 print("got", arena.mutex.lock(), flush=True)

@@ -172,10 +172,10 @@ def test_imports_go_down_only(path: Path) -> None:
 def test_negative_control_an_import_upwards_is_seen() -> None:
     """In each of the forms an import can take."""
     for text in (
-        "from ckpt.commit import commit",
-        "import ckpt.read",
-        "from ckpt import read",
-        "def f():\n import ckpt.log",
+        "from ckpt.checkpoint.commit import commit",
+        "import ckpt.checkpoint.read",
+        "from ckpt.checkpoint import read",
+        "def f():\n import ckpt.runlog.log",
     ):
         assert wrong_way("plan", ast.parse(text)), text
     assert not wrong_way("plan", ast.parse("from ckpt.store import PAGE"))
@@ -254,7 +254,7 @@ def test_import_ckpt_is_light() -> None:
 
 def test_the_writer_has_no_torch() -> None:
     """Neither at its start nor once it has opened a store: seconds of start-up, and hundreds of MB."""
-    statement = "import ckpt.writer, ckpt.store; ckpt.store.open_store('file:///tmp'); import ckpt_backends.local"
+    statement = "import ckpt.writer.main, ckpt.store; ckpt.store.open_store('file:///tmp'); import ckpt_backends.local"
     loaded = loaded_by(statement)
     assert "numpy" in loaded and loaded & {"torch", "click", "rich", "fsspec"} == set()
 

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt import ledger
 from ckpt.errors import CorruptError, FormatError
-from ckpt.ledger import Account, Decision, End, Restore, Row, Saves, Seen
+from ckpt.goodput import ledger
+from ckpt.goodput.ledger import Account, Decision, End, Restore, Row, Saves, Seen
 
 JOB = """
 import os, sys, time, toy, ckpt

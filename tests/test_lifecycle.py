@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import ckpt
-from ckpt import guardian
+from ckpt.trainer import writer_supervisor
 
 State = dict[str, Any]
 
@@ -309,7 +309,7 @@ def make_foreign(folder: Path) -> None:
 def make_newer(folder: Path) -> None:
     ckpt.Checkpointer(toy.build(), str(folder)).close()
     path = folder / "FORMAT.json"
-    from ckpt.manifest import seal  # the file must be whole, and of a later version
+    from ckpt.format.manifest import seal  # the file must be whole, and of a later version
 
     content = json.loads(path.read_text())
     del content["digest"]
@@ -847,7 +847,7 @@ def test_writer_that_keeps_dying(run_dir: str, own_sockets: Path) -> None:
     state = toy.build()
     cp = ckpt.Checkpointer(state, rare(run_dir))
     train(cp, state, 1, 2)
-    for _ in range(guardian.RESPAWN_LIMIT):
+    for _ in range(writer_supervisor.RESPAWN_LIMIT):
         old = {process.pid for process in writers(own_sockets)}
         kill_all(writers(own_sockets))
         assert eventually(lambda old=old: {p.pid for p in writers(own_sockets)} - old != set())

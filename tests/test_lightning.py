@@ -32,9 +32,9 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 
-from ckpt.best import END, Best, kept
 from ckpt.lightning import CheckpointCallback, CheckpointIO
-from ckpt.lightning_loops import Feed
+from ckpt.lightning.best import END, Best, kept
+from ckpt.lightning.loop_hooks import Feed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -23,10 +23,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interleave import write_increment
 
-from ckpt import commit as commits
-from ckpt import log as run_log
-from ckpt import retain
-from ckpt.commit import Role
+from ckpt.checkpoint import commit as commits
+from ckpt.checkpoint import retention
+from ckpt.checkpoint.commit import Role
+from ckpt.checkpoint.read import load_manifest, verify
+from ckpt.checkpoint.retention import Keep
+from ckpt.checkpoint.write import Snapshot, Written, write_part
 from ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -38,7 +40,22 @@ from ckpt.errors import (
     SaveError,
     StoreError,
 )
-from ckpt.log import (
+from ckpt.format.layout import Layout, TensorSpec
+from ckpt.format.manifest import (
+    MAX_NEEDS,
+    Attempt,
+    PackInfo,
+    Part,
+    new_nonce,
+    owner,
+    pack_key,
+    part_key,
+    rank_and_try,
+    seal,
+    table_key,
+)
+from ckpt.runlog import log as run_log
+from ckpt.runlog.log import (
     MAX_GAP,
     Acquire,
     Commit,
@@ -52,24 +69,7 @@ from ckpt.log import (
     record_key,
     summary,
 )
-from ckpt.manifest import (
-    MAX_NEEDS,
-    Attempt,
-    PackInfo,
-    Part,
-    new_nonce,
-    owner,
-    pack_key,
-    part_key,
-    rank_and_try,
-    seal,
-    table_key,
-)
-from ckpt.plan import Layout, TensorSpec
-from ckpt.read import load_manifest, verify
-from ckpt.retain import Keep
 from ckpt.store import ObjectInfo, Store
-from ckpt.write import Snapshot, Written, write_part
 from ckpt_backends.local import LocalStore
 from ckpt_backends.memory import MemoryStore
 
@@ -912,7 +912,7 @@ def test_who_looks_late_finds_a_checkpoint_that_was_retired_meanwhile() -> None:
         for step in (1, 2, 3, 4):
             rest = (0, 1) if step == 1 else range(WORLD)
             await asyncio.gather(*(ranks.save(rank, step=step) for rank in rest))
-        await retain.retire(ranks.logs[0], ranks.mine, Keep(last=1), {ranks.attempt(4)})
+        await retention.retire(ranks.logs[0], ranks.mine, Keep(last=1), {ranks.attempt(4)})
         assert ranks.attempt() in ranks.logs[0].state.retired
         await asyncio.wait_for(ranks.settle(slow), 30)
 
@@ -1032,10 +1032,10 @@ def test_the_files_of_what_is_held_stay() -> None:
         def files() -> int:
             return sum(str(ranks.attempt()) in key for key in ranks.store.objects)
 
-        assert await retain.retire(log, mine, Keep(last=1), checked) == {ranks.attempt(2)}
+        assert await retention.retire(log, mine, Keep(last=1), checked) == {ranks.attempt(2)}
         assert files() == 7  # a pack, a table and a part a rank, and the index
         await commits.abort(log, mine, ranks.attempt(), "other nodes do not hold their parts", held=True)
-        await retain.retire(log, mine, Keep(last=1), checked)
+        await retention.retire(log, mine, Keep(last=1), checked)
         assert files() == 0
 
     asyncio.run(scenario())
@@ -1211,7 +1211,7 @@ def test_an_increment_is_a_checkpoint_that_says_what_it_was_built_on() -> None:
         assert third.part.packs[1].key == chain.base.table.packs[0] and third.part.needs == [str(chain.attempt(2))]
         assert await chain.records() == ["ACQUIRE", "COMMIT", "BEGIN", "COMMIT", "BEGIN", "COMMIT"]
         await chain.lose(1, 2)
-        await retain.retire(chain.log, chain.mine, Keep(last=1), {chain.attempt(3)})
+        await retention.retire(chain.log, chain.mine, Keep(last=1), {chain.attempt(3)})
         assert await chain.sound() == [3]
         left = [key for key in chain.store.objects if owner(key) == chain.attempt(1)]
         assert left == [pack_key(chain.attempt(1), 0, 0)]
@@ -1349,7 +1349,7 @@ def test_recovery_of_increments(lost: bool, swept: bool, partial: bool) -> None:
             await chain.lose(1)
         if swept:
             sound = await save(chain.log, chain.mine, 9)
-            await retain.retire(chain.log, chain.mine, Keep(last=1), {sound})
+            await retention.retire(chain.log, chain.mine, Keep(last=1), {sound})
         log = await reopened(chain.store)
         mine = await commits.acquire(log, new_nonce())
         await commits.recover(log, mine, partial=partial)
@@ -1475,7 +1475,7 @@ def test_what_a_copy_brings_along_need_not_be_a_checkpoint_there() -> None:
             await commits.recover(log, mine)  # what is there of others is ended, and their packs stay
             for step in (8, 9):
                 last = await save(log, mine, step)
-            await retain.retire(log, mine, Keep(last=3), {last})
+            await retention.retire(log, mine, Keep(last=3), {last})
             assert await verify(store, found) == [] and chain.attempt(3) in log.state.commits
 
     asyncio.run(scenario())
@@ -1694,16 +1694,16 @@ async def cleaner(world: World) -> None:
 async def delete_before_plan(log: RunLog, mine: Acquire, keep: Keep, verified: set[Attempt]) -> None:
     """Broken on purpose: the files go before the record that gives them up has landed."""
     listed = [i.key for prefix in ("packs/", "parts/", "index/") async for i in log.store.list(prefix)]
-    retiring = retain.choose(log.state, keep, verified)
+    retiring = retention.choose(log.state, keep, verified)
     for key in listed:
         if any(str(a) in key for a in retiring):
             await log.store.delete(key)
-    await retain.retire(log, mine, keep, verified)
+    await retention.retire(log, mine, keep, verified)
 
 
 async def log_before_list(log: RunLog, mine: Acquire, keep: Keep, verified: set[Attempt]) -> None:
     """Broken on purpose: what the log says is decided first, and what is in the store is looked at afterwards."""
-    retiring = retain.choose(log.state, keep, verified)
+    retiring = retention.choose(log.state, keep, verified)
     if log.state.commits.keys() - retiring and log.state.damaged == []:
         staying = [c for a, c in log.state.commits.items() if a not in retiring]
         used = {key for c in staying for key in files_of(c.attempt, c.parts, c.index)}
@@ -1722,9 +1722,9 @@ def files_of(named: Attempt, parts: Any, index: str) -> list[str]:
 
 
 RETIRE: dict[str, Callable[..., Coroutine[Any, Any, Any]]] = {
-    "": retain.retire,
-    "fencing": retain.retire,
-    "all parts": retain.retire,
+    "": retention.retire,
+    "fencing": retention.retire,
+    "all parts": retention.retire,
     "plan first": delete_before_plan,
     "list first": log_before_list,
 }

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_log import attempt, committed, kept, new_log, reopened
 
-from ckpt import commit as commits
-from ckpt import log as logs
+from ckpt.checkpoint import commit as commits
 from ckpt.errors import CorruptError, StoreError
-from ckpt.log import Record, RunLog, expand, record_key, summary
-from ckpt.manifest import new_nonce, unseal
+from ckpt.format.manifest import new_nonce, unseal
+from ckpt.runlog import log as logs
+from ckpt.runlog.log import Record, RunLog, expand, record_key, summary
 from ckpt.store import ObjectInfo
 from ckpt_backends.memory import MemoryStore
 

@@ -31,22 +31,22 @@ from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ckpt
-from ckpt import link
-from ckpt.devices import Devices
-from ckpt.encode import Encoder
+from ckpt.checkpoint.byte_source import InMemory
+from ckpt.checkpoint.encode import Encoder
+from ckpt.checkpoint.incremental import Policy
+from ckpt.checkpoint.promote import copy_part
+from ckpt.checkpoint.upload_stats import Flow
+from ckpt.checkpoint.write import Snapshot
 from ckpt.errors import CorruptError, UsageError
-from ckpt.exporter import families, tag_of
-from ckpt.flow import Flow
-from ckpt.gauges import KINDS, gauges
-from ckpt.increment import Policy
-from ckpt.live import DeviceLook, Look, SlotLook, TierLook, shown
-from ckpt.manifest import Attempt
+from ckpt.format.layout import Layout, TensorSpec
+from ckpt.format.manifest import Attempt
+from ckpt.ipc import channel
 from ckpt.metrics import Metrics, as_metrics
-from ckpt.plan import Layout, TensorSpec
-from ckpt.promote import copy_part
 from ckpt.store import normalise
-from ckpt.supply import InMemory
-from ckpt.write import Snapshot
+from ckpt.telemetry.exporter import families, tag_of
+from ckpt.telemetry.gauges import KINDS, gauges
+from ckpt.telemetry.nvml import Devices
+from ckpt.telemetry.status import DeviceLook, Look, SlotLook, TierLook, shown
 from ckpt_backends.limit import Limit
 from ckpt_backends.memory import MemoryStore
 
@@ -140,7 +140,7 @@ def scalars(folder: Path, tag: str, rank: int = 0) -> list[tuple[int, float]]:
 
 
 def look_at(run_dir: str, number: int = 0) -> Look:
-    reply = link.ask_once(link.run_key(normalise(run_dir), number), "look", 30.0)
+    reply = channel.ask_once(channel.run_key(normalise(run_dir), number), "look", 30.0)
     assert reply is not None
     return Look.from_json(reply["look"])
 
@@ -604,7 +604,7 @@ def test_a_tier_that_fails_says_why(run_dir: str, tmp_path: Path) -> None:
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
-from ckpt.exporter import EventFile
+from ckpt.telemetry.exporter import EventFile
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 events = EventFile(Path(sys.argv[1]))

@@ -12,11 +12,11 @@ import pytest
 from conftest import eventually, writers
 from parallel import free_port, launch
 
-from ckpt.arena import EMPTY, FILLING, SEALED, Arena, Label
-from ckpt.manifest import Attempt
-from ckpt.mirror import Mirror
-from ckpt.plan import Layout, TensorSpec, pages
-from ckpt.share import partner
+from ckpt.format.layout import Layout, TensorSpec, pages
+from ckpt.format.manifest import Attempt
+from ckpt.format.partition import partner
+from ckpt.ipc.arena import EMPTY, FILLING, SEALED, Arena, Label
+from ckpt.writer.replicate import Mirror
 
 TRAINER = """
 import hashlib, json, os, sys, time

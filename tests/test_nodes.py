@@ -24,9 +24,9 @@ import psutil
 import pytest
 from conftest import REPO, eventually
 
-from ckpt import read
-from ckpt.identity import Process
-from ckpt.log import RunState
+from ckpt.checkpoint import read
+from ckpt.ipc.process import Process
+from ckpt.runlog.log import RunState
 
 TOY = REPO / "tests" / "node_toy.py"
 ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
@@ -373,7 +373,7 @@ def test_two_nodes_lose_one_thing_after_another(cluster: Cluster) -> None:
 
     cluster.replace(b)
     third.kill()
-    assert a.processes("ckpt.writer"), "part of the newest step is still in memory"
+    assert a.processes("ckpt.writer.main"), "part of the newest step is still in memory"
     fourth = cluster.start("train 3", "close")
     fourth.end()
     check_started(fourth, 8, "shared", third)
@@ -484,7 +484,7 @@ def test_killed_between_held_and_commit(cluster: Cluster, both_hold: bool) -> No
     first = cluster.start(*words, "hang", fails={"b": f"writer/{stop}"}, shared_every=1000)
     first.wait("hangs")
     assert eventually(lambda: len(cluster.roots()["a"].held) == 1)
-    frozen = [p for p in cluster.b.processes("ckpt.writer") if p.status() == psutil.STATUS_STOPPED]
+    frozen = [p for p in cluster.b.processes("ckpt.writer.main") if p.status() == psutil.STATUS_STOPPED]
     roots = cluster.roots()
     assert frozen and not roots["b"].held and len(roots["a"].commits) == len(words) - 1
     (attempt,) = roots["a"].held
@@ -630,7 +630,7 @@ def test_writers_die_all_the_time(cluster: Cluster) -> None:
     job.wait("step")
     while min(deaths.values()) < 3 and not job.all("closed")[0]:
         node = rng.choice([cluster.a, cluster.b])
-        for process in node.processes("ckpt.writer"):
+        for process in node.processes("ckpt.writer.main"):
             place = int(next(word for word in process.cmdline() if word.endswith(".log"))[-5])
             if deaths[node.name, place] < 3 and rng.random() < 0.5:
                 deaths[node.name, place] += 1
@@ -671,7 +671,7 @@ def test_a_node_stands_still(cluster: Cluster) -> None:
     """Its disk's word comes when it goes on, and until then the other disk HOLDs what it has."""
     job = cluster.start("train 2", "pause freeze", "save", "close")
     job.wait("paused")
-    frozen = [*cluster.b.processes("ckpt.writer"), *cluster.b.trainers()]
+    frozen = [*cluster.b.processes("ckpt.writer.main"), *cluster.b.trainers()]
     for process in frozen:
         process.suspend()
     (cluster.folder / "freeze").touch()

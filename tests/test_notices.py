@@ -16,9 +16,9 @@ import pytest
 from conftest import eventually
 from metadata import FAULTS, HUGE, Metadata
 
-from ckpt import notices
 from ckpt.errors import UsageError
-from ckpt.notices import Notice, Watch, detect, slurm_end
+from ckpt.faults import preemption
+from ckpt.faults.preemption import Notice, Watch, detect, slurm_end
 from ckpt.triggers import SOURCES, OnDeadline, OnPreemption, on_deadline, on_preemption
 
 AT = 1767225600.0  # 2026-01-01T00:00:00Z
@@ -46,8 +46,8 @@ Watching = Callable[..., tuple[Watch, Found]]
 @pytest.fixture(autouse=True)
 def _no_real_cloud(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a test gets wrong, the machine that runs it is not asked."""
-    monkeypatch.setattr(notices, "BASE_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr(notices, "AZURE_FIRST_S", 0.0)
+    monkeypatch.setattr(preemption, "BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(preemption, "AZURE_FIRST_S", 0.0)
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_ec2_asks_with_a_token_and_renews_it(
     assert [(t.method, t.headers["x-aws-ec2-metadata-token-ttl-seconds"]) for t in tokens] == [("PUT", "300")]
     cloud.tokens.clear()
     assert eventually(lambda: len(cloud.tokens) > 0)
-    monkeypatch.setattr(notices, "TOKEN_S", 1)
+    monkeypatch.setattr(preemption, "TOKEN_S", 1)
     cloud.set(token_s=1.0)
     cloud.tokens.clear()
     assert eventually(lambda: len(cloud.tokens) > 2)
@@ -281,7 +281,7 @@ def test_pauses_grow_up_to_a_minute(cloud: Metadata, watching: Watching, monkeyp
 
     cloud.set(fault="500")
     with monkeypatch.context() as patch:
-        patch.setattr(notices.threading, "Event", Quick)
+        patch.setattr(preemption.threading, "Event", Quick)
         found: Found = []
         watch = Watch([on_preemption("azure", base_url=cloud.url)], found.append, environ={})
     watch.start()
@@ -296,14 +296,14 @@ def test_pauses_grow_up_to_a_minute(cloud: Metadata, watching: Watching, monkeyp
 def test_no_more_than_64_kib_are_read(cloud: Metadata, watching: Watching, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a huge answer the rest stays where it is."""
     sizes: list[int] = []
-    real = notices._Until.readinto
-    monkeypatch.setattr(notices._Until, "readinto", lambda self, into: sizes.append(real(self, into)) or sizes[-1])
+    real = preemption._Until.readinto
+    monkeypatch.setattr(preemption._Until, "readinto", lambda self, into: sizes.append(real(self, into)) or sizes[-1])
     cloud.set(fault="huge")
     watch, _ = watching(ask("azure", cloud))
     assert eventually(lambda: sum(sizes) > 0)
     watch.stop()
     assert eventually(lambda: not watch._threads[0].is_alive())
-    assert 0 < sum(sizes) / cloud.count() < notices.MAX_ANSWER + 2 * 8192 < HUGE
+    assert 0 < sum(sizes) / cloud.count() < preemption.MAX_ANSWER + 2 * 8192 < HUGE
 
 
 def test_a_report_that_fails_is_not_the_end(cloud: Metadata, watching: Watching) -> None:
@@ -358,7 +358,7 @@ def test_nobody_is_asked_unless_detected(
     cloud: Metadata, watching: Watching, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a cloud in the firmware there is no thread and no connection; with one, that one is asked only."""
-    monkeypatch.setattr(notices, "BASE_URL", cloud.url)
+    monkeypatch.setattr(preemption, "BASE_URL", cloud.url)
     plain = firmware(tmp_path / "plain", {"sys_vendor": "LENOVO"})
     watch, _ = watching(on_preemption(), on_deadline(), dmi=plain)
     assert not watch._threads
@@ -496,8 +496,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock(AT)
-    monkeypatch.setattr(notices, "_wall", found)
-    monkeypatch.setattr(notices, "RECHECK_S", 0.02)
+    monkeypatch.setattr(preemption, "_wall", found)
+    monkeypatch.setattr(preemption, "RECHECK_S", 0.02)
     return found
 
 
@@ -545,7 +545,7 @@ def test_a_wall_clock_that_is_set(clock: Clock, watching: Watching) -> None:
 
 def test_the_wall_clock_is_looked_at_every_second() -> None:
     """The pause between two looks is short enough, and no other."""
-    assert 0.2 <= notices.RECHECK_S <= 1.0
+    assert 0.2 <= preemption.RECHECK_S <= 1.0
 
 
 def test_deadlines_are_told_once_each(clock: Clock, watching: Watching) -> None:
@@ -582,7 +582,7 @@ def test_a_malformed_slurm_variable(text: str, watching: Watching, caplog: pytes
 @pytest.mark.parametrize("at", [1e300, -1e300, 253402300800.0])
 def test_a_moment_beyond_the_calendar(at: float, watching: Watching) -> None:
     """It can still be said, and waited for."""
-    assert "seconds since 1970" in notices._when(at)
+    assert "seconds since 1970" in preemption._when(at)
     watch, found = watching(OnDeadline(at))
     assert len(watch._threads) == (at > 0)
     assert not found
@@ -590,7 +590,7 @@ def test_a_moment_beyond_the_calendar(at: float, watching: Watching) -> None:
 
 def test_standard_library_only() -> None:
     """Light enough to be imported anywhere, and no new dependency."""
-    tree = ast.parse(inspect.getsource(notices))
+    tree = ast.parse(inspect.getsource(preemption))
     modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     modules |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     ours = {name for name in modules if name.startswith("ckpt")}

@@ -22,7 +22,7 @@ from s3_server import FaultProxy, MotoServer, environment, storage_options
 from test_kill import Trainer, kill_all
 
 import ckpt
-from ckpt import read
+from ckpt.checkpoint import read
 from ckpt.errors import AccessError, CorruptError, SaveError, UsageError
 from ckpt.store import open_store, remember_options
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpt.convert.source import Assembly, Described, Entry, View, Want, check_patterns, describe, described, select
 from ckpt.errors import CorruptError, UsageError
-from ckpt.geometry import Box
-from ckpt.origin import Assembly, Described, Entry, View, Want, check_patterns, describe, described, select
+from ckpt.format.boxes import Box
 
 ITEM = 2
 

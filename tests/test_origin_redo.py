@@ -16,8 +16,9 @@ from test_cli import call as call
 from test_redo import flip, frames, logged_run, newest_pack, opened
 
 import ckpt
-from ckpt import pressure, redo
-from ckpt.manifest import Attempt
+from ckpt.faults import memory_pressure
+from ckpt.format.manifest import Attempt
+from ckpt.restore import redo_source
 
 
 @pytest.fixture
@@ -143,7 +144,7 @@ def test_more_than_there_is_memory_for(
 ) -> None:
     """The newest checkpoint needs none, and is taken instead with a word; a step that was asked for is an error."""
     folder, digests = left
-    monkeypatch.setattr(pressure, "available_memory", lambda: 1000)
+    monkeypatch.setattr(memory_pressure, "available_memory", lambda: 1000)
     found = call("restore", folder, "--to", tmp_path / "to", "--format", "run")
     assert found.code == 0 and "0 B may be taken" in found.err, found.err
     assert restored(tmp_path / "to") == (10, digests[10])
@@ -156,7 +157,7 @@ def test_one_rank_that_saw_a_nan_is_enough() -> None:
     attempt = Attempt(1, 2, "ab")
     for said, expected in (((True, False), False), ((True, None), None), ((True, True), True), ((None, False), False)):
         frames = {rank: {attempt: SimpleNamespace(frame=SimpleNamespace(finite=one))} for rank, one in enumerate(said)}
-        assert redo.Logs("file:///nowhere", cast("Any", frames)).finite(attempt, range(2)) is expected
+        assert redo_source.Logs("file:///nowhere", cast("Any", frames)).finite(attempt, range(2)) is expected
 
 
 def test_show_says_how_to_get_there(left: tuple[str, list[str]], call: Any) -> None:

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.arena import EAGER, Arena, Label
-from ckpt.holdings import Holdings
-from ckpt.log import RunLog
-from ckpt.manifest import Attempt
-from ckpt.plan import Layout, TensorSpec
+from ckpt.format.layout import Layout, TensorSpec
+from ckpt.format.manifest import Attempt
+from ckpt.ipc.arena import EAGER, Arena, Label
+from ckpt.runlog.log import RunLog
 from ckpt.store import open_store
+from ckpt.writer.held_memory import Holdings
 
 
 def durable(run: str) -> list[int]:

@@ -30,16 +30,16 @@ from test_accounting import WALL, account, died, invoke, run, seen, write
 from torch import nn
 
 import ckpt
-from ckpt import charts, page_look
-from ckpt.accounting import settle
-from ckpt.chronicle import Chronicle, chronicle, columns
-from ckpt.cli_page import class_of
+from ckpt.cli.report_page import class_of
 from ckpt.errors import CorruptError, FormatError
-from ckpt.fault import Fault, Saved
-from ckpt.ledger import MOST_LANDED, Account, Decision, End, Landed, Saves, stall_bucket, thinned
-from ckpt.page import page, sentences
-from ckpt.page_words import Class, Stock, Subject
-from ckpt.statement import decimal
+from ckpt.faults.report import Fault, Saved
+from ckpt.goodput.accounting import settle
+from ckpt.goodput.breakdown import decimal
+from ckpt.goodput.ledger import MOST_LANDED, Account, Decision, End, Landed, Saves, stall_bucket, thinned
+from ckpt.report import style, svg
+from ckpt.report.chronicle import Chronicle, chronicle, columns
+from ckpt.report.page import page, sentences
+from ckpt.report.words import Class, Stock, Subject
 
 __all__ = ["run"]  # a fixture
 
@@ -124,8 +124,8 @@ def looked_at(text: str) -> Seen:
     assert {tag for tag, _ in found.tags} <= known
     for _, attributes in found.tags:
         assert not {name for name in attributes if name.startswith("on") or name in ("src", "href", "style", "action")}
-    rest = text.replace(page_look.STYLE, "").replace(page_look.SCRIPT, "")
-    assert not re.search(r"@import|url\(|javascript:", page_look.STYLE + page_look.SCRIPT)
+    rest = text.replace(style.STYLE, "").replace(style.SCRIPT, "")
+    assert not re.search(r"@import|url\(|javascript:", style.STYLE + style.SCRIPT)
     assert "<!--" not in rest and "\u2028" not in rest and "\u202e" not in rest
     return found
 
@@ -339,17 +339,17 @@ def test_numbers_for_people() -> None:
         "4.1 kB",
         "1.2 GB",
     ]
-    assert [charts.count(n) for n in (0, 950, 9999, 12_000, 1_500_000)] == ["0", "950", "9,999", "12k", "1.5M"]
+    assert [svg.count(n) for n in (0, 950, 9999, 12_000, 1_500_000)] == ["0", "950", "9,999", "12k", "1.5M"]
     for low, high in ((0, 0), (5, 5), (0, 1), (3, 4.2), (0, 1e12), (-2, 7)):
-        scale = charts.linear(low, high, str)
+        scale = svg.linear(low, high, str)
         assert scale.low <= low and scale.high >= high and 2 <= len(scale.ticks) <= 8
         assert 0 <= scale.at(low) <= scale.at(high) <= 1
     for low, high in ((1e-9, 1e-9), (0.001, 0.002), (1, 1e9), (0, 5)):
-        scale = charts.decades(low, high, str)
+        scale = svg.decades(low, high, str)
         assert scale.high > scale.low > 0 and 2 <= len(scale.ticks) <= 8
     for span in (0.0, 0.5, 10, 3600, 1e5, 1e7, 1e9):
-        assert len(charts.clock(WALL, WALL + span).ticks) <= 7
-    assert charts.clock(-1e17, 1e17).ticks == ()  # of clocks that make no sense
+        assert len(svg.clock(WALL, WALL + span).ticks) <= 7
+    assert svg.clock(-1e17, 1e17).ticks == ()  # of clocks that make no sense
     assert columns([], 0.0, 0.0, 5) == [] and chronicle([], [], 0.0, 1.0) == Chronicle()
 
 

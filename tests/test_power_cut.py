@@ -33,10 +33,10 @@ from model_disk import (
     volume,
 )
 
-from ckpt import commit, read
+from ckpt.checkpoint import commit, read
 from ckpt.errors import CheckpointError, FencedError
-from ckpt.log import RunLog
-from ckpt.manifest import Attempt
+from ckpt.format.manifest import Attempt
+from ckpt.runlog.log import RunLog
 from ckpt_backends.local import LocalStore
 
 

@@ -18,8 +18,8 @@ from torch import nn
 from torch.optim import Adam, AdamW
 
 from ckpt.errors import CorruptError
-from ckpt.predict import PIECE, Coefficients, Floats, Settings, is_exact, second_moment, weights
-from ckpt.recipe import Watch
+from ckpt.redo.adam import PIECE, Coefficients, Floats, Settings, is_exact, second_moment, weights
+from ckpt.redo.optimizer_recipe import Watch
 
 COUNT, STEPS = 5000, 30
 QUICK = settings(max_examples=50, deadline=None)

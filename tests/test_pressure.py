@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 from conftest import REPO, eventually
 
-from ckpt import pressure
-from ckpt.pressure import Kills, Room, Watch, oom_kills, room, spare_from_oom
+from ckpt.faults import memory_pressure
+from ckpt.faults.memory_pressure import Kills, Room, Watch, oom_kills, room, spare_from_oom
 
 GIB, MIB = 1 << 30, 1 << 20
 MEMINFO = "MemTotal: 67108864 kB\nMemFree: 1 kB\nMemAvailable: 33554432 kB\n"  # 64 GiB, 32 GiB
@@ -219,7 +219,7 @@ def test_this_machine() -> None:
     """The figures of the machine that the tests run on are sane."""
     found = room()
     assert 0 < found.available <= found.total < 1 << 50
-    assert pressure.available_memory() > 0
+    assert memory_pressure.available_memory() > 0
 
 
 # -- the OOM killer --
@@ -288,11 +288,14 @@ def test_spare_is_refused(kernel: Kernel) -> None:
 
 def test_spare_says_what_the_kernel_has() -> None:
     """The answer agrees with the real score, whether we are allowed or not."""
-    code = "from ckpt.pressure import *; print(spare_from_oom(), int(open('/proc/self/oom_score_adj').read()))"
+    code = (
+        "from ckpt.faults.memory_pressure import *; "
+        "print(spare_from_oom(), int(open('/proc/self/oom_score_adj').read()))"
+    )
     answer, score = subprocess.run(
         [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True
     ).stdout.split()
-    assert (answer == "True") == (int(score) <= pressure.SPARED)
+    assert (answer == "True") == (int(score) <= memory_pressure.SPARED)
 
 
 # -- the watch, driven by hand --
@@ -431,7 +434,7 @@ def test_average_of_stalls(tmp_path: Path, avg10: str, felt: bool) -> None:
     file = tmp_path / "memory.pressure"
     text = f"some avg10={avg10} avg60=0.00 avg300=0.00 total=0\nfull avg10=100.00 avg60=0.00 avg300=0.00 total=0\n"
     file.write_text(text)
-    stalls = pressure._Stalls([tmp_path / "none", file], 0.05, select.poll())
+    stalls = memory_pressure._Stalls([tmp_path / "none", file], 0.05, select.poll())
     assert stalls.felt({}) == felt
     stalls.close()
     assert file.read_text() == text
@@ -535,7 +538,7 @@ def test_the_kernel_wakes_the_thread(kernel: Kernel, monkeypatch: pytest.MonkeyP
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender = socket.create_connection(server.getsockname())
         receiver = server.accept()[0]
-    monkeypatch.setattr(pressure, "_trigger", lambda file, share: receiver.detach())
+    monkeypatch.setattr(memory_pressure, "_trigger", lambda file, share: receiver.detach())
     called, looks = Called(), []
 
     def look() -> Room:
@@ -559,9 +562,9 @@ def test_a_trigger_whose_cgroup_is_gone(monkeypatch: pytest.MonkeyPatch, tmp_pat
     file = tmp_path / "memory.pressure"
     file.write_text("some avg10=50.00 avg60=0.00 avg300=0.00 total=0\n")
     reading, writing = os.pipe()
-    monkeypatch.setattr(pressure, "_trigger", lambda *_: reading)
+    monkeypatch.setattr(memory_pressure, "_trigger", lambda *_: reading)
     poller = select.poll()
-    stalls = pressure._Stalls([file], 0.05, poller)
+    stalls = memory_pressure._Stalls([file], 0.05, poller)
     assert not stalls.felt({})  # the trigger decides
     os.close(writing)
     ready = dict(poller.poll(0))
@@ -573,13 +576,13 @@ def test_a_trigger_whose_cgroup_is_gone(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_a_real_trigger() -> None:
     """The kernel takes the words of our trigger where it lets us at all."""
     file = Path("/proc/pressure/memory")
-    if pressure._stalled(file) is None:
+    if memory_pressure._stalled(file) is None:
         pytest.skip("this kernel does not measure stalls")
-    fd = pressure._trigger(file, 0.05)
+    fd = memory_pressure._trigger(file, 0.05)
     if fd < 0:
         pytest.skip("no right to a trigger")
     os.close(fd)
-    assert pressure._trigger(file, 3.0) == -1  # negative control: more than the whole window is refused
+    assert memory_pressure._trigger(file, 3.0) == -1  # negative control: more than the whole window is refused
 
 
 # -- a real cgroup --
@@ -588,7 +591,7 @@ LIMIT = 96 * MIB
 CHILD = """
 import os, sys, threading
 open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
-from ckpt.pressure import Watch, room
+from ckpt.faults.memory_pressure import Watch, room
 say = lambda *words: os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # in one piece: two threads speak
 now = room()
 say(now.total, now.available, now.where)
@@ -603,7 +606,7 @@ for line in sys.stdin:
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
     """A cgroup below our own with a limit of 96 MiB."""
-    chains = pressure._chains(pressure.PROC, pressure.SYS, "self")
+    chains = memory_pressure._chains(memory_pressure.PROC, memory_pressure.SYS, "self")
     reasons = []
     for own in [chain[0] for chain in chains]:
         made = own / f"everystep-{os.getpid()}"

@@ -30,19 +30,20 @@ from test_damage import SMALL, VALUES, layout, save
 from test_world import together as on_ranks
 
 import ckpt
-from ckpt import commit, losses, read, redo
+from ckpt.checkpoint import commit, losses, read
+from ckpt.checkpoint.losses import Loss
+from ckpt.checkpoint.write import Snapshot, write_part
 from ckpt.cli import cli
 from ckpt.errors import CheckpointError, CorruptError
-from ckpt.frame import Stored
-from ckpt.log import Commit, RunLog
-from ckpt.losses import Loss
-from ckpt.manifest import Attempt, new_nonce
-from ckpt.redo import look
-from ckpt.resume import Restored, gather, restore_first
-from ckpt.state import Capture
+from ckpt.format.manifest import Attempt, new_nonce
+from ckpt.ranks.world import World
+from ckpt.redo.frame import Stored
+from ckpt.restore import redo_source
+from ckpt.restore.redo_source import look
+from ckpt.restore.resume import Restored, gather, restore_first
+from ckpt.runlog.log import Commit, RunLog
+from ckpt.state.capture import Capture
 from ckpt.store import open_store
-from ckpt.world import World
-from ckpt.write import Snapshot, write_part
 
 EVERY, BACK, STEPS = 8, 16, 44  # the last checkpoint is 40, and the redo log leads to 44
 
@@ -399,7 +400,7 @@ def test_ranks_meet_where_the_damaged_one_ends(left: Left, monkeypatch: pytest.M
     base = logs.frames[0][ranks[0]].frame.base
     commits: Any = {a: "a checkpoint" for a in (ranks[0], base) if a is not None}
     logs.frames[1] = {a: logs.frames[0][a] for a in ranks[:4]}
-    monkeypatch.setattr(redo, "NEWEST", 4)
+    monkeypatch.setattr(redo_source, "NEWEST", 4)
     assert not [a for a, (_, found) in logs.reach(commits).items() if found == [0, 1]]
     logs.damage[1] = [("a frame does not match its digest", [ranks[4]])]
     assert max(a for a, (_, found) in logs.reach(commits).items() if found == [0, 1]) == ranks[3]

@@ -17,14 +17,14 @@ from conftest import REPO, eventually, writers
 from parallel import free_port
 
 import ckpt
-from ckpt import link
-from ckpt.client import WriterClient
-from ckpt.identity import Process
+from ckpt.ipc import channel
+from ckpt.ipc.process import Process
+from ckpt.trainer.writer_client import WriterClient
 
 NAME = "handover"
 LIFE = """
 import os, sys, ckpt, torch
-import ckpt.guardian as guardian
+import ckpt.trainer.writer_supervisor as guardian
 import torch.distributed as dist
 from torch import nn
 until, words = int(sys.argv[1]), sys.argv[2:]
@@ -227,11 +227,11 @@ def test_memory_that_is_let_go_of_late_is_free_then(own_sockets: Path) -> None:
         assert first.do(late) == "done 4"
         assert first.do("cp._abandon()") == "leaving"
         with life(4) as second:
-            key = link.run_key(f"memory:{NAME}", 0)
+            key = channel.run_key(f"memory:{NAME}", 0)
             assert eventually(
                 lambda: (
-                    (link.ask_once(key, "look", 10.0) or {}).get("look", {}).get("pid") == second.process.pid
-                    or (link.ask_once(key, "hello", 10.0, visit=True) or {}).get("trainer") == second.process.pid
+                    (channel.ask_once(key, "look", 10.0) or {}).get("look", {}).get("pid") == second.process.pid
+                    or (channel.ask_once(key, "hello", 10.0, visit=True) or {}).get("trainer") == second.process.pid
                 )
             )
             assert first.do("") == "done 4"
@@ -268,11 +268,11 @@ def test_a_writer_that_never_answers_is_no_older_step(own_sockets: Path) -> None
     older step; when it is gone, all is found."""
     with two_ranks(4):
         pass
-    silent = link.listen(link.run_key(f"memory:{NAME}", 3))
+    silent = channel.listen(channel.run_key(f"memory:{NAME}", 3))
     assert silent is not None
     with silent:
         with life(patch=IMPATIENT) as one:
-            assert f"{link.run_key(f'memory:{NAME}', 3)}" in (error := one.line()) and "DeadlineError" in error
+            assert f"{channel.run_key(f'memory:{NAME}', 3)}" in (error := one.line()) and "DeadlineError" in error
     assert start() == "start 4 4"
 
 
@@ -280,9 +280,9 @@ def test_a_writer_goes_only_when_all_it_has_is_held_elsewhere(own_sockets: Path)
     """Told that its memory has been taken, it looks whether that is all of its memory."""
     with life(4) as first:
         first.trained()
-    key = link.run_key(f"memory:{NAME}", 0)
-    assert eventually(lambda: not (link.ask_once(key, "hello", 10.0, visit=True) or {"alive": True})["alive"])
-    assert link.ask_once(key, "taken", 10.0, arenas=["00" * 16]) is not None
+    key = channel.run_key(f"memory:{NAME}", 0)
+    assert eventually(lambda: not (channel.ask_once(key, "hello", 10.0, visit=True) or {"alive": True})["alive"])
+    assert channel.ask_once(key, "taken", 10.0, arenas=["00" * 16]) is not None
     assert start() == "start 4 4"
 
 
@@ -325,10 +325,10 @@ def test_a_rank_that_lives_is_in_nobodys_way_for_nothing(own_sockets: Path) -> N
 
 def test_a_stranger_with_the_name_of_a_writer_is_not_killed(own_sockets: Path) -> None:
     """It holds the name and does not answer: the start says who it is, and leaves it alone."""
-    code = "import sys; from ckpt import link; s = link.listen(sys.argv[1]); print('listens', flush=True); input()"
+    code = "import sys; from ckpt.ipc import channel as link; s = link.listen(sys.argv[1]); print('listens', flush=True); input()"
     path = f"{REPO}:{REPO / 'backends'}"
     stranger = subprocess.Popen(
-        [sys.executable, "-c", code, link.run_key(f"memory:{NAME}", 0)],
+        [sys.executable, "-c", code, channel.run_key(f"memory:{NAME}", 0)],
         env={**os.environ, "PYTHONPATH": path},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -366,7 +366,7 @@ def test_a_writer_knows_its_trainer_by_more_than_its_number(own_sockets: Path, m
     earlier = Process(os.getpid(), Process.of(os.getpid()).started - 1)
     with monkeypatch.context() as patch:
         patch.setattr(Process, "of", lambda pid: earlier)
-        client = WriterClient.spawn(link.run_key(f"memory:{NAME}", 0))
+        client = WriterClient.spawn(channel.run_key(f"memory:{NAME}", 0))
     try:
         assert eventually(lambda: bool(writers(own_sockets))) and eventually(lambda: not writers(own_sockets))
     finally:

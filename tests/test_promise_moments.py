@@ -17,8 +17,8 @@ from test_promise_ends import newest, restored
 from test_promise_provenance import staged
 
 import ckpt
-from ckpt.fingerprint import Spots
-from ckpt.values import encode
+from ckpt.format.values import encode
+from ckpt.state.fingerprint import Spots
 
 STEPS = 25
 
@@ -161,7 +161,7 @@ def test_the_other_half_of_a_complex_number_is_looked_at() -> None:
 
 
 def ckpt_reading(state: dict[str, Any]) -> Any:
-    from ckpt.state import Capture
+    from ckpt.state.capture import Capture
 
     return Capture(state).read()
 

@@ -22,9 +22,9 @@ from conftest import REPO, eventually, killed, run_script, writers
 from torch import nn
 
 import ckpt
-from ckpt import link
-from ckpt.client import WriterClient
-from ckpt.identity import Process
+from ckpt.ipc import channel
+from ckpt.ipc.process import Process
+from ckpt.trainer.writer_client import WriterClient
 
 LIFE = """
 import os, sys, time, ckpt, torch
@@ -62,7 +62,7 @@ with ckpt.Checkpointer({"w": w, "opt": opt}, takeover="takeover" in words, **pla
 
 def patched(patch: str) -> str:
     """The same life, after something was made otherwise in that process."""
-    return LIFE.replace("w = nn", f"import ckpt.guardian as guardian\n{patch}\nw = nn", 1)
+    return LIFE.replace("w = nn", f"import ckpt.trainer.writer_supervisor as guardian\n{patch}\nw = nn", 1)
 
 
 class Trainer:
@@ -199,7 +199,7 @@ def test_a_trainer_whose_writer_has_died_is_seen(where: str, run_dir: str) -> No
 def test_a_trainer_waits_for_the_name_of_a_writer_that_goes(run_dir: str) -> None:
     """Its writer has died, and a late writer of a start that came to nothing has the name for a while: the run was not
     lost to that one."""
-    key = link.run_key("memory:late", 0)
+    key = channel.run_key("memory:late", 0)
     with trainer("memory:late", 4) as first:
         writer = Process.of(int(first.ask("cp.writer_pid")))
         first.process.send_signal(signal.SIGSTOP)
@@ -238,7 +238,9 @@ def test_a_loser_that_stands_still_is_in_nobodys_way(run_dir: str) -> None:
             assert second.began == "start 4 4 memory"
             assert "InUseError" in run_script(LIFE, "memory:still", 9).stderr
             first.kill()
-            assert eventually(lambda: link.holder(link.trainer_key(link.run_key("memory:still", 0))) is not None)
+            assert eventually(
+                lambda: channel.holder(channel.trainer_key(channel.run_key("memory:still", 0))) is not None
+            )
             os.kill(int(second.ask("cp.writer_pid")), signal.SIGKILL)
             assert f"InUseError: process {second.process.pid}" in run_script(LIFE, "memory:still", 9).stderr
             assert second.step() == "staged 7"
@@ -247,12 +249,12 @@ def test_a_loser_that_stands_still_is_in_nobodys_way(run_dir: str) -> None:
 
 def test_a_child_does_not_keep_its_parents_name(run_dir: str) -> None:
     """A forked child outlives the trainer: the run is nobody's all the same."""
-    key = link.trainer_key(link.run_key("memory:parent", 0))
+    key = channel.trainer_key(channel.run_key("memory:parent", 0))
     with trainer("memory:parent", 4) as first:
-        assert link.holder(key) == first.process.pid
+        assert channel.holder(key) == first.process.pid
         child = int(first.ask("os.fork() or time.sleep(600)"))
     try:
-        assert link.holder(key) is None
+        assert channel.holder(key) is None
         assert start_of("memory:parent") == ["start", "4", "4", "memory"]
     finally:
         os.kill(child, signal.SIGKILL)
@@ -288,7 +290,7 @@ def test_a_takeover_that_cannot_succeed_ends_no_training(run_dir: str, tmp_path:
 def test_what_a_writer_says_before_anybody_listens_is_heard() -> None:
     """In turn, and once."""
     ours, theirs = socket.socketpair()
-    client, writer = WriterClient(link.Channel(ours), "none"), link.Channel(theirs)
+    client, writer = WriterClient(channel.Channel(ours), "none"), channel.Channel(theirs)
     writer.send({"op": "gone"})
     future = client.send("hello")
     writer.send({"op": "reply", "id": 1})
@@ -303,10 +305,10 @@ def test_what_a_writer_says_before_anybody_listens_is_heard() -> None:
 
 def test_a_name_that_does_not_answer_yet_is_taken_all_the_same(own_sockets: Path) -> None:
     """Its owner was stopped before it came to listen: nobody goes on to the names that are for other users' sake."""
-    key = link.run_key("memory:bound", 0)
+    key = channel.run_key("memory:bound", 0)
     with socket.socket(socket.AF_UNIX) as owner:
-        owner.bind(link._address(key, 0))
-        assert link.listen(key) is None
+        owner.bind(channel._address(key, 0))
+        assert channel.listen(key) is None
 
 
 def test_a_start_that_fails_takes_nothing_from_a_run_that_goes_on(run_dir: str) -> None:
@@ -324,24 +326,24 @@ def test_a_start_that_fails_takes_nothing_from_a_run_that_goes_on(run_dir: str) 
 def test_a_name_has_one_owner(own_sockets: Path) -> None:
     """Of many that ask for a name at once one gets it; it is free again when that one is gone, and not before. A writer
     that starts late neither takes nor removes its successor's."""
-    key = link.run_key("memory:name", 0)
+    key = channel.run_key("memory:name", 0)
     got = list[object]()
-    threads = [threading.Thread(target=lambda: got.append(link.listen(key))) for _ in range(16)]
+    threads = [threading.Thread(target=lambda: got.append(channel.listen(key))) for _ in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     (owner,) = [one for one in got if one is not None]
-    assert link.listen(key) is None and link.siblings(key) == {0: key}
+    assert channel.listen(key) is None and channel.siblings(key) == {0: key}
     with pytest.raises(ckpt.WriterError, match="another writer"):
         late = WriterClient.spawn(key)
         try:
             late.greet(60.0, 60.0)
         finally:
             late.close()
-    assert link.siblings(key) == {0: key}
+    assert channel.siblings(key) == {0: key}
     owner.close()  # type: ignore[attr-defined]
-    again = link.listen(key)
+    again = channel.listen(key)
     assert again is not None
     again.close()
 

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 import ckpt
 from ckpt.errors import SaveError
-from ckpt.fingerprint import ELEMENTS, Spots
-from ckpt.frozen import Frozen
-from ckpt.holdings import Holdings
-from ckpt.plan import Layout
-from ckpt.stage import Stager
-from ckpt.state import Capture, Reading
-from ckpt.tensors import as_bytes, spec
+from ckpt.format.layout import Layout
+from ckpt.state.capture import Capture, Reading
+from ckpt.state.fingerprint import ELEMENTS, Spots
+from ckpt.state.tensors import as_bytes, spec
+from ckpt.trainer.stage import Stager
+from ckpt.trainer.unchanged import Frozen
+from ckpt.writer.held_memory import Holdings
 
 __all__ = ["gate", "open_run"]  # fixtures
 
@@ -232,7 +232,7 @@ def test_the_next_step_is_saved_instead(open_run: Any, gate: threading.Event) ->
 IN_THE_MIDDLE = """
 import os, signal, sys, time
 import torch, ckpt
-from ckpt.stage import Stager
+from ckpt.trainer.stage import Stager
 
 model = torch.nn.Linear(1500, 1500, bias=False)
 weight, optim = torch.nn.init.zeros_(model.weight), torch.optim.SGD(model.parameters(), lr=1.0)

@@ -35,13 +35,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckpt
-from ckpt import cli, codec, directory
-from ckpt.digest import blob_digest, file_digest
+from ckpt.cli import app
 from ckpt.errors import CheckpointError, MismatchError
-from ckpt.log import record_key
-from ckpt.manifest import Part, index_key, part_key, table_key
-from ckpt.state import Capture
-from ckpt.table import DTYPES, Table
+from ckpt.format import codec, rank_index
+from ckpt.format.digest import blob_digest, file_digest
+from ckpt.format.manifest import Part, index_key, part_key, table_key
+from ckpt.format.table import DTYPES, Table
+from ckpt.runlog.log import record_key
+from ckpt.state.capture import Capture
 
 State = dict[str, Any]
 WIDTH, STEPS = 8, 3
@@ -503,7 +504,7 @@ def test_masters_that_only_the_optimizer_holds_come_back(kind: str, tmp_path: Pa
 
 def test_masters_are_saved_under_the_optimizers_name_and_guarded(tmp_path: Path) -> None:
     """Like other parameters; and their steps are predicted like those of others."""
-    from ckpt.recipe import find_recipes
+    from ckpt.redo.optimizer_recipe import find_recipes
 
     state = mastered(0)
     optimize(state, 0)
@@ -553,7 +554,7 @@ def test_masters_go_to_a_file_of_torch_and_back(tmp_path: Path) -> None:
     file, again = str(tmp_path / "x.pt"), str(tmp_path / "again")
     for command in (["restore", str(tmp_path / "run"), "--to", file, "--format", "torch"], ["import", file, again]):
         with redirect_stdout(io.StringIO()), suppress(SystemExit):
-            cli.main(command)
+            app.main(command)
     saved = torch.load(file, weights_only=True)["optim"]
     assert torch.equal(saved["params"]["0.1"], state["optim"].param_groups[0]["params"][1])
     twin["optim"].load_state_dict(saved)
@@ -752,11 +753,11 @@ def crowded(run: test_hostile.Run) -> test_hostile.Objects:
     objects, attempt = run
     parts = [Part.from_bytes(objects[part_key(attempt, rank, 0)], "a part") for rank in range(2)]
     tables = [Table.from_bytes(objects[table_key(attempt, rank, 0)], "a table") for rank in range(2)]
-    columns = dict(directory.build(parts, tables).columns)
+    columns = dict(rank_index.build(parts, tables).columns)
     lists = b'{"aliases":[{}],"components":[],"instances":[{}],"values":[' + b"[]," * (80 << 20)
     columns["views"] = np.frombuffer(lists + b'0],"views":[[0,[],0,0]]}', np.uint8)
     columns["view"] = np.zeros(2, np.int32)
-    raw = directory.Directory(columns, (), (), ()).to_bytes()
+    raw = rank_index.Directory(columns, (), (), ()).to_bytes()
     last = max(key for key in objects if key.startswith("log/"))
     record = json.loads(objects[last])
     record["body"]["index"] = file_digest(raw)
@@ -774,7 +775,7 @@ def busy(folder: str) -> None:
         assert sum(map(len, objects.values())) < 8 << 20
         place = test_hostile.put(objects, Path(folder) / "run")
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), suppress(SystemExit):
-            cli.main(["verify", str(place)])
+            app.main(["verify", str(place)])
         with suppress(CheckpointError):
             test_hostile.restored(place)
         print(name, flush=True)

@@ -17,11 +17,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 from model_disk import volume
 
 import ckpt
-from ckpt import commit, dcp
+from ckpt import dcp
+from ckpt.checkpoint import commit
+from ckpt.checkpoint.open_tier import open_place
+from ckpt.checkpoint.retention import Keep
 from ckpt.cli import cli
 from ckpt.errors import SaveError, StoreError, UsageError
-from ckpt.places import open_place
-from ckpt.retain import Keep
 from ckpt.store import open_store
 from ckpt.tiers import as_tiers
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import ckpt
-from ckpt import read
-from ckpt.upkeep import set_keep
+from ckpt.checkpoint import read
+from ckpt.maintain.prune import set_keep
 
 pytest.importorskip("lightning")
 pytest.importorskip("transformers")

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from test_log import attempt, committed, folded, new_log, reopened
 
-from ckpt import commit as commits
-from ckpt import places, promote
+from ckpt.checkpoint import commit as commits
+from ckpt.checkpoint import open_tier, promote
+from ckpt.checkpoint.open_tier import Place
+from ckpt.checkpoint.retention import Keep
 from ckpt.errors import AccessError, CorruptError, SaveError, SkippedError, StoreError
-from ckpt.log import Commit, Record, commit_body
-from ckpt.manifest import Attempt
-from ckpt.persist import Persister
-from ckpt.places import Place
-from ckpt.retain import Keep
+from ckpt.format.manifest import Attempt
+from ckpt.runlog.log import Commit, Record, commit_body
 from ckpt.store import options_of
+from ckpt.writer.persist import Persister
 from ckpt_backends.memory import MemoryStore
 from ckpt_backends.retry import Retry
 
@@ -298,7 +298,7 @@ def test_new_credentials_reach_a_writer_that_is_there(monkeypatch: pytest.Monkey
         opened.append(dict(options_of(url)))
         return Far(url, objects=objects)
 
-    monkeypatch.setattr(places, "open_store", open_store)
+    monkeypatch.setattr(open_tier, "open_store", open_store)
 
     def message(key: str) -> dict[str, Any]:
         spec = {"url": "s3://b/r", "last": 3, "every": None, "options": {"key": key}}
@@ -325,7 +325,7 @@ def test_a_new_writer_does_not_need_every_bucket(monkeypatch: pytest.MonkeyPatch
             return await super().head(key)
 
     stores = {"near": MemoryStore("near"), "s3://far": Down()}
-    monkeypatch.setattr(places, "open_store", lambda url, **settings: stores[url])
+    monkeypatch.setattr(open_tier, "open_store", lambda url, **settings: stores[url])
 
     async def main() -> None:
         specs = [{"url": url, "last": 3, "every": None} for url in stores]

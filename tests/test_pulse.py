@@ -13,12 +13,12 @@ from collections.abc import Iterator
 import pytest
 
 from ckpt.errors import CorruptError
-from ckpt.pulse import LEAVING, NEVER, OPENING, PAUSED, RESTORING, STATES, TRAINING, Beat, Pulse
+from ckpt.ipc.heartbeat import LEAVING, NEVER, OPENING, PAUSED, RESTORING, STATES, TRAINING, Beat, Pulse
 from ckpt.store import PAGE
 
 OTHER = """
 import sys
-from ckpt.pulse import Pulse
+from ckpt.ipc.heartbeat import Pulse
 pulse = Pulse.attach(int(sys.argv[1]))
 for _ in sys.stdin:
     beat = pulse.read()

@@ -11,7 +11,7 @@ from conftest import killed, run_script
 from torch import nn
 
 import ckpt
-from ckpt import read
+from ckpt.checkpoint import read
 
 BREAK = """
 import os, sys, ckpt, toy, torch

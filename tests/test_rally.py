@@ -20,7 +20,7 @@ from conftest import eventually
 from torch.distributed import HashStore, TCPStore
 
 from ckpt.errors import PeerError
-from ckpt.rally import AHEAD, LOOK_S, LOOKS_PER_S, Rally, Round, step_ahead
+from ckpt.ranks.save_rounds import AHEAD, LOOK_S, LOOKS_PER_S, Rally, Round, step_ahead
 
 HOST = """
 import sys, time

@@ -32,7 +32,7 @@ from rank_toy import SHAPES
 from test_kill import DISK, MEMORY, kill_all, problems
 
 import ckpt
-from ckpt import read
+from ckpt.checkpoint import read
 from ckpt.events import TRAINER_POINTS, WRITER_POINTS
 
 Line = dict[str, Any]

@@ -11,7 +11,7 @@ import torch
 from parallel import HIDDEN, LAYERS, MAIN, MODES, WIDTH, free_port, launch, reports
 
 import ckpt
-from ckpt import read
+from ckpt.checkpoint import read
 
 STEPS = 5
 Reports = dict[str, list[dict[str, Any]]]

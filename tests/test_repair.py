@@ -21,13 +21,13 @@ from test_cli import Result, attempt_of, call, flip, save, save_increments, spaw
 from test_upkeep import tree
 
 import ckpt
-from ckpt import cures, damage, repair
-from ckpt.commit import load_table
+from ckpt.checkpoint.commit import load_table
 from ckpt.errors import StoreError
-from ckpt.log import Record, RunLog
-from ckpt.manifest import Part
+from ckpt.format.manifest import Part
+from ckpt.format.table import Shard, Table, merge
+from ckpt.maintain import audit, find_copies, repair
+from ckpt.runlog.log import Record, RunLog
 from ckpt.store import Store, open_store, remember_options
-from ckpt.table import Shard, Table, merge
 from ckpt.testing import StoreTests, keys, pieces, upload
 from ckpt_backends.disk import Disk
 from ckpt_backends.local import LocalStore
@@ -397,7 +397,7 @@ def test_negative_control_unverified_bytes_would_be_taken(
     pack = pack_of(other, 4)
     flip(pack, place_of(pack, "noise") + 12)
     before = tree(run)
-    monkeypatch.setattr(cures, "_matching", lambda view, piece: view)
+    monkeypatch.setattr(find_copies, "_matching", lambda view, piece: view)
     found = call("repair", run, "--from", other, "--yes")
     assert found.code == 1 and "came out wrong" in found.out and tree(run) == before and not temporary(run)
     monkeypatch.setattr(repair._Checks, "feed", lambda self, start, view: None)
@@ -681,7 +681,7 @@ def test_a_rank_s_table_out_of_that_of_all(made: Path) -> None:
     index = Table.from_bytes(merge(ranks).to_bytes(), "an index")
     for rank, (part, _) in enumerate(found):
         object.__setattr__(part, "rank", rank)
-        share = damage._share(index, part)
+        share = audit._share(index, part)
         assert share is not None and share.to_bytes() == ranks[rank].to_bytes()
 
 
@@ -706,8 +706,8 @@ def test_it_reads_no_more_at_once_than_it_should(made: Path, run: Path, monkeypa
         assert not found.any and sum(seen) == total
         return total
 
-    monkeypatch.setattr(damage, "READ", 20_000)
-    monkeypatch.setattr(damage, "GAP", 0)
+    monkeypatch.setattr(audit, "READ", 20_000)
+    monkeypatch.setattr(audit, "GAP", 0)
     total = asyncio.run(survey())
     largest = max(piece[2] for piece in asked)
     assert largest <= 400 * 256 * 4 and sum(length for _, _, length in asked) == total

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from test_accounting import WALL, account, costs, died, invoke, near, run, seen, settled, write
 
-from ckpt import cli_report, timeline
-from ckpt.accounting import settle
+from ckpt.cli import report as cli_report
 from ckpt.errors import CorruptError
-from ckpt.fault import Fault
-from ckpt.ledger import PREFIX, Account, Decision, End
-from ckpt.statement import Statement
+from ckpt.faults.report import Fault
+from ckpt.goodput import timeline
+from ckpt.goodput.accounting import settle
+from ckpt.goodput.breakdown import Statement
+from ckpt.goodput.ledger import PREFIX, Account, Decision, End
 
 __all__ = ["run"]  # a fixture
 

@@ -29,30 +29,30 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ckpt
-import ckpt.share as share_module
-from ckpt.arena import SEALED, Arena, Label
-from ckpt.commit import acquire, check_fit, commit, create_run
-from ckpt.digest import blob_digest
+import ckpt.format.partition as share_module
+from ckpt.checkpoint.commit import acquire, check_fit, commit, create_run
+from ckpt.checkpoint.write import Snapshot as ToWrite
+from ckpt.checkpoint.write import Written, digest_blobs, write_part
 from ckpt.errors import CorruptError, MismatchError, NoCheckpointError, SaveError, UsageError
-from ckpt.geometry import Box, intersect
-from ckpt.job import Job
-from ckpt.log import Acquire, Commit, RunLog
-from ckpt.manifest import Attempt
-from ckpt.plan import BITS, Layout, TensorSpec, pages
-from ckpt.restore import Filler, Target
-from ckpt.resume import Restored, restore_first
-from ckpt.saved import Key, Saved
-from ckpt.sharding import Entry, indices
-from ckpt.sharding import pieces as of_rank
-from ckpt.share import GLOBAL, Holding, Seat, share
-from ckpt.sources import MemorySource, Snapshot, Source, StoreSource
-from ckpt.stage import Stager
-from ckpt.state import Capture, _spec
+from ckpt.format.boxes import Box, intersect
+from ckpt.format.digest import blob_digest
+from ckpt.format.layout import BITS, Layout, TensorSpec, pages
+from ckpt.format.manifest import Attempt
+from ckpt.format.merged import Key, Saved
+from ckpt.format.partition import GLOBAL, Holding, Seat, share
+from ckpt.ipc.arena import SEALED, Arena, Label
+from ckpt.ranks.world import World
+from ckpt.restore.resume import Restored, restore_first
+from ckpt.restore.sources import MemorySource, Snapshot, Source, StoreSource
+from ckpt.runlog.log import Acquire, Commit, RunLog
+from ckpt.state.capture import Capture, _spec
+from ckpt.state.placement import Filler, Target
+from ckpt.state.sharding import Entry, indices
+from ckpt.state.sharding import pieces as of_rank
+from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE
 from ckpt.store import Store, open_store
-from ckpt.tensors import DTYPE_NAME, TORCH_DTYPE
-from ckpt.world import World
-from ckpt.write import Snapshot as ToWrite
-from ckpt.write import Written, digest_blobs, write_part
+from ckpt.trainer.snapshot import Job
+from ckpt.trainer.stage import Stager
 from ckpt_backends.memory import MemoryStore
 
 Bytes = npt.NDArray[np.uint8]
@@ -823,7 +823,7 @@ async def written(store: Store, parts: Callable[[Attempt], list[ToWrite]]) -> tu
 def opened(store: MemoryStore, commit: Commit) -> Iterator[StoreSource]:
     """The checkpoint as restoring sees it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt.read.open_store", lambda url: store)
+        patch.setattr("ckpt.checkpoint.read.open_store", lambda url: store)
         source = StoreSource(store.url, commit.attempt, commit)
         source.open([])
         yield source
@@ -955,12 +955,12 @@ def check_resharding(case: Case) -> None:
     store = MemoryStore()
     wholes, before = case.wholes, case.before
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt.share.GRAIN", case.grain)
-        patch.setattr("ckpt.share.LEAST", 1)
-        patch.setattr("ckpt.plan.BLOB", case.blob)
-        patch.setattr("ckpt.write.BLOB", case.blob)
+        patch.setattr("ckpt.format.partition.GRAIN", case.grain)
+        patch.setattr("ckpt.format.partition.LEAST", 1)
+        patch.setattr("ckpt.format.layout.BLOB", case.blob)
+        patch.setattr("ckpt.checkpoint.write.BLOB", case.blob)
         if case.listed:
-            patch.setattr("ckpt.commit.WHOLE", -1)
+            patch.setattr("ckpt.checkpoint.commit.WHOLE", -1)
         pieces = [staged(wholes, before, rank) for rank in range(before.size)]
         check_shares(wholes, before, pieces, case.grain)
 

@@ -12,14 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interleave import write_increment
 
-from ckpt import commit, read, retain, upkeep
+from ckpt.checkpoint import commit, read, retention
+from ckpt.checkpoint.retention import ALWAYS, Keep, choose
+from ckpt.checkpoint.write import Snapshot, Written, write_part
 from ckpt.errors import CheckpointError, FencedError, SaveError, StoreError, UsageError
-from ckpt.log import Acquire, Commit, Record, RunLog, RunState
-from ckpt.manifest import Attempt, new_nonce, owner, pack_key
-from ckpt.plan import Layout, TensorSpec
-from ckpt.retain import ALWAYS, Keep, choose
-from ckpt.upkeep import why_kept
-from ckpt.write import Snapshot, Written, write_part
+from ckpt.format.layout import Layout, TensorSpec
+from ckpt.format.manifest import Attempt, new_nonce, owner, pack_key
+from ckpt.maintain import prune
+from ckpt.maintain.prune import why_kept
+from ckpt.runlog.log import Acquire, Commit, Record, RunLog, RunState
 from ckpt_backends.memory import MemoryStore
 
 LAYOUT = Layout((TensorSpec("w", "F32", (4,)),), {}, [])
@@ -250,13 +251,13 @@ def test_retire_deletes_the_files_of_what_it_gives_up_and_no_others() -> None:
         attempts = await save(log, mine, 1, 2, 3, 4, 5)
         store.objects["notes/mine.txt"] = b"the user's"
         store.objects["packs/notes.txt"] = b"the user's"
-        gone = await retain.retire(log, mine, Keep(2), {attempts[-1]})
+        gone = await retention.retire(log, mine, Keep(2), {attempts[-1]})
         assert gone == set(attempts[:3])
         assert await files(store) == {4: WHOLE, 5: WHOLE}
         assert await sound(store) == [5, 4]
         assert {"notes/mine.txt", "packs/notes.txt"} <= store.objects.keys()
         records = log.state.next_seq
-        assert await retain.retire(log, mine, Keep(2), {attempts[-1]}) == set()
+        assert await retention.retire(log, mine, Keep(2), {attempts[-1]}) == set()
         assert log.state.next_seq == records
 
     asyncio.run(scenario())
@@ -270,7 +271,7 @@ def test_nothing_goes_before_something_that_stays_was_verified() -> None:
         log, mine = await opened(store)
         await save(log, mine, 1, 2, 3, 4)
         for verified in (set[Attempt](), {Attempt(1, 99, "0" * 8)}):
-            assert await retain.retire(log, mine, Keep(1), verified) == set()
+            assert await retention.retire(log, mine, Keep(1), verified) == set()
         assert await sound(store) == [4, 3, 2, 1]
 
     asyncio.run(scenario())
@@ -289,7 +290,7 @@ def test_leftovers_of_aborted_attempts_and_other_tries_are_swept() -> None:
         await write_part(store, snapshot(mine, 3))
         await commit.abort(log, mine, Attempt(mine.epoch, 3, mine.nonce), "for the test")
         await write_part(store, snapshot(mine, 4))  # open
-        assert await retain.retire(log, mine, Keep(5), {Attempt(mine.epoch, 2, mine.nonce)}) == set()
+        assert await retention.retire(log, mine, Keep(5), {Attempt(mine.epoch, 2, mine.nonce)}) == set()
         assert await files(store) == {1: WHOLE, 2: WHOLE, 4: WHOLE - 1}
         assert pack_key(Attempt(mine.epoch, 2, mine.nonce), 0, 0) not in store.objects
         assert await sound(store) == [2, 1]
@@ -307,16 +308,16 @@ def test_what_an_open_attempt_builds_on_stays(end: str) -> None:
         attempts = await save(log, mine, 1, 2, 3)
         of = Attempt(mine.epoch, 4, mine.nonce)
         await commit.begin(log, mine, of, attempts[:1])
-        assert await retain.retire(log, mine, Keep(1), {attempts[-1]}) == set()
+        assert await retention.retire(log, mine, Keep(1), {attempts[-1]}) == set()
         written = await write_part(store, snapshot(mine, 4))
         await commit.commit(log, mine, [written], kind="HELD")
-        assert await retain.retire(log, mine, Keep(1), {attempts[-1]}) == set()
+        assert await retention.retire(log, mine, Keep(1), {attempts[-1]}) == set()
         assert await files(store) == {1: WHOLE, 2: WHOLE, 3: WHOLE, 4: WHOLE}
         if end == "COMMIT":
             await commit.complete(log, mine, of)
         else:
             await commit.abort(log, mine, of, "for the test", held=True)
-        assert attempts[0] in await retain.retire(log, mine, Keep(1), {attempts[-1]})
+        assert attempts[0] in await retention.retire(log, mine, Keep(1), {attempts[-1]})
         assert 1 not in await files(store)
 
     asyncio.run(scenario())
@@ -335,7 +336,7 @@ def test_what_is_built_on_is_taken_back_by_force() -> None:
         await commit.retract(log, mine, attempts[0], "it mixes two moments")
         with pytest.raises(SaveError, match="step 1, which was retired"):
             await commit.settle(log, lambda: mine, written, commit.Role(), deadline_s=1000)
-        await retain.retire(log, mine, Keep(1), {attempts[-1]})
+        await retention.retire(log, mine, Keep(1), {attempts[-1]})
         assert await files(store) == {2: WHOLE, 3: WHOLE}
         assert await sound(store) == [3, 2]
 
@@ -367,15 +368,15 @@ def check_shared_packs(*, orphans: bool = True, remembered: bool = False) -> Non
         log, mine = await opened(store)
         attempts = await chain(log, mine, 1, 2, 3, 4)
         later = await save(log, mine, 5, 6)
-        retain._cache.clear()
+        retention._cache.clear()
         if remembered:  # as by who has just written it
             found = await commit.load_part(store, attempts[3], 0, 0)
-            retain.remember_packs(log, attempts[3], found.table.packs)
-        await retain.retire(log, mine, Keep(3), {later[-1]}, orphans=orphans)
+            retention.remember_packs(log, attempts[3], found.table.packs)
+        await retention.retire(log, mine, Keep(3), {later[-1]}, orphans=orphans)
         assert await files(store) == {1: 1, 4: WHOLE, 5: WHOLE, 6: WHOLE}
         assert pack_key(attempts[0], 0, 0) in store.objects
         assert await sound(store) == [6, 5, 4]
-        await retain.retire(log, mine, Keep(2), {later[-1]}, orphans=orphans)
+        await retention.retire(log, mine, Keep(2), {later[-1]}, orphans=orphans)
         assert await files(store) == {5: WHOLE, 6: WHOLE}
         assert await sound(store) == [6, 5]
 
@@ -391,12 +392,12 @@ def test_a_pack_stays_as_long_as_anything_uses_it(orphans: bool, remembered: boo
 
 def test_negative_control_a_missing_pack_of_an_older_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clean-up that takes a pack for that of who wrote it, the check above is red."""
-    files_of = retain.files_of
+    files_of = retention.files_of
 
     async def own(*args: Any) -> dict[Attempt, set[str]]:
         return {of: {key for key in keys if owner(key) == of} for of, keys in (await files_of(*args)).items()}
 
-    monkeypatch.setattr(retain, "files_of", own)
+    monkeypatch.setattr(retention, "files_of", own)
     with pytest.raises(AssertionError):
         check_shared_packs()
 
@@ -411,9 +412,9 @@ def test_an_increment_that_cannot_be_read_keeps_everything_while_it_stays() -> N
         later = await save(log, mine, 3, 4, 5)
         key = next(k for k in store.objects if k.startswith("parts/") and str(attempts[1]) in k and k.endswith("json"))
         store.objects[key] = b"damaged"
-        retain._cache.clear()
+        retention._cache.clear()
         before = set(store.objects)
-        assert await retain.retire(log, mine, Keep(4), {later[-1]}) == set()
+        assert await retention.retire(log, mine, Keep(4), {later[-1]}) == set()
         assert set(store.objects) == before
 
     asyncio.run(scenario())
@@ -422,14 +423,14 @@ def test_an_increment_that_cannot_be_read_keeps_everything_while_it_stays() -> N
 # -- by hand --
 
 
-async def swept(store: MemoryStore, *, abort_open: bool = False) -> tuple[upkeep.GcPlan, RunLog]:
+async def swept(store: MemoryStore, *, abort_open: bool = False) -> tuple[prune.GcPlan, RunLog]:
     """`ckpt gc --yes`."""
     log = await read.open_run(store.url, store)
-    stock = await upkeep.take_stock(log)
-    plan = upkeep.plan_gc(store.url, log.state, stock, [], abort_open)
-    landed, _ = await upkeep.gc(log, stock, plan.ending)
+    stock = await prune.take_stock(log)
+    plan = prune.plan_gc(store.url, log.state, stock, [], abort_open)
+    landed, _ = await prune.gc(log, stock, plan.ending)
     assert set(landed.delete) == {key for key, _ in plan.delete}
-    await upkeep.delete(store, plan.delete, grace_s=0.0)
+    await prune.delete(store, plan.delete, grace_s=0.0)
     return plan, log
 
 
@@ -463,12 +464,12 @@ def test_prune_keeps_what_increments_refer_to() -> None:
         await chain(log, mine, 1, 2, 3)
         await save(log, mine, 4, 5)
         await chain(log, mine, 6, 7)
-        stock = await upkeep.take_stock(log)
-        plan = upkeep.plan_prune(log, stock, Keep(5))
+        stock = await prune.take_stock(log)
+        plan = prune.plan_prune(log, stock, Keep(5))
         assert [item.attempt.step for item in plan.give_up] == [2, 1]
         assert [item.files for item in plan.give_up] == [WHOLE, WHOLE - 1]
-        landed = await upkeep.prune(log, stock, Keep(5), plan.check.attempt)
-        await upkeep.delete(store, stock.files(landed.delete), grace_s=0.0)
+        landed = await prune.prune(log, stock, Keep(5), plan.check.attempt)
+        await prune.delete(store, stock.files(landed.delete), grace_s=0.0)
         assert await sound(store) == [7, 6, 5, 4, 3]
 
     asyncio.run(scenario())
@@ -489,7 +490,7 @@ def test_gc_can_end_what_has_only_begun() -> None:
         assert [(item.attempt, item.files) for item in shown.opened] == [(of, 0)] and shown.ending == ()
         plan, found = await swept(store, abort_open=True)
         assert plan.ending == (of,) and not found.state.pins and of in found.state.aborted
-        assert await retain.retire(again, later, Keep(1), {attempts[-1]}) == {attempts[0]}
+        assert await retention.retire(again, later, Keep(1), {attempts[-1]}) == {attempts[0]}
 
     asyncio.run(scenario())
 
@@ -503,7 +504,7 @@ def test_keep_protects_for_ever() -> None:
         attempts = await save(log, mine, 1, 2, 3, 4, 5)
         kept = Record("KEEP", {"attempt": str(attempts[1]), "note": "the good one"}, "keep")
         await log.append(lambda state: kept, owner=mine)
-        await retain.retire(log, mine, Keep(1), {attempts[-1]})
+        await retention.retire(log, mine, Keep(1), {attempts[-1]})
         assert await sound(store) == [5, 4, 2]
 
     asyncio.run(scenario())
@@ -519,12 +520,12 @@ def test_a_crash_at_any_moment_of_the_deletions_leaves_no_live_record_without_it
             attempts = await save(log, mine, 1, 2, 3, 4, 5)
             store.left = survived
             with pytest.raises(StoreError):
-                await retain.retire(log, mine, Keep(2), {attempts[-1]})
+                await retention.retire(log, mine, Keep(2), {attempts[-1]})
             assert await sound(store) == [5, 4]
             store.left = 10**9
             log, mine = await opened(store)  # a new job
             await commit.recover(log, mine)
-            await retain.retire(log, mine, Keep(2), {attempts[-1]})
+            await retention.retire(log, mine, Keep(2), {attempts[-1]})
             assert await files(store) == {4: WHOLE, 5: WHOLE}
 
     asyncio.run(scenario())
@@ -553,7 +554,7 @@ def test_an_older_incarnation_deletes_nothing() -> None:
         attempts = await save(log, mine, 1, 2, 3, 4)
         await opened(store)
         with pytest.raises(FencedError):
-            await retain.retire(log, mine, Keep(1), {attempts[-1]})
+            await retention.retire(log, mine, Keep(1), {attempts[-1]})
         assert await files(store) == dict.fromkeys((1, 2, 3, 4), WHOLE)
 
     asyncio.run(scenario())
@@ -577,7 +578,7 @@ def test_a_damaged_log_deletes_nothing(damage: bytes | None) -> None:
         again, mine = await opened(store)
         before = dict(store.objects)
         for _ in range(3):
-            assert await retain.retire(again, mine, Keep(1), {attempts[-1]}) == set()
+            assert await retention.retire(again, mine, Keep(1), {attempts[-1]}) == set()
         assert store.objects == before
 
     asyncio.run(scenario())
@@ -592,13 +593,13 @@ def test_a_checkpoint_that_cannot_be_read_keeps_everything_while_it_stays() -> N
         attempts = await save(log, mine, 1, 2, 3, 4)
         part = next(k for k in store.objects if k.startswith("parts/") and str(attempts[2]) in k and k.endswith("json"))
         whole, store.objects[part] = store.objects[part], b"damaged"
-        assert await retain.retire(log, mine, Keep(1), {attempts[-1]}) == set()
+        assert await retention.retire(log, mine, Keep(1), {attempts[-1]}) == set()
         assert await files(store) == dict.fromkeys((1, 2, 3, 4), WHOLE)
         store.objects[part] = whole
-        assert {a.step for a in await retain.retire(log, mine, Keep(1), {attempts[-1]})} == {1, 2}
+        assert {a.step for a in await retention.retire(log, mine, Keep(1), {attempts[-1]})} == {1, 2}
         more = await save(log, mine, 5, 6)
         store.objects[part] = b"damaged"
-        assert {a.step for a in await retain.retire(log, mine, Keep(1), {more[-1]})} == {3, 4}
+        assert {a.step for a in await retention.retire(log, mine, Keep(1), {more[-1]})} == {3, 4}
 
     asyncio.run(scenario())
 
@@ -625,7 +626,7 @@ def test_a_commit_that_comes_in_between_makes_clean_up_think_again() -> None:
             await save(other, mine, 5)
 
         store.then = meanwhile
-        await retain.retire(log, mine, Keep(1), {attempts[-1]})
+        await retention.retire(log, mine, Keep(1), {attempts[-1]})
         assert (await sound(store))[0] == 5
         assert (await files(store))[5] == WHOLE
 
@@ -644,7 +645,7 @@ def test_errors_of_clean_up_are_ours() -> None:
         log, mine = await opened(store)
         attempts = await save(log, mine, 1, 2, 3)
         with pytest.raises(CheckpointError):
-            await retain.retire(log, mine, Keep(1), {attempts[-1]})
+            await retention.retire(log, mine, Keep(1), {attempts[-1]})
         assert await sound(store) == [3, 2]
 
     asyncio.run(scenario())

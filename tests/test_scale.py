@@ -25,20 +25,22 @@ from ckpt_backends.local import LocalStore
 sys.path.insert(0, str(REPO / "benchmarks"))
 
 import scale
-from ckpt import commit as commits
-from ckpt import directory, read, resume
-from ckpt.digest import file_digest
-from ckpt.directory import Directory
+from ckpt.checkpoint import commit as commits
+from ckpt.checkpoint import read
 from ckpt.errors import CorruptError, SaveError
-from ckpt.geometry import Box
-from ckpt.log import Commit
-from ckpt.manifest import Attempt, Part, index_key, pack_key, part_key, table_key
-from ckpt.restore import Filler, Placement
-from ckpt.saved import Saved
-from ckpt.share import GLOBAL, Seat
-from ckpt.sources import StoreSource
-from ckpt.state import Capture
-from ckpt.table import Shard, Table, merge
+from ckpt.format import rank_index
+from ckpt.format.boxes import Box
+from ckpt.format.digest import file_digest
+from ckpt.format.manifest import Attempt, Part, index_key, pack_key, part_key, table_key
+from ckpt.format.merged import Saved
+from ckpt.format.partition import GLOBAL, Seat
+from ckpt.format.rank_index import Directory
+from ckpt.format.table import Shard, Table, merge
+from ckpt.restore import resume
+from ckpt.restore.sources import StoreSource
+from ckpt.runlog.log import Commit
+from ckpt.state.capture import Capture
+from ckpt.state.placement import Filler, Placement
 
 Json = dict[str, Any]
 WORLD = scale.World(stages=2, tensor=2, fsdp=8, layers=4, width=64)
@@ -339,7 +341,7 @@ def built(state: list[list[Shard]]) -> tuple[Directory, list[Table]]:
     alike = {s.name for shards in state for s in shards if s.instance == GLOBAL}
     for part in parts:
         part.layout["components"][0]["names"] = sorted(alike | set(part.layout["components"][0]["names"]))
-    return directory.build(parts, tables), tables
+    return rank_index.build(parts, tables), tables
 
 
 @settings(max_examples=150, deadline=None)
@@ -386,7 +388,7 @@ def test_equal_contents_are_equal_and_others_are_not() -> None:
     shards = [[Shard("own", "F32", (4,), (0,), (4,), rank, rank)] for rank in range(3)]
     for seeds, same in (((0, 0, 0), True), ((0, 0, 1), False)):
         tables = [table_of(mine, 0, seed) for mine, seed in zip(shards, seeds, strict=True)]
-        found = directory.build([part_of(t, rank, 3) for rank, t in enumerate(tables)], tables)
+        found = rank_index.build([part_of(t, rank, 3) for rank, t in enumerate(tables)], tables)
         assert (len({found.content(i) for i in range(3)}) == 1) is same
         saved = Saved.listed(found, lambda ranks: {}, lambda ranks: {})
         assert saved.identical("own") is same
@@ -402,7 +404,7 @@ def parts_of(run: Path) -> tuple[bytes, dict[str, Any], Json]:
     frames = safetensors.numpy.load(raw)
     counts = json.loads(frames.pop("counts").tobytes())
     columns = {
-        name: np.frombuffer(zstandard.decompress(frame.tobytes()), directory.COLUMNS[name]).copy()
+        name: np.frombuffer(zstandard.decompress(frame.tobytes()), rank_index.COLUMNS[name]).copy()
         for name, frame in frames.items()
     }
     return raw, columns, counts
@@ -448,7 +450,7 @@ def views(edit: Callable[[Json], None]) -> Callable[[dict[str, Any]], None]:
 
 
 HOSTILE = {
-    **{f"{name} is cut off": cut_off(name) for name in directory.COLUMNS},
+    **{f"{name} is cut off": cut_off(name) for name in rank_index.COLUMNS},
     "rank beyond the world": change("piece_rank", 0, WORLD.size),
     "rank beyond the world by its base": change("piece_rank", 3, WORLD.size - 1),
     "negative rank": change("piece_rank", 0, -1),
@@ -508,8 +510,8 @@ def test_sizes_are_declared_and_checked_before_anything_is_unpacked(run: Path, m
         ("piece_dims", bomb, {"piece_dims": (1 << 25)}),
     ]
     largest: list[int] = []
-    real = directory.np.frombuffer
-    monkeypatch.setattr(directory.np, "frombuffer", lambda b, *a, **k: largest.append(len(b)) or real(b, *a, **k))
+    real = rank_index.np.frombuffer
+    monkeypatch.setattr(rank_index.np, "frombuffer", lambda b, *a, **k: largest.append(len(b)) or real(b, *a, **k))
     for name, frame, declared in bad:
         files = {**frames, name: np.frombuffer(frame, np.uint8)}
         files["counts"] = np.frombuffer(json.dumps({**counts, **declared}).encode(), np.uint8)
@@ -594,8 +596,8 @@ def test_ranks_that_do_not_agree_are_no_checkpoint(monkeypatch: pytest.MonkeyPat
         tables = [table_of(state[0], 0), table_of(second, 1)]
         written = [commits.Written(part_of(t, rank, 2), "", t) for rank, t in enumerate(tables)]
         if right:
-            assert directory.is_directory(commits.index_of(written))
-            assert not directory.is_directory(merge(tables).to_bytes())
+            assert rank_index.is_directory(commits.index_of(written))
+            assert not rank_index.is_directory(merge(tables).to_bytes())
         else:
             with pytest.raises(SaveError, match="about w"):
                 commits.index_of(written)

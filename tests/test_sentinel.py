@@ -24,9 +24,9 @@ import toy
 from conftest import REPO, eventually, run_script, writers
 
 import ckpt
-from ckpt import link
-from ckpt.fault import Fault
-from ckpt.log import RunLog
+from ckpt.faults.report import Fault
+from ckpt.ipc import channel
+from ckpt.runlog.log import RunLog
 from ckpt.store import normalise, open_store
 
 SIGTERM_CODE = 128 + signal.SIGTERM
@@ -779,7 +779,7 @@ def test_a_run_without_triggers_cannot_be_asked(run_dir: str) -> None:
     """It says so, instead of promising a save."""
     with training(run_dir, triggers=[]) as run:
         run.go()
-        reply = link.ask_once(link.run_key(normalise(run_dir), 0), "trigger", 10.0, why="")
+        reply = channel.ask_once(channel.run_key(normalise(run_dir), 0), "trigger", 10.0, why="")
         assert reply is not None and "takes no triggers" in reply["message"]
 
 

@@ -28,17 +28,17 @@ from servers.misfits import Ftp, Misfit, S3rver, Sftp, ToyGcs, WebDav
 from servers.process import find
 
 import ckpt
-from ckpt import commit as commits
-from ckpt import read, retain
+from ckpt.checkpoint import commit as commits
+from ckpt.checkpoint import read, retention
+from ckpt.checkpoint.read import load_manifest, verify
+from ckpt.checkpoint.retention import Keep
+from ckpt.checkpoint.write import Snapshot, Written, write_part
 from ckpt.errors import CorruptError, ExistsError, FencedError, StoreError
-from ckpt.log import Acquire, RunLog
-from ckpt.manifest import Attempt, new_nonce, owner
-from ckpt.plan import Layout, TensorSpec
-from ckpt.read import load_manifest, verify
-from ckpt.retain import Keep
+from ckpt.format.layout import Layout, TensorSpec
+from ckpt.format.manifest import Attempt, new_nonce, owner
+from ckpt.runlog.log import Acquire, RunLog
 from ckpt.store import Store, open_store, options_of, remember_options
 from ckpt.testing import StoreTests, keys, upload
-from ckpt.write import Snapshot, Written, write_part
 from ckpt_backends.remote import RemoteStore
 from ckpt_backends.s3 import S3Store
 
@@ -369,7 +369,7 @@ def test_a_run_from_start_to_end(rgw: Rgw, engine: str) -> None:
     async def tidy(store: Store) -> None:
         log, mine = await opened_run(store)
         newest = read.choose(log).attempt
-        gone = await retain.retire(log, mine, Keep(last=2), [newest])
+        gone = await retention.retire(log, mine, Keep(last=2), [newest])
         assert sorted(attempt.step for attempt in gone) == [10, 20]
         held = {owner(key) for key in await keys(store) if not key.startswith("log/") and key != "FORMAT.json"}
         assert {attempt.step for attempt in held if attempt is not None} == {30, 40}

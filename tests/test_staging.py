@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 import ckpt
 from ckpt.errors import CheckpointError, SaveError
-from ckpt.frozen import Frozen
-from ckpt.job import Job
-from ckpt.resume import Restored, restore_first
-from ckpt.sources import MemorySource
-from ckpt.stage import Stager
-from ckpt.state import Capture
-from ckpt.world import World
+from ckpt.ranks.world import World
+from ckpt.restore.resume import Restored, restore_first
+from ckpt.restore.sources import MemorySource
+from ckpt.state.capture import Capture
+from ckpt.trainer.snapshot import Job
+from ckpt.trainer.stage import Stager
+from ckpt.trainer.unchanged import Frozen
 
 LARGE = 1500  # a square of this side takes some milliseconds to copy: training has time to interfere
 

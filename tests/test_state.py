@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 import ckpt
+from ckpt.checkpoint.write import build_table
 from ckpt.errors import MismatchError, StateError
-from ckpt.plan import Layout
-from ckpt.restore import Filler
-from ckpt.saved import Saved as SavedState
-from ckpt.state import Capture, Reading
-from ckpt.tensors import DTYPE_NAME, TORCH_DTYPE
-from ckpt.write import build_table
+from ckpt.format.layout import Layout
+from ckpt.format.merged import Saved as SavedState
+from ckpt.state.capture import Capture, Reading
+from ckpt.state.placement import Filler
+from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE
 
 State = dict[str, Any]
 

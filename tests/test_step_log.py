@@ -24,19 +24,20 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from ckpt import frame, predict, redo_log
-from ckpt.arena import EMPTY, SEALED, Arena, Label
-from ckpt.digest import blob_digest
 from ckpt.errors import CorruptError, FullError, SaveError, StoreError
-from ckpt.frame import DELTA, DERIVED, PREDICTED, RAW, SAME, WHOLE, Stored
-from ckpt.manifest import Attempt, redo_name
-from ckpt.plan import BLOB
-from ckpt.predict import Settings
-from ckpt.recipe import Watch, find_recipes
-from ckpt.redo import Chain, Logs, look, redo
-from ckpt.redo_log import Appended, Sealed, StepLog, foresee
-from ckpt.sources import Snapshot
-from ckpt.state import Capture, Reading
+from ckpt.format.digest import blob_digest
+from ckpt.format.layout import BLOB
+from ckpt.format.manifest import Attempt, redo_name
+from ckpt.ipc.arena import EMPTY, SEALED, Arena, Label
+from ckpt.redo import adam as predict
+from ckpt.redo import append, frame
+from ckpt.redo.adam import Settings
+from ckpt.redo.append import Appended, Sealed, StepLog, foresee
+from ckpt.redo.frame import DELTA, DERIVED, PREDICTED, RAW, SAME, WHOLE, Stored
+from ckpt.redo.optimizer_recipe import Watch, find_recipes
+from ckpt.restore.redo_source import Chain, Logs, look, redo
+from ckpt.restore.sources import Snapshot
+from ckpt.state.capture import Capture, Reading
 
 ROOM = 1 << 20
 State = dict[str, Any]
@@ -446,7 +447,7 @@ def test_rebases(tmp_path: Path) -> None:
     sometimes = Job(build(OPTIMIZERS["AdamW"]), tmp_path / "sometimes")
     run(sometimes, 1)
     size = len(sometimes.kept[sometimes.newest][0])
-    sometimes.log.max_restore_s = size / redo_log.READ_A_SECOND + 3.5 * sometimes.log.guess_s(size)
+    sometimes.log.max_restore_s = size / append.READ_A_SECOND + 3.5 * sometimes.log.guess_s(size)
     assert [one.base for one in run(sometimes, 7)] == [1, 2, None, 4, 5, None, 7]
     found = sometimes.check()
     assert forms_of(found[3])["model.0.weight"] <= {WHOLE, RAW}
@@ -460,12 +461,12 @@ def test_rebases_make_older_files_needless(tmp_path: Path) -> None:
     run(alone, 12)
     assert names(alone) == of(alone, 11, 12)
     alone.log.world = 2
-    run(alone, 3 * redo_log.NEAR)
-    assert redo_log.NEAR < len(names(alone)) <= 2 * redo_log.NEAR + 1
+    run(alone, 3 * append.NEAR)
+    assert append.NEAR < len(names(alone)) <= 2 * append.NEAR + 1
     mixed = Job(build(OPTIMIZERS["AdamW"]), tmp_path / "mixed")
     run(mixed, 1)
     size = len(mixed.kept[mixed.newest][0])
-    mixed.log.max_restore_s = size / redo_log.READ_A_SECOND + 3.5 * mixed.log.guess_s(size)
+    mixed.log.max_restore_s = size / append.READ_A_SECOND + 3.5 * mixed.log.guess_s(size)
     bases = [one.base for one in run(mixed, 20)]
     last = [step for step, base in enumerate(bases, 2) if base is None][-2:]
     assert names(mixed) == of(mixed, *last)
@@ -537,10 +538,10 @@ def test_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
         path = next((tmp_path / "run" / "redo").iterdir())
         before = path.read_bytes()
-        monkeypatch.setattr(redo_log, "foresee", overwrite)
+        monkeypatch.setattr(append, "foresee", overwrite)
         with pytest.raises(SaveError, match="was overwritten"):
             job.append(sealed)
-        monkeypatch.setattr(redo_log, "foresee", foresee)
+        monkeypatch.setattr(append, "foresee", foresee)
         assert path.read_bytes() == before
         assert [one.base for one in run(job, 2)] == [None, job.step - 1]
     job.check()
@@ -635,7 +636,7 @@ def test_a_restore_begins_at_the_checkpoint(tmp_path: Path) -> None:
     job = Job(build(OPTIMIZERS["AdamW"]), tmp_path / "run")
     run(job, 1)
     size = len(job.kept[job.newest][0])
-    job.log.max_restore_s = size / redo_log.READ_A_SECOND + 3.5 * job.log.guess_s(size)
+    job.log.max_restore_s = size / append.READ_A_SECOND + 3.5 * job.log.guess_s(size)
     found = []
     for _ in range(8):
         found += run(job, 1)
@@ -892,7 +893,7 @@ def test_taken_back(tmp_path: Path) -> None:
     """Nobody goes back to a step that was found to mix two moments, but later ones are redone by way of it."""
     job = Job(build(OPTIMIZERS["AdamW"]), tmp_path / "run")
     run(job, 3)
-    (tmp_path / "run" / "redo" / f"{redo_name(job.newest, 0)}{redo_log.TAKEN_BACK}").touch()
+    (tmp_path / "run" / "redo" / f"{redo_name(job.newest, 0)}{append.TAKEN_BACK}").touch()
     assert sorted(attempt.step for attempt in job.logs.reach({})) == [1, 2]
     run(job, 1)
     assert sorted(attempt.step for attempt in job.logs.reach({})) == [1, 2, 4]

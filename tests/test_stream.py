@@ -13,11 +13,11 @@ import pytest
 import safetensors.numpy
 from test_increment import HALF, KEY, columns_of, genuine
 
-from ckpt import mend, read, stream
-from ckpt.digest import blob_digest
+from ckpt.checkpoint import read, read_local, read_repair
 from ckpt.errors import CheckpointError, CorruptError
-from ckpt.manifest import Attempt
-from ckpt.table import Table
+from ckpt.format.digest import blob_digest
+from ckpt.format.manifest import Attempt
+from ckpt.format.table import Table
 from ckpt_backends.local import LocalStore
 from ckpt_backends.memory import MemoryStore
 
@@ -27,7 +27,7 @@ EVERY = range(5)  # blobs of `genuine` that are of shards; two bases are behind 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blobs are small here, and are given places all the same."""
-    monkeypatch.setattr(stream, "LEAST", 1)
+    monkeypatch.setattr(read_local, "LEAST", 1)
 
 
 class Taken:
@@ -59,14 +59,14 @@ class Taken:
 def read_all(store: Any, table: Table, placed: Sequence[int], blobs: Sequence[int] = EVERY) -> Taken:
     taken = Taken(table, placed)
     batches = read.plan_reads(table, blobs, far=True)
-    asyncio.run(stream.fetch(store, table, batches, taken.sink, taken.note, taken.room))
+    asyncio.run(read_local.fetch(store, table, batches, taken.sink, taken.note, taken.room))
     return taken
 
 
 @pytest.mark.parametrize("streams", [1, 3])
 def test_every_choice_of_places_gives_the_same_bytes(streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Raw, encoded, deltas whose base has a place of its own, and what is derived: whichever of them have places."""
-    monkeypatch.setattr(stream, "STREAMS", streams)
+    monkeypatch.setattr(read_local, "STREAMS", streams)
     store, table, plain = genuine()
     for chosen in range(1 << len(EVERY)):
         placed = [blob for blob in EVERY if chosen >> blob & 1]
@@ -146,7 +146,7 @@ def test_what_is_damaged_comes_from_elsewhere_into_its_place(tmp_path: Path) -> 
     taken = Taken(table, [1])
 
     async def work() -> None:
-        await mend.fetch(store, Attempt(1, 1, "abcdefgh"), table, list(EVERY), taken.sink, room=taken.room)
+        await read_repair.fetch(store, Attempt(1, 1, "abcdefgh"), table, list(EVERY), taken.sink, room=taken.room)
 
     with pytest.raises(CorruptError, match="do not match their digest"):
         asyncio.run(work())

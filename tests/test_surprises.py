@@ -16,12 +16,12 @@ from test_export import PEAK
 from torch import nn
 
 import ckpt
-from ckpt import origin_files
-from ckpt.manifest import Attempt
-from ckpt.origin_run import RunOrigin, labels_of
-from ckpt.plan import Layout, TensorSpec
-from ckpt.saved import Saved
-from ckpt.write import build_table
+from ckpt.checkpoint.write import build_table
+from ckpt.convert import source_files
+from ckpt.convert.source_run import RunOrigin, labels_of
+from ckpt.format.layout import Layout, TensorSpec
+from ckpt.format.manifest import Attempt
+from ckpt.format.merged import Saved
 
 __all__ = ["call"]  # the fixture
 
@@ -88,7 +88,7 @@ def test_a_source_that_changes_while_it_is_read(tmp_path: Path, call: Any, monke
     for how in ("in place", "replaced"):
         source, target = tmp_path / "s.pt", tmp_path / f"run {how}"
         torch.save({"model": {"a": torch.zeros(3000, 1000), "b": torch.zeros(3000, 1000)}}, source)
-        real, count = origin_files.FilesOrigin._read, iter(range(100))
+        real, count = source_files.FilesOrigin._read, iter(range(100))
 
         def change(self: Any, wants: Any, real: Any = real, count: Any = count, how: str = how) -> None:
             real(self, wants)
@@ -100,7 +100,7 @@ def test_a_source_that_changes_while_it_is_read(tmp_path: Path, call: Any, monke
                     shutil.copyfile(tmp_path / "new.pt", tmp_path / "s.pt")
 
         with monkeypatch.context() as patch:
-            patch.setattr(origin_files.FilesOrigin, "_read", change)
+            patch.setattr(source_files.FilesOrigin, "_read", change)
             found = call("import", source, target)
         assert found.code == 2 and "changed while it was read" in found.err and not target.exists(), how
 
@@ -192,7 +192,7 @@ def two_ranks(*own: str) -> Saved:
         layouts.append(layout)
         digests = b"".join(bytes([rank + 1] * 16) for _ in own)
         tables.append(build_table(layout, f"packs/1.aaaaaaaa-1.{rank}.0.safetensors", digests))
-    from ckpt.table import merge
+    from ckpt.format.table import merge
 
     return Saved(layouts, [[None], [None]], merge(tables))
 

@@ -17,14 +17,14 @@ from conftest import eventually
 from torch.distributed import HashStore
 
 import ckpt
-from ckpt import tempo
-from ckpt.cadence import Change
 from ckpt.errors import PeerError
-from ckpt.ledger import Decision
-from ckpt.log import Acquire
-from ckpt.pulse import Pulse
-from ckpt.tempo import Tempo
-from ckpt.world import World
+from ckpt.goodput.cadence import Change
+from ckpt.goodput.ledger import Decision
+from ckpt.ipc.heartbeat import Pulse
+from ckpt.ranks.world import World
+from ckpt.runlog.log import Acquire
+from ckpt.trainer import cadence_sync
+from ckpt.trainer.cadence_sync import Tempo
 
 URL = "file:///tmp/x"
 
@@ -38,7 +38,7 @@ class PlayedGuardian:
         self.told: list[dict[str, Any]] = []
 
     def retract(self, attempt: Any, reason: str) -> None:
-        assert tempo.TOO_LATE in reason
+        assert cadence_sync.TOO_LATE in reason
         self.retracted.append(attempt.step)
 
     def tell_cadence(self, decision: dict[str, Any]) -> None:
@@ -68,7 +68,7 @@ class Ranks(list[Rank]):
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
-    monkeypatch.setattr(tempo, "LOOK_S", 0.02)
+    monkeypatch.setattr(cadence_sync, "LOOK_S", 0.02)
     store, size = HashStore(), 3
     with ThreadPoolExecutor(size) as pool:  # they meet
         worlds = pool.map(lambda rank: World(rank, size, store, node="n", timeout_s=20.0), range(size))
@@ -84,7 +84,7 @@ def test_all_ranks_change_at_one_step_ahead_of_all(ranks: Ranks) -> None:
     ranks.propose(10, 500)
     assert ranks.agree()
     change = ranks[0].newest
-    assert change.step > 102 + tempo.AHEAD and (change.memory, change.tiers) == (10, (500,))
+    assert change.step > 102 + cadence_sync.AHEAD and (change.memory, change.tiers) == (10, (500,))
     assert all(rank.tempo.schedule.at(change.step - 1) == Change(-1, 4, (100,)) for rank in ranks)
     assert eventually(lambda: all(len(rank.guardian.told) == 1 for rank in ranks))
     assert not any(rank.guardian.retracted for rank in ranks)
@@ -100,7 +100,7 @@ def test_changes_follow_each_other(ranks: Ranks) -> None:
 
 def test_nothing_changes_until_all_have_heard(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank does not listen: the change is dropped for all, and the next one, when it listens again, is made."""
-    monkeypatch.setattr(tempo, "HEAR_S", 0.5)
+    monkeypatch.setattr(cadence_sync, "HEAR_S", 0.5)
     deaf = threading.Event()
     listen = ranks[2].tempo._hear
 

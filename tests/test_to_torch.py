@@ -32,15 +32,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import ckpt
-from ckpt import to_dcp, to_torch
+from ckpt.convert import to_dcp, to_torch
+from ckpt.convert.output import Literal, Output, Run
+from ckpt.convert.source import DESCRIPTION, Entry, View, canonical_names, described
+from ckpt.convert.torch_native import Builder, StandIns, container, fill, tensors_of
 from ckpt.errors import CheckpointError, CorruptError, UsageError
-from ckpt.manifest import canonical
-from ckpt.origin import DESCRIPTION, Entry, View, canonical_names, described
-from ckpt.outfile import Literal, Output, Run
-from ckpt.plan import BITS, TensorSpec
-from ckpt.state import Capture
-from ckpt.tensors import TORCH_DTYPE, as_bytes
-from ckpt.torch_native import Builder, StandIns, container, fill, tensors_of
+from ckpt.format.layout import BITS, TensorSpec
+from ckpt.format.manifest import canonical
+from ckpt.state.capture import Capture
+from ckpt.state.tensors import TORCH_DTYPE, as_bytes
 
 
 class Here:
@@ -493,8 +493,8 @@ def test_plans_cost_no_memory() -> None:
     """A plan for a terabyte needs no more of it than the plan for a byte (in a process of its own)."""
     code = """
 import resource, test_to_torch as t
-from ckpt.plan import TensorSpec
-from ckpt import to_dcp, to_torch
+from ckpt.format.layout import TensorSpec
+from ckpt.convert import to_dcp; from ckpt.convert import to_torch
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 small = t.of_specs(TensorSpec("a", "U8", (1,)))
 to_torch.plan(*small), to_dcp.plan(*small)

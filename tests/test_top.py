@@ -33,11 +33,12 @@ from rich.console import Console
 from rich.text import Text
 
 import ckpt
-from ckpt import cli_top, survey
-from ckpt.live import DeviceLook, Look, SlotLook, TierLook
+from ckpt.cli import top as cli_top
+from ckpt.cli import top_data
+from ckpt.cli.top_data import Survey
+from ckpt.cli.top_view import PLAIN, Glyphs, Stored, View, lines, plain
 from ckpt.store import normalise, open_store
-from ckpt.survey import Survey
-from ckpt.top import PLAIN, Glyphs, Stored, View, lines, plain
+from ckpt.telemetry.status import DeviceLook, Look, SlotLook, TierLook
 
 PATIENCE_S = 60.0
 RUN = "file:///data/runs/exp1"
@@ -377,9 +378,9 @@ def test_a_place_that_hangs_holds_nothing_up(run_dir: str, monkeypatch: pytest.M
         made.append(Hanging(url, never))
         return made[-1]
 
-    monkeypatch.setattr(survey, "open_store", opens)
-    monkeypatch.setattr(survey, "PLACES_S", 0.05)
-    monkeypatch.setattr(survey, "PLACE_WAIT_S", 0.5)
+    monkeypatch.setattr(top_data, "open_store", opens)
+    monkeypatch.setattr(top_data, "PLACES_S", 0.05)
+    monkeypatch.setattr(top_data, "PLACE_WAIT_S", 0.5)
     with training(run_dir), Survey(normalise(run_dir)) as sources:
         view = sources.first(patient=True)
         assert view.looks[0].step == 12 and view.stored is not None and view.stored.newest == 10
@@ -415,7 +416,7 @@ def test_a_place_that_never_answered_is_no_reason_to_wait(run_dir: str) -> None:
 
 STUCK = """
 import sys, time
-from ckpt import cli, survey
+from ckpt import cli; from ckpt.cli import top_data as survey
 survey.FIRST_S, survey.LEAVE_S = 0.3, 0.1
 survey.open_store = lambda *arguments, **options: time.sleep(600)  # a driver that nobody can stop
 sys.exit(cli.main(["top", sys.argv[1], "--once"]))

@@ -25,14 +25,15 @@ from s3_server import MotoServer, storage_options
 from test_cli import Result, attempt_of, call, flip, save_increments
 
 import ckpt
-from ckpt import commit, copying, retain, upkeep
+from ckpt.checkpoint import commit, retention
+from ckpt.checkpoint.retention import Keep
+from ckpt.checkpoint.write import Snapshot, write_part
 from ckpt.errors import FencedError, NoCheckpointError
-from ckpt.log import Acquire, Record, RunLog, RunState
-from ckpt.manifest import Attempt, new_nonce, owner, pack_key
-from ckpt.plan import Layout, TensorSpec
-from ckpt.retain import Keep
+from ckpt.format.layout import Layout, TensorSpec
+from ckpt.format.manifest import Attempt, new_nonce, owner, pack_key
+from ckpt.maintain import copy_run, prune
+from ckpt.runlog.log import Acquire, Record, RunLog, RunState
 from ckpt.store import open_store, options_of, remember_options
-from ckpt.write import Snapshot, write_part
 
 __all__ = ["call"]  # the fixture
 Call = Callable[..., Result]
@@ -125,7 +126,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(made: Path, tmp_path: Path) -> Path:
     """A copy of that, to be changed."""
-    retain._cache.clear()  # another test may have had this run in a better state
+    retention._cache.clear()  # another test may have had this run in a better state
     return Path(shutil.copytree(made, tmp_path / "run"))
 
 
@@ -169,7 +170,7 @@ def test_options_reach_the_place(call: Call, run: Path, monkeypatch: pytest.Monk
         told[Path(url).name] = dict(options_of(url))
         return open_store(url, **settings)
 
-    for module in ("ckpt.cli_upkeep", "ckpt.copying", "ckpt.terminal"):
+    for module in ("ckpt.cli.maintain", "ckpt.maintain.copy_run", "ckpt.cli.terminal"):
         monkeypatch.setattr(f"{module}.open_store", look, raising=False)
     call("copy", run, f"{run}2", "--option", "a=1", "--src-option", "a=2", "--dst-option", "b=3")
     assert told == {"run": {"a": 2}, "run2": {"a": 1, "b": 3}}
@@ -276,7 +277,7 @@ def test_a_job_that_comes_while_files_are_copied_wins(
     run: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy does not fence somebody whom its plan did not know."""
-    there, real = tmp_path / "there", copying._copy_files
+    there, real = tmp_path / "there", copy_run._copy_files
 
     async def and_a_job(source: Any, target: Any, *rest: Any) -> Any:
         written = await real(source, target, *rest)
@@ -285,7 +286,7 @@ def test_a_job_that_comes_while_files_are_copied_wins(
         await commit.acquire(log, new_nonce())
         return written
 
-    monkeypatch.setattr(copying, "_copy_files", and_a_job)
+    monkeypatch.setattr(copy_run, "_copy_files", and_a_job)
     refused = call("copy", run, there, "--yes")
     assert refused.code == 2 and "took" in refused.err and steps(there) == []
 
@@ -300,7 +301,7 @@ def test_what_was_given_up_there_never_comes_back(run: Path, call: Call, tmp_pat
         end = Record("PLAN", {"retire": [str(gone)], "delete": []}, "plan:x")
     else:
         shutil.rmtree(there)
-        work(there, lambda log: commit.acquire(log, f"{copying.COPIED}{new_nonce()}"))
+        work(there, lambda log: commit.acquire(log, f"{copy_run.COPIED}{new_nonce()}"))
         end = Record("ABORT", {"attempt": str(gone), "reason": "by a test"}, "abort:x")
     work(there, lambda log: log.append(lambda state: end, owner=None))
     refused = call("copy", run, there, "--yes")
@@ -417,9 +418,9 @@ def test_files_of_several_count_once(call: Call, tmp_path: Path, monkeypatch: py
 
     async def do(source: RunLog) -> None:
         wanted = source.state.lineage()
-        target = await copying.open_target(str(there))
-        decided = await copying.plan_copy(source, target, wanted, take_over=False)
-        assert await copying.copy(source, target, decided, on_bytes=seen.append) == []
+        target = await copy_run.open_target(str(there))
+        decided = await copy_run.plan_copy(source, target, wanted, take_over=False)
+        assert await copy_run.copy(source, target, decided, on_bytes=seen.append) == []
         await target.store.aclose()
 
     work(run, do)
@@ -430,13 +431,13 @@ def test_a_source_that_retires_it_meanwhile(
     run: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not called damaged."""
-    real, copy = tmp_path / "there", copying.copy
+    real, copy = tmp_path / "there", copy_run.copy
 
     async def late(source: RunLog, *rest: Any, **more: Any) -> Any:
-        await retain.retire(source, None, Keep(1), {max(source.state.commits)})
+        await retention.retire(source, None, Keep(1), {max(source.state.commits)})
         return await copy(source, *rest, **more)
 
-    monkeypatch.setattr(copying, "copy", late)
+    monkeypatch.setattr(copy_run, "copy", late)
     refused = call("copy", run, real, 2, "--yes")
     assert refused.code == 2 and "was retired while it was copied" in refused.err
 
@@ -585,8 +586,8 @@ def test_everything_that_stays_has_a_reason(drawn: tuple[RunState, Keep, set[Att
     state, keep, _ = drawn
     state.kept = dict.fromkeys(state.kept, "x")
     for checked in list(state.commits)[:2]:
-        why = upkeep.why_kept(state, keep, checked)
-        assert why.keys() == state.commits.keys() - retain.choose(state, keep, {checked})
+        why = prune.why_kept(state, keep, checked)
+        assert why.keys() == state.commits.keys() - retention.choose(state, keep, {checked})
         assert all(why.values())
 
 
@@ -634,19 +635,19 @@ def test_a_commit_in_between_is_taken_into_account(
     run: Path, call: Call, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     """A job that commits after the files were listed loses nothing, and the command is done all the same."""
-    mine, real, left = state_of(run).acquires[-1], upkeep.take_stock, [7, 8]
+    mine, real, left = state_of(run).acquires[-1], prune.take_stock, [7, 8]
     work(run, lambda log: begin(log, mine, 99))
     ended = Record("ABORT", {"attempt": f"1.{mine.nonce}-99", "reason": "x"}, "abort:x")
     work(run, lambda log: log.append(lambda state: ended, owner=None))
 
-    async def and_a_commit(log: RunLog) -> upkeep.Stock:
+    async def and_a_commit(log: RunLog) -> prune.Stock:
         stock = await real(log)
         if left:
             async with opened(run) as other:
                 await save(other, mine, left.pop(0))
         return stock
 
-    monkeypatch.setattr(upkeep, "take_stock", and_a_commit)
+    monkeypatch.setattr(prune, "take_stock", and_a_commit)
     more = ("--keep-last", 1) if command == "prune" else ()
     assert call(command, run, *more, "--yes").code == 0
     assert steps(run)[:2] == [8, 7] and 99 not in owners(run) and call("verify", "--all", run).code == 0
@@ -717,7 +718,7 @@ def test_readers_have_their_time(run: Path, call: Call, monkeypatch: pytest.Monk
         record = json.loads(sorted((run / "log").iterdir())[-1].read_bytes())
         assert record["type"] == "PLAN" and len(record["body"]["delete"]) == 3
 
-    monkeypatch.setattr(upkeep.asyncio, "sleep", sleep)
+    monkeypatch.setattr(prune.asyncio, "sleep", sleep)
     assert "waiting 7 s" in call("gc", run, "--yes", "--grace", "7").err.lower()
     assert waited == [7.0] and 10 not in owners(run)
     call("prune", run, "--keep-last", 1, "--yes")
@@ -766,9 +767,9 @@ def test_a_keep_that_comes_too_late_says_so(run: Path) -> None:
     async def late(log: RunLog) -> None:
         first = min(log.state.commits)
         async with opened(run) as other:
-            await retain.retire(other, None, Keep(1), {max(log.state.commits)})
+            await retention.retire(other, None, Keep(1), {max(log.state.commits)})
         with pytest.raises(NoCheckpointError, match="a moment ago"):
-            await upkeep.set_keep(log, first, "x")
+            await prune.set_keep(log, first, "x")
 
     work(run, late)
 
@@ -874,14 +875,14 @@ def test_a_bucket_is_thinned_out_and_cleaned_up(bucket: str, call: Call, monkeyp
         waited.append(seconds)
 
     work(far, leave)
-    monkeypatch.setattr(upkeep.asyncio, "sleep", sleep)
+    monkeypatch.setattr(prune.asyncio, "sleep", sleep)
     assert call("prune", far, "--keep-last", 1, "--yes").code == 0
     assert 600.0 in waited and steps(far) == [4, 3]
     assert call("gc", far, "--json").json["uploads"] == 1
     assert call("gc", far, "--yes", "--json").json["done"]["uploads"] == 1
 
     async def left(log: RunLog) -> list[str]:
-        return await upkeep.unfinished(log.store)
+        return await prune.unfinished(log.store)
 
     assert work(far, left) == [pack_key(attempts[9], 0, 0)]
     assert call("verify", "--all", far).code == 0

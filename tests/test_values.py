@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from ckpt.errors import CheckpointError, CorruptError, StateError
-from ckpt.tensors import from_array, to_array
-from ckpt.values import MAX_DEPTH, decode, encode
+from ckpt.format.values import MAX_DEPTH, decode, encode
+from ckpt.state.tensors import from_array, to_array
 
 QUICK = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 LONG = settings(QUICK, max_examples=50_000)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from conftest import run_script
 
-from ckpt.wakeup import Wakeup
+from ckpt.faults.signals import Wakeup
 
 USED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 SAFETY_S = 10.0
@@ -382,7 +382,7 @@ def test_waiting_ends_by_the_other_descriptor_too(arm: Any) -> None:
 
 HEAD = """
 import os, signal, socket, sys, threading, time
-from ckpt.wakeup import Wakeup
+from ckpt.faults.signals import Wakeup
 def send(number):
     os.kill(os.getpid(), number)
 """

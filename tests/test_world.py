@@ -22,7 +22,6 @@ import pytest
 import torch.distributed as dist
 from conftest import REPO, run_script
 
-from ckpt import world as worlds
 from ckpt.errors import (
     CheckpointError,
     DeadlineError,
@@ -32,7 +31,8 @@ from ckpt.errors import (
     PeerError,
     UsageError,
 )
-from ckpt.world import Mailbox, World
+from ckpt.ranks import world as worlds
+from ckpt.ranks.world import Mailbox, World
 
 StoreOf = Callable[[int], Any]
 OWN = "own error"
@@ -605,7 +605,7 @@ def test_a_store_is_asked_also_where_no_thread_can_start(monkeypatch: pytest.Mon
 
 RANK = """
 import os, sys, torch.distributed as dist
-from ckpt.world import World
+from ckpt.ranks.world import World
 from ckpt.errors import *
 rank, size, port = map(int, sys.argv[1:4])
 store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
@@ -648,13 +648,13 @@ def test_ranks_that_are_processes() -> None:
 
 
 DETECT = """
-import os, sys, ckpt.world
+import os, sys, ckpt.ranks.world
 assert "torch" not in sys.modules
 import torch
 assert "torch" in sys.modules  # negative control
 import torch.distributed as dist
 from ckpt.errors import UsageError
-from ckpt.world import World
+from ckpt.ranks.world import World
 os.environ.pop("WORLD_SIZE", None)
 print(World.detect("here").size)
 os.environ["WORLD_SIZE"] = "2"

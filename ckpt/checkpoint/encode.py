@@ -1,0 +1,478 @@
+"""A snapshot becomes an increment, or is stored smaller: what a place does with blobs before they are written.
+
+    Encoder.write:  which checkpoint to build on -> digests -> plan -> encode -> packs -> table -> part
+
+An `Encoder` belongs to one place and one rank, and remembers what it has learnt: how fast the place takes bytes, how
+fast they are encoded here, and what becomes of tensors of each kind. Where nothing can be shared and nothing is
+compressed, a snapshot goes the quick way, as one raw pack (`ckpt.checkpoint.write.write_part`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ckpt.checkpoint.byte_source import Bases, InMemory, InStore, Peek, Source, no_bases
+from ckpt.checkpoint.commit import load_part, vouches
+from ckpt.checkpoint.incremental import BlobPlan, Digests, Policy, Previous, find_masters, kind_of, plan_blobs
+from ckpt.checkpoint.packs import Encoded, Packer, pack_size, table_of
+from ckpt.checkpoint.upload_stats import Flow
+from ckpt.checkpoint.write import Snapshot, Written, digest_blobs, finish_part, write_part
+from ckpt.errors import CorruptError, FormatError, SaveError, StoreError
+from ckpt.events import log as logger
+from ckpt.events import point
+from ckpt.format import codec
+from ckpt.format.codec import BF16, RAW
+from ckpt.format.digest import DIGEST_SIZE, blob_digest
+from ckpt.format.layout import Layout, TensorSpec
+from ckpt.format.manifest import Attempt, owner
+from ckpt.runlog.log import RunLog
+from ckpt.store import Store
+
+SMALL = 4096  # bytes; a smaller blob is stored as it is
+LITTLE = 4 << 20  # bytes of a part, below which "auto" does not compress: there is no time to be won
+WINDOW = 32 << 20  # plain bytes whose bases are in memory at the same time
+PROBES = 5  # blobs of a kind that are looked at before the others
+SHARING_PROBES = 32
+WORTH, LEAST = 0.1, 256 << 10  # of the bytes, and bytes: for less a checkpoint does not come to depend on another
+SELF_CHECK = 16  # one of so many encoded blobs is decoded again before it is trusted
+WHOLE, WHOLE_AGAIN = 0.95, 0.97  # of the plain size, from which on nothing is encoded; the second: if it was before
+DELTA, DELTA_AGAIN = 0.85, 0.9  # of the size without a base, from which on it is not worth one
+FASTER, STILL_FASTER = 0.7, 1.0  # of the speed of encoding, up to which a place counts as slow
+ENCODED_A_SECOND = 600e6  # bytes, by one thread, until it has been measured
+REMEMBERED = 4  # tables of checkpoints that we have written ourselves
+MEASURED = 16 << 20  # bytes; less says little about a speed
+LEARN = 0.3  # how much the newest measurement counts
+
+OnNeeds = Callable[[Attempt], Awaitable[bool]]
+"""Told which checkpoint is built on; False: that it cannot be."""
+
+
+@dataclass(slots=True)
+class Learnt:
+    """What is tried for blobs of one kind: nothing ("raw"), planes ("whole"), or a base as well ("delta")."""
+
+    whole: float = 0.8  # stored / plain without a base
+    form: str = "whole"
+
+    def choose(self, whole: Sequence[float], gains: Sequence[float]) -> str:
+        """By new samples; what was chosen before stays if it is nearly as good.
+
+        `gains`: stored with a base / stored without, of those that have one. The best of them decides: an idle expert
+        among busy ones makes it worth while to look at all of them.
+        """
+        self.whole = _mean(whole)
+        limit = WHOLE_AGAIN if self.form != "raw" else WHOLE
+        if gains and min(gains) < (DELTA_AGAIN if self.form == "delta" else DELTA):
+            self.form = "delta"
+        else:
+            self.form = "whole" if self.whole < limit else "raw"
+        return self.form
+
+
+@dataclass
+class Encoder:
+    """How one place stores the blobs of one rank.
+
+    `threads`: that encode; `pace`: called between two blobs in each of them, and may sleep; `idle()`: cores that nobody
+    has used of late.
+    """
+
+    policy: Policy = field(default_factory=Policy)
+    threads: int = 1
+    pace: Callable[[float], None] = lambda seconds: None
+    idle: Callable[[], float] = lambda: float("inf")
+    flow: Flow = field(default_factory=Flow)  # what is on its way, for those who watch
+    suspects: set[tuple[str, int]] = field(default_factory=set)  # packs and offsets of what is damaged here
+    distrusted: set[Attempt] = field(default_factory=set)  # damaged checkpoints: nothing is built on them
+    sink: float | None = None  # bytes a second that the place takes
+    rate: float = ENCODED_A_SECOND  # of one thread
+    kinds: dict[str, Learnt] = field(default_factory=dict)
+    compressing: bool = False
+    sampled: bool = False  # whether deltas have ever been tried
+    _written: dict[tuple[Attempt, int], Written] = field(default_factory=dict)
+
+    # -- what to build on --
+
+    async def previous(self, log: RunLog, attempt: Attempt, layout: Layout) -> Previous | None:
+        """This rank's share of the newest checkpoint here; None if it has to be a full one."""
+        if not self.policy.incremental:
+            return None
+        history = [c for c in log.state.lineage() if c.attempt < attempt]
+        newest = history[0] if history else None
+        mine = next((p for p in newest.parts if p[0] == layout.rank), None) if newest is not None else None
+        if newest is None or mine is None or newest.world != layout.world or newest.attempt in self.distrusted:
+            return None
+        self.suspects |= log.state.doubts
+        try:
+            written = self._written.get((newest.attempt, layout.rank))
+            if written is None or not vouches(log.state, written):  # another try of it was committed
+                written = await load_part(log.store, newest.attempt, layout.rank, mine[1], expected=mine[2])
+        except (CorruptError, FormatError, StoreError) as error:
+            logger.warning("step %d of %s is not built on: %s", newest.step, log.store.url, error)
+            return None
+        if self.policy.full(log.state, attempt, written.part.chain):
+            return None
+        return Previous(written.part, written.table)
+
+    def remember(self, written: Written) -> None:
+        self._written[Attempt.parse(written.part.attempt), written.part.rank] = written
+        for key in sorted(self._written)[:-REMEMBERED]:
+            del self._written[key]
+
+    # -- writing --
+
+    async def write(
+        self,
+        store: Store,
+        snapshot: Snapshot,
+        source: Source,
+        previous: Previous | None,
+        *,
+        number: int = 0,
+        reason: str = "due",
+        on_needs: OnNeeds | None = None,
+        bases: Bases = no_bases,
+        check: Callable[[], None] = lambda: None,
+    ) -> Written:
+        """Store one rank's share of an attempt; see `ckpt.checkpoint.write.write_part`.
+
+        `on_needs` is told which older checkpoint is built on, before anything is stored; False: that it cannot be.
+        """
+        nbytes = snapshot.layout.arrangement.data_size
+        compress = self._decide(store, nbytes)
+        if isinstance(source, InMemory) and not compress and not await self._shares(source, previous):
+            began = time.monotonic()
+            on_bytes = self.flow.add
+            written = await write_part(store, snapshot, number=number, reason=reason, on_bytes=on_bytes, check=check)
+            self._learn_sink(nbytes, time.monotonic() - began)
+            self.remember(written)
+            return written
+        work = _Work(self, store, snapshot, source, previous, number, bases if compress else no_bases, compress)
+        written = await work.run(reason, on_needs, check)
+        self.remember(written)
+        return written
+
+    def _decide(self, store: Store, nbytes: int) -> bool:
+        """Whether to compress: always, never, or where the place is slower than encoding."""
+        if self.policy.compression != "auto":
+            return self.policy.compression == "zstd"
+        if nbytes < LITTLE:
+            return False
+        if self.sink is None:
+            self.compressing = store.remote  # as a rule; a local disk is measured first
+        else:
+            slow = STILL_FASTER if self.compressing else FASTER
+            self.compressing = self.sink < slow * self.rate * min(self.threads, self.idle())
+        return self.compressing
+
+    def worth(self, store: Store, source: InStore, layout: Layout, previous: Previous | None) -> bool:
+        """Whether what lies in another store, raw, should be stored otherwise here than as a copy of its files."""
+        if self._decide(store, layout.arrangement.data_size):
+            return True
+        return bool((plan_blobs(layout, source.digests, previous).taken >= 0).any())
+
+    @property
+    def uses_bases(self) -> bool:
+        """Whether deltas were worth it, as far as anybody knows: at first they may be."""
+        return not self.sampled or any(learnt.form == "delta" for learnt in self.kinds.values())
+
+    async def _shares(self, source: InMemory, previous: Previous | None) -> bool:
+        """Whether enough is what it was, going by a few blobs."""
+        if previous is None:
+            return False
+        rows = previous.rows(source.layout)
+        there = np.flatnonzero(rows >= 0)
+        some = there[:: max(1, len(there) // SHARING_PROBES)].tolist()
+
+        def probe() -> bool:
+            alike = [blob_digest(source.peek(b)) == previous.table.digest[rows[b]].tobytes() for b in some]
+            sizes = [source.layout.arrangement.blobs[b].length for b in some]
+            share = sum(n for n, same in zip(sizes, alike, strict=True) if same) / max(1, sum(sizes))
+            return bool(share > WORTH and share * source.layout.arrangement.data_size > LEAST)
+
+        return await asyncio.to_thread(probe)
+
+    def _learn_sink(self, nbytes: int, seconds: float) -> None:
+        if nbytes >= MEASURED and seconds > 0:
+            self.sink = _mixed(self.sink, nbytes / seconds)
+
+    def learn(self, stored: int, upload_s: float, plain: int, encode_s: float) -> None:
+        """`upload_s`: while anything was on its way; `encode_s`: of all threads together."""
+        self._learn_sink(stored, upload_s)
+        if plain >= MEASURED and encode_s > 0:
+            self.rate = _mixed(self.rate, plain / encode_s)
+
+
+def _mixed(old: float | None, new: float) -> float:
+    return new if old is None else (1 - LEARN) * old + LEARN * new
+
+
+class _Work:
+    """One part on its way through the encoder."""
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        store: Store,
+        snapshot: Snapshot,
+        source: Source,
+        previous: Previous | None,
+        number: int,
+        bases: Bases,
+        compress: bool,
+    ) -> None:
+        self.encoder, self.store, self.snapshot, self.source = encoder, store, snapshot, source
+        self.previous, self.number, self.bases, self.compress = previous, number, bases, compress
+        self.layout = snapshot.layout
+        self.blobs = self.layout.arrangement.blobs
+        self.forms: dict[str, str] = {}
+        self.encode_s, self.plain = 0.0, 0
+
+    async def run(
+        self,
+        reason: str,
+        on_needs: OnNeeds | None,
+        check: Callable[[], None],
+    ) -> Written:
+        digests = self.source.digests
+        if digests is None:
+            digests = await asyncio.to_thread(_digests, self.layout, self.snapshot.data)
+        plan = plan_blobs(self.layout, digests, self.previous, suspects=self.encoder.suspects)
+        masters = await self._masters()
+        if self.compress:
+            await self._choose(plan)
+        if not self._any_delta():
+            plan.base[:] = -1
+            if self.previous is not None and not self._worth(plan):
+                self.previous, plan = None, plan_blobs(self.layout, digests, None)
+        if self.previous is not None and on_needs is not None and self._builds(plan):
+            allowed = await on_needs(self.previous.attempt)
+            point("begin.landed")
+            if not allowed:
+                self.previous, plan = None, plan_blobs(self.layout, digests, None)
+        # Nothing can be the same as what may be derived, and takes no bytes then.
+        alone = (plan.same < 0) | (masters[plan.same] >= 0)
+        todo = np.flatnonzero((plan.taken < 0) & alone).tolist()
+        anew = sum(self.blobs[blob].length for blob in todo)
+        self.encoder.flow.expect(anew)
+        packer = Packer(self.store, self.snapshot, self.number, pack_size(anew), self.encoder.flow.add)
+        try:
+            with ThreadPoolExecutor(self.encoder.threads, "ckpt-encode") as pool:
+                async with contextlib.aclosing(self._encoded(pool, todo, plan, masters, digests)) as found:
+                    async for encoded in found:
+                        await packer.add(encoded)
+            await packer.finish()
+            check()
+        except BaseException:
+            await packer.abort()
+            raise
+        self.encoder.learn(packer.nbytes, packer.busy_s, self.plain, self.encode_s)
+        table, packs = table_of(self.layout, plan, digests, self.previous, packer)
+        built_on = self.previous if any(owner(pack.key) != self.snapshot.attempt for pack in packs) else None
+        return await finish_part(
+            self.store,
+            self.snapshot,
+            table,
+            packs,
+            number=self.number,
+            reason=reason,
+            needs=() if built_on is None else (built_on.attempt,),
+            chain=0 if built_on is None else built_on.part.chain + 1,
+            full=None if built_on is None else built_on.full,
+            check=check,
+        )
+
+    def _worth(self, plan: BlobPlan) -> bool:
+        """Whether enough need not be stored again."""
+        taken = sum(self.blobs[blob].length for blob in np.flatnonzero(plan.taken >= 0))
+        return bool(taken > max(LEAST, WORTH * self.layout.arrangement.data_size))
+
+    def _builds(self, plan: BlobPlan) -> bool:
+        """Whether anything of the previous checkpoint may be used."""
+        return bool((plan.taken >= 0).any() or (plan.base >= 0).any())
+
+    # -- what to do with blobs of each kind --
+
+    async def _masters(self) -> Any:
+        """Only of what is in memory: elsewhere, to look at every tensor means to read it."""
+        if not self.compress or not isinstance(self.source, InMemory):
+            return np.full(len(self.blobs), -1, np.int64)
+        return await asyncio.to_thread(find_masters, self.layout, self.source.peek)
+
+    async def _choose(self, plan: BlobPlan) -> None:
+        """How blobs of each kind are stored, by samples of a few of each."""
+        kinds: dict[str, list[int]] = {}
+        for blob in plan.anew:
+            if self.blobs[blob].length >= SMALL:
+                kinds.setdefault(kind_of(self._tensor(blob)), []).append(blob)
+        probes = {kind: _spread(blobs) for kind, blobs in kinds.items()}
+        wanted = sorted({blob for blobs in probes.values() for blob in blobs})
+        whole, gains = dict[int, float](), dict[int, float]()
+        for window in self._windows(wanted):
+            peek, bases = await self._load(window, plan)
+            await asyncio.to_thread(self._sample, window, peek, bases, plan, whole, gains)
+        self.encoder.sampled |= bool(gains)
+        for kind, blobs in probes.items():
+            learnt = self.encoder.kinds.setdefault(kind, Learnt())
+            self.forms[kind] = learnt.choose([whole[b] for b in blobs], [gains[b] for b in blobs if b in gains])
+
+    def _sample(
+        self,
+        blobs: list[int],
+        peek: Peek,
+        bases: dict[int, memoryview],
+        plan: BlobPlan,
+        whole: dict[int, float],
+        gains: dict[int, float],
+    ) -> None:
+        """Of each blob, what it would take, and with a base: in `gains`, of what it takes without."""
+        for blob in blobs:
+            dtype, plain, base = self._tensor(blob).dtype, peek(blob), bases.get(int(plan.base[blob]))
+            word = codec.word_of(dtype)
+            whole[blob] = codec.estimate(codec.whole_codec(dtype), plain, word)
+            if base is not None:
+                gains[blob] = codec.estimate(codec.delta_codec(dtype), plain, word, base) / min(whole[blob], 1.0)
+
+    def _any_delta(self) -> bool:
+        return "delta" in self.forms.values()
+
+    def _tensor(self, blob: int) -> TensorSpec:
+        return self.layout.tensors[self.blobs[blob].tensor]
+
+    # -- encoding --
+
+    def _windows(self, blobs: Sequence[int]) -> Iterator[list[int]]:
+        window: list[int] = []
+        nbytes = 0
+        for blob in blobs:
+            if window and nbytes + self.blobs[blob].length > WINDOW:
+                yield window
+                window, nbytes = [], 0
+            window.append(blob)
+            nbytes += self.blobs[blob].length
+        if window:
+            yield window
+
+    async def _load(
+        self, window: Sequence[int], plan: BlobPlan, masters: Sequence[int] = ()
+    ) -> tuple[Peek, dict[int, memoryview]]:
+        peek = await self.source.load(sorted({*window, *masters}))
+        rows = sorted({int(plan.base[b]) for b in window if plan.base[b] >= 0 and self._form(b) in ("delta", "")})
+        bases = await self.bases(self.previous, rows) if self.previous is not None and rows else {}
+        return peek, bases
+
+    def _form(self, blob: int) -> str:
+        """What was chosen for a blob; empty while nothing has been."""
+        if not self.compress:
+            return "raw"
+        return self.forms.get(kind_of(self._tensor(blob)), "")
+
+    async def _encoded(
+        self, pool: ThreadPoolExecutor, todo: Sequence[int], plan: BlobPlan, masters: Any, digests: Digests
+    ) -> Any:
+        """The blobs in their order; while some are encoded the next window is loaded."""
+        loop = asyncio.get_running_loop()
+
+        def load(window: list[int]) -> asyncio.Task[tuple[Peek, dict[int, memoryview]]]:
+            wanted = [m for b in window for m in self._master_blobs(b, masters)]
+            return asyncio.ensure_future(self._load(window, plan, wanted))
+
+        windows = list(self._windows(todo))
+        loading = load(windows[0]) if windows else None
+        for i, window in enumerate(windows):
+            assert loading is not None
+            peek, bases = await loading
+            loading = load(windows[i + 1]) if i + 1 < len(windows) else None
+            tasks = [
+                loop.run_in_executor(pool, self._encode, blob, peek, bases, plan, masters, digests) for blob in window
+            ]
+            try:
+                for task in tasks:
+                    encoded, seconds = await task
+                    if encoded.codec not in (RAW, BF16):
+                        self.encode_s += seconds
+                        self.plain += self.blobs[encoded.blob].length
+                    yield encoded
+            except BaseException:
+                await asyncio.gather(*tasks, *([loading] if loading else []), return_exceptions=True)
+                raise
+
+    def _master_blobs(self, blob: int, masters: Any) -> list[int]:
+        """The fp32 blobs that one of bf16 may be the rounding of."""
+        first, left = int(masters[blob]), 2 * self.blobs[blob].length
+        found: list[int] = []
+        while first >= 0 and left > 0:
+            found.append(first)
+            left -= self.blobs[first].length
+            first += 1
+        return found
+
+    def _encode(
+        self, blob: int, peek: Peek, bases: dict[int, memoryview], plan: BlobPlan, masters: Any, digests: Digests
+    ) -> tuple[Encoded, float]:
+        """In a thread. The form that was chosen for its kind, unless another turns out to be smaller."""
+        began, plain = time.perf_counter(), peek(blob)
+        encoded = self._smallest(blob, plain, peek, bases, plan, masters)
+        if encoded.codec != RAW and blob % SELF_CHECK == 0:
+            self._prove(encoded, plain, bases, digests[blob].tobytes())
+        self.encoder.pace(time.perf_counter() - began)
+        return encoded, time.perf_counter() - began
+
+    def _smallest(
+        self, blob: int, plain: memoryview, peek: Peek, bases: dict[int, memoryview], plan: BlobPlan, masters: Any
+    ) -> Encoded:
+        raw = Encoded(blob, RAW, plain)
+        if not self.compress or len(plain) < SMALL:
+            return raw
+        if derived := self._master_blobs(blob, masters):
+            halves = [(m, self.blobs[m].length // 2) for m in derived]
+            ends = np.cumsum([size for _, size in halves]).tolist()
+            if all(codec.derives(peek(m), plain[e - n : e]) for (m, n), e in zip(halves, ends, strict=True)):
+                return Encoded(blob, BF16, b"", derived[0])
+        tensor = self._tensor(blob)
+        word, kind, row = codec.word_of(tensor.dtype), kind_of(tensor), int(plan.base[blob])
+        form, base = self.forms.get(kind, "whole"), bases.get(row)
+        whole, delta = codec.whole_codec(tensor.dtype), codec.delta_codec(tensor.dtype)
+        if form == "delta" and base is not None:
+            with_base = codec.estimate(delta, plain, word, base)
+            if with_base < DELTA_AGAIN * min(codec.estimate(whole, plain, word), 1.0):
+                data = codec.encode(delta, plain, word, base)
+                return Encoded(blob, delta, data, row) if len(data) < WHOLE_AGAIN * len(plain) else raw
+        if form == "raw":
+            return raw
+        data = codec.encode(whole, plain, word)
+        return Encoded(blob, whole, data) if len(data) < WHOLE_AGAIN * len(plain) else raw
+
+    def _prove(self, encoded: Encoded, plain: memoryview, bases: dict[int, memoryview], digest: bytes) -> None:
+        """Now and then: that it can be decoded. SaveError if not: something is wrong with this machine, or with us."""
+        if encoded.codec == BF16:
+            return
+        room = memoryview(bytearray(len(plain)))
+        codec.decode(encoded.codec, encoded.data, len(plain), bases.get(encoded.base), room)
+        if blob_digest(room) != digest:
+            name = self._tensor(encoded.blob).name
+            raise SaveError(f"{name} does not decode to what it was: it changed meanwhile, or the machine is faulty")
+
+    # -- the table --
+
+
+def _digests(layout: Layout, data: memoryview) -> Digests:
+    return np.frombuffer(digest_blobs(layout, data), np.uint8).reshape(-1, DIGEST_SIZE)
+
+
+def _spread(blobs: Sequence[int]) -> list[int]:
+    """A few of them, from all over."""
+    return list(dict.fromkeys(blobs[i * (len(blobs) - 1) // max(1, PROBES - 1)] for i in range(PROBES)))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

@@ -1,0 +1,101 @@
+"""What was lost to damage, and what that cost: a restore that comes back to an older step says so.
+
+A damaged log record does not say any more what it said. That it made a checkpoint of an attempt shows in the index
+file, which is stored just before: an attempt with an index and without an end in the log is what may be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ckpt.errors import StoreError
+from ckpt.format.manifest import Attempt, owner
+from ckpt.runlog.log import Acquire, RunLog, in_history
+
+UNCLEAR = "may have been taken back"  # so says a reason for an ABORT of what nobody can vouch for
+SHOWN = 4  # problems in one message
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A checkpoint that was newer and could not be used, or the newest step that was lost to some damage."""
+
+    step: int
+    tier: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Damage in one place. `attempts`: what may be lost by it, in any order; not all of them if they are many, but the
+    newest of each incarnation."""
+
+    tier: str
+    reason: str
+    attempts: tuple[Attempt, ...] = ()
+
+
+async def of_log(log: RunLog) -> list[Loss]:
+    """What may be lost with damaged or missing records."""
+    state = log.state
+    if not state.damaged:
+        return []
+    begun: set[Attempt | None] = set()
+    try:
+        begun = {owner(info.key) async for info in log.store.list("index/")}
+    except StoreError:
+        pass  # whoever reads the run will say so
+    lost = {a for a in begun if a is not None and not state.ended(a) and a not in state.held}
+    lost |= {a for a in state.aborted if UNCLEAR in state.reasons.get(a, "")}
+    return [Loss(log.store.url, f"{records(state.damaged)}{_may_have(lost)}", of_each(lost))]
+
+
+def records(damaged: Sequence[int]) -> str:
+    shown = ", ".join(map(str, damaged[:SHOWN])) + ", …" * (len(damaged) > SHOWN)
+    return f"log record{'s' * (len(damaged) > 1)} {shown} {'are' if len(damaged) > 1 else 'is'} damaged or missing"
+
+
+def _may_have(lost: Iterable[Attempt]) -> str:
+    steps = sorted({attempt.step for attempt in lost})
+    if not steps:
+        return ", and what it said is not known"
+    shown = ", ".join(map(str, steps[-SHOWN:]))
+    return f", and may have made step{'s' * (len(steps) > 1)} {shown} a checkpoint"
+
+
+def of_each(attempts: Iterable[Attempt]) -> tuple[Attempt, ...]:
+    """The newest of each incarnation."""
+    found: dict[tuple[int, str], Attempt] = {}
+    for attempt in sorted(attempts):
+        found[attempt.epoch, attempt.nonce] = attempt
+    return tuple(found.values())
+
+
+def passed_over(
+    losses: Iterable[Loss], chosen: Attempt | None, acquires: Iterable[Acquire] = (), *, step: int | None = None
+) -> list[Skipped]:
+    """What of it is newer than what was chosen instead, and belongs to the present history; with `step`, what is of
+    that step, unless it was found."""
+    found = []
+    known = sorted(acquires, key=lambda acquire: acquire.epoch)
+    for loss in losses:
+        if step is None:
+            newer = [a for a in in_history(known, loss.attempts) if chosen is None or a > chosen]
+        else:
+            newer = [a for a in loss.attempts if chosen is None and a.step == step]
+        if newer:
+            found.append(Skipped(max(newer).step, loss.tier, loss.reason))
+    return found
+
+
+def listed(damage: Iterable[Loss | Skipped]) -> str:
+    return "; ".join(dict.fromkeys(f"{one.tier}: {one.reason}" for one in damage))
+
+
+def in_words(skipped: Sequence[Skipped], chosen: int) -> str:
+    """One line about all of them: what it cost."""
+    last = max(one.step for one in skipped)
+    count = max(0, last - chosen)
+    steps = "1 step" if count == 1 else f"{count} steps"
+    return f"{steps} after step {chosen}, up to step {last}, passed over because of damage: {listed(skipped)}"

@@ -1,0 +1,304 @@
+"""A durable place as a writer holds it open: its log, what is on its way there, and how it is kept tidy.
+
+Older checkpoints go only once a newer one has been read back and found sound. In a remote place that would cost as
+much as the uploads themselves, so there it is done now and then: the newest one that was read back always stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckpt import events
+from ckpt.checkpoint import commit, retention
+from ckpt.checkpoint.encode import Encoder
+from ckpt.checkpoint.incremental import Policy
+from ckpt.checkpoint.read import verify
+from ckpt.checkpoint.scrub import Scrub
+from ckpt.checkpoint.upload_stats import Flow
+from ckpt.errors import CheckpointError, FencedError
+from ckpt.format.manifest import Attempt
+from ckpt.format.manifest import owner as owner_of
+from ckpt.ipc.channel import Message
+from ckpt.runlog.log import Acquire, RunLog
+from ckpt.store import Store, open_store, remember_options
+
+READ_BACK_EVERY = 10  # checkpoints, in a remote place
+LIST_EVERY = 32  # clean-ups, in a remote place: between them only what is known by name goes
+OPENING_S = 30.0  # how long a remote place is tried when it is opened: an address may be wrong, and somebody waits
+PATIENCE_S = 300.0  # and for each request later
+REACHING = ("options", "environment", "max_mib_s", "max_inflight_mib")  # of a spec: how the place is reached
+SCRUB_MIB_S = 8.0  # in folders
+READER_GRACE_S = 600.0  # in a remote place, between a PLAN and its deletions
+
+
+@dataclass
+class Place:
+    """One durable tier of the run.
+
+    `every`: steps between its checkpoints; `grace_s`: how long readers of what is retired may go on.
+    """
+
+    url: str
+    keep: retention.Keep
+    log: RunLog
+    every: int = 1
+    grace_s: float = 0.0
+    role: commit.Role = field(default_factory=commit.Role)
+    busy: asyncio.Lock = field(default_factory=asyncio.Lock)
+    verified: set[Attempt] = field(default_factory=set)
+    in_flight: set[Attempt] = field(default_factory=set)
+    promoting: Counter[Attempt] = field(default_factory=Counter)  # read from here, on their way to further places
+    encoder: Encoder = field(default_factory=Encoder)
+    anchors: dict[str, Attempt] = field(default_factory=dict)  # what further places take deltas against, by their URL
+    read_back: set[Attempt] = field(default_factory=set)  # sound when they were read
+    waiting: int = 0  # checkpoints on their way here, those that wait for their turn among them
+    spec: dict[str, Any] = field(default_factory=dict, repr=False)  # perhaps secrets
+    opened: bool = True
+    outdated: list[Store] = field(default_factory=list)  # what is on its way goes on with them
+    sweeping: asyncio.Task[None] | None = None
+    sweeps: int = 0
+    leaving: set[str] = field(default_factory=set)  # names that are deleted when the grace is over
+    graces: set[asyncio.Task[None]] = field(default_factory=set)
+    scrubbing: asyncio.Task[None] | None = None
+    scrub_rate: float = 0.0  # bytes a second
+    tell: Callable[[Message], None] = lambda message: None
+    warned: set[Attempt] = field(default_factory=set)  # of what cannot be read the user has been told
+    tidied: set[Attempt] = field(default_factory=set)  # aborted ones, of which nothing is left
+
+    @property
+    def store(self) -> Store:
+        return self.log.store
+
+    @property
+    def flow(self) -> Flow:
+        return self.encoder.flow
+
+    async def prepare(self) -> None:
+        """Open the place now, if it was out of reach before. Raises what is wrong with it.
+
+        A folder that is not this run any more is not written to; in a bucket the log notices before it commits.
+        """
+        if not self.opened:
+            await self.log.open()
+            self.opened = True
+            self.scrub_slowly()
+        elif not self.store.remote:
+            await self.log.check_same()
+
+    def scrub_slowly(self) -> None:
+        """Read again what is stored, now and then, if that is wanted here."""
+        tell = self.tell
+        wanted = self.spec.get("scrub_mib_s")
+        rate = float(wanted if wanted is not None else 0 if self.store.remote else SCRUB_MIB_S) * 2**20
+        if self.scrubbing is not None and (rate != self.scrub_rate or self.scrubbing.done()):
+            self.scrubbing.cancel()
+            self.scrubbing = None
+        self.scrub_rate = rate
+        if rate > 0 and self.opened and self.scrubbing is None:
+            told = self.encoder.suspects.add, self.encoder.distrusted.add
+            say = functools.partial(_say, tell)
+            scrub = Scrub(self.log, rate, lambda: self.role, self.busy.locked, *told, say)
+            self.scrubbing = asyncio.create_task(scrub.run())
+
+    def set_every(self, steps: int) -> None:
+        """Another cadence."""
+        self.every = steps
+        self.encoder.policy = replace(self.encoder.policy, cadence=steps)
+
+    def unpin(self, attempt: Attempt) -> None:
+        self.promoting[attempt] -= 1
+        if self.promoting[attempt] <= 0:
+            del self.promoting[attempt]
+
+    async def drop_uploads(self, mine: Acquire, wanted: set[Attempt]) -> None:
+        """Abort what earlier incarnations were uploading when they died; nobody sees it, and somebody pays for it."""
+
+        def keep(key: str) -> bool:
+            attempt = owner_of(key)
+            if attempt is None or attempt in wanted or attempt in self.in_flight:
+                return True
+            return attempt.epoch >= mine.epoch and not self.log.state.ended(attempt)
+
+        try:
+            dropped = await self.store.drop_uploads(keep)
+        except CheckpointError as error:
+            events.log.warning("unfinished uploads to %s cannot be looked for: %s", self.url, error)
+            return
+        if dropped:
+            events.log.info("aborted %d unfinished uploads to %s", dropped, self.url)
+
+    async def sweep(self, mine: Acquire, tell: Callable[[Message], None]) -> None:
+        """Retention. Errors are no reason to stop anything else: clean-up is tried again after the next checkpoint."""
+        try:
+            await self._sweep(mine, tell)
+        except FencedError:
+            pass  # the next save says so
+        except CheckpointError as error:
+            events.log.warning("clean-up of %s has to wait: %s", self.url, error)
+
+    async def _sweep(self, mine: Acquire, tell: Callable[[Message], None]) -> None:
+        await self._give_up_old(mine)
+        state = self.log.state
+        pinned = self.promoting.keys() | self.anchors.values()
+        doomed = retention.choose(state, self.keep, self.verified) - pinned
+        full = not self.store.remote or self.sweeps % LIST_EVERY == 0
+        left = set(state.aborted) - self.tidied
+        if not doomed and not (left and full):
+            return
+        history = state.lineage()
+        if not history:
+            return  # all there is was undone by a rollback; the next checkpoint will make it superfluous
+        newest = history[0]
+        recent = {c.attempt for c in history[: READ_BACK_EVERY if self.store.remote else 1]}
+        if not recent & self.verified:
+            # What it took over from one that was read back need not be read again: it costs more than to write it.
+            new = bool(newest.needs) and self.read_back.issuperset(newest.needs)
+            lost: set[tuple[str, int]] = set()
+            problems = await verify(self.store, newest, new=new, on_lost=lambda pack, at: lost.add((pack, at)))
+            if problems:
+                self.encoder.distrusted.add(newest.attempt)
+                tell({"op": "damaged", "tier": self.url, "step": newest.step, "problems": problems[:10]})
+                await commit.doubt(self.log, mine, newest.attempt, lost)  # which may fail: a disk may be full as well
+                return
+            self.verified = {newest.attempt}
+            self.read_back = (self.read_back & state.commits.keys()) | {newest.attempt}
+        self.sweeps += 1
+        await self._warn(tell)
+        await retention.retire(
+            self.log,
+            mine,
+            self.keep,
+            self.verified,
+            pinned=frozenset(pinned),
+            orphans=full,
+            spared=frozenset(self.leaving),
+            delete=self._delete_later if self.grace_s else None,
+        )
+        if full:
+            self.tidied |= left - self.in_flight
+
+    async def _warn(self, tell: Callable[[Message], None]) -> None:
+        """Once, of each checkpoint that cannot be read, since nothing is cleaned up while it stays."""
+        commits = self.log.state.commits
+        unread = commits.keys() - (await retention.files_of(self.log, commits.values())).keys()
+        for attempt in sorted(unread - self.warned):
+            what = f"step {attempt.step} of {self.url} cannot be read, so nothing is cleaned up there while it stays"
+            _say(tell, f"{what}: `ckpt repair {self.url}` says what can be mended")
+        self.warned = unread
+
+    async def _give_up_old(self, mine: Acquire) -> None:
+        """What is HELD since long, while newer steps became checkpoints or are HELD as well, will never be one."""
+        history, held = self.log.state.lineage(), sorted(self.log.state.held, reverse=True)
+        old = set(held[max(self.keep.last, retention.ALWAYS) :])
+        if len(history) >= retention.ALWAYS:
+            old |= {attempt for attempt in held if attempt < history[retention.ALWAYS - 1].attempt}
+        for attempt in sorted(old - self.in_flight):
+            await commit.abort(self.log, mine, attempt, "other nodes do not hold their parts", held=True)
+
+    async def _delete_later(self, keys: Sequence[str]) -> None:
+        """If we leave before, the next incarnation finds them."""
+        self.leaving.update(keys)
+        task = asyncio.create_task(self._delete(keys))
+        self.graces.add(task)
+        task.add_done_callback(self.graces.discard)
+
+    async def _delete(self, keys: Sequence[str]) -> None:
+        await asyncio.sleep(self.grace_s)
+        try:
+            await self.store.delete_many(keys)
+        except CheckpointError as error:
+            events.log.warning("%d files of %s could not be deleted now: %s", len(keys), self.url, error)
+        self.leaving.difference_update(keys)
+
+    async def close(self, mine: Acquire | None, tell: Callable[[Message], None]) -> None:
+        """Tidy up once more, and let go of the store.
+
+        A remote place is left as it is: to read a large checkpoint back could take longer than anybody waits at an end.
+        """
+        if self.scrubbing is not None:
+            self.scrubbing.cancel()
+            await asyncio.gather(self.scrubbing, return_exceptions=True)
+        if self.sweeping is not None and self.store.remote:
+            self.sweeping.cancel()
+            await asyncio.gather(self.sweeping, return_exceptions=True)
+        elif self.sweeping is not None and mine is not None:
+            await asyncio.gather(self.sweeping, return_exceptions=True)
+            await self.sweep(mine, tell)  # it may have lagged behind the last commits
+        for task in list(self.graces):
+            task.cancel()
+        await asyncio.gather(*self.graces, return_exceptions=True)
+        for store in (self.store, *self.outdated):
+            with contextlib.suppress(CheckpointError):
+                await store.aclose()
+
+
+def _say(tell: Callable[[Message], None], text: str) -> None:
+    tell({"op": "said", "text": text})
+
+
+async def open_place(spec: dict[str, Any], *, later: bool = False) -> Place:
+    """What a trainer says of a tier, opened: created if it is not there, refused if it cannot be trusted.
+
+    `spec`: see `ckpt.tiers.Tier.spec`. `later`: a remote place that cannot be opened now is opened when it is needed.
+    """
+    store = _store_of(spec)
+    log = RunLog(store)
+    place = Place(str(spec["url"]), retention.Keep(spec["last"], spec["every"]), log, spec=spec)
+    _settings(place, spec)
+    try:
+        await commit.create_run(store)
+        await log.open()
+    except CheckpointError as error:
+        if not (later and store.remote):
+            await store.aclose()
+            raise
+        place.opened = False
+        events.log.warning("%s cannot be opened now: %s", place.url, error)
+    except BaseException:
+        await store.aclose()
+        raise
+    if store.remote:
+        store.budget_s = PATIENCE_S
+    return place
+
+
+async def renew(place: Place, spec: dict[str, Any]) -> None:
+    """What the next incarnation of the trainer may say otherwise: credentials and limits among it."""
+    _settings(place, spec)
+    if any(spec.get(key) != place.spec.get(key) for key in REACHING):
+        place.outdated.append(place.store)
+        place.log.store = _store_of(spec)
+    place.spec = spec
+    store: Any = place.store
+    if store.remote:
+        store.budget_s = OPENING_S
+    if place.opened:
+        await place.log.refresh()
+    if store.remote:
+        store.budget_s = PATIENCE_S
+
+
+def _settings(place: Place, spec: dict[str, Any]) -> None:
+    grace_s = spec.get("grace_s")
+    place.keep = retention.Keep(spec["last"], spec["every"])
+    place.encoder.policy = Policy(
+        bool(spec.get("incremental", True)), str(spec.get("compression", "auto")), int(spec.get("full_every", 10))
+    )
+    place.set_every(int(spec.get("cadence", 1)))
+    place.grace_s = float(grace_s) if grace_s is not None else READER_GRACE_S if place.store.remote else 0.0
+
+
+def _store_of(spec: dict[str, Any]) -> Any:
+    url = str(spec["url"])
+    os.environ.update(spec.get("environment") or {})
+    remember_options(url, spec.get("options"))
+    rate, in_flight = spec.get("max_mib_s"), float(spec.get("max_inflight_mib") or 256)
+    limits = {"bytes_per_s": rate and float(rate) * 2**20, "in_flight": int(in_flight * 2**20)}
+    return open_store(url, writable=True, limits=limits, patience_s=OPENING_S)

@@ -1,0 +1,124 @@
+"""Read blobs of a checkpoint; what is damaged comes, by its digest, from wherever else the same bytes are.
+
+That is another checkpoint of the same run first, which may have stored the same bytes in another file, and then other
+places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ckpt.checkpoint import read, read_local
+from ckpt.errors import CorruptError, FormatError, StoreError
+from ckpt.events import log as logger
+from ckpt.format.manifest import Attempt
+from ckpt.format.table import Table
+from ckpt.runlog.log import Commit, RunState
+from ckpt.store import Store
+
+NEARBY = 8  # checkpoints of a place that are looked at
+
+Lost = dict[int, CorruptError | StoreError]
+
+
+@dataclass
+class Mended:
+    """What was damaged and came from elsewhere, in words; and where the damage lies, by pack and offset."""
+
+    repaired: list[str] = field(default_factory=list)
+    ranges: set[tuple[str, int]] = field(default_factory=set)
+
+
+async def fetch(
+    store: Store,
+    attempt: Attempt,
+    table: Table,
+    blobs: Sequence[int],
+    sink: read.Sink,
+    others: Sequence[str] = (),
+    room: read_local.Room | None = None,
+) -> Mended:
+    """Hand all of these blobs to `sink`, each verified. CorruptError or StoreError if one cannot be had anywhere.
+
+    `others`: URLs of places that have the same checkpoint. `room`: where blobs may be read to instead; what comes from
+    elsewhere is handed to `sink` all the same.
+    """
+    missing: Lost = {}
+
+    def note(lost: Sequence[int], error: CorruptError | StoreError) -> None:
+        missing.update(dict.fromkeys(lost, error))
+
+    batches = read.plan_reads(table, blobs, far=True)  # long reads, from a folder as well
+    if store.remote or not hasattr(store, "scatter"):
+        await read.fetch(store, table, batches, sink, on_damage=note)
+    else:
+        await read_local.fetch(store, table, batches, sink, note, room)
+    mended = Mended()
+    if missing:
+        rows = [row for row in read.closure(table, missing) if table.stored[row]]
+        mended.ranges = {(table.packs[int(table.pack[row])], int(table.offset[row])) for row in rows}
+        first = next(iter(missing.values()))
+        for url in (store.url, *others):
+            if missing:
+                await _search(store, url, attempt, table, missing, sink, mended)
+        for text in mended.repaired:
+            logger.warning("step %d in %s: %s; the first was: %s", attempt.step, store.url, text, first)
+    if missing:
+        raise next(iter(missing.values()))
+    return mended
+
+
+async def _search(
+    store: Store, url: str, attempt: Attempt, table: Table, missing: Lost, sink: read.Sink, mended: Mended
+) -> None:
+    """In one place, as long as anything is missing. Whatever is wrong there is no reason to give up."""
+    try:
+        async with read.opened(url) as other:
+            state = (await read.open_run(url, other)).state
+            for commit in _candidates(state, attempt, url == store.url):
+                if missing:
+                    await _take(other, commit, attempt, table, missing, sink, mended)
+    except (CorruptError, FormatError, StoreError) as error:
+        logger.warning("step %d cannot be repaired from %s: %s", attempt.step, url, error)
+
+
+def _candidates(state: RunState, attempt: Attempt, here: bool) -> list[Commit]:
+    same = state.commits.get(attempt) or state.held.get(attempt)
+    others = [c for c in state.lineage() if c.attempt != attempt]
+    others.sort(key=lambda c: abs(c.step - attempt.step))  # the nearer, the more alike
+    return [*([same] if same is not None and not here else []), *others[:NEARBY]]
+
+
+async def _take(
+    other: Store, commit: Commit, attempt: Attempt, table: Table, missing: Lost, sink: read.Sink, mended: Mended
+) -> None:
+    """What one checkpoint has of what is missing."""
+    try:
+        theirs = (await read.load_manifest(other, commit)).table
+    except (CorruptError, FormatError, StoreError) as error:
+        logger.warning("step %d of %s is of no help: %s", commit.step, other.url, error)
+        return
+    wanted: dict[tuple[bytes, int], list[int]] = {}
+    for blob in missing:
+        wanted.setdefault((table.digest[blob].tobytes(), int(table.length[blob])), []).append(blob)
+    keys = zip(map(bytes, theirs.digest), theirs.length.tolist(), strict=True)
+    alike = {blob: wanted[key] for blob, key in enumerate(keys) if key in wanted and blob < theirs.owned}
+    done: set[int] = set()
+
+    def take(blob: int, data: memoryview) -> None:
+        for same in alike[blob]:
+            if same not in done:
+                sink(same, data)
+                done.add(same)
+
+    reads = read.plan_reads(theirs, alike, far=other.remote)
+    await read.fetch(other, theirs, reads, take, on_damage=lambda blobs, error: None)
+    for blob in done:
+        del missing[blob]
+    if done:
+        names = list(dict.fromkeys(read.name_of(table, blob) for blob in sorted(done)))
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        what = "1 damaged piece" if len(done) == 1 else f"{len(done)} damaged pieces"
+        where = other.url if commit.attempt == attempt else f"{other.url}, step {commit.step}"
+        mended.repaired.append(f"{what} ({', '.join(names[:3])}{more}) came from {where}")

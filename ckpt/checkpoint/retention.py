@@ -1,0 +1,190 @@
+"""Which checkpoints stay, and how the others go.
+
+`choose` is pure. `retire` makes it so: list the files, read the log, append PLAN at exactly the next record, and only
+delete what the landed PLAN names. A run with a damaged log record is never cleaned up.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from ckpt.checkpoint.read import packs_of
+from ckpt.errors import CorruptError, StoreError, UsageError
+from ckpt.events import log as logger
+from ckpt.events import point
+from ckpt.format.manifest import Attempt, index_key, part_key, table_key
+from ckpt.runlog.log import Acquire, Commit, Record, RunLog, RunState, live_packs
+
+ALWAYS = 2  # so that one bad file can never be fatal
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Keep the newest `last` checkpoints, and every one whose step is a multiple of `every`: with `every=1`, all.
+
+    The two newest are kept in any case, and so are the two newest full ones.
+    """
+
+    last: int = 3
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        given = (self.last,) if self.every is None else (self.last, self.every)
+        if not all(type(number) is int and number >= 1 for number in given):
+            raise UsageError(f"{self} makes no sense: both numbers count from 1")
+
+    @property
+    def all(self) -> bool:
+        return self.every == 1
+
+
+def as_keep(keep: object) -> Keep:
+    """What stands for a `Keep`: "all", or how many of the newest. UsageError for anything else."""
+    if isinstance(keep, Keep):
+        return keep
+    if keep == "all":
+        return Keep(every=1)
+    if type(keep) is int:
+        return Keep(last=keep)
+    raise UsageError(f'keep is "all", a number of checkpoints, or a Keep, not {keep!r}')
+
+
+def choose(state: RunState, keep: Keep, verified: Iterable[Attempt]) -> set[Attempt]:
+    """The checkpoints to give up: never a KEEP, the newest verified or the last finite one, nor the newest two.
+
+    Nor the newest two full ones, since many increments may depend on one blob of a full one; nor what an attempt that
+    is still open builds on.
+    """
+    if keep.all:
+        return set()
+    history = state.lineage()
+    rest = sorted((c for c in state.commits.values() if c not in history), key=lambda c: c.attempt, reverse=True)
+    ordered: list[Commit] = [*history, *rest]
+    due = [c for c in ordered if c.reason == "due"]
+    full = [c for c in ordered if c.full]
+    stay = {c.attempt for c in [*ordered[:ALWAYS], *full[:ALWAYS], *due[: keep.last]]}
+    # What was persisted at a death does not push the regular ones out; it goes once a newer regular one is there,
+    # or enough of its own kind, in a storm of restarts.
+    ring = history[: history.index(due[0]) if due and due[0] in history else None]
+    stay |= {c.attempt for c in ring[: max(keep.last, ALWAYS)]}
+    if keep.every:
+        stay |= {c.attempt for c in ordered if c.step % keep.every == 0}
+    stay |= state.kept.keys()
+    stay = stay.union(*state.pins.values(), *(c.needs for c in state.held.values()))
+    checked = set(verified)
+    stay |= {c.attempt for c in [c for c in ordered if c.attempt in checked][:1]}
+    stay |= {c.attempt for c in [c for c in ordered if c.finite is not False][:1]}
+    return {c.attempt for c in ordered} - stay
+
+
+async def retire(
+    log: RunLog,
+    mine: Acquire | None,
+    keep: Keep,
+    verified: Iterable[Attempt],
+    *,
+    pinned: Set[Attempt] = frozenset(),
+    orphans: bool = True,
+    spared: Set[str] = frozenset(),
+    delete: Callable[[Sequence[str]], Awaitable[None]] | None = None,
+) -> set[Attempt]:
+    """Give up what `keep` does not ask for, and delete every file that nothing needs. Returns what was given up.
+
+    Nothing happens unless a checkpoint that stays is among `verified`. `mine`: None fences nobody. `pinned` ones stay
+    as well. Without `orphans` only the files of what is given up go, and nothing needs to be listed. `spared` files are
+    somebody else's to delete. `delete`: what to do with the names that a landed PLAN lists; by default they go at once.
+    """
+    checked = set(verified)
+    listed: list[str] = []
+    for prefix in ("packs/", "parts/", "index/") if orphans else ():
+        listed += [info.key async for info in log.store.list(prefix)]
+    if orphans:  # The listing comes first: a file that appears later belongs to an attempt that is not in it.
+        await log.refresh()
+    used = await files_of(log, log.state.commits.values())
+    request = f"plan:{mine.nonce if mine else secrets.token_hex(4)}"
+    planned: list[tuple[set[Attempt], list[str]]] = []
+
+    def make(state: RunState) -> Record | None:
+        planned.clear()
+        retiring = choose(state, keep, checked) - pinned
+        found = plan_deletion(state, retiring, checked, used, listed if orphans else None)
+        if found is None:
+            return None
+        doomed = [key for key in found if key not in spared]
+        if not retiring and not doomed:
+            return None
+        planned.append((retiring, doomed))
+        body = {"retire": sorted(map(str, retiring)), "delete": doomed}
+        return Record("PLAN", body, f"{request}:{state.next_seq}")
+
+    await log.append(make, owner=mine)
+    if not planned:
+        return set()
+    point("plan.landed")
+    retired, doomed = planned[0]
+    if delete is not None:
+        await delete(doomed)
+    else:
+        await log.store.delete_many(doomed)
+    point("sweep.deleted")
+    return retired
+
+
+def plan_deletion(
+    state: RunState,
+    retiring: Set[Attempt],
+    verified: Set[Attempt],
+    used: Mapping[Attempt, Set[str]],
+    listed: Sequence[str] | None,
+) -> list[str] | None:
+    """The files that go if these are given up; None if nothing may go at all. Pure.
+
+    `used`: the files of each live checkpoint, as far as they can be read; `listed`: all files there are, None: only
+    those of what is given up.
+    """
+    staying = state.commits.keys() - retiring
+    if state.damaged or not staying & verified or not staying <= used.keys():
+        return None
+    if listed is None:
+        if not retiring <= used.keys():
+            return None
+        listed = sorted({key for attempt in retiring for key in used[attempt]})
+    live = live_packs(_without(state, retiring), listed, {key for a in staying for key in used[a]})
+    return [key for key in listed if key not in live]
+
+
+def _without(state: RunState, retiring: Set[Attempt]) -> RunState:
+    """What `live_packs` looks at, as it will be once these are retired."""
+    return RunState(retired=state.retired | retiring, aborted=state.aborted, commits=state.commits)
+
+
+def remember_packs(log: RunLog, attempt: Attempt, packs: Iterable[str]) -> None:
+    """What somebody knows who has just written all of a checkpoint: it need not be read again for this."""
+    _cache[(log.store.url, attempt)] = frozenset(packs)
+
+
+async def files_of(log: RunLog, commits: Iterable[Commit]) -> dict[Attempt, set[str]]:
+    """The files that each live checkpoint needs, also those of older ones. What cannot be read keeps everything: it is
+    left out."""
+    found: dict[Attempt, set[str]] = {}
+    for commit in list(commits):
+        keys = {index_key(commit.attempt, commit.index)}
+        for rank, number, _ in commit.parts:
+            keys |= {part_key(commit.attempt, rank, number), table_key(commit.attempt, rank, number)}
+        packs = _cache.get((log.store.url, commit.attempt))
+        if packs is None:
+            try:
+                packs = await packs_of(log.store, commit)
+            except (CorruptError, StoreError) as error:
+                logger.warning(
+                    "step %d cannot be read, so nothing is cleaned up while it stays: %s", commit.step, error
+                )
+                continue
+            _cache[(log.store.url, commit.attempt)] = packs
+        found[commit.attempt] = keys | packs
+    return found
+
+
+_cache: dict[tuple[str, Attempt], frozenset[str]] = {}

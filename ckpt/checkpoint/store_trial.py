@@ -1,0 +1,68 @@
+"""Whether a remote place does what commits and restores rest on, tried with one small object before a run begins there.
+
+The object has a name that `ckpt doctor` knows for one of ours, and is removed again. An answer that was lost is no
+lie: the bytes of each try are its own, so that whoever repeats a request cannot take another's object for theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from typing import Any
+
+from ckpt.doctor.findings import PREFIX
+from ckpt.errors import AccessError, CheckpointError, ExistsError, NotFoundError, StoreError
+from ckpt.store import Store
+
+START, LENGTH = 7, 13  # of a range: neither the object's beginning nor its end
+
+
+async def try_out(store: Store) -> None:
+    """StoreError, with the place and what it did, unless it creates only what is absent, and knows ranges."""
+    key = f"{PREFIX}{int(time.time())}-{secrets.token_hex(4)}/probe"
+    first, second = secrets.token_hex(32).encode(), secrets.token_hex(32).encode()
+    try:
+        await store.put(key, first, create=True)
+        try:
+            await store.put(key, second, create=True)
+        except ExistsError:
+            pass
+        else:
+            raise created_twice(store)
+        if bytes(await store.get(key)) != first:
+            raise refused(store, "it says that an object is there already, and overwrites it all the same")
+        await check_ranges(store, key, first)
+    finally:
+        with contextlib.suppress(CheckpointError):
+            await store.delete(key)
+
+
+async def check_ranges(store: Store, key: str, whole: bytes) -> None:
+    """StoreError unless a part of an object is read as what it is."""
+    what = f"asked for {LENGTH} bytes of an object from byte {START} on, it"
+    try:
+        got = bytes(await store.get(key, start=START, length=LENGTH))
+    except (AccessError, NotFoundError):
+        raise
+    except StoreError as error:
+        if error.retryable:
+            raise
+        raise refused(store, f"{what} does not give them ({error})") from None
+    if got != whole[START : START + LENGTH]:
+        raise refused(store, f"{what} gives others")
+
+
+def created_twice(store: Store) -> StoreError:
+    return refused(store, "it lets an object be created twice, so that two jobs could overwrite each other's commits")
+
+
+def refused(store: Store, did: str) -> StoreError:
+    inner: Any = store
+    while hasattr(inner, "store"):
+        inner = inner.store
+    endpoint = getattr(inner, "endpoint", "")
+    return StoreError(
+        f"{store.url}{endpoint and f' at {endpoint}'} cannot hold a run: {did}. Nothing was saved there. Use a folder, "
+        "S3, gs:// or az://, or another store with atomic create-if-absent and ranges"
+    )

@@ -1,0 +1,239 @@
+"""A snapshot in memory becomes files in a store: pack, table, part, in this order, each durable before the next.
+
+Nothing here makes a checkpoint exist; that is one record in the log (`ckpt.checkpoint.commit`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ckpt.errors import FullError, StoreError
+from ckpt.events import point
+from ckpt.format.digest import DIGEST_SIZE, blob_digest, file_digest
+from ckpt.format.layout import BLOB, Layout, pages
+from ckpt.format.manifest import Attempt, PackInfo, Part, owner, pack_key, part_key, table_key
+from ckpt.format.table import Shard, Table
+from ckpt.store import PAGE, Store
+
+CHUNK = 8 << 20  # one write; large enough for full speed, small enough for several in flight
+IN_FLIGHT = 4
+PARTS_IN_FLIGHT = 8  # handed to a store that takes parts, which sends as many at once as it finds right
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One rank's frozen state. `data` lies in the order of `layout.arrangement`; `values` are tagged plain values."""
+
+    attempt: Attempt
+    layout: Layout
+    data: memoryview
+    values: list[Any]
+    finite: bool | None = None
+
+
+@dataclass(frozen=True)
+class Written:
+    """What the committer needs to know of a stored part."""
+
+    part: Part
+    digest: str
+    table: Table
+
+
+async def write_part(
+    store: Store,
+    snapshot: Snapshot,
+    *,
+    number: int = 0,
+    reason: str = "due",
+    on_bytes: Callable[[int], None] | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> Written:
+    """Store one rank's share of an attempt, all of it raw. After an error nothing of it counts; write again with a
+    higher `number`.
+
+    `check` raises if the snapshot has changed meanwhile; it is called before anything counts.
+    """
+    layout, rank = snapshot.layout, snapshot.layout.rank
+    key = pack_key(snapshot.attempt, rank, number)
+    header = layout.arrangement.header
+    digesting = asyncio.ensure_future(asyncio.to_thread(digest_blobs, layout, snapshot.data))  # meanwhile
+    try:
+        await _write_pack(store, key, header, snapshot.data, on_bytes)
+    except BaseException:
+        await asyncio.wait((digesting,))  # it reads memory that is somebody else's from then on
+        raise
+    pack = PackInfo(key, len(header) + len(snapshot.data), len(header), file_digest(header))
+    table = build_table(layout, key, await digesting)
+    return await finish_part(store, snapshot, table, [pack], number=number, reason=reason, check=check)
+
+
+async def finish_part(
+    store: Store,
+    snapshot: Snapshot,
+    table: Table,
+    packs: list[PackInfo],
+    *,
+    number: int,
+    reason: str,
+    needs: Sequence[Attempt] = (),
+    chain: int = 0,
+    full: Attempt | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> Written:
+    """Table and part, when the packs are there. `packs`: all that the table names; those of this attempt are taken
+    away again if it fails before anybody can have seen the part. `needs`: the checkpoint that it was built on;
+    `chain`, `full`: how many lie between it and the last full one, and which that is."""
+    attempt, rank = snapshot.attempt, snapshot.layout.rank
+    own = [pack.key for pack in packs if owner(pack.key) == attempt]
+    try:
+        check()
+        raw_table = table.to_bytes()
+        await store.put(table_key(attempt, rank, number), raw_table, create=True)
+        point("table.stored")
+    except BaseException:
+        await drop(store, own)
+        raise
+    part = Part(
+        attempt=str(attempt),
+        rank=rank,
+        number=number,
+        world=snapshot.layout.world,
+        layout=snapshot.layout.to_json(),
+        layout_digest=snapshot.layout.digest,
+        values=snapshot.values,
+        table=file_digest(raw_table),
+        packs=packs,
+        created=time.time(),
+        reason=reason,
+        finite=snapshot.finite,
+        needs=[str(a) for a in needs],
+        chain=chain,
+        full="" if full is None else str(full),
+    )
+    raw_part = part.to_bytes()
+    try:
+        await store.put(part_key(attempt, rank, number), raw_part, create=True)
+    except FullError:
+        await drop(store, own)
+        raise
+    # After any other error here the part may be there all the same, and others may have found it and the pack: only
+    # the log can say that they do not count, and the clean-up takes them.
+    point("part.stored")
+    return Written(part, file_digest(raw_part), table)
+
+
+async def drop(store: Store, packs: Iterable[str]) -> None:
+    """Without their part no record can ever name them; do not leave gigabytes on a disk that may be full."""
+    for pack in packs:
+        with contextlib.suppress(StoreError):
+            await store.delete(pack)
+
+
+async def _write_pack(
+    store: Store, key: str, header: bytes, data: memoryview, on_bytes: Callable[[int], None] | None
+) -> None:
+    """Header and data as one object, in ranges as the store wants them."""
+
+    async def piece(offset: int, length: int) -> memoryview:
+        start = offset - len(header)
+        if start >= 0:
+            return data[start : start + length]
+        return _page_aligned(header[offset:] + data[: max(0, start + length)])
+
+    await upload_from(store, key, len(header) + len(data), piece, on_bytes, first=len(header))
+
+
+async def upload_from(
+    store: Store,
+    key: str,
+    size: int,
+    piece: Callable[[int, int], Awaitable[memoryview]],
+    on_bytes: Callable[[int], None] | None = None,
+    *,
+    first: int = 0,
+) -> None:
+    """Store `size` bytes under a new key: `piece(offset, length)` gives them, range by range, several at a time.
+
+    `first`: how long the first range should be, where the store takes any: what is behind it need not be copied to be
+    in one piece with it. What a piece raises, and what the store raises, ends the upload; nothing of it is left then.
+    """
+    upload = await store.upload(key, size=size)
+    point("pack.opened")
+    try:
+        length = upload.part or CHUNK
+        room = getattr(store, "in_flight", PARTS_IN_FLIGHT * length) // length  # as far as it is limited
+        window = asyncio.Semaphore(max(1, min(PARTS_IN_FLIGHT, room)) if upload.part else IN_FLIGHT)
+
+        async def write(offset: int, end: int) -> None:
+            try:
+                view = await piece(offset, end - offset)
+                await upload.write_at(offset, view)
+            finally:
+                window.release()
+            if on_bytes is not None:
+                on_bytes(len(view))
+
+        async with asyncio.TaskGroup() as group:
+            for offset, end in _ranges(size, length, 0 if upload.part else first):
+                await window.acquire()  # the ranges are begun in their order
+                group.create_task(write(offset, end))
+        await upload.finish()
+    except BaseException as error:
+        await upload.abort()
+        if isinstance(error, BaseExceptionGroup):
+            raise error.exceptions[0] from None
+        raise
+
+
+def _ranges(size: int, length: int, first: int) -> list[tuple[int, int]]:
+    """(start, end) of the ranges of an object: one of `first` bytes, unless that is 0, and then of `length` each."""
+    starts = [*([0] if first else ()), *range(first, size, length)]
+    return list(zip(starts, [*starts[1:], size], strict=False))
+
+
+def page_aligned(size: int) -> memoryview:
+    """Memory whose address suits direct I/O."""
+    return memoryview(mmap.mmap(-1, max(PAGE, pages(size))))[:size]
+
+
+def _page_aligned(data: bytes) -> memoryview:
+    """A copy whose address suits direct I/O."""
+    view = page_aligned(len(data))
+    view[:] = data
+    return view
+
+
+def digest_blobs(layout: Layout, data: memoryview) -> bytes:
+    """The digests of all blobs, joined, in pack order."""
+    return b"".join(blob_digest(data[b.offset : b.offset + b.length]) for b in layout.arrangement.blobs)
+
+
+def build_table(layout: Layout, pack: str, digests: bytes | None) -> Table:
+    """The table of one rank's pieces in one raw pack. `digests`: None if nobody has digested them, then zeros."""
+    arrangement = layout.arrangement
+    pieces = [layout.tensors[i] for i in arrangement.order]
+    blobs = arrangement.blobs
+    length = np.array([b.length for b in blobs], np.int64)
+    raw = bytes(len(blobs) * DIGEST_SIZE) if digests is None else digests[: len(blobs) * DIGEST_SIZE]
+    return Table(
+        shards=tuple(Shard(t.name, t.dtype, t.full, t.at, t.shape, layout.rank, t.instance) for t in pieces),
+        starts=np.cumsum([0, *(-(-t.nbytes // BLOB) for t in pieces)], dtype=np.int64),
+        pack=np.zeros(len(blobs), np.int64),
+        offset=np.array([b.offset for b in blobs], np.int64) + len(arrangement.header),
+        stored=length,
+        length=length,
+        codec=np.zeros(len(blobs), np.int64),
+        base=np.full(len(blobs), -1, np.int64),
+        digest=np.frombuffer(raw, np.uint8).reshape(-1, DIGEST_SIZE),
+        stored_digest=np.frombuffer(raw, np.uint8).reshape(-1, DIGEST_SIZE),
+        packs=(pack,),
+    )

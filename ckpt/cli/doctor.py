@@ -1,0 +1,225 @@
+"""`ckpt doctor`: what `ckpt.doctor.place` finds, for people and programs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from ckpt.cli.terminal import example, json_option, place_option, print_json, print_table, progress, safe, say
+
+if TYPE_CHECKING:  # other commands need not wait for it
+    from ckpt.doctor.advice import Cadence
+    from ckpt.doctor.findings import Finding, Job, Place
+    from ckpt.doctor.place import Bounds
+
+UNREACHABLE = 2
+
+
+@click.command(
+    epilog=example(
+        "ckpt doctor /nvme/run1 s3://bucket/run1 --state-gb 140 --step-s 1.2 --world 64",
+        "ckpt doctor s3://bucket/run1 --option endpoint_url=https://minio.example:9000 --json",
+        "ckpt doctor --listen 9999            # on one node, and on another:",
+        "ckpt doctor --to node1:9999",
+    )
+)
+@click.argument("urls", metavar="[URL]...", nargs=-1)
+@click.option("--size", type=click.IntRange(min=1), default=256, show_default=True, metavar="MIB",
+              help="Write and read at most so much in each place, for at most 10 s each.")  # fmt: skip
+@click.option("--state-gb", type=click.FloatRange(min=0, min_open=True), help="The whole job's state, in 10**9 bytes.")
+@click.option("--step-s", type=click.FloatRange(min=0, min_open=True), help="How long a training step takes.")
+@click.option("--world", type=click.IntRange(min=1), default=1, help="How many ranks the job has.")
+@place_option
+@click.option("--listen", metavar="[HOST:]PORT", help="Be the other end of one measurement between nodes.")
+@click.option("--to", metavar="HOST:PORT", help="Measure the network to a node that listens.")
+@json_option
+def doctor(
+    urls: tuple[str, ...],
+    size: int,
+    state_gb: float | None,
+    step_s: float | None,
+    world: int,
+    listen: str | None,
+    to: str | None,
+    as_json: bool,
+) -> int:
+    """Before a long job: are these places safe and fast enough, and is this machine?
+
+    Each URL is what a Checkpointer will be given; with none, only the machine is looked at. What is written is removed
+    again, and a place with files that are not a run's is not written to. With --state-gb and --step-s it also says how
+    often to save where. Exit code 1 if there are problems, 2 if a place cannot be read.
+    """
+    from ckpt.doctor.findings import MIB, Job
+    from ckpt.doctor.place import Bounds
+
+    if (listen is not None) + (to is not None) + bool(urls) > 1:
+        raise click.UsageError("URLs, --listen and --to are three different things: one at a time")
+    job = Job(int((state_gb or 0) * 1e9), step_s, world, local_ranks(world, os.environ))
+    bounds = Bounds(size=size * MIB)
+    if listen is not None:
+        return be_listened_to(listen, bounds, as_json)
+    if to is not None:
+        return measured(to, bounds, job, as_json)
+    return diagnose(urls, bounds, job, as_json)
+
+
+def diagnose(urls: Sequence[str], bounds: Bounds, job: Job, as_json: bool) -> int:
+    """The machine, then each place, then what follows."""
+    from ckpt.doctor import advice as doctor_plan
+    from ckpt.doctor import machine
+    from ckpt.doctor.findings import PROBLEM, worst
+
+    watch = machine.ClockWatch()
+    health, device_rates = machine.gpus()
+    findings = [*machine.machine(job), *health]
+    places = with_signals(urls, bounds)
+    findings.append(watch.finding())
+    for place in places:
+        place.findings += doctor_plan.too_full(job, place)
+    speed = machine.speed(device_rates, job)
+    cadences = doctor_plan.conclude(job, places, speed)
+    line = doctor_plan.tiers_line(job, cadences, places, speed)
+    verdict = worst([*findings, *(f for place in places for f in place.findings)])
+    if as_json:
+        print_json(
+            {
+                "verdict": verdict,
+                "machine": [asdict(f) for f in findings],
+                "places": [asdict(place) for place in places],
+                "cadences": [asdict(one) for one in cadences],
+                "tiers": line,
+            }
+        )
+    else:
+        show("this machine", findings)
+        for place in places:
+            show(place.url, place.findings)
+        conclude(cadences, line, job)
+    if not all(place.reached for place in places):
+        return UNREACHABLE
+    return 1 if verdict == PROBLEM else 0
+
+
+def with_signals(urls: Sequence[str], bounds: Bounds) -> list[Place]:
+    """Examine places in turn. Ctrl-C, SIGTERM and a closed terminal end it, once what was written is gone."""
+    from ckpt.doctor.place import examine
+
+    async def all_of_them() -> list[Place]:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:  # nohup has it ignored
+                with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread
+                    loop.add_signal_handler(number, task.cancel)
+        found = []
+        for url in urls:
+            with progress("measuring", 2 * bounds.size) as on_bytes:
+                found.append(await examine(url, bounds, on_bytes=on_bytes))
+        return found
+
+    try:
+        return asyncio.run(all_of_them())
+    except asyncio.CancelledError:
+        raise click.Abort from None
+
+
+# -- the network --
+
+
+def be_listened_to(where: str, bounds: Bounds, as_json: bool) -> int:
+    from ckpt.doctor.network import listening, serve
+
+    host, port = split_address(where)
+    try:
+        listener = listening(host, port)
+        say(f"listening on port {listener.getsockname()[1]}, for one measurement within 10 minutes")
+        with progress("network", 2 * bounds.size) as on_bytes:
+            peer = serve(listener, on_bytes=on_bytes)
+    except OSError as error:
+        say(f"no measurement: {error}")
+        return UNREACHABLE
+    if as_json:
+        return print_json({"peer": peer})
+    print(safe(f"measured with {peer}, which says what came out"))
+    return 0
+
+
+def measured(where: str, bounds: Bounds, job: Job, as_json: bool) -> int:
+    from ckpt.doctor.findings import worst
+    from ckpt.doctor.network import link_findings, measure_link
+
+    host, port = split_address(where)
+    if not host or not port:
+        raise click.UsageError(f"--to takes HOST:PORT, not {where!r}")
+    try:
+        with progress("network", 2 * bounds.size) as on_bytes:
+            found = measure_link(host, port, size=bounds.size, measure_s=bounds.measure_s, on_bytes=on_bytes)
+    except OSError as error:
+        say(f"cannot measure to {where}: {error}. Is `ckpt doctor --listen {port}` running there?")
+        return UNREACHABLE
+    findings = link_findings(found, job)
+    if as_json:
+        rows = [asdict(f) for f in findings]
+        return print_json({"verdict": worst(findings), "link": asdict(found), "network": rows})
+    show(where, findings)
+    return 0
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """HOST and PORT, an address of IPv6 in brackets; no host for a port alone."""
+    host, _, port = text.rpartition(":")
+    if not port.isdigit() or int(port) > 65535:
+        raise click.UsageError(f"{text!r} names no port: give PORT, or HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+# -- what was given --
+
+
+def local_ranks(world: int, environment: Mapping[str, str]) -> int:
+    """How many of the ranks are on this machine: by the launcher, else by the number of GPUs, else all."""
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
+        said = environment.get(name, "")
+        if said.isdigit() and int(said) > 0:
+            return min(world, int(said))
+    cards = [name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]
+    return min(world, len(cards) or world)
+
+
+# -- for people --
+
+
+def show(title: str, findings: Sequence[Finding]) -> None:
+    """A table, and below it what to do, each in a line of its own that can be copied."""
+    print(safe(title))
+    print_table(("check", "found", "verdict"), [(f.what, f.value, f.verdict) for f in findings])
+    advice = [f for f in findings if f.advice]
+    for finding in advice:
+        print(safe(f"{finding.verdict}: {finding.what}: {finding.advice}"))
+    if advice:
+        print()
+
+
+def conclude(cadences: Sequence[Cadence], line: str, job: Job) -> None:
+    if not cadences:
+        return
+    print(f"{job.state / 1e9:g} GB over {job.world} ranks, {job.local} of them here, at what was measured:")
+    rows = [
+        (c.where, seconds(c.save_s), seconds(c.restore_s), seconds(c.interval_s), c.every or "give --step-s", c.why)
+        for c in cadences
+    ]
+    print_table(("place", "save", "restore", "under 1 % from every", "steps", "because"), rows)
+    if line:
+        print(safe(line))
+
+
+def seconds(value: float) -> str:
+    return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.1f} s" if value < 100 else f"{value / 60:.0f} min"

@@ -1,0 +1,228 @@
+"""What commands share: options, runs opened for reading, and how things are shown to people and programs.
+
+What a checkpoint contains is not trusted: `safe` takes control characters out of all that a person gets to see, and
+rich gets it as plain text, never as markup. JSON is one document on stdout, in ASCII, without tensor data; what JSON
+cannot say (NaN, bytes) is text in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import shutil
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckpt.checkpoint import losses
+from ckpt.checkpoint.losses import Loss
+from ckpt.errors import CorruptError, FormatError, NotFoundError
+from ckpt.format.manifest import Attempt
+from ckpt.runlog.log import Commit, RunLog
+from ckpt.store import open_store, remember_options
+
+if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
+    from ckpt.checkpoint.read import Manifest
+
+OnBytes = Callable[[int], None] | None
+
+PATIENCE_S = 10.0  # somebody waits
+NUMBERS = ("step", "size", "ranks")  # columns
+SHOWN, WIDTH = 20, 60  # how many problems, and how much of a value, a person gets to see
+
+
+class Saying(logging.Handler):
+    """What the library warns about while it reads."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"WARNING: {record.getMessage()}")
+
+
+SAYING = Saying(logging.WARNING)
+
+
+def example(*lines: str) -> str:
+    return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def parse_options(context: click.Context, parameter: click.Parameter, given: Sequence[str]) -> dict[str, Any]:
+    """KEY=VALUE as fsspec's storage_options: a.b=c is one inside another; true, false, null, numbers and JSON are what
+    they look like, but keys and secrets are always text. What was given is not repeated in errors: it may be a secret.
+    """
+    found: dict[str, Any] = {}
+    for one in given:
+        name, equals, text = one.partition("=")
+        if not equals or not name:
+            raise click.BadParameter("give KEY=VALUE", context, parameter)
+        inner, (*above, last) = found, name.split(".")
+        for word in above:
+            inner = inner.setdefault(word, {})
+            if not isinstance(inner, dict):
+                raise click.BadParameter(f"{word} has a value of its own already", context, parameter)
+        inner[last] = _value_of(last, text)
+    return found
+
+
+def _value_of(name: str, text: str) -> Any:
+    if re.search(r"key|secret|token|passw", name, re.IGNORECASE):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _for_all(context: click.Context, parameter: click.Parameter, given: Sequence[str]) -> None:
+    remember_options(None, parse_options(context, parameter, given))
+
+
+place_option = click.option(
+    "--option",
+    metavar="KEY=VALUE",
+    multiple=True,
+    expose_value=False,
+    callback=_for_all,
+    help="How to reach object stores, as fsspec's storage_options; repeatable. Secrets belong into the environment.",
+)
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+step_option = click.option("--step", type=click.IntRange(min=0), help="This step instead of the newest.")
+
+
+@contextlib.asynccontextmanager
+async def opened(url: str, *, whole: bool = False) -> AsyncIterator[RunLog]:
+    """A run's log, all of it if `whole`. FormatError if there is no run; damaged records are said on stderr."""
+    log = RunLog(open_store(url, patience_s=PATIENCE_S), whole=whole)
+    try:
+        try:
+            await log.open()
+        except FormatError as error:
+            there = [info async for info in log.store.list("FORMAT.json")]
+            raise (
+                error if there else FormatError(f"{error}. Give the folder or URL that a Checkpointer saves to")
+            ) from None
+        if damage := await losses.of_log(log):
+            say(f"WARNING: {told(log, damage)}")
+        yield log
+    finally:
+        await log.store.aclose()
+
+
+def told(log: RunLog, damage: Sequence[Loss], others: Sequence[Attempt] = ()) -> str:
+    """One line about damage of a run: what it costs, as far as that can be known. `others`: what can be restored
+    besides checkpoints."""
+    sound = [commit.attempt for commit in log.state.lineage() if commit.finite is not False]
+    newest = max([*sound[:1], *others], default=None)
+    missed = losses.passed_over(damage, newest, log.state.acquires)
+    if missed:
+        return losses.in_words(missed, 0 if newest is None else newest.step)
+    return f"{losses.listed(damage)}. Checkpoints may be missing"
+
+
+def safe(text: object) -> str:
+    """Without anything that a terminal would obey."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def say(text: str) -> None:
+    click.echo(f"ckpt: {safe(text)}", err=True)
+
+
+def count_of(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= WIDTH else f"{text[:WIDTH]}…"
+
+
+def human(size: int) -> str:
+    from rich import filesize
+
+    return filesize.decimal(size)
+
+
+def print_json(found: dict[str, Any]) -> int:
+    print(json.dumps(found, indent=2, allow_nan=False))
+    return 0
+
+
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """On a terminal, long cells go on in the next line; in a pipe, a row is a line."""
+    from rich.cells import cell_len
+
+    cells = [list(titles), *([safe(cell) for cell in row] for row in rows)]
+    widths = [max(cell_len(row[i]) for row in cells) for i in range(len(titles))]
+    if sys.stdout.isatty() and sum(widths) + 2 * len(widths) > shutil.get_terminal_size().columns:
+        return _print_folded(cells)
+    lines = []
+    for row in cells:
+        padded = []
+        for title, cell, width in zip(titles, row, widths, strict=True):
+            fill = " " * (width - cell_len(cell))
+            padded.append(fill + cell if title in NUMBERS else cell + fill)
+        lines.append("  ".join(padded).rstrip())
+    print("\n".join(lines), end="\n\n")
+    return None
+
+
+def _print_folded(cells: Sequence[Sequence[str]]) -> None:
+    """Much slower: for a thousand rows, half a second."""
+    from rich.console import Console
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    titles, *rows = cells
+    columns = [Column(t, overflow="fold", justify="right" if t in NUMBERS else "left") for t in titles]
+    table = Table(*columns, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console = Console()
+    with console.capture() as captured:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()), end="\n\n")
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int) -> Iterator[OnBytes]:
+    """A bar on stderr, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich import progress as parts
+    from rich.console import Console
+
+    columns = (parts.TextColumn(what), parts.BarColumn(), parts.DownloadColumn(), parts.TransferSpeedColumn())
+    console = Console(stderr=True)
+    with parts.Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+async def manifest_of(log: RunLog, step: int | None) -> Manifest:
+    from ckpt.checkpoint import read
+
+    commit = read.choose(log, step)
+    try:
+        manifest = await read.load_manifest(log.store, commit)
+    except (CorruptError, NotFoundError) as error:
+        what = f"is damaged ({error})" if await still_live(log, commit) else "was retired while it was read"
+        raise CorruptError(f"step {commit.step} {what}: choose another, see `ckpt ls`") from None
+    return manifest
+
+
+async def still_live(log: RunLog, commit: Commit) -> bool:
+    """Whether what could not be read ought to be there; a running job may have retired it."""
+    return commit.attempt in (await log.refresh()).commits
+
+
+def split_step(text: str) -> tuple[str, int | None]:
+    """URL or URL@STEP. A folder whose name itself ends like that is given with a slash behind it."""
+    url, _, step = text.rpartition("@")
+    return (url, int(step)) if url and step.isascii() and step.isdigit() else (text, None)

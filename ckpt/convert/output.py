@@ -1,0 +1,99 @@
+"""What an export writes, as pure values: files, of literal bytes and of tensors at their places.
+
+A format (`ckpt.convert.to_safetensors`, `ckpt.convert.to_torch`, `ckpt.convert.to_dcp`, `ckpt.convert.to_run`) plans
+`OutFile`s and says what is left to do when their bytes are there; `ckpt.convert.export` moves the bytes, whatever the
+format.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt.format.boxes import Box
+from ckpt.format.layout import BITS
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """Bytes that the plan knows."""
+
+    at: int
+    data: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A box of a tensor of the origin, by its label, in row-major order as `dtype`.
+
+    `at` is a multiple of the bytes of an element.
+    """
+
+    at: int
+    label: str
+    box: Box
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.box[1]) * BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A checksum of bytes `start` to `stop` of the file as it was written (before patches).
+
+    `kind`: "crc32" (4 bytes, little-endian) or "digest" (`ckpt.format.digest.blob_digest`). With `patch`, it is put
+    there when it is known: at a place of the file that lies in literal bytes.
+    """
+
+    start: int
+    stop: int
+    kind: str
+    patch: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class OutFile:
+    """`parts` lie one behind the other, in the order of their places, and leave no gap; `name` is relative."""
+
+    name: str
+    size: int
+    parts: tuple[Literal | Run, ...]
+    sums: tuple[Sum, ...] = ()
+
+    def check(self) -> None:
+        """AssertionError if the parts leave a gap, overlap, or do not end at `size`."""
+        at = 0
+        for part in self.parts:
+            assert part.at == at, (self.name, part.at, at)
+            assert not isinstance(part, Run) or part.at % (BITS[part.dtype] // 8) == 0, (self.name, part.label)
+            at += part.size
+        assert at == self.size, (self.name, at, self.size)
+
+
+Sums = Mapping[str, Mapping[int, bytes]]
+"""Of each file, by where they start."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """All that an export makes. `single`: the target is that one file, else a folder that holds them.
+
+    `finish(folder, sums)` writes what can only be written now (small files: an index, a manifest), durably; it may be
+    called again after it was interrupted. `side_by_side`: the files have parts of the same tensors at about the same
+    places, and are written at the same time, so that each piece of the origin is read once.
+    """
+
+    kind: str  # for people: "safetensors", "torch.save", "DCP", "a run of 4 ranks"
+    files: tuple[OutFile, ...]
+    finish: Callable[[Path, Sums], None]
+    single: bool = False
+    side_by_side: bool = False
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,236 @@
+"""Files of safetensors: one, or a folder of them with or without an index. Their headers are read here, strictly.
+
+They hold tensors by name and nothing else, so they become one module. Names that `safetensors.torch.save_model` left
+out because they shared memory with another are in the metadata, and are aliases here. Pieces of tensors, as torch's
+`HuggingFaceStorageWriter` writes them from several ranks, are put together.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any
+
+from ckpt.convert.parse_values import refuse
+from ckpt.convert.source import Entry
+from ckpt.convert.source_files import Foreign, Piece
+from ckpt.errors import CorruptError, FormatError, UsageError
+from ckpt.format.layout import BITS, MAX_DIMS
+from ckpt.format.regular_file import reading
+from ckpt.format.values import Path, is_text, show
+
+MAX_HEADER = 100_000_000  # bytes, the format's own limit
+MAX_INDEX = 256 << 20
+_INDEX = ".safetensors.index.json"
+_SHARDING = "DCP_SHARDING_INFO"
+_DTYPES = BITS.keys() - {"F4_E2M1X2", "C128", "C32"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    at: int
+    offsets: tuple[int, ...] | None  # of a piece, in its tensor
+
+
+def sniff(path: FilePath) -> bool:
+    """Whether this is a file or an index of safetensors, or a folder that holds some."""
+    try:
+        if path.is_dir():
+            return any(name.endswith((".safetensors", _INDEX)) for name in os.listdir(path))
+        if path.name.endswith((".safetensors", _INDEX)):
+            return True
+        with reading(path) as file:
+            head = file.read(9)
+    except OSError:
+        return False
+    return len(head) == 9 and head[8:] == b"{" and struct.unpack("<Q", head[:8])[0] <= MAX_HEADER
+
+
+def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
+    """What one file, or the files of a folder or of an index, hold: one module, which goes to `at`.
+
+    CorruptError if one is damaged or missing, FormatError if this is not safetensors, UsageError if it is not clear
+    what is meant, or a dtype cannot be kept.
+    """
+    if path.is_dir():
+        return _folder(path, at)
+    if path.name.endswith(_INDEX):
+        return _indexed(path.parent, path.name, at)
+    return _foreign(path.parent, [path.name], None, at)
+
+
+def _folder(folder: FilePath, at: Path) -> Foreign:
+    names = sorted(os.listdir(folder))
+    indexes = [name for name in names if name.endswith(_INDEX)]
+    files = [name for name in names if name.endswith(".safetensors")]
+    if len(indexes) > 1 and f"model{_INDEX}" in indexes:
+        indexes = [f"model{_INDEX}"]
+    if len(indexes) > 1:
+        raise UsageError(f"{folder} has several indexes ({', '.join(indexes[:5])}): give the path of one of them")
+    if indexes:
+        return _indexed(folder, indexes[0], at)
+    if "model.safetensors" in files:
+        return _foreign(folder, ["model.safetensors"], None, at)
+    if not files:
+        raise FormatError(f"{folder} holds no file of safetensors")
+    return _foreign(folder, files, None, at)
+
+
+def _indexed(folder: FilePath, name: str, at: Path) -> Foreign:
+    try:
+        with reading(folder / name) as stream:
+            text = stream.read(MAX_INDEX + 1)
+        if len(text) > MAX_INDEX:
+            raise ValueError("implausibly large")
+        weights = json.loads(text)["weight_map"]
+        if type(weights) is not dict or not all(type(file) is str for file in weights.values()):
+            raise ValueError("not a map of names to files")
+    except OSError as error:
+        raise UsageError(f"{folder / name} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptError(f"{folder / name} is damaged: {str(error)[:200]}") from None
+    files = sorted(set(weights.values()))
+    for file in files:
+        check_inside(folder, file)
+    return _foreign(folder, files, weights, at)
+
+
+def check_inside(folder: FilePath, file: str) -> None:
+    """CorruptError if a file that a file names is not in the same folder, or below it."""
+    if not file or FilePath(file).is_absolute() or ".." in FilePath(file).parts or "\0" in file:
+        raise CorruptError(f"{folder}: names a file outside this folder: {file!r}")
+
+
+def _foreign(folder: FilePath, files: list[str], weights: dict[str, str] | None, at: Path) -> Foreign:
+    found: dict[str, list[_Tensor]] = {}
+    metadata: dict[str, str] = {}
+    notes: list[str] = []
+    for file in files:
+        tensors, said = _read(folder, file)
+        metadata |= said
+        for name, tensor in tensors.items():
+            if weights is not None and weights.get(name) != file:
+                notes.append(f"{name} in {file} is not in the index and was left out")
+            else:
+                found.setdefault(name, []).append(tensor)
+    if weights is not None and (missing := sorted(weights.keys() - found.keys())):
+        raise CorruptError(f"{folder}: {missing[0]} is not in {weights[missing[0]]}, where the index says it is")
+    names = {name: show((*at, name)) for name in found}
+    pieces = [piece for name, parts in found.items() for piece in _pieces(folder, names[name], name, parts)]
+    aliases = {
+        show((*at, removed)): names[kept]
+        for removed, kept in metadata.items()
+        if kept in names and removed not in names and is_text(removed) and removed != "format"  # which says of what
+    }
+    entry = Entry(at, "module", {}, (*names.values(), *aliases))
+    return Foreign("safetensors", folder, tuple(pieces), aliases, (entry,), tuple(_few(notes)))
+
+
+def _few(notes: list[str]) -> list[str]:
+    return notes if len(notes) <= 10 else [*notes[:10], f"and {len(notes) - 10} more"]
+
+
+def _pieces(folder: FilePath, full: str, name: str, parts: list[_Tensor]) -> list[Piece]:
+    if len(parts) == 1 and not any(parts[0].offsets or ()):
+        one = parts[0]
+        return [Piece(full, one.dtype, one.shape, (0,) * len(one.shape), one.shape, one.file, one.at)]
+    if any(part.offsets is None or len(part.offsets) != len(parts[0].shape) for part in parts):
+        files = ", ".join(sorted({part.file for part in parts})[:5])
+        raise CorruptError(f"{folder}: {name} is in several files ({files}), and no index says in which")
+    if any(len(part.shape) != len(parts[0].shape) for part in parts):
+        raise CorruptError(f"{folder}: the pieces of {name} do not fit together")
+    ends = [[i + n for i, n in zip(part.offsets or (), part.shape, strict=True)] for part in parts]
+    whole = tuple(max(places) for places in zip(*ends, strict=True))
+    return [Piece(full, part.dtype, whole, part.offsets or (), part.shape, part.file, part.at) for part in parts]
+
+
+# -- one file --
+
+
+def _read(folder: FilePath, file: str) -> tuple[dict[str, _Tensor], dict[str, str]]:
+    """The tensors and the metadata of a file."""
+    path = folder / file
+    if not path.exists():
+        raise CorruptError(f"{folder}: {file} is missing")
+    try:
+        with reading(path) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            head = stream.read(8)
+            length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
+            if not 0 < length <= MAX_HEADER:
+                raise FormatError(f"{path}: not a file of safetensors, or the start of it is damaged")
+            if 8 + length > size:
+                raise CorruptError(f"{path}: cut off in its header")
+            text = stream.read(length)
+    except OSError as error:
+        raise CorruptError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        if text[:1] != b"{" or len(text) != length:
+            raise ValueError("not a header")
+        header = json.loads(text, object_pairs_hook=_once)
+        metadata = header.pop("__metadata__", None) or {}
+        if type(metadata) is not dict or not all(type(v) is str for v in metadata.values()):
+            raise ValueError("metadata that are no text")
+        places = _offsets(metadata)
+        tensors = {name: _tensor(file, name, one, 8 + length, places) for name, one in header.items()}
+        _check_rows(header, size - 8 - length)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptError(f"{path}: the header is damaged: {str(error)[:200]}") from None
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+    return tensors, metadata
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name that is there twice")
+    return found
+
+
+def _tensor(file: str, name: str, one: Any, start: int, places: dict[str, tuple[int, ...]]) -> _Tensor:
+    dtype, shape, (low, high) = one["dtype"], one["shape"], one["data_offsets"]
+    if one.keys() != {"dtype", "shape", "data_offsets"} or not is_text(name):
+        raise ValueError(f"{name!r:.80} is not a tensor")
+    if type(shape) is not list or len(shape) > MAX_DIMS or not all(type(n) is int and 0 <= n < 2**62 for n in shape):
+        raise ValueError(f"{name:.80} has an impossible shape")
+    if type(low) is not int or type(high) is not int or not 0 <= low <= high:
+        raise ValueError(f"{name:.80} has an impossible place")
+    if dtype == "F4" and shape and shape[-1] % 2 == 0:  # torch keeps two to a byte, and calls those its elements
+        dtype, shape = "F4_E2M1X2", [*shape[:-1], shape[-1] // 2]
+    elif type(dtype) is not str or dtype not in _DTYPES:
+        raise refuse((name,), f"has dtype {str(dtype)[:20]}, which cannot be kept: convert it")
+    if math.prod(shape) * BITS[dtype] // 8 != high - low:
+        raise ValueError(f"{name:.80} has other bytes than its shape says")
+    return _Tensor(dtype, tuple(shape), file, start + low, places.get(name))
+
+
+def _check_rows(header: dict[str, Any], size: int) -> None:
+    """Tensors lie one behind the other, without holes, as the format wants it."""
+    at = 0
+    for low, high in sorted(tuple(one["data_offsets"]) for one in header.values()):
+        if low != at:
+            raise ValueError("tensors that overlap, or a hole between them")
+        at = high
+    if at != size:
+        raise ValueError(f"{size} bytes of tensors where {at} should be: the file was cut off, or is not whole")
+
+
+def _offsets(metadata: dict[str, str]) -> dict[str, tuple[int, ...]]:
+    """Where pieces of tensors lie in them, if this file holds pieces."""
+    if _SHARDING not in metadata:
+        return {}
+    found = {}
+    for name, one in json.loads(metadata[_SHARDING]).items():
+        offsets = one["saved_offsets"]
+        if type(offsets) is not list or not all(type(n) is int and 0 <= n < 2**62 for n in offsets):
+            raise ValueError(f"{name:.80} has an impossible place in its tensor")
+        found[name] = tuple(offsets)
+    return found

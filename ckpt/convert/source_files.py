@@ -1,0 +1,318 @@
+"""Files of other libraries as an origin: safetensors, `torch.save`, torch's distributed checkpoints.
+
+What such files say is parsed to a `Foreign` value first (`ckpt.convert.parse_safetensors`, `ckpt.convert.parse_torch`,
+`ckpt.convert.parse_dcp`): which bytes of which file are which box of which tensor. Nothing in them is ever run: pickles
+are read by `ckpt.convert.safe_pickle`, which builds nothing but plain data. Their bytes carry no digests of ours: that
+they are what was written, only whoever wrote them can say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckpt.convert.source import Assembly, Bytes, Entry, Origin, View, Want
+from ckpt.errors import CorruptError
+from ckpt.format.boxes import Box, Dims, TangledError, times_covered
+from ckpt.format.digest import file_digest
+from ckpt.format.layout import BITS, TensorSpec, check_components, check_tensors
+from ckpt.format.regular_file import open_regular
+from ckpt.format.values import Json, show
+
+READ = 8 << 20  # bytes at once
+THREADS = 2
+OPEN_FILES = 64
+CLOSE = 16 << 10  # bytes: elements that lie within so many are read at once
+CHANGED = "{} changed while it was read: let whoever writes it finish, and repeat this"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor, whose bytes lie in row-major order at byte `at` of a file.
+
+    `strides`: in elements, of a piece that lies in another order: then `at` is where its first element is.
+    """
+
+    name: str
+    dtype: str  # by our names
+    whole: Dims
+    offsets: Dims
+    sizes: Dims
+    file: str  # relative to the folder
+    at: int
+    strides: Dims | None = None
+
+    @property
+    def box(self) -> Box:
+        return self.offsets, self.sizes
+
+    @property
+    def span(self) -> int:
+        """Bytes of the file from the first element to the last."""
+        item = BITS[self.dtype] // 8
+        if 0 in self.sizes:
+            return 0
+        if self.strides is None:
+            return int(np.prod(self.sizes, dtype=object)) * item
+        return (1 + sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True))) * item
+
+
+@dataclass(frozen=True, slots=True)
+class Crc:
+    """What the CRC-32 of some bytes of a file is, by the file."""
+
+    file: str
+    at: int
+    length: int
+    value: int
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """What files of another library hold. `what`: for people, such as "a torch.save file".
+
+    `entries` are in our terms: weights as kind "module", optimizers as kind "optimizer" and so on, so that a
+    Checkpointer can restore from what is made of them. `notes`: what was left out or changed, and why. `held`: files
+    that are in memory, of bytes that lie in no file as they are, such as numpy arrays in a pickle.
+    """
+
+    what: str
+    folder: Path
+    pieces: tuple[Piece, ...]
+    aliases: dict[str, str]
+    entries: tuple[Entry, ...]
+    notes: tuple[str, ...] = ()
+    step: int | None = None
+    held: dict[str, bytes] = field(default_factory=dict)
+    crcs: tuple[Crc, ...] = ()
+
+
+class FilesOrigin:
+    """Reads ranges of files. CorruptError if the pieces do not cover their tensors, or a file is too short.
+
+    `before`: stamps of the files from before they were parsed (`stamps_of`).
+    """
+
+    def __init__(self, foreign: Foreign, before: Mapping[str, Stamp] | None = None) -> None:
+        self.title, self.about = foreign.what, {"path": str(foreign.folder), "step": foreign.step}
+        self._foreign, self.keep = foreign, 0
+        self._pieces: dict[str, list[int]] = {}
+        for i, piece in enumerate(foreign.pieces):
+            self._pieces.setdefault(piece.name, []).append(i)
+        self.tensors = {name: _whole([foreign.pieces[i] for i in found]) for name, found in self._pieces.items()}
+        check_tensors(self.tensors.values())
+        self.names = {**{name: name for name in self.tensors}, **foreign.aliases}
+        if dangling := [a for a, name in foreign.aliases.items() if name not in self.tensors or a in self.tensors]:
+            raise CorruptError(f"{dangling[0]} is another name of nothing")
+        check_components(
+            [{"path": list(e.path), "kind": e.kind, "facts": e.facts, "names": list(e.names)} for e in foreign.entries],
+            self.tensors.keys() | foreign.aliases.keys(),
+        )
+        self._files = _Files(foreign.folder, sorted({p.file for p in foreign.pieces} - foreign.held.keys()))
+        self._before = {**self._files.stamps, **(before or {})}
+        if any(self._before[name] != stamp for name, stamp in self._files.stamps.items()):
+            raise CorruptError(CHANGED.format(foreign.folder))
+        held = {name: file_digest(data) for name, data in foreign.held.items()}
+        self.identity = f"{foreign.folder.resolve()} {sorted(self._before.items())} {sorted(held.items())}"
+        sizes = {name: size for name, (size, *_) in self._files.stamps.items()}
+        sizes |= {name: len(data) for name, data in foreign.held.items()}
+        for piece in foreign.pieces:
+            if piece.at < 0 or piece.at + piece.span > sizes[piece.file]:
+                raise CorruptError(f"{piece.name} lies behind the end of {piece.file}: the file was cut off")
+
+    def view(self, rank: int = 0, world: int = 1) -> View:
+        names = {name: name for name in self.tensors}
+        foreign = self._foreign
+        return View(foreign.entries, names, foreign.aliases, foreign.notes, foreign.step)
+
+    def plain(self) -> dict[str, tuple[dict[str, Any], Json]]:
+        found = {}
+        for entry in self._foreign.entries:
+            found[show(entry.path)] = {"path": list(entry.path), "kind": entry.kind, "facts": entry.facts}, entry.values
+        return found
+
+    def same(self, label: str, other: Origin, theirs: str) -> bool:
+        return False  # there are no digests
+
+    async def read(self, wants: Sequence[Want]) -> None:
+        await asyncio.to_thread(self._read, wants)
+
+    def _read(self, wants: Sequence[Want]) -> None:
+        assembly, pieces = Assembly(), self._foreign.pieces
+        for want in wants:
+            for number in self._pieces[want.label]:
+                assembly.meet(number, pieces[number].box, want)
+        ranges = list[tuple[int, int, int]]()
+        for number, start, stop in assembly.runs():
+            if pieces[number].strides is not None:
+                for region, target in assembly.landings(number):
+                    self._gather(pieces[number], region, target)
+                continue
+            cuts = [*range(start, stop, READ), stop]
+            ranges += [(number, a, b) for a, b in itertools.pairwise(cuts) if assembly.needs(number, a, b)]
+        with ThreadPoolExecutor(THREADS, "ckpt-read") as pool:
+            list(pool.map(lambda one: self._take(assembly, *one), ranges))
+
+    def _take(self, assembly: Assembly, number: int, start: int, stop: int) -> None:
+        piece = self._foreign.pieces[number]
+        room = assembly.room(number, start, stop)
+        data = self._bytes(piece, piece.at + start, stop - start, room)
+        if room is None:
+            assembly.add(number, start, data)
+
+    def _gather(self, piece: Piece, region: Box, target: Bytes) -> None:
+        """A box of a piece that lies in another order: what lies close together is read at once."""
+        assert piece.strides is not None
+        (offsets, sizes), strides, item = region, piece.strides, target.shape[-1]
+        span = (1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))) * item
+        if span > max(CLOSE, 4 * target.size) or span > READ:
+            dim = max((d for d, n in enumerate(sizes) if n > 1), key=lambda d: strides[d])
+            half = sizes[dim] // 2
+            for first, count in ((0, half), (half, sizes[dim] - half)):
+                at = tuple(o + first * (d == dim) for d, o in enumerate(offsets))
+                box = at, tuple(count if d == dim else n for d, n in enumerate(sizes))
+                self._gather(piece, box, target[(slice(None),) * dim + (slice(first, first + count),)])
+            return
+        start = piece.at + sum(o * s for o, s in zip(offsets, strides, strict=True)) * item
+        raw = np.frombuffer(self._bytes(piece, start, span), np.uint8)
+        steps = (*(s * item for s in strides), 1)
+        target[...] = np.lib.stride_tricks.as_strided(raw, (*sizes, item), steps, writeable=False)
+
+    def _bytes(self, piece: Piece, at: int, length: int, into: memoryview | None = None) -> memoryview:
+        view = memoryview(bytearray(length)) if into is None else into
+        if piece.file in self._foreign.held:
+            view[:] = self._foreign.held[piece.file][at : at + length]
+        else:
+            self._files.read(piece.file, at, view)
+        return view
+
+    async def check(self, on_bytes: Callable[[int], None] | None = None) -> None:
+        """CorruptError, with a tensor's name, if the files' own checksums say that bytes are damaged."""
+        await asyncio.to_thread(self._check, on_bytes)
+
+    @property
+    def checked_bytes(self) -> int:
+        """How many `check` reads."""
+        return sum(crc.length for crc in self._foreign.crcs)
+
+    def _check(self, on_bytes: Callable[[int], None] | None) -> None:
+        room = memoryview(bytearray(min(READ, max((c.length for c in self._foreign.crcs), default=1))))
+        for crc in self._foreign.crcs:
+            value = 0
+            for at in range(crc.at, crc.at + crc.length, READ):
+                view = room[: min(READ, crc.at + crc.length - at)]
+                self._files.read(crc.file, at, view)
+                value = zlib.crc32(view, value)
+                if on_bytes is not None:
+                    on_bytes(len(view))
+            if value != crc.value:
+                inside = (
+                    p.name for p in self._foreign.pieces if p.file == crc.file and 0 <= p.at - crc.at < crc.length
+                )
+                what = next(inside, "something in it")
+                raise CorruptError(f"{what} is damaged: bytes of {crc.file} do not match their CRC-32")
+
+    async def unchanged(self) -> None:
+        """What was read is of one version of the files."""
+        folder = self._foreign.folder
+        try:
+            same = all(stamp_of(os.stat(folder / name)) == stamp for name, stamp in self._before.items())
+        except OSError:
+            same = False
+        if not same:
+            raise CorruptError(CHANGED.format(folder))
+
+    async def aclose(self) -> None:
+        self._files.close()
+
+
+Stamp = tuple[int, int, int]
+"""What changes when a file does: size, time of change, and which file it is."""
+
+
+def stamp_of(found: os.stat_result) -> Stamp:
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def stamps_of(path: Path) -> dict[str, Stamp]:
+    """Of a file, or of the small files of a folder that say what is in the others."""
+    if not path.is_dir():
+        return {path.name: stamp_of(path.stat())}
+    return {
+        one.name: stamp_of(one.stat()) for one in path.iterdir() if one.name == ".metadata" or one.suffix == ".json"
+    }
+
+
+class _Files:
+    """Files inside of a folder, some of them open. `stamps`: size and time of change of each, as they were at first."""
+
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        self._folder, self._lock = folder, threading.Lock()
+        self._open: OrderedDict[str, int] = OrderedDict()
+        self.stamps: dict[str, Stamp] = {}
+        for name in names:
+            fd = _open(folder, name)
+            self.stamps[name] = stamp_of(os.fstat(fd))
+            os.close(fd)
+
+    def read(self, name: str, at: int, view: memoryview) -> None:
+        """CorruptError if the file has changed since."""
+        with self._lock:  # while it reads, nobody closes the file
+            fd = self._fd(name)
+            done = 0
+            while done < len(view):
+                count = os.preadv(fd, [view[done:]], at + done)
+                if not count:
+                    raise CorruptError(f"{name} is shorter than it was: it changed while it was read")
+                done += count
+
+    def _fd(self, name: str) -> int:
+        if name not in self._open:
+            while len(self._open) >= OPEN_FILES:
+                os.close(self._open.popitem(last=False)[1])
+            self._open[name] = _open(self._folder, name)
+            if stamp_of(os.fstat(self._open[name])) != self.stamps[name]:
+                raise CorruptError(CHANGED.format(self._folder / name))
+        self._open.move_to_end(name)
+        return self._open[name]
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
+def _whole(pieces: list[Piece]) -> TensorSpec:
+    first = pieces[0]
+    if any((p.dtype, p.whole) != (first.dtype, first.whole) for p in pieces):
+        raise CorruptError(f"the files do not agree about the shape or dtype of {first.name}")
+    spec = TensorSpec(first.name, first.dtype, first.whole)
+    check_tensors([spec, *(TensorSpec(p.name, p.dtype, p.sizes, False, p.whole, p.offsets) for p in pieces)])
+    try:
+        least, most = times_covered(first.whole, [p.box for p in pieces])
+    except TangledError as error:
+        raise CorruptError(f"{first.name}: {error}") from None
+    if (least, most) != (1, 1):
+        raise CorruptError(f"some of {first.name} is {'missing' if least == 0 else f'there {most} times'}")
+    return spec
+
+
+def _open(folder: Path, name: str) -> int:
+    """Only files inside the folder: what a file says is not trusted. (A link that the user has put there may point
+    anywhere: so do the caches of model hubs.)"""
+    if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
+        raise CorruptError(f"names a file outside its folder: {name!r}")
+    try:
+        return open_regular(folder / name)
+    except OSError as error:
+        raise CorruptError(f"{folder / name} cannot be read: {error.strerror}") from None

@@ -1,0 +1,212 @@
+"""A checkpoint of a run as an origin: verified, and what is damaged in it comes from wherever else it is.
+
+`SavedOrigin` is what all origins have in common that know blobs with their digests; where the blobs come from is for
+`RunOrigin`, and for `ckpt.convert.source_redo`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ckpt.checkpoint import read_repair
+from ckpt.checkpoint.describe import Entries, entries_of
+from ckpt.checkpoint.read import Manifest, Sink
+from ckpt.checkpoint.read_local import Room
+from ckpt.convert.source import Assembly, Entry, Origin, View, Want, canonical_names
+from ckpt.errors import CorruptError
+from ckpt.format.manifest import Attempt
+from ckpt.format.merged import Key, Saved
+from ckpt.runlog.log import RunLog
+
+KEEP = 32 << 20  # bytes of pieces that the next readings are likely to want the rest of
+
+
+class SavedOrigin(ABC):
+    """`repaired`: what came from elsewhere, in words; `far`: whether each request takes long; `finite`: what the
+    training said of the step."""
+
+    def __init__(self, url: str, attempt: Attempt, saved: Saved, *, far: bool, finite: bool | None) -> None:
+        self.saved, self.step, self.far, self.finite = saved, attempt.step, far, finite
+        self.title = f"step {self.step} of {url}"
+        self.identity = f"{url} {attempt}"
+        self.about: dict[str, Any] = {"url": url, "step": self.step, "attempt": str(attempt)}
+        self._labels = labels_of(self.saved)
+        self.keys = {label: key for key, label in self._labels.items()}
+        self.names = names_of(self.saved, self._labels)
+        self.tensors = {label: self.saved.tensors[key].spec for label, key in self.keys.items()}
+        self.repaired: list[str] = []
+        self.keep = KEEP
+        self._kept: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+
+    def plain(self) -> Entries:
+        return entries_of(self.saved)
+
+    def view(self, rank: int = 0, world: int = 1) -> View:
+        """By the rules of a restore: a rank takes its own values if there are any, and in turn if there are more."""
+        saved = self.saved
+        entries = [Entry(n.path, n.kind, n.facts, n.names, n.values) for n in saved.nodes(rank)]
+        aliases = {name: of for e in entries for name in e.names if (of := saved.canonical(name, rank)) != name}
+        tensors, own = dict[str, str](), list[str]()
+        for name in canonical_names(entries, aliases):
+            candidates = saved.instances(name)
+            if not candidates:
+                raise CorruptError(f"{self.title} refers to {name}, which it does not hold")
+            if len(candidates) == 1 or saved.identical(name):
+                tensors[name] = self._labels[name, candidates[0]]
+                continue
+            found = saved.resolve(name, rank, world, None, lenient=True)
+            if isinstance(found, tuple):
+                tensors[name] = self._labels[found]
+            elif world == saved.world:
+                continue  # others' own, of which this rank has none
+            else:
+                tensors[name] = self._labels[name, candidates[0]]
+            own.append(name)
+        kept = (replace(e, names=tuple(n for n in e.names if aliases.get(n, n) in tensors)) for e in entries)
+        aliases = {alias: name for alias, name in aliases.items() if name in tensors}
+        return View(tuple(kept), tensors, aliases, tuple(self._notes(own, world)), self.step)
+
+    def _notes(self, own: list[str], world: int) -> list[str]:
+        apart = [path.partition(" (rank ")[0] for path in self.plain() if path.endswith(")") and " (rank " in path]
+        what = list(dict.fromkeys([*own, *apart]))
+        if self.saved.world == world or not what:
+            return []
+        named = ", ".join([*what[:4], *(f"{len(what) - 4} more" for _ in what[4:5])])
+        if world == 1:
+            return [f"ranks had values of their own of {named}: those of the lowest rank that has any are taken"]
+        return [
+            f"ranks had values of their own of {named}: each of the {world} takes those of one of the "
+            f"{self.saved.world}, so ranks may draw the same random numbers, or read the same data. Where that "
+            "matters, restore the run itself: a Checkpointer divides them anew"
+        ]
+
+    def same(self, label: str, other: Origin, theirs: str) -> bool:
+        if not isinstance(other, SavedOrigin):
+            return False
+        return self.saved.content(self.keys[label]) == other.saved.content(other.keys[theirs])
+
+    async def read(self, wants: Sequence[Want]) -> None:
+        """Pieces of which only a part is wanted are kept for the next readings, within bounds."""
+        saved, table, assembly = self.saved, self.saved.table, Assembly()
+        for want in wants:
+            for number in saved.tensors[self.keys[want.label]].shards:
+                assembly.meet(number, table.shards[number].box, want)
+        missing, kept = list[int](), list[int]()
+        partly: set[int] = set()
+        for number, low, high in assembly.runs():
+            for blob in table.blobs(number):
+                start = int(saved.position[blob])
+                stop = start + int(table.length[blob])
+                if start < high and stop > low and assembly.needs(number, start, stop):
+                    (kept if blob in self._kept else missing).append(blob)
+                    if start < low or stop > high:
+                        partly.add(blob)
+
+        def add(blob: int, data: memoryview) -> None:
+            assembly.add(int(saved.shard_of_blob[blob]), int(saved.position[blob]), data)
+            if blob in partly:
+                self._keep(blob, bytes(data))
+
+        def room(blob: int) -> memoryview | None:
+            start = int(saved.position[blob])
+            stop = start + int(table.length[blob])
+            return None if blob in partly else assembly.room(int(saved.shard_of_blob[blob]), start, stop)
+
+        def again() -> None:
+            for blob in kept:
+                assembly.add(int(saved.shard_of_blob[blob]), int(saved.position[blob]), memoryview(self._kept[blob]))
+
+        await asyncio.to_thread(again)
+        if missing:
+            await self.fetch(missing, add, room)
+
+    @abstractmethod
+    async def fetch(self, blobs: Sequence[int], sink: Sink, room: Room) -> None:
+        """Verified blobs, each handed over or put where there is room for it."""
+
+    def _keep(self, blob: int, data: bytes) -> None:
+        with self._lock:
+            self._kept[blob] = data
+            held = sum(map(len, self._kept.values()))
+            while held > self.keep:
+                oldest = next(iter(self._kept))
+                held -= len(self._kept.pop(oldest))
+
+    async def unchanged(self) -> None:  # noqa: B027
+        """Every byte was verified."""
+
+    @abstractmethod
+    async def aclose(self) -> None: ...
+
+
+class RunOrigin(SavedOrigin):
+    """`others`: URLs of places that may have what is damaged here."""
+
+    def __init__(self, log: RunLog, manifest: Manifest, others: Sequence[str] = ()) -> None:
+        store, saved = log.store, manifest.saved()
+        super().__init__(store.url, manifest.attempt, saved, far=store.remote, finite=manifest.commit.finite)
+        self._log, self._attempt, self._others = log, manifest.attempt, others
+
+    async def fetch(self, blobs: Sequence[int], sink: Sink, room: Room) -> None:
+        await asyncio.to_thread(self._announce, blobs)
+        try:
+            found = await read_repair.fetch(
+                self._log.store, self._attempt, self.saved.table, blobs, sink, self._others, room
+            )
+        except CorruptError as error:
+            raise CorruptError(
+                f"{error}. Give another place that has it (--from), an older step (--step), or see `ckpt repair`"
+            ) from error
+        self.repaired += found.repaired
+
+    def _announce(self, blobs: Sequence[int]) -> None:
+        """What follows in the same files is likely to be wanted next."""
+        soon, table = getattr(self._log.store, "soon", None), self.saved.table
+        if soon is None:
+            return
+        packs = table.pack[list(blobs)]
+        ends = table.offset[list(blobs)] + table.stored[list(blobs)]
+        for pack in np.unique(packs).tolist():
+            there = packs == pack
+            soon(table.packs[pack], int(ends[there].max()), int(table.stored[list(blobs)][there].sum()))
+
+    async def aclose(self) -> None:
+        await self._log.store.aclose()
+
+
+def labels_of(saved: Saved) -> dict[Key, str]:
+    """What each tensor is called: `name#rank` where ranks have different ones of a name. One of equal ones has one."""
+    names = {name for name, _ in saved.tensors}
+    found: dict[Key, str] = {}
+    for name in sorted(names):
+        candidates = saved.instances(name)
+        if len(candidates) == 1 or saved.identical(name):
+            found[name, candidates[0]] = name
+            continue
+        for instance in candidates:
+            label = f"{name}#{instance}"
+            while label in names:  # somebody calls a tensor so
+                label += "#"
+            found[name, instance] = label
+    return found
+
+
+def names_of(saved: Saved, labels: dict[Key, str]) -> dict[str, str]:
+    """Of every name, aliases too, the label."""
+    found = {label: label for label in labels.values()}
+    for view in saved.views:
+        for alias, name in view.aliases.items():
+            for (of, instance), label in labels.items() if len(saved.instances(name)) > 1 else ():
+                if of == name:
+                    found.setdefault(alias if label == name else f"{alias}#{instance}", label)
+            if (name, saved.instances(name)[0]) in labels and len(saved.instances(name)) == 1:
+                found.setdefault(alias, labels[name, saved.instances(name)[0]])
+    return found

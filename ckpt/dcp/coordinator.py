@@ -1,0 +1,472 @@
+"""What the coordinator of torch's DCP does to a run: take it over, make checkpoints of what the ranks wrote, tidy up.
+
+A job is known by its *incarnation*, which every process that saves for it has alike: the trainer, and the process that
+`dcp.async_save` may start, which gets it with the pickled writer. Loading a checkpoint begins a new one, which goes on
+from there: what was saved beyond it is then no part of the history any more, as after `Checkpointer.restore`. Nothing
+is kept open between two saves, and all that is remembered here can be lost: the log says it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from ckpt.checkpoint import commit, retention
+from ckpt.checkpoint.in_use import check_free
+from ckpt.checkpoint.open_tier import LIST_EVERY, READ_BACK_EVERY, READER_GRACE_S
+from ckpt.checkpoint.write import Written
+from ckpt.dcp import rank_write
+from ckpt.dcp.rank_write import TRY, Content, Receipt, Share
+from ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    FencedError,
+    FormatError,
+    FullError,
+    NotFoundError,
+    SaveError,
+    StoreError,
+    UsageError,
+    from_wire,
+    to_wire,
+)
+from ckpt.events import log as logger
+from ckpt.format.manifest import Attempt, new_nonce
+from ckpt.format.manifest import owner as owner_of
+from ckpt.runlog.log import Acquire, Commit, Record, RunLog, RunState, live_packs
+from ckpt.store import Store, open_store, remember_options
+from ckpt.tiers import Tier
+
+AT_ONCE = 64  # parts that are read
+PATIENCE_S = 60.0  # for each request to a remote place: all ranks wait meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class Incarnation:
+    """`restored`: the checkpoint that it goes on from; None: from all there is. `number`: greater in a newer one."""
+
+    nonce: str
+    restored: Attempt | None
+    number: int = field(compare=False)
+
+    def name(self, turn: int) -> str:
+        """Of its epochs: it opens another one to save a step again that could not be saved."""
+        return hashlib.sha256(f"{self.nonce}:{turn}".encode()).hexdigest()[:8] if turn else self.nonce
+
+
+@dataclass
+class Known:
+    """Of one place, in this process."""
+
+    trusted: bool = False  # it was seen to create only what is absent
+    open: set[Attempt] = field(default_factory=set)  # begun here, and neither committed nor aborted
+    verified: set[Attempt] = field(default_factory=set)
+    read_back: Attempt | None = None  # the last one whose share was read again here
+    cleared: set[Attempt] = field(default_factory=set)  # given up, and nothing is left of them
+    sweeps: int = 0
+    leaving: list[tuple[float, list[str]]] = field(default_factory=list)  # names, and when they may be deleted
+
+
+_lock = threading.Lock()
+_incarnations: dict[str, Incarnation] = {}
+_owners: dict[tuple[str, ...], tuple[Incarnation, Acquire]] = {}
+_known: dict[str, Known] = {}
+_numbers = itertools.count(1)
+
+
+def incarnation_of(urls: Sequence[str]) -> Incarnation:
+    """This job, as these places know it."""
+    with _lock:
+        there = [_incarnations[url] for url in urls if url in _incarnations]
+        newest = max(there, key=lambda i: i.number, default=None) or Incarnation(new_nonce(), None, next(_numbers))
+        _incarnations.update(dict.fromkeys(urls, newest))
+        return newest
+
+
+def went_back(urls: Sequence[str], attempt: Attempt) -> None:
+    """The state is that of a checkpoint now: what is saved to these places from now on goes on from there."""
+    with _lock:
+        _incarnations.update(dict.fromkeys(urls, Incarnation(new_nonce(), attempt, next(_numbers))))
+
+
+def adopt(urls: Sequence[str], incarnation: Incarnation) -> None:
+    """This process is of the job that another one has told of, until it loads a checkpoint itself."""
+    with _lock:
+        _incarnations.update(dict.fromkeys(urls, replace(incarnation, number=next(_numbers))))
+
+
+def forget(url: str) -> None:
+    """What is remembered of a place is no more: its run is gone."""
+    with _lock:
+        _known.pop(url, None)
+        for urls in [urls for urls in _owners if url in urls]:
+            del _owners[urls]
+
+
+def known(url: str) -> Known:
+    with _lock:
+        return _known.setdefault(url, Known())
+
+
+# -- places --
+
+
+def store_of(tier: Tier) -> Store:
+    """The place of a tier, to be written to."""
+    remember_options(tier.url, tier.storage_options)
+    limits = {"bytes_per_s": tier.max_mib_s and tier.max_mib_s * 2**20, "in_flight": tier.max_inflight_mib * 2**20}
+    return open_store(tier.url, writable=True, limits=limits, patience_s=PATIENCE_S)
+
+
+@contextlib.asynccontextmanager
+async def opened(tier: Tier) -> AsyncIterator[RunLog]:
+    """The log of a place, made if it is not there."""
+    store = store_of(tier)
+    try:
+        if not known(tier.url).trusted:
+            await commit.create_run(store)
+            known(tier.url).trusted = True
+        log = RunLog(store)
+        try:
+            await log.open()
+        except FormatError:
+            forget(tier.url)  # deleted meanwhile: the next save makes it again
+            raise
+        yield log
+    finally:
+        await store.aclose()
+
+
+def cadence(tiers: Sequence[Tier], step: int) -> list[Tier]:
+    """Where a step goes: each tier that is due, nearest first; else the nearest, since somebody wants it saved."""
+    return [tier for tier in tiers if step % tier.steps == 0] or list(tiers[:1])
+
+
+# -- begin --
+
+
+@dataclass
+class Saving:
+    """One save, from its plan to its end. `errors`: by URL, of places that cannot be written to now."""
+
+    attempt: Attempt
+    owner: Acquire
+    world: int
+    tiers: list[Tier]
+    read_back: tuple[str, ...] = ()
+    errors: dict[str, CheckpointError] = field(default_factory=dict)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return tuple(tier.url for tier in self.tiers if tier.url not in self.errors)
+
+
+async def begin(tiers: Sequence[Tier], mine: Incarnation, step: int, world: int) -> Saving:
+    """Name the attempt. FencedError if another job owns the run, UsageError if this step cannot be saved now."""
+    urls = tuple(tier.url for tier in tiers)
+    cached, owner = _owners.get(urls, (None, None))
+    try:
+        if cached != mine or owner is None:
+            raise FencedError("not known yet")
+        saving = await _begin(tiers, owner, step, world)
+    except (FencedError, FormatError):  # by another process of this job, which has opened an epoch since; or no run yet
+        owner = await _take_over(tiers, mine, again=False)
+        saving = await _begin(tiers, owner, step, world)
+    if saving is None:  # it was tried before, and given up
+        owner = await _take_over(tiers, mine, again=True)
+        saving = await _begin(tiers, owner, step, world)
+        assert saving is not None, "nobody can have tried in a new epoch"
+    if not any(isinstance(error, FormatError) for error in saving.errors.values()):
+        _owners[urls] = (mine, owner)
+    for url in saving.urls:
+        known(url).open.add(saving.attempt)
+    return saving
+
+
+async def _take_over(tiers: Sequence[Tier], mine: Incarnation, *, again: bool) -> Acquire:
+    """Own the run in all places, by one epoch. `again`: by a new one."""
+    async with contextlib.AsyncExitStack() as stack:
+        logs = [await stack.enter_async_context(opened(tier)) for tier in tiers]
+        found = [{a.nonce: a for a in log.state.acquires} for log in logs]
+        names = {mine.name(turn): turn for turn in range(sum(map(len, found)) + 1)}
+        turn = max((names[nonce] for each in found for nonce in each if nonce in names), default=-1)
+        if turn >= 0:
+            nonce = mine.name(turn)
+            there = [each[nonce] for each in found if nonce in each]
+            for log, each in zip(logs, found, strict=True):
+                log.check_owner(each.get(nonce))
+            if not again and len(there) == len(logs) and len({a.epoch for a in there}) == 1:
+                return there[0]
+        for log in logs:  # a Checkpointer that trains there
+            await check_free(log, lambda text: logger.warning("%s", text))
+        floor = max(log.state.epoch for log in logs)
+        while True:
+            turn += 1
+            acquires = [
+                await commit.acquire(
+                    log, mine.name(turn), restored=None if mine.nonce in each else mine.restored, floor=floor
+                )
+                for log, each in zip(logs, found, strict=True)
+            ]
+            found = [{**each, a.nonce: a} for each, a in zip(found, acquires, strict=True)]
+            if len({a.epoch for a in acquires}) == 1:
+                break
+            floor = max(a.epoch for a in acquires)  # another job came between: one epoch for all places
+        for log, acquire in zip(logs, acquires, strict=True):
+            await commit.recover(log, acquire)
+        return acquires[0]
+
+
+async def _begin(tiers: Sequence[Tier], owner: Acquire, step: int, world: int) -> Saving | None:
+    """None if this step was given up in this epoch."""
+    saving = Saving(Attempt(owner.epoch, step, owner.nonce), owner, world, cadence(tiers, step))
+    read_back = []
+    for tier in saving.tiers:
+        try:
+            async with opened(tier) as log:
+                log.check_owner(owner)
+                for left in sorted(known(tier.url).open):
+                    await commit.abort(log, owner, left, "another save began before this one had ended")
+                known(tier.url).open.clear()
+                if saving.attempt in log.state.aborted:
+                    return None
+                _check_step(log, saving.attempt)
+                await _clear(log, owner, known(tier.url))
+                if _wants_read_back(log, tier, saving.attempt, world):
+                    read_back.append(tier.url)
+        except (StoreError, CorruptError, FormatError) as error:
+            saving.errors[tier.url] = _with_help(error, tier.url)
+    if not saving.urls:
+        raise next(iter(saving.errors.values()))
+    saving.read_back = tuple(read_back)
+    return saving
+
+
+def _with_help(error: CheckpointError, url: str) -> CheckpointError:
+    return FullError(f"{error}. `ckpt gc {url}` deletes what nothing needs") if isinstance(error, FullError) else error
+
+
+async def _clear(log: RunLog, mine: Acquire, place: Known) -> None:
+    """Delete what attempts have left that were given up: retention would do so only after the next checkpoint, for
+    which there may be no room while they are there."""
+    if log.state.aborted <= place.cleared:
+        return
+    listed = [info.key for prefix in ("packs/", "parts/", "index/") async for info in log.store.list(prefix)]
+    used = await retention.files_of(log, log.state.commits.values())
+    aborted, doomed = set(log.state.aborted), list[str]()
+
+    def make(state: RunState) -> Record | None:
+        doomed.clear()
+        if state.damaged or not state.commits.keys() <= used.keys():
+            return None  # something that nobody can read may use them
+        live = live_packs(state, listed, set[str]().union(*used.values()))
+        doomed.extend(key for key in listed if key not in live and owner_of(key) in aborted)
+        body = {"retire": [], "delete": list(doomed)}
+        return Record("PLAN", body, f"plan:{mine.nonce}:{state.next_seq}") if doomed else None
+
+    await log.append(make, owner=mine)
+    await log.store.delete_many(doomed)
+    place.cleared |= aborted
+
+
+def _check_step(log: RunLog, attempt: Attempt) -> None:
+    state = log.state
+    if state.ended(attempt):
+        raise UsageError(f"step {attempt.step} was saved to {log.store.url} by this job already")
+    done = [a for a in (*state.commits, *state.retired) if (a.epoch, a.nonce) == (attempt.epoch, attempt.nonce)]
+    newest = max(done, default=None)
+    if newest is not None and newest > attempt:
+        raise UsageError(
+            f"step {attempt.step} cannot follow step {newest.step}, which this job saved before: steps only go up. "
+            "dcp.load goes back"
+        )
+
+
+def _wants_read_back(log: RunLog, tier: Tier, attempt: Attempt, world: int) -> bool:
+    """Whether older ones would go after this save, and nothing recent was read back: then this one has to be."""
+    fake = Commit(attempt, world, (), "")
+    state = replace(log.state, commits={**log.state.commits, attempt: fake})
+    recent = {c.attempt for c in state.lineage()[: READ_BACK_EVERY if log.store.remote else 1]}
+    return bool(retention.choose(state, tier.keeping, {attempt})) and known(tier.url).read_back not in recent
+
+
+async def renewed(share: Share, tiers: Sequence[Tier], step: int, restored: Attempt | None) -> Share:
+    """What the coordinator says of this save, for a rank that a planner gave the share of an older one.
+
+    `restored`: what this process went back to after it had that one: the job has another name then, which only the
+    coordinator knows. FencedError if another job owns the run.
+    """
+    due, job = cadence(tiers, step), Incarnation(share.job, None, 0)
+    owner: Acquire | None = None
+    read_back = []
+    for tier in due:
+        try:
+            async with opened(tier) as log:
+                newest = owner or _own(log, job, restored)
+                attempt = Attempt(newest.epoch, step, newest.nonce)
+                if _wants_read_back(log, tier, attempt, share.world):
+                    read_back.append(tier.url)
+                owner = newest
+        except StoreError:
+            continue  # to write there fails as well, and is said then
+    if owner is None:
+        raise SaveError(f"none of {', '.join(tier.url for tier in due)} says who owns the run")
+    attempt = Attempt(owner.epoch, step, owner.nonce)
+    urls = tuple(tier.url for tier in due)
+    return replace(share, attempt=str(attempt), tiers=urls, read_back=tuple(read_back))
+
+
+def _own(log: RunLog, job: Incarnation, restored: Attempt | None) -> Acquire:
+    """The newest epoch, if it is one of this job's."""
+    acquires = log.state.acquires
+    if not acquires:
+        raise SaveError(f"nobody owns {log.store.url}")
+    newest = acquires[-1]
+    names = {job.name(turn) for turn in range(len(acquires) + 1)}
+    if newest.nonce not in names and (restored is None or newest.restored != restored):
+        raise FencedError(f"another job took {log.store.url} over (epoch {newest.epoch})")
+    return newest
+
+
+# -- write, on every rank --
+
+
+async def write(tiers: Sequence[Tier], share: Share, content: Content) -> Receipt:
+    """A rank's share in all places that it is told. What one place refuses, the others get all the same; if there is
+    none left, or the state cannot be saved at all, the attempt is given up and the error raised."""
+    attempt = Attempt.parse(share.attempt)
+    written: dict[str, Written] = {}
+    errors: dict[str, CheckpointError] = {}
+    try:
+        for tier in tiers:
+            try:
+                async with contextlib.AsyncExitStack() as stack:
+                    store = store_of(tier)
+                    stack.push_async_callback(store.aclose)
+                    back = tier.url in share.read_back
+                    written[tier.url] = await rank_write.write(store, attempt, content, read_back=back)
+                    if back:
+                        known(tier.url).read_back = attempt
+            except (StoreError, CorruptError) as error:
+                errors[tier.url] = _with_help(error, tier.url)
+        rank_write.check_alike(list(written.values()))
+        if errors and not written:
+            raise next(iter(errors.values()))
+    except BaseException as error:
+        for tier in tiers:
+            reason = f"rank {share.rank}: {error or type(error).__name__}"
+            await give_up(tier, Acquire(attempt.epoch, attempt.nonce, None), attempt, reason)
+        raise
+    return Receipt(
+        share.attempt,
+        share.rank,
+        {url: one.digest for url, one in written.items()},
+        {url: to_wire(error) for url, error in errors.items()},
+        tuple(url for url in share.read_back if url in written),
+    )
+
+
+# -- end --
+
+
+async def give_up(tier: Tier, owner: Acquire, attempt: Attempt, reason: str) -> None:
+    """End an attempt in one place, as far as that is possible: the next save, or job, does it otherwise."""
+    try:
+        async with opened(tier) as log:
+            await commit.abort(log, owner, attempt, reason)
+        known(tier.url).open.discard(attempt)
+    except CheckpointError as error:
+        logger.warning("attempt %s stays open in %s: %s", attempt, tier.url, error)
+
+
+async def end(saving: Saving, receipts: Sequence[Receipt]) -> None:
+    """Make a checkpoint of what the ranks wrote, in each place that has all of it. SaveError, or FencedError, if there
+    is one that has not."""
+    errors: dict[str, Exception] = dict(saving.errors)
+    attempt = saving.attempt
+    for tier in saving.tiers:
+        if tier.url in errors:
+            continue
+        try:
+            await _commit(tier, saving, receipts)
+        except Exception as error:
+            errors[tier.url] = error
+            if not isinstance(error, FencedError):
+                await give_up(tier, saving.owner, attempt, str(error))
+    fenced = [error for error in errors.values() if isinstance(error, FencedError)]
+    if fenced:
+        raise fenced[0]
+    if errors:
+        what = "; ".join(f"{url}: {error}" for url, error in errors.items())
+        there = " and ".join(tier.url for tier in saving.tiers if tier.url not in errors)
+        where = f"It is in {there}" if there else "It is in no place"
+        raise SaveError(f"step {attempt.step} was not written to {what}. {where}") from next(iter(errors.values()))
+
+
+async def _commit(tier: Tier, saving: Saving, receipts: Sequence[Receipt]) -> None:
+    url, attempt = tier.url, saving.attempt
+    for receipt in receipts:
+        if receipt.attempt != str(attempt):
+            raise SaveError(f"rank {receipt.rank} wrote attempt {receipt.attempt}, and this is {attempt}")
+        if url in receipt.errors:
+            raise SaveError(f"rank {receipt.rank}: {from_wire(receipt.errors[url])}")
+    if sorted(r.rank for r in receipts) != list(range(saving.world)):
+        raise SaveError(f"only {len(receipts)} of {saving.world} ranks say what they wrote")
+    async with opened(tier) as log:
+        parts = await _parts(log.store, attempt, receipts, url)
+        await asyncio.to_thread(commit.check_fit, parts)
+        await commit.commit(log, saving.owner, parts)
+        place = known(url)
+        place.open.discard(attempt)
+        retention.remember_packs(log, attempt, [key for written in parts for key in written.table.packs])
+        if all(url in receipt.read_back for receipt in receipts):
+            place.verified = {attempt}
+        try:
+            await _tidy(log, saving.owner, tier, place)
+        except Exception as error:  # the checkpoint is there; a newer job that took over says so at the next save
+            logger.warning("clean-up of %s has to wait: %s", url, error)
+
+
+async def _parts(store: Store, attempt: Attempt, receipts: Sequence[Receipt], url: str) -> list[Written]:
+    found: list[Written] = []
+    for start in range(0, len(receipts), AT_ONCE):
+        some = receipts[start : start + AT_ONCE]
+        work = [commit.load_part(store, attempt, r.rank, TRY, expected=r.parts[url]) for r in some]
+        for receipt, result in zip(some, await asyncio.gather(*work, return_exceptions=True), strict=True):
+            if isinstance(result, NotFoundError):
+                raise SaveError(
+                    f"what rank {receipt.rank} wrote to {url} cannot be seen from here: DCP needs a place that all "
+                    "ranks share, not a disk of each node"
+                )
+            if isinstance(result, BaseException):
+                raise result
+            found.append(result)
+    return found
+
+
+async def _tidy(log: RunLog, mine: Acquire, tier: Tier, place: Known) -> None:
+    """Retention, as the writer of a `Checkpointer` does it. What readers may be reading goes at a later save."""
+    now = time.monotonic()
+    due = [key for when, keys in place.leaving if when <= now for key in keys]
+    place.leaving = [(when, keys) for when, keys in place.leaving if when > now]
+    await log.store.delete_many(due)
+    doomed = retention.choose(log.state, tier.keeping, place.verified)
+    full = not log.store.remote or place.sweeps % LIST_EVERY == 0
+    if not doomed and not (log.state.aborted and full):
+        return
+    grace_s = tier.reader_grace_s if tier.reader_grace_s is not None else READER_GRACE_S if log.store.remote else 0.0
+
+    async def later(keys: Sequence[str]) -> None:
+        place.leaving.append((time.monotonic() + grace_s, list(keys)))
+
+    spared = frozenset(key for _, keys in place.leaving for key in keys)
+    place.sweeps += 1
+    await retention.retire(
+        log, mine, tier.keeping, place.verified, orphans=full, spared=spared, delete=later if grace_s else None
+    )

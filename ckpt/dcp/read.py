@@ -1,0 +1,259 @@
+"""What torch's DCP reads: a checkpoint of ours as its `Metadata`, and the items of its plans filled from it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections import ChainMap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from ckpt.checkpoint import read, read_repair
+from ckpt.dcp.objects import check_object
+from ckpt.dcp.rank_write import KIND
+from ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    FormatError,
+    MismatchError,
+    NoCheckpointError,
+    NotFoundError,
+    StoreError,
+)
+from ckpt.events import log as logger
+from ckpt.format.layout import TensorSpec
+from ckpt.format.manifest import Attempt
+from ckpt.format.merged import Key, Saved
+from ckpt.runlog.log import Acquire, RunState, in_history, infer_root
+from ckpt.state.placement import Filler, Target
+from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE, empty
+
+SPARSE = 10_000  # elements of a list that may be empty, and have no name
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint to read. `others`: further places that may have it; `places`: those that are of the same run."""
+
+    url: str
+    attempt: Attempt
+    saved: Saved
+    others: tuple[str, ...]
+    places: tuple[str, ...]
+
+    def key(self, name: str) -> Key:
+        key = self.saved.labels.get(name)
+        if key is None:
+            raise MismatchError(f"{name} is not in step {self.attempt.step} of {self.url}")
+        return key
+
+
+# -- which --
+
+
+async def find(urls: Sequence[str], step: int | None) -> Found:
+    """The newest checkpoint of the present history that can be read, or that of a step; from the nearest place.
+
+    What is wrong with one place is made up for by the others, and what is damaged or gone, without `step`, by an older
+    checkpoint. StoreError if the newest cannot be had now: to go on from an older one is not ours to decide.
+    """
+    try:
+        return await _find(urls, step)
+    except NotFoundError:
+        return await _find(urls, step)  # retired while we looked: there is a newer one
+
+
+async def _find(urls: Sequence[str], step: int | None) -> Found:
+    states, first = await _look(urls)
+    if not states:
+        assert first is not None
+        raise first
+    for attempt in _candidates(states, step):
+        having = [url for url, state in states.items() if attempt in state.commits]
+        away: StoreError | None = None
+        for url in having:
+            try:
+                async with read.opened(url) as store:
+                    manifest = await read.load_manifest(store, states[url].commits[attempt])
+                saved = manifest.saved()
+            except CheckpointError as error:
+                first = first or error
+                if isinstance(error, StoreError) and not isinstance(error, NotFoundError):
+                    away = away or error
+                logger.warning("step %d cannot be read from %s: %s", attempt.step, url, error)
+                continue
+            mine = (attempt.epoch, attempt.nonce)
+            places = [u for u, state in states.items() if mine in {(a.epoch, a.nonce) for a in state.acquires}]
+            return Found(url, attempt, saved, tuple(u for u in urls if u != url), tuple(places))
+        if away is not None:
+            text = f"step {attempt.step} cannot be read now: {away}. To go back to an older one give its checkpoint_id"
+            raise StoreError(text, retryable=away.retryable) from away
+    if first is not None:
+        raise first
+    raise _nothing(states, step)
+
+
+async def latest(urls: Sequence[str]) -> int | None:
+    """The newest step that can be read; None if there is no checkpoint, or not even a run."""
+    there, away = [], None
+    for url in urls:
+        try:
+            if await _is_run(url):
+                there.append(url)
+        except StoreError as error:
+            logger.warning("nothing is read from %s: %s", url, error)
+            away = away or error
+    with contextlib.suppress(NoCheckpointError):
+        if there:
+            return (await find(there, None)).attempt.step
+    if away is not None:
+        raise away  # there may be one
+    return None
+
+
+async def _is_run(url: str) -> bool:
+    async with read.opened(url) as store:
+        try:
+            await store.head("FORMAT.json")
+        except NotFoundError:
+            return await infer_root(store) is not None
+        return True
+
+
+async def _look(urls: Sequence[str]) -> tuple[dict[str, RunState], CheckpointError | None]:
+    """What the logs say, and the first thing that is wrong with a place."""
+    states: dict[str, RunState] = {}
+    first: CheckpointError | None = None
+    for url in urls:
+        try:
+            log = await read.open_run(url)
+            await log.store.aclose()
+            states[url] = log.state
+        except CheckpointError as error:
+            first = first or error
+            if len(urls) > 1:
+                logger.warning("nothing is read from %s: %s", url, error)
+    return states, first
+
+
+def _candidates(states: dict[str, RunState], step: int | None) -> Iterator[Attempt]:
+    """In the order in which they are tried. A place that was out of reach may not know of a rollback: others do."""
+    acquires: dict[int, Acquire] = {}
+    for acquire in (a for state in states.values() for a in state.acquires):
+        if acquires.get(acquire.epoch, acquire).restored is None:
+            acquires[acquire.epoch] = acquire
+    commits = {a: commit for state in states.values() for a, commit in state.commits.items()}
+    history = in_history(acquires.values(), commits)
+    if step is None:
+        yield from (a for a in history if commits[a].finite is not False)
+        return
+    same = [a for a in (*history, *sorted(commits, reverse=True)) if a.step == step]
+    yield from same[:1]
+
+
+def _nothing(states: dict[str, RunState], step: int | None) -> NoCheckpointError:
+    steps = sorted({a.step for state in states.values() for a in state.commits}, reverse=True)
+    wanted = "a checkpoint" if step is None else f"step {step}"
+    there = ", ".join(map(str, steps[:20])) or "none"
+    return NoCheckpointError(f"{' and '.join(states)} does not hold {wanted} (steps there: {there})")
+
+
+# -- what it consists of --
+
+
+def metadata_of(saved: Saved) -> Metadata:
+    """As torch's planners want it. CorruptError if what the parts say of it is impossible."""
+    try:
+        facts = [c["facts"] for view in saved.views for c in view.components if c["kind"] == KIND]
+        objects = {name for one in facts for name in one["objects"]}
+        mappings = [one["mappings"] for one in facts if one["mappings"] is not None]
+        longest = len(saved.labels) + SPARSE
+        planner_data = dict(ChainMap(*({n: _path(path, longest) for n, path in one.items()} for one in mappings)))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptError(f"what the parts say of torch's names is damaged: {error!r}") from None
+    entries: dict[str, STORAGE_TYPES] = {}
+    for name, key in saved.labels.items():
+        spec = saved.tensors[key].spec
+        if name in objects and (spec.dtype != "U8" or len(spec.shape) != 1):
+            raise CorruptError(f"{name} is said to be an object, and is stored as a tensor")
+        entries[name] = BytesStorageMetadata() if name in objects else _entry(saved, key, spec)
+    return Metadata(entries, planner_data=planner_data if mappings else None)
+
+
+def _path(path: Any, longest: int) -> tuple[str | int, ...]:
+    """Names, and numbers within lists, which torch makes as long as they say."""
+    if type(path) is not list or not path or type(path[0]) is not str:
+        raise TypeError(f"not a path: {path!r:.80}")
+    for part in path:
+        if type(part) is not str and not (type(part) is int and 0 <= part < longest):
+            raise ValueError(f"not a path: {path!r:.80}")
+    return tuple(path)
+
+
+def _entry(saved: Saved, key: Key, spec: TensorSpec) -> TensorStorageMetadata:
+    if spec.dtype not in TORCH_DTYPE:
+        raise FormatError(f"{spec.name} has dtype {spec.dtype}, which this version of torch does not know")
+    shards = [saved.table.shards[number] for number in saved.tensors[key].shards]
+    chunks = [ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.sizes)) for s in shards]
+    return TensorStorageMetadata(TensorProperties(TORCH_DTYPE[spec.dtype]), torch.Size(spec.shape), chunks)
+
+
+# -- its bytes --
+
+
+def fill(found: Found, plan: LoadPlan, planner: LoadPlanner, *, trusted: bool) -> None:
+    """Read what a plan wants, verified, into the planner's tensors. Objects come first: one that is refused changes
+    nothing. CorruptError names the tensor that cannot be had anywhere; what came before it is filled by then."""
+    objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+    tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
+    rooms = {name: empty(found.saved.tensors[found.key(name)].spec, "cpu") for name in _names(objects)}
+    raws = {name: Target(room, ((0,), tuple(room.shape))) for name, room in rooms.items()}
+    read.run(_fetch(found, {found.key(name): [target] for name, target in raws.items()}))
+    if not trusted:
+        for name, room in rooms.items():
+            check_object(f"{name} of step {found.attempt.step}", room.numpy().data)
+    targets = [_target(planner.resolve_tensor(item).detach(), item) for item in tensors]
+    fills: dict[Key, list[Target]] = {}
+    for item, target in zip(tensors, targets, strict=True):
+        fills.setdefault(found.key(item.storage_index.fqn), []).append(target)
+    read.run(_fetch(found, fills))
+    for item, target in zip(tensors, targets, strict=True):
+        planner.commit_tensor(item, target.tensor)
+    for item in objects:
+        planner.load_bytes(item, io.BytesIO(rooms[item.storage_index.fqn].numpy().tobytes()))
+
+
+def _names(items: Sequence[ReadItem]) -> list[str]:
+    return list(dict.fromkeys(item.storage_index.fqn for item in items))
+
+
+def _target(tensor: Tensor, item: ReadItem) -> Target:
+    sizes = tuple(item.lengths)
+    if tuple(tensor.shape) != sizes:
+        raise MismatchError(f"{item.storage_index.fqn}: the planner gives {list(tensor.shape)} for {list(sizes)}")
+    if tensor.dtype not in DTYPE_NAME:
+        raise MismatchError(f"{item.storage_index.fqn}: nothing can be loaded into {tensor.dtype}")
+    chunk = item.storage_index.offset or (0,) * len(sizes)
+    return Target(tensor, (tuple(i + j for i, j in zip(chunk, item.storage_offsets, strict=True)), sizes))
+
+
+async def _fetch(found: Found, fills: dict[Key, list[Target]]) -> None:
+    filler = Filler(found.saved, fills)
+    async with read.opened(found.url) as store:
+        await read_repair.fetch(
+            store, found.attempt, found.saved.table, filler.blobs, filler.add, found.others, room=filler.room
+        )
+    filler.finish()

@@ -1,0 +1,330 @@
+"""torch's distributed checkpoint (DCP) on our places: `dcp.save`, `dcp.async_save`, `dcp.load`, and one argument more.
+
+    import torch.distributed.checkpoint as dcp
+    import ckpt.dcp
+
+    writer = ckpt.dcp.StorageWriter("runs/exp1")
+    dcp.save(state, checkpoint_id="step-500", storage_writer=writer)
+    dcp.load(state, storage_reader=ckpt.dcp.StorageReader("runs/exp1"))      # the newest, or checkpoint_id="step-500"
+
+What is saved is a run of ours: verified, atomic, fenced against a second job, kept by `Tier(keep=)`, and read by
+`ckpt.load` and the `ckpt` commands as well. torch's planners stay in charge of who saves and reads what. The step is
+the number at the end of `checkpoint_id`, as in ".../step-500". All ranks must see the same places.
+
+Objects that are no tensors are `torch.save`d by DCP's planner, and its `load_bytes` reads them with `torch.load(...,
+weights_only=False)`: whoever can write to the place can have code run then. So they are read with `weights_only=True`
+first, and what that refuses is refused here, unless the reader is told `trusted=True`. Nothing else is pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import os
+import re
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import storage
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from ckpt.checkpoint import read
+from ckpt.dcp import coordinator, in_flight
+from ckpt.dcp import read as dcp_source
+from ckpt.dcp.rank_write import Content, Receipt, Share, content_of
+from ckpt.errors import PeerError, SaveError, UsageError
+from ckpt.format.manifest import Attempt
+from ckpt.runlog.log import Acquire
+from ckpt.store import remember_options
+from ckpt.tiers import Memory, Tier
+
+__all__ = ["StorageReader", "StorageWriter", "latest"]
+
+Places = str | Path | Tier | Sequence[str | Path | Tier]
+CheckpointId = str | os.PathLike[str] | int | None
+
+RECEIPT = "(receipt)"  # under this name a rank's Receipt travels to the coordinator
+MAX_STEP = 10**18
+STEP = re.compile(r"(?:^|[^0-9.])([0-9]{1,18})/*$")
+ODD = re.compile(r"(?:^|/)[-+0-9]*[-+][0-9]+/*$|[0-9][.e+]+[-+]?[0-9]+/*$")  # -5, 2024-11-21, 1e6; not exp1-500
+MAX_SPENT = 64
+_spent: dict[
+    str, coordinator.Incarnation
+] = {}  # tokens of shares that were written: a plan that brings one again is old
+_spending = threading.Lock()
+
+
+class _Now(threading.local):
+    """What a writer knows of the save that the calling thread makes: torch makes each in one thread."""
+
+    def __init__(self, default: int | None) -> None:
+        self.clear(default)
+
+    def clear(self, default: int | None) -> None:
+        self.step: int | None = default
+        self.id: CheckpointId = default
+        self.job: coordinator.Incarnation | None = None
+        self.saving: coordinator.Saving | None = None
+
+
+class StorageWriter(storage.StorageWriter):
+    """Saves to one place or several, nearest first: a folder or URL for every save, and all of them are kept, as with
+    torch's own writer; a `Tier` for those it is due for by its `every` (a step that is due nowhere goes to the
+    nearest), and its `keep` is applied after each save. Everything is written as a whole: `incremental`, `compression`
+    and `scrub_mib_s` do not count here.
+
+    `step`: for saves without a `checkpoint_id`. A save that fails raises, and leaves all older ones and the next ones
+    alone; what one place refuses is in the others. Steps only go up, and `dcp.load` of the same places goes back: what
+    was saved beyond that step belongs no more to the history then. FencedError if a newer job has taken the run over:
+    so the same rank has to coordinate all saves of a job. A save that begins while another one of this process is on
+    its way to the same place is refused.
+    """
+
+    def __init__(self, tiers: Places, *, step: int | None = None) -> None:
+        self._tiers = _tiers(tiers)
+        self._default = None if step is None else step_of(step)
+        self._now = _Now(self._default)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process that saves for this job: it has to be the same job there."""
+        return {"tiers": self._tiers, "default": self._default, "job": coordinator.incarnation_of(self._urls)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._tiers, self._default = state["tiers"], state["default"]
+        self._now = _Now(self._default)
+        coordinator.adopt(self._urls, state["job"])
+
+    @property
+    def _urls(self) -> tuple[str, ...]:
+        return tuple(tier.url for tier in self._tiers)
+
+    @property
+    def checkpoint_id(self) -> CheckpointId:
+        return self._now.id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
+        return _is_id(checkpoint_id)
+
+    def reset(self, checkpoint_id: CheckpointId = None) -> None:
+        self._now.clear(self._default)
+        if checkpoint_id is not None:
+            self._now.step, self._now.id = step_of(checkpoint_id), checkpoint_id
+        self._now.job = coordinator.incarnation_of(self._urls)  # a load that comes later is no matter of this save
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=None if self._now.id is None else str(self._now.id))
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("use_collectives", True) is False:
+            raise UsageError("use_collectives=False saves parts that nobody puts together: it cannot be used here")
+        if self._now.step is None:
+            raise UsageError(
+                'say which step this is: dcp.save(..., checkpoint_id="step-500"), or StorageWriter(..., step=500)'
+            )
+        in_flight.check_time(self._now.step)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: the attempt gets its name, and each rank its share of it."""
+        step = self._now.step
+        assert step is not None
+        job, self._now.job = self._now.job or coordinator.incarnation_of(self._urls), None
+        in_flight.claim(self._urls, step)
+        saving = self._now.saving = read.run(coordinator.begin(self._tiers, job, step, len(plans)))
+        names = [{item.index.fqn for item in plan.items} for plan in plans]
+        everything, token = set[str]().union(*names), secrets.token_hex(8)
+        share = Share(token, str(saving.attempt), 0, len(plans), saving.urls, saving.read_back, job=job.nonce)
+        return [
+            replace(plan, storage_data=replace(share, rank=rank, names=tuple(sorted(everything - names[rank]))))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """On every rank; done when it returns, so that staged memory is never used later."""
+        share = self._share(plan)
+        content = self._content(plan, planner, share)
+        tiers = [tier for tier in self._tiers if tier.url in share.tiers]
+        receipt = read.run(coordinator.write(tiers, share, content))
+        sizes = {spec.key: spec.nbytes for spec in content.layout.tensors}
+        results = [WriteResult(MetadataIndex(RECEIPT), sum(sizes.values()), receipt)]
+        results += [WriteResult(item.index, 0, None) for item in plan.items]
+        self._now.step = self._now.id = self._default  # of the next save
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _content(self, plan: SavePlan, planner: SavePlanner, share: Share) -> Content:
+        try:
+            return content_of(plan, planner, share)
+        except BaseException as error:
+            attempt = Attempt.parse(share.attempt)
+            owner = Acquire(attempt.epoch, attempt.nonce, None)
+            for tier in self._tiers:
+                if tier.url in share.tiers:
+                    read.run(coordinator.give_up(tier, owner, attempt, f"rank {share.rank}: {error}"))
+            raise
+
+    def _share(self, plan: SavePlan) -> Share:
+        """What the coordinator says of this save. A planner that keeps plans brings that of an older one: then the log
+        says who owns the run."""
+        share, step = plan.storage_data, self._now.step
+        if not isinstance(share, Share) or step is None:
+            raise SaveError("this plan was not made for this writer")
+        mine = coordinator.incarnation_of(self._urls)
+        then = _spend(share.token, mine)
+        if then is not None:
+            restored = None if then == mine else mine.restored
+            share = read.run(coordinator.renewed(share, self._tiers, step, restored))
+        if Attempt.parse(share.attempt).step != step:
+            raise PeerError(f"rank {share.rank} saves step {step}, the coordinator {share.attempt}")
+        if not set(share.tiers) <= set(self._urls):
+            raise PeerError(f"rank {share.rank} saves to {', '.join(self._urls)}, the coordinator to {share.tiers}")
+        return share
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator: the checkpoint exists when this returns."""
+        saving, self._now.saving = self._now.saving, None
+        if saving is None:
+            raise SaveError("there is no save to finish")
+        receipts = [r.storage_data for each in results for r in each if isinstance(r.storage_data, Receipt)]
+        try:
+            read.run(coordinator.end(saving, receipts))
+        finally:
+            in_flight.release()
+
+
+class StorageReader(storage.StorageReader):
+    """Reads a step, or the newest: from the nearest of these places that has it. Every byte is verified; what is
+    damaged comes from another place or another step that has the same bytes, else CorruptError names the tensor.
+
+    `trusted`: unpickle objects that could run code, see above. `resume`: what this process saves to these places from
+    now on goes on from what was loaded; False to look at a checkpoint without going back to it. What a Checkpointer
+    saved can be read as well, tensors by the names that `ckpt show` lists. After an error tensors may be half filled.
+    """
+
+    def __init__(self, places: Places, *, step: int | None = None, trusted: bool = False, resume: bool = True) -> None:
+        self._tiers = _tiers(places)
+        self._default = self._step = None if step is None else step_of(step)
+        self._id: CheckpointId = step
+        self._trusted, self._resume = trusted, resume
+        self._found: dcp_source.Found | None = None
+
+    @property
+    def checkpoint_id(self) -> CheckpointId:
+        return self._id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
+        return _is_id(checkpoint_id)
+
+    def reset(self, checkpoint_id: CheckpointId = None) -> None:
+        self._found = None
+        self._step = self._default if checkpoint_id is None else step_of(checkpoint_id)
+        self._id = self._default if checkpoint_id is None else checkpoint_id
+
+    # Without **kwargs: with them torch would take what cannot be read for a checkpoint that each rank has for itself.
+    def read_metadata(self) -> Metadata:
+        self._found = read.run(dcp_source.find(_reachable(self._tiers), self._step))
+        return dcp_source.metadata_of(self._found.saved)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if self._found is None:
+            raise UsageError("read_metadata() comes first")
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        assert self._found is not None
+        return replace(plan, storage_data=str(self._found.attempt))
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """On the coordinator: a save may have ended while the ranks looked for the newest."""
+        chosen = sorted({str(plan.storage_data) for plan in plans})
+        if len(chosen) > 1:
+            raise PeerError(f"ranks found different newest checkpoints ({', '.join(chosen)}): give a checkpoint_id")
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        found = self._found
+        if found is None:
+            raise UsageError("read_metadata() comes first")
+        dcp_source.fill(found, plan, planner, trusted=self._trusted)
+        if self._resume:
+            coordinator.went_back(found.places, found.attempt)
+        self._found, self._step, self._id = None, self._default, self._default  # of the next load
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def latest(places: Places) -> int | None:
+    """The newest step that `dcp.load` would find there, None if there is none yet: on a first start."""
+    return read.run(dcp_source.latest(_reachable(_tiers(places))))
+
+
+def _spend(token: str, mine: coordinator.Incarnation) -> coordinator.Incarnation | None:
+    """Note that a share was written; if it was before: what this process was then."""
+    with _spending:
+        then = _spent.pop(token, None)
+        _spent[token] = then or mine
+        for oldest in list(_spent)[:-MAX_SPENT]:
+            del _spent[oldest]
+    return then
+
+
+def _reachable(tiers: Sequence[Tier]) -> list[str]:
+    """The URLs, once this process knows how to reach them."""
+    for tier in tiers:
+        remember_options(tier.url, tier.storage_options)
+    return [tier.url for tier in tiers]
+
+
+def step_of(checkpoint_id: object) -> int:
+    """The number at its end. UsageError if there is none, or if it may be a piece of another one: of a date, say."""
+    number: int | None = None
+    with contextlib.suppress(TypeError):
+        if isinstance(checkpoint_id, (str, os.PathLike)):
+            name = os.fspath(checkpoint_id)
+            found = None if ODD.search(name) else STEP.search(name)
+            number = int(found[1]) if found else None
+        elif not isinstance(checkpoint_id, bool):
+            number = operator.index(checkpoint_id)  # type: ignore[arg-type]
+    if number is None or not 0 <= number < MAX_STEP:
+        raise UsageError(
+            f'{checkpoint_id!r} does not say which step it is: give a number, or a name that ends with one ("step-500")'
+        )
+    return number
+
+
+def _is_id(checkpoint_id: object) -> bool:
+    try:
+        step_of(checkpoint_id)
+    except UsageError:
+        return False
+    return True
+
+
+def _tiers(places: object) -> list[Tier]:
+    """What the user passed, nearest first. A plain folder or URL takes every save, and keeps it."""
+    given = places if isinstance(places, (list, tuple)) else [places]
+    if any(isinstance(one, Memory) for one in given):
+        raise UsageError(
+            "ckpt.Memory is of no use here: the copy in memory is what dcp.async_save stages, and it ends with the "
+            "process. For memory that survives it use ckpt.Checkpointer"
+        )
+    if not given or not all(isinstance(one, (str, Path, Tier)) for one in given):
+        raise UsageError(f"give a folder, a URL, a Tier, or a list of these, not {places!r}")
+    tiers = [one if isinstance(one, Tier) else Tier(str(one), every=1) for one in given]
+    for tier in tiers:
+        tier.steps  # noqa: B018 - refuses "auto": nobody sees the steps here
+    if len({tier.url for tier in tiers}) != len(tiers):
+        raise UsageError("each place can be named once")
+    return tiers

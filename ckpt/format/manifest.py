@@ -1,0 +1,272 @@
+"""What the small JSON files of a run say, and the names of all files.
+
+    FORMAT.json                                   this is a run of ours, version, root id
+    packs/<attempt>.<rank>.<try>.safetensors      tensor bytes
+    packs/<attempt>.<rank>.<try>-<n>.safetensors  the same of a part that has several packs: n = 0, 1, ...
+    parts/<attempt>.<rank>.<try>.json             one rank's manifest: `Part`
+    parts/<attempt>.<rank>.<try>.safetensors      its table: shards and blobs, see `ckpt.format.table`
+    index/<attempt>-<digest>.safetensors          all tables of a checkpoint, merged; of many ranks the directory of
+                                                  them, see `ckpt.format.rank_index`. Named by content, so that two
+                                                  committers cannot disagree about one name
+    log/<seq>.json                                records, see `ckpt.runlog.log`
+    redo/<attempt>.<rank>.redo                    one rank's redo log from that attempt on, see `ckpt.redo.frame`
+
+Every JSON file is written in one canonical form (sorted keys, no spaces) and carries the SHA-256 of itself without the
+`digest` field. A file whose bytes are not exactly the canonical form of what they parse to is damaged: one flipped bit
+anywhere is noticed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ckpt.errors import CorruptError, FormatError
+from ckpt.format.digest import file_digest
+
+MAJOR, MINOR = 1, 0
+MAX_JSON = 256 << 20  # bytes; refused before parsing
+MAX_FORMAT = 1 << 20
+MAX_EPOCH = 10**12
+MAX_WORLD = 1 << 20
+MAX_HEADER = 100 << 20  # of a pack; safetensors refuses more
+MAX_NEEDS = 64  # older checkpoints that one is built on
+_ATTEMPT = re.compile(r"([1-9][0-9]{0,11})\.([0-9a-f]{8})-(0|[1-9][0-9]{0,17})")
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Attempt:
+    """The saving of one step by one incarnation. Text form: `<epoch>.<nonce>-<step>`."""
+
+    epoch: int
+    step: int
+    nonce: str
+
+    def __str__(self) -> str:
+        return f"{self.epoch}.{self.nonce}-{self.step}"
+
+    @classmethod
+    def parse(cls, text: object) -> Attempt:
+        found = _ATTEMPT.fullmatch(text) if isinstance(text, str) else None
+        if found is None:
+            raise CorruptError(f"not an attempt: {text!r}")
+        return cls(int(found[1]), int(found[3]), found[2])
+
+
+def new_nonce() -> str:
+    return secrets.token_hex(4)
+
+
+def read_needs(texts: Any, attempt: Attempt) -> tuple[Attempt, ...]:
+    """The attempts that one was built on. CorruptError unless all are older, in their order, and not too many."""
+    if not isinstance(texts, list) or len(texts) > MAX_NEEDS:
+        raise CorruptError(f"attempt {attempt} needs an impossible number of others")
+    found = tuple(map(Attempt.parse, texts))
+    if any(a >= b for a, b in itertools.pairwise((*found, attempt))):
+        raise CorruptError(f"attempt {attempt} needs one that is not older, or not in its place")
+    return found
+
+
+def needs_texts(attempts: Iterable[Attempt]) -> list[str]:
+    """As `read_needs` wants them."""
+    return [str(attempt) for attempt in sorted(set(attempts))]
+
+
+def pack_key(attempt: Attempt, rank: int, number: int, segment: int | None = None) -> str:
+    """`segment`: counts the packs of a part that has several; None if it has one."""
+    return f"packs/{attempt}.{rank}.{number}{'' if segment is None else f'-{segment}'}.safetensors"
+
+
+def part_key(attempt: Attempt, rank: int, number: int) -> str:
+    return f"parts/{attempt}.{rank}.{number}.json"
+
+
+def table_key(attempt: Attempt, rank: int, number: int) -> str:
+    return f"parts/{attempt}.{rank}.{number}.safetensors"
+
+
+def index_key(attempt: Attempt, digest: str) -> str:
+    return f"index/{attempt}-{digest[:16]}.safetensors"
+
+
+REDO = "redo"
+_REDO = re.compile(r"([0-9]+\.[0-9a-f]{8}-[0-9]+)\.([0-9]{1,7})\.redo")
+
+
+def redo_name(first: Attempt, rank: int) -> str:
+    """Of the log whose first frame is of this attempt, in its folder."""
+    return f"{first}.{rank}.redo"
+
+
+def parse_redo(name: str) -> tuple[Attempt, int] | None:
+    """The first attempt and the rank; None if it is no log."""
+    found = _REDO.fullmatch(name)
+    try:
+        return (Attempt.parse(found[1]), int(found[2])) if found else None
+    except CorruptError:
+        return None
+
+
+_OWNED = re.compile(
+    r"(?:(packs)|parts|index)/([0-9]+\.[0-9a-f]{8}-[0-9]+)"
+    r"(?:\.([0-9]{1,9})\.([0-9]{1,9})(?(1)(?:-[0-9]{1,9})?)|-[0-9a-f]{16})\.(?:safetensors|json)"
+)
+
+
+def owner(key: str) -> Attempt | None:
+    """The attempt that a pack, part or index file belongs to, by its name; None if it is not ours."""
+    found = _OWNED.fullmatch(key)
+    try:
+        return Attempt.parse(found[2]) if found else None
+    except CorruptError:
+        return None
+
+
+def rank_and_try(key: str) -> tuple[int, int]:
+    """Of a pack, a part or its table."""
+    found = _OWNED.fullmatch(key)
+    if found is None or found[3] is None:
+        raise CorruptError(f"not a part: {key}")
+    return int(found[3]), int(found[4])
+
+
+# -- canonical, self-digested JSON --
+
+
+def canonical(data: Any) -> bytes:
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def seal(data: Mapping[str, Any]) -> bytes:
+    """The file: the fields and their digest."""
+    return canonical({**data, "digest": file_digest(canonical(dict(data)))})
+
+
+def unseal(raw: bytes | bytearray | memoryview, what: str) -> dict[str, Any]:
+    """The fields of a sealed file. CorruptError unless every byte is as it was written."""
+    if len(raw) > MAX_JSON:
+        raise CorruptError(f"{what} is implausibly large: {len(raw)} bytes")
+    raw = bytes(raw)
+    try:
+        data = json.loads(raw)
+        fields = {key: canonical(key) + b":" + canonical(value) for key, value in sorted(data.items())}
+        whole = b"{" + b",".join(fields.values()) + b"}" == raw
+        claimed = data.pop("digest")
+        del fields["digest"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise CorruptError(f"{what} is damaged: not readable as JSON") from None
+    if not whole or claimed != file_digest(b"{" + b",".join(fields.values()) + b"}"):
+        raise CorruptError(f"{what} is damaged: its digest does not match")
+    assert isinstance(data, dict)
+    return data
+
+
+# -- FORMAT.json --
+
+
+def new_format(root: str | None = None) -> bytes:
+    """`root`: the id of a run whose FORMAT.json was lost; by default a new one."""
+    return seal({"format": "everystep", "major": MAJOR, "minor": MINOR, "root": root or secrets.token_hex(16)})
+
+
+def read_format(raw: bytes | memoryview) -> str:
+    """The root id. CorruptError if it is damaged, FormatError if it is not ours or from a newer major version."""
+    data = unseal(raw, "FORMAT.json")
+    if data.get("format") != "everystep" or not isinstance(data.get("root"), str):
+        raise FormatError("not a run of everystep: FORMAT.json says otherwise")
+    if data.get("major") != MAJOR:
+        raise FormatError(
+            f"this run has format {data.get('major')}.{data.get('minor')}, this version reads {MAJOR}.x: "
+            "upgrade with `pip install -U everystep`"
+        )
+    return str(data["root"])
+
+
+# -- parts --
+
+
+@dataclass(frozen=True, slots=True)
+class PackInfo:
+    """`size` in bytes; `header` is the SHA-256 of everything before the first tensor."""
+
+    key: str
+    size: int
+    header_size: int
+    header: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank's share of one attempt. `layout` is as `ckpt.format.layout.Layout.to_json`, `values` tagged plain
+    values.
+
+    `packs`: all that its table names, also those of older attempts. `needs`: the older attempts that it was built on,
+    in their order: what it uses of still older ones, these used too. `chain`: how many increments lie between it and
+    the last full one; 0 for a part that needs nothing. `full`: which that is; empty for a part that needs nothing.
+    """
+
+    attempt: str
+    rank: int
+    number: int
+    world: int
+    layout: dict[str, Any]
+    values: list[Any]
+    table: str
+    packs: list[PackInfo]
+    created: float
+    finite: bool | None = None
+    layout_digest: str = ""
+    reason: str = "due"  # why it was saved, see `ckpt.runlog.log.Commit`
+    needs: list[str] = field(default_factory=list)
+    chain: int = 0
+    full: str = ""
+
+    def to_bytes(self) -> bytes:
+        data = asdict(self)
+        if not self.needs:  # a full one says what it has always said
+            del data["needs"], data["chain"], data["full"]
+        return seal(data)
+
+    def check(self, what: str) -> None:
+        """CorruptError unless every field is of its type and every number plausible."""
+        attempt = Attempt.parse(self.attempt)
+        numbers = (self.rank, self.number, self.world)
+        if any(type(n) is not int for n in numbers) or not 0 <= self.rank < self.world <= MAX_WORLD or self.number < 0:
+            raise CorruptError(f"{what} is of an impossible rank, try or world")
+        needs = read_needs(self.needs, attempt)
+        if type(self.chain) is not int or not 0 <= self.chain < (10**9 if self.needs else 1):
+            raise CorruptError(f"{what} lies at an impossible place behind a full one")
+        if self.full != "" and not (needs and Attempt.parse(self.full) < attempt):
+            raise CorruptError(f"{what} builds on an impossible full one")
+        kinds = (
+            (self.layout, dict), (self.values, list), (self.table, str), (self.layout_digest, str), (self.reason, str),
+            (self.finite, (bool, type(None))), (self.created, (int, float)),
+        )  # fmt: skip
+        if not all(isinstance(value, kind) for value, kind in kinds):
+            raise CorruptError(f"{what} has a field of the wrong type")
+        for pack in self.packs:
+            sizes = (pack.header_size, pack.size)
+            named = isinstance(pack.key, str) and pack.key.startswith("packs/")
+            if not named or any(type(n) is not int for n in sizes):
+                raise CorruptError(f"{what} names an impossible pack")
+            # A pack may be of an older attempt that `needs` does not name: what is named there has it from that one.
+            if (of := owner(pack.key)) is None or not (of == attempt or (needs and of < attempt)):
+                raise CorruptError(f"{what} names a pack that it cannot have")
+            if not 0 <= pack.header_size <= min(pack.size, MAX_HEADER):
+                raise CorruptError(f"{what} names a pack of impossible size")
+
+    @classmethod
+    def from_bytes(cls, raw: bytes | memoryview, what: str) -> Part:
+        data = unseal(raw, what)
+        try:
+            packs = [PackInfo(**pack) for pack in data.pop("packs")]
+            part = cls(packs=packs, **data)
+            part.check(what)
+        except (TypeError, KeyError, ValueError) as error:
+            raise CorruptError(f"{what} is not a part: {error}") from None
+        return part

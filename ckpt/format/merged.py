@@ -1,0 +1,471 @@
+"""A checkpoint as one state, whoever saved it: what all ranks' layouts, values and tables say together.
+
+A tensor is known by its name and its *instance*: the ranks that held it together, or `GLOBAL` if all did. A rank that
+restores looks a name up with `resolve`; how many ranks there are now, and how they divide tensors, does not matter, as
+long as it is clear which tensor is meant.
+
+It is made of everything that all ranks say, or of a directory (`ckpt.format.rank_index`). Of the second kind it knows
+all names and forms at once, and no blobs: `narrowed` reads the tables of those ranks that have what is wanted.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.errors import CorruptError
+from ckpt.format.boxes import Box, Effort
+from ckpt.format.layout import Layout, TensorSpec
+from ckpt.format.partition import GLOBAL
+from ckpt.format.rank_index import Directory, View, check_cover
+from ckpt.format.table import EMPTY, Shards, Table, merge
+from ckpt.format.values import Json, Path
+
+Key = tuple[str, int]
+I64 = npt.NDArray[np.int64]
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Fetch(Protocol[T_co]):
+    """Reads something of each of some ranks."""
+
+    def __call__(self, ranks: Sequence[int], /) -> Mapping[int, T_co]: ...
+
+
+SHARED_KINDS = ("module", "optimizer")  # of which each rank may hold some part
+
+
+@dataclass(frozen=True)
+class SavedNode:
+    """One entry of a saved state. `names`: of its tensors, aliases too."""
+
+    path: Path
+    kind: str
+    facts: dict[str, Any]
+    values: Json
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """`spec` is of the whole tensor; `shards` are numbers in the table that cover it exactly once.
+
+    Of a directory only those that are attached, which cover what was asked for.
+    """
+
+    spec: TensorSpec
+    shards: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Ambiguous:
+    """Several ranks saved different values under one name, and it is not clear which is meant."""
+
+    ranks: tuple[int, ...]
+
+
+class Saved:
+    """`layouts` and `values` of all ranks that saved, in rank order. `digested`: the table knows all digests.
+
+    CorruptError if the ranks do not agree about a tensor, or some of it was saved by nobody, or twice.
+    """
+
+    def __init__(
+        self, layouts: Sequence[Layout], values: Sequence[list[Json]], table: Table, *, digested: bool = True
+    ) -> None:
+        self.table, self.digested, self.directory = table, digested, None
+        self.world = len(layouts)
+        for rank, (layout, mine) in enumerate(zip(layouts, values, strict=True)):
+            if layout.rank != rank or layout.world != self.world:
+                raise CorruptError(f"rank {rank} of {self.world} says it is rank {layout.rank} of {layout.world}")
+            if len(layout.components) != len(mine):
+                raise CorruptError(f"the plain values of rank {rank} are not of its layout")
+        self.views = [
+            View(la.rank, la.components, mine, la.aliases, la.instances)
+            for la, mine in zip(layouts, values, strict=True)
+        ]
+        self._view_of: Sequence[int] = range(self.world)
+        self.tensors = self._collect(layouts)
+        self._note_instances()
+        for layout in layouts:
+            for name, instance in layout.instances.items():
+                if (name, instance) not in self.tensors:
+                    raise CorruptError(f"{name}: what rank {layout.rank} has of it was saved by nobody")
+        for view in self.views:
+            for name in view.names():
+                if view.aliases.get(name, name) not in self._instances:
+                    raise CorruptError(f"{name} is not in the table of the checkpoint")
+
+    directory: Directory | None
+    _fetch_values: Fetch[list[Json]]
+    _fetch_tables: Fetch[Table]
+    _fetched: dict[int, list[Json]]
+
+    @classmethod
+    def listed(cls, directory: Directory, values: Fetch[list[Json]], tables: Fetch[Table]) -> Saved:
+        """By a directory. What the parts and tables of some ranks say is read when it is needed."""
+        self = cls.__new__(cls)
+        self.directory, self.world, self.digested = directory, directory.world, True
+        self.table = EMPTY
+        self.views, self._view_of = list(directory.views), directory.columns["view"].tolist()
+        self._fetch_values, self._fetched, self._fetch_tables = values, {}, tables
+        self.tensors = {key: SavedTensor(spec, ()) for key, spec in zip(directory.keys, directory.specs(), strict=True)}
+        self._note_instances()
+        return self
+
+    def _note_instances(self) -> None:
+        self._instances: dict[str, list[int]] = {}
+        for name, instance in sorted(self.tensors):
+            self._instances.setdefault(name, []).append(instance)
+
+    def _collect(self, layouts: Sequence[Layout]) -> dict[Key, SavedTensor]:
+        found: dict[Key, list[int]] = {}
+        for i, shard in enumerate(self.table.shards):
+            found.setdefault((shard.name, shard.instance), []).append(i)
+        specs = {(t.name, t.instance): t for layout in layouts for t in layout.tensors}
+        on_device = {(t.name, t.instance) for layout in layouts for t in layout.tensors if t.accelerator}
+        if specs.keys() != found.keys():
+            name, _ = min(specs.keys() ^ found.keys())
+            raise CorruptError(f"{name} is not in both the layouts and the table of the checkpoint")
+        tensors: dict[Key, SavedTensor] = {}
+        effort = Effort(Effort.left + 4 * len(self.table.shards))
+        for key, numbers in found.items():
+            spec = specs[key]
+            for shard in (self.table.shards[i] for i in numbers):
+                if (shard.dtype, shard.global_shape) != (spec.dtype, spec.full):
+                    raise CorruptError(
+                        f"{key[0]} is of shape {list(spec.full)} and dtype {spec.dtype} for one rank, and of "
+                        f"{list(shard.global_shape)} and {shard.dtype} for rank {shard.rank}: they disagree"
+                    )
+            check_cover(spec.full, [self.table.shards[i].box for i in numbers], key[0], effort)
+            whole = TensorSpec(spec.name, spec.dtype, spec.full, key in on_device, instance=spec.instance)
+            tensors[key] = SavedTensor(whole, tuple(numbers))
+        self._check_alike(tensors, layouts)
+        return tensors
+
+    def _check_alike(self, tensors: dict[Key, SavedTensor], layouts: Sequence[Layout]) -> None:
+        """What all ranks hold together, all of them must know, and in the same form, whoever staged it."""
+        alike = {name: t.spec for (name, instance), t in tensors.items() if instance == GLOBAL}
+        for view, layout in zip(self.views, layouts, strict=True) if self.world > 1 else ():
+            for name in sorted(alike.keys() - set(view.names())):
+                raise CorruptError(f"{name} is not in the state of rank {layout.rank}, and others hold it together")
+            for name, (dtype, shape) in layout.elsewhere.items():
+                if name in alike and (dtype, shape) != (alike[name].dtype, alike[name].shape):
+                    raise CorruptError(
+                        f"{name} is of shape {list(shape)} and dtype {dtype} for rank {layout.rank}, and of "
+                        f"{list(alike[name].shape)} and {alike[name].dtype} for others: they disagree"
+                    )
+
+    # -- blobs --
+
+    @cached_property
+    def shard_of_blob(self) -> I64:
+        return np.repeat(np.arange(len(self.table.shards)), np.diff(self.table.starts))
+
+    @cached_property
+    def position(self) -> I64:
+        """Of every blob: where it begins in the bytes of its shard."""
+        lengths = self.table.length[: self.table.owned]
+        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+        found: I64 = before[:-1] - before[self.table.starts[:-1]][self.shard_of_blob]
+        return found
+
+    def blobs(self, key: Key) -> Iterator[int]:
+        for shard in self.tensors[key].shards:
+            yield from self.table.blobs(shard)
+
+    @cached_property
+    def numbers(self) -> I64:
+        """Of every blob that belongs to a shard: its number among those of all ranks, the same for whoever asks."""
+        if self.directory is None:
+            return np.arange(self.table.owned)
+        ranks = np.repeat(self.table.columns.rank, np.diff(self.table.starts))
+        first = np.searchsorted(ranks, ranks)  # tables are attached in the order of their ranks
+        found: I64 = self.directory.first_blob[ranks] + np.arange(len(ranks)) - first
+        return found
+
+    @cached_property
+    def keys(self) -> list[Key]:
+        """All tensors, in an order that is the same for all ranks."""
+        return sorted(self.tensors)
+
+    # -- of a directory --
+
+    def narrowed(self, wanted: Mapping[Key, Iterable[Box]]) -> Saved:
+        """The same, with the blobs in which these boxes of these tensors lie, where it does not know all."""
+        if self.directory is None:
+            return self
+        found = copy.copy(self)
+        found.tensors = dict(self.tensors)
+        found.attach(self._fetch_tables(found.missing(wanted)))
+        return found
+
+    def missing(self, wanted: Mapping[Key, Iterable[Box]]) -> list[int]:
+        """The ranks whose tables have these boxes of these tensors.
+
+        CorruptError unless the directory has each element of them exactly once.
+        """
+        assert self.directory is not None
+        found, effort = self.directory, Effort()
+        covering: dict[tuple[int, Box], I64] = {}
+        patterns = found.columns["tensor_pattern"].tolist()
+        self._wanted: list[tuple[Key, int, I64]] = []
+        for key, boxes in wanted.items():
+            number = found.number[key]
+            pattern = found.pattern(patterns[number])
+            pieces = []
+            for box in dict.fromkeys(boxes):
+                if (patterns[number], box) not in covering:
+                    effort.left += 4 * len(pattern.ranks)
+                    covering[patterns[number], box] = pattern.covering(box, key[0], effort)
+                pieces.append(covering[patterns[number], box])
+            if len(pieces) > 1:
+                pieces = [np.unique(np.concatenate(pieces))]
+            self._wanted.append((key, number, pieces[0]))
+        ranks = [found.pattern(patterns[n]).ranks[pieces] + found.base_rank(n) for _, n, pieces in self._wanted]
+        return [int(rank) for rank in np.unique(np.concatenate([np.zeros(0, np.int64), *ranks]))]
+
+    def attach(self, tables: Mapping[int, Table]) -> None:
+        """The tables of `missing` ranks. CorruptError unless they have what the directory says that they have."""
+        assert self.directory is not None
+        for rank, table in tables.items():
+            if table.owned != int(self.directory.columns["owned"][rank]) or (table.columns.rank != rank).any():
+                raise CorruptError(f"the table of rank {rank} is not what the index says")
+        self.table = merge([tables[rank] for rank in sorted(tables)])
+        for one in ("numbers", "position", "shard_of_blob"):
+            self.__dict__.pop(one, None)
+        places = _matched(self.directory, self._wanted, self.table.columns)
+        for (key, _, _), shards in zip(self._wanted, places, strict=True):
+            self.tensors[key] = SavedTensor(self.tensors[key].spec, shards)
+
+    # -- names --
+
+    def mapped(self, rank: int) -> int:
+        """Whose plain values, and values of its own, a rank takes: its own; in turn when there are more ranks now."""
+        return rank % self.world
+
+    def _view(self, rank: int) -> View:
+        return self.views[self._view_of[self.mapped(rank)]]
+
+    def canonical(self, name: str, rank: int) -> str:
+        """The tensor that a name stands for, as `rank` sees it."""
+        own = self._view(rank).aliases
+        if name in own:
+            return own[name]
+        if name in self._instances:
+            return name
+        return next((view.aliases[name] for view in self.views if name in view.aliases), name)
+
+    def instances(self, name: str) -> list[int]:
+        return self._instances.get(name, [])
+
+    def resolve(
+        self, name: str, rank: int, size: int, instance: int | None, *, lenient: bool
+    ) -> Key | Ambiguous | None:
+        """Which tensor `rank` of `size` means by a name; None if there is none.
+
+        `instance`: of the tensor that will be filled, None if it does not exist yet. `lenient`: values of a rank's own
+        (buffers, say) may be taken over by any rank when the number of ranks has changed; weights may not.
+        """
+        name = self.canonical(name, rank)
+        candidates = self.instances(name)
+        if len(candidates) < 2:
+            return (name, candidates[0]) if candidates else None
+        own = self._own(name, rank)
+        if self.world == size and instance != GLOBAL and own in candidates:
+            return name, own
+        if self.identical(name):
+            return name, candidates[0]
+        if lenient and own in candidates:
+            return name, own
+        return Ambiguous(tuple(candidates))
+
+    def _own(self, name: str, rank: int) -> int:
+        return self._view(rank).instance(name, self.mapped(rank))
+
+    def identical(self, name: str) -> bool:
+        """Whether all instances of a name hold the same bytes."""
+        candidates = self.instances(name)
+        return len({self.content((name, instance)) for instance in candidates}) == 1
+
+    def same(self, a: Key, b: Key) -> bool:
+        """Whether two tensors hold the same bytes, as far as digests tell."""
+        return a == b or self.content(a) == self.content(b)
+
+    def content(self, key: Key) -> object:
+        """Equal for tensors that hold the same bytes, if they are cut in the same way."""
+        if not self.digested:
+            return key  # unknown, so equal to itself only
+        if self.directory is not None:
+            return self.directory.content(self.directory.number[key])
+        tensor = self.tensors[key]
+        pieces = []
+        for number in tensor.shards:
+            blobs = self.table.blobs(number)
+            pieces.append((self.table.shards[number].box, self.table.digest[blobs.start : blobs.stop].tobytes()))
+        return tensor.spec.dtype, tensor.spec.shape, tuple(sorted(set(pieces)))
+
+    @cached_property
+    def labels(self) -> dict[str, Key]:
+        """Every tensor by a name of its own, aliases too: `name#rank` where ranks have different ones of one name."""
+        found: dict[str, Key] = {}
+        aliases = {alias: name for view in reversed(self.views) for alias, name in view.aliases.items()}
+        for name, of in [*((name, name) for name in self._instances), *aliases.items()]:
+            candidates = self.instances(of) if name == of or name not in self._instances else []
+            if len(candidates) > 1 and not self.identical(of):
+                found |= {f"{name}#{instance}": (of, instance) for instance in candidates}
+            elif candidates:
+                found[name] = (of, candidates[0])
+        return found
+
+    # -- entries of the state --
+
+    def nodes(self, rank: int) -> list[SavedNode]:
+        """The entries of the state as they concern one rank; of modules and optimizers, all that any rank saved."""
+        mapped = self.mapped(rank)
+        here = self._view(rank)
+        found: dict[Path, list[SavedNode]] = {}
+        for view in (here, *(view for view in self.views if view is not here)):
+            for i, component in enumerate(view.components):
+                path = tuple(component["path"])
+                said = found.setdefault(path, [])
+                value = view.values[i]
+                if self.directory is not None and (view is here or not said):
+                    value = self._value(mapped if view is here else view.first, i)
+                said.append(SavedNode(path, component["kind"], component["facts"], value, tuple(component["names"])))
+        try:
+            return [_merged(nodes) for nodes in found.values()]
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptError(f"what the ranks saved of one entry does not go together: {error}") from None
+
+    def values_of(self, path: Path) -> Iterator[tuple[int, Json]]:
+        """The plain values that each rank saved for one entry."""
+        has = [any(tuple(one["path"]) == path for one in view.components) for view in self.views]
+        if self.directory is not None:
+            self._read_values([rank for rank in range(self.world) if has[self._view_of[rank]]])
+        for rank in range(self.world):
+            view = self._view(rank)
+            for i, component in enumerate(view.components):
+                if tuple(component["path"]) == path:
+                    yield rank, view.values[i] if self.directory is None else self._value(rank, i)
+
+    def _value(self, rank: int, component: int) -> Json:
+        """Out of the part of a rank."""
+        self._read_values([rank])
+        return self._fetched[rank][component]
+
+    def _read_values(self, ranks: Sequence[int]) -> None:
+        new = self._fetch_values([rank for rank in ranks if rank not in self._fetched])
+        for rank, values in new.items():
+            if len(values) != len(self._view(rank).components):
+                raise CorruptError(f"the plain values of rank {rank} are not of its layout")
+        self._fetched.update(new)
+
+    def shared_names(self) -> set[str]:
+        """The names, none of them an alias, of everything in modules and optimizers: somebody must want each."""
+        return {
+            view.aliases.get(name, name)
+            for view in self.views
+            for component in view.components
+            if component["kind"] in SHARED_KINDS
+            for name in component["names"]
+        }
+
+
+def _merged(nodes: list[SavedNode]) -> SavedNode:
+    first = nodes[0]
+    alike = [node for node in nodes if node.kind == first.kind]
+    if len(alike) == 1 or first.kind not in SHARED_KINDS:
+        return first
+    names = tuple(_union(node.names for node in alike))
+    if first.kind != "optimizer":
+        return replace(first, names=names)
+    return replace(first, names=names, facts=_merged_facts(alike), values=_merged_values(alike))
+
+
+def _merged_facts(nodes: list[SavedNode]) -> dict[str, Any]:
+    """Parameter groups joined one by one."""
+    own = {name for group in nodes[0].facts["params"] for name in group}  # what it says of these is the truth
+    groups = max(len(node.facts["params"]) for node in nodes)
+    params = [_union(node.facts["params"][i] for node in nodes if i < len(node.facts["params"])) for i in range(groups)]
+    state = [[n for n in node.facts["with_state"] if i == 0 or n not in own] for i, node in enumerate(nodes)]
+    return {**nodes[0].facts, "params": params, "with_state": _union(state)}
+
+
+def _merged_values(nodes: list[SavedNode]) -> Json:
+    """The settings of the groups are the first one's; plain state of single parameters is anybody's."""
+    own = {name for group in nodes[0].facts["params"] for name in group}
+    state = {
+        (name, key): value
+        for i, node in reversed(list(enumerate(nodes)))
+        for name, key, value in node.values["state"]
+        if i == 0 or name not in own
+    }
+    return {**nodes[0].values, "state": [[name, key, value] for (name, key), value in state.items()]}
+
+
+def _union(lists: Iterable[Iterable[Any]]) -> list[Any]:
+    return list(dict.fromkeys(one for each in lists for one in each))
+
+
+def _matched(found: Directory, wanted: Sequence[tuple[Key, int, I64]], shards: Shards) -> list[list[int]]:
+    """For the pieces of each wanted tensor, which shards they are."""
+    tensor = np.full(len(shards), -1, np.int64)
+    numbers = {key: i for i, (key, _, _) in enumerate(wanted)}
+    tensor[:] = [numbers.get(key, -1) for key in zip(shards.names, shards.instance.tolist(), strict=True)]
+    held = np.flatnonzero(tensor >= 0)
+    place = tensor[held] * found.world + shards.rank[held]
+    order = np.argsort(place, kind="stable")
+    held, place = held[order], place[order]
+    patterns = [found.pattern_of(number) for _, number, _ in wanted]
+    counts = np.array([len(pieces) for _, _, pieces in wanted], np.int64)
+    zero = np.zeros(0, np.int64)
+    ranks = [p.ranks[pieces] + found.base_rank(n) for p, (_, n, pieces) in zip(patterns, wanted, strict=True)]
+    asked = np.repeat(np.arange(len(wanted)), counts) * found.world + np.concatenate([zero, *ranks])
+    low, high = np.searchsorted(place, asked, "left"), np.searchsorted(place, asked, "right")
+    result: list[list[int]] = []
+    for i, (start, stop) in enumerate(_spans(counts)):
+        (name, _), number, pieces = wanted[i]
+        pattern, k = patterns[i], len(patterns[i].shape)
+        boxes = np.concatenate([pattern.offsets[pieces], pattern.sizes[pieces]], 1)
+        lows, highs = low[start:stop], high[start:stop]
+        if (highs == lows).any():
+            raise _absent(found, name, asked[start:stop][highs == lows])
+        mine = held[lows]
+        several = np.flatnonzero(highs - lows > 1)
+        for j in several.tolist():
+            mine[j] = next(
+                (c for c in held[lows[j] : highs[j]].tolist() if _box_of(shards, c) == boxes[j].tolist()), mine[j]
+            )
+        there = shards.dims[
+            np.minimum(shards.dim_starts[mine][:, None] + np.arange(3 * k), max(0, len(shards.dims) - 1))
+        ]
+        right = (np.diff(shards.dim_starts)[mine] == 3 * k) & (there[:, k:] == boxes).all(1)
+        right &= (there[:, :k] == np.array(pattern.shape, np.int64)).all(1)
+        right &= shards.dtype[mine] == int(found.columns["tensor_dtype"][number])
+        if not right.all():
+            raise _absent(found, name, asked[start:stop][~right])
+        result.append(mine.tolist())
+    return result
+
+
+def _spans(counts: I64) -> list[tuple[int, int]]:
+    ends = np.cumsum(counts)
+    return list(zip((ends - counts).tolist(), ends.tolist(), strict=True))
+
+
+def _box_of(shards: Shards, number: int) -> list[int]:
+    row: list[int] = shards.dims[shards.dim_starts[number] : shards.dim_starts[number + 1]].tolist()
+    return row[len(row) // 3 :]
+
+
+def _absent(found: Directory, name: str, asked: I64) -> CorruptError:
+    rank = int(asked[0]) % found.world
+    return CorruptError(f"the index says that rank {rank} has a piece of {name} which its table does not have")

@@ -1,0 +1,264 @@
+"""The arena: one piece of shared memory that holds the snapshots, and outlives the trainer.
+
+A memfd, passed by descriptor: no /dev/shm quota, and no leak when every process that has it is gone. Its pages are
+taken and touched before the first save, since the first touch of a fresh page can be thirty times slower than the
+next, and its size is sealed, so that no reader can ever be hit by SIGBUS.
+
+    page 0       magic, geometry, the robust mutexes of the trainer's staging thread, and of who keeps the arena
+    page 1       the slot table: one `Label` a slot, guarded by a sequence number that is odd while it changes
+    2 MiB        slot 0, slot 1, ...
+
+A slot is EMPTY, FILLING, EAGER (all of it is there that cannot be had later: what optimizers change is missing) or
+SEALED. One thread of the trainer makes all transitions while the trainer lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ckpt.errors import CorruptError
+from ckpt.format.layout import pages
+from ckpt.format.manifest import Attempt
+from ckpt.ipc.mutex import Got, RobustMutex
+from ckpt.store import PAGE
+
+EMPTY, FILLING, SEALED, EAGER = 0, 1, 2, 3
+MAX_SLOTS = 16
+
+_MAGIC = b"EVSTEP01"
+_HEADER = struct.Struct("<8sIIQ16s")  # magic, slots, padding, slot size, id
+_SEQUENCE = struct.Struct("<Q")
+_LABEL = struct.Struct("<IIQQQ8s32sQQd")  # state, checksum of the rest, then as in `Label`
+_STATE, _FINITE = 0xFF, {0: None, 0x100: False, 0x200: True}  # both are in one field
+_MUTEX = 256  # glibc's needs 40 bytes on x86-64 and 48 on arm64
+_KEEPER = 512
+_TABLE = PAGE
+_ENTRY = PAGE // MAX_SLOTS
+_DATA = 2 << 20
+_HUGE = 2 << 20
+_POPULATE_WRITE = 23
+_SEALS = 0x0001 | 0x0002 | 0x0004  # no further seals, no shrinking, no growing
+_ADD_SEALS = 1033
+_CHUNK = 64 << 20
+_TOUCHING_THREADS = 2
+_PIECE = 8 << 20  # at a time: somebody who maps memory meanwhile waits for it
+_KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What a slot holds. `order` grows with every snapshot; `layout` is the digest; sizes in bytes, time in seconds;
+    `finite`: what the user said of the training at that step, None for nothing."""
+
+    state: int
+    order: int = 0
+    attempt: Attempt | None = None
+    layout: str = ""
+    data_size: int = 0
+    values_size: int = 0
+    time: float = 0.0
+    finite: bool | None = None
+
+
+class Arena:
+    """A mapped arena. `create` makes one, `attach` maps another process's."""
+
+    def __init__(self, fd: int, memory: mmap.mmap) -> None:
+        self.fd, self.memory = fd, memory
+        magic, self.slots, _, self.slot_size, self.id = _HEADER.unpack_from(memory, 0)
+        if magic != _MAGIC or not 0 < self.slots <= MAX_SLOTS or _DATA + self.slots * self.slot_size > len(memory):
+            raise CorruptError("the shared memory is not an arena of this version")
+        self.mutex = RobustMutex(memory, _MUTEX)
+        self._keeper, self._asking = RobustMutex(memory, _KEEPER), threading.Lock()
+        self.view = memoryview(memory)
+
+    @classmethod
+    def create(cls, slots: int, slot_size: int, *, on_bytes: Callable[[int], None] | None = None) -> Arena:
+        """Reserve, touch and seal an arena. MemoryError if the memory is not there: nothing dies of it later."""
+        slot_size = -(-slot_size // _HUGE) * _HUGE if slot_size > _HUGE else pages(slot_size)
+        size = _DATA + slots * slot_size
+        fd = os.memfd_create("ckpt-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            memory = mmap.mmap(fd, size)
+            with contextlib.suppress(OSError):
+                memory.madvise(mmap.MADV_HUGEPAGE)  # refused where the kernel has them off for shared memory
+            _populate(fd, memory, size, on_bytes)
+            fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
+            _HEADER.pack_into(memory, 0, _MAGIC, slots, 0, slot_size, os.urandom(16))
+            arena = cls(fd, memory)
+            arena.mutex.initialise()
+            arena._keeper.initialise()
+            return arena
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def attach(cls, fd: int) -> Arena:
+        """Map an arena received as a descriptor; not inherited by forked children."""
+        memory = mmap.mmap(fd, os.fstat(fd).st_size)
+        memory.madvise(mmap.MADV_DONTFORK)
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)  # what was made of huge pages is mapped by them too
+        return cls(fd, memory)
+
+    def close(self) -> None:
+        """Give the descriptor up; the mapping goes with the last view of it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    # -- who keeps it --
+
+    def keep(self) -> Keeping:
+        """Let others see, until it is let go of, or this process ends, that this process has the arena."""
+        return Keeping(self._keeper)
+
+    def is_kept(self) -> bool:
+        """Whether a process that does not train has this arena, at this moment: the kernel tells at once if it dies."""
+        with self._asking:  # two threads of ours would take each other for a keeper
+            if self._keeper.try_lock() is Got.BUSY:
+                return True
+            self._keeper.unlock()
+            return False
+
+    # -- slots --
+
+    def touch(self, slot: int, wanted: Callable[[], bool] = lambda: True) -> None:
+        """Enter the pages of a slot into this process's page table, all at once and without the GIL.
+
+        They are there already, but the first store to each would still be a fault: a copy of 1.5 GiB took 0.3 s of CPU
+        time more by faults, and this takes 0.1 s. Where the kernel does not know it (before 5.14), nothing happens.
+        `wanted` is asked before each piece.
+        """
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory)) + _DATA + slot * self.slot_size
+        for at in range(0, self.slot_size, _PIECE):
+            length = min(_PIECE, self.slot_size - at)
+            if not wanted() or _libc.madvise(ctypes.c_void_p(start + at), ctypes.c_size_t(length), _POPULATE_WRITE):
+                return
+
+    def data(self, slot: int, size: int | None = None) -> memoryview:
+        """The bytes of a slot, page-aligned."""
+        start = _DATA + slot * self.slot_size
+        return self.view[start : start + (self.slot_size if size is None else size)]
+
+    def values(self, slot: int, label: Label) -> memoryview:
+        """The plain values, behind the data."""
+        start = pages(label.data_size)
+        return self.data(slot)[start : start + label.values_size]
+
+    def fits(self, data_size: int, values_size: int) -> bool:
+        return bool(pages(data_size) + values_size <= self.slot_size)
+
+    def label(self, slot: int) -> Label | None:
+        """What a slot says, or None while it is being changed."""
+        at = _TABLE + slot * _ENTRY
+        before = _SEQUENCE.unpack_from(self.memory, at)[0]
+        raw = bytes(self.memory[at + 8 : at + 8 + _LABEL.size])
+        state, checksum, order, epoch, step, nonce, layout, data, values, time = _LABEL.unpack(raw)
+        if before % 2 or _SEQUENCE.unpack_from(self.memory, at)[0] != before:
+            return None
+        if state == EMPTY and not any(raw):
+            return Label(EMPTY)  # never used
+        if checksum != zlib.crc32(raw[8:], state) or pages(data) + values > self.slot_size:
+            raise CorruptError(f"slot {slot} of the shared memory is damaged")
+        if state == EMPTY:
+            return Label(EMPTY)
+        attempt, finite = Attempt(epoch, step, nonce.decode()), _FINITE.get(state & ~_STATE)
+        return Label(state & _STATE, order, attempt, layout.hex(), data, values, time, finite)
+
+    def set_label(self, slot: int, label: Label) -> None:
+        """Only the thread that holds `mutex` may call this."""
+        at = _TABLE + slot * _ENTRY
+        number: int = _SEQUENCE.unpack_from(self.memory, at)[0] | 1
+        _SEQUENCE.pack_into(self.memory, at, number)
+        attempt = label.attempt or Attempt(0, 0, "0" * 8)
+        fields = (
+            label.order,
+            attempt.epoch,
+            attempt.step,
+            attempt.nonce.encode(),
+            bytes.fromhex(label.layout),
+            label.data_size,
+            label.values_size,
+            label.time,
+        )
+        state = label.state | next(code for code, finite in _FINITE.items() if finite is label.finite)
+        rest = _LABEL.pack(state, 0, *fields)[8:]
+        _LABEL.pack_into(self.memory, at + 8, state, zlib.crc32(rest, state), *fields)
+        _SEQUENCE.pack_into(self.memory, at, number + 1)
+
+    def give_up(self, slot: int) -> int:
+        """Empty a slot and return its pages to the system; how many bytes. Only for the thread that holds `mutex`."""
+        self.set_label(slot, Label(EMPTY))
+        start = _DATA + slot * self.slot_size
+        flags = _KEEP_SIZE | _PUNCH_HOLE
+        failed: int = _libc.fallocate(self.fd, flags, ctypes.c_long(start), ctypes.c_long(self.slot_size))
+        return 0 if failed else self.slot_size
+
+    def sealed(self) -> list[tuple[int, Label]]:
+        """Slots that hold a whole snapshot, newest first. One with a damaged label is passed over."""
+        return self.labels(SEALED)
+
+    def labels(self, state: int) -> list[tuple[int, Label]]:
+        """Slots in this state, newest first."""
+        found: list[tuple[int, Label]] = []
+        for slot in range(self.slots):
+            with contextlib.suppress(CorruptError):
+                label = self.label(slot)
+                if label is not None and label.state == state:
+                    found.append((slot, label))
+        return sorted(found, key=lambda item: -item[1].order)
+
+
+class Keeping:
+    """A thread that sits on a mutex as long as this process keeps an arena. `begun`: it does; others may do before."""
+
+    def __init__(self, mutex: RobustMutex) -> None:
+        self.begun, self._over = threading.Event(), threading.Event()
+        threading.Thread(target=self._keep, args=(mutex,), name="ckpt-keep", daemon=True).start()
+
+    def _keep(self, mutex: RobustMutex) -> None:
+        mutex.lock()
+        self.begun.set()
+        self._over.wait()
+        mutex.unlock()
+
+    def let_go(self) -> None:
+        self._over.set()
+
+
+def _populate(fd: int, memory: mmap.mmap, size: int, on_bytes: Callable[[int], None] | None) -> None:
+    """Touch every page now. Huge pages, where allowed, need the mapping to be touched and not only reserved.
+
+    In two threads, where there are two cores: 9.5 GB/s instead of 5.4.
+    """
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+    def touch(start: int) -> None:
+        length = min(_CHUNK, size - start)
+        if _libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(length), _POPULATE_WRITE):
+            try:
+                os.posix_fallocate(fd, start, length)  # an old kernel: reserve, then touch
+            except OSError as error:
+                raise MemoryError(f"no memory for an arena of {size / 2**30:.1f} GiB: {error}") from None
+            for page in range(start, start + length, PAGE):
+                memory[page] = 0
+        if on_bytes is not None:
+            on_bytes(length)
+
+    with ThreadPoolExecutor(min(_TOUCHING_THREADS, len(os.sched_getaffinity(0))), "ckpt-touch") as pool:
+        list(pool.map(touch, range(0, size, _CHUNK)))

@@ -1,0 +1,382 @@
+"""Lightning: one line more, and a training saves every step and comes back by itself.
+
+    from ckpt.lightning import CheckpointCallback
+
+    trainer = Trainer(..., callbacks=[CheckpointCallback("s3://bucket/run1", every=200)])
+    trainer.fit(model, data)              # killed? the same script goes on where it was
+
+It is a callback, and not a `CheckpointIO`, because strategies that shard the model go past that. What saves is a
+`ckpt.Checkpointer`: every optimizer step is staged in memory that outlives the process, every 200th goes to the bucket,
+and signals, deadlines, hangs and preemption notices save what is there. `ckpt ls`, `report`, `doctor` and all the rest
+know the run as any other.
+
+**What comes back**: model, optimizers, schedulers, the AMP scaler, loops, callbacks, the data module, what hooks add in
+`on_save_checkpoint`, random numbers, the batches that are still to come, what was logged in the epoch so far, and
+torchmetrics that are parts of the model. Of accumulated gradients nothing is kept: a step is an optimizer step, and
+batches since the last one are seen again. A validation that was under way runs again from its beginning. Losses,
+weights and metrics are then those of a run that was never interrupted, bit for bit.
+
+**Batches.** A loader with `state_dict()` (torchdata's `StatefulDataLoader`) is asked for its state. With any other the
+epoch begins again with the random numbers it began with, and fetches the batches it has had before and drops them:
+exact, also with `shuffle=True` and workers, and it takes as long as loading them does. Not exact are only: random
+numbers of workers that outlive an epoch (`persistent_workers=True`), data sets that keep a state of their own from one
+epoch to the next, or that look at a clock; and an epoch that another number of ranks goes on with. The first and the
+last are said in a warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt.checkpointer import Checkpointer
+from ckpt.errors import CheckpointError, UsageError
+from ckpt.goodput.cadence import Auto
+from ckpt.lightning import best
+from ckpt.lightning.best import Best, Keeper
+from ckpt.lightning.checkpoint_io import CheckpointIO as CheckpointIO
+from ckpt.lightning.checkpoint_io import with_bases
+from ckpt.lightning.loop_hooks import Seams, State, say
+from ckpt.lightning.trainer_state import Monitored, Rest, scaler_of
+from ckpt.loading import Loaded, load
+from ckpt.save import Save
+from ckpt.state.rng import RNG
+from ckpt.tiers import Memory, Tier, as_tiers
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback as Base
+else:
+    Base = object
+
+SETTLE_S = 600.0
+ITS_OWN = ("hpc_ckpt_", ".lr_find_", ".scale_batch_size_")  # files of a requeue, and of what looks for settings first
+NOT_OURS = ("DeepSpeedStrategy", "XLAStrategy", "XLAFSDPStrategy")
+
+
+class CheckpointCallback(Base):
+    """Saves a Lightning training as it goes, and brings it back when the same script starts again.
+
+    `tiers`: a folder or URL, or a list of `ckpt.Memory`, `ckpt.Tier` and such words, nearest first. `every`: optimizer
+    steps between the checkpoints of places that are given by a word, or "auto". All other keywords are those of
+    `ckpt.Checkpointer`: `name`, `on_busy`, `on_error`, `triggers`, `on_fault` and the time-outs.
+
+    `monitor`: a logged metric, such as "val_loss": the `top_k` best of the steps it was measured at (smallest with
+    `mode="min"`, or "max") are saved to every place and kept there, however old they get. `best_step`, `best_score` and
+    `best_model` say which. It is looked at where a validation ends, and where an epoch does; what was not logged there
+    is no score of that step, a metric of single training batches only if the last step logged it. In distributed
+    training, log it with `sync_dist=True`; the first rank's value decides.
+
+    `strict=False` restores what fits a model that has changed; otherwise a MismatchError says what does not.
+
+    For a single device, DDP, and FSDP2 or tensor parallelism (`ModelParallelStrategy`); FSDPStrategy hides its
+    parameters, and StateError says so. Lightning's ModelCheckpoint may be there or not (`enable_checkpointing=False`).
+    `trainer.fit(ckpt_path=...)` is where a first start takes its state from. Once this run has checkpoints of its own,
+    it goes on from those; a ckpt_path other than the one it began with is then a UsageError.
+    """
+
+    def __new__(cls, *args: Any, **arguments: Any) -> CheckpointCallback:
+        found: CheckpointCallback = object.__new__(with_bases(cls, "", "Callback"))
+        return found
+
+    def __init__(
+        self,
+        tiers: object = None,
+        *,
+        every: int | str | Auto | None = None,
+        monitor: str | None = None,
+        mode: str = "min",
+        top_k: int = 1,
+        strict: bool = True,
+        **arguments: Any,
+    ) -> None:
+        super().__init__()
+        self._places = places(tiers, every)
+        as_tiers(self._places)
+        inspect.signature(Checkpointer).bind({}, self._places, **arguments)  # a misspelt keyword is said now
+        self._arguments, self._strict = arguments, strict
+        self._best = None if monitor is None else Best(monitor, mode, top_k)
+        self._began_from = ""  # the ckpt_path of the first start
+        self._missed = False
+        self._close()
+
+    def _close(self) -> None:
+        self._cp: Checkpointer | None = None
+        self._seams: Seams | None = None
+        self._rest: Rest | None = None
+        self._keeper: Keeper | None = None
+        self._monitored: Monitored | None = None
+        self._save: Save | None = None
+        self._step = 0
+        self._has_step = False  # that it may be saved by
+        self._pause = contextlib.ExitStack()
+
+    def __reduce__(self) -> Any:  # for launchers that spawn: nothing is open then
+        kept = {k: v for k, v in vars(self).items() if k in ("_places", "_arguments", "_strict", "_best")}
+        return _again, (kept,)
+
+    # -- what users ask --
+
+    @property
+    def checkpointer(self) -> Checkpointer | None:
+        """What saves, while `fit` runs."""
+        return self._cp
+
+    @property
+    def best_step(self) -> int | None:
+        """The step that scored best so far, None without one."""
+        return self._best.scores[0][1] if self._best is not None and self._best.scores else None
+
+    @property
+    def best_score(self) -> float | None:
+        return self._best.scores[0][0] if self._best is not None and self._best.scores else None
+
+    @property
+    def best_model(self) -> Loaded | None:
+        """The model of the best step, read when used: `model.load_state_dict(callback.best_model.all())`."""
+        if self.best_step is None:
+            return None
+        _, durable = as_tiers(self._places)
+        if not durable:
+            raise UsageError("the best model is kept in a durable place: give the callback a folder or URL")
+        return load(durable[0].url, step=self.best_step, only="model.*").sub("model")
+
+    # -- Lightning's events --
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage != "fit":
+            return
+        others = [c for c in trainer.callbacks if c is not self]
+        if any(isinstance(c, CheckpointCallback) for c in others):
+            raise UsageError(
+                "two CheckpointCallbacks in one trainer: give one of them all places, CheckpointCallback([a, b])"
+            )
+        kind = type(trainer.strategy).__name__
+        if kind in NOT_OURS:
+            raise UsageError(f"{kind} keeps the state where it cannot be seen: use ModelParallelStrategy, or DDP")
+        trainer.callbacks = [*others, self]  # the last to hear of anything: what others change is then changed
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.fast_dev_run:
+            say(trainer, "fast_dev_run: nothing is saved, and nothing restored")
+            return
+        self._trainer = trainer
+        self._seams = Seams(trainer, self._begin, self._done, self._look)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._cp is not None:
+            self._settle()  # weights may be exchanged for averages meanwhile
+            self._pause.enter_context(self._cp.pause(changes_state=True))
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._cp is not None:
+            self._pause.close()
+            self._look()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._cp is not None:
+            self._settle()  # what may come now is the end of the training, with other weights
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._end(finished=self._seams is not None and bool(self._seams.reached or trainer.should_stop))
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self._end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        cp, keeper, seams = self._cp, self._keeper, self._seams
+        with contextlib.suppress(CheckpointError):
+            self._pause.close()
+        self._close()
+        if seams is not None:
+            seams.detach()
+        if cp is not None:
+            cp.__exit__(type(exception), exception, exception.__traceback__)
+        if keeper is not None:
+            keeper.close(1.0)
+        if type(exception).__name__ == "SIGTERMException" and isinstance(exception, SystemExit):
+            exception.code = exception.code or 128 + 15  # Lightning would leave with 0, as if it had finished
+
+    # -- beginning --
+
+    def _begin(self) -> None:
+        """Open the run and come back to its newest step. In the place of a loop's first line, on all ranks."""
+        trainer, seams = self._trainer, self._seams
+        assert seams is not None
+        self._rest = Rest(trainer, seams, self, self._own, self._put_own)
+        state = {
+            "model": trainer.strategy.model,
+            "optim": list(trainer.optimizers),
+            "sched": [config.scheduler for config in trainer.lr_scheduler_configs],
+            "trainer": self._rest,
+            "rng": RNG(),
+        }
+        if (scaler := scaler_of(trainer)) is not None:
+            state["scaler"] = scaler
+        self._cp = Checkpointer(state, self._places, **self._arguments)
+        self._step = trainer.global_step
+        self._cp.restore(default=None, strict=self._strict)
+        restored = self._cp.last_restore is not None and self._cp.last_restore.step is not None
+        given = self._given(trainer)
+        if not restored:
+            self._began_from = given
+        elif given and given != self._began_from:
+            raise UsageError(
+                f"{self._where()} holds step {trainer.global_step} of a run that began "
+                f"{'from ' + self._began_from if self._began_from else 'without ckpt_path'}, and this is "
+                f"fit(ckpt_path={given!r}): leave it out to go on, or give the callback another place for a new run"
+            )
+        self._open_keeper(trainer)
+        self._has_step = restored
+        if self._best is not None:
+            self._monitored = Monitored(trainer, self._best.monitor)
+        if restored:
+            self._resume(trainer, seams)
+
+    def _given(self, trainer: Any) -> str:
+        """The checkpoint file that the user wants to begin from. Those that Lightning makes for itself are none."""
+        path = str(trainer.ckpt_path or "")
+        return "" if Path(path).name.startswith(ITS_OWN) else path
+
+    def _resume(self, trainer: Any, seams: Seams) -> None:
+        assert self._cp is not None and self._rest is not None
+        self._step = trainer.global_step
+        limit, durable = seams.reached, self._durable()
+        look = bool(limit and durable and trainer.is_global_zero)
+        kept = trainer.strategy.broadcast(best.kept(durable[0].url) if look else {})
+        if best.END in kept.get(self._step, ""):
+            seams.skip()
+            if self._best is not None:
+                self._best.take(kept)  # with what came after the last step
+            if trainer.is_global_zero:
+                say(
+                    trainer,
+                    "nothing to do: the training in %s ended at step %d (%s). Raise that to train on, or use another "
+                    "place for a new one",
+                    self._where(),
+                    self._step,
+                    limit,
+                )
+            return
+        self._keep()  # what ended then goes on now
+        seams.resume(self._log_again)
+
+    def _log_again(self) -> None:
+        assert self._rest is not None
+        self._rest.log_again()
+        if self._monitored is not None:
+            self._monitored.forget()
+
+    def _open_keeper(self, trainer: Any) -> None:
+        durable = self._durable()
+        if durable and (trainer.is_global_zero or trainer.local_rank == 0):
+            self._keeper = Keeper([tier.url for tier in durable], first=trainer.is_global_zero)
+
+    def _durable(self) -> list[Tier]:
+        return as_tiers(self._places)[1]
+
+    def _where(self) -> str:
+        durable = self._durable()
+        return durable[0].url if durable else f"memory ({self._arguments.get('name')})"
+
+    # -- what of this object is saved --
+
+    def _own(self) -> State:
+        scores = [] if self._best is None else [list(one) for one in self._best.scores]
+        return {"scores": scores, "monitor": self._best and self._best.monitor, "began_from": self._began_from}
+
+    def _put_own(self, saved: State) -> None:
+        self._began_from = saved["began_from"]
+        if self._best is not None and self._best.monitor == saved["monitor"]:
+            self._best.scores = []
+            for score, step in saved["scores"]:
+                self._best.add(score, step)
+
+    # -- training --
+
+    def _done(self, *, again: bool) -> None:
+        """Everything of a batch is done. Save, if an optimizer has stepped. `again`: it was done before a restore."""
+        step = self._trainer.global_step
+        if self._cp is None or not (again or step > self._step):
+            return
+        if not again:
+            self._step, self._has_step = step, True
+            self._save = self._cp.step(step) or self._save
+        if self._monitored is not None:
+            self._monitored.step_done()
+            if self._seams is not None and self._seams.measured_next:
+                self._save = self._cp.stage()  # if it is one of the best, this is what is written
+
+    def _settle(self) -> None:
+        """Nothing is being copied any more: others than optimizers may write to the model now."""
+        if self._save is not None:
+            for future in self._save.unfinished()[:1]:  # staged; what went wrong is said by the next step
+                with contextlib.suppress(TimeoutError):
+                    future.exception(SETTLE_S)
+
+    # -- the best --
+
+    def _look(self) -> None:
+        """A validation or an epoch has ended: whether the last step that was done is one of the best."""
+        if self._monitored is None or self._best is None or not self._has_step:
+            return
+        trainer = self._trainer
+        score = trainer.strategy.broadcast(self._monitored.score())
+        if score is None:
+            self._miss(trainer)
+        elif self._best.add(score, self._step):
+            assert self._cp is not None
+            self._keep(self._cp.save())
+
+    def _miss(self, trainer: Any) -> None:
+        assert self._best is not None
+        if not self._missed and self._best.monitor not in trainer.callback_metrics:
+            self._missed = True
+            there = ", ".join(sorted(trainer.callback_metrics)) or "none"
+            say(trainer, "monitor=%r is no logged metric so far; there are: %s", self._best.monitor, there)
+
+    def _keep(self, after: Save | None = None, *, finished: bool = False) -> None:
+        if self._keeper is None:
+            return
+        notes = {} if self._best is None else self._best.notes()
+        if finished:
+            notes[self._step] = ", ".join([*([notes[self._step]] if self._step in notes else []), best.END])
+        self._keeper.want(notes, after)
+
+    # -- the end --
+
+    def _end(self, *, finished: bool = False) -> None:
+        """Close what is open; harmless when called again."""
+        cp, keeper, seams = self._cp, self._keeper, self._seams
+        try:
+            if cp is not None:
+                cp.close()
+                if finished:
+                    self._keep(finished=True)
+        finally:
+            if keeper is not None:
+                keeper.close()
+            if seams is not None:
+                seams.detach()
+            self._close()
+
+
+def _again(kept: State) -> CheckpointCallback:
+    found = CheckpointCallback(kept["_places"], strict=kept["_strict"], **kept["_arguments"])
+    found._best = kept["_best"]
+    return found
+
+
+def places(tiers: object, every: int | str | Auto | None) -> object:
+    """What the user passed, with `every` at each place that is given by a word only."""
+    if every is None:
+        return tiers
+    words = [tiers] if isinstance(tiers, (str, Path)) else tiers
+    if not isinstance(words, Sequence) or not any(isinstance(one, (str, Path)) for one in words):
+        raise UsageError("every= is for places that are given by a word only: say Tier(url, every=...) here")
+    found = [Tier(str(one), every=every) if isinstance(one, (str, Path)) else one for one in words]
+    if any(isinstance(one, Memory) for one in found):
+        return found
+    return [Memory() if isinstance(every, int) else Memory(every=every), *found]

@@ -1,0 +1,227 @@
+"""Lightning's own checkpoints, in files of ours: for `Trainer(plugins=[ckpt.lightning.CheckpointIO()])`.
+
+    trainer = Trainer(plugins=[CheckpointIO()], callbacks=[ModelCheckpoint(every_n_train_steps=1000)])
+
+Every path that ModelCheckpoint, `trainer.save_checkpoint` or a user names becomes a folder (or prefix of a bucket) that
+is a run of one checkpoint: it exists once it is whole, every byte has a digest, and no pickle is in it. All commands
+and `ckpt.load(path)` read it. For trainings that save through Lightning; `CheckpointCallback` saves more, and by
+itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import shutil
+import sys
+import threading
+import types
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from ckpt.checkpoint import read, retention
+from ckpt.checkpoint.commit import acquire, commit, create_run
+from ckpt.checkpoint.in_use import check_free
+from ckpt.checkpoint.write import Snapshot, page_aligned, write_part
+from ckpt.errors import UsageError
+from ckpt.events import log as logger
+from ckpt.format.manifest import Attempt, new_nonce
+from ckpt.loading import load
+from ckpt.runlog.log import RunLog
+from ckpt.state.capture import Capture
+from ckpt.state.tensors import TORCH_DTYPE
+from ckpt.store import normalise, open_store, remember_options
+
+if TYPE_CHECKING:
+    from lightning.pytorch.plugins.io import CheckpointIO as Base
+else:
+    Base = object
+
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")  # one project under two names, with classes of its own each
+_made: dict[tuple[type, ...], type] = {}
+
+
+def with_bases(cls: type, where: str, name: str) -> type:
+    """`cls` as a subclass of Lightning's class `name`: of each of the packages that are in use in this process."""
+    if len(cls.__mro__) > 2 and any(c.__module__.startswith(("lightning.", "pytorch_light")) for c in cls.__mro__):
+        return cls
+    used = [package for package in PACKAGES if package in sys.modules] or [_import_one()]
+    bases = [getattr(importlib.import_module(f"{package}{where}"), name) for package in used]
+    key = (cls, *dict.fromkeys(bases))
+    if key not in _made:
+        made = types.new_class(cls.__name__, key)
+        made.__qualname__, made.__module__, made.__doc__ = cls.__qualname__, cls.__module__, cls.__doc__
+        _made[key] = made
+    return _made[key]
+
+
+def _import_one() -> str:
+    for package in PACKAGES:
+        try:
+            importlib.import_module(package)
+        except ModuleNotFoundError as error:
+            if error.name not in (package, package.partition(".")[0]):
+                raise
+        else:
+            return package
+    raise UsageError("Lightning is not installed: pip install 'everystep[lightning]'")
+
+
+class CheckpointIO(Base):
+    """While a Trainer runs, it writes in the background: `save_checkpoint` returns when everything is copied, an error
+    of it is raised by the next call, and the Trainer waits at its end. Anywhere else, and inside an
+    `AsyncCheckpointIO`, which has a thread of its own, it returns when everything is written. What cannot be stored
+    without pickle is a StateError that names its path.
+
+    A file of Lightning's own can be loaded as well, if it has nothing but tensors and plain values inside.
+    """
+
+    def __new__(cls, *args: Any, **arguments: Any) -> CheckpointIO:
+        found: CheckpointIO = object.__new__(with_bases(cls, ".plugins.io", "CheckpointIO"))
+        return found
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.RLock()  # an AsyncCheckpointIO saves in its thread, and removes in the Trainer's
+        self._writing: tuple[ThreadPoolExecutor, Future[None]] | None = None
+
+    def __reduce__(self) -> Any:
+        return CheckpointIO, ()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Waits for the save before this one, if that is not written yet. `storage_options`: a dict, as of `ckpt.Tier`.
+
+        UsageError for other options, StateError for what cannot be stored.
+        """
+        url = normalise(path)
+        remember_options(url, storage_options)
+        if storage_options and urlsplit(url).scheme == "file":
+            raise UsageError(f"storage_options with {', '.join(storage_options)} are for buckets: {url} is a folder")
+        with self._lock:
+            self._finish()
+            writing = _write(url, _freeze(checkpoint), int(checkpoint.get("global_step", 0)))
+            if _in_a_run():
+                pool = ThreadPoolExecutor(1, "ckpt-lightning")
+                self._writing = pool, pool.submit(asyncio.run, writing)
+                pool.shutdown(wait=False)  # its thread ends with this work
+            else:
+                read.run(writing)
+
+    def load_checkpoint(self, path: Any, map_location: Any | None = None, weights_only: bool | None = None) -> Any:
+        """The dict again, verified; tensors are on the CPU unless `map_location` says otherwise, as of `torch.load`.
+
+        A file of Lightning's own is read inertly, whatever `weights_only` says: loading runs no code.
+        """
+        with self._lock:
+            self._finish()
+        if urlsplit(normalise(path)).scheme == "file" and Path(path).is_file():
+            return torch.load(path, map_location=map_location, weights_only=True)
+        loaded = load(path)
+        loaded.all()  # in one go
+        checkpoint, device = loaded.plain(NAME), _device(map_location)
+        return checkpoint if device is None else _moved(checkpoint, device)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """A run of ours, or a file or link; nothing if there is none."""
+        with self._lock:
+            self._finish()
+            local = Path(path) if urlsplit(normalise(path)).scheme == "file" else None
+            if local is not None and (local.is_file() or local.is_symlink()):
+                local.unlink()
+            elif local is None or local.exists():
+                read.run(_remove(normalise(path)))
+
+    def teardown(self) -> None:
+        """Wait for what is being written. No thread is left."""
+        with self._lock:
+            self._finish()
+
+    def _finish(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            pool, done = writing
+            pool.shutdown()
+            done.result()
+
+
+def _in_a_run() -> bool:
+    """Whether a Trainer is in its loops, in this thread: only then will teardown() be called, however they end."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_run_stage":
+            caller = type(frame.f_locals.get("self"))
+            if any(one.__name__ == "Trainer" for one in caller.__mro__):
+                return True
+        frame = frame.f_back
+    return False
+
+
+NAME = "checkpoint"  # of the one entry of the state
+
+
+def _freeze(checkpoint: dict[str, Any]) -> Any:
+    """Layout, bytes and values of this moment."""
+    reading = Capture({NAME: checkpoint}).read()
+    layout = reading.layout
+    data = page_aligned(layout.arrangement.data_size)
+    if layout.arrangement.data_size:
+        whole = torch.frombuffer(data, dtype=torch.uint8)
+        for spec, offset, tensor in zip(layout.tensors, layout.arrangement.offsets, reading.tensors, strict=True):
+            place = whole[offset : offset + spec.nbytes].view(TORCH_DTYPE[spec.dtype]).view(spec.shape)
+            place.copy_(tensor)
+    return layout, data, reading.values
+
+
+async def _write(url: str, frozen: Any, step: int) -> None:
+    layout, data, values = frozen
+    store = open_store(url, writable=True)
+    try:
+        await create_run(store)
+        log = RunLog(store)
+        await log.open()
+        await check_free(log, lambda text: logger.warning("%s", text))  # a Checkpointer may train there
+        mine = await acquire(log, new_nonce())
+        attempt = Attempt(mine.epoch, step, mine.nonce)
+        written = await write_part(store, Snapshot(attempt, layout, data, values))
+        await commit(log, mine, [written])
+        if len(log.state.commits) > retention.ALWAYS:  # a path that is written again and again, such as last.ckpt
+            await retention.retire(log, mine, retention.Keep(last=1), {attempt})
+    finally:
+        await store.aclose()
+
+
+async def _remove(url: str) -> None:
+    store = open_store(url)
+    try:
+        keys = [info.key async for info in store.list()]
+        if "FORMAT.json" not in keys and (keys or not store.remote):
+            raise UsageError(f"{url} is not a checkpoint of ours: it is not removed")
+        log_first = sorted(keys, key=lambda key: (not key.startswith("log/"), key == "FORMAT.json"))
+        for some in (log_first[i : i + 1000] for i in range(0, len(keys), 1000)):
+            await store.delete_many(some)
+    finally:
+        await store.aclose()
+    if urlsplit(url).scheme == "file":
+        shutil.rmtree(Path(urlsplit(url).path))
+
+
+def _device(map_location: Any) -> Any:
+    """Where tensors that lie on the CPU are to go; None if they stay."""
+    if callable(map_location):
+        found = map_location(torch.empty(0).untyped_storage(), "cpu")
+        return None if found is None else found.device
+    return map_location.get("cpu") if isinstance(map_location, dict) else map_location
+
+
+def _moved(value: Any, device: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return type(value)({key: _moved(one, device) for key, one in value.items()})
+    return type(value)(_moved(one, device) for one in value) if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,260 @@
+"""What belongs to a Lightning run beside model, optimizers and schedulers, as one entry of the state.
+
+`Rest` asks the trainer's parts as Lightning does when it writes a checkpoint: callbacks, the data module, the precision
+plugin, `on_save_checkpoint` of whoever has one; and, which Lightning leaves out, what was logged in this epoch so far
+and the metrics that have been collected in it.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+
+from ckpt.lightning.loop_hooks import Seams, State
+
+OWN = {"Callback", "CheckpointHooks", "LightningDataModule", "LightningModule"}  # their methods do nothing
+
+
+def overrides(one: object, method: str) -> bool:
+    """Whether somebody has written that method of a Lightning object."""
+    return next(c for c in type(one).__mro__ if method in vars(c)).__name__ not in OWN
+
+
+def scaler_of(trainer: Any) -> GradScaler | None:
+    found = getattr(trainer.precision_plugin, "scaler", None)
+    return found if isinstance(found, GradScaler) else None
+
+
+class Rest:
+    """`own`: plain values of the callback itself, and `put_own` to set them."""
+
+    def __init__(
+        self, trainer: Any, seams: Seams, callback: object, own: Callable[[], State], put_own: Callable[[State], None]
+    ) -> None:
+        self._trainer, self._seams, self._callback = trainer, seams, callback
+        self._own, self._put_own = own, put_own
+        self._others = [c for c in trainer.callbacks if c is not callback]
+        self._savers = [c for c in self._others if overrides(c, "on_save_checkpoint")]
+        self._module_saves = overrides(trainer.lightning_module, "on_save_checkpoint")
+        self._metrics = list(_metrics(trainer.lightning_module))
+        self._logged: State = {}
+
+    # -- reading --
+
+    def state_dict(self) -> State:
+        trainer = self._trainer
+        data, plugin = trainer.datamodule, trainer.precision_plugin
+        loops, callbacks = self._seams.state_dict(), self._callbacks()
+        return {
+            "loops": loops,
+            "callbacks": callbacks,
+            "hooks": self._from_hooks(loops, callbacks),
+            "datamodule": {} if data is None else dict(data.state_dict()),
+            "precision": {} if scaler_of(trainer) is not None else dict(plugin.state_dict()),
+            "collected": dict(trainer.callback_metrics),
+            "logged": _logged(trainer),
+            "metrics": {name: _metric_state(metric) for name, metric in self._metrics},
+            "own": self._own(),
+        }
+
+    def _callbacks(self) -> State:
+        found = {c.state_key: c.state_dict() for c in self._others}
+        return {key: state for key, state in found.items() if state}
+
+    def _checkpoint(self, loops: State, callbacks: State) -> State:
+        """What hooks are given. The model's tensors are its own, not copies."""
+        trainer = self._trainer
+        return {
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "pytorch-lightning_version": VERSION,
+            "state_dict": trainer.lightning_module.state_dict(),
+            "loops": {"fit_loop": loops["fit"]},
+            "callbacks": callbacks,
+        }
+
+    def _from_hooks(self, loops: State, callbacks: State) -> State:
+        """What on_save_checkpoint of others adds, or puts in the place of what is there."""
+        if not self._savers and not self._module_saves:
+            return {}
+        checkpoint = self._checkpoint(loops, callbacks)
+        before = dict(checkpoint)
+        for callback in self._savers:
+            callback.on_save_checkpoint(self._trainer, self._trainer.lightning_module, checkpoint)
+        if self._module_saves:
+            self._trainer.lightning_module.on_save_checkpoint(checkpoint)
+        return {key: value for key, value in checkpoint.items() if value is not before.get(key)}
+
+    # -- putting back --
+
+    def load_state_dict(self, state: State) -> None:
+        trainer = self._trainer
+        self._put_own(state["own"])
+        self._seams.load_state_dict(state["loops"])
+        if state["datamodule"] and trainer.datamodule is not None:
+            trainer.datamodule.load_state_dict(state["datamodule"])
+        if state["precision"]:
+            trainer.precision_plugin.load_state_dict(state["precision"])
+        checkpoint = {**self._checkpoint(state["loops"], state["callbacks"]), **state["hooks"]}
+        if overrides(trainer.lightning_module, "on_load_checkpoint"):
+            trainer.lightning_module.on_load_checkpoint(checkpoint)
+        for callback in self._others:
+            callback.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
+        for callback in self._others:
+            if saved := state["callbacks"].get(callback.state_key):
+                callback.load_state_dict(deepcopy(saved))
+        for name, metric in self._metrics:
+            if name in state["metrics"]:
+                _put_metric(metric, state["metrics"][name])
+        trainer.callback_metrics.update(_to(state["collected"], trainer.strategy.root_device))
+        self._logged = state["logged"]
+
+    def log_again(self) -> None:
+        """Once the loops are where they were: what was logged in this epoch before."""
+        if self._logged:
+            _log_again(self._trainer, _to(self._logged, self._trainer.strategy.root_device))
+        self._logged = {}
+        for callback in self._others:
+            if type(callback).__name__ == "StochasticWeightAveraging":
+                self._average_again(callback)
+
+    def _average_again(self, callback: Any) -> None:
+        """It takes its place when an epoch begins, which in the one that goes on was before: with its own schedule,
+        and without a change to what the optimizer has been restored to."""
+        trainer = self._trainer
+        if callback.swa_start <= trainer.current_epoch <= callback.swa_end:
+            groups = trainer.optimizers[0].param_groups
+            restored = [dict(group) for group in groups]
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+            for group, saved in zip(groups, restored, strict=True):
+                group.update(saved)
+
+
+VERSION = "2.0.0"  # of the form of such a dict, by which Lightning's hooks know old ones
+
+
+class Monitored:
+    """A logged metric, of which it is known whether it was measured at the step that was done last.
+
+    Lightning's `callback_metrics` keeps what was logged at any time. What is of now is told by the results that its
+    loops collect: those of a validation, or of an epoch, count where it ends; what is logged batch by batch counts if
+    the batches of the last step did. A value that nobody has logged, but put there by hand, counts once.
+    """
+
+    def __init__(self, trainer: Any, name: str) -> None:
+        self._trainer, self._name = trainer, name
+        self._older: object = None  # what the step before the last had logged
+        self._newer: object = None
+        self._seen: object = None
+        self.forget()
+
+    def forget(self) -> None:
+        """What is there now is old: it was restored."""
+        self._older = self._newer = self._in_batches()
+        self._seen = self._trainer.callback_metrics.get(self._name)
+
+    def step_done(self) -> None:
+        self._older, self._newer = self._newer, self._in_batches()
+
+    def score(self) -> float | None:
+        """Where a validation or an epoch ends: what was measured at this step, None if nothing was."""
+        value = self._trainer.callback_metrics.get(self._name)
+        seen, self._seen = self._seen, value
+        train, now = self._trainer.fit_loop.epoch_loop._results, self._trainer._results
+        logged = [r for results in (train, now) for r in results.values() if self._name in _names(results, r)]
+        if value is None:
+            return None
+        if not logged:
+            return None if value is seen else float(value)
+        ended = any(not r.has_reset and self._name in _epoch_names(now, r) for r in now.values())
+        in_batches = self._in_batches()
+        return float(value) if ended or (in_batches is not None and in_batches is not self._older) else None
+
+    def _in_batches(self) -> object:
+        """The value that was logged last in a batch of training; another object each time."""
+        results = self._trainer.fit_loop.epoch_loop._results
+        named = (r for r in results.values() if r.meta.on_step and self._name == results._forked_name(r, True)[1])
+        return next((r._forward_cache for r in named), None)
+
+
+def _epoch_names(results: Any, one: Any) -> tuple[str, ...]:
+    """The names under which callbacks find it at the end."""
+    return tuple(results._forked_name(one, False)) if one.meta.on_epoch else ()
+
+
+def _names(results: Any, one: Any) -> tuple[str, ...]:
+    return (*_epoch_names(results, one), *results._forked_name(one, True))
+
+
+# -- torchmetrics that are parts of the model: what they have collected is no part of its state_dict --
+
+
+def _metrics(module: Any) -> Iterator[tuple[str, Any]]:
+    for name, one in module.named_modules():
+        if hasattr(one, "metric_state") and hasattr(one, "_update_count"):
+            yield name, one
+
+
+def _metric_state(metric: Any) -> State:
+    values = {key: list(v) if isinstance(v, list) else v for key, v in metric.metric_state.items()}
+    return {"values": values, "updates": metric._update_count}
+
+
+def _put_metric(metric: Any, saved: State) -> None:
+    for key, value in saved["values"].items():
+        setattr(metric, key, _to(value, metric.device))
+    metric._update_count, metric._computed = saved["updates"], None
+
+
+# -- what was logged on the way to the end of an epoch --
+
+SAID = (
+    "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "metric_attribute",
+)  # fmt: skip
+
+
+def _logged(trainer: Any) -> State:
+    """Lightning's own sums, by the names under which it keeps them, with what was said of them to `log`."""
+    connector, found = trainer._logger_connector, {}
+    for key, one in trainer.fit_loop.epoch_loop._results.items():
+        meta = one.meta
+        if one.has_reset or not meta.on_epoch or meta.sync.group is not None:
+            continue
+        said = {word: getattr(meta, word) for word in SAID}
+        said |= {"sync_dist": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only}
+        reduce = meta.reduce_fx.__name__
+        value = {"value": one.value, "step": one._forward_cache} if one.is_tensor else {}
+        value |= {"count": getattr(one, "cumulated_batch_size", None)}
+        found[key] = {"said": said, "reduce": reduce, "builtin": meta.reduce_fx is vars(builtins).get(reduce), **value}
+    return {"sums": found, "first": connector._first_loop_iter, "fx": connector._current_fx}
+
+
+def _log_again(trainer: Any, saved: State) -> None:
+    results = trainer.fit_loop.epoch_loop._results
+    for key, one in saved["sums"].items():
+        attribute = one["said"]["metric_attribute"]
+        if "value" not in one and attribute is None:
+            continue
+        value = one["value"] if "value" in one else trainer.lightning_module.get_submodule(attribute)
+        reduce = getattr(builtins if one["builtin"] else torch, one["reduce"])
+        results.log(value=value, reduce_fx=reduce, sync_dist_fn=trainer.strategy.reduce, batch_size=1, **one["said"])
+        if "value" in one:
+            results[key].value, results[key]._forward_cache = one["value"], one["step"]
+            if one["count"] is not None:
+                results[key].cumulated_batch_size = one["count"]
+    trainer._logger_connector._first_loop_iter = saved["first"]
+    trainer._logger_connector._current_fx = saved["fx"]
+
+
+def _to(value: Any, device: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _to(one, device) for key, one in value.items()}
+    return [_to(one, device) for one in value] if isinstance(value, list) else value

@@ -1,0 +1,179 @@
+"""Whole tensors of a checkpoint, in one process, read when they are asked for."""
+
+from __future__ import annotations
+
+import builtins
+import fnmatch
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ckpt.checkpoint import losses, read, read_repair
+from ckpt.checkpoint.losses import Skipped
+from ckpt.errors import CorruptError, NoCheckpointError, UsageError
+from ckpt.events import log as logger
+from ckpt.format.boxes import Box
+from ckpt.format.manifest import Attempt
+from ckpt.format.merged import Key, Saved
+from ckpt.format.values import Json, decode, show
+from ckpt.runlog.log import Commit
+from ckpt.state.placement import Filler, Target
+from ckpt.state.tensors import empty, to_array
+from ckpt.store import normalise, remember_options
+
+
+class Loaded(Mapping[str, Tensor]):
+    """Tensors by name. Each is read, verified and put on the CPU when it is first used, and kept.
+
+    `step` and `url` say what it is; `skipped`: what was newer, and is lost with a damaged record of the log.
+    `values(…)` is the Mapping's; plain values are under `plain(path)`.
+    """
+
+    def __init__(
+        self, url: str, attempt: Attempt, saved: Saved, names: dict[str, Key], skipped: Sequence[Skipped] = ()
+    ) -> None:
+        self.url, self.step, self._saved, self._names = url, attempt.step, saved, names
+        self.skipped = list(skipped)
+        self._attempt = attempt
+        self._cache: dict[Key, Tensor] = {}
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<step {self.step} of {self.url}: {len(self)} tensors>"
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._read([self._names[name]])[self._names[name]]
+
+    def all(self) -> dict[str, Tensor]:
+        """Every tensor, read in one go; names that shared memory when they were saved share it again."""
+        tensors = self._read(list(dict.fromkeys(self._names.values())))
+        return {name: tensors[key] for name, key in self._names.items()}
+
+    def slice(self, name: str, *index: builtins.slice | int) -> Tensor:
+        """A part of a tensor, of which only the blobs that hold some of it are read: `loaded.slice("w", slice(0, 8))`.
+
+        One index a dimension, from the first on; those left out are taken whole. Steps other than 1 are refused.
+        """
+        key = self._names[name]
+        spec = self._saved.tensors[key].spec
+        box, dropped = _box(name, spec.shape, index)
+        tensor = empty(replace(spec, shape=box[1]), "cpu")
+        read.run(self._fetch({key: [Target(tensor, box)]}))
+        return tensor[tuple(0 if d in dropped else builtins.slice(None) for d in range(len(spec.shape)))]
+
+    def sub(self, prefix: str) -> Loaded:
+        """What lies under a prefix, without it: `load(url).sub("model")` suits `model.load_state_dict`."""
+        start = prefix.rstrip(".") + "."
+        names = {name.removeprefix(start): key for name, key in self._names.items() if name.startswith(start)}
+        if not names:
+            raise UsageError(f"no tensor of step {self.step} has a name that starts with {start!r}")
+        return Loaded(self.url, self._attempt, self._saved, names, self.skipped)
+
+    def plain(self, path: str, *, rank: int = 0) -> Any:
+        """The plain values that a rank had under one entry of the state, such as `plain("epoch")`. KeyError if none."""
+        if not 0 <= rank < self._saved.world:
+            raise UsageError(f"step {self.step} was saved by ranks 0 to {self._saved.world - 1}, not by rank {rank}")
+        for node in self._saved.nodes(rank):
+            if show(node.path) == path:
+                return decode(node.values, lambda reference: self._extern(reference, rank))
+        raise KeyError(path)
+
+    def _extern(self, reference: Json, rank: int) -> object:
+        key = self._saved.resolve(reference["name"], rank, self._saved.world, None, lenient=True)
+        if not isinstance(key, tuple):
+            raise CorruptError(f"{reference['name']} is not in step {self.step}")
+        tensor = self._read([key])[key]
+        return tensor if reference["$"] == "tensor" else to_array(tensor, reference)
+
+    def _read(self, keys: list[Key]) -> dict[Key, Tensor]:
+        with self._lock:
+            missing = [key for key in keys if key not in self._cache]
+            if missing:
+                made = {key: empty(self._saved.tensors[key].spec, "cpu") for key in missing}
+                fills = {key: [Target(t, ((0,) * t.dim(), tuple(t.shape)))] for key, t in made.items()}
+                read.run(self._fetch(fills))
+                self._cache.update(made)
+            return {key: self._cache[key] for key in keys}
+
+    async def _fetch(self, fills: dict[Key, list[Target]]) -> None:
+        saved = self._saved.narrowed({key: [target.box for target in targets] for key, targets in fills.items()})
+        filler = Filler(saved, fills)
+        log = await read.open_run(self.url)
+        try:
+            await read_repair.fetch(log.store, self._attempt, saved.table, filler.blobs, filler.add, room=filler.room)
+        finally:
+            await log.store.aclose()
+
+
+def _box(name: str, shape: tuple[int, ...], index: tuple[builtins.slice | int, ...]) -> tuple[Box, set[int]]:
+    """An index as a box, and the dimensions that an int takes away."""
+    if len(index) > len(shape):
+        raise UsageError(f"{name} has {len(shape)} dimensions, not {len(index)}")
+    starts, sizes, dropped = [], [], set()
+    for dim, size in enumerate(shape):
+        at: builtins.slice | int = index[dim] if dim < len(index) else builtins.slice(None)
+        if isinstance(at, int):
+            if not -size <= at < size:
+                raise UsageError(f"{name}: index {at} is outside dimension {dim}, which has {size}")
+            dropped.add(dim)
+            at = builtins.slice(at % size, at % size + 1)
+        start, stop, step = at.indices(size)
+        if step != 1:
+            raise UsageError(f"{name}: only slices with step 1 can be read, not {at}")
+        starts.append(start)
+        sizes.append(max(0, stop - start))
+    return (tuple(starts), tuple(sizes)), dropped
+
+
+def load(
+    url: str | Path,
+    *,
+    step: int | None = None,
+    only: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Loaded:
+    """The newest checkpoint of a run, or that of `step`, as tensors by name, however many ranks saved it.
+
+    `only`: a shell pattern such as "model.*". A tensor that ranks have for themselves, and not alike, is called
+    `name#rank`. `storage_options`: as of `ckpt.Tier`. Raises FormatError if there is no run, NoCheckpointError if there
+    is no such checkpoint, CorruptError if what is read is damaged. What damage has taken away that was newer is said,
+    and in `skipped`.
+    """
+    place = normalise(url)
+    remember_options(place, storage_options)
+
+    async def open_it() -> tuple[Commit, Saved, list[Skipped]]:
+        log = await read.open_run(place)
+        try:
+            damage, acquires = await losses.of_log(log), log.state.acquires
+            try:
+                commit = read.choose(log, step)
+            except NoCheckpointError as error:
+                if missed := losses.passed_over(damage, None, acquires, step=step):
+                    raise NoCheckpointError(f"{error}. {losses.listed(missed)}") from None
+                raise
+            missed = losses.passed_over(damage, commit.attempt, acquires, step=step)
+            return commit, await read.load_saved(log.store, commit), missed
+        finally:
+            await log.store.aclose()
+
+    commit, saved, skipped = read.run(open_it())
+    if skipped:
+        logger.warning("%s", losses.in_words(skipped, commit.step))
+    names = {n: key for n, key in sorted(saved.labels.items()) if only is None or fnmatch.fnmatchcase(n, only)}
+    if not names and only is not None:
+        raise UsageError(f"no tensor of step {commit.step} in {place} matches {only!r}")
+    return Loaded(place, commit.attempt, saved, names, skipped)

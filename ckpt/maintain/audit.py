@@ -1,0 +1,500 @@
+"""What is damaged among all that live checkpoints name, as `ckpt repair` needs to know it. Every pack is read once.
+
+    look      the small files of every checkpoint, and which ranges of which packs they name
+    survey    those ranges, read and compared
+
+What is retired while somebody looks is no damage. A small file is put right at once, in memory, if what is left of its
+checkpoint or another place can say what it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ckpt.checkpoint.read import AT_ONCE, FAR_READ, GAP, PARALLEL, READ, name_of
+from ckpt.errors import AccessError, CheckpointError, CorruptError, FormatError, NotFoundError, StoreError
+from ckpt.events import log as logger
+from ckpt.format.digest import blob_digest, file_digest
+from ckpt.format.layout import Layout
+from ckpt.format.manifest import (
+    MAX_FORMAT,
+    MAX_JSON,
+    Attempt,
+    PackInfo,
+    Part,
+    index_key,
+    new_format,
+    owner,
+    part_key,
+    read_format,
+    table_key,
+)
+from ckpt.format.rank_index import build, is_directory
+from ckpt.format.table import MAX_TABLE, Table, merge
+from ckpt.runlog.log import Commit, RunLog
+from ckpt.store import Store, get_small
+
+OnBytes = Callable[[int], None] | None
+Get = Callable[[], Awaitable[bytes | memoryview]]
+Ranges = np.ndarray[Any, Any]
+VERDICTS = ("sound", "sound after this", "stays damaged", "lost")
+_RANGE = np.dtype([("pack", "<i4"), ("offset", "<i8"), ("stored", "<i8"), ("low", "<u8"), ("high", "<u8")])
+
+
+@dataclass(frozen=True, slots=True)
+class Cure:
+    """Where a damaged piece can be had, and how. `get` gives it, verified: CorruptError or StoreError if not."""
+
+    where: str
+    how: str
+    get: Get
+
+
+@dataclass(eq=False)
+class Sheet:
+    """A table that a live checkpoint consists of. `layout`: of the rank that wrote it, if it is of one rank."""
+
+    commit: Commit
+    table: Table
+    layout: Layout | None
+
+
+@dataclass(eq=False)
+class Piece:
+    """A range of a pack that is damaged, and the rows that name it. `why`: it cannot be had."""
+
+    pack: str
+    offset: int
+    stored: int
+    digest: bytes
+    rows: list[tuple[Sheet, int]] = field(default_factory=list)
+    cure: Cure | None = None
+    why: str = ""
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted({sheet.commit.step for sheet, _ in self.rows}, reverse=True)
+
+    @property
+    def tensors(self) -> list[str]:
+        return list(dict.fromkeys(name_of(sheet.table, row) for sheet, row in self.rows))
+
+
+@dataclass(eq=False)
+class PackDamage:
+    """`problem`: of the file as a whole, empty if it has its size. `there`: bytes that it has, None: it is gone."""
+
+    info: PackInfo
+    there: int | None
+    problem: str = ""
+    header: bool = False
+    header_cure: Cure | None = None
+    pieces: list[Piece] = field(default_factory=list)
+    known: bool = True  # its size and header are
+
+    @property
+    def size_is_wrong(self) -> bool:
+        return self.known and self.there != self.info.size
+
+    @property
+    def cured(self) -> list[Piece]:
+        return [piece for piece in self.pieces if piece.cure is not None]
+
+    @property
+    def lost(self) -> list[Piece]:
+        return [piece for piece in self.pieces if piece.cure is None]
+
+    @property
+    def whole_again(self) -> bool:
+        return self.known and not self.lost and (not self.header or self.header_cure is not None)
+
+    @property
+    def worth(self) -> bool:
+        """Whether to write it again: something that is damaged can be had, or only its length is wrong. What is gone is
+        not made again for its header alone."""
+        header = self.header_cure is not None and not self.size_is_wrong
+        return self.known and bool(self.cured or header or (self.size_is_wrong and self.whole_again))
+
+
+@dataclass(eq=False)
+class FileDamage:
+    """A small file. `raw`: what it has to be, None if that cannot be had; `source`: where it is from."""
+
+    key: str
+    step: int | None
+    problem: str
+    raw: bytes | None = None
+    source: str = ""
+
+
+@dataclass
+class Diagnosis:
+    """All that is damaged among what live checkpoints name. `records`: of the log, which nobody can repair."""
+
+    records: list[int] = field(default_factory=list)
+    files: list[FileDamage] = field(default_factory=list)
+    packs: list[PackDamage] = field(default_factory=list)
+    unread: list[tuple[Attempt, str]] = field(default_factory=list)  # checkpoints not looked into as a whole, and why
+
+    @property
+    def any(self) -> bool:
+        return bool(self.records or self.files or self.packs or self.unread)
+
+    @property
+    def remains(self) -> bool:
+        """Whether something cannot be repaired."""
+        gone = any(file.raw is None for file in self.files) or any(not pack.whole_again for pack in self.packs)
+        return bool(self.records or self.unread) or gone
+
+
+def about_reaching(store: Store, error: CheckpointError) -> bool:
+    """Whether it says nothing about what is stored."""
+    return store.remote and (isinstance(error, AccessError) or error.retryable)
+
+
+async def everything(works: Iterable[Awaitable[None]]) -> None:
+    """All of them at the same time; the first error as it is."""
+    for result in await asyncio.gather(*works, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+
+
+class Survey:
+    """Of the run behind `log`; `others`: runs in other places that may know more.
+
+    `commits`: the checkpoints that matter, by default all that are live.
+    """
+
+    def __init__(self, log: RunLog, others: Sequence[RunLog] = (), commits: Sequence[Commit] | None = None) -> None:
+        self.log, self.others, self.store = log, list(others), log.store
+        state = log.state
+        chosen = state.commits.values() if commits is None else commits
+        self.commits = sorted(chosen, key=lambda c: c.attempt, reverse=True)
+        self.found = Diagnosis(records=list(state.damaged))
+        self.sheets: list[Sheet] = []
+        self.infos: dict[str, PackInfo] = {}
+        self.sizes: dict[str, int] = {}
+        self._names: list[str] = []  # of packs, by their number in `_ranges`
+        self._ranges: Ranges = np.zeros(0, _RANGE)
+
+    # -- what is damaged --
+
+    async def look(self) -> int:
+        """Everything but tensors; how many bytes `survey` will read."""
+        await self._format()
+        for commit in self.commits:
+            await self._structure(commit)
+        self.sizes = {info.key: info.size async for info in self.store.list("packs/")}
+        places: dict[str, int] = {}
+        columns = [np.zeros(0, _RANGE)]
+        for sheet in self.sheets:
+            table, rows = sheet.table, np.flatnonzero(sheet.table.stored > 0)
+            numbers = np.array([places.setdefault(key, len(places)) for key in table.packs], np.int32)
+            column = np.zeros(len(rows), _RANGE)
+            digests = np.ascontiguousarray(table.stored_digest[rows]).view("<u8").reshape(-1, 2)
+            column["pack"], column["offset"] = numbers[table.pack[rows]], table.offset[rows]
+            column["stored"], column["low"], column["high"] = table.stored[rows], digests[:, 0], digests[:, 1]
+            columns.append(column)
+        self._ranges, self._names = np.unique(np.concatenate(columns)), list(places)
+        return int(self._ranges["stored"].sum()) + sum(self.infos[k].header_size for k in places if k in self.infos)
+
+    async def survey(self, on_bytes: OnBytes = None) -> Diagnosis:
+        """Read everything that was found by `look`, a few batches at a time, and note what is damaged."""
+        damaged: dict[str, PackDamage] = {}
+
+        def of(key: str) -> PackDamage:
+            if key not in damaged:
+                unknown = PackInfo(key, self.sizes.get(key, 0), 0, "")
+                info = self.infos.get(key, unknown)
+                damaged[key] = PackDamage(info, self.sizes.get(key), known=key in self.infos)
+            return damaged[key]
+
+        for key in self._names:
+            info, there = self.infos.get(key), self.sizes.get(key)
+            if there is None:
+                of(key).problem = "is gone"
+            elif info is not None and there != info.size:
+                of(key).problem = f"holds {there} bytes, not {info.size}"
+        jobs = iter(self._jobs())
+
+        async def work(pool: ThreadPoolExecutor) -> None:
+            for key, pieces in jobs:
+                if pieces is None:
+                    count = self.infos[key].header_size
+                    if not await self._header_is_sound(self.infos[key]):
+                        of(key).header = True
+                else:
+                    if bad := await self._damaged(pool, pieces):
+                        of(key).pieces += bad
+                    count = sum(p.stored for p in pieces)
+                if on_bytes is not None:
+                    on_bytes(count)
+
+        with ThreadPoolExecutor(PARALLEL, "ckpt-repair") as pool:
+            await everything(work(pool) for _ in range(PARALLEL))
+        await self._forget_retired(damaged)
+        self._name_rows(damaged)
+        self.found.packs = [damaged[key] for key in sorted(damaged)]
+        for pack in self.found.packs:
+            pack.pieces.sort(key=lambda p: p.offset)
+        return self.found
+
+    def _jobs(self) -> Iterator[tuple[str, list[Piece] | None]]:
+        """Headers (None), and near ranges together."""
+        most = FAR_READ if self.store.remote else READ
+        for number, key in enumerate(self._names):
+            if key in self.infos:
+                yield key, None
+            group: list[Piece] = []
+            for piece in self._named(number):
+                end = group[-1].offset + group[-1].stored if group else 0
+                far_off = piece.offset > end + GAP
+                if group and (far_off or piece.offset + piece.stored - group[0].offset > most):
+                    yield key, group
+                    group = []
+                group.append(piece)
+            if group:
+                yield key, group
+
+    def _named(self, number: int) -> Iterator[Piece]:
+        """The ranges of a pack that live checkpoints name, in their order."""
+        low, high = np.searchsorted(self._ranges["pack"], [number, number + 1])
+        for row in self._ranges[low:high]:
+            digest = np.array([row["low"], row["high"]], "<u8").tobytes()
+            yield Piece(self._names[number], int(row["offset"]), int(row["stored"]), digest)
+
+    async def _damaged(self, pool: ThreadPoolExecutor, pieces: list[Piece]) -> list[Piece]:
+        """Those of near ranges that are not what they have to be. What lies behind the end is not asked for."""
+        there = self.sizes.get(pieces[0].pack, 0)
+        missing = [p for p in pieces if p.offset + p.stored > there]
+        pieces = [p for p in pieces if p.offset + p.stored <= there]
+        if not pieces:
+            return missing
+        start, end = pieces[0].offset, max(p.offset + p.stored for p in pieces)
+        try:
+            view = await self.store.get(pieces[0].pack, start=start, length=end - start)
+        except StoreError as error:
+            if about_reaching(self.store, error):
+                raise
+            if len(pieces) == 1:
+                return missing + pieces
+            return missing + [bad for piece in pieces for bad in await self._damaged(pool, [piece])]
+
+        def bad() -> list[Piece]:
+            return [p for p in pieces if blob_digest(view[p.offset - start :][: p.stored]) != p.digest]
+
+        return missing + await asyncio.get_running_loop().run_in_executor(pool, bad)
+
+    async def _header_is_sound(self, info: PackInfo) -> bool:
+        try:
+            head = await self.store.get(info.key, start=0, length=info.header_size)
+        except StoreError as error:
+            if about_reaching(self.store, error):
+                raise
+            return False
+        return file_digest(head) == info.header
+
+    async def _forget_retired(self, damaged: dict[str, PackDamage]) -> None:
+        """A running job may have given checkpoints up while we looked: what only they name is no damage."""
+        if not (damaged or self.found.files or self.found.unread):
+            return
+        live = (await self.log.refresh()).commits.keys()
+        gone = {c.attempt for c in self.commits} - live
+        if not gone:
+            return
+        self.sheets = [sheet for sheet in self.sheets if sheet.commit.attempt in live]
+        self.commits = [commit for commit in self.commits if commit.attempt in live]
+        used = {key for sheet in self.sheets for key in sheet.table.packs}
+        for key in damaged.keys() - used:
+            del damaged[key]
+        self.found.files = [f for f in self.found.files if owner(f.key) not in gone]
+        self.found.unread = [one for one in self.found.unread if one[0] not in gone]
+
+    def _name_rows(self, damaged: dict[str, PackDamage]) -> None:
+        """Which rows of which tables name each damaged piece."""
+        by_place = {(p.pack, p.offset, p.stored): p for pack in damaged.values() for p in pack.pieces}
+        if not by_place:
+            return
+        for sheet in self.sheets:
+            table = sheet.table
+            hit = np.array([key in damaged for key in table.packs], np.bool_)
+            for row in np.flatnonzero(hit[table.pack]).tolist():
+                place = table.packs[int(table.pack[row])], int(table.offset[row]), int(table.stored[row])
+                if place in by_place:
+                    by_place[place].rows.append((sheet, row))
+        for pack in damaged.values():
+            pack.pieces = [piece for piece in pack.pieces if piece.rows]
+
+    def verdicts(self) -> list[tuple[Attempt, str]]:
+        """Of every checkpoint, newest first: "sound", what a repair makes of it, "sound after this", "stays damaged",
+        or "lost", if bytes that it needs cannot be had."""
+        found: dict[Attempt, int] = {commit.attempt: 0 for commit in self.commits}
+
+        def worse(attempts: Iterable[Attempt | None], much: int) -> None:
+            for attempt in attempts:
+                if attempt in found:
+                    found[attempt] = max(found[attempt], much)
+
+        worse([attempt for attempt, _ in self.found.unread], 3)
+        for file in self.found.files:
+            worse([owner(file.key)], 2 if file.raw is None else 1)
+        for pack in self.found.packs:
+            users = {sheet.commit.attempt for sheet in self.sheets if pack.info.key in sheet.table.packs}
+            for piece in pack.pieces:
+                worse([sheet.commit.attempt for sheet, _ in piece.rows], 3 if piece.cure is None else 1)
+            if pack.header or pack.size_is_wrong:
+                right = pack.worth and (not pack.header or pack.header_cure is not None)
+                worse(users, 1 if right else 2)
+        return [(attempt, VERDICTS[much]) for attempt, much in sorted(found.items(), reverse=True)]
+
+    # -- structure --
+
+    async def _format(self) -> None:
+        try:
+            read_format(await get_small(self.store, "FORMAT.json", MAX_FORMAT))
+        except (CorruptError, NotFoundError) as error:
+            self.found.files.append(
+                FileDamage("FORMAT.json", None, str(error), new_format(self.log.root), f"the log of {self.store.url}")
+            )
+
+    async def _structure(self, commit: Commit) -> None:
+        """Parts, tables and index of a checkpoint; as far as they can be had, its sheets."""
+        attempt, parts = commit.attempt, dict[int, Part]()
+        wanted = [(part_key(attempt, rank, number), digest, MAX_JSON) for rank, number, digest in commit.parts]
+        for (rank, number, _), (raw, _) in zip(commit.parts, await self._files(commit, wanted), strict=True):
+            if raw is not None:
+                try:
+                    parts[rank] = Part.from_bytes(raw, part_key(attempt, rank, number))
+                except CorruptError as error:
+                    self.found.unread.append((attempt, str(error)))
+        self.infos.update({pack.key: pack for part in parts.values() for pack in part.packs})
+        named = [(table_key(attempt, rank, part.number), part.table, MAX_TABLE) for rank, part in parts.items()]
+        key = index_key(attempt, commit.index)
+        *shares, (raw, index_damage) = await self._files(commit, [*named, (key, commit.index, MAX_TABLE)])
+        index = None if raw is None or is_directory(raw) else self._parsed(raw, key, commit)
+        tables: dict[int, Table] = {}
+        for (rank, part), (name, *_), (share, damage) in zip(parts.items(), named, shares, strict=True):
+            table = self._parsed(share, name, commit)
+            if damage is not None and table is None and index is not None:
+                table = _share(index, part)
+                made = b"" if table is None else table.to_bytes()
+                if file_digest(made) != part.table:
+                    continue
+                damage.raw, damage.source = made, "its index"
+            if table is not None:
+                tables[rank] = table
+        if len(tables) < len(commit.parts):
+            if index is not None:
+                self.sheets.append(Sheet(commit, index, None))
+            else:
+                self.found.unread.append((attempt, "neither its index nor all of its tables can be had"))
+            return
+        self.sheets += [Sheet(commit, table, self._layout(parts[rank])) for rank, table in tables.items()]
+        if index_damage is not None and raw is None:
+            again = _index_of(commit, parts, tables)
+            if again is not None:
+                index_damage.raw, index_damage.source = again, "the tables of its parts"
+
+    def _parsed(self, raw: bytes | None, key: str, commit: Commit) -> Table | None:
+        try:
+            return None if raw is None else Table.from_bytes(raw, key)
+        except (CorruptError, FormatError) as error:
+            self.found.unread.append((commit.attempt, str(error)))
+            return None
+
+    def _layout(self, part: Part) -> Layout | None:
+        try:
+            return Layout.from_json(part.layout)
+        except CorruptError as error:
+            logger.warning("%s", error)
+            return None
+
+    async def _files(
+        self, commit: Commit, wanted: Sequence[tuple[str, str, int]]
+    ) -> list[tuple[bytes | None, FileDamage | None]]:
+        """Small files by their keys, digests and limits."""
+        found: list[tuple[bytes | None, FileDamage | None]] = []
+        for start in range(0, len(wanted), AT_ONCE):
+            found += await asyncio.gather(*(self._file(commit, *one) for one in wanted[start : start + AT_ONCE]))
+        self.found.files += [damage for _, damage in found if damage is not None]
+        return found
+
+    async def _file(self, commit: Commit, key: str, digest: str, limit: int) -> tuple[bytes | None, FileDamage | None]:
+        """The right content, from here or elsewhere; and what is wrong with it here."""
+        try:
+            raw = bytes(await get_small(self.store, key, limit))
+            if file_digest(raw) == digest:
+                return raw, None
+            problem = "is damaged: its digest does not match"
+        except (CorruptError, StoreError) as error:
+            if about_reaching(self.store, error):
+                raise
+            problem = "is gone" if isinstance(error, NotFoundError) else str(error)
+        damage = FileDamage(key, commit.step, problem)
+        for other in self.others:
+            try:
+                raw = bytes(await get_small(other.store, key, limit))
+            except (CorruptError, StoreError) as error:
+                if about_reaching(other.store, error):
+                    raise
+                continue
+            if file_digest(raw) == digest:
+                damage.raw, damage.source = raw, other.store.url
+                return raw, damage
+        return None, damage
+
+    def ranges_of(self, key: str) -> list[Piece]:
+        """What live checkpoints name in a pack, in order."""
+        return list(self._named(self._names.index(key)))
+
+
+def _index_of(commit: Commit, parts: dict[int, Part], tables: dict[int, Table]) -> bytes | None:
+    """The index, made once more of all parts and tables. Whether it is right, its digest says."""
+    ranks = sorted(tables)
+    made = merge([tables[rank] for rank in ranks]).to_bytes()
+    if file_digest(made) != commit.index and len(ranks) == commit.world:
+        with contextlib.suppress(CorruptError):
+            made = build([parts[rank] for rank in ranks], [tables[rank] for rank in ranks]).to_bytes()
+    return made if file_digest(made) == commit.index else None
+
+
+def _share(index: Table, part: Part) -> Table | None:
+    """One rank's table, taken out of that of all ranks, as `ckpt.format.table.merge` put it in. Whether it is right,
+    its digest says."""
+    mine = [i for i, shard in enumerate(index.shards) if shard.rank == part.rank]
+    if not mine:
+        return None
+    first, last = mine[0], mine[-1] + 1
+    low, high = int(index.starts[first]), int(index.starts[last])
+    behind = np.unique(index.base[low:high][index.base[low:high] >= index.owned])
+    bases = np.arange(behind[0], behind[-1] + 1) if behind.size else np.zeros(0, np.int64)
+    rows = np.concatenate([np.arange(low, high), bases])
+    packs = tuple(pack.key for pack in part.packs)
+    place = {key: i for i, key in enumerate(packs)}
+    if any(index.packs[n] not in place for n in np.unique(index.pack[rows]).tolist()):
+        return None
+    numbers = np.array([place.get(key, 0) for key in index.packs], np.int64)
+    base = index.base[rows]
+    shifted = np.where(base >= index.owned, base - (bases[0] if bases.size else 0) + high - low, base - low)
+    columns = {name: getattr(index, name)[rows] for name in ("offset", "stored", "length", "codec")}
+    return Table(
+        shards=index.shards[first:last],
+        starts=index.starts[first : last + 1] - low,
+        pack=numbers[index.pack[rows]],
+        base=np.where(base < 0, -1, shifted),
+        digest=index.digest[rows],
+        stored_digest=index.stored_digest[rows],
+        packs=packs,
+        **columns,
+    )
+
+
+Plain = tuple[bytes, int]
+"""A content: the digest of plain bytes, and their length."""

@@ -1,0 +1,361 @@
+"""Work on a whole run from outside: thin it out, clean it up, keep one checkpoint for ever. `ckpt.maintain.copy_run`
+copies it.
+
+Each begins with a plan that can be shown; what decides is pure. What is done then looks again first, since a job may be
+training there: a PLAN record is made of the very state that it follows. Nothing here owns a run. Records are appended
+for whoever does, and fence nobody. All of it may be stopped at any moment and called again: what a landed PLAN names
+and nobody has deleted yet is found by the next `gc`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ckpt.checkpoint import read, retention
+from ckpt.errors import CorruptError, NoCheckpointError, StoreError
+from ckpt.events import point
+from ckpt.format.manifest import Attempt, owner
+from ckpt.runlog.log import Commit, Record, RunLog, RunState, live_packs
+from ckpt.store import Store
+
+OURS = ("FORMAT.json", "log/", "faults/", "ledger/", "redo/")  # files of a run that belong to no attempt
+TRIES = 10  # a job may commit between our look and our record, though not for ever
+BATCH, FAR_BATCH = 64, 1000  # files deleted between two words about it
+READER_GRACE_S = 600.0  # in a remote place, where deleting takes a file away from those who are reading it
+
+OnBytes = Callable[[int], None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A checkpoint, or the files of an attempt, in a plan. `size` in bytes; `why` says why it is where it is."""
+
+    attempt: Attempt
+    size: int = 0
+    files: int = 0
+    why: str = ""
+
+
+def some(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + ", …" * (len(numbers) > 8)
+
+
+def default_grace_s(store: Store) -> float:
+    return READER_GRACE_S if store.remote else 0.0
+
+
+# -- what is in a place --
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """All files of a place by name, with their sizes in bytes, and then what its log says.
+
+    `seen`: the checkpoints there were; `used`: the files that each of them needs, as far as it can be read.
+    """
+
+    sizes: dict[str, int]
+    seen: Set[Attempt]
+    used: dict[Attempt, set[str]]
+
+    def item(self, attempt: Attempt, keys: Iterable[str], why: str = "") -> Item:
+        found = [self.sizes[key] for key in keys if key in self.sizes]
+        return Item(attempt, sum(found), len(found), why)
+
+    def files(self, keys: Iterable[str]) -> tuple[tuple[str, int], ...]:
+        return tuple((key, self.sizes[key]) for key in keys)
+
+    @property
+    def owned(self) -> list[str]:
+        """What belongs to an attempt: nothing else is ever deleted."""
+        return [key for key in self.sizes if owner(key) is not None]
+
+
+async def take_stock(log: RunLog) -> Stock:
+    """The listing comes first: a file that appears later belongs to an attempt that is not in it."""
+    sizes = {info.key: info.size async for info in log.store.list()}
+    state = await log.refresh()
+    for _ in range(TRIES):  # a job may commit and retire while we read
+        commits = dict(state.commits)
+        used = await retention.files_of(log, commits.values())
+        state = await log.refresh()
+        if state.commits.keys() <= commits.keys():
+            break
+    return Stock(sizes, frozenset(commits), used)
+
+
+def by_owner(keys: Iterable[str]) -> dict[Attempt, list[str]]:
+    found: dict[Attempt, list[str]] = {}
+    for key in keys:
+        if (attempt := owner(key)) is not None:
+            found.setdefault(attempt, []).append(key)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What a PLAN record says: checkpoints given up, and files that go."""
+
+    retire: Set[Attempt] = frozenset()
+    delete: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.retire or self.delete)
+
+
+Decide = Callable[[RunState, Stock], Sweep | None]
+"""Pure. None: there is a checkpoint that came after the stock was taken."""
+
+
+def refuse(state: RunState, stock: Stock, url: str, retiring: Set[Attempt] = frozenset()) -> None:
+    """CorruptError, with advice, if nobody can say which files are needed. Pure."""
+    if state.damaged:
+        raise CorruptError(
+            f"log records {some(state.damaged)} of {url} are damaged or missing, and may protect what looks "
+            "superfluous: nothing is deleted there. Go on in another place: `ckpt copy --all` brings over what is whole"
+        )
+    unreadable = sorted(a for a in (state.commits.keys() & stock.seen) - stock.used.keys() if a not in retiring)
+    if unreadable:
+        steps = some([attempt.step for attempt in unreadable])
+        raise CorruptError(
+            f"step {steps} of {url} cannot be read, so nobody knows which files it needs: nothing is deleted while it "
+            "stays. `ckpt verify` says what is wrong; it goes by `ckpt prune` when two newer ones are there, and if it "
+            "is kept, `ckpt keep --undo` comes first"
+        )
+
+
+async def sweep(log: RunLog, stock: Stock, decide: Decide) -> Sweep:
+    """Land a PLAN that says what `decide` does of the newest state. Nothing is deleted here."""
+    request, decided = f"plan:{secrets.token_hex(4)}", list[Sweep | None]()
+    for _ in range(TRIES):
+
+        def make(state: RunState, stock: Stock = stock) -> Record | None:
+            decided[:] = [found := decide(state, stock)]
+            if not found:
+                return None
+            body = {"retire": sorted(map(str, found.retire)), "delete": list(found.delete)}
+            return Record("PLAN", body, f"{request}:{state.next_seq}")
+
+        await log.append(make, owner=None)
+        if (landed := decided[0]) is not None:
+            if landed:
+                point("plan.landed")
+            return landed
+        stock = await take_stock(log)
+    raise StoreError(f"{log.store.url} changes faster than it can be looked at: try again later", retryable=True)
+
+
+async def delete(
+    store: Store,
+    files: Sequence[tuple[str, int]],
+    *,
+    grace_s: float,
+    on_wait: Callable[[float], None] = lambda seconds: None,
+    on_bytes: OnBytes = None,
+) -> None:
+    """Delete what a landed PLAN names, after readers have had their time. `files`: with their sizes."""
+    if files and grace_s > 0:
+        on_wait(grace_s)
+        await asyncio.sleep(grace_s)
+    batch = FAR_BATCH if store.remote else BATCH
+    for start in range(0, len(files), batch):
+        await store.delete_many([key for key, _ in files[start : start + batch]])
+        point("sweep.deleted")
+        if on_bytes is not None:
+            on_bytes(sum(size for _, size in files[start : start + batch]))
+
+
+# -- prune --
+
+
+@dataclass(frozen=True, slots=True)
+class PrunePlan:
+    """`check`: what has to be read back before anything goes; `leftovers`: files of ended attempts that go as well."""
+
+    check: Commit
+    give_up: tuple[Item, ...]
+    keep: tuple[Item, ...]
+    leftovers: int
+    delete: tuple[tuple[str, int], ...]
+    partial: bool
+
+
+def plan_prune(log: RunLog, stock: Stock, keep: retention.Keep) -> PrunePlan:
+    """Pure. CorruptError if nothing may be deleted there; NoCheckpointError if nothing is there."""
+    state, check = log.state, read.choose(log)
+    doomed = decide_prune(log.store.url, keep, check.attempt, state, stock) or Sweep()
+    why = why_kept(state, keep, check.attempt)
+    owned = by_owner(doomed.delete)
+    newest_first = sorted(state.commits, reverse=True)
+    return PrunePlan(
+        check,
+        tuple(stock.item(a, owned.get(a, ())) for a in newest_first if a in doomed.retire),
+        tuple(stock.item(a, stock.used[a], why[a]) for a in newest_first if a in why and a in stock.used),
+        sum(len(keys) for attempt, keys in owned.items() if attempt not in doomed.retire),
+        stock.files(doomed.delete),
+        any(not commit.whole for commit in state.commits.values()),
+    )
+
+
+def decide_prune(url: str, keep: retention.Keep, checked: Attempt, state: RunState, stock: Stock) -> Sweep | None:
+    retiring = retention.choose(state, keep, {checked})
+    refuse(state, stock, url, retiring)
+    if checked not in state.commits:
+        raise NoCheckpointError(f"{url}: step {checked.step}, which was read back, has been retired since. Repeat it")
+    doomed = retention.plan_deletion(state, retiring, {checked}, stock.used, stock.owned)
+    return None if doomed is None else Sweep(retiring, tuple(doomed))
+
+
+def why_kept(state: RunState, keep: retention.Keep, checked: Attempt) -> dict[Attempt, str]:
+    """Of what stays by `retain.choose`: why. Pure."""
+    history = state.lineage()
+    rest = sorted((c for c in state.commits.values() if c not in history), key=lambda c: c.attempt, reverse=True)
+    ordered = [*history, *rest]
+    due = {c.attempt for c in [c for c in ordered if c.reason == "due"][: keep.last]}
+    newest = {c.attempt for c in ordered[: retention.ALWAYS]}
+    full = {c.attempt for c in [c for c in ordered if c.full][: retention.ALWAYS]} - newest
+    pinned = set[Attempt]().union(*state.pins.values())
+    finite = next((c.attempt for c in ordered if c.finite is not False), None)
+    found = {}
+    every = "all stay" if keep.all else f"every {keep.every}"
+    for attempt in state.commits.keys() - retention.choose(state, keep, {checked}):
+        reasons = [
+            f"kept: {state.kept[attempt]}" if attempt in state.kept else "",
+            "the newest two stay" if attempt in newest else "",
+            "one of the last two full ones" if attempt in full else "",
+            "in use by one that is being written" if attempt in pinned else "",
+            "the newest finite one" if attempt == finite else "",
+            f"of the last {keep.last}" if attempt in due and not keep.all else "",
+            every if keep.every and attempt.step % keep.every == 0 else "",
+        ]
+        found[attempt] = "; ".join(filter(None, reasons)) or (
+            "the one that was read back" if attempt == checked else "persisted at a death, after the regular ones"
+        )
+    return found
+
+
+async def prune(log: RunLog, stock: Stock, keep: retention.Keep, checked: Attempt) -> Sweep:
+    """Land the PLAN. `checked`: a checkpoint that was read back and found sound just now."""
+    return await sweep(log, stock, partial(decide_prune, log.store.url, keep, checked))
+
+
+# -- gc --
+
+
+@dataclass(frozen=True, slots=True)
+class GcPlan:
+    """By attempt. `opened`: attempts that may still become checkpoints; `ending`: those of them that are to be ended;
+    `uploads`: unfinished ones, by the name of what they were to be; `foreign`: files that are not ours."""
+
+    doomed: tuple[Item, ...]
+    delete: tuple[tuple[str, int], ...]
+    opened: tuple[Item, ...]
+    ending: tuple[Attempt, ...]
+    uploads: tuple[str, ...]
+    foreign: tuple[str, ...]
+    live: Item
+
+
+def plan_gc(url: str, state: RunState, stock: Stock, uploads: Sequence[str], abort_open: bool) -> GcPlan:
+    """Pure. CorruptError if nothing may be deleted there."""
+    begun: dict[Attempt, list[str]] = {attempt: [] for attempt in state.pins}  # of which there may be no file yet
+    owned = sorted((begun | by_owner([*stock.sizes, *uploads])).items())
+    ending = tuple(a for a, _ in owned if abort_open and may_end(state, a))
+    later = replace(state, aborted=state.aborted | set(ending))
+    found = decide_gc(url, later, stock) or Sweep()
+    doomed = set(found.delete)
+    used = set[str]().union(*(stock.used[attempt] for attempt in state.commits if attempt in stock.used))
+    live = [key for key in stock.sizes if key in used or (owner(key) in state.commits and key not in doomed)]
+    return GcPlan(
+        tuple(stock.item(a, keys, _why_doomed(state, a)) for a, keys in sorted(by_owner(found.delete).items())),
+        stock.files(found.delete),
+        tuple(stock.item(a, keys, _why_open(state, a)) for a, keys in owned if not state.ended(a)),
+        ending,
+        tuple(key for key in uploads if (a := owner(key)) is not None and later.ended(a)),
+        tuple(key for key in stock.sizes if owner(key) is None and not key.startswith(OURS)),
+        Item(Attempt(0, 0, ""), sum(stock.sizes[key] for key in live), len(live)),
+    )
+
+
+def decide_gc(url: str, state: RunState, stock: Stock) -> Sweep | None:
+    """Nothing is given up, so nothing needs to have been read back; and a run without checkpoints may be cleaned up."""
+    refuse(state, stock, url)
+    if not state.commits.keys() <= stock.used.keys():
+        return None
+    listed = stock.owned
+    live = live_packs(state, listed, {key for attempt in state.commits for key in stock.used[attempt]})
+    return Sweep(delete=tuple(key for key in listed if key not in live))
+
+
+def may_end(state: RunState, attempt: Attempt) -> bool:
+    """Whether an attempt is open, and of an epoch that is over. What is HELD here may be a checkpoint elsewhere."""
+    return not state.ended(attempt) and attempt not in state.held and attempt.epoch < state.epoch
+
+
+def _why_open(state: RunState, attempt: Attempt) -> str:
+    if attempt in state.held:
+        return "held for other nodes, whose disks may have the rest"
+    if attempt.epoch < state.epoch:
+        return "left by a crash, an interrupted copy, or being written"
+    return "being written, or left by a crash"
+
+
+def _why_doomed(state: RunState, attempt: Attempt) -> str:
+    if attempt in state.commits:
+        return "written again under another number"
+    if attempt in state.retired:
+        return "retired"
+    return f"aborted: {state.reasons[attempt]}" if attempt in state.reasons else "aborted"
+
+
+async def unfinished(store: Store) -> list[str]:
+    """The names of what unfinished uploads were to be. None of them is dropped."""
+    found: list[str] = []
+
+    def note(key: str) -> bool:
+        found.append(key)
+        return True
+
+    await store.drop_uploads(note)
+    return sorted(set(found))
+
+
+async def gc(log: RunLog, stock: Stock, ending: Iterable[Attempt]) -> tuple[Sweep, int]:
+    """End these, land the PLAN, and drop unfinished uploads; what landed, and how many uploads were dropped."""
+    for attempt in ending:
+        await log.append(partial(_end, attempt), owner=None)
+    landed = await sweep(log, stock, partial(decide_gc, log.store.url))
+    state = log.state
+
+    def wanted(key: str) -> bool:
+        attempt = owner(key)
+        return attempt is None or not state.ended(attempt)
+
+    return landed, await log.store.drop_uploads(wanted)
+
+
+def _end(attempt: Attempt, state: RunState) -> Record | None:
+    body = {"attempt": str(attempt), "reason": "ended by hand, long after its epoch"}
+    return Record("ABORT", body, f"abort:{attempt}") if may_end(state, attempt) else None
+
+
+# -- keep --
+
+
+async def set_keep(log: RunLog, attempt: Attempt, note: str | None) -> None:
+    """Never retire a checkpoint, and why; None: it may go again. NoCheckpointError if it was retired meanwhile."""
+    token = secrets.token_hex(4)
+
+    def make(state: RunState) -> Record | None:
+        if attempt not in state.commits and note is not None:
+            raise NoCheckpointError(f"step {attempt.step} of {log.store.url} was retired a moment ago")
+        if state.kept.get(attempt) == note:
+            return None
+        body = {"attempt": str(attempt), "note": note or "", "keep": note is not None}
+        return Record("KEEP", body, f"keep:{attempt}:{token}")
+
+    await log.append(make, owner=None)

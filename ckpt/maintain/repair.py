@@ -1,0 +1,231 @@
+"""Put damaged files of a run right again, bit for bit, from whatever is sound somewhere.
+
+    look, survey   what live checkpoints name, and which of it is damaged   (`ckpt.maintain.audit`)
+    seek           where each damaged piece can be had                      (`ckpt.maintain.find_copies`)
+    mend           the files are written again, whole, under their names
+
+Content decides: a piece is put back only if its digest is the one that the checkpoint says, wherever it came from. A
+pack is replaced as a whole, and all of it is verified on its way; until the new one is complete the old one stays. So
+a running job is not disturbed, and all of it may be stopped at any moment and called again. Nothing here deletes
+anything, and log records are not repaired: what is lost of the log, nobody else knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from ckpt.checkpoint.write import CHUNK, page_aligned
+from ckpt.errors import CorruptError, StoreError
+from ckpt.events import point
+from ckpt.format.digest import file_digest
+from ckpt.format.manifest import owner
+from ckpt.maintain.audit import Cure, OnBytes, PackDamage, Piece, Survey, about_reaching, everything
+from ckpt.maintain.find_copies import Seeker
+from ckpt.store import Store
+
+CURES = 8  # pieces fetched at the same time
+
+
+@dataclass
+class Mended:
+    """What was written again. `left`: given up by the run meanwhile; `failed`: (name, why)."""
+
+    files: list[str] = field(default_factory=list)
+    packs: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    failed: list[tuple[str, str]] = field(default_factory=list)
+    zeros: int = 0  # bytes that no checkpoint names, and that could not be had
+    lost: dict[str, int] = field(default_factory=dict)  # packs, and bytes of live checkpoints that are zeros there now
+
+
+class Repair(Survey):
+    """What can be done about damage, and doing it."""
+
+    async def seek(self, on_bytes: OnBytes = None) -> None:
+        """For everything that is damaged: where it can be had. Each is fetched once, to be sure."""
+        if not self.found.packs:
+            return
+        seeker = Seeker(self)
+        await seeker.prepare()
+        pieces = iter([piece for pack in self.found.packs for piece in pack.pieces if pack.known])
+
+        async def work() -> None:
+            for piece in pieces:
+                piece.cure = await seeker.cure(piece)
+                if on_bytes is not None:
+                    on_bytes(piece.stored)
+
+        await everything(work() for _ in range(CURES))
+        for pack in self.found.packs:
+            if not pack.known:
+                for piece in pack.pieces:
+                    piece.why = "the part that says the size of its file cannot be had"
+            elif pack.header:
+                pack.header_cure = await seeker.header(pack.info)
+
+    async def mend(self, on_bytes: OnBytes = None) -> Mended:
+        """Write again what can be had. What fails is left as it is, and the rest is gone on with."""
+        done = Mended()
+        for file in self.found.files:
+            if file.raw is None:
+                continue
+            if not await self._is_live(file.key):
+                done.left.append(file.key)
+                continue
+            try:
+                await self.store.put(file.key, file.raw)
+                done.files.append(file.key)
+            except StoreError as error:
+                done.failed.append((file.key, str(error)))
+        for pack in self.found.packs:
+            if not pack.worth:
+                continue
+            key = pack.info.key
+            if not await self._is_live(key):
+                done.left.append(key)
+                continue
+            try:
+                rewrite = _Rewrite(self, pack)
+                await rewrite.run(on_bytes)
+                done.packs.append(key)
+                done.zeros += rewrite.zeros
+                if rewrite.lost:
+                    done.lost[key] = rewrite.lost
+            except (CorruptError, StoreError) as error:
+                done.failed.append((key, str(error)))
+        return done
+
+    async def _is_live(self, key: str) -> bool:
+        """Whether a live checkpoint needs this file: a running job may have given it up."""
+        live = (await self.log.refresh()).commits
+        if not key.startswith("packs/"):
+            attempt = owner(key)
+            return attempt is None or attempt in live
+        return any(sheet.commit.attempt in live for sheet in self.sheets if key in sheet.table.packs)
+
+
+class _Rewrite:
+    """One pack, streamed into its place. All that live checkpoints name in it is verified on its way."""
+
+    def __init__(self, repair: Repair, pack: PackDamage) -> None:
+        self.store, self.pack, self.info = repair.store, pack, pack.info
+        self._others = [other.store for other in repair.others]
+        self._fallbacks: list[Store] | None = None
+        self._checks = _Checks(repair.ranges_of(pack.info.key), pack.lost)
+        self._named = [(p.offset, p.offset + p.stored) for p in repair.ranges_of(pack.info.key)]
+        self._patches: list[tuple[int, int, Cure]] = [
+            (p.offset, p.offset + p.stored, p.cure) for p in pack.cured if p.cure
+        ]
+        if pack.header_cure is not None:
+            self._patches.append((0, self.info.header_size, pack.header_cure))
+        self._last: tuple[Cure, bytes | memoryview] | None = None
+        self.zeros = 0  # bytes that had to be left zero, of those that nobody names
+        self.lost = 0  # and of those that a live checkpoint names
+
+    async def run(self, on_bytes: OnBytes) -> None:
+        upload = await self.store.upload(self.info.key, size=self.info.size, replace=True)
+        point("pack.opened")
+        try:
+            most = upload.part or CHUNK
+            for start in range(0, self.info.size, most):
+                view = await self._range(start, min(most, self.info.size - start))
+                await asyncio.to_thread(self._checks.feed, start, view)
+                await upload.write_at(start, view)
+                if on_bytes is not None:
+                    on_bytes(len(view))
+            await upload.finish()
+        except BaseException:
+            await upload.abort()
+            raise
+
+    async def _range(self, start: int, length: int) -> memoryview:
+        view = page_aligned(length)
+        await self._as_it_is(start, view)
+        for low, high, cure in self._patches:
+            a, b = max(low, start), min(high, start + length)
+            if a < b:
+                data = await self._cured(cure)
+                view[a - start : b - start] = data[a - low : b - low]
+        return view
+
+    async def _cured(self, cure: Cure) -> bytes | memoryview:
+        """One that goes over the end of a range is needed twice."""
+        if self._last is None or self._last[0] is not cure:
+            self._last = cure, await cure.get()
+        return self._last[1]
+
+    async def _as_it_is(self, start: int, view: memoryview) -> None:
+        """What is there now; what is not, from elsewhere if anybody has that file, else zeros."""
+        there = self.pack.there or 0
+        if start + len(view) <= there and await self._copied(self.store, start, view):
+            return
+        ends = {start, start + len(view), there, *(at for named in self._named for at in named)}
+        cuts = sorted(at for at in ends if start <= at <= start + len(view))
+        for a, b in itertools.pairwise(cuts):
+            part = view[a - start : b - start]
+            if b <= there and await self._copied(self.store, a, part):
+                continue
+            for store in await self._alike():
+                if await self._copied(store, a, part):
+                    break
+            else:
+                if any(piece.offset < b and a < piece.offset + piece.stored for piece in self.pack.lost):
+                    self.lost += b - a
+                elif not any(low < b and a < high for low, high in self._named) and a >= self.info.header_size:
+                    self.zeros += b - a
+
+    async def _copied(self, store: Store, start: int, view: memoryview) -> bool:
+        try:
+            view[:] = await store.get(self.info.key, start=start, length=len(view))
+        except StoreError as error:
+            if about_reaching(store, error):
+                raise
+            return False
+        return True
+
+    async def _alike(self) -> list[Store]:
+        """The other places that have this file, of this size."""
+        if self._fallbacks is None:
+            self._fallbacks = []
+            for store in self._others:
+                try:
+                    alike = (await store.head(self.info.key)).size == self.info.size
+                    head = await store.get(self.info.key, start=0, length=self.info.header_size)
+                    if alike and file_digest(head) == self.info.header:
+                        self._fallbacks.append(store)
+                except StoreError:
+                    continue
+        return self._fallbacks
+
+
+class _Checks:
+    """Digests of ranges, as their bytes come by. `lost`: those that nobody expects to be right."""
+
+    def __init__(self, pieces: Sequence[Piece], lost: Sequence[Piece]) -> None:
+        gone = {(piece.offset, piece.stored) for piece in lost}
+        self._waiting = [p for p in pieces if (p.offset, p.stored) not in gone]
+        self._waiting.sort(key=lambda p: p.offset, reverse=True)  # the next is the last
+        self._open: list[tuple[Piece, Any]] = []
+
+    def feed(self, start: int, view: memoryview) -> None:
+        """CorruptError if a range is not what it has to be."""
+        end = start + len(view)
+        while self._waiting and self._waiting[-1].offset < end:
+            self._open.append((self._waiting.pop(), xxhash.xxh3_128()))
+        still = []
+        for piece, hasher in self._open:
+            low, high = max(piece.offset, start), min(piece.offset + piece.stored, end)
+            hasher.update(view[low - start : high - start])
+            if high == piece.offset + piece.stored:
+                if hasher.digest() != piece.digest:
+                    where = f"{piece.stored} bytes at {piece.offset} of {piece.pack}"
+                    raise CorruptError(f"{where} came out wrong while they were copied, so the old file stays")
+            else:
+                still.append((piece, hasher))
+        self._open = still

@@ -1,0 +1,231 @@
+"""When a run did what, for pictures of it: what its incarnations did on one time line, put together to few figures.
+
+`ckpt.goodput.accounting` says what everything cost together; here is when. Both go by the same time line
+(`ckpt.goodput.timeline`), but a picture may be coarser: steps that are not done again yet are shown as what they were
+when they were done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ckpt.faults.report import TOGETHER_S, Fault, Saved, incidents
+from ckpt.goodput.ledger import Account, Decision, Landed, Restore, Row
+from ckpt.goodput.timeline import Placed, placed
+
+PARTS = ("trained", "saving", "recompute", "restore", "restart", "perceive", "paused", "other", "stopped")
+MOST_POINTS = 1600  # of the curve of steps
+BUCKETS = range(-56, 33)  # of stalls, see ckpt.goodput.ledger.stall_bucket
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some time, in seconds since 1970, and how many seconds of it went into what."""
+
+    start: float
+    stop: float
+    parts: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Something that happened `at`, in seconds since 1970."""
+
+    at: float
+    step: int | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    at: float
+    one: Restore
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    at: float
+    one: Decision
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A save that landed somewhere, and when."""
+
+    at: float
+    one: Landed
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """What one or several ranks wrote about the same; `reported`: in `faults/`, else a line of the ledger is all."""
+
+    at: float
+    kind: str
+    ranks: tuple[int, ...]
+    step: int | None
+    text: str
+    saved: tuple[Saved, ...]
+    reported: bool
+    advice: str = ""
+    hosts: tuple[str, ...] = ()
+
+
+@dataclass
+class Chronicle:
+    """`curve`: (when, step), None where a line is broken; `stalls`: how many saves, by bucket."""
+
+    begin: float = 0.0
+    until: float = 0.0
+    pieces: list[Piece] = field(default_factory=list)
+    curve: list[tuple[float, int] | None] = field(default_factory=list)
+    starts: list[Moment] = field(default_factory=list)
+    restores: list[Restored] = field(default_factory=list)
+    decisions: list[Decided] = field(default_factory=list)
+    landed: list[Done] = field(default_factory=list)
+    stalls: dict[int, int] = field(default_factory=dict)
+    incidents: list[Incident] = field(default_factory=list)
+    accounts: list[Account] = field(default_factory=list)
+
+
+def chronicle(accounts: Iterable[Account], faults: Iterable[Fault], slowed_s: float, now: float) -> Chronicle:
+    """Of a whole run. `slowed_s`: how much slower saving made all steps, as the statement of the run says."""
+    faults = list(faults)
+    line = placed(list(accounts), faults, [], now)
+    found = Chronicle(incidents=_incidents(line, faults))
+    if not line:
+        return found
+    more = math.fsum(max(0.0, row.slowed) for one in line for row in one.rows)
+    share = min(1.0, slowed_s / more) if more > 0 else 0.0
+    clock = line[0]
+    found.pieces = [Piece(clock.wall(p.start), clock.wall(p.stop), p.parts) for p in _pieces(line, share)]
+    found.begin = next((piece.start for piece in found.pieces), clock.account.wall(clock.account.opened))
+    found.until = max([found.begin, *(piece.stop for piece in found.pieces[-1:])])
+    found.accounts = [one.account for one in line]
+    for one in line:
+        account = one.account
+        _curve(found, clock, one, max(3, MOST_POINTS // len(line)))
+        who = f"start {account.epoch}, {account.world} ranks, process {account.pid} on {account.host}"
+        found.starts.append(Moment(clock.wall(one.t(account.opened)), None, who))
+        found.restores += [Restored(clock.wall(one.t(each.at)), each) for each in account.restores]
+        found.decisions += [
+            Decided(clock.wall(one.t(each.at or account.opened)), each) for each in account.decisions if each.every
+        ]
+        found.landed += [Done(clock.wall(one.t(each.at)), each) for each in account.landed if _sound(each)]
+        for name, count in account.stalls.items():
+            if name.lstrip("-").isdecimal() and len(name) < 4 and int(name) in BUCKETS and 0 < count < 2**53:
+                found.stalls[int(name)] = found.stalls.get(int(name), 0) + count
+    return found
+
+
+def _sound(one: Landed) -> bool:
+    return min(one.seconds, one.nbytes, one.stored, one.behind) >= 0 and max(one.nbytes, one.stored) < 2**63
+
+
+# -- what the time went into --
+
+
+def _pieces(line: Sequence[Placed], share: float) -> Iterator[Piece]:
+    """One behind the other, on the line. The first begins when the first incarnation was ready."""
+    cursor, high, gap = line[0].t(line[0].account.opened), -1, "restart"
+
+    def until(stop: float, name: str) -> Iterator[Piece]:
+        nonlocal cursor
+        if stop > cursor:
+            yield Piece(cursor, stop, {name: stop - cursor})
+            cursor = stop
+
+    for number, one in enumerate(line):
+        account = one.account
+        if number:
+            yield from until(one.t(account.opened), gap)
+        before = gap if number else "other"
+        for event in one.events():
+            if isinstance(event, Restore) and before == "other":  # the first start, which is counted nowhere
+                cursor = max(cursor, one.t(event.at + event.seconds))
+                continue
+            if isinstance(event, Restore):
+                yield from until(one.t(event.at), before)
+                yield from until(one.t(event.at + event.seconds), "stopped" if before == "stopped" else "restore")
+                continue
+            yield from until(one.t(event.at - event.seconds - event.paused), "other")
+            stop = one.t(event.at)
+            if stop > cursor:
+                yield Piece(cursor, stop, _parts(event, stop - cursor, high, share))
+                cursor = stop
+            high, before = max(high, event.step), "recompute"
+        after = line[number + 1] if number + 1 < len(line) else None
+        noticed = one.noticed(cursor)[0] if one.failed or account.end is None else None
+        limit = one.ceiling if after is None else min(one.ceiling, after.t(after.account.opened))
+        ended = account.end is not None and not one.failed
+        if noticed is not None and not ended:
+            yield from until(min(noticed, limit), "perceive")
+        yield from until(min(one.t(one.last), limit), "other" if ended or after is None else "restart")
+        gap = "stopped" if ended or one.moved else "restart"
+
+
+def _parts(row: Row, span: float, high: int, share: float) -> dict[str, float]:
+    paused = min(span, row.paused)
+    saving = min(span - paused, row.stalled + max(0.0, row.slowed) * share)
+    again = min(1.0, max(0, high - (row.step - row.steps)) / row.steps)
+    rest = span - paused - saving
+    found = {"paused": paused, "saving": saving, "recompute": rest * again, "trained": rest * (1 - again)}
+    return {name: seconds for name, seconds in found.items() if seconds > 0}
+
+
+def columns(pieces: Sequence[Piece], begin: float, until: float, count: int) -> list[dict[str, float]]:
+    """Equal stretches of the time from `begin` on: seconds of each by part."""
+    found: list[dict[str, float]] = [{} for _ in range(count)]
+    width = (until - begin) / count
+    if width <= 0:
+        return []
+    for piece in pieces:
+        first = max(0, min(count - 1, int((piece.start - begin) / width)))
+        last = max(0, min(count - 1, int((piece.stop - begin) / width)))
+        for number in range(first, last + 1):
+            low, high = max(piece.start, begin + number * width), min(piece.stop, begin + (number + 1) * width)
+            if high > low:
+                for name, seconds in piece.parts.items():
+                    some = seconds * (high - low) / (piece.stop - piece.start)
+                    found[number][name] = found[number].get(name, 0.0) + some
+    return found
+
+
+def _curve(found: Chronicle, clock: Placed, one: Placed, most: int) -> None:
+    points: list[tuple[float, int] | None] = []
+    for event in one.events():
+        if isinstance(event, Row):
+            if not points or points[-1] is None:
+                points.append((clock.wall(one.t(event.at - event.seconds)), event.step - event.steps))
+            points.append((clock.wall(one.t(event.at)), event.step))
+        elif event.step is not None:
+            points += [None, (clock.wall(one.t(event.at + event.seconds)), event.step)]
+    stride = math.ceil(len(points) / most) or 1
+    last = len(points) - 1
+    around = {n + d for n, point in enumerate(points) if point is None for d in (-1, 0, 1)}
+    found.curve += [None, *(p for n, p in enumerate(points) if n % stride == 0 or n == last or n in around)]
+
+
+# -- faults --
+
+
+def _incidents(line: Sequence[Placed], faults: Sequence[Fault]) -> list[Incident]:
+    found = []
+    for group in incidents(faults):
+        first = group[0]
+        saved = sorted((s for one in group for s in one.saved), key=lambda s: (s.step, s.tier))
+        step = max((step for one in group for step in one.steps.values()), default=None)
+        ranks, hosts = tuple(sorted({one.rank for one in group})), tuple(sorted({one.host for one in group}))
+        found.append(
+            Incident(first.when, first.kind, ranks, step, first.summary, tuple(saved), True, first.advice, hosts)
+        )
+    reported = [(one.kind, fault.when) for one in found for fault in faults if fault.kind == one.kind]
+    for one in line:
+        for seen in one.account.faults:
+            at = one.account.wall(seen.at)
+            if not any(kind == seen.kind and abs(at - when) < TOGETHER_S for kind, when in reported):
+                step = seen.step if seen.step >= 0 else None
+                found.append(Incident(at, seen.kind, (seen.rank,), step, seen.summary, (), False))
+    return sorted(found, key=lambda one: one.at)

@@ -1,0 +1,168 @@
+"""Tables of a report page: interruptions, faults, restores, decisions. See `ckpt.report.page`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from ckpt.goodput.breakdown import Interruption, Statement, duration, moment
+from ckpt.report.chronicle import Chronicle, Incident
+from ckpt.report.svg import Plot, clock, count, decades, esc, legend, table
+from ckpt.report.words import FIRST, NEWEST, STROKES, TIERS, clip
+
+
+def interruptions(found: Statement) -> str:
+    shown = list(found.interruptions)[-NEWEST:]
+    if not shown:
+        return ""
+    titles = (
+        "when",
+        "kind",
+        "step",
+        "steps lost",
+        "restored from",
+        "unnoticed",
+        "restart",
+        "restore",
+        "again",
+        "account",
+    )
+    lines = [
+        (
+            moment(i.at), _KINDS.get(i.kind, i.kind), "" if i.step is None else f"{i.step:,}",
+            "open" if i.lost_steps is None else f"{i.lost_steps:,}", _from(i), duration(i.cost.perceive),
+            duration(i.cost.restart), duration(i.cost.restore), duration(i.cost.recompute), i.summary,
+        )
+        for i in reversed(shown)
+    ]  # fmt: skip
+    return _section(
+        "Interruptions, newest first", _kinds(found), titles, lines, len(found.interruptions), (2, 3, 5, 6, 7, 8)
+    )
+
+
+_KINDS = {"none": "stopped on purpose", "moved": "copied"}
+
+
+def _kinds(found: Statement) -> str:
+    by_kind = ", ".join(f"{count:,} {kind}" for kind, count in found.by_kind.items())
+    by_source = ", ".join(f"{count:,} from {source or 'nothing'}" for source, count in found.by_source.items())
+    return f"By kind: {by_kind or 'none counts as one'}." + (f" Restored: {by_source}." if by_source else "")
+
+
+def _from(one: Interruption) -> str:
+    if one.lost_steps is None:
+        return "not yet"
+    return f"{one.source}, step {one.restored:,}" if one.source and one.restored is not None else "nothing"
+
+
+def faults(found: Chronicle) -> str:
+    shown = found.incidents[-NEWEST:]
+    if not shown:
+        return '<section><h2>Faults</h2><p class="soft">None was noticed.</p></section>' if found.accounts else ""
+    lines = [
+        (moment(f.at), f.kind, _ranks(f.ranks), "" if f.step is None else f"{f.step:,}", f.text, _saved(f), f.advice,
+         ", ".join(f.hosts[:4]) + (" …" if len(f.hosts) > 4 else ""))
+        for f in reversed(shown)
+    ]  # fmt: skip
+    titles = ("when", "kind", "rank", "step", "what was seen", "what was saved", "advice", "host")
+    says = "What was noticed, what was saved of it, and what should be done, as the ranks wrote it down."
+    return _section("Faults, newest first", says, titles, lines, len(found.incidents), (3,))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:6])) + (f" and {len(ranks) - 6} more" if len(ranks) > 6 else "")
+
+
+def _saved(one: Incident) -> str:
+    good = [s for s in one.saved if not s.error]
+    if not one.reported:
+        return "nothing was written down"
+    best = sorted({(s.step, s.tier) for s in good}, reverse=True)[:3]
+    lines = [f"step {step:,} in {tier}" for step, tier in best]
+    lines += [f"not in {s.tier}: {s.error}" for s in one.saved if s.error][:2]
+    return "\n".join(lines) or "nothing new"
+
+
+def restores(found: Chronicle) -> str:
+    every = [r for r in found.restores if r.one.step is not None or r.one.passed_over]
+    if not every:
+        return '<section><h2>Restores</h2><p class="soft">Nothing was restored so far.</p></section>'
+    times = sorted(r.one.seconds for r in every if r.one.step is not None)
+    says = ""
+    if times:
+        half, most = duration(statistics.median(times)), duration(times[-1])
+        says = f"{len(times):,} {'restore' if len(times) == 1 else 'restores'}: {half} usually, {most} at most."
+    if mended := sum(r.one.repaired > 0 for r in every):
+        says += f" {mended:,} took damaged pieces from a further place."
+    if passed := sum(r.one.passed_over > 0 for r in every):
+        says += f" {passed:,} passed newer checkpoints over that could not be used."
+    lines = [
+        (moment(r.at), "none" if r.one.step is None else f"{r.one.step:,}", r.one.source or "nothing",
+         duration(r.one.seconds), f"{r.one.repaired:,}", f"{r.one.passed_over:,}", r.one.why)
+        for r in reversed(every[-NEWEST:])
+    ]  # fmt: skip
+    titles = ("when", "step", "from", "took", "pieces repaired", "passed over", "why")
+    return _section("Restores, newest first", says, titles, lines, len(every), (1, 3, 4, 5))
+
+
+def cadence(found: Chronicle) -> str:
+    if not found.decisions:
+        return ""
+    tiers = [done.one.url for done in found.landed]  # in the order, and so the colours, of the other pictures
+    seen = list(dict.fromkeys(place for d in found.decisions for place in d.one.every))
+    places = [*(url for url in dict.fromkeys(tiers) if url in seen), *(one for one in seen if one not in set(tiers))]
+    lines = []
+    for d in reversed(found.decisions[-NEWEST:]):
+        for place, every in d.one.every.items():
+            cost = d.one.costs.get(place)
+            lines.append(
+                (moment(d.at), f"{max(0, d.one.step):,}", place, "never" if every <= 0 else f"{every:,}",
+                 "" if cost is None else duration(cost), d.one.why.get(place, ""))
+            )  # fmt: skip
+    plot = ""
+    values = [every for d in found.decisions for every in d.one.every.values() if every > 0]
+    if len(found.decisions) > 2 and values:
+        plot = _cadence_plot(found, places, max(values))
+    titles = ("when", "from step", "place", "every … steps", "a save costs", "why")
+    says = 'How often every="auto" has found that saving pays, and why.'
+    return _section("Cadence", says, titles, lines[:NEWEST], len(lines), (1, 3, 4), plot)
+
+
+def _cadence_plot(found: Chronicle, places: Sequence[str], most: int) -> str:
+    plot = Plot("", clock(found.begin, max(found.until, found.begin + 1e-3)), decades(1, most, count), 130)
+    for number, place in enumerate(places[: len(TIERS)]):
+        points: list[tuple[float, float] | None] = []
+        for d in found.decisions:
+            if (every := d.one.every.get(place, 0)) > 0:
+                if points and points[-1] is not None:
+                    points.append((d.at, points[-1][1]))
+                points.append((d.at, every))
+        if points and points[-1] is not None:
+            points.append((found.until, points[-1][1]))
+        plot.line(points, TIERS[number] + STROKES[number])
+    plot.label = f"Steps between two saves, over time: {len(found.decisions):,} decisions, the table has the newest."
+    return plot.render() + legend(zip(TIERS, (clip(place, 60) for place in places), strict=False))
+
+
+def notes(found: Statement) -> str:
+    if not found.notes:
+        return ""
+    shown = "".join(f"<li>{esc(note, 600)}</li>" for note in found.notes[-30:])
+    more = f" ({len(found.notes) - 30:,} earlier ones are not shown)" if len(found.notes) > 30 else ""
+    says = f"What is uncertain about these figures{more}."
+    return f'<section><h2>Notes</h2><p class="soft">{says}</p><ul>{shown}</ul></section>'
+
+
+def _section(
+    title: str, says: str, titles: Sequence[str], lines: Sequence[Sequence[object]], total: int,
+    numbers: Iterable[int] = (), picture: str = "",
+) -> str:  # fmt: skip
+    hidden = f" The newest {len(lines):,} of {total:,} are here." if total > len(lines) else ""
+    first, rest = lines[:FIRST], lines[FIRST:]
+    more = f"<details><summary>{len(rest):,} earlier ones</summary>{table(titles, rest, numbers)}</details>" * bool(
+        rest
+    )
+    return (
+        f'<section class="long"><h2>{esc(title)}</h2><p class="soft">{esc(says, 600)}{hidden}</p>{picture}'
+        f"{table(titles, first, numbers)}{more}</section>"
+    )

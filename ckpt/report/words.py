@@ -1,0 +1,82 @@
+"""Words and values that the parts of a report page share; see `ckpt.report.page`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ckpt.goodput.breakdown import Statement
+from ckpt.report.chronicle import Chronicle
+
+NEWEST, FIRST = 100, 15  # rows of a table: that are there at all, and that are seen at once
+TIERS = ("one", "two", "three", "four")  # classes: the first tiers of a run; further ones are in tables only
+STROKES = ("", " dash", " dots", "")
+
+NAMES = {
+    "trained": "training",
+    "saving": "saving",
+    "recompute": "steps done once more",
+    "restore": "restoring",
+    "restart": "restarting",
+    "perceive": "until a fault was noticed",
+    "paused": "paused on purpose",
+    "other": "other",
+    "stopped": "stopped on purpose",
+}
+
+
+@dataclass(frozen=True)
+class Class:
+    """Tensors of one kind in a checkpoint: how many, their bytes, and what was stored for them."""
+
+    name: str
+    tensors: int
+    raw: int
+    stored: int
+
+
+@dataclass(frozen=True)
+class Stock:
+    """The newest checkpoint. `reads`: bytes that a restore of it reads."""
+
+    step: int
+    full: bool
+    ranks: int
+    reads: int
+    classes: tuple[Class, ...]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a page is about. `problems`: what could not be read, or is missing; `made`: when, in seconds since 1970;
+    `stored`: steps of the checkpoints that there are."""
+
+    url: str
+    statement: Statement
+    chronicle: Chronicle
+    stock: Stock | None
+    stored: tuple[int, ...] = ()
+    problems: tuple[str, ...] = ()
+    made: float = 0.0
+    version: str = ""
+
+
+def percent(value: float) -> str:
+    """With as many digits as make the rest of 100 % plain: 99.95 %, 97 %, 0.003 %."""
+    small = min(value, 1 - value)
+    digits = 0 if small <= 0 else min(6, max(1, 1 - math.floor(math.log10(100 * small))))
+    return f"{100 * value:.{digits}f} %"
+
+
+def share(some: float, whole: float) -> str:
+    """One as a part of the other."""
+    value = 100 * some / whole if whole > 0 else 0.0
+    if value <= 0:
+        return "0 %"
+    if value < 0.01:
+        return "under 0.01 %"
+    return f"{value:.2g} %" if value < 10 else f"{value:.0f} %" if value < 1000 else f"{value / 100:,.0f} times"
+
+
+def clip(text: str, most: int = 160) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -1,0 +1,316 @@
+"""Places from which a checkpoint can be restored: snapshots in the memory of this node, or a store.
+
+A source is opened to what was saved (`Saved`) and reads blobs of it, each verified before it is handed over. Where no
+rank can see all of a checkpoint by itself (memory, and disks of single nodes), each describes what it has first.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.checkpoint import read, read_repair
+from ckpt.checkpoint.read_local import Room
+from ckpt.checkpoint.write import build_table
+from ckpt.errors import CorruptError
+from ckpt.format.boxes import Box
+from ckpt.format.digest import DIGEST_SIZE, blob_digest
+from ckpt.format.layout import Layout
+from ckpt.format.manifest import Attempt, pack_key, rank_and_try
+from ckpt.format.merged import Key, Saved
+from ckpt.format.table import Table, merge
+from ckpt.format.values import Json
+from ckpt.ipc.arena import Arena, Label
+from ckpt.runlog.log import Commit
+
+MEMORY_THREADS = max(2, min(8, len(os.sched_getaffinity(0))))
+LARGE = 64 << 10  # bytes that are worth asking where they belong
+
+Mask = npt.NDArray[np.bool_]
+Sink = Callable[[int, memoryview], None]
+"""`sink(blob, bytes)`: called from several threads; the memory is only valid until it returns."""
+
+
+class Source(Protocol):
+    """One checkpoint in one place, as this rank sees it."""
+
+    attempt: Attempt
+    tier: str
+    undone: bool  # not in the present history: a later restore went back behind it
+    repaired: list[str]  # what was damaged here and came from elsewhere
+    damaged: set[tuple[str, int]]  # where that lies, by pack and offset
+
+    @property
+    def partial(self) -> bool:
+        """Whether ranks see different parts of it, and must tell each other."""
+
+    def describe(self) -> Json:
+        """What this rank sees, for those who do not."""
+
+    def open(self, described: Sequence[Json]) -> None:
+        """With what all ranks described. CorruptError or StoreError if this source cannot be used."""
+
+    @property
+    def saved(self) -> Saved: ...
+
+    def narrow(self, wanted: Mapping[Key, Iterable[Box]]) -> None:
+        """From here on `saved` has the blobs in which these boxes of these tensors lie, if it had not."""
+
+    def readable(self) -> Mask:
+        """The blobs, of those that `saved` knows, that this rank can read."""
+
+    def read(self, blobs: Sequence[int], sink: Sink, room: Room | None = None) -> None:
+        """Read, verify, hand over; or put where there is room. If that fails, what lies there is not to be used."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A sealed slot of an arena on this node. `digests`: of all blobs, then of the plain values; None: not known."""
+
+    arena: Arena
+    slot: int
+    label: Label
+    layout: Layout
+    digests: bytes | None
+
+    @property
+    def attempt(self) -> Attempt:
+        assert self.label.attempt is not None
+        return self.label.attempt
+
+    def values(self) -> bytes:
+        return bytes(self.arena.values(self.slot, self.label))
+
+    def check(self) -> None:
+        """CorruptError if it was overwritten, or is not what its layout says."""
+        if self.arena.label(self.slot) != self.label:
+            raise CorruptError(f"the snapshot of step {self.attempt.step} in memory was overwritten meanwhile")
+        if self.label.data_size != self.layout.arrangement.data_size:
+            raise CorruptError("the snapshot in memory is of another size than its layout")
+
+
+class MemorySource:
+    """The snapshots of one attempt that are in the memory of this node, of any of the ranks that saved it."""
+
+    tier = "memory"
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        snapshots: Sequence[Snapshot],
+        *,
+        alone: bool,
+        undone: bool = False,
+        describing: bool = True,
+    ) -> None:
+        """`describing`: this rank speaks for its node, all of whose ranks see the same."""
+        self.attempt, self.undone, self.partial, self._describing = attempt, undone, not alone, describing
+        self.repaired: list[str] = []
+        self.damaged: set[tuple[str, int]] = set()
+        self._here = {s.layout.rank: s for s in snapshots}
+        self._saved: Saved | None = None
+        self._digested: set[int] = set()  # ranks whose digests are known
+
+    def describe(self) -> Json:
+        if not self._describing:
+            return []
+        return [
+            {
+                "layout": snapshot.layout.to_json(),
+                "values": snapshot.values().decode("utf-8", "replace"),
+                "digests": None if snapshot.digests is None else base64.b64encode(snapshot.digests).decode(),
+            }
+            for snapshot in self._here.values()
+        ]
+
+    def open(self, described: Sequence[Json]) -> None:
+        for snapshot in self._here.values():
+            snapshot.check()
+        seen: dict[int, tuple[Layout, list[Any], bytes | None]] = {}
+        for one in [d for each in described or [self.describe()] for d in each or ()]:
+            layout = Layout.from_json(one["layout"])
+            digests = None if one["digests"] is None else base64.b64decode(one["digests"])
+            known = seen.get(layout.rank)
+            if known is None or (known[2] is None and digests is not None):
+                seen[layout.rank] = (layout, _values(one["values"], digests, layout), digests)
+        world = max(layout.world for layout, _, _ in seen.values())
+        if missing := sorted(set(range(world)) - seen.keys()):
+            raise CorruptError(f"the snapshots of ranks {', '.join(map(str, missing[:8]))} are not in memory any more")
+        ranks = [seen[rank] for rank in range(world)]
+        tables = [build_table(la, pack_key(self.attempt, la.rank, 0), digests) for la, _, digests in ranks]
+        self._digested = {la.rank for la, _, digests in ranks if digests is not None}
+        digested = len(self._digested) == world
+        layouts = [layout for layout, _, _ in ranks]
+        self._saved = Saved(layouts, [values for _, values, _ in ranks], merge(tables), digested=digested)
+
+    @property
+    def saved(self) -> Saved:
+        assert self._saved is not None
+        return self._saved
+
+    def narrow(self, wanted: Mapping[Key, Iterable[Box]]) -> None:
+        """All of it is known."""
+
+    def readable(self) -> Mask:
+        table = self.saved.table
+        here = np.array([rank_and_try(key)[0] in self._here for key in table.packs], np.bool_)
+        return here[table.pack]
+
+    def read(self, blobs: Sequence[int], sink: Sink, room: Room | None = None) -> None:
+        ends = np.cumsum(self.saved.table.length[list(blobs)])
+        cuts = np.searchsorted(ends, np.linspace(0, ends[-1] if len(ends) else 0, MEMORY_THREADS + 1)[1:-1])
+        parts = np.split(np.array(blobs, np.int64), cuts)
+        with ThreadPoolExecutor(MEMORY_THREADS, "ckpt-restore") as pool:
+            list(pool.map(lambda part: self._read(part.tolist(), sink, room), parts))
+        for snapshot in self._here.values():
+            snapshot.check()  # another process's memory may have moved on while we read it
+
+    def _read(self, blobs: list[int], sink: Sink, room: Room | None) -> None:
+        table = self.saved.table
+        ranks = [rank_and_try(key)[0] for key in table.packs]
+        rows = zip(
+            blobs,
+            table.pack[blobs].tolist(),
+            table.offset[blobs].tolist(),
+            table.length[blobs].tolist(),
+            map(bytes, table.digest[blobs]),
+            strict=True,
+        )
+        for blob, pack, offset, length, digest in rows:
+            snapshot = self._here[ranks[pack]]
+            at = offset - len(snapshot.layout.arrangement.header)
+            data = snapshot.arena.data(snapshot.slot)[at : at + length]
+            if ranks[pack] in self._digested and blob_digest(data) != digest:
+                name = table.shards[int(self.saved.shard_of_blob[blob])].name
+                raise CorruptError(f"{name} is damaged in memory: its bytes do not match their digest")
+            place = room(blob) if room is not None and length >= LARGE else None
+            if place is None:
+                sink(blob, data)
+            else:  # without the GIL, and without torch's threads on top of these
+                np.copyto(np.frombuffer(place, np.uint8), np.frombuffer(data, np.uint8))
+
+    @property
+    def world(self) -> int:
+        """How many ranks took this snapshot."""
+        return next((s.layout.world for s in self._here.values()), 0)
+
+    def place_of(self, rank: int) -> tuple[Arena, int] | None:
+        """Where the snapshot of a rank lies."""
+        found = self._here.get(rank)
+        return None if found is None else (found.arena, found.slot)
+
+    def close(self) -> None:
+        self._saved = None
+
+
+def _values(text: str, digests: bytes | None, layout: Layout) -> list[Any]:
+    if digests is not None:
+        if len(digests) != (len(layout.arrangement.blobs) + 1) * DIGEST_SIZE:
+            raise CorruptError("the digests of the snapshot in memory are of another layout")
+        if digests[-DIGEST_SIZE:] != blob_digest(text.encode()):
+            raise CorruptError("the plain values of the snapshot in memory do not match their digest")
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        raise CorruptError("the plain values of the snapshot in memory are damaged") from None
+    if not isinstance(values, list):
+        raise CorruptError("the plain values do not belong to the layout")
+    return values
+
+
+class StoreSource:
+    """A committed checkpoint in a store. `commit` is None if the disk of this node has nothing of it."""
+
+    def __init__(
+        self,
+        url: str,
+        attempt: Attempt,
+        commit: Commit | None,
+        *,
+        partial: bool = False,
+        undone: bool = False,
+        describing: bool = True,
+        others: Sequence[str] = (),
+    ) -> None:
+        """`describing`: this rank speaks for its disk, of which all ranks of the node see the same.
+
+        `others`: places that have the same checkpoint, for what is damaged here.
+        """
+        self.attempt, self.tier, self.undone, self.partial = attempt, url, undone, partial
+        self.repaired: list[str] = []
+        self.damaged: set[tuple[str, int]] = set()
+        self._commit, self._describing, self._others = commit, describing, others
+        self._saved: Saved | None = None
+
+    def describe(self) -> Json:
+        """Of a disk that only this node sees: its parts and its table."""
+        if not self.partial or self._commit is None or not self._describing:
+            return None
+        manifest = read.run(self._load(self._commit))
+        parts = [{"layout": manifest.layout(part.rank).to_json(), "values": part.values} for part in manifest.parts]
+        return {"parts": parts, "table": base64.b64encode(manifest.table.to_bytes()).decode()}
+
+    def open(self, described: Sequence[Json]) -> None:
+        if not self.partial:
+            self._saved = read.run(self._open())
+            return
+        parts, tables = dict[int, Json](), dict[bytes, Table]()
+        for one in described:
+            for part in one["parts"] if one is not None else ():
+                parts[part["layout"]["rank"]] = part
+            if one is not None:
+                raw = base64.b64decode(one["table"])
+                tables[raw] = Table.from_bytes(raw, f"the index of step {self.attempt.step}")
+        layouts = [Layout.from_json(parts[rank]["layout"]) for rank in sorted(parts)]
+        if not layouts or len(layouts) != layouts[0].world:
+            raise CorruptError(f"the disks that can be reached hold {len(layouts)} parts of step {self.attempt.step}")
+        self._saved = Saved(layouts, [parts[rank]["values"] for rank in sorted(parts)], merge(list(tables.values())))
+
+    async def _load(self, commit: Commit) -> read.Manifest:
+        async with read.opened(self.tier) as store:
+            return await read.load_manifest(store, commit)
+
+    async def _open(self) -> Saved:
+        async with read.opened(self.tier) as store:
+            if self._commit is None:  # another rank saw it committed, a moment after this one had looked
+                self._commit = (await read.open_run(self.tier, store)).state.commits.get(self.attempt)
+            if self._commit is None:
+                raise CorruptError(f"step {self.attempt.step} is not in {self.tier} any more")
+            return await read.load_saved(store, self._commit, self._others, self.repaired.append)
+
+    @property
+    def saved(self) -> Saved:
+        assert self._saved is not None
+        return self._saved
+
+    def narrow(self, wanted: Mapping[Key, Iterable[Box]]) -> None:
+        self._saved = self.saved.narrowed(wanted)
+
+    def readable(self) -> Mask:
+        table = self.saved.table
+        if not self.partial:
+            return np.ones(len(table.length), np.bool_)
+        mine = {rank for rank, _, _ in self._commit.parts} if self._commit is not None else set()
+        return np.array([rank_and_try(key)[0] in mine for key in table.packs], np.bool_)[table.pack]
+
+    def read(self, blobs: Sequence[int], sink: Sink, room: Room | None = None) -> None:
+        read.run(self._read(blobs, sink, room))
+
+    async def _read(self, blobs: Sequence[int], sink: Sink, room: Room | None) -> None:
+        async with read.opened(self.tier) as store:
+            mended = await read_repair.fetch(store, self.attempt, self.saved.table, blobs, sink, self._others, room)
+        self.repaired += mended.repaired
+        self.damaged |= mended.ranges
+
+    def close(self) -> None:
+        self._saved = None

@@ -1,0 +1,271 @@
+"""How a live tensor lies on the ranks: shards of a DTensor, replicas of data parallel training, or a rank's own.
+
+Everything is read off the tensors and their meshes; nothing is asked of other ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ckpt.errors import StateError
+from ckpt.format.boxes import Box, Dims, boxes_of_runs, take
+from ckpt.format.partition import GLOBAL, Holding, Seat
+from ckpt.state.tensors import DTYPE_NAME
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """The ranks that hold a plain tensor alike. `first_only`: the first one's counts, as with broadcast buffers."""
+
+    ranks: tuple[int, ...]
+    first_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """`guarded`: changes only inside optimizer steps, so its copy may overlap the next forward and backward.
+
+    `alike`: which ranks hold the same, or the DTensor whose optimizer state it is; None: this rank's own.
+    `of`: the parameter whose optimizer state it is.
+    """
+
+    name: str
+    tensor: Tensor
+    guarded: bool = False
+    alike: Replicas | Tensor | None = None
+    of: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of a tensor in this rank's memory, and what it is a piece of."""
+
+    holding: Holding
+    tensor: Tensor
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether this is a DTensor; asking does not import what nobody uses."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The memory that this rank has of a tensor."""
+    found: Any = tensor
+    return found._local_tensor if is_dtensor(tensor) else tensor  # to_local() would take part in autograd
+
+
+def pieces(entry: Entry, seat: Seat) -> list[Piece]:
+    """What this rank has of a tensor."""
+    name, tensor, alike = entry.name, entry.tensor, entry.alike
+    if is_dtensor(tensor):
+        return _of_dtensor(name, tensor, seat)
+    if isinstance(alike, Replicas):
+        ranks = alike.ranks[:1] if alike.first_only else alike.ranks
+        return [_whole(name, tensor, ranks, _instance(alike.ranks, seat))]
+    if alike is not None and is_dtensor(alike):
+        return _beside(name, tensor, alike, seat)
+    return [_whole(name, tensor, (seat.rank,), _instance((seat.rank,), seat))]
+
+
+def _whole(name: str, tensor: Tensor, ranks: tuple[int, ...], instance: int) -> Piece:
+    shape = tuple(tensor.shape)
+    start = (0,) * len(shape)
+    on_device = tensor.device.type != "cpu"
+    return Piece(Holding(name, DTYPE_NAME[tensor.dtype], shape, start, shape, ranks, instance, on_device), tensor)
+
+
+def _instance(ranks: tuple[int, ...], seat: Seat) -> int:
+    return GLOBAL if len(ranks) == seat.size else min(ranks)
+
+
+def _beside(name: str, tensor: Tensor, param: Any, seat: Seat) -> list[Piece]:
+    """Optimizer state of a DTensor that is itself a plain tensor."""
+    members = _members(param)
+    if tensor.dim() and tensor.shape == param._local_tensor.shape != param.shape:  # made from the local shard
+        return _of_dtensor(name, param, seat, instead=tensor)
+    if tensor.numel() == 1:  # a step count: every rank of the mesh has the same
+        return [_whole(name, tensor, members, _instance(members, seat))]
+    return [_whole(name, tensor, (seat.rank,), _instance((seat.rank,), seat))]
+
+
+def _members(tensor: Any) -> tuple[int, ...]:
+    return _ranks(tensor.device_mesh)
+
+
+@lru_cache(64)
+def _ranks(mesh: Any) -> tuple[int, ...]:
+    """All of a mesh, ascending."""
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
+class _Cutting(NamedTuple):
+    """What a placement says. Torch holds a strided shard equal to a plain one, so placements are no key by themselves.
+
+    `dim` None: it does not cut.
+    """
+
+    dim: int | None
+    split_factor: int
+
+
+def _of_dtensor(name: str, tensor: Any, seat: Seat, instead: Tensor | None = None) -> list[Piece]:
+    mesh, placements = tensor.device_mesh, tensor.placements
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return []  # this rank has no part in it
+    if any(p.is_partial() for p in placements):
+        raise StateError(f"{name}: is a sum that has not been reduced yet ({placements}): redistribute it first")
+    mine = tensor._local_tensor if instead is None else instead
+    cuttings = tuple(_Cutting(getattr(p, "dim", None), getattr(p, "split_factor", 1)) for p in placements)
+    full = tuple(tensor.shape)
+    sizes, boxes, replicas = _lie(full, mesh, tuple(coordinate), cuttings)
+    if sizes != tuple(mine.shape):
+        raise StateError(f"{name}: the local shape {tuple(mine.shape)} is not what {placements} on {mesh} says")
+    dtype, on_device = DTYPE_NAME[mine.dtype], mine.device.type != "cpu"
+    instance = _instance(_members(tensor), seat)
+    if not boxes and 0 in full:  # nothing at all is still a tensor
+        empty = Holding(name, dtype, full, (0,) * len(full), full, replicas, instance, on_device)
+        return [Piece(empty, mine.new_empty(full))]
+    return [
+        Piece(Holding(name, dtype, full, *box, replicas, instance, on_device), mine[slices((at, box[1]))])
+        for box, at in boxes
+    ]
+
+
+@lru_cache(4096)
+def _lie(
+    full: Dims, mesh: Any, coordinate: Dims, cuttings: tuple[_Cutting, ...]
+) -> tuple[Dims, tuple[tuple[Box, Dims], ...], tuple[int, ...]]:
+    """How tensors of one shape lie at one place of a mesh: the local shape, the boxes with their offsets in the local
+    tensor, and the ranks that hold the same. Thousands of tensors ask the same of a mesh of thousands of ranks."""
+    runs = indices(full, tuple(mesh.mesh.shape), coordinate, cuttings)
+    place = tuple(at if c.dim is not None else slice(None) for at, c in zip(coordinate, cuttings, strict=True))
+    replicas = tuple(sorted(mesh.mesh[place].flatten().tolist()))
+    return tuple(sum(n for _, n in each) for each in runs), tuple(boxes_of_runs(runs)), replicas
+
+
+def slices(box: tuple[Dims, Dims]) -> tuple[slice, ...]:
+    """A box as an index."""
+    return tuple(slice(start, start + size) for start, size in zip(*box, strict=True))
+
+
+def indices(shape: Dims, mesh: Dims, coordinate: Any, placements: Any) -> list[list[tuple[int, int]]]:
+    """Which indices of every dimension the rank at `coordinate` of a mesh has, as runs. Cut like `torch.chunk`."""
+    runs = [[(0, n)] for n in shape]
+    for dim in range(len(shape)):
+        for i, groups in _cutting_order(dim, mesh, placements):
+            length = sum(n for _, n in runs[dim])
+            group, mine = -(-length // groups), list[tuple[int, int]]()
+            for low in range(0, length, max(group, 1)):
+                high = min(low + group, length)
+                step = -(-(high - low) // mesh[i])
+                mine += take(runs[dim], low + coordinate[i] * step, min(low + (coordinate[i] + 1) * step, high))
+            runs[dim] = mine
+    return runs
+
+
+def _cutting_order(dim: int, mesh: Dims, placements: Any) -> list[tuple[int, int]]:
+    """The mesh dimensions that cut a dimension, one after the other: (which, into how many groups first).
+
+    They cut from left to right. A strided shard comes later than its place says: after those to its right that make
+    `split_factor` pieces. So FSDP over tensor parallelism is written down, and this is exact for uneven sizes as well.
+    Where no order gives that factor, each group is cut for itself.
+    """
+    cutting = [i for i, placement in enumerate(placements) if getattr(placement, "dim", None) == dim]
+    factors = {i: getattr(placements[i], "split_factor", 1) for i in cutting}
+    order: list[int] = []
+    for i in reversed(cutting):
+        before = [math.prod(mesh[j] for j in order[:n]) for n in range(len(order) + 1)]
+        if factors[i] not in before:
+            return list(factors.items())
+        order.insert(before.index(factors[i]), i)
+    return [(i, 1) for i in order]
+
+
+# -- wrappers around modules --
+
+_TRANSPARENT = {"_orig_mod", "_checkpoint_wrapped_module"}
+
+
+class Part(nn.Module):
+    """Some parameters and buffers of a module, under the names that they have there: all that is saved of it."""
+
+    def __init__(self, whole: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        object.__setattr__(self, "_ckpt_whole", whole)  # not a child: nothing else of it belongs to the state
+        for name, tensor in tensors.items():
+            *path, last = name.split(".")
+            owner: nn.Module = self
+            for part in path:
+                if part not in owner._modules:
+                    owner.add_module(part, nn.Module())
+                owner = owner.get_submodule(part)
+            if isinstance(tensor, nn.Parameter):
+                owner.register_parameter(last, tensor)
+            else:
+                owner.register_buffer(last, tensor)
+
+
+def unwrap(module: nn.Module) -> tuple[nn.Module, nn.parallel.DistributedDataParallel | None]:
+    """Inside the wrappers of torch.compile and DDP, so that wrapped and plain runs use the same names."""
+    ddp = None
+    if isinstance(module, Part):
+        return module, unwrap(vars(module)["_ckpt_whole"])[1]
+    while True:
+        inner = getattr(module, "_orig_mod", None)
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            ddp, inner = module, module.module
+        if not isinstance(inner, nn.Module):
+            return module, ddp
+        module = inner
+
+
+def clean(prefix: str) -> str:
+    """A module's name without what torch.compile and activation checkpointing add to it."""
+    return ".".join(part for part in prefix.split(".") if part not in _TRANSPARENT)
+
+
+def replicas_of(ddp: nn.parallel.DistributedDataParallel | None) -> Replicas | None:
+    """The ranks among which DDP keeps parameters alike."""
+    if ddp is None:
+        return None
+    import torch.distributed as dist
+
+    return Replicas(tuple(sorted(dist.get_process_group_ranks(ddp.process_group))))
+
+
+def reshard(module: nn.Module) -> None:
+    """Have FSDP free the whole parameters that an evaluation left behind, so that the shards are in place again."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and hasattr(fsdp, "FSDPModule"):
+        for part in module.modules():
+            if isinstance(part, fsdp.FSDPModule):
+                part.reshard()
+
+
+def unsupported(value: nn.Module | torch.optim.Optimizer) -> str | None:
+    """What to do instead, if this divides its state among ranks in a way that cannot be read off its tensors."""
+    fsdp, optim = sys.modules.get("torch.distributed.fsdp"), sys.modules.get("torch.distributed.optim")
+    flat = getattr(fsdp, "FullyShardedDataParallel", None)
+    zero = getattr(optim, "ZeroRedundancyOptimizer", None)
+    if flat is not None and isinstance(value, nn.Module) and any(isinstance(m, flat) for m in value.modules()):
+        return "FullyShardedDataParallel hides its parameters: use torch.distributed.fsdp.fully_shard"
+    if zero is not None and isinstance(value, zero):
+        return "ZeroRedundancyOptimizer hides its state: use torch.distributed.fsdp.fully_shard"
+    return None
+
+
+def belongs_to_torch(hook: Any) -> bool:
+    """A state-dict hook of FSDP or activation checkpointing: what it does to names and shards is done here."""
+    home = getattr(getattr(hook, "hook", hook), "__module__", "") or ""
+    return home.startswith(("torch.distributed.fsdp._fully_shard", "torch.distributed.algorithms._checkpoint"))

@@ -1,0 +1,137 @@
+"""What a tensor is to us: its dtype's name, whether it can be saved, and who shares memory with whom."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ckpt.errors import CheckpointError, StateError
+from ckpt.format.layout import TensorSpec
+from ckpt.format.values import Json, Path, plain_dtype, show
+
+_NAMES = {
+    "float64": "F64", "int64": "I64", "uint64": "U64", "complex64": "C64", "float32": "F32", "int32": "I32",
+    "uint32": "U32", "float16": "F16", "bfloat16": "BF16", "int16": "I16", "uint16": "U16", "int8": "I8", "uint8": "U8",
+    "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex128": "C128", "complex32": "C32",
+    "float8_e8m0fnu": "F8_E8M0", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float4_e2m1fn_x2": "F4_E2M1X2",
+}  # fmt: skip
+DTYPE_NAME = {getattr(torch, name): ours for name, ours in _NAMES.items() if hasattr(torch, name)}
+TORCH_DTYPE = {ours: dtype for dtype, ours in DTYPE_NAME.items()}
+
+Memory = tuple[int, torch.dtype, torch.Size, tuple[int, ...], torch.device]
+_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def check(tensor: Tensor, path: Path) -> Tensor:
+    """The tensor, or StateError naming its path if its bytes would not be the whole truth about it."""
+    inner = getattr(tensor, "_local_tensor", None)
+    if isinstance(inner, Tensor) and hasattr(tensor, "placements"):  # a DTensor: what this rank has of it counts
+        check(inner, path)
+        return tensor
+    problem = None
+    if torch.nn.parameter.is_lazy(tensor):
+        problem = "has no shape yet: run the model once before it is saved"
+    elif type(tensor) not in _PLAIN and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        problem = f"is a {type(tensor).__name__}, a tensor subclass with storage of its own kind"
+    elif tensor.layout != torch.strided:
+        problem = f"is {tensor.layout}: convert it with .to_dense()"
+    elif tensor.is_quantized or tensor.is_nested:
+        problem = "is quantized or nested: save its parts"
+    elif tensor.is_meta:
+        problem = "is on the meta device: it has no values"
+    elif tensor.dtype not in DTYPE_NAME:
+        problem = f"has dtype {tensor.dtype}, which cannot be stored"
+    elif not tensor.is_contiguous() and _overlaps_itself(tensor):
+        problem = "is expanded, so its elements share memory: use .contiguous()"
+    if problem:
+        raise StateError(f"{show(path)}: this tensor {problem}")
+    return tensor
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements may lie at one address: such a tensor cannot be written to."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+def spec(name: str, tensor: Tensor) -> TensorSpec:
+    return TensorSpec(name, DTYPE_NAME[tensor.dtype], tuple(tensor.shape), tensor.device.type != "cpu")
+
+
+def memory_of(tensor: Tensor) -> Memory | None:
+    """Equal for tensors that are the same view of the same memory; None for those that have no memory."""
+    if tensor.numel() == 0:
+        return None
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+def empty(of: TensorSpec, device: torch.device | str) -> Tensor:
+    """A new tensor to restore into."""
+    try:
+        return torch.empty(of.shape, dtype=TORCH_DTYPE[of.dtype], device=device)
+    except RuntimeError as error:
+        raise CheckpointError(f"no memory for {of.name}, {of.nbytes / 2**20:.0f} MiB: {error}") from error
+
+
+def saved_device(of: TensorSpec) -> torch.device:
+    """Where a tensor that nobody holds yet belongs: the accelerator if it was on one and there is one."""
+    if of.accelerator and torch.accelerator.is_available():
+        found = torch.accelerator.current_accelerator()
+        assert found is not None
+        return found
+    return torch.device("cpu")
+
+
+def device_in_use() -> bool:
+    """Whether CUDA has been woken up by somebody; asking does not wake it."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's memory as one row of bytes."""
+    # An empty tensor, or one of a single element, is contiguous with any stride; only stride 1 can be viewed.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+# -- numpy arrays: stored as tensors, returned as arrays --
+
+
+def from_array(array: npt.NDArray[Any], path: Path) -> tuple[Tensor, Json]:
+    """A tensor with the array's bytes, and the reference (without a name) from which `to_array` makes it again."""
+    if array.dtype.hasobject or array.dtype.names is not None:
+        raise StateError(f"{show(path)}: a numpy array of dtype {array.dtype} cannot be saved safely")
+    reference = {"$": "ndarray", "dtype": array.dtype.str, "shape": list(array.shape)}
+    plain = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return torch.from_numpy(plain if plain.flags.writeable else plain.copy()), reference
+
+
+def to_array(tensor: Tensor, reference: Json) -> npt.NDArray[Any]:
+    dtype, shape = check_array(spec(reference["name"], tensor), reference)
+    found: npt.NDArray[Any] = tensor.numpy().view(dtype).reshape(shape)
+    return found
+
+
+def check_array(of: TensorSpec, reference: Json) -> tuple[np.dtype[Any], list[int]]:
+    """Dtype and shape of the array in these bytes. CorruptError or ValueError if they cannot be one."""
+    dtype, shape = plain_dtype(reference["dtype"]), reference["shape"]
+    if type(shape) is not list or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"not a shape: {shape!r:.80}")
+    if of.dtype != "U8" or len(of.shape) != 1 or math.prod(shape) * dtype.itemsize != of.nbytes:
+        raise ValueError(f"{of.name} does not hold an array of {dtype} of shape {shape!r:.80}")
+    return dtype, shape
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """How often it was written to, as far as torch counts that. None for one made in inference mode: nothing is."""
+    return None if tensor.is_inference() else tensor._version

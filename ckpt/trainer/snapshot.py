@@ -1,0 +1,138 @@
+"""One snapshot on its way into memory: what is copied, how far it has come, and whether it is of one moment.
+
+Pure bookkeeping, shared by the thread that trains, which begins a job, and the staging thread, which does the copying
+(`ckpt.trainer.stage`). On an accelerator "how far" means events on streams; nothing here waits for one.
+
+Whether it is of one moment is known when its copies have ended, and before it is sealed: what somebody writes later is
+no matter. Three things say it: torch's version counters, which count a write when it has ended; the elements at some
+places of the tensors, and the same of their copies (`ckpt.state.fingerprint`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import compress
+from operator import attrgetter, not_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckpt.errors import CheckpointError
+from ckpt.format.manifest import Attempt
+from ckpt.ipc.arena import Arena
+from ckpt.state.capture import Reading
+from ckpt.state.fingerprint import Fingerprint
+
+LITTLE = 1 << 20  # bytes that are cloned sooner than another thread has woken up
+
+_VERSION = attrgetter("_version")
+
+
+@dataclass(eq=False)
+class Job:
+    """One snapshot on its way into memory."""
+
+    attempt: Attempt
+    reading: Reading
+    values: bytes
+    busy: str = "wait"  # or "skip"
+    deadline: float = float("inf")  # of waiting for a slot, monotonic
+    on_end: Callable[[Job], None] = lambda job: None
+    beside: Callable[[], None] | None = None  # to be done as well while the guarded tensors do not change
+    eager_done: threading.Event = field(default_factory=threading.Event)
+    enqueued: threading.Event = field(default_factory=threading.Event)  # all copies are on their stream
+    copied: threading.Event = field(default_factory=threading.Event)
+    error: CheckpointError | None = None
+    written_by_others: list[str] = field(default_factory=list)
+    finite: bool | None = None  # what the user said of this step
+    postponed: bool = False  # only what cannot be had later is copied, until `complete` asks for the rest
+    slot: tuple[Arena, int] | None = None  # where it is being staged
+    order: int = 0  # as in its label
+    place: tuple[Arena, int] | None = None  # where it was sealed
+    versions: list[int] = field(default_factory=list)
+    fingerprints: list[Fingerprint] = field(default_factory=list)  # of what is copied beside training; when it begins
+    watched: frozenset[int] = frozenset()  # what nobody but optimizers may write to, besides what is guarded
+    streams: dict[torch.device, Any] = field(default_factory=dict)  # the caller's compute streams
+    ready: dict[torch.device, Any] = field(default_factory=dict)  # events on them
+    eager: dict[torch.device, Any] = field(default_factory=dict)  # events after the copies of the eager part
+    done: dict[torch.device, Any] = field(default_factory=dict)  # events after the copies
+    _checking: threading.Lock = field(default_factory=threading.Lock)
+    _checked: bool = False
+
+    def __post_init__(self) -> None:
+        reading = self.reading
+        self.sources = reading.tensors
+        self.overlapped = list(compress(self.sources, reading.guarded))
+        self.versions = list(map(_VERSION, self.overlapped))
+        self.fingerprints = self.fingerprints or [spots.look() for spots in reading.spots]
+        if reading.layout.accelerated:
+            for device in {t.device for t in reading.tensors if t.device.type != "cpu"}:
+                stream = torch.get_device_module(device).current_stream(device)
+                self.streams[device], self.ready[device] = stream, stream.record_event()
+
+    def clone_eager(self) -> bool:
+        """Take what may change before the next optimizer step, if it is little; whether that is done."""
+        layout, guarded = self.reading.layout, self.reading.guarded
+        if self.streams or sum(compress(layout.sizes, map(not_, guarded))) > LITTLE:
+            return False
+        if not all(guarded):
+            pairs = zip(self.sources, guarded, strict=True)
+            self.sources = [source if kept else source.clone() for source, kept in pairs]
+        return True
+
+    def check_versions(self) -> None:
+        """Note what others than optimizers have written to since this job began. Called when all has been copied, or
+        before an optimizer is about to change something, whichever comes first: only the first time counts."""
+        with self._checking:
+            if self._checked:
+                return
+            self._checked = True
+            if list(map(_VERSION, self.overlapped)) != self.versions:
+                numbers = compress(range(len(self.reading.guarded)), self.reading.guarded)
+                pairs = zip(numbers, self.overlapped, self.versions, strict=True)
+                self._note({number for number, tensor, version in pairs if tensor._version != version})
+            self.overlapped = []
+
+    def check_sources(self) -> None:
+        """Note what is being written to on the host just now, or was since this job began; before any optimizer is."""
+        for one in self.fingerprints:
+            self._note(one.changed())
+
+    def check_copies(self, slot: Tensor) -> None:
+        """Note what is not in its slot (bytes) as it was when this job began."""
+        for one in self.fingerprints:
+            self._note(one.differing(slot))
+        self.fingerprints = []
+
+    def _note(self, numbers: set[int]) -> None:
+        specs, guarded = self.reading.layout.tensors, self.reading.guarded
+        names = (specs[number].name for number in sorted(numbers) if guarded[number] or number in self.watched)
+        self.written_by_others = list(dict.fromkeys([*self.written_by_others, *names]))
+
+    def release(self) -> None:
+        """Nobody waits for it any more, whatever came of it."""
+        for event in (self.eager_done, self.enqueued, self.copied):
+            event.set()
+
+    @property
+    def ended(self) -> bool:
+        return self.place is not None or self.error is not None
+
+
+def event_behind(device: torch.device, stream: Any) -> Any:
+    """Behind all that is on a stream; who waits for it sleeps, where CUDA would spin."""
+    module = torch.get_device_module(device)
+    event = module.Event(blocking=True) if device.type == "cuda" else module.Event()
+    event.record(stream)
+    return event
+
+
+def reached(events: dict[torch.device, Any]) -> bool:
+    """Whether all that is before these events has been done."""
+    try:
+        return all(event.query() for event in events.values())
+    except Exception:  # of a kernel that failed: whoever waits is told
+        return True

@@ -1,0 +1,249 @@
+"""The trainer's end of the writer: find the one that survived, or spawn one; ask it things; notice when it is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import ckpt
+import ckpt_backends
+from ckpt.errors import CheckpointError, DeadlineError, InUseError, WriterError, from_wire
+from ckpt.events import log
+from ckpt.ipc import channel as link
+from ckpt.ipc.channel import Channel, Message
+from ckpt.ipc.process import Process
+
+Reply = tuple[Message, list[int]]
+REQUEST_S = 120.0
+
+_BOOT = "import sys; sys.path[:0] = sys.argv[5:]; from ckpt.writer.main import main; main()"
+_BETWEEN = "import os, sys; os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ)"
+SPAWN_S = 60.0
+ENDING_S = 5.0  # for a writer that has hung up to be gone
+
+
+class WriterClient:
+    """A connection to one writer process. What it says before anybody listens is kept for who does; see `listen`."""
+
+    def __init__(self, channel: Channel, key: str, found: Process | None = None) -> None:
+        self._channel, self._key = channel, key
+        self._found = found  # as the kernel says it; one that was spawned says itself who it is
+        self._process: Process | None = None  # once it is ours
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, Future[Reply]] = {}
+        self._lock = threading.Lock()
+        self._lost = False
+        self._closing = False
+        self._on_note: Callable[[Message], None] | None = None
+        self._early: list[Message] = []  # notes that came before
+        self._on_lost: Callable[[], None] = lambda: None
+        threading.Thread(target=self._receive, name="ckpt-link", daemon=True).start()
+
+    @classmethod
+    def find(cls, key: str) -> WriterClient | None:
+        """The writer that holds this run's memory on this host, if one does."""
+        channel = link.connect(key)
+        return None if channel is None else cls(channel, key, Process.of(link.peer_pid(channel.sock)))
+
+    @classmethod
+    def spawn(cls, key: str) -> WriterClient:
+        """A new writer, in a session of its own, so that it survives what kills the trainer's process group.
+
+        Nor is it a child of the trainer's, since launchers look for those: a process between them starts it and ends.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        homes = dict.fromkeys(str(Path(str(module.__file__)).parent.parent) for module in (ckpt, ckpt_backends))
+        path = link.log_path(key)
+        with theirs, open(path or os.devnull, "ab") as output:
+            if path:
+                os.fchmod(output.fileno(), 0o600)
+            since = str(Process.of(os.getpid()).started)  # it may be up only when we are gone, and our number another's
+            writer = [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), key, path, since, *homes]
+            try:
+                between = subprocess.run(
+                    [sys.executable, "-I", "-S", "-c", _BETWEEN, *writer],
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,  # not ours: a pipe that we inherited must not stay open after us
+                    cwd="/",
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                    check=False,
+                    timeout=SPAWN_S,
+                )
+            except (OSError, subprocess.SubprocessError) as error:
+                ours.close()
+                raise WriterError(f"the writer process cannot be started: {error}") from error
+        if between.returncode:
+            ours.close()
+            raise WriterError(f"the writer process cannot be started: exit code {between.returncode}, see {path}")
+        return cls(Channel(ours), key)
+
+    @property
+    def alive(self) -> bool:
+        return not self._lost
+
+    @property
+    def pid(self) -> int:
+        """Of the writer; 0 before it has said who it is, and of one that cannot be seen from here."""
+        return 0 if self._process is None else self._process.pid
+
+    def listen(self, on_note: Callable[[Message], None], on_lost: Callable[[], None]) -> None:
+        """`on_note` gets its messages, `on_lost` is called when the connection ends."""
+        self._on_lost = on_lost
+        with self._lock:
+            self._on_note, early = on_note, self._early
+        for note in early:
+            on_note(note)
+
+    # -- asking --
+
+    def send(self, op: str, *, fds: tuple[int, ...] = (), **fields: Any) -> Future[Reply]:
+        """Ask without waiting. The future fails with the writer's error, or WriterError if the writer is gone."""
+        future: Future[Reply] = Future()
+        number = next(self._ids)
+        with self._lock:
+            if self._lost:
+                future.set_exception(WriterError("the writer is gone"))
+                return future
+            self._waiting[number] = future
+        try:
+            self._channel.send({"op": op, "id": number, **fields}, fds)
+        except OSError:
+            self._channel.hang_up()  # the receiving thread notices, and fails the future
+        return future
+
+    def ask(self, op: str, *, timeout_s: float = REQUEST_S, fds: tuple[int, ...] = (), **fields: Any) -> Reply:
+        """Ask and wait."""
+        try:
+            return self.send(op, fds=fds, **fields).result(timeout_s)
+        except TimeoutError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise DeadlineError(f"the writer did not answer {op!r} within {timeout_s:g} s") from None
+
+    def greet(self, timeout_s: float, patient_s: float, *, takeover: bool = False, visit: bool = False) -> Reply:
+        """Introduce ourselves; longer than `timeout_s` is waited only for a writer that can run. One that was stopped
+        is woken up. `takeover`: be its trainer, whoever was. To `visit` is only to look: it keeps its trainer."""
+        future, began = self.send("hello", takeover=takeover, visit=visit), time.monotonic()
+        while True:
+            try:
+                hello, fds = future.result(timeout_s)
+                if not visit:
+                    self._process = self._found or Process.of(int(hello["pid"]))
+                return hello, fds
+            except TimeoutError as error:
+                if isinstance(error, CheckpointError):
+                    raise
+                waited = time.monotonic() - began
+                if waited > patient_s or not self._wake():
+                    raise DeadlineError(f"no answer within {waited:.0f} s") from None
+
+    def _wake(self) -> bool:
+        """Whether the writer that we found can run."""
+        with contextlib.suppress(psutil.Error, OSError, ValueError):
+            found = psutil.Process(link.peer_pid(self._channel.sock))
+            if found.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                log.warning("the writer (process %d) was stopped: it is told to go on", found.pid)
+                found.resume()
+            return bool(found.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
+        return False
+
+    def end(self) -> None:
+        """Kill a writer that has the name of this run, and does not answer. InUseError if it is none, or cannot be
+        seen from here."""
+        process = self._found
+        self.close()
+        if process is None or process.pid <= 0:
+            raise InUseError(
+                "the memory of this run is held by a writer in another container, which does not answer and cannot be "
+                "ended from here"
+            )
+        if process.alive and not self._kill(process):
+            raise InUseError(
+                f"process {process.pid} has the name of this run's writer on this machine, does not answer, and is "
+                "none: end it, or give this run another place"
+            )
+        _until_gone(process)
+
+    def _kill(self, process: Process) -> bool:
+        """Whether it was a writer of this run, and was killed; nobody else is, whoever has its number by then."""
+        with contextlib.suppress(OSError):
+            fd = os.pidfd_open(process.pid)
+            try:
+                if Process.of(process.pid) == process and link.is_writer(process.pid, self._key):
+                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+                    return True
+            finally:
+                os.close(fd)
+        return False
+
+    def _receive(self) -> None:
+        while (received := self._channel.receive()) is not None:
+            message, fds = received
+            if message.get("op") != "reply":
+                self._note(message)
+                continue
+            with self._lock:
+                future = self._waiting.pop(message["id"], None)
+            if future is None:
+                for fd in fds:
+                    os.close(fd)
+            elif "error" in message:
+                future.set_exception(from_wire(message))
+            else:
+                future.set_result((message, fds))
+        with self._lock:
+            self._lost = True
+            waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            future.set_exception(WriterError("the writer died"))
+        process = self._process
+        if process is not None and not _until_gone(process) and not self._closing and self._kill(process):
+            _until_gone(process)  # it stood still, and another takes over
+        if not self._closing:
+            log.warning("the writer is gone")
+            self._on_lost()
+
+    def _note(self, note: Message) -> None:
+        with self._lock:
+            heard = self._on_note
+            if heard is None:
+                self._early.append(note)
+                return
+        try:
+            heard(note)
+        except Exception:  # must not end the thread that everybody's answers come through
+            log.exception("a note of the writer could not be dealt with: %r", note.get("op"))
+
+    def close(self) -> None:
+        """Hang up. The writer goes on with whatever it was asked."""
+        self._closing = True
+        self._channel.close()
+
+    def forget(self) -> None:
+        """In a forked child: drop the descriptor without a word."""
+        self._closing = True
+        self._channel.forget()
+
+
+def _until_gone(process: Process) -> bool:
+    """Whether it is no more; waits for that a while."""
+    end = time.monotonic() + ENDING_S
+    while process.alive and time.monotonic() < end:
+        time.sleep(0.01)
+    return not process.alive

@@ -1,0 +1,10 @@
+"""How does a Hugging Face Trainer save every step, and come back? A callback, and an export to its folders.
+
+In: a Trainer and its events. Out: calls of `ckpt.Checkpointer`. It may not know the writer's or the trainer's inside.
+"""
+
+from ckpt.transformers.callback import CheckpointCallback as CheckpointCallback
+from ckpt.transformers.callback import command as command
+from ckpt.transformers.callback import export as export
+
+__all__ = ["CheckpointCallback", "export"]

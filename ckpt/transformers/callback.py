@@ -1,0 +1,375 @@
+"""Hugging Face Trainer: one line more in a script, and it saves every step and goes on by itself.
+
+    trainer = Trainer(..., callbacks=[ckpt.transformers.CheckpointCallback("s3://bucket/run1", every=200)])
+    trainer.train()
+
+    python -m ckpt.transformers s3://bucket/run1 --to exports/run1     # for from_pretrained()
+
+A step is saved when all that belongs to it is done: at once if nothing is due, else after it was logged and evaluated.
+So a run that is killed in an evaluation comes back one step before it, and evaluates again; one that is killed while
+gradients are accumulated, at the last optimizer step. From there losses, logs and weights are those of a run that was
+never killed, bit for bit.
+
+The order of the examples is that of the sampler; what was trained on already is left out in the sampler, unread. Not
+repeated bit for bit: random numbers that a dataset or collator draws (random masks) for batches that had been fetched
+ahead, and in workers; that is warned of. A stream (IterableDataset) is read again up to the place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import click
+
+try:
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ImportError as missing:
+    raise ImportError("ckpt.transformers needs transformers: pip install 'everystep[transformers]'") from missing
+
+from ckpt.checkpointer import Checkpointer
+from ckpt.errors import CheckpointError, UsageError
+from ckpt.goodput.cadence import Auto
+from ckpt.restore.resume import Restored
+from ckpt.save import Save
+from ckpt.state.rng import RNG
+from ckpt.state.sharding import Part, unwrap
+from ckpt.tiers import Memory, Tier
+from ckpt.transformers import trainer_internals
+from ckpt.transformers.pretrained import Pretrained, digest, export_pretrained, is_adapter, nbytes, pretrained, trained
+from ckpt.transformers.trainer_internals import say
+
+SETTLE_S = 600.0
+WATCHED = 8  # steps for which it is looked whether reading batches draws random numbers
+
+__all__ = ["CheckpointCallback", "export"]
+
+export = export_pretrained
+
+
+class CheckpointCallback(TrainerCallback):
+    """Saves a Trainer's run as it goes, and brings it back when the same script is started again.
+
+    `tiers`: where to, as of `ckpt.Checkpointer`. `every`: steps between two saves to a place that is given by a word
+    (100 by default), or "auto". `only_trained`: whether frozen parameters are left out, which `from_pretrained` brings
+    again; a digest of them is kept, and another base is refused. By default so where the model is a PeftModel.
+    `strict=False` goes on where model, optimizer or data have changed. Further arguments go to `ckpt.Checkpointer`.
+    Callbacks that have a state (`ExportableState`) get it back; what they were made with, and training did not change,
+    stays as this start says, unless TrainingArguments say `restore_callback_states_from_checkpoint=True`.
+
+    `checkpointer`: the Checkpointer, while training; `restored`: what was restored, once training has begun;
+    `full_bytes`, `stored_bytes`: of parameters and buffers. train() raises MismatchError if the script has changed,
+    UsageError if something else resumes the Trainer to a later step.
+    """
+
+    def __init__(
+        self,
+        tiers: object,
+        *,
+        every: int | str | Auto | None = None,
+        strict: bool = True,
+        only_trained: bool | None = None,
+        **arguments: Any,
+    ) -> None:
+        self._tiers, self._every = _spread(tiers, every)
+        self._strict, self._only_trained, self._arguments = strict, only_trained, arguments
+        self.checkpointer: Checkpointer | None = None
+        self.restored: Restored | None = None
+        self.full_bytes = self.stored_bytes = 0
+        self._last = _Last(self)
+        self._progress: trainer_internals.Progress | None = None
+        self._rewind: trainer_internals.Rewind | None = None
+        self._pending = False  # a step was made and is not saved yet
+        self._latest: Save | None = None
+        self._thread = 0
+        self._numbers: dict[str, Any] | None = None  # random numbers as they were, until they are set
+        self._paused = contextlib.ExitStack()
+        self._watch = WATCHED
+        self._drawn: list[Any] | None = None
+
+    # -- the beginning --
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        trainer = trainer_internals.calling_trainer()
+        if trainer is not None:
+            self._enclose(trainer)
+
+    def _enclose(self, trainer: Trainer) -> None:
+        """First of all callbacks, so that they find the state restored; and last, when all have said what is due."""
+        handler = trainer.callback_handler
+        others = [one for one in handler.callbacks if one is not self and one is not self._last]
+        if any(isinstance(one, CheckpointCallback) for one in others):
+            raise UsageError("this Trainer has two CheckpointCallbacks: use one, and give it all places, as a list")
+        handler.callbacks = [self, *others, self._last]  # a new list: the old one is being gone through
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        trainer = trainer_internals.calling_trainer()
+        if trainer is None:
+            raise UsageError("the Trainer that calls this callback was not found: call trainer.train() in this thread")
+        trainer_internals.check(trainer)
+        self._enclose(trainer)
+        self._end()
+        _end_those_left()
+        progress = self._progress = trainer_internals.Progress(trainer, given["train_dataloader"])
+        self._pending, self._numbers, self._thread = False, None, threading.get_ident()
+        self.checkpointer = Checkpointer(self._state(trainer, progress), self._tiers, **self._arguments)
+        _open.append(self)
+        try:
+            self._resume(trainer, progress, state, control)
+        except BaseException:
+            with contextlib.suppress(CheckpointError):
+                self._end()
+            raise
+
+    def _state(self, trainer: Trainer, progress: trainer_internals.Progress) -> dict[str, Any]:
+        whole = trainer.model_wrapped
+        model = unwrap(whole)[0]
+        parameters = dict(model.named_parameters())
+        self.full_bytes = self.stored_bytes = nbytes(parameters | dict(model.named_buffers()))
+        if self._only_trained or (self._only_trained is None and is_adapter(model)):
+            some = trained(model)
+            self.stored_bytes = nbytes(some)
+            stored = {id(tensor) for tensor in some.values()}
+            frozen = {name: tensor for name, tensor in parameters.items() if id(tensor) not in stored}
+            progress.base = {"digest": digest(frozen), "tensors": len(frozen)}
+            say.info("of the model's %d bytes, the %d that are trained are stored", self.full_bytes, self.stored_bytes)
+            whole = Part(whole, some)
+        optimizer = trainer.optimizer
+        first = trainer.is_world_process_zero()
+        state = {
+            "model": whole,
+            "optimizer": getattr(optimizer, "optimizer", optimizer),  # inside accelerate's wrapper
+            "scheduler": trainer.lr_scheduler,
+            "rng": RNG(),
+            "trainer": progress,
+            "pretrained": pretrained(model, trainer.processing_class) if first else Pretrained({}),
+        }
+        if trainer.accelerator.scaler is not None:
+            state["scaler"] = trainer.accelerator.scaler
+        return state
+
+    def _resume(
+        self, trainer: Trainer, progress: trainer_internals.Progress, state: TrainerState, control: TrainerControl
+    ) -> None:
+        assert self.checkpointer is not None
+        theirs = state.global_step  # above 0: the Trainer has resumed by itself
+        step = self.checkpointer.restore(default=theirs, strict=self._strict)
+        self.restored = self.checkpointer.last_restore
+        saved = progress.saved
+        each = progress.data["steps_per_epoch"] or sys.maxsize
+        if saved is None:
+            progress.epoch, progress.behind = step // each - 1, step % each
+            return
+        if theirs > step:
+            raise UsageError(
+                f"resume_from_checkpoint brought step {theirs}, and {self._where()} has step {step} only: leave that "
+                "argument away, or use another place"
+            )
+        if theirs:
+            say.warning("resume_from_checkpoint is passed over: %s has step %d", self._where(), step)
+        progress.compare(saved, strict=self._strict)
+        self._numbers = RNG().state_dict()
+        progress.load(trainer, saved)
+        epoch: int | None = saved["epoch"]
+        batches = (step - saved["epoch_began"]) * trainer.args.gradient_accumulation_steps
+        if step >= state.max_steps or (
+            trainer_internals.stopped_early(trainer) and saved["max_steps"] == state.max_steps
+        ):
+            epoch, self._numbers = None, None
+            say.warning("the run in %s is finished, at step %d: there is nothing left to train", self._where(), step)
+        elif getattr(trainer.args, "dataloader_persistent_workers", False):
+            say.warning(
+                "dataloader_persistent_workers=True: the batches are the same again, but random numbers (dropout) will "
+                "be others from the next epoch on than in a run that was never interrupted"
+            )
+        if trainer.args.ignore_data_skip:
+            batches = 0
+        progress.epoch -= 1  # its beginning is told once more
+        self._rewind = trainer_internals.Rewind(trainer, theirs // each, epoch, batches)
+
+    def _where(self) -> str:
+        given = self._tiers if isinstance(self._tiers, (list, tuple)) else [self._tiers]
+        return str(next((getattr(one, "url", one) for one in given if not isinstance(one, Memory)), "memory"))
+
+    # -- every step --
+
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._paused.close()
+        progress = self._progress
+        assert progress is not None
+        if self._numbers is not None:
+            progress.draw_again()
+            if state.global_step > progress.epoch_began:
+                progress.epoch += 1
+                return
+            self._set_numbers()
+        progress.begin(progress.epoch + 1, state.global_step)
+        if self._pending:
+            self._save(state.global_step)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._drawn is not None:
+            self._look()
+        if self._numbers is not None:
+            self._set_numbers()
+        elif self._pending:
+            self._paused.close()
+            self._save(state.global_step)
+
+    def _look(self) -> None:
+        if self._drawn != trainer_internals.drawn():
+            self._watch = 0
+            say.warning(
+                "the dataset or the collator draws random numbers: batches that were fetched ahead of a crash are "
+                "drawn anew after it, so that the run will not be the same bit for bit"
+            )
+        self._drawn = None
+
+    def _set_numbers(self) -> None:
+        RNG().load_state_dict(self._numbers or {})
+        self._numbers = None
+
+    def made_step(self, state: TrainerState, control: TrainerControl) -> None:
+        """All callbacks have said what they want to happen after this step."""
+        self._pending = True
+        if not (_due(control) or control.should_training_stop or control.should_epoch_stop or _epoch_over(state)):
+            self._save(state.global_step)
+            if self._watch > 0:
+                self._watch, self._drawn = self._watch - 1, trainer_internals.drawn()
+        else:
+            self._pause(control)
+
+    def ended_epoch(self, state: TrainerState, control: TrainerControl) -> None:
+        progress = self._progress
+        if self._pending and progress is not None:
+            if _epoch_over(state):
+                progress.begin(progress.epoch + 1, state.global_step)
+                progress.epoch, progress.ahead = progress.epoch - 1, 1  # it has not begun yet
+            if control.should_training_stop and not _due(control):
+                self._save(state.global_step)
+            self._pause(control)
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._numbers is not None:  # nothing was left of the epoch
+            self._set_numbers()
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        summary = {"train_runtime", "train_loss"} <= given["logs"].keys()
+        if self._pending and summary and self._progress is not None:
+            self._progress.summary = 1
+            self._save(state.global_step)
+        if summary and args.load_best_model_at_end:
+            self._settle()  # those weights are about to take the place of the last ones
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._pending:
+            self._save(state.global_step)
+        self._end()
+
+    def _pause(self, control: TrainerControl) -> None:
+        """An evaluation is no hang."""
+        if self.checkpointer is not None and (control.should_evaluate or control.should_save):
+            self._paused.close()
+            self._paused.enter_context(self.checkpointer.pause())
+
+    def _save(self, step: int) -> None:
+        self._pending = False
+        if self.checkpointer is not None:
+            self._latest = self.checkpointer.step(step) or self._latest
+
+    def _settle(self) -> None:
+        """Nothing is being copied any more."""
+        if self._latest is not None:
+            for future in self._latest.unfinished()[:1]:  # staged; what went wrong is said by the next step
+                with contextlib.suppress(TimeoutError):
+                    future.exception(SETTLE_S)
+
+    def _end(self) -> None:
+        self._paused.close()
+        if self._rewind is not None:
+            self._rewind.undo()
+            self._rewind = None
+        if self.checkpointer is not None:
+            old, self.checkpointer, self._latest = self.checkpointer, None, None
+            _open.remove(self)
+            old.close()
+
+
+_open: list[CheckpointCallback] = []  # whose training has not said that it is over
+
+
+def _end_those_left() -> None:
+    """A training that an exception has ended tells no callback. In a notebook the next one wants the same place."""
+    under_way = list(trainer_internals.calling_trainers())
+    for one in [one for one in _open if one._thread == threading.get_ident()]:
+        if one._progress is not None and not any(one._progress.trainer is trainer for trainer in under_way):
+            with contextlib.suppress(CheckpointError):  # of a run that is over
+                one._end()
+
+
+class _Last(TrainerCallback):
+    """Hears of things after all other callbacks."""
+
+    def __init__(self, owner: CheckpointCallback) -> None:
+        self._owner = owner
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._owner.checkpointer is not None:
+            self._owner.made_step(state, control)
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._owner.ended_epoch(state, control)
+
+
+def _due(control: TrainerControl) -> bool:
+    return bool(control.should_log or control.should_evaluate or control.should_save)
+
+
+def _epoch_over(state: TrainerState) -> bool:
+    return float(state.epoch) == int(state.epoch)
+
+
+def _spread(tiers: object, every: int | str | Auto | None) -> tuple[object, dict[str, Any]]:
+    """A number of steps goes to the places that are given by a word."""
+    if every is None or isinstance(every, (str, Auto)):
+        return tiers, {} if every is None else {"every": every}
+    if isinstance(tiers, (str, Path)):
+        return [Memory(), Tier(str(tiers), every=every)], {}
+    given = list(tiers) if isinstance(tiers, (list, tuple)) else [tiers]
+    if not any(isinstance(one, (str, Path)) for one in given):
+        raise UsageError("every= is for places that are given by a word: say Tier(url, every=200) here")
+    return [Tier(str(one), every=every) if isinstance(one, (str, Path)) else one for one in given], {}
+
+
+@click.command(
+    epilog="\b\nExample:\n  python -m ckpt.transformers runs/exp1 --to exports/exp1 --dtype bf16",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.argument("run")
+@click.option("--to", "folder", metavar="DIR", required=True, help="The folder to make. It must not be there.")
+@click.option("--step", type=click.IntRange(min=0), help="Which checkpoint. By default the newest.")
+@click.option("--dtype", help="Cast the weights to bf16, fp16, fp32 or fp64.")
+def command(run: str, folder: str, step: int | None, dtype: str | None) -> None:
+    """Write a checkpoint of RUN, which a CheckpointCallback has saved, as a folder that from_pretrained() reads."""
+    done = export_pretrained(run, folder, step=step, dtype=dtype)
+    print(f"{folder}: {done.nbytes:,} bytes of weights, in {done.seconds:.1f} s")
+
+
+def main() -> int:
+    """The command line; its exit code."""
+    try:
+        command.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except click.Abort:
+        return 130
+    except CheckpointError as error:
+        print(error, error.advice, sep="\n", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,244 @@
+"""From a run to a folder that `from_pretrained` reads: what must be known for it, and the way there.
+
+Weights alone are not enough: a run also keeps the texts that a hub folder has beside them (config.json, the tokenizer,
+adapter_config.json), and which of its tensors are called what there. Tensors pass by in windows, as in `ckpt restore`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from ckpt.cli.convert import cast_to, open_run, place_of
+from ckpt.convert.export import Done, check_target, export
+from ckpt.convert.output import Output, Sums
+from ckpt.convert.source import Origin, View
+from ckpt.convert.to_safetensors import plan, prefix_of, weights_of
+from ckpt.errors import UsageError
+from ckpt.events import log
+from ckpt.format.digest import blob_digest
+from ckpt.format.regular_file import open_regular, read_regular
+from ckpt.loading import load
+from ckpt.state.sharding import local
+from ckpt.state.tensors import as_bytes
+
+LONG = 4096  # characters, from which a text is kept as bytes, which need not be encoded at every step
+MOST = 32 << 20  # bytes of a tokenizer that are kept with every checkpoint
+CHUNK = 64 << 20  # bytes of a tensor that are digested at once
+WINDOW = 16 << 20
+WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """What belongs beside the weights. `names`: of an adapter's tensors, what each is called in the state."""
+
+    files: Mapping[str, str]
+    names: Mapping[str, str] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        names = None if self.names is None else _packed(json.dumps(self.names))
+        return {"files": {name: _packed(text) for name, text in self.files.items()}, "names": names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing: what this start says is newer."""
+
+
+def _packed(text: str) -> str | np.ndarray[Any, Any]:
+    return text if len(text) < LONG else np.frombuffer(text.encode(), np.uint8)
+
+
+def _text(packed: Any) -> str:
+    return packed if isinstance(packed, str) else packed.tobytes().decode()
+
+
+# -- while it is trained --
+
+
+def is_adapter(model: nn.Module) -> bool:
+    """Whether this is a PeftModel; peft need not be there."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def adapter_tensors(model: Any) -> dict[str, Tensor]:
+    """What `save_pretrained` would write of the active adapter, by what it would call it: the live tensors."""
+    from peft import get_peft_model_state_dict
+
+    live = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    found: dict[str, Tensor] = get_peft_model_state_dict(model, state_dict=live, adapter_name=_active(model))
+    return found
+
+
+def _active(model: Any) -> str:
+    active = model.active_adapter
+    return active if isinstance(active, str) else active[0]
+
+
+def pretrained(model: nn.Module, processing: Any) -> Pretrained:
+    """What a hub folder of this model needs. `processing`: its tokenizer or processor, if there is one."""
+    with tempfile.TemporaryDirectory() as folder:
+        names = None
+        if is_adapter(model):
+            _save_adapter_config(model, folder)
+            called = {id(t): n for n, t in (*model.named_buffers(), *model.named_parameters())}
+            names = {key: called[id(t)] for key, t in adapter_tensors(model).items() if id(t) in called}
+        elif hasattr(model, "config") and hasattr(model.config, "save_pretrained"):
+            _save_config(model, folder)
+        texts = _texts(folder)
+        with tempfile.TemporaryDirectory() as beside:
+            if texts and hasattr(processing, "save_pretrained"):
+                processing.save_pretrained(beside)
+            if sum(path.stat().st_size for path in Path(beside).rglob("*")) <= MOST:
+                texts |= _texts(beside)
+            else:
+                log.warning("the tokenizer has more than %d MiB: it is not kept in the run", MOST >> 20)
+    return Pretrained(texts, names)
+
+
+def _texts(folder: str) -> dict[str, str]:
+    paths = sorted(path for path in Path(folder).rglob("*") if path.is_file() and path.suffix != ".md")
+    return {str(path.relative_to(folder)): read_regular(path).decode() for path in paths}
+
+
+def _save_config(model: Any, folder: str) -> None:
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None and model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def _save_adapter_config(model: Any, folder: str) -> None:
+    config = copy.deepcopy(model.peft_config[_active(model)])
+    config.inference_mode = True  # as save_pretrained has it
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = getattr(model.get_base_model(), "name_or_path", None)
+    config.save_pretrained(folder)
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """Of names, shapes and every bit."""
+    total = []
+    for name, tensor in sorted(tensors.items()):
+        raw = as_bytes(local(tensor).contiguous())
+        parts = [blob_digest(raw[at : at + CHUNK].cpu().numpy().data) for at in range(0, len(raw), CHUNK)]
+        total.append(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + b"".join(parts))
+    return blob_digest(b"\n".join(total)).hex()
+
+
+# -- afterwards --
+
+
+def export_pretrained(
+    run: str | Path, folder: str | Path, *, step: int | None = None, dtype: str | None = None
+) -> Done:
+    """Make a folder that `from_pretrained` reads of the newest checkpoint of a run, or of that of `step`.
+
+    It is read as `AutoModelForX.from_pretrained(folder)`, or `PeftModel.from_pretrained(base, folder)` where an adapter
+    was trained. `dtype`: "bf16", "fp16", "fp32": cast to that. The tokenizer is there if the Trainer had it. Raises
+    UsageError if the folder exists, or the run has no such model; CorruptError if what is read is damaged.
+    """
+    path = place_of(str(folder))
+    check_target(path)
+    loaded = load(run, step=step)
+    try:
+        about = loaded.plain("pretrained")
+    except KeyError:
+        raise UsageError(
+            f"step {loaded.step} of {loaded.url} was not saved by ckpt.transformers: `ckpt restore` writes its weights"
+        ) from None
+    files = {name: _text(text) for name, text in about["files"].items()}
+    if "config.json" not in files and "adapter_config.json" not in files:
+        raise UsageError(f"{loaded.url} holds no model of transformers or peft: `ckpt restore` writes its weights")
+    names = None if about["names"] is None else json.loads(_text(about["names"]))
+    return asyncio.run(_export(str(run), loaded.step, path, files, names, dtype))
+
+
+async def _export(
+    run: str, step: int, path: Path, files: dict[str, str], names: dict[str, str] | None, dtype: str | None
+) -> Done:
+    async with open_run(run, step) as origin:
+        output = await asyncio.to_thread(_plan, origin, files, names, dtype)
+        origin.keep = 2 * WINDOW
+        return await export(origin, output, path, window=WINDOW)
+
+
+def _plan(origin: Origin, files: dict[str, str], names: dict[str, str] | None, dtype: str | None) -> Output:
+    view = weights_of(origin.view(0, 1))
+    view = replace(view, entries=tuple(e for e in view.entries if e.path == ("model",)))
+    view = weights_of(view)
+    dtypes = cast_to(origin, [view], dtype)
+    if names is None:
+        output = plan(origin, view, dtypes, prefix=prefix_of(view))
+        files = {**files, "config.json": _with_dtype(files["config.json"], view, dtypes)}
+    else:
+        output = plan(origin, _renamed(view, names), dtypes, single=ADAPTER)
+    return replace(output, single=False, finish=_beside(files, output.finish))
+
+
+def _renamed(view: View, names: Mapping[str, str]) -> View:
+    """An adapter's tensors, as peft calls them."""
+    found = {}
+    for key, name in names.items():
+        full = f"model.{name}"
+        label = view.tensors.get(view.aliases.get(full, full))
+        if label is None:
+            raise UsageError(f"{name} of the adapter is not in this checkpoint")
+        found[key] = label
+    return replace(view, tensors=found, aliases={})
+
+
+def _with_dtype(config: str, view: View, dtypes: Mapping[str, str]) -> str:
+    """from_pretrained() makes the model in the dtype that the config says."""
+    kinds = {dtypes[label] for label in view.tensors.values()} & FLOATS.keys()
+    values = json.loads(config)
+    if len(kinds) == 1:
+        values["dtype"] = FLOATS[kinds.pop()]
+        values.pop("torch_dtype", None)
+    return json.dumps(values, indent=2) + "\n"
+
+
+def _beside(files: Mapping[str, str], finish: Callable[[Path, Sums], None]) -> Callable[[Path, Sums], None]:
+    def both(folder: Path, sums: Sums) -> None:
+        finish(folder, sums)
+        for name, text in files.items():
+            target = folder / name
+            if folder not in target.resolve().parents:
+                raise UsageError(f"{name!r} is no name of a file in this folder")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with os.fdopen(open_regular(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+
+    return both
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters that are trained, what else belongs to an adapter, and buffers, which training may change."""
+    adapter = {id(t) for t in adapter_tensors(model).values()} if is_adapter(model) else set()
+    found: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad or id(parameter) in adapter:
+            found[name] = parameter
+    return found
+
+
+def nbytes(tensors: Mapping[str, Tensor]) -> int:
+    """Of tensors that share memory, once."""
+    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors.values()}.values())

@@ -1,0 +1,162 @@
+"""What the writer says about faults: of its trainer's death, and of whatever the trainer cannot deal with itself.
+
+The order is: save, record, and only then act. Other writers on the node are asked what their trainers do, so that the
+account of a hang names the rank that the others wait for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ckpt.errors import CheckpointError
+from ckpt.events import log
+from ckpt.faults.hang import Evidence, diagnose
+from ckpt.faults.report import Fault, Saved
+from ckpt.ipc import channel
+from ckpt.triggers import RETRY_CODE
+from ckpt.writer.held_memory import Holdings
+from ckpt.writer.persist import Persister
+from ckpt.writer.watchdog import Stall, Vigil
+
+SAVE_S = 10.0  # for what is in memory to become durable, before a hung trainer is ended
+ASK_S = 2.0  # for another writer of this node to answer
+MAX_FAULTS = 16
+
+
+class Witness:
+    """The accounts of one writer. `faults`: those that no trainer has been told yet."""
+
+    def __init__(self, key: str, holdings: Holdings, persister: Persister) -> None:
+        self.key, self._holdings, self._persister = key, holdings, persister
+        self.faults: list[Fault] = []
+        self.on_kept: Callable[[Fault], None] = lambda fault: None
+
+    def open(self, vigil: Vigil, kind: str, **fields: Any) -> Fault:
+        """An account, begun now."""
+        owner = self._persister.owner
+        beat = vigil.pulse.read()
+        fault = Fault(kind, "", by="writer", rank=vigil.rank, world=vigil.world, pid=vigil.pid, **fields)
+        fault.attempt = "" if owner is None else f"{owner.epoch}.{owner.nonce}"
+        if beat.step >= 0:
+            fault.steps[str(vigil.rank)] = beat.step
+        return fault
+
+    async def keep(self, fault: Fault, *, untold: bool = True) -> None:
+        """Say it, and write it into the nearest tier; another place is not tried, since nobody would look there."""
+        log.warning("%s", fault.line)
+        self.on_kept(fault)
+        if untold:
+            self.faults = [*self.faults, fault][-MAX_FAULTS:]
+        for tier in self._persister.tiers[:1]:
+            try:
+                await tier.prepare()
+                await tier.log.store.put(fault.key, fault.to_bytes(), create=True)
+            except CheckpointError as error:
+                log.warning("the report of this fault could not be written: %s", error)
+
+    def in_memory(self, fault: Fault, seconds: float) -> None:
+        """What a restart finds here."""
+        steps = {label.attempt.step for _, _, label in self._holdings.ring() if label.attempt is not None}
+        fault.saved += [Saved(step, "memory", "ring", seconds) for step in sorted(steps, reverse=True)]
+
+    async def save(self, fault: Fault, began: float, deadline_s: float, *, far: bool = False) -> None:
+        """Make what is in memory durable, and note what became of it."""
+        self.in_memory(fault, time.monotonic() - began)
+        before = time.monotonic() - began
+        for one in await self._persister.persist(deadline_s, far=far):
+            saved = Saved(one["step"], one["tier"], "ring", before + one["seconds"], one["error"])
+            fault.saved.append(saved)
+        fault.timings["durable_s"] = time.monotonic() - began
+
+    # -- deaths --
+
+    def death(self, vigil: Vigil) -> Fault:
+        """The account of a death that nobody had announced; what is durable is added later."""
+        how, what = vigil.cause()
+        fault = self.open(vigil, "oom" if "OOM" in what else "death", how=how)
+        beat = vigil.pulse.read()
+        where = f"after step {beat.step}" if beat.step >= 0 else "before its first step"
+        fault.summary = f"rank {vigil.rank} on {fault.host} {_verb(what)} {where}, while {beat.doing}"
+        self.in_memory(fault, 0.0)
+        return fault
+
+    async def tell_siblings(self, fault: Fault) -> None:
+        """The other ranks of this node need not find out by themselves."""
+        about = {"rank": fault.rank, "summary": fault.summary, "writer": self.key}
+        await asyncio.gather(
+            *(asyncio.to_thread(channel.ask_once, key, "peer", ASK_S, **about) for key in self._others())
+        )
+
+    def _others(self) -> list[str]:
+        return [key for key in channel.siblings(self.key).values() if key != self.key]
+
+    # -- hangs --
+
+    async def evidence(self, vigil: Vigil, own: Evidence | None = None) -> list[Evidence]:
+        """Of every rank on this node."""
+        asked = [asyncio.to_thread(channel.ask_once, key, "sample", ASK_S) for key in self._others()]
+        replies = asyncio.gather(*asked)
+        found = [await vigil.sample() if own is None else own]
+        for reply in await replies:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                if reply is not None and reply["evidence"] is not None:
+                    found.append(Evidence.from_json(reply["evidence"]))
+        return found
+
+    async def hang(self, vigil: Vigil, stall: Stall) -> None:
+        """The trainer does not answer: save, record, and end it if that was asked for."""
+        began = time.monotonic()
+        fault = self.open(vigil, "hang", how="step counter")
+        note_evidence(fault, await self.evidence(vigil, stall.evidence), stall_text(stall))
+        fault.timings |= stall.timings
+        await self.save(fault, began, SAVE_S)
+        leave = vigil.hang is not None and vigil.hang.action == "exit"
+        fault.exit_code = 128 + signal.SIGKILL if leave else None
+        await self.keep(fault)
+        if leave and vigil.pulse.read().calls == stall.evidence.calls:  # else it has come to itself meanwhile
+            end(vigil, "it hangs")
+
+    def signal(self, vigil: Vigil, number: int) -> Fault:
+        """A signal that the trainer has not taken, as of now."""
+        fault = self.open(vigil, "signal", how="wakeup descriptor", advice="resubmit")
+        name = signal.Signals(number).name
+        fault.summary = f"{name} came to rank {vigil.rank} on {fault.host}, whose interpreter is held up"
+        return fault
+
+    async def held_up(self, fault: Fault, vigil: Vigil, began: float) -> None:
+        """Nor can it: something holds the interpreter's lock."""
+        await self.save(fault, began, SAVE_S, far=True)
+        fault.stacks[str(vigil.rank)] = list(await vigil.stack())
+        await self.keep(fault)
+
+
+def _verb(what: str) -> str:
+    return what if what.startswith(("died", "killed")) else f"crashed ({what})"
+
+
+def stall_text(stall: Stall) -> str:
+    return f"no step for {stall.idle_s:.1f} s, where {stall.usual_s:.2f} s are usual"
+
+
+def note_evidence(fault: Fault, evidence: list[Evidence], what: str) -> None:
+    """What all ranks that could be looked at do, and who holds the others up."""
+    verdict = diagnose(evidence, fault.world)
+    fault.summary = f"{what}: {verdict.why}"
+    fault.suspects = list(verdict.suspects)
+    fault.evidence = [one.to_json() for one in evidence]
+    fault.steps |= {str(one.rank): one.step for one in evidence if one.step >= 0}
+    fault.stacks |= {str(one.rank): list(one.stack) for one in evidence if one.stack}
+
+
+def end(vigil: Vigil, why: str) -> None:
+    """By SIGKILL, which a stopped process does not outlive either, so that the launcher need not wait for it."""
+    log.warning("rank %d is ended (%s); exit code %d would have been its own", vigil.rank, why, RETRY_CODE)
+    with contextlib.suppress(OSError):
+        if vigil.process.alive:  # else another may have its number
+            os.kill(vigil.pid, signal.SIGKILL)

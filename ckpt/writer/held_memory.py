@@ -1,0 +1,159 @@
+"""What a writer holds in memory: arenas, the layouts of what is in them, and digests.
+
+Arenas are its trainer's, those that a trainer inherited from ranks that are no more (`foreign`), and copies of the
+memory of another node (`mirror`).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from ckpt.checkpoint.write import digest_blobs
+from ckpt.errors import SkippedError
+from ckpt.faults.memory_pressure import available_memory
+from ckpt.format.digest import blob_digest
+from ckpt.format.layout import Layout
+from ckpt.format.manifest import Attempt
+from ckpt.ipc.arena import EAGER, SEALED, Arena, Keeping, Label
+from ckpt.writer.replicate import Mirror
+
+MAX_LAYOUTS = 256  # far more than a trainer believes us to have
+LEND_S = 5.0
+MEMORY_SHARE = 0.8  # of the available memory, that an arena may take
+
+
+def room_for(slots: int, slot_size: int, least: int) -> int:
+    """How many slots of this size fit into free memory, at most `slots`. SkippedError if not even `least` do."""
+    free = available_memory()
+    found = min(slots, int(MEMORY_SHARE * free) // slot_size)
+    if found < least:
+        some = "a snapshot" if least == 1 else f"{least} snapshots"
+        fits = "does" if least == 1 else "do"
+        raise SkippedError(
+            f"{some} of {slot_size / 2**20:.0f} MiB {fits} not fit into {MEMORY_SHARE:.0%} of the {free / 2**20:.0f} "
+            "MiB of memory that are free: give the job more"
+        )
+    return found
+
+
+def check_room(slots: int, slot_size: int) -> None:
+    """SkippedError if an arena of this size would take memory that is not free."""
+    room_for(slots, slot_size, slots)
+
+
+def make_arena(slots: int, slot_size: int, least: int) -> Arena:
+    """Of as many slots as there is memory for, at most `slots`. Takes a while. SkippedError if `least` do not fit."""
+    slots = room_for(slots, slot_size, least)
+    while True:
+        try:
+            return Arena.create(slots, slot_size)
+        except (MemoryError, OSError) as error:  # others were quicker, or it must not be locked, say
+            if slots == least:
+                raise SkippedError(f"there is no memory for {slots} snapshots: {error}") from error
+            slots -= 1
+
+
+class Holdings:
+    """Used in the event loop of the writer, but for `digest_ring`, which takes long and belongs into a thread."""
+
+    def __init__(self) -> None:
+        self.arenas: dict[str, Arena] = {}
+        self.keeping: dict[str, Keeping] = {}  # the same arenas
+        self.foreign: set[str] = set()  # those that other ranks staged into: nobody goes on in them here
+        self.layouts: dict[str, Layout] = {}
+        self.digests: dict[tuple[Attempt, int], bytes] = {}  # by attempt, and rank that took the snapshot
+        self.guarded: dict[str, list[int]] = {}  # by layout: the tensors that only optimizers change
+        self._lists: list[list[int]] = []  # of that layout, by the number that the trainer gave them
+        self.mirror = Mirror(check_room, self.keep_layout)
+        self._lent: tuple[float, Attempt] | None = None
+        self._filled: set[int] = set()  # tensors of `_filling` that somebody has filled in
+        self._filling: Attempt | None = None
+
+    def all(self) -> list[Arena]:
+        return [*self.arenas.values(), *self.mirror.arenas.values()]
+
+    def add(self, arena: Arena, *, foreign: bool = False) -> None:
+        self.arenas[arena.id.hex()], self.keeping[arena.id.hex()] = arena, arena.keep()
+        if foreign:
+            self.foreign.add(arena.id.hex())
+
+    def release(self, key: str) -> None:
+        """This arena is not needed any more."""
+        arena = self.arenas.pop(key, None)
+        if arena is not None:
+            self.keeping.pop(key).let_go()
+            arena.close()
+
+    def ring(self) -> list[tuple[Arena, int, Label]]:
+        """Every sealed snapshot but copies of another node's, newest first."""
+        found = [(arena, slot, label) for arena in self.arenas.values() for slot, label in arena.sealed()]
+        return sorted(found, key=lambda one: -one[2].order)
+
+    def lend_gap(self) -> tuple[Arena, int, Label, list[int]] | None:
+        """After the trainer's death: a slot that is newer than all snapshots, and the numbers of the tensors that are
+        missing in it. To one at a time; for another, if the first does not come back in `LEND_S`."""
+        newest = max((label.order for _, _, label in self.ring()), default=0)
+        for arena in self.arenas.values():
+            for slot, label in arena.labels(EAGER):
+                if label.order <= newest or label.attempt is None or label.layout not in self.guarded:
+                    continue
+                if self._lent is not None and self._lent[1] == label.attempt and time.monotonic() < self._lent[0]:
+                    return None
+                self._lent = time.monotonic() + LEND_S, label.attempt
+                if self._filling != label.attempt:
+                    self._filling, self._filled = label.attempt, set()
+                return arena, slot, label, sorted(set(self.guarded[label.layout]) - self._filled)
+        return None
+
+    def fill_gap(self, attempt: Attempt, tensors: list[int]) -> bool:
+        """Somebody has filled these in; whether it is a whole snapshot now."""
+        if attempt != self._filling:
+            return False
+        self._lent = None
+        self._filled.update(tensors)
+        for arena in self.arenas.values():
+            for slot, label in arena.labels(EAGER):
+                if label.attempt == attempt and self._filled.issuperset(self.guarded.get(label.layout, (-1,))):
+                    arena.set_label(slot, replace(label, state=SEALED))
+                    self._filled.clear()
+                    return True
+        return False
+
+    def know_guarded(self, layout: str, number: int, tensors: list[int] | None) -> None:
+        """The tensors that only optimizers change: a new list, which takes the place of those from that number on, or
+        one that is known."""
+        if tensors is not None:
+            self._lists[number:] = [[int(one) for one in tensors]]
+        self.guarded = {layout: self._lists[number]}
+
+    def keep_layout(self, layout: Layout) -> None:
+        self.layouts[layout.digest] = layout
+        if len(self.layouts) > MAX_LAYOUTS:  # shapes that keep changing; the trainer sends again what it forgot
+            used = {label.layout for arena in self.all() for _, label in arena.sealed()}
+            recent = list(self.layouts)[-MAX_LAYOUTS // 2 :]
+            self.layouts = {key: self.layouts[key] for key in self.layouts if key in used or key in recent}
+
+    def known_digests(self) -> list[list[Any]]:
+        return [[str(attempt), rank, digests.hex()] for (attempt, rank), digests in list(self.digests.items())]
+
+    def forget_old(self) -> set[Attempt | None]:
+        """Digests of what is not in memory any more; the attempts that are."""
+        held = {label.attempt for arena in self.all() for _, label in arena.sealed()}
+        self.digests = {(attempt, rank): d for (attempt, rank), d in self.digests.items() if attempt in held}
+        return held
+
+    def something(self) -> bool:
+        return any(arena.sealed() for arena in self.all())
+
+    def digest_ring(self) -> None:
+        for arena in self.all():
+            for slot, label in arena.sealed():
+                layout = self.layouts.get(label.layout)
+                if layout is None or label.attempt is None or (label.attempt, layout.rank) in self.digests:
+                    continue
+                blobs = digest_blobs(layout, arena.data(slot, label.data_size))
+                found = blobs + blob_digest(arena.values(slot, label))
+                if arena.label(slot) == label:  # the trainer may be alive, and go on
+                    self.digests[label.attempt, layout.rank] = found

@@ -1,0 +1,887 @@
+"""The writer process: holds the memory, writes it out, and outlives the trainer.
+
+    python -c 'from ckpt.writer.main import main; main()' FD RUN_KEY LOG STARTED
+
+It starts in its own session, at low CPU and I/O priority, without torch, and has the name of the run on this machine
+for as long as it holds its memory: whoever finds the name taken does not start. Two kinds of threads feed one event
+loop: a reader per connection, and a watcher per arena that sits in the trainer's robust mutex until the trainer dies.
+
+When the trainer dies, the writer digests the snapshots, persists the ring, newest first, and waits for the next
+incarnation, which finds it by RUN_KEY; after `linger_s` it leaves. When the trainer closes, it finishes and leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import asdict
+from typing import Any
+
+import psutil
+
+from ckpt import events
+from ckpt.checkpoint.ledger_files import last_decision, read_back
+from ckpt.checkpoint.open_tier import Place
+from ckpt.errors import (
+    CheckpointError,
+    FencedError,
+    InUseError,
+    NameTakenError,
+    SkippedError,
+    UsageError,
+    WriterError,
+    to_wire,
+)
+from ckpt.faults.memory_pressure import Room, spare_from_oom
+from ckpt.faults.report import Fault, Saved
+from ckpt.format.layout import Layout
+from ckpt.format.manifest import Attempt
+from ckpt.goodput.ledger import Account, Decision
+from ckpt.ipc import channel as link
+from ckpt.ipc.arena import Arena
+from ckpt.ipc.channel import Channel, Message
+from ckpt.ipc.mutex import Got
+from ckpt.ipc.process import Process, boot_id, namespace
+from ckpt.metrics import Metrics
+from ckpt.telemetry.exporter import Exporter
+from ckpt.writer.bookkeeper import Bookkeeper
+from ckpt.writer.fault_reports import Witness, end
+from ckpt.writer.held_memory import Holdings, make_arena
+from ckpt.writer.persist import LOST_S, Persister
+from ckpt.writer.redo import RedoKeeper
+from ckpt.writer.status import Lookout
+from ckpt.writer.throttle import Pace
+from ckpt.writer.watchdog import Eyes, Stall, Vigil
+
+NICE = 10
+LOOK_BACK = 4  # incarnations, one of which knows how often to save
+RETRY_S = 5.0
+OWNER_S = 10.0  # between two looks at who owns the run
+AWAKE_S = 0.25  # for it to take a signal that the writer has seen
+HEARD_S = 1.0  # for the trainer's sentinel to answer; else the writer deals with it
+GOING_S = 20.0  # for it to leave, once it said that it would
+TOLD_S = 20.0  # after a death, for what is in memory to become durable before the report is written without it
+KEEP_S = 1.0  # for another process that keeps an arena to let go of it
+LET_GO_S = 0.1  # between two looks whether a trainer that lives, and has left, has let go of its memory
+ECHO_S = 0.5  # for the rest of what faulthandler says, while a trainer crashes
+
+Answer = tuple[Message, tuple[int, ...]]
+
+
+class Writer:
+    """The state of the process. Everything runs in one event loop; blocking work goes to threads."""
+
+    def __init__(self, channel: Channel, key: str, path: str, trainer: Process) -> None:
+        self.key, self.path = key, path
+        self.channel: Channel | None = channel
+        self.process = trainer
+        self.since = time.time()  # it has been our trainer
+        self._owning: asyncio.Task[None] | None = None
+        self.left = False  # whether it lives, and has said that it is done
+        self._losers: dict[Channel, str] = {}  # who has lost the run to another trainer, and what they are told
+        self.dead = False  # whether that trainer has died
+        self.dispossessed = False  # whether it has lost the run instead, and lives
+        self.leaving = False
+        self.closing = -1  # the adoption whose trainer has closed, and waits no longer for what is unfinished
+        self.watched: dict[str, int] = {}  # by arena, the last adoption whose trainer has locked it
+        self.previous_gone = True  # whether no earlier trainer can write to the arenas any more
+        self.finished = asyncio.Event()
+        self.loop = asyncio.get_running_loop()
+        self.holdings = Holdings()
+        self.persister = Persister(self.holdings, self._tell, self._spawn, Pace(lambda: self.trainer))
+        self.redo = RedoKeeper(self.holdings, self.persister)
+        self.witness = Witness(key, self.holdings, self.persister)
+        self.books = Bookkeeper(lambda: self.persister.tiers, self._tell)
+        self.lookout = Lookout(self.holdings, self.persister, self._state, lambda: self.books.account)
+        self.exporter = Exporter(self.lookout.look, self._say, self._serves)
+        self.witness.on_kept = self._on_kept
+        self.vigil: Vigil | None = None
+        self.heard = asyncio.Event()  # the sentinel deals with what it was told last
+        self.announced = False  # the trainer has said that, and why, it is about to end
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def trainer(self) -> int:
+        """The number of its process."""
+        return self.process.pid
+
+    async def run(self, listener: socket.socket) -> None:
+        assert self.channel is not None
+        self._listener: socket.socket | None = listener
+        listener.setblocking(False)
+        self.loop.add_reader(listener, self._accept, listener)
+        self._start_thread(self._read, self.channel)
+        self._start_thread(self._wait_gone, self.process)
+        await self.finished.wait()
+        self._give_name_up()
+        await self.exporter.finish()
+
+    def _give_name_up(self) -> None:
+        """The next trainer starts with a writer of its own."""
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        _call_myself(link.LEAVING)
+        self.loop.remove_reader(listener)
+        listener.close()
+        with contextlib.suppress(OSError):
+            if self.path and os.path.getsize(self.path) == 0:
+                os.unlink(self.path)
+
+    # -- threads that feed the loop --
+
+    def _start_thread(self, target: Callable[..., None], *arguments: object) -> None:
+        threading.Thread(target=target, args=arguments, daemon=True).start()
+
+    def _post(self, function: Callable[..., None], *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has closed: we are leaving
+            self.loop.call_soon_threadsafe(function, *arguments)
+
+    def _read(self, channel: Channel) -> None:
+        while (received := channel.receive()) is not None:
+            self._post(self._on_message, channel, *received)
+        self._post(self._on_lost, channel)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # out of descriptors, say: whoever asks waits meanwhile
+            self.loop.remove_reader(listener)
+            self.loop.call_later(1.0, self._accept_again)
+            return
+        if link.same_user(sock):
+            sock.setblocking(True)
+            self._start_thread(self._read, Channel(sock))
+        else:
+            sock.close()
+
+    def _accept_again(self) -> None:
+        if self._listener is not None:
+            self.loop.add_reader(self._listener, self._accept, self._listener)
+
+    def _watch(self, arena: Arena, adoptions: int) -> None:
+        """Sits in the mutex of the trainer's staging thread until it is let go of, or its owner dies."""
+        got = arena.mutex.lock()
+        arena.mutex.unlock()
+        if got is Got.OWNER_DIED:
+            self._post(self._on_death, adoptions)
+
+    def _wait_gone(self, process: Process) -> None:
+        """Copies by a device may outlive the notice of death; after this nobody writes the memory any more."""
+        with contextlib.suppress(ProcessLookupError):
+            fd = os.pidfd_open(process.pid)
+            if Process.of(process.pid) == process:  # else another has its number by now
+                select.select([fd], [], [])
+            os.close(fd)
+        self._post(self._on_gone, process)
+
+    # -- events --
+
+    def _on_message(self, channel: Channel, message: Message, fds: list[int]) -> None:
+        self._spawn(self._handle(channel, message, fds))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self.loop.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self._on_done)
+        return task
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            events.log.error("something that ran beside failed", exc_info=error)
+
+    def _on_lost(self, channel: Channel) -> None:
+        """End-of-file is never evidence of death: the pidfd and the mutex are."""
+        channel.close()
+        self._losers.pop(channel, None)
+        if channel is self.channel:
+            self.channel = None
+
+    def _on_gone(self, process: Process) -> None:
+        if self.books.account is not None and self.books.account.pid == process.pid:
+            self.books.gone()
+        if process == self.process:
+            # A crash was noticed before its end: something may have been sealed in between.
+            if self.dead and self.closing != self.persister.adoptions:
+                self._spawn(self._drain_again(self.persister.adoptions))
+            self._on_death(self.persister.adoptions)
+        elif not self.previous_gone:
+            self.previous_gone = True
+            self._tell({"op": "gone"})
+
+    async def _drain_again(self, adoptions: int) -> None:
+        await asyncio.to_thread(self.holdings.digest_ring)
+        await self.persister.drain(adoptions)
+
+    def _on_death(self, adoptions: int) -> None:
+        if not self.dead and not self.leaving and adoptions == self.persister.adoptions:
+            self.dead = True
+            self.lookout.ended()
+            self.books.ended("died")
+            self._spawn(self._outlive(adoptions))
+
+    def _tell(self, message: Message, fds: tuple[int, ...] = ()) -> None:
+        if self.channel is not None:
+            with contextlib.suppress(OSError):
+                self.channel.send(message, fds)
+
+    def _say(self, text: str) -> None:
+        events.log.warning("%s", text)
+        self._tell({"op": "said", "text": text})
+
+    def _serves(self, where: str) -> None:
+        self.lookout.serves = where
+
+    def _on_kept(self, fault: Fault) -> None:
+        self.books.fault(fault)
+        self.lookout.fault(fault)
+
+    def _state(self) -> tuple[int, str]:
+        """Our trainer's process, and what became of it, as `ckpt.telemetry.status.Look` says it."""
+        if (self.leaving and not self.dead) or self.closing == self.persister.adoptions:
+            return self.trainer, "closed"
+        try:
+            status = psutil.Process(self.trainer).status()
+        except psutil.Error:
+            return self.trainer, "dead"
+        if not self.process.alive:
+            return self.trainer, "dead"
+        if self.dead:
+            return self.trainer, "left"
+        return self.trainer, "frozen" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "alive"
+
+    # -- requests --
+
+    async def _handle(self, channel: Channel, message: Message, fds: list[int]) -> None:
+        try:
+            handler = getattr(self, f"do_{message['op']}", None)
+            if handler is None:
+                raise UsageError(f"the writer does not know {message['op']!r}: is it of another version?")
+            if channel in self._losers:
+                raise FencedError(self._losers[channel])
+            reply, out = await handler(channel, message, fds)
+        except Exception as error:
+            if not isinstance(error, CheckpointError):
+                events.log.exception("the writer failed at %r", message.get("op"))
+            reply, out = to_wire(error), ()
+        if "id" in message:
+            with contextlib.suppress(OSError):
+                channel.send({**reply, "op": "reply", "id": message["id"]}, out)
+
+    async def do_hello(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """A trainer introduces itself. It becomes ours unless it is only a `visit`, or the present one lives; that one
+        loses the run in a `takeover`, and it is as if it had died: the next trainer has all that it had, at once."""
+        visit = bool(message.get("visit"))
+        lost = [] if visit else await self.persister.lost()  # before anything changes
+        if self.leaving and not visit:
+            raise WriterError("this writer is about to leave")
+        process = Process.of(link.peer_pid(channel.sock))
+        if process.started < 0 and not visit:
+            raise InUseError(
+                "the memory of this run is held by a writer in another container, which cannot see this process"
+            )
+        lives = process != self.process and self.process.alive
+        taken = bool(message.get("takeover")) and lives and not self.left
+        if taken:
+            self._dispossess(process.pid)
+        copies = self.holdings.mirror.arenas.values() if visit else ()  # no trainer goes on in them
+        shown = [*self.holdings.arenas.values(), *copies]
+        alive = lives and not self.dead
+        reply: Message = {
+            "pid": os.getpid(),
+            "alive": alive,
+            "taken": taken,  # from one that lives
+            "trainer": self.trainer,
+            "since": self.since,
+            "gone": self.dispossessed or (self.previous_gone and (not lives or self._let_go())),
+            "lost": lost,
+            "arenas": [arena.id.hex() for arena in shown],
+            "foreign": list(self.holdings.foreign),
+            "layouts": {digest: layout.to_json() for digest, layout in self.holdings.layouts.items()},
+            "digests": self.holdings.known_digests(),
+            "writing": [list(key) for key in self.persister.writing],
+            "acquires": [[a.epoch, a.nonce, a.restored and str(a.restored)] for a in self.persister.acquires],
+            "faults": [],
+        }
+        if not alive and channel is not self.channel and not visit:
+            self.persister.adoptions += 1
+            self.previous_gone = reply["gone"]
+            if self.left and not self.previous_gone:
+                self._spawn(self._await_let_go(self.persister.adoptions))
+            self.channel, self.process, self.dead, self.announced = channel, process, False, False
+            self.since, self.left, self.dispossessed = time.time(), False, False
+            reply["faults"] = [fault.to_json() for fault in self.witness.faults]
+            self.witness.faults = []
+            self._end_vigil()
+            self._start_thread(self._wait_gone, process)
+        return reply, tuple(arena.fd for arena in shown)
+
+    def _dispossess(self, taker: int) -> None:
+        """Our trainer has lost the run: nothing is taken from it any more. It lives, and may go on writing where it
+        did: nobody else ever does there, so that nobody has to wait for its end."""
+        text = f"process {taker} has taken this run over (takeover=True). Stop this one, or give it another place"
+        self._fenced(text)
+        if self.channel is not None:
+            self._losers[self.channel], self.channel = text, None
+        self.holdings.foreign.update(self.holdings.arenas)
+        self.dead = self.announced = self.dispossessed = True
+        self.persister.adoptions += 1  # what it has asked for, and is under way, must not change whose run it is
+        self._end_vigil()
+        self.lookout.ended()
+        self.books.ended("left")
+
+    async def do_lose(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Another job takes the run over, and may have no rank in the place of our trainer. What that one had is kept
+        for whoever comes, as after a death."""
+        if not self.dead and not self.leaving:
+            self._dispossess(link.peer_pid(channel.sock))
+            self._spawn(self._outlive(self.persister.adoptions))
+        return {}, ()
+
+    async def do_whose(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Whose run it is, as far as this writer knows: its trainer, and the epoch that was opened."""
+        owner = self.persister.owner
+        return {"trainer": self.trainer, "owner": None if owner is None else [owner.epoch, owner.nonce]}, ()
+
+    async def do_drop(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """The run whose memory we hold is not there any more, says the trainer that came for it."""
+        if channel is self.channel:
+            self.persister.adoptions += 1
+            self._leave_soon()
+        return {}, ()
+
+    def _let_go(self) -> bool:
+        """Whether a trainer that lives, and has left, has locked none of its memory any more: it copies no further."""
+        return self.left and self._unlocked()
+
+    def _unlocked(self) -> bool:
+        """Whether nobody has locked any memory, but for what the present trainer has."""
+        for key, arena in self.holdings.arenas.items():
+            if self.watched.get(key) == self.persister.adoptions and not self.left:
+                continue  # before it could lock this, the one before has let go of it
+            if arena.mutex.try_lock() is Got.BUSY:
+                return False
+            arena.mutex.unlock()
+        return True
+
+    async def _await_let_go(self, adoptions: int) -> None:
+        """The trainer before lives, has left, and was still copying when the present one came, which waits for that."""
+        while adoptions == self.persister.adoptions and not self.previous_gone:
+            if self._unlocked():
+                self.previous_gone = True
+                self._tell({"op": "gone"})
+            await asyncio.sleep(LET_GO_S)
+
+    def _fenced(self, text: str) -> None:
+        events.log.warning("%s", text)
+        self._tell({"op": "fenced", "text": text})
+
+    async def do_open(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Open the durable places, without changing anything in them."""
+        reply = await self.persister.open(message, self._has_ended)
+        decision = await self._last_cadence() if message["auto"] else None
+        for tier in self.persister.tiers:
+            every = None if decision is None else decision.every.get(tier.url)
+            if tier.url in message["auto"] and type(every) is int and every >= 1:
+                tier.set_every(every)
+        return {**reply, "cadence": {} if decision is None else asdict(decision)}, ()
+
+    def _has_ended(self, account: Account) -> bool:
+        """Of a trainer that was this writer's, or is this very process."""
+        mine = (self.trainer, boot_id(), namespace("pid"))
+        known = self.books.account
+        return (known is not None and known.epoch == account.epoch) or mine == (
+            account.pid,
+            account.boot,
+            account.namespace,
+        )
+
+    async def _last_cadence(self) -> Decision | None:
+        """What the last incarnation saved by, so that this one need not find it out again."""
+        known = [
+            *await read_back(self.persister.tiers, LOOK_BACK),
+            *([self.books.account] if self.books.account else []),
+        ]
+        return last_decision(known)
+
+    async def do_acquire(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Take places over, for all ranks."""
+        return await self.persister.acquire(message), ()
+
+    async def do_own(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """All ranks have agreed who the owner is."""
+        if self._owning is None or self._owning.done():  # it ends when an earlier trainer has lost the run
+            self._owning = self._spawn(self._look_at_owner())
+        return await self.persister.own(message), ()
+
+    async def _look_at_owner(self) -> None:
+        """Tell the trainer, soon, that another job has taken the run over, also if it saves nothing meanwhile."""
+        while not self.leaving:
+            await asyncio.sleep(OWNER_S)
+            if self.dead or self.persister.ownership.locked():
+                continue
+            try:
+                await self.persister.check_owner(self._spoken_for())
+            except FencedError as error:
+                self._fenced(str(error))
+                return
+            except Exception as error:
+                events.log.warning("who owns the run cannot be seen: %s", error)
+
+    def _spoken_for(self) -> list[Place]:
+        """The places that this rank speaks for."""
+        return [tier for tier in self.persister.tiers if tier.role.place == 0]
+
+    async def do_doubt(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Damage that a restore has found."""
+        return await self.persister.doubt(message), ()
+
+    async def do_complete(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """The other places hold their parts too."""
+        return await self.persister.complete(message), ()
+
+    async def do_write(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Make a checkpoint of a sealed slot in one tier; replies when it is durable."""
+        label = self.holdings.arenas[message["arena"]].label(int(message["slot"]))
+        size = 0 if label is None else label.data_size
+        step = Attempt.parse(message["attempt"]).step
+        with self.books.saving(self.persister.tiers[int(message["tier"])].url, size, step) as write:
+            reply = await self.persister.write(message)
+            write.stored = int(reply["stored"])
+            return {**reply, "nbytes": size}, ()
+
+    async def do_resume(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """All ranks have recovered."""
+        self.persister.resume()
+        return {}, ()
+
+    async def do_retract(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """A snapshot must not be committed, or not stay so."""
+        return await self.persister.retract(message), ()
+
+    async def do_heir(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """By this nonce our trainer, or another rank, is about to take the run over: that is no other job."""
+        self.persister.heir = str(message["nonce"])
+        return {}, ()
+
+    async def do_arena(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Make an arena, in the background, since touching its pages takes a while."""
+        wanted, begun = [int(message[name]) for name in ("slots", "slot_size", "least")], self.persister.adoptions
+        arena = await asyncio.to_thread(make_arena, *wanted)
+        if begun != self.persister.adoptions:  # whoever came meanwhile knows nothing of it
+            arena.close()
+            raise SkippedError("the trainer that asked for this memory has lost the run, or died")
+        self.holdings.add(arena)
+        await self._kept(arena.id.hex())
+        return {"arena": arena.id.hex()}, (arena.fd,)
+
+    async def do_keep(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """The trainer has seen that nobody keeps an arena which it gave us; it looks again when we do."""
+        await self._kept(message["arena"])
+        return {}, ()
+
+    async def _kept(self, key: str) -> None:
+        await asyncio.to_thread(self.holdings.keeping[key].begun.wait, KEEP_S)
+
+    async def do_attach(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """The trainer gives a new writer the memory that its old one held."""
+        self.holdings.add(Arena.attach(fds[0]), foreign=bool(message.get("foreign")))
+        return {}, ()
+
+    async def do_taken(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Another writer has these arenas as well, and goes on: nothing keeps us here if our trainer is dead, and these
+        are all we have."""
+        if self.dead and {arena.id.hex() for arena in self.holdings.all()} <= set(message["arenas"]):
+            self.persister.adoptions += 1  # what we would do after its death is not ours to do any more
+            self._leave_soon()
+        return {}, ()
+
+    def _leave_soon(self) -> None:
+        self.leaving = True
+        self._give_name_up()
+        self._spawn(self._leave())
+
+    async def _leave(self) -> None:
+        await self.books.finish()
+        await self.persister.finish_begun()
+        self.finished.set()
+
+    async def do_watch(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """The staging thread holds the mutex of this arena from now on."""
+        self.watched[message["arena"]] = self.persister.adoptions
+        self._start_thread(self._watch, self.holdings.arenas[message["arena"]], self.persister.adoptions)
+        return {}, ()
+
+    async def do_digests(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """The digests of snapshots that are known so far; of all, if told."""
+        if message.get("all"):
+            await asyncio.to_thread(self.holdings.digest_ring)
+        return {"digests": self.holdings.known_digests()}, ()
+
+    async def do_release(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """This arena is not needed any more."""
+        self.holdings.release(message["arena"])
+        self.watched.pop(message["arena"], None)
+        return {}, ()
+
+    async def do_layout(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        self.holdings.keep_layout(Layout.from_json(message["layout"]))
+        return {}, ()
+
+    async def do_guarded(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Which tensors of a layout only optimizers change: they are copied last. Of a list that comes again only
+        the number is said."""
+        self.holdings.know_guarded(str(message["layout"]), int(message["number"]), message.get("tensors"))
+        return {}, ()
+
+    async def do_recipes(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """What optimizers do with the tensors of a layout; see `ckpt.writer.redo`."""
+        self.redo.learn(message)
+        return {}, ()
+
+    async def do_log(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """A snapshot was sealed: append what it changed to the redo log of a place."""
+        return await self.redo.append(message), ()
+
+    async def do_redo_forget(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """The training went back."""
+        self.redo.forget()
+        return {}, ()
+
+    async def do_gap(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Another rank asks what our dead trainer could not copy any more; see `ckpt.trainer.replica_rescue`."""
+        gap = self.holdings.lend_gap() if self.dead else None
+        if gap is None:
+            return {"attempt": None}, ()
+        arena, slot, label, missing = gap
+        layout = self.holdings.layouts[label.layout]
+        reply = {"attempt": str(label.attempt), "slot": slot, "layout": layout.to_json(), "missing": missing}
+        return reply, (arena.fd,)
+
+    async def do_filled(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """It has copied these."""
+        attempt = Attempt.parse(message["attempt"])
+        whole = self.dead and self.holdings.fill_gap(attempt, [int(number) for number in message["tensors"]])
+        if whole:
+            await asyncio.to_thread(self.holdings.digest_ring)
+            self._spawn(self._persist_filled(attempt))
+        return {"whole": whole}, ()
+
+    async def _persist_filled(self, attempt: Attempt) -> None:
+        await self.persister.persist(TOLD_S, attempts=[attempt])
+
+    async def do_serve(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Be ready to keep a copy of another rank's memory."""
+        return {"contact": self.holdings.mirror.serve()}, ()
+
+    async def do_partner(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Who keeps a copy of ours."""
+        self.holdings.mirror.send_to(message["contact"], int(message["rank"]))
+        return {}, ()
+
+    async def do_push(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """A snapshot was sealed: have it copied to the partner."""
+        arena, slot = self.holdings.arenas[message["arena"]], int(message["slot"])
+        label = arena.label(slot)
+        if label is not None and str(label.attempt) == message["attempt"] and label.layout in self.holdings.layouts:
+            self.holdings.mirror.push(arena, slot, label, self.holdings.layouts[label.layout])
+        return {}, ()
+
+    # -- faults --
+
+    async def do_arm(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Watch the trainer from now on."""
+        self._end_vigil()
+        eyes = Eyes(self._on_crash, self._on_signals, self._on_stall, self._on_pressure)
+        self.vigil = Vigil(self.trainer, message, fds, eyes)
+        return {}, ()
+
+    async def do_books(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Keep the ledger of our trainer from now on."""
+        self.books.begin(message, fds, self.trainer)
+        return {}, ()
+
+    async def do_restored(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """The trainer has called restore()."""
+        self.books.restored(message)
+        self.lookout.restored(message)
+        return {}, ()
+
+    async def do_live(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Our trainer can be looked at from now on; and which metrics it wants to be told."""
+        self.lookout.begin(message, fds, self.trainer)
+        wanted = message["metrics"]
+        metrics = None if wanted is None else Metrics(**wanted)
+        await self.exporter.begin(metrics, int(message["rank"]), int(message["local_rank"]))
+        return {}, ()
+
+    async def do_look(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """What our trainer does, and what is on its way: for anybody of this user."""
+        return {"look": (await self.lookout.look()).to_json()}, ()
+
+    async def do_cadence(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """The ranks save by another cadence from some step on."""
+        for tier in self.persister.tiers:
+            tier.set_every(int(message["decision"]["every"].get(tier.url, tier.every)))
+        self.books.decided(message)
+        return {}, ()
+
+    def _end_vigil(self) -> None:
+        if self.vigil is not None:
+            self.vigil.stop()
+            self.vigil = None
+
+    async def do_heard(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """The sentinel has taken up what it was told."""
+        self.heard.set()
+        return {}, ()
+
+    async def do_persist(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Make what is in memory durable, now."""
+        attempts = [Attempt.parse(text) for text in message["attempts"]]
+        saved = await self.persister.persist(float(message["deadline_s"]), far=bool(message["far"]), attempts=attempts)
+        return {"saved": saved}, ()
+
+    async def do_report(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """The sentinel's account of a fault. If it `ends` the trainer, its death is no news."""
+        fault = Fault.from_json(message["fault"])
+        if message.get("ends"):
+            self.announced = True
+        await self.witness.keep(fault, untold=False)
+        return {"key": fault.key}, ()
+
+    async def do_sample(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """What our trainer does, for another writer of the node."""
+        return {"evidence": None if self.vigil is None else (await self.vigil.sample()).to_json()}, ()
+
+    async def do_evidence(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """What all trainers of this node do, for the sentinel."""
+        found = [] if self.vigil is None else await self.witness.evidence(self.vigil)
+        return {"evidence": [one.to_json() for one in found]}, ()
+
+    async def do_peer(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Another rank of this node has died."""
+        self.books.peer(int(message["rank"]), str(message["summary"]))
+        note = {"op": "peer", "rank": int(message["rank"]), "writer": str(message["writer"])}
+        self._tell({**note, "summary": str(message["summary"])})
+        return {}, ()
+
+    async def do_trigger(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """Somebody at a shell on this node wants a save."""
+        if self.dead or self.channel is None or self.vigil is None:
+            raise UsageError("the trainer of this run does not live, or takes no triggers: nothing to save")
+        self._tell({"op": "trigger", "why": str(message["why"])[:200]})
+        return {"pid": self.trainer, **self.vigil.describe()}, ()
+
+    def _on_crash(self, text: str) -> None:
+        """It is dying; with a large process or a core dump that takes a while."""
+        self._on_death(self.persister.adoptions)
+
+    def _on_signals(self, numbers: list[int], raw: bytes) -> None:
+        self._tell({"op": "passed", "raw": list(raw)})  # others may wait for them too
+        for number in numbers:
+            self._spawn(self._signal(number))
+
+    async def _signal(self, number: int) -> None:
+        """The sentinel has not taken it: perhaps it is only late; else something holds the interpreter's lock."""
+        vigil, began = self.vigil, time.monotonic()
+        if vigil is None or self.dead:
+            return
+        fault = self.witness.signal(vigil, number)
+        self.heard.clear()
+        self._tell({"op": "signal", "number": number})
+        try:
+            await asyncio.wait_for(self.heard.wait(), AWAKE_S)
+        except TimeoutError:
+            await self.witness.held_up(fault, vigil, began)
+
+    def _on_stall(self, stall: Stall) -> None:
+        self._spawn(self._stall(stall))
+
+    async def _stall(self, stall: Stall) -> None:
+        """The sentinel knows more, and can copy what runs. If it does not answer, it is up to us."""
+        vigil = self.vigil
+        if vigil is None or self.dead:
+            return
+        self.heard.clear()
+        fields = {"idle_s": stall.idle_s, "limit_s": stall.limit_s, "usual_s": stall.usual_s}
+        self._tell({"op": "hang", **fields, "timings": stall.timings, "evidence": stall.evidence.to_json()})
+        try:
+            await asyncio.wait_for(self.heard.wait(), HEARD_S)
+        except TimeoutError:
+            await self.witness.hang(vigil, stall)
+            return
+        if vigil.hang is not None and vigil.hang.action == "exit":
+            await asyncio.sleep(GOING_S)
+            if self.vigil is vigil and not self.dead and vigil.pulse.read().calls == stall.evidence.calls:
+                end(vigil, "it hangs, and did not leave")
+
+    def _on_pressure(self, room: Room, why: str) -> None:
+        self._tell({"op": "pressure", "available": room.available, "total": room.total, "why": why})
+
+    async def _record_death(self, fault: Fault, vigil: Vigil, began: float, drained: asyncio.Event) -> None:
+        """Once what is in memory is durable; or not, if that takes too long or somebody takes the memory over."""
+        await self.witness.tell_siblings(fault)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(drained.wait(), TOLD_S)
+        for step, url in self.persister.durable():
+            fault.saved.append(Saved(step, url, "ring", time.monotonic() - began))
+        fault.timings["durable_s"] = time.monotonic() - began
+        if vigil.crash:
+            fault.stacks[str(vigil.rank)] = vigil.crash.splitlines()
+        await self.witness.keep(fault, untold=False)
+
+    async def do_leave(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """The trainer lets go of everything, and may go on living: as if it had died."""
+        self.announced = self.left = True
+        self.books.ended("left")
+        self._on_death(self.persister.adoptions)
+        return {}, ()
+
+    async def do_close(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+        """The trainer is done. Finish what was begun, clean up and leave.
+
+        As long as something is unfinished it is dead to us: whoever opens the run finds its memory, and goes on with
+        us.
+        """
+        if self.channel not in (channel, None):
+            return {}, ()  # another one has come in its place
+        adoptions, owed = self.persister.adoptions, self.persister.begun()
+        self.announced = self.left = True
+        self._end_vigil()
+        self.lookout.ended()
+        self.books.ended("left" if message.get("failed") else "closed")
+        if owed:
+            self.closing, self.dead = adoptions, True
+            await self._see_out(adoptions, owed)
+            if adoptions != self.persister.adoptions:
+                return {}, ()  # another one has come for it
+        self.leaving = True
+        self.exporter.stop_serving()
+        self._give_name_up()
+        try:
+            await self.books.finish()
+            try:
+                # Who lost the run has to know, at its end at last.
+                await asyncio.wait_for(self.persister.check_owner(self._spoken_for()), LOST_S)
+            except TimeoutError:
+                pass  # a bucket that does not answer says nothing of that
+            finally:
+                await self.persister.close()
+        finally:
+            self.loop.call_later(0.05, self.finished.set)  # after the reply has left
+        return {}, ()
+
+    async def _see_out(self, adoptions: int, owed: set[Attempt]) -> None:
+        """Have these made durable, which a trainer wanted to be before it closed. Until another one comes for them, or
+        what failed has been tried for as long as memory is kept."""
+        while adoptions == self.persister.adoptions and self.persister.unfinished:
+            await asyncio.sleep(0.01)
+        deadline = time.monotonic() + self.persister.linger_s
+        try:
+            while (
+                not await self.persister.drain(adoptions, self.persister.wanted(owed)) and time.monotonic() < deadline
+            ):
+                await asyncio.sleep(min(RETRY_S, self.persister.linger_s))
+        except FencedError as error:
+            events.log.warning("%s", error)
+        if adoptions == self.persister.adoptions:
+            await self.persister.finish_begun()
+
+    # -- after the trainer's death --
+
+    async def _outlive(self, adoptions: int) -> None:
+        """Persist the ring, keep the memory for the next incarnation, leave at the deadline."""
+        events.point("drain.started")
+        began, vigil = time.monotonic(), self.vigil
+        deadline, drained = began + self.persister.linger_s, asyncio.Event()
+        fault = None if self.announced or vigil is None else self.witness.death(vigil)
+        if fault is not None and vigil is not None:
+            self.witness.faults.append(fault)  # the next incarnation is told, however soon it comes
+            self._spawn(self._record_death(fault, vigil, began, drained))
+        if vigil is not None:
+            self.loop.call_later(ECHO_S, vigil.stop)
+        await asyncio.to_thread(self.holdings.digest_ring)
+        try:
+            while (
+                adoptions == self.persister.adoptions
+                and not await self.persister.drain(adoptions)
+                and time.monotonic() < deadline
+            ):
+                await asyncio.sleep(min(RETRY_S, self.persister.linger_s))
+            drained.set()
+            looked = float("-inf")
+            while adoptions == self.persister.adoptions and time.monotonic() < deadline and self.holdings.something():
+                if time.monotonic() > looked + RETRY_S:
+                    looked = time.monotonic()
+                    await self.persister.check_owner()
+                    if self.persister.tiers and len(await self.persister.lost()) == len(self.persister.tiers):
+                        events.log.warning("the run was removed: its memory is let go of")
+                        break
+                await asyncio.sleep(min(0.2, self.persister.linger_s))
+        except FencedError as error:
+            events.log.warning("%s", error)  # a newer job went on without us
+        finally:
+            if adoptions == self.persister.adoptions:
+                self.leaving = True
+                self._give_name_up()
+                await self.books.finish()
+                await self.persister.finish_begun()
+                self.finished.set()
+
+
+def _be_modest() -> None:
+    """Low priority: training comes first."""
+    os.nice(NICE)
+    os.chdir("/")  # do not keep a folder or a mount busy
+    with contextlib.suppress(psutil.Error, OSError, AttributeError):
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)
+    spare_from_oom()
+
+
+def _call_myself(name: str) -> None:
+    """As `ps` and `link.writers_of` see it."""
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
+        file.write(name)
+
+
+async def _main(fd: int, key: str, path: str, started: int) -> None:
+    """`started`: when the trainer was, as `identity.Process` says it; it may have died by now."""
+    sock = socket.socket(fileno=fd)
+    listener = link.listen(key)
+    if listener is None:
+        await _refuse(Channel(sock))
+        return
+    _call_myself(link.AT_WORK)
+    await Writer(Channel(sock), key, path, Process(link.peer_pid(sock), started)).run(listener)
+
+
+async def _refuse(channel: Channel) -> None:
+    """Another writer has the name: say so to the first who asks."""
+    received = await asyncio.to_thread(channel.receive)
+    if received is not None:
+        error = NameTakenError("another writer of this run has started meanwhile")
+        channel.send({**to_wire(error), "op": "reply", "id": received[0].get("id")})
+
+
+def main() -> None:
+    """Entry point of the process."""
+    events.process = "writer"
+    logging.basicConfig(level=logging.WARNING, format="everystep writer: %(message)s")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # meant for the trainer; our end is bounded by deadlines
+    _be_modest()
+    asyncio.run(_main(int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])))
+    os._exit(0)  # threads may still sit in a mutex

@@ -1,0 +1,130 @@
+"""The writer's side of redo logs: steps that the trainer has sealed are appended, one after the other in each place."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt.checkpoint.open_tier import Place
+from ckpt.errors import SaveError
+from ckpt.format.digest import blob_digest
+from ckpt.format.manifest import Attempt
+from ckpt.ipc.channel import Message
+from ckpt.redo.adam import Settings
+from ckpt.redo.append import Appended, Sealed, StepLog
+from ckpt.redo.frame import Recipe
+from ckpt.writer.held_memory import Holdings
+from ckpt.writer.persist import Persister
+
+LOOK = 32  # steps, after which it is looked whether another job has taken the run over
+
+
+@dataclass
+class _Kept:
+    log: StepLog
+    course: tuple[int, int] = (-1, -1)  # of the training whose step was logged last
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    waiting: int = 0  # steps behind the one that has its turn
+
+    @contextlib.asynccontextmanager
+    async def in_turn(self) -> AsyncIterator[None]:
+        self.waiting += 1
+        try:
+            await self.turn.acquire()
+        finally:
+            self.waiting -= 1
+        try:
+            yield
+        finally:
+            self.turn.release()
+
+
+class RedoKeeper:
+    """Of one writer. Everything runs in its event loop; what takes time goes to threads."""
+
+    def __init__(self, holdings: Holdings, persister: Persister) -> None:
+        self._holdings, self._persister = holdings, persister
+        self._logs: dict[str, _Kept] = {}
+        self._recipes: dict[str, list[Recipe]] = {}  # by layout
+        self._returns = 0  # how often a trainer went back
+
+    def learn(self, message: Message) -> None:
+        """What optimizers do with the tensors of a layout."""
+        self._recipes[str(message["layout"])] = [Recipe(*map(int, row)) for row in message["recipes"]]
+        for old in list(self._recipes)[:-8]:
+            del self._recipes[old]
+
+    def forget(self) -> None:
+        """The trainer has gone back: the next step that it sends has nothing to do with the last one, which may be on
+        its way into a log just now."""
+        self._returns += 1
+
+    async def append(self, message: Message) -> Message:
+        """Log a sealed slot in one place; replies when it is durable there."""
+        tier, attempt = self._persister.tiers[int(message["tier"])], Attempt.parse(message["attempt"])
+        arena, slot = self._holdings.arenas[message["arena"]], int(message["slot"])
+        settings = [None if row is None else _settings(row) for row in message["settings"]]
+        label = arena.label(slot)
+        if label is None or label.attempt != attempt:
+            raise SaveError(f"slot {slot} does not hold {attempt} any more")
+        layout = self._holdings.layouts[label.layout]
+        kept = self._kept(tier, layout.rank, layout.world)
+        sealed, course = Sealed(arena, slot, label, layout), (self._persister.adoptions, self._returns)
+        recipes = self._recipes.get(label.layout, [])
+        with self._persister.reading(arena, slot):
+            async with kept.in_turn():
+                if kept.course != course:  # nobody holds the slot of the step before for this one
+                    kept.course = course
+                    kept.log.forget()
+                await tier.prepare()
+                if kept.log.frames % LOOK == 0:  # else one would go on until the next checkpoint fails
+                    await self._persister.check_owner([tier])
+                committed = {**tier.log.state.held, **tier.log.state.commits}.keys() | set()
+                found = await asyncio.to_thread(self._append, kept.log, sealed, recipes, settings, committed)
+        return {"raw": found.raw, "stored": found.stored, "known": found.known, "predicted": found.predicted,
+                "base": found.base, "seconds": found.seconds}  # fmt: skip
+
+    def _append(
+        self,
+        log: StepLog,
+        sealed: Sealed,
+        recipes: list[Recipe],
+        settings: list[Settings | None],
+        committed: set[Attempt],
+    ) -> Appended:
+        found = log.append(sealed, recipes, settings, committed)
+        if log.digests is not None:
+            values = blob_digest(sealed.arena.values(sealed.slot, sealed.label))
+            self._holdings.digests[sealed.attempt, sealed.layout.rank] = log.digests + values
+        return found
+
+    def _kept(self, tier: Place, rank: int, world: int) -> _Kept:
+        found = self._logs.get(tier.url)
+        if found is None or (found.log.rank, found.log.world) != (rank, world):
+            if found is not None and not found.turn.locked():  # of another number of ranks
+                found.log.close()
+            root = tier.url.removeprefix("file://")
+
+            def pace(seconds: float) -> None:
+                if not self._logs[tier.url].waiting:  # else a training that waits for this would be held up by it
+                    tier.encoder.pace(seconds)
+
+            log = StepLog(
+                root,
+                rank,
+                world,
+                max_restore_s=float(tier.spec.get("max_restore_s", 60.0)),
+                threads=tier.encoder.threads,
+                pace=pace,
+            )
+            found = self._logs[tier.url] = _Kept(log)
+        return found
+
+
+def _settings(row: list[Any]) -> Settings:
+    *numbers, decoupled, step = row
+    lr, beta1, beta2, eps, weight_decay = map(float, numbers)
+    return Settings(lr, beta1, beta2, eps, weight_decay, bool(decoupled), None if step is None else float(step))

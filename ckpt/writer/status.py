@@ -1,0 +1,268 @@
+"""Looks at a trainer from its writer: what `ckpt.telemetry.status.Look` says, read out of what the writer has anyway.
+
+Nobody pays for it but who asks: nothing is looked at in between. What the trainer does is in its pulse, shared memory,
+which still says it when the trainer is dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import psutil
+
+from ckpt.checkpoint.open_tier import Place
+from ckpt.errors import CheckpointError
+from ckpt.faults.memory_pressure import available_memory
+from ckpt.faults.report import Fault
+from ckpt.goodput.ledger import Account
+from ckpt.ipc.arena import EAGER, EMPTY, FILLING, SEALED, Arena
+from ckpt.ipc.channel import Message
+from ckpt.ipc.heartbeat import Beat, Done, Pulse
+from ckpt.runlog.log import in_history
+from ckpt.telemetry import status
+from ckpt.telemetry.exporter import aside
+from ckpt.telemetry.nvml import Devices
+from ckpt.telemetry.status import DeviceLook, Look, SlotLook, TierLook, shown
+from ckpt.writer.held_memory import Holdings
+from ckpt.writer.persist import Persister
+
+RECENT_S, RECENT = 60.0, 16  # of the last steps: so many seconds, and so many steps if those take longer
+MOST_TEXT = 500  # characters of a fault that are shown
+DEVICE_S, DEVICE_WAIT_S = 1.0, 2.0  # between two questions to the driver; for its answer
+_STATES = {EMPTY: status.EMPTY, FILLING: status.FILLING, EAGER: status.EAGER, SEALED: status.SEALED}
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Of training, without a restore in it. What saving had cost when it began, in all."""
+
+    begin: float = 0.0
+    calls: int = 0
+    stalled: float = 0.0
+    paused: float = 0.0
+
+    def trained(self, last: Done | None) -> float:
+        """Seconds that went into its steps."""
+        if last is None:
+            return 0.0
+        return max(0.0, last.when - self.begin - (last.stalled - self.stalled) - (last.paused - self.paused))
+
+
+class Lookout:
+    """Everything runs in the writer's event loop. `trainer()`: the process of our trainer, and what became of it;
+    `account()`: its ledger, if this writer keeps it."""
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        persister: Persister,
+        trainer: Callable[[], tuple[int, str]],
+        account: Callable[[], Account | None],
+    ) -> None:
+        self._holdings, self._persister = holdings, persister
+        self._trainer, self._account = trainer, account
+        self.serves = ""  # where metrics are served
+        self._told: Message = {}
+        self._pulse: Pulse | None = None
+        self._pid = 0
+        self._stretch = _Stretch()
+        self._trained = 0.0  # in the stretches before
+        self._restored: Message | None = None
+        self._ended: float | None = None
+        self._faults, self._fault = 0, Fault("", "")
+        self._devices, self._device_at = Devices(), float("-inf")
+        self._device: DeviceLook | None = None
+        self._me = psutil.Process()
+
+    def begin(self, message: Message, fds: list[int], pid: int) -> None:
+        """A trainer says who it is. `fds`: its pulse."""
+        if self._pulse is not None:
+            self._pulse.close()
+        self._pulse, self._told, self._pid = Pulse.attach(fds[0]), message, pid
+        self._stretch = _Stretch(float(message["opened"]))
+        self._trained, self._restored, self._ended = 0.0, None, None
+        if message.get("restored"):  # before this writer began
+            self.restored(message["restored"])
+
+    def restored(self, message: Message) -> None:
+        """The trainer has called restore()."""
+        if self._pulse is None:
+            return
+        at, seconds = float(message["at"]), float(message["seconds"])
+        before = [one for one in self._done(self._pulse) if one.when <= at]
+        if before:
+            self._trained += self._stretch.trained(before[-1])
+        calls, later = self._pulse.since(0)
+        calls -= sum(one.when > at for one in later)
+        self._stretch = _Stretch(at + seconds, calls, float(message["stalled"]), float(message["paused"]))
+        self._restored = message
+
+    def ended(self) -> None:
+        """It has died, left or closed."""
+        if self._ended is None:
+            self._ended = time.monotonic()
+
+    def fault(self, fault: Fault) -> None:
+        self._faults, self._fault = self._faults + 1, fault
+
+    # -- a look --
+
+    async def look(self) -> Look:
+        """With what the driver says of the device, if it does so soon."""
+        found = self.look_now()
+        if time.monotonic() > self._device_at + DEVICE_S:
+            self._device_at, self._device = time.monotonic(), None
+            with contextlib.suppress(TimeoutError):
+                self._device = await asyncio.wait_for(aside(self._devices.look, found.pid), DEVICE_WAIT_S)
+        return replace(found, device=self._device)
+
+    def look_now(self) -> Look:
+        """Without the device."""
+        told, now = self._told, time.monotonic()
+        pid, trainer = self._trainer()
+        if trainer not in ("alive", "frozen"):
+            self.ended()
+        account, owner = self._account(), self._persister.owner
+        rows = None if account is None else account.rows
+        metrics = told.get("metrics") or {}
+        found = Look(
+            run=shown(str(told.get("place", ""))),
+            at=time.time(),
+            rank=int(told.get("rank", 0)),
+            world=int(told.get("world", 1)),
+            host=socket.gethostname(),
+            pid=pid,
+            writer=os.getpid(),
+            epoch="" if owner is None else f"{owner.epoch}.{owner.nonce}",
+            trainer=trainer,
+            slowed_s=None if rows is None else sum(row.slowed for row in rows),
+            wall_s=max(0.0, (self._ended or now) - float(told.get("opening", now))),
+            faults=self._faults,
+            fault=self._fault.line[:MOST_TEXT] if self._faults else "",
+            fault_at=self._fault.time if self._faults else "",
+            trainer_rss=_rss(pid) if trainer in ("alive", "frozen", "left") else 0,
+            writer_rss=self._me.memory_info().rss,
+            writer_cpu_s=sum(self._me.cpu_times()[:2]),
+            snapshots=sum(arena.slots * arena.slot_size for arena in self._holdings.all()),
+            available=available_memory(),
+            samples_per_step=metrics.get("samples_per_step"),
+            flops_per_step=metrics.get("flops_per_step"),
+            peak_flops=metrics.get("peak_flops"),
+            serves=self.serves,
+            slots=tuple(slot for arena in self._holdings.arenas.values() for slot in _slots(arena)),
+        )
+        if self._restored is not None:
+            step = self._restored["step"]
+            found = replace(
+                found,
+                started=None if step is None else int(step),
+                restore_s=None if step is None else float(self._restored["seconds"]),
+                restored_from=shown(str(self._restored["source"])),
+            )
+        if self._pulse is None or pid != self._pid:  # a new one has not said yet what it does
+            return found
+        return self._with_steps(found, self._pulse, self._pulse.read(), now)
+
+    def _done(self, pulse: Pulse) -> list[Done]:
+        """The last steps of this stretch."""
+        return pulse.since(self._stretch.calls)[1]
+
+    def _with_steps(self, found: Look, pulse: Pulse, beat: Beat, now: float) -> Look:
+        done = self._done(pulse)
+        last = done[-1] if done else None
+        step_s, stall_s, share = recent(done)
+        return replace(
+            found,
+            doing=beat.doing,
+            step=beat.step,
+            calls=beat.calls,
+            idle_s=max(0.0, now - beat.when),
+            usual_s=pulse.usual_s or step_s,
+            step_s=step_s,
+            stall_s=stall_s,
+            stall_share=share,
+            stalled_s=last.stalled if last is not None else self._stretch.stalled,
+            saves=last.saves if last is not None else int((self._restored or {}).get("saves", 0)),
+            skipped=last.skipped if last is not None else int((self._restored or {}).get("skipped", 0)),
+            trained_s=self._trained + self._stretch.trained(last),
+            in_memory=(held := self._in_memory()),
+            memory_lag=_lag(beat.step, held, found.started),
+            tiers=tuple(_tier(place, beat.step, found.started, done, step_s) for place in self._persister.tiers),
+        )
+
+    def _in_memory(self) -> int | None:
+        attempts = {label.attempt for _, _, label in self._holdings.ring() if label.attempt is not None}
+        history = in_history(self._persister.acquires, attempts - self._persister.retracted)
+        return history[0].step if history else None
+
+
+def recent(done: list[Done]) -> tuple[float, float, float]:
+    """What a step took of late, what saving made it wait, and the share of that: all 0 as long as it is not known."""
+    if len(done) < 2:
+        return 0.0, 0.0, 0.0
+    since = done[-1].when - RECENT_S
+    start = next(number for number, one in enumerate(done) if one.when >= since)
+    start = max(0, min(start, len(done) - 1 - RECENT))
+    first, steps = done[start], len(done) - 1 - start
+    seconds = max(0.0, done[-1].when - first.when - (done[-1].paused - first.paused))
+    stalled = max(0.0, done[-1].stalled - first.stalled)
+    return seconds / steps, stalled / steps, stalled / seconds if seconds > 0 else 0.0
+
+
+def _lag(step: int, there: int | None, started: int | None) -> int:
+    """Steps that would be lost. Where nothing is, all since the start."""
+    return max(0, step - (there if there is not None else started or 0))
+
+
+def _tier(place: Place, step: int, started: int | None, done: list[Done], step_s: float) -> TierLook:
+    flow, history = place.flow, place.log.state.lineage() if place.opened else []
+    committed = history[0].step if history else None
+    lag = _lag(step, committed, started)
+    then = next((one.when for one in reversed(done) if one.step <= step - lag), None)
+    total = max(flow.total, 0)
+    return TierLook(
+        url=shown(place.url),
+        every=place.every,
+        committed=committed,
+        writing=flow.step,
+        done=min(flow.done, total) if flow.step is not None else 0,
+        total=total if flow.step is not None else 0,
+        rate=flow.speed if flow.step is not None and flow.done else flow.rate,
+        waiting=max(place.waiting, len(place.in_flight)),
+        lag_steps=lag,
+        lag_s=0.0 if not lag else done[-1].when - then if then is not None else lag * step_s,
+        saves=flow.saves,
+        failed=flow.failed,
+        left_out=flow.left_out,
+        raw=flow.raw,
+        stored=flow.stored,
+        error=flow.error if place.opened or flow.error else "it could not be opened yet",
+    )
+
+
+def _slots(arena: Arena) -> list[SlotLook]:
+    found = []
+    for slot in range(arena.slots):
+        try:
+            label = arena.label(slot)
+        except CheckpointError:
+            found.append(SlotLook("damaged"))
+            continue
+        if label is None or label.attempt is None:
+            found.append(SlotLook(status.FILLING if label is None else _STATES.get(label.state, status.EMPTY)))
+        else:
+            state = _STATES.get(label.state, status.EMPTY)
+            found.append(SlotLook(state, label.attempt.step, str(label.attempt), label.data_size + label.values_size))
+    return found
+
+
+def _rss(pid: int) -> int:
+    with contextlib.suppress(psutil.Error, OSError):
+        return int(psutil.Process(pid).memory_info().rss) if pid else 0
+    return 0

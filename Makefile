@@ -76,6 +76,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	PYTHONPATH=backends $(BIN)/lint-imports
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -325,7 +325,10 @@ def test_a_rank_that_lives_is_in_nobodys_way_for_nothing(own_sockets: Path) -> N
 
 def test_a_stranger_with_the_name_of_a_writer_is_not_killed(own_sockets: Path) -> None:
     """It holds the name and does not answer: the start says who it is, and leaves it alone."""
-    code = "import sys; from ckpt.ipc import channel as link; s = link.listen(sys.argv[1]); print('listens', flush=True); input()"
+    code = (
+        "import sys; from ckpt.ipc.channel import listen; "
+        "s = listen(sys.argv[1]); print('listens', flush=True); input()"
+    )
     path = f"{REPO}:{REPO / 'backends'}"
     stranger = subprocess.Popen(
         [sys.executable, "-c", code, channel.run_key(f"memory:{NAME}", 0)],

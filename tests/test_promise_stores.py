@@ -147,12 +147,13 @@ def test_what_keep_says_stays(run_dir: str, settings: dict[str, Any], stay: list
 
 def test_what_is_given_by_a_word_keeps_everything(tmp_path: Path) -> None:
     """A folder or URL that is no `Tier`, wherever places are said; and a `Tier` says the same to all of them."""
-    from ckpt import lightning, transformers
+    from ckpt.lightning import callback as lightning
+    from ckpt.transformers import callback as transformers
 
     folder, three = str(tmp_path / "run"), ckpt.Tier(str(tmp_path / "run"), keep=3)
     for kept, given in ((True, folder), (False, three)):
         words: Any = [given]
-        places = [as_tiers(words)[1], as_tiers(lightning.places(words, None))[1], dcp._tiers(words)]
+        places = [as_tiers(words)[1], as_tiers(lightning.places(words, None))[1], dcp.storage._tiers(words)]
         places.append(as_tiers(transformers._spread(words, None)[0])[1])
         if kept:
             spread, _ = transformers._spread(words, 20)

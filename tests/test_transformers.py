@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import ckpt
 import ckpt.transformers
+from ckpt.transformers.__main__ import command
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SAME = ("digest", "log", "loss", "step", "best")
@@ -324,7 +325,7 @@ def test_the_export_command(run_dir: str, tmp_path: Path) -> None:
         ((run_dir, "--to", tmp_path / "no", "--step", "4"), "step 4"),
     ):
         with pytest.raises(ckpt.CheckpointError, match=words):
-            ckpt.transformers.command.main([str(a) for a in arguments], standalone_mode=False)
+            command.main([str(a) for a in arguments], standalone_mode=False)
     assert not (tmp_path / "no").exists()
 
 

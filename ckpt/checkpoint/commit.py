@@ -14,9 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from dataclasses import dataclass, field, replace
 
 from ckpt.checkpoint.losses import UNCLEAR, records
-from ckpt.checkpoint.store_trial import check_ranges, created_twice, try_out
+from ckpt.checkpoint.store_trial import PREFIX, check_ranges, created_twice, try_out
 from ckpt.checkpoint.write import Written
-from ckpt.doctor.findings import PREFIX
 from ckpt.errors import (
     CorruptError,
     ExistsError,

@@ -591,3 +591,18 @@ async def verify(
         on_damage=note,
     )
     return damaged
+
+
+async def manifest_of(log: RunLog, step: int | None) -> Manifest:
+    commit = choose(log, step)
+    try:
+        manifest = await load_manifest(log.store, commit)
+    except (CorruptError, NotFoundError) as error:
+        what = f"is damaged ({error})" if await still_live(log, commit) else "was retired while it was read"
+        raise CorruptError(f"step {commit.step} {what}: choose another, see `ckpt ls`") from None
+    return manifest
+
+
+async def still_live(log: RunLog, commit: Commit) -> bool:
+    """Whether what could not be read ought to be there; a running job may have retired it."""
+    return commit.attempt in (await log.refresh()).commits

@@ -32,7 +32,6 @@ from ckpt.cli.terminal import (
     example,
     human,
     json_option,
-    manifest_of,
     opened,
     place_option,
     print_json,
@@ -43,7 +42,6 @@ from ckpt.cli.terminal import (
     short,
     split_step,
     step_option,
-    still_live,
     told,
 )
 from ckpt.errors import CheckpointError, CorruptError, FormatError, NoCheckpointError, NotFoundError, StoreError
@@ -242,6 +240,8 @@ async def created_at(log: RunLog, commit: Commit) -> str | None:
             raise CorruptError(f"{key} is not the part that was committed: its digest differs")
         return datetime.fromtimestamp(json.loads(bytes(raw))["created"], UTC).isoformat(timespec="seconds")
     except (StoreError, CorruptError, LookupError, OSError, OverflowError, TypeError, ValueError) as error:
+        from ckpt.checkpoint.read import still_live
+
         if await still_live(log, commit):
             say(f"WARNING: step {commit.step} is damaged: {error}. `ckpt verify --all` says more")
         return None
@@ -310,13 +310,13 @@ def storage_lines(found: dict[str, Any]) -> Iterator[str]:
 
 
 async def _show(url: str, step: int | None, only: str | None) -> dict[str, Any]:
-    from ckpt.checkpoint import describe
+    from ckpt.checkpoint import describe, read
     from ckpt.cli.report import cadence_lines
 
     async with opened(url) as log:
         redone = redo_of(log)
         try:
-            manifest = await manifest_of(log, step)
+            manifest = await read.manifest_of(log, step)
         except NoCheckpointError as error:
             raise _redone_instead(error, step, redone) from None
         saved, table = manifest.saved(), manifest.table
@@ -491,7 +491,7 @@ async def examine(log: RunLog, commit: Commit, on_bytes: OnBytes = None, *, data
 
     problems = await read.verify(log.store, commit, data=data, on_bytes=on_bytes)
     verdict = "damaged" if problems else "sound"
-    if problems and not await still_live(log, commit):
+    if problems and not await read.still_live(log, commit):
         problems, verdict = [], "retired"
     problems = await plainly(log.store, problems)
     return {"step": commit.step, "attempt": str(commit.attempt), "verdict": verdict, "problems": problems}

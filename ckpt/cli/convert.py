@@ -20,7 +20,6 @@ from ckpt.cli.terminal import (
     example,
     human,
     json_option,
-    manifest_of,
     opened,
     place_option,
     print_json,
@@ -32,12 +31,13 @@ from ckpt.cli.terminal import (
     split_step,
     step_option,
 )
+from ckpt.convert.output import local_path
 from ckpt.errors import FormatError, UsageError
 from ckpt.store import normalise
 
 if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
     from ckpt.convert.output import Output
-    from ckpt.convert.source import Origin, View
+    from ckpt.convert.source import Origin
     from ckpt.convert.source_redo import RedoneOrigin
     from ckpt.format.layout import TensorSpec
     from ckpt.runlog.log import RunLog
@@ -165,7 +165,7 @@ def restore(
     tensor is named and nothing appears. An interrupted restore goes on where it was when it is called again. Only
     safetensors leave out what is not a weight.
     """
-    path = place_of(target)
+    path = local_path(target)
     chosen = kind or FILES.get(path.suffix, "run" if world else "safetensors")
     if world and chosen != "run":
         raise click.UsageError(f"--world-size is for runs, and {target} is to be {chosen}: add --format run")
@@ -214,7 +214,7 @@ def import_(
     distributed checkpoints. Nothing in it is run: files that hold code are refused. What another library wrote has no
     digests; from here on it has.
     """
-    path = place_of(run)
+    path = local_path(run)
 
     def plan(origin: Origin) -> Planned:
         return plan_output(origin, path, "run", world or 1, only, dtype, None, step)
@@ -232,17 +232,6 @@ class Planned:
     notes: tuple[str, ...] = ()
 
 
-def place_of(target: str) -> Path:
-    """A file or folder of this machine. UsageError if it is anything else."""
-    url = normalise(target)
-    if not url.startswith("file://"):
-        raise UsageError(
-            f"{target} is not on this machine: make it in a folder, and take it there, a run with `ckpt copy`"
-        )
-    text = re.sub(r"^file://", "", target, flags=re.IGNORECASE)
-    return Path(text).expanduser().absolute()  # a link is not followed: it is there already
-
-
 def act(work: Coroutine[Any, Any, T]) -> T:
     try:
         return asyncio.run(work)
@@ -256,11 +245,12 @@ async def open_run(
     url: str, step: int | None, others: Sequence[str] = (), *, redo: bool = False, max_memory: int | None = None
 ) -> AsyncIterator[Origin]:
     """A checkpoint of a run; or a step that its redo log leads to, if that is asked for, or with `redo` the newest."""
+    from ckpt.checkpoint import read
     from ckpt.convert.source_dcp_run import untangled
     from ckpt.convert.source_run import RunOrigin
 
     with contextlib.suppress(UsageError):
-        path = place_of(url)
+        path = local_path(url)
         files = path.is_file() or (path / ".metadata").exists() or next(path.glob("*.safetensors"), None)
         if files and not (path / "FORMAT.json").exists() and not (path / "log").exists():
             raise FormatError(
@@ -273,7 +263,7 @@ async def open_run(
             async with contextlib.aclosing(redone):
                 yield redone
             return
-        run = RunOrigin(log, await manifest_of(log, step), others)
+        run = RunOrigin(log, await read.manifest_of(log, step), others)
         yield await untangled(run)
 
 
@@ -303,7 +293,7 @@ async def open_files(src: str, at: tuple[str, ...]) -> AsyncIterator[Origin]:
     from ckpt.convert import parse_dcp, parse_safetensors, parse_torch
     from ckpt.convert.source_files import FilesOrigin, stamps_of
 
-    path = place_of(src)
+    path = local_path(src)
     if not path.exists():
         raise FormatError(f"{src} does not exist")
     if (path / "FORMAT.json").exists():
@@ -343,7 +333,7 @@ def plan_output(
         views = [select(view, only, whole=kind != "safetensors") for view in views]
     elif kind == "safetensors":
         views = [to_safetensors.weights_of(view) for view in views]
-    dtypes = cast_to(origin, views, dtype)
+    dtypes = to_safetensors.cast_to(origin, views, dtype)
     if kind == "run":
         from ckpt.convert import to_run
 
@@ -365,28 +355,6 @@ def plan_output(
     from ckpt.convert import to_dcp
 
     return Planned(to_dcp.plan(origin, view, dtypes), dtypes, view.notes)
-
-
-def cast_to(origin: Origin, views: Sequence[View], dtype: str | None) -> dict[str, str]:
-    """As what each tensor is written, by label. UsageError if there is nothing to cast."""
-    from ckpt.convert.cast import FLOATS, dtype_called
-    from ckpt.convert.to_safetensors import WEIGHTS
-
-    dtypes = {label: spec.dtype for label, spec in origin.tensors.items()}
-    if dtype is None:
-        return dtypes
-    to = dtype_called(dtype)
-    labels = {
-        view.tensors[view.aliases.get(name, name)]
-        for view in views
-        for entry in view.entries
-        if entry.kind in WEIGHTS
-        for name in entry.names
-    }
-    floats = {label for label in labels if dtypes[label] in FLOATS}
-    if not floats:
-        raise UsageError("--dtype casts the floating-point weights of modules, and there are none among these")
-    return {**dtypes, **dict.fromkeys(floats, to)}
 
 
 async def _make(
@@ -499,7 +467,7 @@ def diff(a: str, b: str, only: tuple[str, ...], at: tuple[str, ...], as_json: bo
 def open_either(text: str, at: tuple[str, ...]) -> contextlib.AbstractAsyncContextManager[Origin]:
     """A run, or files of another library."""
     with contextlib.suppress(UsageError):
-        path = place_of(text)
+        path = local_path(text)
         if (path / "FORMAT.json").exists() or (path / "log").exists():
             return open_run(text, None)  # also if its name ends like a step
         if path.is_file() or (path.is_dir() and any(path.iterdir())):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from ckpt.cli.terminal import SHOWN, manifest_of, opened, say
+from ckpt.cli.terminal import SHOWN, opened, say
 from ckpt.errors import CheckpointError
 from ckpt.report.words import Class, Stock
 from ckpt.runlog.log import RunLog
@@ -103,9 +103,9 @@ async def read_holdings(url: str) -> Holdings:
 
 
 async def _stock(log: RunLog) -> Stock:
-    from ckpt.checkpoint import describe
+    from ckpt.checkpoint import describe, read
 
-    manifest = await manifest_of(log, None)
+    manifest = await read.manifest_of(log, None)
     saved, table = manifest.saved(), manifest.table
     entries = describe.entries_of(saved)
     kinds = {path: str(facts.get("kind")) for path, (facts, _) in entries.items()}

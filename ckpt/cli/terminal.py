@@ -20,13 +20,13 @@ import click
 
 from ckpt.checkpoint import losses
 from ckpt.checkpoint.losses import Loss
-from ckpt.errors import CorruptError, FormatError, NotFoundError
+from ckpt.errors import FormatError
 from ckpt.format.manifest import Attempt
-from ckpt.runlog.log import Commit, RunLog
+from ckpt.runlog.log import RunLog
 from ckpt.store import open_store, remember_options
 
 if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
-    from ckpt.checkpoint.read import Manifest
+    pass
 
 OnBytes = Callable[[int], None] | None
 
@@ -203,23 +203,6 @@ def progress(what: str, total: int) -> Iterator[OnBytes]:
     with parts.Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
         task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)
-
-
-async def manifest_of(log: RunLog, step: int | None) -> Manifest:
-    from ckpt.checkpoint import read
-
-    commit = read.choose(log, step)
-    try:
-        manifest = await read.load_manifest(log.store, commit)
-    except (CorruptError, NotFoundError) as error:
-        what = f"is damaged ({error})" if await still_live(log, commit) else "was retired while it was read"
-        raise CorruptError(f"step {commit.step} {what}: choose another, see `ckpt ls`") from None
-    return manifest
-
-
-async def still_live(log: RunLog, commit: Commit) -> bool:
-    """Whether what could not be read ought to be there; a running job may have retired it."""
-    return commit.attempt in (await log.refresh()).commits
 
 
 def split_step(text: str) -> tuple[str, int | None]:

@@ -8,12 +8,15 @@ format.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt.errors import UsageError
 from ckpt.format.boxes import Box
 from ckpt.format.layout import BITS
+from ckpt.store import normalise
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +100,14 @@ class Output:
     single: bool = False
     side_by_side: bool = False
     notes: tuple[str, ...] = ()
+
+
+def local_path(target: str) -> Path:
+    """A file or folder of this machine. UsageError if it is anything else."""
+    url = normalise(target)
+    if not url.startswith("file://"):
+        raise UsageError(
+            f"{target} is not on this machine: make it in a folder, and take it there, a run with `ckpt copy`"
+        )
+    text = re.sub(r"^file://", "", target, flags=re.IGNORECASE)
+    return Path(text).expanduser().absolute()  # a link is not followed: it is there already

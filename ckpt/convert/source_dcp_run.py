@@ -6,13 +6,15 @@ pickled, and they are read by `ckpt.convert.safe_pickle`, like those in DCP's ow
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ckpt.checkpoint import read
 from ckpt.convert import safe_pickle
 from ckpt.convert.parse_dcp import MAX_OBJECT, nested, paths_of
 from ckpt.convert.parse_entries import from_state
@@ -59,6 +61,16 @@ async def untangled(run: RunOrigin) -> Origin:
     with told(Path(run.title)):
         foreign = from_state(run.title, Path(), nested(found, paths), ("model",), plain)
     return DcpOrigin(run, foreign, held)
+
+
+@contextlib.asynccontextmanager
+async def opened_run(url: str, step: int | None) -> AsyncIterator[Origin]:
+    """A checkpoint of a run, while its store is open; the newest without `step`."""
+    log = await read.open_run(url)
+    try:
+        yield await untangled(RunOrigin(log, await read.manifest_of(log, step), ()))
+    finally:
+        await log.store.aclose()
 
 
 async def _bytes_of(run: RunOrigin, name: str, spec: TensorSpec) -> bytes:

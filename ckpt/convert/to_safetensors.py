@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ckpt.convert.cast import FLOATS, dtype_called
 from ckpt.convert.output import Literal, OutFile, Output, Run, Sums
 from ckpt.convert.source import Origin, View
 from ckpt.errors import UsageError
@@ -35,6 +36,25 @@ def weights_of(view: View) -> View:
     tensors = {name: label for name, label in view.tensors.items() if name in names}
     aliases = {alias: name for alias, name in view.aliases.items() if name in names}
     return replace(view, entries=entries, tensors=tensors, aliases=aliases)
+
+
+def cast_to(origin: Origin, views: Sequence[View], dtype: str | None) -> dict[str, str]:
+    """As what each tensor is written, by label. UsageError if there is nothing to cast."""
+    dtypes = {label: spec.dtype for label, spec in origin.tensors.items()}
+    if dtype is None:
+        return dtypes
+    to = dtype_called(dtype)
+    labels = {
+        view.tensors[view.aliases.get(name, name)]
+        for view in views
+        for entry in view.entries
+        if entry.kind in WEIGHTS
+        for name in entry.names
+    }
+    floats = {label for label in labels if dtypes[label] in FLOATS}
+    if not floats:
+        raise UsageError("--dtype casts the floating-point weights of modules, and there are none among these")
+    return {**dtypes, **dict.fromkeys(floats, to)}
 
 
 def prefix_of(view: View) -> str:

@@ -19,7 +19,6 @@ from ckpt.store import options_of
 
 OK, ADVICE, PROBLEM = "ok", "advice", "problem"
 MIB, GB = 1 << 20, 10**9
-PREFIX = "doctor-"  # so begins all that is written to a place that is no folder
 OnBytes = Callable[[int], None] | None
 
 

@@ -24,12 +24,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckpt.checkpoint.store_trial import PREFIX
 from ckpt.checkpoint.write import upload_from
 from ckpt.doctor.findings import (
     GB,
     MIB,
     OK,
-    PREFIX,
     PROBLEM,
     Finding,
     OnBytes,

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from ckpt.doctor.findings import ADVICE, PREFIX, PROBLEM, Finding, clock_difference, judge
+from ckpt.checkpoint.store_trial import PREFIX
+from ckpt.doctor.findings import ADVICE, PROBLEM, Finding, clock_difference, judge
 from ckpt.errors import NotFoundError, StoreError
 
 ABORT_RULE = {"AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 7}}

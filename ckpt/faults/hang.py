@@ -15,6 +15,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ckpt.faults.report import Fault
 from ckpt.ipc.heartbeat import TRAINING, Beat
 from ckpt.triggers import OnHang
 
@@ -465,7 +466,7 @@ def _place(one: Evidence) -> str:
 
 
 _FRAME = re.compile(r"(.*) \((.*):[0-9?]+\)")
-_FOREIGN = re.compile(r"^<frozen |/(site|dist)-packages/|/lib(64)?/python3[^/]*/|/ckpt/hooks\.py$")
+_FOREIGN = re.compile(r"^<frozen |/(site|dist)-packages/|/lib(64)?/python3[^/]*/|/ckpt/trainer/optimizer_hooks\.py$")
 
 
 def _own_frame(stack: Sequence[str]) -> str:
@@ -480,3 +481,13 @@ def _own_frame(stack: Sequence[str]) -> str:
 def _function(frame: str) -> str:
     """The frame without the line number."""
     return frame.rpartition(":")[0] or frame
+
+
+def note_evidence(fault: Fault, evidence: list[Evidence], what: str) -> None:
+    """What all ranks that could be looked at do, and who holds the others up."""
+    verdict = diagnose(evidence, fault.world)
+    fault.summary = f"{what}: {verdict.why}"
+    fault.suspects = list(verdict.suspects)
+    fault.evidence = [one.to_json() for one in evidence]
+    fault.steps |= {str(one.rank): one.step for one in evidence if one.step >= 0}
+    fault.stacks |= {str(one.rank): list(one.stack) for one in evidence if one.stack}

@@ -27,6 +27,7 @@ from ckpt.faults import hang
 from ckpt.faults.hang import MAX_ITEMS, Evidence, plain
 from ckpt.ipc.heartbeat import Beat
 
+DUMP_SIGNAL = signal.SIGRTMIN + 6  # answered by faulthandler; no default of anybody's
 _FLIGHT_S = 1.0
 _LAST = 8  # entries of the flight recorder
 _STATES = {

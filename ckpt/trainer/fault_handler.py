@@ -28,7 +28,7 @@ from typing import Any, Protocol
 from ckpt.errors import CheckpointError, PeerError
 from ckpt.events import log
 from ckpt.faults import preemption, probe
-from ckpt.faults.hang import Evidence
+from ckpt.faults.hang import Evidence, note_evidence
 from ckpt.faults.report import Fault, Saved, tell_launcher
 from ckpt.faults.signals import Wakeup
 from ckpt.format.manifest import Attempt
@@ -53,8 +53,6 @@ from ckpt.triggers import (
     OnSignal,
     Trigger,
 )
-from ckpt.writer.fault_reports import note_evidence
-from ckpt.writer.watchdog import DUMP_SIGNAL
 
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGQUIT, signal.SIGINT)  # the SIGUSRs say "go on"
 LAST_S = 20.0  # before a preemption, the state is saved once more
@@ -247,15 +245,15 @@ class Sentinel:
         os.set_blocking(writer, False)  # a crash must not wait for a reader
         self._crash_pipe = reader, writer
         faulthandler.enable(file=writer, all_threads=True)
-        faulthandler.register(DUMP_SIGNAL, file=writer, all_threads=True)
+        faulthandler.register(probe.DUMP_SIGNAL, file=writer, all_threads=True)
 
     def _disable_faulthandler(self) -> None:
         if self._crash_pipe is None:
             return
-        faulthandler.unregister(DUMP_SIGNAL)
+        faulthandler.unregister(probe.DUMP_SIGNAL)
         # The default action of that signal would end us, and the writer may just have sent it.
         with contextlib.suppress(ValueError):
-            signal.signal(DUMP_SIGNAL, signal.SIG_IGN)
+            signal.signal(probe.DUMP_SIGNAL, signal.SIG_IGN)
         faulthandler.disable()
         if self._had_faulthandler:
             for stream in (sys.stderr, sys.__stderr__):

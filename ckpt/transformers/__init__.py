@@ -4,7 +4,6 @@ In: a Trainer and its events. Out: calls of `ckpt.Checkpointer`. It may not know
 """
 
 from ckpt.transformers.callback import CheckpointCallback as CheckpointCallback
-from ckpt.transformers.callback import command as command
 from ckpt.transformers.callback import export as export
 
 __all__ = ["CheckpointCallback", "export"]

@@ -1,8 +1,43 @@
 """`python -m ckpt.transformers RUN --to FOLDER` writes a folder as `from_pretrained` reads it."""
 
+from __future__ import annotations
+
 import sys
 
-from ckpt.transformers.callback import main
+import click
+
+from ckpt.errors import CheckpointError
+from ckpt.transformers.pretrained import export_pretrained
+
+
+@click.command(
+    epilog="\b\nExample:\n  python -m ckpt.transformers runs/exp1 --to exports/exp1 --dtype bf16",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.argument("run")
+@click.option("--to", "folder", metavar="DIR", required=True, help="The folder to make. It must not be there.")
+@click.option("--step", type=click.IntRange(min=0), help="Which checkpoint. By default the newest.")
+@click.option("--dtype", help="Cast the weights to bf16, fp16, fp32 or fp64.")
+def command(run: str, folder: str, step: int | None, dtype: str | None) -> None:
+    """Write a checkpoint of RUN, which a CheckpointCallback has saved, as a folder that from_pretrained() reads."""
+    done = export_pretrained(run, folder, step=step, dtype=dtype)
+    print(f"{folder}: {done.nbytes:,} bytes of weights, in {done.seconds:.1f} s")
+
+
+def main() -> int:
+    """The command line; its exit code."""
+    try:
+        command.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except click.Abort:
+        return 130
+    except CheckpointError as error:
+        print(error, error.advice, sep="\n", file=sys.stderr)
+        return 2
+    return 0
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -23,8 +23,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import click
-
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ImportError as missing:
@@ -344,32 +342,3 @@ def _spread(tiers: object, every: int | str | Auto | None) -> tuple[object, dict
     if not any(isinstance(one, (str, Path)) for one in given):
         raise UsageError("every= is for places that are given by a word: say Tier(url, every=200) here")
     return [Tier(str(one), every=every) if isinstance(one, (str, Path)) else one for one in given], {}
-
-
-@click.command(
-    epilog="\b\nExample:\n  python -m ckpt.transformers runs/exp1 --to exports/exp1 --dtype bf16",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-@click.argument("run")
-@click.option("--to", "folder", metavar="DIR", required=True, help="The folder to make. It must not be there.")
-@click.option("--step", type=click.IntRange(min=0), help="Which checkpoint. By default the newest.")
-@click.option("--dtype", help="Cast the weights to bf16, fp16, fp32 or fp64.")
-def command(run: str, folder: str, step: int | None, dtype: str | None) -> None:
-    """Write a checkpoint of RUN, which a CheckpointCallback has saved, as a folder that from_pretrained() reads."""
-    done = export_pretrained(run, folder, step=step, dtype=dtype)
-    print(f"{folder}: {done.nbytes:,} bytes of weights, in {done.seconds:.1f} s")
-
-
-def main() -> int:
-    """The command line; its exit code."""
-    try:
-        command.main(standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        return 2
-    except click.Abort:
-        return 130
-    except CheckpointError as error:
-        print(error, error.advice, sep="\n", file=sys.stderr)
-        return 2
-    return 0

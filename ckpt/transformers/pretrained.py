@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from ckpt.cli.convert import cast_to, open_run, place_of
 from ckpt.convert.export import Done, check_target, export
-from ckpt.convert.output import Output, Sums
+from ckpt.convert.output import Output, Sums, local_path
 from ckpt.convert.source import Origin, View
-from ckpt.convert.to_safetensors import plan, prefix_of, weights_of
+from ckpt.convert.source_dcp_run import opened_run
+from ckpt.convert.to_safetensors import cast_to, plan, prefix_of, weights_of
 from ckpt.errors import UsageError
 from ckpt.events import log
 from ckpt.format.digest import blob_digest
@@ -149,7 +149,7 @@ def export_pretrained(
     was trained. `dtype`: "bf16", "fp16", "fp32": cast to that. The tokenizer is there if the Trainer had it. Raises
     UsageError if the folder exists, or the run has no such model; CorruptError if what is read is damaged.
     """
-    path = place_of(str(folder))
+    path = local_path(str(folder))
     check_target(path)
     loaded = load(run, step=step)
     try:
@@ -168,7 +168,7 @@ def export_pretrained(
 async def _export(
     run: str, step: int, path: Path, files: dict[str, str], names: dict[str, str] | None, dtype: str | None
 ) -> Done:
-    async with open_run(run, step) as origin:
+    async with opened_run(run, step) as origin:
         output = await asyncio.to_thread(_plan, origin, files, names, dtype)
         origin.keep = 2 * WINDOW
         return await export(origin, output, path, window=WINDOW)

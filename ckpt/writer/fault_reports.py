@@ -16,7 +16,7 @@ from typing import Any
 
 from ckpt.errors import CheckpointError
 from ckpt.events import log
-from ckpt.faults.hang import Evidence, diagnose
+from ckpt.faults.hang import Evidence, note_evidence
 from ckpt.faults.report import Fault, Saved
 from ckpt.ipc import channel
 from ckpt.triggers import RETRY_CODE
@@ -142,16 +142,6 @@ def _verb(what: str) -> str:
 
 def stall_text(stall: Stall) -> str:
     return f"no step for {stall.idle_s:.1f} s, where {stall.usual_s:.2f} s are usual"
-
-
-def note_evidence(fault: Fault, evidence: list[Evidence], what: str) -> None:
-    """What all ranks that could be looked at do, and who holds the others up."""
-    verdict = diagnose(evidence, fault.world)
-    fault.summary = f"{what}: {verdict.why}"
-    fault.suspects = list(verdict.suspects)
-    fault.evidence = [one.to_json() for one in evidence]
-    fault.steps |= {str(one.rank): one.step for one in evidence if one.step >= 0}
-    fault.stacks |= {str(one.rank): list(one.stack) for one in evidence if one.stack}
 
 
 def end(vigil: Vigil, why: str) -> None:

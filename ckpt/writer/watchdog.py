@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import threading
 import time
@@ -32,7 +31,6 @@ from ckpt.ipc.heartbeat import Pulse
 from ckpt.ipc.process import Process
 from ckpt.triggers import OnHang
 
-DUMP_SIGNAL = signal.SIGRTMIN + 6  # answered by faulthandler; no default of anybody's
 LOOK_S = 0.5
 LATE_S = 0.02  # until a signal that the sentinel has not taken is ours
 SAMPLES, BETWEEN_S = 3, 0.3
@@ -195,7 +193,7 @@ class Vigil:
         if not self.process.alive:
             return ()
         try:
-            os.kill(self.pid, DUMP_SIGNAL)
+            os.kill(self.pid, probe.DUMP_SIGNAL)
         except OSError:
             return ()
         end = self._loop.time() + DUMP_S

@@ -1,0 +1,154 @@
+"""What an import costs, what no module does, and that `make lint` sees an import that goes the wrong way."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import REPO
+
+import ckpt
+
+PACKAGES = (REPO / "ckpt", REPO / "backends" / "ckpt_backends")
+MODULES = [path for package in PACKAGES for path in sorted(package.rglob("*.py"))]
+
+
+def named(path: Path) -> str:
+    package = next(package for package in PACKAGES if package in path.parents)
+    return ".".join(path.relative_to(package).with_suffix("").parts)
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Every module that is imported anywhere: at the top, inside functions, and for type checkers only."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide where a name comes from"
+            yield str(node.module)
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("ckpt/writer/main.py", "from ckpt.trainer import stage"),
+        ("ckpt/runlog/log.py", "def f():\n    import torch"),
+        ("backends/ckpt_backends/local.py", "from ckpt.runlog.log import RunLog"),
+        ("ckpt/maintain/audit.py", "import rich.table"),
+        (None, ""),
+    ],
+)
+def test_an_import_that_goes_the_wrong_way_is_seen(module: str | None, line: str, tmp_path: Path) -> None:
+    """Each contract of `.importlinter` is broken by such a line, and none of them is without it."""
+    for package in PACKAGES:
+        shutil.copytree(package, tmp_path / package.relative_to(REPO), ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPO / ".importlinter", tmp_path)
+    if module is not None:
+        with open(tmp_path / module, "a") as file:
+            file.write(f"\n{line}\n")
+    code = "import sys; sys.path[:0] = ['.', 'backends']; from importlinter import cli; cli.lint_imports_command()"
+    ended = subprocess.run([sys.executable, "-c", code, "--no-cache"], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == (0 if module is None else 1), ended.stdout + ended.stderr
+    assert ("BROKEN" in ended.stdout) == (module is not None)
+
+
+def reads_plain(call: ast.Call) -> bool:
+    """torch.load that runs no code, as it says itself."""
+    said = {word.arg: ast.unparse(word.value) for word in call.keywords}
+    return ast.unparse(call.func) == "torch.load" and said.get("weights_only") == "True"
+
+
+WRITES_TORCH_FILES = {"convert.torch_native": {"torch.save"}}  # of fake tensors: the form that torch.load reads
+
+
+@pytest.mark.parametrize("path", MODULES, ids=named)
+def test_nothing_that_runs_code_or_forks(path: Path) -> None:
+    """No pickle in any guise, no eval, no fork, no named shared memory."""
+    tree = ast.parse(path.read_text())
+    banned = {
+        "pickle",
+        "cPickle",
+        "dill",
+        "cloudpickle",
+        "marshal",
+        "shelve",
+        "multiprocessing",
+        "joblib",
+        "runpy",
+        "code",
+    }
+    assert {name.split(".")[0] for name in imported(tree)} & banned == set()
+    called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and not reads_plain(node)}
+    bad = {
+        "eval",
+        "exec",
+        "compile",
+        "__import__",
+        "os.fork",
+        "os.forkpty",
+        "os.system",
+        "torch.load",
+        "torch.save",
+        "np.load",
+    }
+    assert called & bad == WRITES_TORCH_FILES.get(named(path), set())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "shell"):
+            assert ast.unparse(node.value) == "False"
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The top-level modules in memory after a statement, in a process of its own."""
+    code = f"import sys; sys.path[:0] = {[str(REPO), str(REPO / 'backends')]!r}; {statement}; print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return {name.split(".")[0] for name in result.stdout.split()}
+
+
+def test_import_ckpt_is_light() -> None:
+    """`import ckpt` alone pays for nothing heavy."""
+    assert loaded_by("import ckpt") & {"torch", "numpy", "click", "rich", "fsspec", "asyncio", "safetensors"} == set()
+
+
+def test_the_writer_has_no_torch() -> None:
+    """Neither at its start nor once it has opened a store: seconds of start-up, and hundreds of MB."""
+    statement = "import ckpt.writer.main, ckpt.store; ckpt.store.open_store('file:///tmp'); import ckpt_backends.local"
+    loaded = loaded_by(statement)
+    assert "numpy" in loaded and loaded & {"torch", "click", "rich", "fsspec"} == set()
+
+
+def test_every_public_name_is_there() -> None:
+    """Each name of `__all__` resolves, to what its home defines, and `__all__` has no other."""
+    for name in ckpt.__all__:
+        value = getattr(ckpt, name)
+        assert value is getattr(importlib.import_module(f"ckpt.{ckpt._HOMES[name]}"), name)
+    for part in ckpt._PARTS:
+        assert getattr(ckpt, part) is importlib.import_module(f"ckpt.{part}")
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = ckpt.no_such_name
+
+
+def test_a_name_that_a_module_has_too_stays_what_it_is() -> None:
+    """`ckpt.load` is the function, also after something else of its module was used first."""
+    for first in ("ckpt.Loaded", "ckpt.load"):
+        loaded_by(f"import ckpt; {first}; assert callable(ckpt.load)")
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    """The imports for type checkers list exactly the names that are resolved lazily."""
+    tree = ast.parse((REPO / "ckpt" / "__init__.py").read_text())
+    listed = {
+        alias.asname: str(node.module)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    homes = {name: f"ckpt.{home}" for name, home in ckpt._HOMES.items()}
+    assert listed == homes | dict.fromkeys(ckpt._PARTS, "ckpt")

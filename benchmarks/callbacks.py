@@ -50,8 +50,8 @@ def lightning() -> dict[str, float]:
     from torch.utils.data import DataLoader
 
     from ckpt.lightning import CheckpointCallback
-    from ckpt.lightning.loop_hooks import Seams
-    from ckpt.lightning.trainer_state import Rest
+    from ckpt.lightning.loop_hooks import LoopHooks
+    from ckpt.lightning.trainer_state import TrainerState
 
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -59,11 +59,11 @@ def lightning() -> dict[str, float]:
     clock = Clock()
     rows: list[dict[str, float]] = []
     for owner, method, name in (
-        (Seams, "_advance", "all"),
-        (Seams, "_on_advance_end", "all"),
+        (LoopHooks, "_advance", "all"),
+        (LoopHooks, "_on_advance_end", "all"),
         (pl.loops.training_epoch_loop._TrainingEpochLoop, "advance", "lightning"),
         (pl.loops.training_epoch_loop._TrainingEpochLoop, "on_advance_end", "lightning"),
-        (Rest, "state_dict", "state"),
+        (TrainerState, "state_dict", "state"),
         (CheckpointCallback, "_done", "done"),
     ):
         clock.around(owner, method, name)

@@ -33,7 +33,7 @@ sys.path += [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent
 
 from ckpt.checkpoint import ledger_files
 from ckpt.checkpoint.open_tier import open_place
-from ckpt.ipc.heartbeat import Pulse
+from ckpt.ipc.heartbeat import Heartbeat
 from ckpt.tiers import Tier
 from ckpt.writer.bookkeeper import Bookkeeper
 from figures import goal, machine
@@ -48,7 +48,7 @@ WITHIN = 0.02
 
 def loop_s() -> float:
     """Of the training loop, for a step."""
-    pulse = Pulse.create()
+    pulse = Heartbeat.create()
     started = time.perf_counter()
     for step in range(STEPS):
         pulse.beat(step, 0.25, step, 0)
@@ -59,7 +59,7 @@ async def writer_s(folder: str) -> tuple[float, float, int]:
     """CPU time of the writer for a step, and for a put of a full ledger; bytes of that."""
     place = await open_place(Tier(folder).spec())
     books = Bookkeeper(lambda: [place], lambda message: None)
-    pulse, now = Pulse.create(), time.monotonic()
+    pulse, now = Heartbeat.create(), time.monotonic()
     facts: dict[str, Any] = {"epoch": "1.ab", "rank": 0, "world": 1, "url": place.url, "opening": now, "opened": now}
     books.begin({**facts, "places": [], "decides": False, "cadence": None}, [os.dup(pulse.fd)], os.getpid())
     books.look_by_hand()

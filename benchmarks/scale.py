@@ -54,7 +54,7 @@ from ckpt.format.boxes import Dims
 from ckpt.format.digest import file_digest
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt, PackInfo, new_format, pack_key
-from ckpt.format.merged import Saved
+from ckpt.format.merged import SavedState
 from ckpt.format.partition import GLOBAL, Holding, Seat, share
 from ckpt.restore.sources import StoreSource
 from ckpt.runlog.log import RunLog
@@ -268,7 +268,7 @@ async def write_rank(world: World, root: Path, rank: int, like: Reading, rng: np
     with open(root / key, "wb") as file:
         file.truncate(pack.size)
     store: Any = Folder(root)
-    snapshot = write.Snapshot(ATTEMPT, layout, memoryview(b""), like.values, finite=True)
+    snapshot = write.RankSnapshot(ATTEMPT, layout, memoryview(b""), like.values, finite=True)
     await write.finish_part(store, snapshot, table, [pack], number=0, reason="due")
     return sum((root / f"parts/{ATTEMPT}.{rank}.0.{kind}").stat().st_size for kind in ("json", "safetensors"))
 
@@ -418,7 +418,7 @@ async def newest(url: str) -> Any:
     return read.choose(log)
 
 
-async def opened(url: str, commit: Any) -> Saved:
+async def opened(url: str, commit: Any) -> SavedState:
     async with read.opened(url) as store:
         return await read.load_saved(store, commit)
 

@@ -200,10 +200,10 @@ class OurStore(WithState):
 
     async def _put(self) -> None:
         from ckpt.checkpoint import commit
-        from ckpt.checkpoint.write import Snapshot, write_part
+        from ckpt.checkpoint.write import RankSnapshot, write_part
         from ckpt.format.manifest import Attempt
 
-        snapshot = Snapshot(Attempt(self.mine.epoch, 1, self.mine.nonce), self.layout, self.flat, [None])
+        snapshot = RankSnapshot(Attempt(self.mine.epoch, 1, self.mine.nonce), self.layout, self.flat, [None])
         await commit.commit(self.log, self.mine, [await write_part(self.store, snapshot)])
 
     def get(self) -> None:

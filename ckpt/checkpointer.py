@@ -46,27 +46,27 @@ from ckpt.goodput.breakdown import decimal, duration
 from ckpt.goodput.cadence import Auto
 from ckpt.ipc import channel
 from ckpt.ipc.arena import Arena
-from ckpt.ipc.heartbeat import LEAVING, OPENING, PAUSED, RESTORING, Pulse
+from ckpt.ipc.heartbeat import LEAVING, OPENING, PAUSED, RESTORING, Heartbeat
 from ckpt.metrics import as_metrics
 from ckpt.ranks.world import World
 from ckpt.restore.resume import Restored, gather, restore_first, together
-from ckpt.restore.sources import MemorySource, Source
+from ckpt.restore.sources import MemorySource, RestoreSource
 from ckpt.save import Save
 from ckpt.state.capture import Capture, Reading
 from ckpt.subscribers import flush, publish
 from ckpt.tiers import Tier, as_tiers
 from ckpt.trainer import replica_check, replica_rescue
-from ckpt.trainer.cadence_sync import TOO_LATE, Tempo
-from ckpt.trainer.deferred import Moment, Moments
-from ckpt.trainer.fault_handler import Sentinel
+from ckpt.trainer.cadence_sync import TOO_LATE, CadenceSync
+from ckpt.trainer.deferred import DeferredStep, DeferredSteps
+from ckpt.trainer.fault_handler import FaultHandler
 from ckpt.trainer.optimizer_hooks import UpdateHook
-from ckpt.trainer.ownership import Tenure
+from ckpt.trainer.ownership import Ownership
 from ckpt.trainer.profiler import traced
 from ckpt.trainer.redo import RedoClient
-from ckpt.trainer.replica_rescue import Gap
-from ckpt.trainer.snapshot import Job
+from ckpt.trainer.replica_rescue import MissingTensors
+from ckpt.trainer.snapshot import PendingSnapshot
 from ckpt.trainer.stage import Stager
-from ckpt.trainer.writer_supervisor import Guardian, Written
+from ckpt.trainer.writer_supervisor import WriteInFlight, WriterSupervisor
 from ckpt.triggers import as_triggers
 
 SURELY_NEWER = 2  # snapshots of a rank: another may be one step behind
@@ -168,16 +168,18 @@ class Checkpointer:
         self._stepped = False  # whether that is a step that was done since the last restore
         self._thread = 0  # that did it
         self._finite: bool | None = None  # what was said of it
-        self._moments = Moments()
-        self._moment: Moment | None = None  # what it was made of, if it was not due
+        self._moments = DeferredSteps()
+        self._moment: DeferredStep | None = None  # what it was made of, if it was not due
         self._dear = 0  # how often running it cost too much to keep that
         self._keep_after = 0  # steps that are not due, until it is tried again
         self._exchanged = False  # weights are others at the moment, as `pause` was told
-        self._last: tuple[Save, Job] | None = None
+        self._last: tuple[Save, PendingSnapshot] | None = None
         self._written: deque[int] = deque(maxlen=256)  # steps that went to a durable tier, or were to
         self._aside_s = 0.0  # what it cost the last time
         self._not_due = 0
-        self._aside: tuple[Save, Job] | None = None  # how to copy the last step, which was not due, after all
+        self._aside: tuple[Save, PendingSnapshot] | None = (
+            None  # how to copy the last step, which was not due, after all
+        )
         self._newest: tuple[Save, Attempt, tuple[Arena, int]] | None = None  # in memory: staged, or restored from there
         self._sound: tuple[Save, Attempt, tuple[Arena, int]] | None = None  # the newest that is not broken, if that is
         self._updates_before = 0  # optimizer steps before the last call of step()
@@ -192,14 +194,16 @@ class Checkpointer:
         self._place = place
         self._began = time.monotonic()
         self._stager = Stager()
-        self._pulse = Pulse.create()
-        self._tenure = Tenure(self._world, self._tiers, self._memory, place, busy_timeout_s)
+        self._pulse = Heartbeat.create()
+        self._tenure = Ownership(self._world, self._tiers, self._memory, place, busy_timeout_s)
         try:
             self._guardian = self._tenure.open(lambda: self._prepare(state, takeover))
         except BaseException:
             self._stager.stop()
             raise
-        self._tempo = Tempo(self._world, self._guardian, self._pulse, self._memory, self._tiers, self._tenure.cadence)
+        self._tempo = CadenceSync(
+            self._world, self._guardian, self._pulse, self._memory, self._tiers, self._tenure.cadence
+        )
         self._guardian.on_damaged = self._on_damaged
         self._guardian.on_failure = lambda error: self._note_error(error, None)
         self._fenced = self._guardian.lost  # while it was opened
@@ -209,7 +213,7 @@ class Checkpointer:
         self._hook.on_step = self._redo.watch.note if logging_tiers else None
         self.faults = list(self._guardian.faults)
         try:
-            self._sentinel = Sentinel(wanted, self._world, self._guardian, self._pulse, self, on_fault)
+            self._sentinel = FaultHandler(wanted, self._world, self._guardian, self._pulse, self, on_fault)
             self._sentinel.start()
         except BaseException:
             self._tempo.stop()
@@ -230,11 +234,13 @@ class Checkpointer:
         if not self._tenure.has_checkpoints:  # else after restore(), which has better use for the cores
             self._guardian.prepare(_predicted_size(self._capture), 1 << 14)
 
-    def _prepare(self, state: dict[str, Any], takeover: bool) -> Guardian:
+    def _prepare(self, state: dict[str, Any], takeover: bool) -> WriterSupervisor:
         self._capture = Capture(state, Seat(self._world.rank, self._world.size))
         self._capture.read()  # what cannot be saved is said now
         key = channel.run_key(self._place, self._world.local_rank)
-        return Guardian(key, self._tiers, self._memory, self._stager, self._world, self._busy_timeout_s, takeover)
+        return WriterSupervisor(
+            key, self._tiers, self._memory, self._stager, self._world, self._busy_timeout_s, takeover
+        )
 
     def _show(self) -> None:
         """Whoever wants to know what we do asks the writer: `ckpt top`, and metrics."""
@@ -419,7 +425,7 @@ class Checkpointer:
                 self._write(save, job.attempt, job.place, i)
         return save
 
-    def _as_stepped(self) -> Moment | None:
+    def _as_stepped(self) -> DeferredStep | None:
         """What the state was at the last step, which is not in memory; None if only the caller can know that it still
         is that now. UsageError if it is not."""
         moment = self._moment if self._moment is not None and not self._moment.too_large else None
@@ -438,7 +444,7 @@ class Checkpointer:
         *,
         explicit: bool,
         asked: bool = False,
-        taken: Moment | None = None,
+        taken: DeferredStep | None = None,
         timeout_s: float | None = None,
     ) -> Save:
         """`taken`: what the state was at that step, if that is not what it is now."""
@@ -471,7 +477,7 @@ class Checkpointer:
             if durable and self._world.size > 1:  # the others wait for this rank's part
                 self._guardian.retract(attempt, f"rank {self._world.rank}: {what}")
             raise
-        job = Job(
+        job = PendingSnapshot(
             attempt=attempt,
             reading=reading,
             values=values,
@@ -500,7 +506,7 @@ class Checkpointer:
             save.add_log(url)
         return self._redo.told()
 
-    def _compare_replicas(self, job: Job) -> None:
+    def _compare_replicas(self, job: PendingSnapshot) -> None:
         """At the first save of an epoch, and now and then: see `ckpt.trainer.replica_check`. Nobody waits for the
         answer."""
         step, epoch, size = job.attempt.step, job.attempt.epoch, self._world.size
@@ -590,7 +596,7 @@ class Checkpointer:
             self._keep_after = min(2 ** (self._dear - KEEP_TRIES), ASIDE_AGAIN) if self._dear >= KEEP_TRIES else 0
             self.stats.stalled_s += time.perf_counter() - began
 
-    def _take(self, step: int) -> Moment:
+    def _take(self, step: int) -> DeferredStep:
         return self._moments.take(step, self._capture.read_on(), self._capture.weights, self._capture.fixed)
 
     @property
@@ -635,11 +641,13 @@ class Checkpointer:
         attempt = Attempt(owner.epoch, step, owner.nonce)
         save = Save(step, str(attempt), [])
 
-        def on_end(job: Job) -> None:
+        def on_end(job: PendingSnapshot) -> None:
             if job.place is not None:
                 self._on_staged(save, job, [])
 
-        job = Job(attempt=attempt, reading=reading, values=values, finite=self._finite, busy="skip", on_end=on_end)
+        job = PendingSnapshot(
+            attempt=attempt, reading=reading, values=values, finite=self._finite, busy="skip", on_end=on_end
+        )
         self._stager.postpone(job)
         self._aside = save, job
 
@@ -666,7 +674,7 @@ class Checkpointer:
         whole = self._stager.complete(job, lambda: self._hook.count == count, LIVE_S)
         return save.step if whole else None
 
-    def fill_in(self, gap: Gap) -> list[int]:
+    def fill_in(self, gap: MissingTensors) -> list[int]:
         owner, count, filled = self._guardian.owner, self._updates_before, list[int]()
         if self._last_step is None or gap.attempt != Attempt(owner.epoch, self._last_step, owner.nonce) or self._torn:
             return []
@@ -689,7 +697,7 @@ class Checkpointer:
     # -- events, from the staging thread and the receiving thread --
 
     def _on_staged(
-        self, save: Save, job: Job, durable: list[int], settings: list[list[float] | None] | None = None
+        self, save: Save, job: PendingSnapshot, durable: list[int], settings: list[list[float] | None] | None = None
     ) -> None:
         if job.error is None and job.place is None:
             return
@@ -722,7 +730,7 @@ class Checkpointer:
         for i in durable:
             self._write(save, job.attempt, job.place, i)
 
-    def _on_kept(self, save: Save, job: Job, error: CheckpointError | None) -> None:
+    def _on_kept(self, save: Save, job: PendingSnapshot, error: CheckpointError | None) -> None:
         """A process that survives this one has the snapshot, or none will have it any more."""
         if error is not None:
             publish("failed", save.step, tier="memory", error=str(error))
@@ -731,7 +739,7 @@ class Checkpointer:
         save.set_staged(self._guardian.survives)
         self._say_staged(save, job)
 
-    def _say_staged(self, save: Save, job: Job) -> None:
+    def _say_staged(self, save: Save, job: PendingSnapshot) -> None:
         """To subscribers: with what training has waited for it, in step() and, just now perhaps, before an update."""
         now, since = time.perf_counter(), self._waiting_since
         if save.stalled_s is not None:
@@ -740,7 +748,7 @@ class Checkpointer:
             stalled_s = now - save.began if save.began else 0.0
         publish("staged", save.step, stall_s=stalled_s, nbytes=job.reading.layout.arrangement.data_size)
 
-    def _say_committed(self, save: Save, url: str, seconds: float, write: Written) -> None:
+    def _say_committed(self, save: Save, url: str, seconds: float, write: WriteInFlight) -> None:
         publish("committed", save.step, tier=url, seconds=seconds, nbytes=write.nbytes, stored=write.nbytes_stored)
         level = logging.INFO if self._world.rank == 0 else logging.DEBUG
         of = "" if self._world.size == 1 else f" (of rank {self._world.rank})"
@@ -775,7 +783,7 @@ class Checkpointer:
             self._note_error(failure, save)  # before anybody who waits for the save goes on
             save.set_failed(failure, url)
 
-        write = Written(attempt, *place, tier, done)
+        write = WriteInFlight(attempt, *place, tier, done)
         self._guardian.write(write)
 
     def _where_else(self, save: Save, url: str) -> str:
@@ -899,7 +907,7 @@ class Checkpointer:
     def _touch(self) -> None:
         self._torn = True
 
-    def _finish_restore(self, source: Source, result: Restored, started: float) -> None:
+    def _finish_restore(self, source: RestoreSource, result: Restored, started: float) -> None:
         self._tenure.take_over(self._guardian.owner.epoch, source.attempt)
         self._torn = False
         if source.damaged:

@@ -18,7 +18,7 @@ from ckpt.errors import CorruptError, NoCheckpointError, UsageError
 from ckpt.events import log as logger
 from ckpt.format.boxes import Box
 from ckpt.format.manifest import Attempt
-from ckpt.format.merged import Key, Saved
+from ckpt.format.merged import Key, SavedState
 from ckpt.format.values import Json, decode, show
 from ckpt.runlog.log import Commit
 from ckpt.state.placement import Filler, Target
@@ -34,7 +34,7 @@ class Loaded(Mapping[str, Tensor]):
     """
 
     def __init__(
-        self, url: str, attempt: Attempt, saved: Saved, names: dict[str, Key], skipped: Sequence[Skipped] = ()
+        self, url: str, attempt: Attempt, saved: SavedState, names: dict[str, Key], skipped: Sequence[Skipped] = ()
     ) -> None:
         self.url, self.step, self._saved, self._names = url, attempt.step, saved, names
         self.skipped = list(skipped)
@@ -155,7 +155,7 @@ def load(
     place = normalise(url)
     remember_options(place, storage_options)
 
-    async def open_it() -> tuple[Commit, Saved, list[Skipped]]:
+    async def open_it() -> tuple[Commit, SavedState, list[Skipped]]:
         log = await read.open_run(place)
         try:
             damage, acquires = await losses.of_log(log), log.state.acquires

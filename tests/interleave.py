@@ -41,7 +41,7 @@ from ckpt.checkpoint import commit as commits
 from ckpt.checkpoint import read, retention, store_trial, write
 from ckpt.checkpoint.commit import Role
 from ckpt.checkpoint.retention import Keep
-from ckpt.checkpoint.write import Snapshot, Written, write_part
+from ckpt.checkpoint.write import RankSnapshot, WrittenPart, write_part
 from ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -692,15 +692,15 @@ def rows_of(table: Table) -> dict[str, int]:
     return {shard.name: row for row, shard in enumerate(table.shards)}
 
 
-def takes(base: Written, same: Sequence[str]) -> dict[str, str]:
+def takes(base: WrittenPart, same: Sequence[str]) -> dict[str, str]:
     """In which packs these tensors are, as an older part says."""
     rows = rows_of(base.table)
     return {name: base.table.packs[int(base.table.pack[rows[name]])] for name in same}
 
 
 async def write_increment(
-    store: Any, snapshot: Snapshot, base: Written, same: Sequence[str], *, number: int = 0
-) -> Written:
+    store: Any, snapshot: RankSnapshot, base: WrittenPart, same: Sequence[str], *, number: int = 0
+) -> WrittenPart:
     """As `write_part`; but of tensors that are the `same` as in an older part only the place is written."""
     layout, attempt = snapshot.layout, snapshot.attempt
     rank, taken, rows = layout.rank, takes(base, same), rows_of(base.table)
@@ -741,10 +741,10 @@ async def write_increment(
     )
     raw_part = part.to_bytes()
     await store.put(part_key(attempt, rank, number), raw_part, create=True)
-    return Written(part, file_digest(raw_part), table)
+    return WrittenPart(part, file_digest(raw_part), table)
 
 
-def kept_same(sim: Sim, snapshot: Snapshot, base: Written) -> list[str]:
+def kept_same(sim: Sim, snapshot: RankSnapshot, base: WrittenPart) -> list[str]:
     """The frozen tensors that have not changed since an older part."""
     now = sim.origins.get((snapshot.attempt, snapshot.layout.rank), {})
     then = sim.origins.get((Attempt.parse(base.part.attempt), base.part.rank), {})
@@ -793,7 +793,7 @@ class Rank:
         self.sim, self.world = job.sim, job.world
         self.log = RunLog(job.sim.store(actor))
         self.layout = layout_of(rank, job.world)
-        self.stored: list[Written] = []  # what increments may be taken against, whatever has become of it
+        self.stored: list[WrittenPart] = []  # what increments may be taken against, whatever has become of it
         self.newest: Attempt | None = None  # what memory holds
         self.sweeping: asyncio.Task[Any] | None = None
 
@@ -847,7 +847,7 @@ class Rank:
                     self.stored.append(part)
                     self.newest = self.newest or found.attempt
 
-    def stage(self, attempt: Attempt) -> Snapshot:
+    def stage(self, attempt: Attempt) -> RankSnapshot:
         """Frozen tensors change now and then; when it is tried again nothing does."""
         key, dice = (attempt, self.rank), self.sim.dice
         if key not in self.sim.origins:
@@ -855,9 +855,9 @@ class Rank:
             same = {name: before[name] for name in FROZEN if name in before and dice.random() < 0.85}
             self.sim.origins[key] = dict.fromkeys(FROZEN, attempt) | same
             self.newest = attempt
-        return Snapshot(attempt, self.layout, memoryview(self.sim.staged(attempt, self.layout)), [None])
+        return RankSnapshot(attempt, self.layout, memoryview(self.sim.staged(attempt, self.layout)), [None])
 
-    async def write(self, attempt: Attempt, number: int = 0) -> Written | None:
+    async def write(self, attempt: Attempt, number: int = 0) -> WrittenPart | None:
         """One rank alone tries again under a higher number; with others the attempt is given up at once."""
         try:
             self.log.check_owner(self.mine)
@@ -874,7 +874,7 @@ class Rank:
                 await self.give_up(attempt)
             return None
 
-    async def write_less(self, snapshot: Snapshot, number: int) -> Written | None:
+    async def write_less(self, snapshot: RankSnapshot, number: int) -> WrittenPart | None:
         """An increment, if it can be one. Some writers do not say so before: they may find out in the end."""
         dice, state = self.sim.dice, self.log.state
         older = [(Attempt.parse(w.part.attempt), w) for w in self.stored if kept_same(self.sim, snapshot, w)]
@@ -891,7 +891,7 @@ class Rank:
                 return None  # and then it is written whole
         return await write_increment(self.log.store, snapshot, base, kept_same(self.sim, snapshot, base), number=number)
 
-    async def settle(self, attempt: Attempt, written: Written) -> None:
+    async def settle(self, attempt: Attempt, written: WrittenPart) -> None:
         role = Role(tuple(range(self.world)), self.rank, self.world)
         try:
             await commits.settle(self.log, lambda: self.mine, written, role, deadline_s=2.0)
@@ -906,7 +906,7 @@ class Rank:
         if self.rank == 0 and (self.sweeping is None or self.sweeping.done()):
             self.sweeping = self.sim.start(self.actor, tidy(self.log, self.mine, Keep(last=1)))
 
-    async def unsure(self, attempt: Attempt, written: Written) -> None:
+    async def unsure(self, attempt: Attempt, written: WrittenPart) -> None:
         """The store failed us, so nobody knows. With others the attempt is given up; alone it may be saved again."""
         if self.world > 1:
             await self.give_up(attempt, written)
@@ -915,7 +915,7 @@ class Rank:
             if again is not None:
                 await self.settle(attempt, again)
 
-    async def give_up(self, attempt: Attempt, written: Written | None = None) -> None:
+    async def give_up(self, attempt: Attempt, written: WrittenPart | None = None) -> None:
         """The others need not wait; and our part of what was given up takes no space."""
         with contextlib.suppress(StoreError):
             await commits.abort(self.log, self.mine, attempt, "given up")
@@ -927,7 +927,7 @@ class Rank:
                     await self.log.store.delete(key)
 
 
-def given_up(attempt: Attempt, written: Written) -> list[str]:
+def given_up(attempt: Attempt, written: WrittenPart) -> list[str]:
     """The files that go with an attempt that was aborted: not those that it only refers to."""
     rank, number = written.part.rank, written.part.number
     packs = [pack.key for pack in written.part.packs if owner(pack.key) == attempt]
@@ -1096,11 +1096,11 @@ async def _finish(sim: Sim, actor: Actor, store: Any) -> None:
         raise Violation(f"recovery left {open_ones} open")
     if oracle.pins:
         raise Violation(f"recovery left {named(set(oracle.pins))} open, which nothing was ever written of")
-    written: Written | None = None
+    written: WrittenPart | None = None
     for step in (10**6, 10**6 + 1, 10**6 + 2):  # a full one, and increments
         attempt, layout = Attempt(mine.epoch, step, mine.nonce), layout_of(0, 1)
         sim.origins[attempt, 0] = dict.fromkeys(FROZEN, Attempt(mine.epoch, 10**6, mine.nonce))
-        snapshot = Snapshot(attempt, layout, memoryview(sim.staged(attempt, layout)), [None])
+        snapshot = RankSnapshot(attempt, layout, memoryview(sim.staged(attempt, layout)), [None])
         if written is None:
             written = await write_part(store, snapshot)
         else:

@@ -30,7 +30,7 @@ from conftest import eventually
 from ckpt.checkpoint import read
 from ckpt.checkpoint.commit import acquire, commit, create_run, recover
 from ckpt.checkpoint.retention import Keep, retire
-from ckpt.checkpoint.write import Snapshot, Written, write_part
+from ckpt.checkpoint.write import RankSnapshot, WrittenPart, write_part
 from ckpt.errors import CheckpointError
 from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.manifest import Attempt, new_nonce
@@ -56,10 +56,10 @@ def payload(attempt: Attempt, size: int = LAYOUT.arrangement.data_size) -> bytes
     return random.Random(str(attempt)).randbytes(size)
 
 
-def snapshot(attempt: Attempt, layout: Layout = LAYOUT) -> Snapshot:
+def snapshot(attempt: Attempt, layout: Layout = LAYOUT) -> RankSnapshot:
     data = memoryview(mmap.mmap(-1, layout.arrangement.data_size))  # page-aligned, as in an arena
     data[:] = payload(attempt, len(data))
-    return Snapshot(attempt, layout, data, [])
+    return RankSnapshot(attempt, layout, data, [])
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Run:
     def attempt(self, step: int) -> Attempt:
         return Attempt(self.mine.epoch, step, self.mine.nonce)
 
-    async def write(self, step: int, number: int = 0, layout: Layout = LAYOUT) -> Written:
+    async def write(self, step: int, number: int = 0, layout: Layout = LAYOUT) -> WrittenPart:
         return await write_part(self.log.store, snapshot(self.attempt(step), layout), number=number)
 
     async def save(self, step: int, number: int = 0, layout: Layout = LAYOUT) -> Attempt:

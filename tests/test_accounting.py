@@ -19,11 +19,11 @@ from torch import nn
 import ckpt
 from ckpt.cli import report as cli_report
 from ckpt.errors import CorruptError, FormatError
-from ckpt.faults.report import Fault, Saved
+from ckpt.faults.report import Fault, SavedStep
 from ckpt.goodput import accounting
 from ckpt.goodput.accounting import settle
-from ckpt.goodput.breakdown import Cost, Statement, duration
-from ckpt.goodput.ledger import PREFIX, Account, Decision, End, Restore, Row, Saves, Seen
+from ckpt.goodput.breakdown import InterruptionCost, Statement, duration
+from ckpt.goodput.ledger import PREFIX, Account, Decision, End, Restore, Saves, SeenFault, StepRow
 
 WALL = 1_900_000_000.0  # of the moment 0 of the clocks here
 PARTS = ("productive_s", "stalled_s", "slowed_s", "paused_s", "other_s")
@@ -41,7 +41,7 @@ def account(number: int, born: float, first: int = 1, steps: int = 10, step_s: f
     )
     found.restores = [Restore(born + 3, back, restored, source if of else "", attempt, found.epoch)]
     begin = born + 3 + back
-    found.rows = [Row(begin + (n + 1) * step_s, first + n, 1, step_s, quiet=1) for n in range(steps)]
+    found.rows = [StepRow(begin + (n + 1) * step_s, first + n, 1, step_s, quiet=1) for n in range(steps)]
     found.beat, found.step = (found.rows[-1].at, found.rows[-1].step) if steps else (begin, restored or -1)
     found.kept = found.beat
     for name, value in given.items():
@@ -55,8 +55,8 @@ def died(one: Account, after_s: float = 0.5, gone_s: float = 0.25, *, how: str =
     return replace(one, end=End(how, at, at + gone_s), kept=at + gone_s)
 
 
-def seen(at: float, kind: str = "signal", rank: int = 0, *, ends: bool = True) -> Seen:
-    return Seen(at, kind, f"{kind} of rank {rank}", rank, ends=ends)
+def seen(at: float, kind: str = "signal", rank: int = 0, *, ends: bool = True) -> SeenFault:
+    return SeenFault(at, kind, f"{kind} of rank {rank}", rank, ends=ends)
 
 
 def total(found: Statement) -> float:
@@ -69,7 +69,7 @@ def check(found: Statement) -> None:
     values = [getattr(found, name) for name in PARTS]
     values += [found.first_start_s, found.idle_s, found.moved_s, found.wall_s]
     for one in found.interruptions:
-        values += [getattr(one.cost, name) for name in Cost.__dataclass_fields__]
+        values += [getattr(one.cost, name) for name in InterruptionCost.__dataclass_fields__]
         assert one.lost_steps is None or one.lost_steps >= 0
     assert all(value >= 0 for value in values)
     assert found.effective is None or 0 <= found.effective <= 1
@@ -87,10 +87,12 @@ def near(value: float) -> Any:
     return pytest.approx(value, abs=1e-9)
 
 
-def costs(cost: Cost) -> dict[str, float]:
+def costs(cost: InterruptionCost) -> dict[str, float]:
     """What is not 0 of it."""
     return {
-        name: round(getattr(cost, name), 9) for name in Cost.__dataclass_fields__ if abs(getattr(cost, name)) > 1e-9
+        name: round(getattr(cost, name), 9)
+        for name in InterruptionCost.__dataclass_fields__
+        if abs(getattr(cost, name)) > 1e-9
     }
 
 
@@ -330,7 +332,7 @@ def test_what_was_undone_is_lost_until_it_is_done_again() -> None:
 def test_steps_inside_a_row_are_interpolated() -> None:
     """One row of ten steps, 5 of which had been done."""
     two = account(2, 20.0, first=6, steps=0, of="1.abc", beat=44.0, step=15)
-    two.rows = [Row(44.0, 15, 10, 20.0, stalled=2.0, quiet=10)]
+    two.rows = [StepRow(44.0, 15, 10, 20.0, stalled=2.0, quiet=10)]
     found = settled(died(account(1, 0.0), 0.0, 0.0), replace(two, kept=44.0))
     (only,) = found.interruptions
     assert only.cost.first_step == near(18.0 - 10.0)  # it is the first one, so slow steps are its
@@ -407,7 +409,7 @@ def rolled_back(to: int = 4, steps: int = 10) -> Account:
     """Ten steps, then restore() of step `to` from 14.5 to 15.5, then more steps."""
     one = account(1, 0.0)
     one.restores.append(Restore(14.5, 1.0, to, "file:///run", f"1.abc-{to}", "2.def"))
-    one.rows += [Row(16.5 + n, to + 1 + n, 1, 1.0, quiet=1) for n in range(steps)]
+    one.rows += [StepRow(16.5 + n, to + 1 + n, 1, 1.0, quiet=1) for n in range(steps)]
     one.beat = one.kept = one.rows[-1].at
     one.step = one.rows[-1].step
     return one
@@ -442,7 +444,7 @@ def test_restoring_twice_before_the_first_step_is_one_start() -> None:
     """No rollback: nothing was undone."""
     one = account(1, 100.0, steps=0)
     one.restores.append(Restore(106.0, 1.0, None))
-    one.rows = [Row(109.0, 1, 1, 2.0)]
+    one.rows = [StepRow(109.0, 1, 1, 2.0)]
     found = settled(replace(one, beat=109.0, step=1))
     assert (found.first_start_s, found.wall_s, found.interruptions) == (near(7.0), near(2.0), ())
 
@@ -485,7 +487,7 @@ def test_taken_over_by_a_newer_job() -> None:
 def test_taken_over_in_the_middle_of_a_row() -> None:
     """Whole steps of it count."""
     one = account(1, 0.0, steps=0, beat=24.0, step=20)
-    one.rows = [Row(24.0, 20, 20, 20.0, quiet=20)]
+    one.rows = [StepRow(24.0, 20, 20, 20.0, quiet=20)]
     found = settled(replace(one, kept=24.0), account(2, 8.5, first=8, of="1.abc"))
     assert (found.interruptions[0].step, found.steps) == (7, 17)
 
@@ -576,10 +578,10 @@ def test_numbers_that_make_no_sense_are_passed_over() -> None:
 def test_rows_that_contradict_themselves_are_survived() -> None:
     """Longer than the time there was, negative, without steps, out of order."""
     for row in (
-        Row(14.0, 10, 1, 500.0, stalled=400.0, paused=90.0),
-        Row(14.0, 10, 0, -1.0, stalled=-5.0),
-        Row(2.0, 10, 1, 1.0),
-        Row(13.5, -5, 7, 1.0),
+        StepRow(14.0, 10, 1, 500.0, stalled=400.0, paused=90.0),
+        StepRow(14.0, 10, 0, -1.0, stalled=-5.0),
+        StepRow(2.0, 10, 1, 1.0),
+        StepRow(13.5, -5, 7, 1.0),
     ):
         one = account(1, 0.0)
         one.rows[-1] = row
@@ -614,7 +616,7 @@ def timelines(draw: st.DrawFn) -> list[Account]:
             back = Restore(one.beat + draw(few), draw(few), to, "memory", f"{one.epoch}-{to}", f"{number}.xyz")
             one.restores.append(back)
             begin = back.at + back.seconds
-            one.rows += [Row(begin + n, to + n, 1, 1.0) for n in range(1, draw(st.integers(0, 9)) + 1)]
+            one.rows += [StepRow(begin + n, to + n, 1, 1.0) for n in range(1, draw(st.integers(0, 9)) + 1)]
             one.step, one.beat = (one.rows[-1].step, one.rows[-1].at) if one.rows[-1].at > begin else (to, begin)
         if len(one.rows) > 1 and draw(st.booleans()):
             one.rows.pop()  # the beat goes beyond
@@ -663,7 +665,7 @@ def test_what_is_found_is_what_was_simulated(lives: list[tuple[int, int, bool, f
         first = max(1, done + 1 - back)
         one = account(number, clock, first, steps, of=f"{number - 1}.abc" if number > 1 else "")
         if merged and steps > 1:
-            one.rows = [one.rows[0], Row(one.beat, one.step, steps - 1, steps - 1.0, quiet=steps - 1)]
+            one.rows = [one.rows[0], StepRow(one.beat, one.step, steps - 1, steps - 1.0, quiet=steps - 1)]
         accounts.append(died(one, 1.0 + unnoticed, 0.5))
         for step in range(first, first + steps):
             times[step] = times.get(step, 0) + 1
@@ -773,7 +775,7 @@ def test_the_command_reads_the_faults_as_well(run: Path) -> None:
     write(run, account(1, 0.0), account(2, 20.0, first=8, of="1.abc"))
     (run / "faults").mkdir(exist_ok=True)
     time = datetime.fromtimestamp(WALL + 18, UTC).isoformat()
-    fault = Fault("hang", "rank 3 waits", time=time, attempt="1.abc", saved=[Saved(7, "memory", "ring", 0.1)])
+    fault = Fault("hang", "rank 3 waits", time=time, attempt="1.abc", saved=[SavedStep(7, "memory", "ring", 0.1)])
     (run / fault.key).write_bytes(fault.to_bytes())
     (only,) = json.loads(invoke(run, "--json").stdout)["interruptions"]
     assert (only["kind"], only["cost"]["perceive"]) == ("hang", pytest.approx(3.0))
@@ -837,7 +839,7 @@ def test_a_run_without_a_ledger_says_what_to_do(run: Path) -> None:
 
 def test_control_characters_do_not_reach_a_terminal(run: Path) -> None:
     """A summary is what anybody wrote."""
-    one = died(account(1, 0.0, faults=[Seen(14.2, "oom\x1b[31m", "[red]\x1b[31mworm\x9b", ends=True)]))
+    one = died(account(1, 0.0, faults=[SeenFault(14.2, "oom\x1b[31m", "[red]\x1b[31mworm\x9b", ends=True)]))
     one.epoch, one.restores = "1.abc", [Restore(3.0, 1.0, None, "\x1b")]
     write(run, one, account(2, 20.0, of="1.abc", first=3, source="\x1bx"))
     assert not set(invoke(run).output) & {"\x1b", "\x9b"}

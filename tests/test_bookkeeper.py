@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from ckpt.checkpoint import ledger_files
-from ckpt.checkpoint.open_tier import Place, open_place
+from ckpt.checkpoint.open_tier import OpenTier, open_place
 from ckpt.errors import StoreError
 from ckpt.faults.report import Fault
 from ckpt.goodput.ledger import Account
-from ckpt.ipc.heartbeat import Pulse
+from ckpt.ipc.heartbeat import Heartbeat
 from ckpt.tiers import Tier
 from ckpt.writer import bookkeeper
 from ckpt.writer.bookkeeper import Bookkeeper
@@ -25,10 +25,10 @@ from ckpt.writer.bookkeeper import Bookkeeper
 class Books:
     """A bookkeeper, the pulse of its trainer, and the places that it files to."""
 
-    def __init__(self, places: list[Place]) -> None:
+    def __init__(self, places: list[OpenTier]) -> None:
         self.places = places
         self.keeper = Bookkeeper(lambda: self.places, lambda message: None)
-        self.pulse = Pulse.create()
+        self.pulse = Heartbeat.create()
         self.opened = time.monotonic()
 
     def begin(self, *, again: bool = False) -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import ckpt
 from ckpt.errors import UsageError
 from ckpt.goodput import cadence
-from ckpt.goodput.cadence import Auto, Change, Cost, History, Place, Schedule, decide
-from ckpt.goodput.ledger import Account, Decision, End, Restore, Row, Seen
+from ckpt.goodput.cadence import Auto, Change, History, SaveCost, Schedule, TierCadence, decide
+from ckpt.goodput.ledger import Account, Decision, End, Restore, SeenFault, StepRow
 from ckpt.goodput.overhead import Meter
 from ckpt.tiers import as_tiers
 
@@ -22,8 +22,8 @@ MEMORY, FOLDER, BUCKET = "memory", "file:///nvme/run", "s3://bucket/run"
 DAY_S = 86400.0
 
 
-def place(name: str, now: int, every: Any = None, *, remote: bool = False) -> Place:
-    return Place(name, Auto() if every is None else every, now, remote)
+def place(name: str, now: int, every: Any = None, *, remote: bool = False) -> TierCadence:
+    return TierCadence(name, Auto() if every is None else every, now, remote)
 
 
 # -- what the user says --
@@ -95,7 +95,7 @@ def test_without_memory_no_snapshot_is_due() -> None:
 )
 def test_memory_costs_no_more_than_its_budget(cost_ms: float, step_ms: float, expected: int) -> None:
     """1 %, to the next of 1, 2, 5, 10, …; never less often than that."""
-    costs = {MEMORY: Cost(cost_ms / 1e3, 0.0, 100)}
+    costs = {MEMORY: SaveCost(cost_ms / 1e3, 0.0, 100)}
     found = decide([place(MEMORY, 4)], 100, step_ms / 1e3, costs, History(), 1)
     assert found.every == {MEMORY: expected}
     assert cost_ms / (expected * step_ms) <= 0.01 * 1.2 and "%" in found.why[MEMORY]
@@ -103,13 +103,13 @@ def test_memory_costs_no_more_than_its_budget(cost_ms: float, step_ms: float, ex
 
 def test_a_larger_budget_is_used() -> None:
     """What the user allows."""
-    costs = {MEMORY: Cost(0.05, 0.0, 100)}
+    costs = {MEMORY: SaveCost(0.05, 0.0, 100)}
     assert decide([place(MEMORY, 4, Auto(budget=0.1))], 9, 0.5, costs, History(), 1).every == {MEMORY: 1}
 
 
 def test_a_folder_is_saved_by_young_and_daly() -> None:
     """The root of 2 x cost x time between faults: 0.3 s and 10,000 s make 77 s, with steps of 0.5 s about 150."""
-    costs = {FOLDER: Cost(0.3, 1.0, 10)}
+    costs = {FOLDER: SaveCost(0.3, 1.0, 10)}
     found = decide([place(FOLDER, 1000, Auto(mtbf_s=10_000))], 9, 0.5, costs, History(), 1)
     assert found.every == {FOLDER: 200} and found.mtbf_s == {FOLDER: 10_000} and "as you said" in found.why[FOLDER]
 
@@ -119,7 +119,7 @@ def test_more_faults_more_saves() -> None:
 
     def every(served: dict[str, int]) -> int:
         known = History(training_s=40_000.0, interruptions=9, deaths=9, served=served)
-        return decide([place(FOLDER, 7)], 9, 0.5, {FOLDER: Cost(0.3, 1.0, 10)}, known, 1).every[FOLDER]
+        return decide([place(FOLDER, 7)], 9, 0.5, {FOLDER: SaveCost(0.3, 1.0, 10)}, known, 1).every[FOLDER]
 
     assert every({FOLDER: 99}) < every({FOLDER: 9}) < every({MEMORY: 9}) == every({})
 
@@ -149,7 +149,7 @@ def test_what_a_run_has_seen_outweighs_a_fleet_that_saw_nothing_like_it() -> Non
 def test_memory_is_saved_more_often_where_faults_come_thick() -> None:
     """0.036 s a snapshot and a fault every 50 s: Young says 1.9 s, though that costs 3 %. No fault, one fault, rare
     faults: the budget."""
-    costs, places = {MEMORY: Cost(0.036, 0.0, 100)}, [place(MEMORY, 20)]
+    costs, places = {MEMORY: SaveCost(0.036, 0.0, 100)}, [place(MEMORY, 20)]
     for known, expected in (
         (History(300, 6, 6), 5),
         (History(300, 6, 0), 20),  # all of them left a copy of the running state
@@ -169,7 +169,7 @@ def test_memory_is_saved_more_often_where_faults_come_thick() -> None:
 
 def test_a_place_is_not_busy_all_the_time() -> None:
     """Free saves are no reason to write without an end: a folder half of the time, a bucket a tenth, once a minute."""
-    costs = {FOLDER: Cost(0.0, 10.0, 9), BUCKET: Cost(0.0, 1.0, 9)}
+    costs = {FOLDER: SaveCost(0.0, 10.0, 9), BUCKET: SaveCost(0.0, 1.0, 9)}
     places = [place(FOLDER, 7, Auto(mtbf_s=10)), place(BUCKET, 7, Auto(mtbf_s=10), remote=True)]
     found = decide(places, 9, 1.0, costs, History(), 1)
     assert found.every == {FOLDER: 20, BUCKET: 50}
@@ -177,7 +177,7 @@ def test_a_place_is_not_busy_all_the_time() -> None:
 
 def test_a_number_stays_what_it_is() -> None:
     """Only what is "auto" is changed."""
-    costs = {MEMORY: Cost(1.0, 0.0, 100), FOLDER: Cost(1.0, 1.0, 9)}
+    costs = {MEMORY: SaveCost(1.0, 0.0, 100), FOLDER: SaveCost(1.0, 1.0, 9)}
     found = decide([place(MEMORY, 1, 1), place(FOLDER, 3, 3)], 9, 1.0, costs, History(), 1)
     assert found.every == {MEMORY: 1, FOLDER: 3} and not cadence.differs(found, [place(MEMORY, 1), place(FOLDER, 3)])
 
@@ -199,7 +199,7 @@ def test_what_an_earlier_incarnation_found_out_is_kept() -> None:
 def test_what_may_be_right_is_left_alone() -> None:
     """A measurement that is as unsure as the difference changes nothing; a sure one does."""
     for unsure, expected in ((0.05, 5), (0.001, 20)):
-        costs = {MEMORY: Cost(0.08, 0.0, 50, unsure)}
+        costs = {MEMORY: SaveCost(0.08, 0.0, 50, unsure)}
         assert decide([place(MEMORY, 5)], 9, 0.5, costs, History(), 1).every == {MEMORY: expected}
 
 
@@ -211,7 +211,7 @@ def test_a_decision_is_always_one(
     save_s: float, step_s: float, write_s: float, mtbf_s: float, now: int, samples: int
 ) -> None:
     """Whatever was measured: steps from 1 on, and a sentence."""
-    costs = {MEMORY: Cost(save_s, 0.0, samples, save_s), FOLDER: Cost(save_s, write_s, samples)}
+    costs = {MEMORY: SaveCost(save_s, 0.0, samples, save_s), FOLDER: SaveCost(save_s, write_s, samples)}
     places = [place(MEMORY, now), place(FOLDER, now, Auto(mtbf_s=mtbf_s))]
     found = decide(places, 9, step_s, costs, History(), 8)
     assert all(type(n) is int and n >= 1 for n in found.every.values()) and len(cadence.lines(found)) == 2
@@ -229,9 +229,9 @@ def test_history_counts_what_only_a_snapshot_helps_against() -> None:
         ]  # that is a plan
     ):
         account = Account(f"{number}.ab")
-        account.rows = [Row(10.0, 5, 5, 10.0)]
+        account.rows = [StepRow(10.0, 5, 5, 10.0)]
         account.restores = [Restore(0.0, 1.0, 5 if source else None, source), Restore(0.0, 1.0, 1, "again")]
-        account.faults = [Seen(9.0, "signal", "", ends=True, by=by)] if by else []
+        account.faults = [SeenFault(9.0, "signal", "", ends=True, by=by)] if by else []
         account.end = End(how, 10.0, 10.0) if how else None
         accounts.append(account)
     found = cadence.history(accounts)

@@ -19,7 +19,7 @@ import pytest
 
 from ckpt.checkpoint import commit, read, retention
 from ckpt.checkpoint.retention import Keep
-from ckpt.checkpoint.write import Snapshot, digest_blobs, write_part
+from ckpt.checkpoint.write import RankSnapshot, digest_blobs, write_part
 from ckpt.errors import CheckpointError, CorruptError, NoCheckpointError
 from ckpt.format import manifest
 from ckpt.format.digest import blob_digest
@@ -28,8 +28,8 @@ from ckpt.format.manifest import Attempt, new_nonce
 from ckpt.ipc.arena import SEALED, Arena, Label
 from ckpt.ranks.world import World
 from ckpt.restore.resume import Restored, restore_first
+from ckpt.restore.sources import HeldSnapshot as Sealed
 from ckpt.restore.sources import MemorySource
-from ckpt.restore.sources import Snapshot as Sealed
 from ckpt.runlog.log import Acquire, Commit, RunLog
 from ckpt.state.capture import Capture
 from ckpt_backends.memory import MemoryStore
@@ -59,7 +59,7 @@ def content(of: Layout, step: int) -> bytes:
 
 async def save(log: RunLog, mine: Acquire, of: Layout, step: int, data: bytes | None = None) -> Commit:
     attempt = Attempt(mine.epoch, step, mine.nonce)
-    snapshot = Snapshot(attempt, of, memoryview(data or content(of, step)), VALUES)
+    snapshot = RankSnapshot(attempt, of, memoryview(data or content(of, step)), VALUES)
     return await commit.commit(log, mine, [await write_part(log.store, snapshot)])
 
 

@@ -29,7 +29,19 @@ from ckpt.doctor import advice, machine, network
 from ckpt.doctor import folder as doctor_folder
 from ckpt.doctor import place as doctor
 from ckpt.doctor import s3 as doctor_s3
-from ckpt.doctor.findings import ADVICE, GB, MIB, OK, PROBLEM, Finding, Job, Place, Rates, clock_difference, worst
+from ckpt.doctor.findings import (
+    ADVICE,
+    GB,
+    MIB,
+    OK,
+    PROBLEM,
+    Finding,
+    JobSize,
+    StoreRates,
+    TierFindings,
+    clock_difference,
+    worst,
+)
 from ckpt.doctor.machine import Speed
 from ckpt.doctor.place import Bounds
 from ckpt.errors import AccessError, ExistsError
@@ -39,7 +51,7 @@ from ckpt_backends.memory import MemoryStore, MemoryUpload
 SMALL = Bounds(size=4 * MIB, measure_s=5.0, check_s=20.0)
 
 
-def examine(url: str, bounds: Bounds = SMALL) -> Place:
+def examine(url: str, bounds: Bounds = SMALL) -> TierFindings:
     return asyncio.run(doctor.examine(url, bounds))
 
 
@@ -49,7 +61,7 @@ def named(findings: Sequence[Finding], what: str) -> Finding:
     return found[0]
 
 
-def problems(place: Place) -> set[str]:
+def problems(place: TierFindings) -> set[str]:
     return {f.what for f in place.findings if f.verdict == PROBLEM}
 
 
@@ -329,9 +341,9 @@ def test_a_small_file_system(tmp_path: Path) -> None:
         assert not problems(place) and sum(written) <= 2 * 2.4 * MIB
         assert named(place.findings, "file system").verdict == ADVICE
         assert list(small.path.iterdir()) == []
-        job = Job(state=1 * GB)
+        job = JobSize(state=1 * GB)
         assert named(advice.too_full(job, place), "free space").verdict == PROBLEM
-        assert advice.too_full(Job(state=1 * MIB), place) == []
+        assert advice.too_full(JobSize(state=1 * MIB), place) == []
 
 
 def test_a_read_only_file_system(tmp_path: Path) -> None:
@@ -492,14 +504,14 @@ def tree(root: Path, files: dict[str, str]) -> Path:
 
 def test_this_machine() -> None:
     """Every check of the machine has something to say, whatever machine this is."""
-    found = machine.machine(Job())
+    found = machine.machine(JobSize())
     assert {"versions", "CPUs", "memory", "shared memory", "kernel", "clock source"} <= {f.what for f in found}
     assert all(f.advice for f in found if f.verdict != OK)
 
 
 def test_a_machine_without_files(tmp_path: Path) -> None:
     """A kernel that tells nothing is no error."""
-    assert machine.machine(Job(), proc=tmp_path, sys_=tmp_path, environment={})
+    assert machine.machine(JobSize(), proc=tmp_path, sys_=tmp_path, environment={})
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -530,7 +542,7 @@ def test_a_machine_with_shortcomings(tmp_path: Path) -> None:
             "devices/system/clocksource/clocksource0/current_clocksource": "hpet\n",
         },
     )
-    verdicts = [machine.memory(Job(state=n * GB, world=4, local=2), proc, sys_).verdict for n in (1, 6, 20)]
+    verdicts = [machine.memory(JobSize(state=n * GB, world=4, local=2), proc, sys_).verdict for n in (1, 6, 20)]
     assert verdicts == [OK, ADVICE if 4 * 3 > 0.8 * 12.288 else OK, PROBLEM]
     assert machine.huge_pages(sys_).verdict == ADVICE and machine.clock_source(sys_).verdict == ADVICE
     tree(sys_, {"kernel/mm/transparent_hugepage/shmem_enabled": "always [advise] never\n"})
@@ -696,7 +708,7 @@ def test_network() -> None:
         thread.join(10)
         assert said == ["127.0.0.1"] and sum(counted) == 2 * min(wanted, most)
         assert found.out > 0 < found.back and found.round_trip_s > 0
-        assert network.link_findings(found, Job(state=GB))[-1].value.startswith("a snapshot of 1.0 GB")
+        assert network.link_findings(found, JobSize(state=GB))[-1].value.startswith("a snapshot of 1.0 GB")
 
 
 def test_network_ends_by_time() -> None:
@@ -742,8 +754,8 @@ def test_nobody_comes() -> None:
 # -- what follows --
 
 SPEED = Speed(copy=10 * GB, by_device=False, cpus=8, available=100 * GB)
-DISK = Place("file:///nvme/run1", rates=Rates(write=1 * GB, read=2 * GB, cpu_s=0.1 / GB), free=1000 * GB)
-BUCKET = Place("s3://bucket/run1", rates=Rates(write=GB // 10, read=GB // 5, cpu_s=0.3 / GB), options=True)
+DISK = TierFindings("file:///nvme/run1", rates=StoreRates(write=1 * GB, read=2 * GB, cpu_s=0.1 / GB), free=1000 * GB)
+BUCKET = TierFindings("s3://bucket/run1", rates=StoreRates(write=GB // 10, read=GB // 5, cpu_s=0.3 / GB), options=True)
 
 
 def test_steps_are_round() -> None:
@@ -756,7 +768,7 @@ def test_steps_are_round() -> None:
 def test_cadences() -> None:
     """How long things take follows from the share of this machine and the measured rates; the tiers line is valid
     code, in order, with round cadences that keep the cost below one in a hundred."""
-    job = Job(state=20 * GB, step_s=1.0, world=4, local=2)
+    job = JobSize(state=20 * GB, step_s=1.0, world=4, local=2)
     memory, disk, bucket = advice.conclude(job, [BUCKET, DISK], SPEED)
     assert (memory.where, disk.where, bucket.where) == ("memory", DISK.url, BUCKET.url)
     assert memory.save_s == 1.0 and memory.every == 20  # 1 s of copying among 8 CPUs: 12.5 s and more
@@ -773,22 +785,22 @@ def test_cadences() -> None:
 
 def test_places_with_problems_are_not_recommended() -> None:
     """A bad place has its times told, and does not come into the tiers line; without any, there is none."""
-    job = Job(state=GB, step_s=1.0)
+    job = JobSize(state=GB, step_s=1.0)
     bad = replace(DISK, findings=[Finding("create-if-absent", "ignored", PROBLEM, "...")])
     cadences = advice.conclude(job, [bad, BUCKET], SPEED)
     line = advice.tiers_line(job, cadences, [bad, BUCKET], SPEED)
     assert len(cadences) == 3 and "nvme" not in line and "s3://" in line
     assert advice.tiers_line(job, cadences[:2], [bad], SPEED) == ""
     assert advice.tiers_line(replace(job, step_s=None), cadences, [BUCKET], SPEED) == ""
-    assert advice.conclude(Job(), [DISK], SPEED) == []
+    assert advice.conclude(JobSize(), [DISK], SPEED) == []
     nfs = replace(DISK, shared=True)
-    assert advice.place_cadence(Job(state=8 * GB, world=8, local=1), nfs, SPEED).save_s == 8.0
+    assert advice.place_cadence(JobSize(state=8 * GB, world=8, local=1), nfs, SPEED).save_s == 8.0
 
 
 def test_memory_that_does_not_fit_is_left_out() -> None:
     """Fewer snapshots are kept where three do not fit, and none where two do not."""
     for state, expected in ((15, "keep=3"), (25, "keep=2"), (40, None)):
-        job = Job(state=state * GB, step_s=1.0)
+        job = JobSize(state=state * GB, step_s=1.0)
         line = advice.tiers_line(job, advice.conclude(job, [DISK], SPEED), [DISK], SPEED)
         assert ("Memory" in line) == (expected is not None) and (expected or "") in line
 

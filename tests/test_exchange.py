@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from ckpt.errors import ClosedError, CorruptError, DeadlineError, PeerError, StoreError, UsageError
 from ckpt.format.table import MAX_BLOB
 from ckpt.ranks import exchange
-from ckpt.ranks.exchange import Exchange, Share, assign
+from ckpt.ranks.exchange import Exchange, RankReads, assign
 
 QUICK = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 LONG = settings(QUICK, max_examples=20_000)
@@ -57,11 +57,11 @@ def cases(draw: st.DrawFn) -> Case:
     return sizes, wants[:, pick], can_read[:, pick], nodes
 
 
-def shares_of(case: Case) -> list[Share]:
+def shares_of(case: Case) -> list[RankReads]:
     return [assign(rank, *case) for rank in range(len(case[3]))]
 
 
-def broken(shares: Sequence[Share], case: Case) -> str:
+def broken(shares: Sequence[RankReads], case: Case) -> str:
     """The first rule that the shares of all ranks break, "" if they keep them all."""
     _, wants, can_read, nodes = case
     ranks, blobs = wants.shape
@@ -148,13 +148,13 @@ def test_negative_control_a_broken_plan_is_seen() -> None:
     first = good[0]
     assert broken(good, case) == ""
     worse = [
-        Share(first.reads, ((), *first.recipients[1:]), first.expects),  # somebody is forgotten
-        Share(first.reads, ((1, 2), *first.recipients[1:]), first.expects),  # somebody gets it twice
-        Share(first.reads, ((0, 1), *first.recipients[1:]), first.expects),  # to itself
-        Share(first.reads[1:], first.recipients[1:], first.expects),  # one is not read
-        Share(first.reads, first.recipients, first.expects[1:]),  # one comes that is not expected
-        Share(first.reads, first.recipients, np.arange(40)),  # its own are expected
-        Share(first.reads[::-1], first.recipients, first.expects),
+        RankReads(first.reads, ((), *first.recipients[1:]), first.expects),  # somebody is forgotten
+        RankReads(first.reads, ((1, 2), *first.recipients[1:]), first.expects),  # somebody gets it twice
+        RankReads(first.reads, ((0, 1), *first.recipients[1:]), first.expects),  # to itself
+        RankReads(first.reads[1:], first.recipients[1:], first.expects),  # one is not read
+        RankReads(first.reads, first.recipients, first.expects[1:]),  # one comes that is not expected
+        RankReads(first.reads, first.recipients, np.arange(40)),  # its own are expected
+        RankReads(first.reads[::-1], first.recipients, first.expects),
     ]
     for share in worse:
         assert broken([share, *good[1:]], case)

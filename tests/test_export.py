@@ -26,7 +26,7 @@ from torch import nn
 import ckpt
 from ckpt.convert import export
 from ckpt.convert.output import Literal, OutFile, Output, Run, Sum
-from ckpt.convert.source import View
+from ckpt.convert.source import RankView
 from ckpt.errors import CheckpointError, FullError, StoreError, UsageError
 from ckpt.format.layout import TensorSpec
 
@@ -504,8 +504,8 @@ class Memory:
     def plain(self) -> dict[str, Any]:
         return {}
 
-    def view(self, rank: int = 0, world: int = 1) -> View:
-        return View((), self.names, {})
+    def view(self, rank: int = 0, world: int = 1) -> RankView:
+        return RankView((), self.names, {})
 
     def same(self, label: str, other: Any, theirs: str) -> bool:
         return False

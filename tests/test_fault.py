@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ckpt.errors import CorruptError
-from ckpt.faults.report import ADVICE, CODES, MAX_STACK, TOGETHER_S, Fault, Saved, incidents, tell_launcher
+from ckpt.faults.report import ADVICE, CODES, MAX_STACK, TOGETHER_S, Fault, SavedStep, incidents, tell_launcher
 
 START = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -29,7 +29,7 @@ def full() -> Fault:
         "hang", "rank 1 waits", by="writer", how="step counter", rank=1, world=4, host="node", pid=7,
         time="2030-01-02T03:04:05.000006+00:00", attempt="3.abcdefgh", steps={"0": 5, "1": 4}, suspects=[2],
         stacks={"1": ["f (a.py:1)", "g (a.py:2)"]}, evidence=[{"rank": 1, "state": "sleeping"}],
-        saved=[Saved(5, "memory", "ring", 0.1), Saved(4, "file:///run", "agreed", 0.5, "no space left")],
+        saved=[SavedStep(5, "memory", "ring", 0.1), SavedStep(4, "file:///run", "agreed", 0.5, "no space left")],
         timings={"total_s": 1.5}, advice="replace", exit_code=76, launcher={"SLURM_JOB_ID": "9"},
     )  # fmt: skip
 
@@ -128,11 +128,17 @@ def test_the_line_says_what_is_durable() -> None:
     """The newest durable step; else what is in memory, as such; else that there is nothing. Errors do not count."""
     line = fault(summary="boom").line
     assert line == "boom [nothing new was saved]"
-    memory, failed = Saved(9, "memory", "ring", 0.1), Saved(9, "/run", "ring", 1.0, "no space left")
+    memory, failed = SavedStep(9, "memory", "ring", 0.1), SavedStep(9, "/run", "ring", 1.0, "no space left")
     assert fault(summary="boom", saved=[memory, failed]).line == "boom [step 9 is in memory, and not durable yet]"
-    saved = [memory, failed, Saved(7, "/run", "ring", 1.0), Saved(8, "/run", "ring", 2.0), Saved(6, "/b", "ring", 3.0)]
+    saved = [
+        memory,
+        failed,
+        SavedStep(7, "/run", "ring", 1.0),
+        SavedStep(8, "/run", "ring", 2.0),
+        SavedStep(6, "/b", "ring", 3.0),
+    ]
     assert fault(summary="boom", saved=saved).line == "boom [step 8 is durable in /run after 2.00 s]"
-    assert fault(summary="boom", saved=[Saved(9, "memory", "live", 0.0, "torn")]).line.endswith(
+    assert fault(summary="boom", saved=[SavedStep(9, "memory", "live", 0.0, "torn")]).line.endswith(
         "[nothing new was saved]"
     )
 

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from ckpt.cli.plan import duration, lasting, plan, size, wanted
 from ckpt.errors import UsageError
 from ckpt.goodput import job_plan
-from ckpt.goodput.job_plan import Faults, Job, Place
-from ckpt.goodput.ledger import Account, Decision, End, Restore, Row, Saves, Seen
+from ckpt.goodput.job_plan import Faults, PlannedJob, PlannedTier
+from ckpt.goodput.ledger import Account, Decision, End, Restore, Saves, SeenFault, StepRow
 from ckpt.goodput.model import Costs, PlaceCost, best_interval, nice_steps, predict
 from ckpt.store import open_store
 
@@ -269,14 +269,17 @@ def test_nice_steps() -> None:
             nice_steps(*wrong)
 
 
-def job(**changes: Any) -> Job:
-    return replace(Job(1024, 1e12, 2.0), **changes)
+def job(**changes: Any) -> PlannedJob:
+    return replace(PlannedJob(1024, 1e12, 2.0), **changes)
 
 
 def test_a_place_is_saved_to_for_the_faults_that_nearer_ones_do_not_survive() -> None:
     """By Young's root with their rate, not below what the place can take, memory within its budget."""
     faults = Faults(10_000, {"process": 0.75, "all": 0.25})
-    near, far = Place("memory", 0.02, 0.1, 1, ("process",), share=0.001), Place("shared", 0.5, 10, 9, job_plan.CLASSES)
+    near, far = (
+        PlannedTier("memory", 0.02, 0.1, 1, ("process",), share=0.001),
+        PlannedTier("shared", 0.5, 10, 9, job_plan.CLASSES),
+    )
     first, last = job_plan.cadences(job(), faults, [near, far])
     assert first.every == 10  # 0.02 s are 0.1 % of 20 s, where the root is 23 s
     assert last.every == 100  # the root of 2 x 0.5 x 40,000 is 200 s
@@ -295,7 +298,10 @@ def test_a_place_is_saved_to_for_the_faults_that_nearer_ones_do_not_survive() ->
 def test_the_replica_is_sent_what_memory_has() -> None:
     """As often as the network takes it, and its cost counts when memory's cadence is chosen."""
     faults = Faults(10_000, {"process": 0.5, "node": 0.5})
-    near, copy = Place("memory", 0.02, 0.1, 1, ("process",)), Place("replica", 0.16, 45, 1, ("process", "node"))
+    near, copy = (
+        PlannedTier("memory", 0.02, 0.1, 1, ("process",)),
+        PlannedTier("replica", 0.16, 45, 1, ("process", "node")),
+    )
     first, second = job_plan.cadences(job(), faults, [near, copy])
     assert (first.every, second.every) == (20, 40)  # the root is 60 s: 30 steps; 45 s are more than 40
 
@@ -303,7 +309,7 @@ def test_the_replica_is_sent_what_memory_has() -> None:
 def test_nothing_survives() -> None:
     """Where no place serves a kind of fault, that is said, and where none is needed, it is not saved to."""
     with pytest.raises(UsageError, match=r"nothing survives 25\.0% of the faults \(all\)"):
-        near = Place("memory", 0.02, 0.1, 1, ("process",))
+        near = PlannedTier("memory", 0.02, 0.1, 1, ("process",))
         job_plan.plan(job(), Faults(10_000, {"process": 0.75, "all": 0.25}), [near])
     found = job_plan.plan(job(), Faults(10_000, {"process": 1.0}), job_plan.places(job()))
     assert [place.every for place in found.places][2] == 0
@@ -312,7 +318,7 @@ def test_nothing_survives() -> None:
 def test_a_bound_gives_way_where_it_would_cost_too_much() -> None:
     """A shared place that is busy for a tenth of the time leaves next to nothing here: it is written to more often, in
     the end one write after the other, and that is said."""
-    far = Place("shared", 0.5, 1350.0, 900, job_plan.CLASSES)
+    far = PlannedTier("shared", 0.5, 1350.0, 900, job_plan.CLASSES)
     faults = Faults(3600.0)
     (found,) = job_plan.cadences(job(step_s=1.0), faults, [far])
     assert found.every == 1400 and "all the time here" in found.note and "1.13 %" in found.note
@@ -328,15 +334,18 @@ def test_a_bound_gives_way_where_it_would_cost_too_much() -> None:
 def test_what_serves_nothing_is_not_saved_to() -> None:
     """Where it costs something. What the user gave stays, and so does memory that a replica is made of."""
     faults = Faults(10_000, {"process": 0.5, "node": 0.25, "all": 0.25})
-    memory, local = Place("memory", 0.02, 0.1, 1, ("process",)), Place("local", 0.3, 1, 1, ("process", "host"))
-    far = Place("shared", 0.02, 1, 2, job_plan.CLASSES)
+    memory, local = (
+        PlannedTier("memory", 0.02, 0.1, 1, ("process",)),
+        PlannedTier("local", 0.3, 1, 1, ("process", "host")),
+    )
+    far = PlannedTier("shared", 0.02, 1, 2, job_plan.CLASSES)
     found = job_plan.cadences(job(), faults, [memory, local, far])
     assert [bool(one.every) for one in found] == [True, False, True]
     found = job_plan.cadences(job(), faults, [memory, replace(local, every=9), far])
     assert found[1].every == 9
     often = job_plan.cadences(job(), faults, [replace(memory, cost_s=2.0), replace(far, every=20)])
     assert [one.every for one in often] == [0, 20]
-    copy = Place("replica", 0.01, 0.5, 1, ("process", "node"))
+    copy = PlannedTier("replica", 0.01, 0.5, 1, ("process", "node"))
     only = Faults(10_000, {"process": 0.0, "node": 0.75, "all": 0.25})
     assert [bool(one.every) for one in job_plan.cadences(job(), only, [memory, copy, far])] == [True, True, True]
     none = Faults(10_000, {"all": 1.0})
@@ -346,11 +355,11 @@ def test_what_serves_nothing_is_not_saved_to() -> None:
 def test_one_write_is_over_before_the_next_begins() -> None:
     """Also where the user says otherwise; a save that blocks is written meanwhile. No mean rate is above the peak."""
     faults = Faults(10_000, {"process": 1.0})
-    (given,) = job_plan.cadences(job(), faults, [Place("shared", 0.5, 90, 9, job_plan.CLASSES, every=3)])
+    (given,) = job_plan.cadences(job(), faults, [PlannedTier("shared", 0.5, 90, 9, job_plan.CLASSES, every=3)])
     assert given.every == 45 and "not every 3" in given.note
-    (blocks,) = job_plan.cadences(job(), faults, [Place("shared", 90.0, 90, 9, job_plan.CLASSES, every=3)])
+    (blocks,) = job_plan.cadences(job(), faults, [PlannedTier("shared", 90.0, 90, 9, job_plan.CLASSES, every=3)])
     assert blocks.every == 3 and not blocks.note
-    (memory,) = job_plan.cadences(job(), faults, [Place("memory", 1e-6, 90, 9, ("process",))])
+    (memory,) = job_plan.cadences(job(), faults, [PlannedTier("memory", 1e-6, 90, 9, ("process",))])
     assert memory.every * 2.0 >= 90 and "has to be over" in memory.note
     for place in (given, blocks, memory):
         (one,) = job_plan.storage(job(), [place])
@@ -364,7 +373,7 @@ def steps_around(every: int) -> list[int]:
     return [0, *(n * 10**k for k in range(7) for n in (1, 2, 5) if every / 4 < n * 10**k < every * 4)]
 
 
-def better_than(job: Job, faults: Faults, found: list[Place]) -> float:
+def better_than(job: PlannedJob, faults: Faults, found: list[PlannedTier]) -> float:
     """How much of what is lost another cadence of one place saves, at the best, that no bound forbids. Half a
     minute a week is not counted."""
     now, best = job_plan.expected(job, faults, found).effective, 0.0
@@ -385,7 +394,7 @@ def test_as_often_as_is_best() -> None:
     rng = random.Random(3)
     for _ in range(150):
         gpus = rng.choice([8, 64, 512, 4096, 16384])
-        some = Job(gpus, gpus * 10 ** rng.uniform(7, 10), 10 ** rng.uniform(-0.5, 1.5))
+        some = PlannedJob(gpus, gpus * 10 ** rng.uniform(7, 10), 10 ** rng.uniform(-0.5, 1.5))
         names = ["memory", "shared", *(["replica"] if gpus > 8 else []), *rng.choice([[], ["local"]])]
         faults = Faults(10 ** rng.uniform(3, 6.5))
         found = job_plan.cadences(some, faults, job_plan.places(some, names=names))
@@ -435,7 +444,7 @@ def test_what_it_would_take_is_what_it_takes(options: tuple[object, ...], goal: 
 def test_cadences_follow_what_is_varied() -> None:
     """Faults that are rare enough are always enough, as saving is rarer then; by frozen cadences they would not be."""
     found = job_plan.plan(
-        Job(8, 1e12, 1.0), Faults(3600.0), job_plan.places(Job(8, 1e12, 1.0), names=["memory", "shared"])
+        PlannedJob(8, 1e12, 1.0), Faults(3600.0), job_plan.places(PlannedJob(8, 1e12, 1.0), names=["memory", "shared"])
     )
     assert found.afford.mtbf_s is not None and found.afford.mtbf_s > 1e6
     frozen = job_plan.costs_of(found.job, found.faults, found.places)
@@ -467,8 +476,8 @@ def test_storage_by_hand() -> None:
 
 def account(number: int, start: float, steps: int, **changes: Any) -> Account:
     """An incarnation that opens at `start`, restores for 2 s, and makes steps of 1 s, the first of 6 s."""
-    rows = [Row(start + 8, 1, 1, 6.0)]
-    rows += [Row(start + 8 + i, 1 + i, 1, 1.1, 0.06, 0.04, saves=1) for i in range(1, steps)]
+    rows = [StepRow(start + 8, 1, 1, 6.0)]
+    rows += [StepRow(start + 8 + i, 1 + i, 1, 1.1, 0.06, 0.04, saves=1) for i in range(1, steps)]
     return Account(
         epoch=f"{number}.abc",
         world=4,
@@ -488,8 +497,8 @@ def account(number: int, start: float, steps: int, **changes: Any) -> Account:
 
 def test_measured_by_hand() -> None:
     """Two interruptions: what was between them, what saves cost, what steps take."""
-    died = account(1, 100.0, 50, end=End("died", 160.0, 160.5), faults=[Seen(158.5, "death", "x", ends=True)])
-    hung = account(2, 180.0, 50, end=End("left", 260.0, 261.0), faults=[Seen(260.0, "hang", "x", ends=True)])
+    died = account(1, 100.0, 50, end=End("died", 160.0, 160.5), faults=[SeenFault(158.5, "death", "x", ends=True)])
+    hung = account(2, 180.0, 50, end=End("left", 260.0, 261.0), faults=[SeenFault(260.0, "hang", "x", ends=True)])
     last = account(3, 300.0, 50, decisions=[Decision(5, {"memory": 1}, costs={"file:///r": 0.3})])
     found = job_plan.measured([last, died, hung, replace(hung, rank=1, end=None)])
     assert found.world == 4 and found.step_s == pytest.approx(1.0)
@@ -518,12 +527,14 @@ def test_measured_of_little() -> None:
 def test_a_hang_that_was_survived_is_no_end() -> None:
     """It was seen before the last step: neither what was noticed first, nor a hang. One that somebody ended by hand is
     an interruption, though the job was closed."""
-    survived = Seen(130.0, "hang", "x", ends=True)
-    died = account(1, 100.0, 50, end=End("died", 160.0, 160.5), faults=[survived, Seen(158.5, "death", "x", ends=True)])
+    survived = SeenFault(130.0, "hang", "x", ends=True)
+    died = account(
+        1, 100.0, 50, end=End("died", 160.0, 160.5), faults=[survived, SeenFault(158.5, "death", "x", ends=True)]
+    )
     found = job_plan.measured([died, account(2, 180.0, 50)])
     assert found.hang_s is None and found.crash_s == pytest.approx(158.5 - 157 - 1)
     assert found.restart_s == pytest.approx(180 - 158.5 + 5)
-    closed = account(1, 100.0, 50, end=End("closed", 230.0, 230.5), faults=[Seen(187.0, "hang", "x")])
+    closed = account(1, 100.0, 50, end=End("closed", 230.0, 230.5), faults=[SeenFault(187.0, "hang", "x")])
     found = job_plan.measured([closed, account(2, 250.0, 50)])
     assert found.interruptions == 1 and found.hang_s == pytest.approx(187 - 157 - 1)
     assert job_plan.measured([replace(closed, faults=[survived]), account(2, 250.0, 50)]).interruptions == 0
@@ -532,7 +543,7 @@ def test_a_hang_that_was_survived_is_no_end() -> None:
 def test_what_is_fixed_is_not_scaled() -> None:
     """To fewer bytes, a restore still opens the run, and a snapshot still blocks; to more of them, it takes
     at least what is assumed for them, but not more than all of it, scaled."""
-    small, large = Job(8, 8e9, 1.0), Job(8, 8e12, 1.0)
+    small, large = PlannedJob(8, 8e9, 1.0), PlannedJob(8, 8e12, 1.0)
     costs = {"rank_bytes": 1e11, "places": {"memory": {"cost_s": 0.502, "restore_s": 10.8, "write_s": 4.0}}}
     (memory,) = job_plan.with_costs(costs, small, Faults(1e4), job_plan.places(small, names=["memory"]))[1]
     assert memory.cost_s == pytest.approx(0.002 + 0.005) and memory.restore_s == pytest.approx(0.8 + 0.1)

@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 from ckpt.convert import parse_dcp, parse_entries, parse_safetensors, parse_torch, parse_values
-from ckpt.convert.source import DESCRIPTION, Entry, View, Want, describe
+from ckpt.convert.source import DESCRIPTION, OriginEntry, RankView, Want, describe
 from ckpt.convert.source_files import FilesOrigin, Foreign
 from ckpt.errors import CheckpointError, CorruptError, FormatError, UsageError
 from ckpt.format.layout import Layout
-from ckpt.format.merged import Saved
+from ckpt.format.merged import SavedState
 from ckpt.format.table import Shard, Table
 from ckpt.format.values import decode
 from ckpt.state import sharding, tensors
@@ -109,7 +109,7 @@ def kinds(foreign: Foreign) -> dict[str, str]:
     return {".".join(map(str, entry.path)): entry.kind for entry in foreign.entries}
 
 
-def saved(foreign: Foreign) -> tuple[Saved, list[bytes]]:
+def saved(foreign: Foreign) -> tuple[SavedState, list[bytes]]:
     """As if a rank had saved it; and the bytes of each blob."""
     origin = FilesOrigin(foreign)
     asyncio.run(origin.aclose())
@@ -130,7 +130,7 @@ def saved(foreign: Foreign) -> tuple[Saved, list[bytes]]:
         packs=("pack",),
     )
     values = json.loads(json.dumps([e.values for e in foreign.entries], allow_nan=False, sort_keys=True))
-    return Saved([layout], [values], table), blobs
+    return SavedState([layout], [values], table), blobs
 
 
 def restore(foreign: Foreign, state: dict[str, Any]) -> None:
@@ -401,8 +401,8 @@ def test_containers_of_states(tmp_path: Path) -> None:
 
 def test_what_a_file_says_of_itself_counts(tmp_path: Path) -> None:
     """With a description beside the tensors nothing is guessed; one that does not fit is refused."""
-    entry = Entry(("a", 0), "stateful", {"x": 1}, ("q", "r"), {"$": "tensor", "name": "q"})
-    text = describe(View((entry,), {"q": "q"}, {"r": "q"}), {"q": ("deep", "list", 1)})
+    entry = OriginEntry(("a", 0), "stateful", {"x": 1}, ("q", "r"), {"$": "tensor", "name": "q"})
+    text = describe(RankView((entry,), {"q": "q"}, {"r": "q"}), {"q": ("deep", "list", 1)})
     path = tmp_path / "x.pt"
     state = {"deep": {"list": [1, torch.arange(3)]}, DESCRIPTION: text}
     torch.save(state, path)
@@ -412,11 +412,11 @@ def test_what_a_file_says_of_itself_counts(tmp_path: Path) -> None:
     dcp.save(state, checkpoint_id=tmp_path / "dcp")
     foreign = parse_dcp.parse(tmp_path / "dcp")
     assert foreign.entries == (entry,) and same(tensors_of(foreign)["q"], torch.arange(3))
-    by_name = describe(View((entry,), {"q": "q"}, {"r": "q"}), {"q": ("deep.list.1",)})
+    by_name = describe(RankView((entry,), {"q": "q"}, {"r": "q"}), {"q": ("deep.list.1",)})
     dcp.save({**state, DESCRIPTION: by_name}, checkpoint_id=tmp_path / "dcp2")
     assert same(tensors_of(parse_dcp.parse(tmp_path / "dcp2"))["q"], torch.arange(3))
     for places in ({}, {"q": ("deep", "list", 0)}, {"q": ("deep", "list", 9)}, {"q": ("none",)}):
-        torch.save({**state, DESCRIPTION: describe(View((entry,), {"q": "q"}, {"r": "q"}), places)}, path)
+        torch.save({**state, DESCRIPTION: describe(RankView((entry,), {"q": "q"}, {"r": "q"}), places)}, path)
         with pytest.raises(CorruptError, match=DESCRIPTION):
             parse_torch.parse(path)
 

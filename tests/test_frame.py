@@ -35,7 +35,7 @@ from ckpt.redo.frame import (
     Columns,
     Frame,
     Recipe,
-    Stored,
+    StoredFrame,
     back,
     scan,
     units,
@@ -372,7 +372,7 @@ def test_newer(three: Path, field: int) -> None:
 
 def forged(
     path: Path, change: Callable[[dict[str, Any]], object], *, table: bytes | None = None, text: bytes | None = None
-) -> tuple[list[Stored], list[str]]:
+) -> tuple[list[StoredFrame], list[str]]:
     """A file of one frame that stands alone, its meta (or all of a part) changed, and the digest made right again."""
     write(path, alone(5)).close()
     raw = path.read_bytes()

@@ -30,9 +30,9 @@ from ckpt.format.manifest import Attempt
 from ckpt.ipc.arena import SEALED, Arena
 from ckpt.state.capture import Capture
 from ckpt.trainer import unchanged
-from ckpt.trainer.snapshot import Job
+from ckpt.trainer.snapshot import PendingSnapshot
 from ckpt.trainer.stage import LARGE, Stager
-from ckpt.trainer.unchanged import FRESH, MOST_REST, SAMPLES, Frozen, Rates
+from ckpt.trainer.unchanged import FRESH, MOST_REST, SAMPLES, CopyRates, Frozen
 
 SIDE = 600  # a square of this side is just large enough to be tried
 CALM = 8  # steps after which every slot is known
@@ -55,7 +55,7 @@ def open_run() -> Iterator[Callable[..., ckpt.Checkpointer]]:
 @pytest.fixture(autouse=True)
 def keen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Digests pay, however busy the machine is: what is skipped depends on the state alone."""
-    monkeypatch.setattr(Rates, "digests_pay", lambda self: True)
+    monkeypatch.setattr(CopyRates, "digests_pay", lambda self: True)
     monkeypatch.setattr(unchanged, "PROBE", 64 << 10)  # less than a whole tensor
 
 
@@ -218,7 +218,7 @@ def test_weights_without_gradients_that_get_some(settings: Any, open_run: Any) -
 def test_negative_control_a_fused_update_leaves_no_trace(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With versions for a proof, updates of a fused optimizer are lost."""
     monkeypatch.setattr(Frozen, "_proven", lambda self, digest, source: True)
-    monkeypatch.setattr(Job, "check_copies", lambda self, slot: None)  # else it is noticed, and dropped
+    monkeypatch.setattr(PendingSnapshot, "check_copies", lambda self, slot: None)  # else it is noticed, and dropped
     assert woken({"fused": True}, open_run)
 
 
@@ -505,7 +505,7 @@ def in_two_arenas() -> list[bool]:
             arena = Arena.create(3, pages(size) + 4096)
             stager.use(arena, lambda: None)
             for step in range(1, 9):
-                job = Job(Attempt(1, 10 * number + step, "0badcafe"), reading, b"[]")
+                job = PendingSnapshot(Attempt(1, 10 * number + step, "0badcafe"), reading, b"[]")
                 stager.submit(job)
                 assert job.copied.wait(30.0) and job.place is not None, job.error
                 wanted = freeze(reading.tensors[0])[2]
@@ -547,7 +547,7 @@ def test_a_machine_that_copies_faster_than_it_digests_copies(monkeypatch: pytest
     monkeypatch.undo()
     one, layout, source, target = Frozen(), some_layout(), torch.randn(1000), torch.empty(1000)
     never = [1e-3] * SAMPLES
-    one.rates = Rates(deque([1e15] * SAMPLES, SAMPLES), deque(never, SAMPLES))
+    one.rates = CopyRates(deque([1e15] * SAMPLES, SAMPLES), deque(never, SAMPLES))
     for _ in range(FRESH * (SAMPLES // 2)):
         fill(one, 0, layout, [target], [source])
         one.rates.copying.extend([1e15] * SAMPLES)
@@ -564,7 +564,7 @@ def test_a_machine_that_copies_faster_than_it_digests_copies(monkeypatch: pytest
 
 def test_the_rate_of_copying_stays_fresh_while_all_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """One fill in some dozens is a copy, so that old measures do not decide for ever."""
-    monkeypatch.setattr(Rates, "digests_pay", lambda self: True)
+    monkeypatch.setattr(CopyRates, "digests_pay", lambda self: True)
     one, layout, source, target = Frozen(), some_layout(), torch.randn(1000), torch.empty(1000)
     fill(one, 0, layout, [target], [source])
     one.rates.copying.extend([1e-3] * SAMPLES)
@@ -577,9 +577,13 @@ def test_the_rate_of_copying_stays_fresh_while_all_is_skipped(monkeypatch: pytes
 def test_unknown_rates_are_worth_an_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     """And single odd ones do not count: a median does."""
     monkeypatch.undo()
-    assert Rates().digests_pay() and Rates(deque([1.0])).digests_pay() and Rates(deque(), deque([1.0])).digests_pay()
-    assert Rates(deque([5.0, 5.0, 5.0]), deque([9.0, 9.0, 0.1])).digests_pay()
-    assert not Rates(deque([5.0, 5.0, 0.1]), deque([3.0, 3.0, 9.0])).digests_pay()
+    assert (
+        CopyRates().digests_pay()
+        and CopyRates(deque([1.0])).digests_pay()
+        and CopyRates(deque(), deque([1.0])).digests_pay()
+    )
+    assert CopyRates(deque([5.0, 5.0, 5.0]), deque([9.0, 9.0, 0.1])).digests_pay()
+    assert not CopyRates(deque([5.0, 5.0, 0.1]), deque([3.0, 3.0, 9.0])).digests_pay()
 
 
 def test_what_keeps_changing_rests_for_longer_each_time() -> None:
@@ -649,7 +653,7 @@ def test_a_digest_lets_other_threads_run() -> None:
     assert seen
 
 
-class Keen(Rates):
+class Keen(CopyRates):
     def digests_pay(self) -> bool:
         return True
 

@@ -17,7 +17,7 @@ from torch import nn
 import ckpt
 from ckpt.state.capture import Capture
 from ckpt.state.tensors import DTYPE_NAME
-from ckpt.trainer.snapshot import Job
+from ckpt.trainer.snapshot import PendingSnapshot
 from ckpt.trainer.stage import Stager
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -71,15 +71,15 @@ def spins(monkeypatch: pytest.MonkeyPatch) -> Spins:
     return spins
 
 
-def change_jobs(monkeypatch: pytest.MonkeyPatch, change: Callable[[Job], None]) -> None:
+def change_jobs(monkeypatch: pytest.MonkeyPatch, change: Callable[[PendingSnapshot], None]) -> None:
     """Change what every snapshot from now on knows of the streams of the caller."""
-    begin = Job.__post_init__
+    begin = PendingSnapshot.__post_init__
 
-    def changed(self: Job) -> None:
+    def changed(self: PendingSnapshot) -> None:
         begin(self)
         change(self)
 
-    monkeypatch.setattr(Job, "__post_init__", changed)
+    monkeypatch.setattr(PendingSnapshot, "__post_init__", changed)
 
 
 def ready(cp: ckpt.Checkpointer, run: Run) -> Any:
@@ -161,11 +161,11 @@ def test_negative_control_a_copy_that_does_not_wait_reads_the_past(
     cp = open_run(run.state)
     before = ready(cp, run)
 
-    def hasty(job: Job) -> None:
+    def hasty(job: PendingSnapshot) -> None:
         job.ready = {device: torch.cuda.Stream(device).record_event() for device in job.ready}
 
     change_jobs(monkeypatch, hasty)
-    monkeypatch.setattr(Job, "check_copies", lambda self, slot: None)  # else it is noticed, and dropped
+    monkeypatch.setattr(PendingSnapshot, "check_copies", lambda self, slot: None)  # else it is noticed, and dropped
     torch.cuda._sleep(LONG)
     run.move(run.state, 3)
     updated = torch.cuda.current_stream().record_event()
@@ -207,7 +207,7 @@ def test_negative_control_an_update_that_does_not_wait_is_in_the_snapshot(
 
     monkeypatch.setattr(Stager, "before_update", without)
     for check in ("check_copies", "check_versions"):  # else it is noticed, and dropped
-        monkeypatch.setattr(Job, check, lambda *_: None)
+        monkeypatch.setattr(PendingSnapshot, check, lambda *_: None)
     spins.overlapped = True
     save = cp.step(2)
     run.move(run.state, 3)
@@ -308,7 +308,7 @@ def test_negative_control_buffers_are_overwritten_if_the_stream_does_not_wait(
     cp = open_run(run.state)
     boundary = ready(cp, run)
 
-    def elsewhere(job: Job) -> None:
+    def elsewhere(job: PendingSnapshot) -> None:
         job.streams = {device: torch.cuda.Stream(device) for device in job.streams}
 
     change_jobs(monkeypatch, elsewhere)

@@ -20,9 +20,9 @@ from conftest import REPO, eventually
 
 from ckpt.faults import hang
 from ckpt.faults import probe as gather
-from ckpt.faults.hang import Diagnosis, Evidence, Pace, diagnose, still
+from ckpt.faults.hang import Evidence, HangDiagnosis, StepPace, diagnose, still
 from ckpt.faults.probe import Probe, collective_of, flight_recorder, own_stack, parse_dump, py_spy, sample
-from ckpt.ipc.heartbeat import LEAVING, OPENING, PAUSED, RESTORING, TRAINING, Beat, Pulse
+from ckpt.ipc.heartbeat import LEAVING, OPENING, PAUSED, RESTORING, TRAINING, Beat, Heartbeat
 from ckpt.triggers import OnHang
 
 LOOK_S = 0.25
@@ -32,7 +32,7 @@ class Loop:
     """A training loop and its looker, on a clock of their own."""
 
     def __init__(self, factor: float = 10.0, min_s: float = 5.0) -> None:
-        self.pace = Pace(OnHang(factor=factor, min_s=min_s))
+        self.pace = StepPace(OnHang(factor=factor, min_s=min_s))
         self.now, self.next_look = 1000.0, 1000.0
         self.beat = Beat(0, -1, self.now, OPENING, 0)
         self.said: list[float] = []
@@ -169,7 +169,7 @@ def test_a_step_while_nobody_looked_does_not_help_to_blame_the_trainer() -> None
 
 def test_whoever_looks_rarely_still_says_it() -> None:
     """Ten seconds between any two looks are no hole if it always is so."""
-    pace, said = Pace(OnHang(min_s=5.0)), []
+    pace, said = StepPace(OnHang(min_s=5.0)), []
     for i in range(100):
         beat = Beat(min(i, 50), 0, 10.0 * min(i, 50), TRAINING, 0)
         said.append(pace.look(10.0 * i + 1, beat))
@@ -187,7 +187,7 @@ def test_another_trainer_is_learnt_anew() -> None:
 
 def test_it_reads_a_real_pulse() -> None:
     """The clock of the page is the one of the looker."""
-    pulse, pace = Pulse.create(), Pace(OnHang(min_s=0.01, factor=2))
+    pulse, pace = Heartbeat.create(), StepPace(OnHang(min_s=0.01, factor=2))
     for step in range(10):
         pulse.beat(step)
         assert pace.look(time.monotonic(), pulse.read()) is None or step >= hang.ENOUGH
@@ -754,7 +754,7 @@ def flown(*entries: str) -> dict[str, Any]:
     return {"flight": entries}
 
 
-def said(*ranks: dict[str, Any], world: int | None = None) -> Diagnosis:
+def said(*ranks: dict[str, Any], world: int | None = None) -> HangDiagnosis:
     """Of ranks 0, 1, … with these things known of them."""
     return diagnose([rank(i, **one) for i, one in enumerate(ranks)], len(ranks) if world is None else world)
 
@@ -825,7 +825,7 @@ def test_a_rank_of_which_nothing_is_heard() -> None:
     assert both.suspects == (1,) and "Nothing was heard of rank 2." in both.why
     unclear = said(LOADS, world=2)
     assert unclear.suspects == (1,) and unclear.kind == "unknown" and "load (/u/data.py:31)" in unclear.why
-    assert diagnose([], 3) == Diagnosis((), "Nothing was heard of any rank.", "unknown")
+    assert diagnose([], 3) == HangDiagnosis((), "Nothing was heard of any rank.", "unknown")
     assert diagnose([rank(7)], 3).suspects == () and said(IN, IN, world=2).suspects == ()
 
 

@@ -41,7 +41,7 @@ from hypothesis import strategies as st
 import ckpt
 from ckpt.checkpoint import commit, read, retention
 from ckpt.checkpoint.retention import Keep
-from ckpt.checkpoint.write import Snapshot, write_part
+from ckpt.checkpoint.write import RankSnapshot, write_part
 from ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -54,13 +54,13 @@ from ckpt.format.boxes import Box
 from ckpt.format.digest import blob_digest, file_digest
 from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.manifest import Attempt, index_key, new_nonce, part_key, seal, table_key
-from ckpt.format.merged import Saved
+from ckpt.format.merged import SavedState
 from ckpt.format.table import Shard, Table, merge
 from ckpt.format.values import decode
 from ckpt.ipc import channel as link
 from ckpt.ranks.world import World
 from ckpt.restore.resume import Restored, gather, restore_first
-from ckpt.restore.sources import Source
+from ckpt.restore.sources import RestoreSource
 from ckpt.runlog.log import RunLog, record_key
 from ckpt.state.capture import Capture
 from ckpt.store import normalise, open_store
@@ -129,7 +129,7 @@ async def _built(world: int) -> Run:
         raw = [t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in reading.tensors]
         attempt = Attempt(mine.epoch, step, mine.nonce)
         shares = [divided(reading.layout, raw, rank, world) for rank in range(world)]
-        snapshots = [Snapshot(attempt, layout, memoryview(data), reading.values) for layout, data in shares]
+        snapshots = [RankSnapshot(attempt, layout, memoryview(data), reading.values) for layout, data in shares]
         await commit.commit(log, mine, [await write_part(store, snapshot) for snapshot in snapshots])
     return store.objects, attempt
 
@@ -238,11 +238,11 @@ def confined(root: Path) -> Iterator[None]:
     assert beside == []
 
 
-def sources(folder: Path) -> list[Source]:
+def sources(folder: Path) -> list[RestoreSource]:
     return gather(World(), [], [], [f"file://{folder}"], [[0]], None)
 
 
-def restore_from(source: Source, live: dict[str, Any]) -> None:
+def restore_from(source: RestoreSource, live: dict[str, Any]) -> None:
     """As `Checkpointer.restore` does it; CorruptError where it would go on to another source."""
     result = Restored(step=None)
     if restore_first(World(), [source], Capture(live), result, strict=True, on_touch=lambda: None) is None:
@@ -292,7 +292,7 @@ async def taken_over(folder: Path) -> set[str]:
         for found in log.state.lineage():
             await read.verify(store, found)
         layout = Layout((), {}, [])
-        snapshot = Snapshot(Attempt(mine.epoch, 10**6, mine.nonce), layout, memoryview(b""), [])
+        snapshot = RankSnapshot(Attempt(mine.epoch, 10**6, mine.nonce), layout, memoryview(b""), [])
         saved = await commit.commit(log, mine, [await write_part(store, snapshot)])
         assert log.state.lineage()[0] == saved
         await retention.retire(log, mine, Keep(last=1), {saved.attempt})
@@ -979,7 +979,7 @@ def test_boxes_that_overlap_in_every_way_are_no_hang(count: int, dimensions: int
     table = Table(shards, np.zeros(count + 1, np.int64), packs=(), **digests, **columns)
     started = time.process_time()
     with pytest.raises(CorruptError, match="do not agree about x"):
-        Saved([Layout(specs, {}, [])], [[]], table)
+        SavedState([Layout(specs, {}, [])], [[]], table)
     assert time.process_time() - started < 30, "a bound, not a measure: without one it takes days"
 
 

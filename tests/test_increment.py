@@ -29,7 +29,7 @@ from ckpt.checkpoint.encode import Encoder
 from ckpt.checkpoint.incremental import BlobPlan, Policy, Previous, find_masters, plan_blobs
 from ckpt.checkpoint.packs import Encoded, Packer
 from ckpt.checkpoint.retention import Keep
-from ckpt.checkpoint.write import Snapshot, Written, digest_blobs
+from ckpt.checkpoint.write import RankSnapshot, WrittenPart, digest_blobs
 from ckpt.errors import CheckpointError, CorruptError, FormatError, FullError, SaveError
 from ckpt.format import layout as plan
 from ckpt.format import table as tables
@@ -94,7 +94,7 @@ class Job:
         await log.open()
         return cls(log, await commits.acquire(log, new_nonce()), [Encoder(policy) for _ in range(world)])
 
-    async def write(self, step: int, state: State, rank: int = 0, number: int = 0) -> Written:
+    async def write(self, step: int, state: State, rank: int = 0, number: int = 0) -> WrittenPart:
         attempt = Attempt(self.mine.epoch, step, self.mine.nonce)
         layout = layout_of(state, rank, len(self.encoders))
         data = data_of(layout, state)
@@ -110,7 +110,7 @@ class Job:
         previous = await encoder.previous(self.log, attempt, layout)
         return await encoder.write(
             self.log.store,
-            Snapshot(attempt, layout, data, []),
+            RankSnapshot(attempt, layout, data, []),
             InMemory(layout, data),
             previous,
             number=number,
@@ -636,7 +636,7 @@ def packed(state: State, encoded: Callable[[Layout, InMemory], list[Encoded]]) -
     store = MemoryStore()
 
     async def work() -> Packer:
-        packer = Packer(store, Snapshot(Attempt(1, 1, "0badcafe"), layout, source.data, []), 0, 1 << 20)
+        packer = Packer(store, RankSnapshot(Attempt(1, 1, "0badcafe"), layout, source.data, []), 0, 1 << 20)
         for one in encoded(layout, source):
             await packer.add(one)
         await packer.finish()
@@ -1143,7 +1143,7 @@ def test_a_promotion_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> Non
         rounded(dice, state)
         written = await near.write(1, state)
         layout = layout_of(state)
-        snapshot = Snapshot(Attempt(1, 1, "0badcafe"), layout, memoryview(b""), [])
+        snapshot = RankSnapshot(Attempt(1, 1, "0badcafe"), layout, memoryview(b""), [])
         source = byte_source.InStore(near.log.store, written.table)
         there = await far.encoders[0].write(far.log.store, snapshot, source, None)
         wanted = expected(there.table, state)

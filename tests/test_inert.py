@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckpt.convert import safe_pickle
-from ckpt.convert.safe_pickle import Name, Node, Outside, load
+from ckpt.convert.safe_pickle import Name, Outside, PickleNode, load
 from ckpt.errors import CorruptError, FormatError
 
 QUICK = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
@@ -39,9 +39,9 @@ values = st.recursive(
 
 def alive(value: Any) -> Any:
     """What is inert for certain, as the value that it stands for."""
-    if type(value) is Node and value.name == "_codecs.encode":
+    if type(value) is PickleNode and value.name == "_codecs.encode":
         return value.args[0].encode("latin1")
-    if type(value) is Node and value.name == "builtins.bytes":
+    if type(value) is PickleNode and value.name == "builtins.bytes":
         return b""
     if type(value) in (list, tuple):
         return type(value)(map(alive, value))
@@ -72,7 +72,7 @@ def test_what_would_be_built_is_said_instead(protocol: int) -> None:
     """Names, calls, states, items and pairs stand as such in the result."""
     thing = f"{Thing.__module__}.Thing"
     found = load(pickle.dumps(Thing(3), protocol), {thing, "copyreg._reconstructor", "builtins.object"})
-    assert (type(found), found.name, found.state) == (Node, thing, {"x": 3})
+    assert (type(found), found.name, found.state) == (PickleNode, thing, {"x": 3})
     found = load(pickle.dumps(OrderedDict(a=1, b=2), protocol), {"collections.OrderedDict"})
     assert (found.name, found.pairs) == ("collections.OrderedDict", [("a", 1), ("b", 2)])
     found = load(pickle.dumps(Counter("aab"), protocol), {"collections.Counter"})

@@ -20,7 +20,7 @@ from interleave import Failure, Rank, Sim, SimStore, schedule
 from ckpt.checkpoint import commit as commits
 from ckpt.checkpoint import retention
 from ckpt.checkpoint.commit import Recovery, Role
-from ckpt.checkpoint.write import Snapshot, Written
+from ckpt.checkpoint.write import RankSnapshot, WrittenPart
 from ckpt.errors import FullError, OutcomeUnknownError, StoreError
 from ckpt.format.manifest import Attempt, owner, pack_key
 from ckpt.runlog import log as run_log
@@ -118,7 +118,7 @@ def a_timeout_is_a_failure(patch: pytest.MonkeyPatch) -> None:
                 raise FullError("it did not work") from error
             raise
 
-    async def tidy(log: RunLog, owner: Any, own: Written, role: Role, **details: Any) -> None:
+    async def tidy(log: RunLog, owner: Any, own: WrittenPart, role: Role, **details: Any) -> None:
         try:
             await settle(log, owner, own, role, **details)
         except FullError:
@@ -137,7 +137,7 @@ def hope_is_acknowledged(patch: pytest.MonkeyPatch) -> None:
     async def impatient(self: RunLog, make: Any, *, owner: Any, deadline_s: float = 60.0) -> RunState:
         return await append(self, make, owner=owner, deadline_s=-1.0)
 
-    async def hopeful(log: RunLog, mine: Acquire, parts: list[Written], *, kind: str = "COMMIT") -> Any:
+    async def hopeful(log: RunLog, mine: Acquire, parts: list[WrittenPart], *, kind: str = "COMMIT") -> Any:
         try:
             return await commit(log, mine, parts, kind=kind)
         except OutcomeUnknownError:
@@ -237,7 +237,7 @@ def what_is_open_stays_open(patch: pytest.MonkeyPatch) -> None:
 def whoever_is_there_will_do(patch: pytest.MonkeyPatch) -> None:
     """The parts of other ranks are not waited for."""
 
-    async def present(store: Store, attempt: Attempt, own: Written, role: Role) -> list[Written]:
+    async def present(store: Store, attempt: Attempt, own: WrittenPart, role: Role) -> list[WrittenPart]:
         keys = [info.key async for info in store.list(f"parts/{attempt}.")]
         return list((await commits._sound(store, attempt, keys, own)).values())
 
@@ -248,7 +248,7 @@ def the_index_comes_last(patch: pytest.MonkeyPatch) -> None:
     """A COMMIT is appended before all of what it names is there."""
     commit = commits.commit
 
-    async def hasty(log: RunLog, mine: Acquire, parts: list[Written], *, kind: str = "COMMIT") -> Any:
+    async def hasty(log: RunLog, mine: Acquire, parts: list[WrittenPart], *, kind: str = "COMMIT") -> Any:
         kept: dict[str, Any] = {}
 
         class Later:
@@ -278,7 +278,7 @@ def aborting_needs_no_log(patch: pytest.MonkeyPatch) -> None:
     """Whoever gives an attempt up deletes its files, though others may have committed it."""
     give_up = Rank.give_up
 
-    async def rude(self: Rank, attempt: Attempt, written: Written | None = None) -> None:
+    async def rude(self: Rank, attempt: Attempt, written: WrittenPart | None = None) -> None:
         if written is not None:
             with contextlib.suppress(StoreError):
                 for pack in written.part.packs:
@@ -292,7 +292,7 @@ def the_pack_goes_though_its_part_may_be_there(patch: pytest.MonkeyPatch) -> Non
     """Whoever does not hear that his part is stored deletes the pack, though another rank may have found both."""
     write_part = interleave.write_part
 
-    async def rash(store: Store, snapshot: Snapshot, *, number: int = 0) -> Written:
+    async def rash(store: Store, snapshot: RankSnapshot, *, number: int = 0) -> WrittenPart:
         try:
             return await write_part(store, snapshot, number=number)
         except StoreError:

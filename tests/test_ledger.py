@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import ckpt
 from ckpt.errors import CorruptError, FormatError
 from ckpt.goodput import ledger
-from ckpt.goodput.ledger import Account, Decision, End, Restore, Row, Saves, Seen
+from ckpt.goodput.ledger import Account, Decision, End, Restore, Saves, SeenFault, StepRow
 
 JOB = """
 import os, sys, time, toy, ckpt
@@ -70,9 +70,9 @@ def accounts(run: str) -> list[Account]:
 def sample() -> Account:
     account = Account("3.abcd", 1, 8, "host", "boot", 42, "file:///x", 7, (1e9, 50.0), 1.0, 2.0, 3.0, 9.0, 12, 8.5)
     account.restores = [Restore(3.0, 0.5, 10, "memory", "2.cd-10", "4.ef")]
-    account.rows = [Row(4.0, 11, 1, 0.5, 0.1, 0.01, 0, 0.0, 1, 0), Row(8.5, 12, 1, 0.5)]
+    account.rows = [StepRow(4.0, 11, 1, 0.5, 0.1, 0.01, 0, 0.0, 1, 0), StepRow(8.5, 12, 1, 0.5)]
     account.saves = {"file:///x": Saves(2, 1, 3.0, 2.0, 100, 50)}
-    account.faults = [Seen(9.0, "death", "died", 1, 12, True, "writer")]
+    account.faults = [SeenFault(9.0, "death", "died", 1, 12, True, "writer")]
     account.decisions = [Decision(5, {"memory": 2}, {"memory": "why"}, {"memory": 0.1}, {"file:///x": 1e4}, 4.0)]
     account.end = End("died", 9.0, 9.1)
     return account
@@ -121,11 +121,11 @@ def test_no_bytes_do_anything_but_be_refused(raw: bytes) -> None:
 @given(st.lists(st.tuples(st.integers(1, 9), st.floats(0, 10), st.booleans()), max_size=3000))
 def test_merged_rows_say_the_same_in_sum(steps: list[tuple[int, float, bool]]) -> None:
     """However many there are: bounded in number, the first ones whole, and never merged over a way back."""
-    rows: list[Row] = []
+    rows: list[StepRow] = []
     at, step = 0.0, 1000
     for count, seconds, back in steps:
         at, step = at + seconds, step - 500 if back else step + count
-        ledger.append(rows, Row(at, step, count, seconds, stalled=seconds / 2, saves=1))
+        ledger.append(rows, StepRow(at, step, count, seconds, stalled=seconds / 2, saves=1))
     assert len(rows) <= ledger.MOST_ROWS or sum(back for _, _, back in steps) > 100
     assert sum(row.steps for row in rows) == sum(count for count, _, _ in steps)
     assert sum(row.seconds for row in rows) == pytest.approx(sum(seconds for _, seconds, _ in steps))

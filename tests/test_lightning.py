@@ -34,7 +34,7 @@ from lightning.pytorch.callbacks import (
 
 from ckpt.lightning import CheckpointCallback, CheckpointIO
 from ckpt.lightning.best import END, Best, kept
-from ckpt.lightning.loop_hooks import Feed
+from ckpt.lightning.loop_hooks import BatchFeed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -333,7 +333,7 @@ def test_negative_control_other_batches_are_seen(tmp_path: Path, monkeypatch: py
     run, out = str(tmp_path / "run"), str(tmp_path / "out")
     toy.fit(out=f"{out}.reference")
     interrupted(["raise batch", 11], run=run, out=out)
-    monkeypatch.setattr(Feed, "come_back", lambda self, fetcher: None)
+    monkeypatch.setattr(BatchFeed, "come_back", lambda self, fetcher: None)
     toy.fit(run=run, out=out)
     assert toy.curve(out) != toy.curve(f"{out}.reference")
 

@@ -28,7 +28,7 @@ from ckpt.checkpoint import retention
 from ckpt.checkpoint.commit import Role
 from ckpt.checkpoint.read import load_manifest, verify
 from ckpt.checkpoint.retention import Keep
-from ckpt.checkpoint.write import Snapshot, Written, write_part
+from ckpt.checkpoint.write import RankSnapshot, WrittenPart, write_part
 from ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -132,7 +132,9 @@ async def save(log: RunLog, mine: Acquire, step: int, number: int = 0) -> Attemp
     """One whole save; the bytes say which attempt they belong to."""
     named = Attempt(mine.epoch, step, mine.nonce)
     data = memoryview(f"{mine.nonce}{step:016d}".encode())
-    await commits.commit(log, mine, [await write_part(log.store, Snapshot(named, LAYOUT, data, [None]), number=number)])
+    await commits.commit(
+        log, mine, [await write_part(log.store, RankSnapshot(named, LAYOUT, data, [None]), number=number)]
+    )
     return named
 
 
@@ -586,9 +588,9 @@ def data_of(named: Attempt, layout: Layout) -> bytes:
 
 async def write_share(
     log: RunLog, mine: Acquire, step: int, layout: Layout, *, number: int = 0, reason: str = "due"
-) -> Written:
+) -> WrittenPart:
     named = Attempt(mine.epoch, step, mine.nonce)
-    snapshot = Snapshot(named, layout, memoryview(data_of(named, layout)), [None])
+    snapshot = RankSnapshot(named, layout, memoryview(data_of(named, layout)), [None])
     return await write_part(log.store, snapshot, number=number, reason=reason)
 
 
@@ -613,10 +615,10 @@ class Ranks:
     def attempt(self, step: int = 1) -> Attempt:
         return Attempt(self.mine.epoch, step, self.mine.nonce)
 
-    async def write(self, rank: int, step: int = 1, layout: Layout | None = None, **details: Any) -> Written:
+    async def write(self, rank: int, step: int = 1, layout: Layout | None = None, **details: Any) -> WrittenPart:
         return await write_share(self.logs[rank], self.mine, step, layout or share_of(rank, len(self.logs)), **details)
 
-    async def settle(self, own: Written, role: Role | None = None, **details: Any) -> None:
+    async def settle(self, own: WrittenPart, role: Role | None = None, **details: Any) -> None:
         rank, world = own.part.rank, len(self.logs)
         role = role or Role(tuple(range(world)), rank, world)
         await commits.settle(self.logs[rank], lambda: self.mine, own, role, **{"deadline_s": 30.0, **details})
@@ -945,7 +947,7 @@ def test_who_looks_late_hears_that_it_was_taken_back(committed: bool) -> None:
 HERE = Role((0, 1), 0, 4)
 
 
-async def held_here(step: int = 1) -> tuple[Ranks, Written]:
+async def held_here(step: int = 1) -> tuple[Ranks, WrittenPart]:
     """The parts of two of four ranks, as their node has them."""
     ranks = await Ranks.open(4)
     own = await ranks.write(0, step)
@@ -1149,9 +1151,9 @@ TWO = Layout(
 )
 
 
-def of_two(mine: Acquire, step: int) -> Snapshot:
+def of_two(mine: Acquire, step: int) -> RankSnapshot:
     data = b"never changes...".ljust(16) + f"{step:016d}".encode()
-    return Snapshot(Attempt(mine.epoch, step, mine.nonce), TWO, memoryview(data), [None])
+    return RankSnapshot(Attempt(mine.epoch, step, mine.nonce), TWO, memoryview(data), [None])
 
 
 @dataclass
@@ -1161,7 +1163,7 @@ class Chain:
     store: Any
     log: RunLog
     mine: Acquire
-    base: Written
+    base: WrittenPart
 
     @classmethod
     async def open(cls, store: Any = None) -> Chain:
@@ -1173,7 +1175,9 @@ class Chain:
     def attempt(self, step: int) -> Attempt:
         return Attempt(self.mine.epoch, step, self.mine.nonce)
 
-    async def build(self, step: int, base: Written | None = None, *, say: bool = True, number: int = 0) -> Written:
+    async def build(
+        self, step: int, base: WrittenPart | None = None, *, say: bool = True, number: int = 0
+    ) -> WrittenPart:
         """The part of an increment; `say` it before."""
         base = base or self.base
         if say:
@@ -1847,7 +1851,7 @@ def run_schedules(seeds: range, broken: str = "", ranks: int = 1) -> dict[int, l
         return runner.run(every())
 
 
-async def whoever_is_there(store: Store, named: Attempt, own: Written, role: Role) -> list[Written]:
+async def whoever_is_there(store: Store, named: Attempt, own: WrittenPart, role: Role) -> list[WrittenPart]:
     """Broken on purpose: the parts of other ranks are not waited for."""
     keys = [info.key async for info in store.list(f"parts/{named}.")]
     return list((await commits._sound(store, named, keys, own)).values())

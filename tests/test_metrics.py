@@ -35,8 +35,8 @@ from ckpt.checkpoint.byte_source import InMemory
 from ckpt.checkpoint.encode import Encoder
 from ckpt.checkpoint.incremental import Policy
 from ckpt.checkpoint.promote import copy_part
-from ckpt.checkpoint.upload_stats import Flow
-from ckpt.checkpoint.write import Snapshot
+from ckpt.checkpoint.upload_stats import UploadStats
+from ckpt.checkpoint.write import RankSnapshot
 from ckpt.errors import CorruptError, UsageError
 from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.manifest import Attempt
@@ -46,7 +46,7 @@ from ckpt.store import normalise
 from ckpt.telemetry.exporter import families, tag_of
 from ckpt.telemetry.gauges import KINDS, gauges
 from ckpt.telemetry.nvml import Devices
-from ckpt.telemetry.status import DeviceLook, Look, SlotLook, TierLook, shown
+from ckpt.telemetry.status import DeviceStatus, RankStatus, SlotStatus, TierStatus, shown
 from ckpt_backends.limit import Limit
 from ckpt_backends.memory import MemoryStore
 
@@ -139,10 +139,10 @@ def scalars(folder: Path, tag: str, rank: int = 0) -> list[tuple[int, float]]:
     return [(one.step, one.value) for one in found.Scalars(f"ckpt/{tag}")] if f"ckpt/{tag}" in str(found.Tags()) else []
 
 
-def look_at(run_dir: str, number: int = 0) -> Look:
+def look_at(run_dir: str, number: int = 0) -> RankStatus:
     reply = channel.ask_once(channel.run_key(normalise(run_dir), number), "look", 30.0)
     assert reply is not None
-    return Look.from_json(reply["look"])
+    return RankStatus.from_json(reply["look"])
 
 
 @contextmanager
@@ -240,7 +240,7 @@ def test_a_missing_package_is_said_at_once(run_dir: str, own_sockets: Path, monk
 
 # -- looks and metrics as values --
 
-FULL = Look(
+FULL = RankStatus(
     run="file:///data/run",
     rank=3,
     world=8,
@@ -264,11 +264,11 @@ FULL = Look(
     samples_per_step=32,
     flops_per_step=1e12,
     peak_flops=8e12,
-    slots=(SlotLook("sealed", 120, "1.abc-120", 4096), SlotLook("filling")),
+    slots=(SlotStatus("sealed", 120, "1.abc-120", 4096), SlotStatus("filling")),
     tiers=(
-        TierLook("file:///data/run", 10, committed=110, lag_steps=10, lag_s=2.5, rate=1e9, saves=2, raw=5, stored=3),
+        TierStatus("file:///data/run", 10, committed=110, lag_steps=10, lag_s=2.5, rate=1e9, saves=2, raw=5, stored=3),
     ),
-    device=DeviceLook("H100", 0.75, 5, 6, 7),
+    device=DeviceStatus("H100", 0.75, 5, 6, 7),
 )
 
 
@@ -289,7 +289,7 @@ def test_every_metric_says_what_a_high_value_means() -> None:
 
 def test_what_is_not_known_is_left_out() -> None:
     """A zero that means nothing would be averaged with others."""
-    found = {one.name for one in gauges(Look())}
+    found = {one.name for one in gauges(RankStatus())}
     assert "ckpt_trainer_up" in found
     assert not found & {
         "ckpt_step",
@@ -304,15 +304,18 @@ def test_what_is_not_known_is_left_out() -> None:
 def test_a_look_crosses_to_other_versions() -> None:
     """There and back it is the same; unknown fields are left out, missing ones have their defaults."""
     data = json.loads(json.dumps(FULL.to_json(), allow_nan=False))
-    assert Look.from_json(data) == FULL
-    assert Look.from_json({**data, "new": [1], "slots": [{"state": "sealed", "colour": 3}]}).slots[0].state == "sealed"
-    assert Look.from_json({}) == Look()
+    assert RankStatus.from_json(data) == FULL
+    assert (
+        RankStatus.from_json({**data, "new": [1], "slots": [{"state": "sealed", "colour": 3}]}).slots[0].state
+        == "sealed"
+    )
+    assert RankStatus.from_json({}) == RankStatus()
     for wrong in (None, [], 3, {"step": "12"}, {"step": 1.5}, {"at": float("nan")}, {"slots": 3}, {"tiers": [None]},
                   {"rank": True}, {"rank": None}, {"device": 3}, {"tiers": [{"url": None}]}):  # fmt: skip
         with pytest.raises(CorruptError):
-            Look.from_json(wrong)
+            RankStatus.from_json(wrong)
     known = {"int", "float", "str", "int | None", "float | None"}
-    for kind in (SlotLook, TierLook, DeviceLook):
+    for kind in (SlotStatus, TierStatus, DeviceStatus):
         assert {str(f.type) for f in fields(kind)} <= known  # what `_fits` understands
 
 
@@ -359,11 +362,11 @@ class Nvml:
 
 def test_devices_as_the_driver_sees_them() -> None:
     """That of the process; the only one there is, where the driver counts processes otherwise; else none is guessed."""
-    assert Devices(Nvml()).look(7) == DeviceLook("device 1", 0.8, 5, 11, 100)
+    assert Devices(Nvml()).look(7) == DeviceStatus("device 1", 0.8, 5, 11, 100)
     assert Devices(Nvml()).look(8) is None
-    assert Devices(Nvml(1)).look(8) == DeviceLook("device 0", 0.8, None, 10, 100)
+    assert Devices(Nvml(1)).look(8) == DeviceStatus("device 0", 0.8, None, 10, 100)
     assert Devices(Nvml(0)).look(8) is None
-    assert Devices(Nvml(broken="rates")).look(7) == DeviceLook("device 1", None, 5, 11, 100)
+    assert Devices(Nvml(broken="rates")).look(7) == DeviceStatus("device 1", None, 5, 11, 100)
 
 
 def test_a_driver_that_fails_is_left_alone() -> None:
@@ -526,7 +529,7 @@ def test_bytes_are_counted_as_they_arrive(how: str) -> None:
     data = memoryview(bytearray(size))
     data[:] = np.random.default_rng(1).integers(0, 32 if how == "zstd" else 256, size, np.uint8).tobytes()
 
-    async def watched(flow: Flow, work: Coroutine[Any, Any, Any]) -> list[int]:
+    async def watched(flow: UploadStats, work: Coroutine[Any, Any, Any]) -> list[int]:
         seen = list[int]()
         with flow.writing(7, size):
             task = asyncio.ensure_future(work)
@@ -541,10 +544,10 @@ def test_bytes_are_counted_as_they_arrive(how: str) -> None:
     async def run() -> None:
         encoder, near = Encoder(Policy(compression="zstd" if how == "zstd" else "none"), 1), MemoryStore()
         slow = Limit(near, bytes_per_s=40e6)
-        snapshot, source = Snapshot(attempt, layout, data, []), InMemory(layout, data)
+        snapshot, source = RankSnapshot(attempt, layout, data, []), InMemory(layout, data)
         seen = await watched(encoder.flow, encoder.write(slow, snapshot, source, None))
         assert seen == sorted(seen) and len(set(seen)) > 2 and seen[0] == 0
-        flow = Flow()
+        flow = UploadStats()
         copied = copy_part(near, Limit(MemoryStore(), bytes_per_s=40e6), attempt, 0, 0, on_bytes=flow.add)
         if how == "raw":
             seen = await watched(flow, copied)

@@ -16,7 +16,7 @@ from ckpt.format.layout import Layout, TensorSpec, pages
 from ckpt.format.manifest import Attempt
 from ckpt.format.partition import partner
 from ckpt.ipc.arena import EMPTY, FILLING, SEALED, Arena, Label
-from ckpt.writer.replicate import Mirror
+from ckpt.writer.replicate import Replicator
 
 TRAINER = """
 import hashlib, json, os, sys, time
@@ -126,7 +126,7 @@ def layout_of(elements: int) -> Layout:
     return Layout((TensorSpec("w", "F32", (elements,)),), {}, names, 3, 4)
 
 
-async def pushed(taker: Mirror, sender: Mirror, arena: Arena, layout: Layout, steps: range) -> None:
+async def pushed(taker: Replicator, sender: Replicator, arena: Arena, layout: Layout, steps: range) -> None:
     sender.send_to({**taker.serve(), "addresses": ["127.0.0.1"]}, rank=3)
     for step in steps:
         slot = step % arena.slots
@@ -142,7 +142,7 @@ def test_what_is_pushed_is_what_arrives() -> None:
 
     async def work() -> None:
         layouts: list[Layout] = []
-        taker, sender = Mirror(lambda *_: None, layouts.append), Mirror(lambda *_: None, layouts.append)
+        taker, sender = Replicator(lambda *_: None, layouts.append), Replicator(lambda *_: None, layouts.append)
         layout = layout_of(300_000)
         arena = Arena.create(3, pages(layout.arrangement.data_size) + 4096)
         await pushed(taker, sender, arena, layout, range(1, 6))
@@ -163,7 +163,7 @@ def test_a_snapshot_that_is_overwritten_on_its_way_is_not_kept() -> None:
     """The trainer goes round its ring meanwhile: what arrived is of two moments, and stays unsealed."""
 
     async def work() -> None:
-        taker, sender = Mirror(lambda *_: None, lambda _: None), Mirror(lambda *_: None, lambda _: None)
+        taker, sender = Replicator(lambda *_: None, lambda _: None), Replicator(lambda *_: None, lambda _: None)
         layout = layout_of(8_000_000)
         arena = Arena.create(2, pages(layout.arrangement.data_size) + 4096)
         await pushed(taker, sender, arena, layout, range(1, 2))
@@ -190,7 +190,7 @@ def test_strangers_are_hung_up_on() -> None:
     """Without the token nothing is taken, and nobody else is disturbed."""
 
     async def work() -> None:
-        taker, sender = Mirror(lambda *_: None, lambda _: None), Mirror(lambda *_: None, lambda _: None)
+        taker, sender = Replicator(lambda *_: None, lambda _: None), Replicator(lambda *_: None, lambda _: None)
         contact = taker.serve()
         reader, writer = await asyncio.open_connection("127.0.0.1", contact["port"])
         writer.write(b"x" * 32 + b"\xff" * 100)

@@ -18,7 +18,7 @@ from metadata import FAULTS, HUGE, Metadata
 
 from ckpt.errors import UsageError
 from ckpt.faults import preemption
-from ckpt.faults.preemption import Notice, Watch, detect, slurm_end
+from ckpt.faults.preemption import Notice, NoticeWatch, detect, slurm_end
 from ckpt.triggers import SOURCES, OnDeadline, OnPreemption, on_deadline, on_preemption
 
 AT = 1767225600.0  # 2026-01-01T00:00:00Z
@@ -40,7 +40,7 @@ FIRMWARE = {
 }
 
 Found = list[Notice]
-Watching = Callable[..., tuple[Watch, Found]]
+Watching = Callable[..., tuple[NoticeWatch, Found]]
 
 
 @pytest.fixture(autouse=True)
@@ -61,10 +61,10 @@ def watching(tmp_path: Path) -> Iterator[Watching]:
     """Start a watch whose notices are collected in a list."""
     started = []
 
-    def start(*triggers: OnPreemption | OnDeadline, **options: Any) -> tuple[Watch, Found]:
+    def start(*triggers: OnPreemption | OnDeadline, **options: Any) -> tuple[NoticeWatch, Found]:
         found: Found = []
         options = {"dmi": tmp_path / "none", "environ": {}, "timeout_s": 0.3, "hold_s": 1, **options}
-        watch = Watch(triggers, options.pop("on_notice", found.append), **options)
+        watch = NoticeWatch(triggers, options.pop("on_notice", found.append), **options)
         watch.start()
         started.append(watch)
         return watch, found
@@ -283,7 +283,7 @@ def test_pauses_grow_up_to_a_minute(cloud: Metadata, watching: Watching, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(preemption.threading, "Event", Quick)
         found: Found = []
-        watch = Watch([on_preemption("azure", base_url=cloud.url)], found.append, environ={})
+        watch = NoticeWatch([on_preemption("azure", base_url=cloud.url)], found.append, environ={})
     watch.start()
     assert eventually(lambda: len(pauses) > 20)
     cloud.set(fault=None)
@@ -375,7 +375,7 @@ def test_nothing_to_watch(watching: Watching) -> None:
     assert not watch._threads
     watch.stop()
     watch.stop()
-    watch = Watch([on_deadline(in_s=100)], print)
+    watch = NoticeWatch([on_deadline(in_s=100)], print)
     watch.stop()
     watch.start()
     assert not watch._threads
@@ -396,7 +396,7 @@ def test_the_same_source_twice_is_asked_once(cloud: Metadata, watching: Watching
 def test_a_wrong_address_is_refused(url: str) -> None:
     """At once, where the user sees it, and not in a thread."""
     with pytest.raises(UsageError, match="base_url"):
-        Watch([OnPreemption(("ec2",), url)], print)
+        NoticeWatch([OnPreemption(("ec2",), url)], print)
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -454,7 +454,7 @@ def test_stop_during_a_report(cloud: Metadata, watching: Watching) -> None:
     """on_notice may call stop() itself; and one that hangs does not hold up a stop() from elsewhere."""
     cloud.set(azure=[EVENT])
     called, release = threading.Event(), threading.Event()
-    watches: list[Watch] = []
+    watches: list[NoticeWatch] = []
 
     def leave(notice: Notice) -> None:
         called.set()

@@ -12,7 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.convert.source import Assembly, Described, Entry, View, Want, check_patterns, describe, described, select
+from ckpt.convert.source import (
+    Assembly,
+    Described,
+    OriginEntry,
+    RankView,
+    Want,
+    check_patterns,
+    describe,
+    described,
+    select,
+)
 from ckpt.errors import CorruptError, UsageError
 from ckpt.format.boxes import Box
 
@@ -90,11 +100,13 @@ def test_negative_control_a_piece_that_never_comes_is_seen() -> None:
 
 # -- views --
 
-VIEW = View(
+VIEW = RankView(
     (
-        Entry(("model",), "module", {}, ("model.a", "model.tied", "model.b")),
-        Entry(("optim",), "optimizer", {"params": [["model.a"]]}, ("optim.state.model.a.exp_avg",), {"groups": []}),
-        Entry(("step",), "plain", {}, (), 3),
+        OriginEntry(("model",), "module", {}, ("model.a", "model.tied", "model.b")),
+        OriginEntry(
+            ("optim",), "optimizer", {"params": [["model.a"]]}, ("optim.state.model.a.exp_avg",), {"groups": []}
+        ),
+        OriginEntry(("step",), "plain", {}, (), 3),
     ),
     {"model.a": "model.a", "model.b": "model.b", "optim.state.model.a.exp_avg": "optim.state.model.a.exp_avg"},
     {"model.tied": "model.a"},
@@ -107,7 +119,7 @@ def test_selecting_by_name() -> None:
     assert [e.path for e in select(VIEW, ["*"]).entries] == [("model",), ("optim",), ("step",)]
     found = select(VIEW, ["model.tied"])
     assert (dict(found.tensors), dict(found.aliases)) == ({"model.tied": "model.a"}, {})
-    assert found.entries == (Entry(("model",), "module", {}, ("model.tied",)),)
+    assert found.entries == (OriginEntry(("model",), "module", {}, ("model.tied",)),)
     found = select(VIEW, ["model.[at]*"])
     assert (dict(found.tensors), dict(found.aliases)) == ({"model.a": "model.a"}, {"model.tied": "model.a"})
     assert [e.path for e in select(VIEW, ["st?p"]).entries] == [("step",)]

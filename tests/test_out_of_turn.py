@@ -17,7 +17,7 @@ from ckpt.format.manifest import Attempt
 from ckpt.ipc.arena import EAGER, Arena, Label
 from ckpt.runlog.log import RunLog
 from ckpt.store import open_store
-from ckpt.writer.held_memory import Holdings
+from ckpt.writer.held_memory import HeldMemory
 
 
 def durable(run: str) -> list[int]:
@@ -126,7 +126,7 @@ def test_what_fills_one_gap_does_not_count_for_another() -> None:
     """Tensors that were filled in for a step say nothing about the slot of a later one."""
     specs = tuple(TensorSpec(name, "F32", (4,)) for name in ("a", "b"))
     layout = Layout(specs, {}, [])
-    holdings, arena = Holdings(), Arena.create(2, 1 << 16)
+    holdings, arena = HeldMemory(), Arena.create(2, 1 << 16)
     holdings.add(arena)
     holdings.layouts[layout.digest] = layout
     holdings.guarded = {layout.digest: [0, 1]}

@@ -13,7 +13,7 @@ import pytest
 from ckpt.checkpoint.encode import ENCODED_A_SECOND, LITTLE, Encoder, Learnt
 from ckpt.checkpoint.incremental import Policy
 from ckpt.writer import throttle
-from ckpt.writer.throttle import Idle, Pace, threads, waiting_s
+from ckpt.writer.throttle import IdleCores, Throttle, threads, waiting_s
 from ckpt_backends.memory import MemoryStore
 
 MANY = 100 * LITTLE
@@ -55,8 +55,8 @@ def alone() -> Iterator[int]:
 
 
 def starved(pid: int) -> bool:
-    """What a `Pace` makes of a process, looked at over some seconds."""
-    held = Pace(lambda: pid)
+    """What a `Throttle` makes of a process, looked at over some seconds."""
+    held = Throttle(lambda: pid)
     seen = []
     for _ in range(8):
         held(0.0)
@@ -86,7 +86,7 @@ def test_work_rests_while_the_trainer_waits(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(throttle, "waiting_s", lambda pid: waited[0])
     monkeypatch.setattr(throttle.time, "sleep", slept.append)
     monkeypatch.setattr(throttle.time, "monotonic", lambda: clock[0])
-    held = Pace(lambda: 1)
+    held = Throttle(lambda: 1)
     for worked, waits in [(0.01, 0.0), (0.01, 0.06), (0.02, 0.12), (10.0, 0.12), (0.01, 0.0)]:
         clock[0] += 2 * throttle.LOOK_S
         waited[0] += waits
@@ -110,7 +110,7 @@ def test_idle_cores_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     now = dict.fromkeys(times._fields, 0.0)
     monkeypatch.setattr(throttle.psutil, "cpu_times", lambda: times(**now))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    idle = Idle()
+    idle = IdleCores()
     assert idle() == 8
     now["idle"], now["user"] = 3.0, 1.0
     assert idle() == pytest.approx(6.0)

@@ -32,14 +32,14 @@ from torch import nn
 import ckpt
 from ckpt.cli.report_page import class_of
 from ckpt.errors import CorruptError, FormatError
-from ckpt.faults.report import Fault, Saved
+from ckpt.faults.report import Fault, SavedStep
 from ckpt.goodput.accounting import settle
 from ckpt.goodput.breakdown import decimal
-from ckpt.goodput.ledger import MOST_LANDED, Account, Decision, End, Landed, Saves, stall_bucket, thinned
+from ckpt.goodput.ledger import MOST_LANDED, Account, Decision, End, LandedSave, Saves, stall_bucket, thinned
 from ckpt.report import style, svg
 from ckpt.report.chronicle import Chronicle, chronicle, columns
 from ckpt.report.page import page, sentences
-from ckpt.report.words import Class, Stock, Subject
+from ckpt.report.words import StoredBytes, Subject, TensorKind
 
 __all__ = ["run"]  # a fixture
 
@@ -56,7 +56,7 @@ def rich(number: int, born: float, first: int = 1, steps: int = 60, **given: Any
     found.saves = {url: Saves(6, 1, 6.0, 3.0, 6000, 600) for url in TIERS}
     found.stalls = {stall_bucket(0.001 * 2**n): 10 + n for n in range(6)}
     found.landed = [
-        Landed(TIERS[n % 2], begin + 4.0 * n, first + 4 * n, 0.5 + 3 * (n % 2), n % 3, 1000, 400, n == 5)
+        LandedSave(TIERS[n % 2], begin + 4.0 * n, first + 4 * n, 0.5 + 3 * (n % 2), n % 3, 1000, 400, n == 5)
         for n in range(12)
     ]
     found.decisions = [
@@ -79,12 +79,14 @@ def history() -> tuple[list[Account], list[Fault]]:
     fault.time = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(WALL + two.beat + 0.9))
     fault.steps, fault.saved = (
         {"2": 110},
-        [Saved(110, TIERS[0], "live", 1.5), Saved(110, TIERS[1], "live", 1.5, "gone")],
+        [SavedStep(110, TIERS[0], "live", 1.5), SavedStep(110, TIERS[1], "live", 1.5, "gone")],
     )
     return [one, two, three], [fault]
 
 
-STOCK = Stock(160, False, 4, 4000, (Class("weights of model", 12, 2000, 900), Class("exp_avg of optim", 12, 2000, 700)))
+STOCK = StoredBytes(
+    160, False, 4, 4000, (TensorKind("weights of model", 12, 2000, 900), TensorKind("exp_avg of optim", 12, 2000, 700))
+)
 
 
 def subject(accounts: list[Account], faults: list[Fault] | None = None, **given: Any) -> Subject:
@@ -224,8 +226,10 @@ def test_hostile_words_are_words() -> None:
         one.decisions = [replace(d, every={EVIL: 5}, why={EVIL: EVIL}, costs={EVIL: 1.0}) for d in one.decisions]
         one.faults = [replace(each, kind=EVIL, summary=EVIL) for each in one.faults]
     faults[0].kind = faults[0].summary = faults[0].host = faults[0].advice = EVIL
-    faults[0].saved = [Saved(1, EVIL, EVIL, 1.0, ""), Saved(1, EVIL, EVIL, 1.0, EVIL)]
-    stock = replace(STOCK, classes=(Class(EVIL, 1, 10, 5), Class("\ud800" * 5, 1, 3, 3), Class("x" * 10**6, 1, 1, 1)))
+    faults[0].saved = [SavedStep(1, EVIL, EVIL, 1.0, ""), SavedStep(1, EVIL, EVIL, 1.0, EVIL)]
+    stock = replace(
+        STOCK, classes=(TensorKind(EVIL, 1, 10, 5), TensorKind("\ud800" * 5, 1, 3, 3), TensorKind("x" * 10**6, 1, 1, 1))
+    )
     one = replace(subject(accounts, faults, stock=stock, problems=(EVIL,)), url=EVIL)
     text = page(one)
     found = looked_at(text)
@@ -278,9 +282,9 @@ def test_a_long_life_makes_no_long_page() -> None:
 
 def test_the_ledger_keeps_some_saves_of_each_tier() -> None:
     """However many there were: bounded, spread over all of the time, no tier lost; and read back."""
-    landed: list[Landed] = []
+    landed: list[LandedSave] = []
     for n in range(10_000):
-        landed = thinned([*landed, Landed(TIERS[n % 10 == 0], float(n), n, 0.5)])
+        landed = thinned([*landed, LandedSave(TIERS[n % 10 == 0], float(n), n, 0.5)])
         assert len(landed) <= MOST_LANDED
     assert (landed[0].step, landed[-1].step) == (0, 9_999)
     assert [one.step for one in landed] == sorted(one.step for one in landed)

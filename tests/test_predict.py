@@ -19,7 +19,7 @@ from torch.optim import Adam, AdamW
 
 from ckpt.errors import CorruptError
 from ckpt.redo.adam import PIECE, Coefficients, Floats, Settings, is_exact, second_moment, weights
-from ckpt.redo.optimizer_recipe import Watch
+from ckpt.redo.optimizer_recipe import GroupWatch
 
 COUNT, STEPS = 5000, 30
 QUICK = settings(max_examples=50, deadline=None)
@@ -66,7 +66,7 @@ def trained(
     """Of each step but the first: the state before and after it, what the optimizer was told, its count of steps."""
     torch.manual_seed(0)
     param, wanted = nn.Parameter(torch.randn(COUNT)), torch.randn(COUNT)
-    optimizer, watch = kind([param], **options), Watch()
+    optimizer, watch = kind([param], **options), GroupWatch()
     optimizer.register_step_pre_hook(lambda optimizer, *_: watch.note(optimizer))
     for step in range(STEPS):
         optimizer.zero_grad()

@@ -21,7 +21,7 @@ import pytest
 from conftest import REPO, eventually
 
 from ckpt.faults import memory_pressure
-from ckpt.faults.memory_pressure import Kills, Room, Watch, oom_kills, room, spare_from_oom
+from ckpt.faults.memory_pressure import MemoryRoom, OomKills, PressureWatch, oom_kills, room, spare_from_oom
 
 GIB, MIB = 1 << 30, 1 << 20
 MEMINFO = "MemTotal: 67108864 kB\nMemFree: 1 kB\nMemAvailable: 33554432 kB\n"  # 64 GiB, 32 GiB
@@ -56,10 +56,10 @@ class Kernel:
         self.put(f"sys/memory{path}/memory.usage_in_bytes", f"{used}\n")
         self.put(f"sys/memory{path}/memory.stat", "rss 7\n" + "".join(f"{k} {v}\n" for k, v in stat.items()))
 
-    def room(self) -> Room:
+    def room(self) -> MemoryRoom:
         return room(self.proc, self.sys)
 
-    def kills(self) -> Kills:
+    def kills(self) -> OomKills:
         return oom_kills(self.proc, self.sys)
 
 
@@ -68,7 +68,7 @@ def kernel(tmp_path: Path) -> Kernel:
     return Kernel(tmp_path)
 
 
-MACHINE = Room(32 * GIB, 64 * GIB, "machine")
+MACHINE = MemoryRoom(32 * GIB, 64 * GIB, "machine")
 
 
 # -- room --
@@ -78,7 +78,7 @@ def test_v2_limit(kernel: Kernel) -> None:
     """What a v2 cgroup leaves is its limit, less what is used, plus file cache that nobody needs."""
     kernel.belongs("0::/job\n")
     kernel.v2("/job", 4 * GIB, 3 * GIB, inactive_file=GIB // 2, active_file=GIB)
-    assert kernel.room() == Room(GIB + GIB // 2, 4 * GIB, str(kernel.sys / "job"))
+    assert kernel.room() == MemoryRoom(GIB + GIB // 2, 4 * GIB, str(kernel.sys / "job"))
     kernel.v2("/job", 4 * GIB, 3 * GIB)  # negative control: without that cache there is less
     assert kernel.room().available == GIB
 
@@ -88,7 +88,7 @@ def test_v1_limit(kernel: Kernel) -> None:
     kernel.belongs("7:cpu,cpuacct:/other\n4:memory:/job\n1:name=systemd:/x\n")
     kernel.v1("/job", 4 * GIB, 3 * GIB, inactive_file=1, total_inactive_file=GIB)
     kernel.v1("/other", GIB, GIB)  # of another controller: not ours
-    assert kernel.room() == Room(2 * GIB, 4 * GIB, str(kernel.sys / "memory/job"))
+    assert kernel.room() == MemoryRoom(2 * GIB, 4 * GIB, str(kernel.sys / "memory/job"))
 
 
 @pytest.mark.parametrize("tight", ["", "/job", "/job/step", "/job/step/task"])
@@ -98,7 +98,7 @@ def test_every_ancestor_counts(kernel: Kernel, tight: str) -> None:
     for path in ("", "/job", "/job/step", "/job/step/task"):
         kernel.v2(path, *((2 * GIB, GIB) if path == tight else (16 * GIB, GIB)))
     kernel.v2("/job/step/other", MIB, MIB)  # a neighbour's limit is not ours
-    assert kernel.room() == Room(GIB, 2 * GIB, str(kernel.sys / tight[1:]))
+    assert kernel.room() == MemoryRoom(GIB, 2 * GIB, str(kernel.sys / tight[1:]))
 
 
 def test_hybrid(kernel: Kernel) -> None:
@@ -106,7 +106,7 @@ def test_hybrid(kernel: Kernel) -> None:
     kernel.belongs("4:memory:/a\n0::/b\n")
     kernel.v1("/a", 8 * GIB, GIB)
     kernel.v2("/unified/b", "max")
-    assert kernel.room() == Room(7 * GIB, 8 * GIB, str(kernel.sys / "memory/a"))
+    assert kernel.room() == MemoryRoom(7 * GIB, 8 * GIB, str(kernel.sys / "memory/a"))
     kernel.v2("/unified/b", 2 * GIB, GIB)
     assert kernel.room().where == str(kernel.sys / "unified/b")
 
@@ -132,7 +132,7 @@ def test_memory_high_is_a_limit(kernel: Kernel) -> None:
     kernel.belongs("0::/job\n")
     kernel.v2("/job", 8 * GIB, GIB)
     kernel.put("sys/job/memory.high", f"{2 * GIB}\n")
-    assert kernel.room() == Room(GIB, 2 * GIB, str(kernel.sys / "job"))
+    assert kernel.room() == MemoryRoom(GIB, 2 * GIB, str(kernel.sys / "job"))
 
 
 @pytest.mark.parametrize("path", ["/docker/0a1b2c", "/../../neighbour", "/", "/gone (deleted)", "/" + "x" * 300])
@@ -141,7 +141,7 @@ def test_container(kernel: Kernel, path: str) -> None:
     kernel.belongs(f"0::{path}\n")
     kernel.v2("", 4 * GIB, 3 * GIB)
     kernel.v2("/neighbour", MIB, MIB)
-    assert kernel.room() == Room(GIB, 4 * GIB, str(kernel.sys))
+    assert kernel.room() == MemoryRoom(GIB, 4 * GIB, str(kernel.sys))
 
 
 def test_container_with_cgroups_of_its_own(kernel: Kernel) -> None:
@@ -149,7 +149,7 @@ def test_container_with_cgroups_of_its_own(kernel: Kernel) -> None:
     kernel.belongs("4:memory:/docker/0a1b2c/task\n")
     kernel.v1("", 4 * GIB, GIB)
     kernel.v1("/task", 2 * GIB, GIB)
-    assert kernel.room() == Room(GIB, 2 * GIB, str(kernel.sys / "memory/task"))
+    assert kernel.room() == MemoryRoom(GIB, 2 * GIB, str(kernel.sys / "memory/task"))
 
 
 def test_a_cgroup_called_memory_is_not_v1(kernel: Kernel) -> None:
@@ -192,7 +192,7 @@ def test_malformed_files(kernel: Kernel, version: str, odd: bytes) -> None:
         assert 0 <= found.available <= found.total
         kernel.kills()
         spare_from_oom(proc=kernel.proc)
-        Watch(0.05, lambda *_: None, proc=kernel.proc, sys=kernel.sys).look()
+        PressureWatch(0.05, lambda *_: None, proc=kernel.proc, sys=kernel.sys).look()
         for each, content in kept:
             each.write_bytes(content)
 
@@ -201,7 +201,7 @@ def test_missing_files(tmp_path: Path) -> None:
     """Without any /proc and /sys the system call tells what the machine has, and nothing is raised."""
     found = room(tmp_path / "none", tmp_path / "no")
     assert found.where == "machine" and 0 < found.available <= found.total
-    assert oom_kills(tmp_path / "none", tmp_path / "no") == Kills(None, None)
+    assert oom_kills(tmp_path / "none", tmp_path / "no") == OomKills(None, None)
     assert not spare_from_oom(proc=tmp_path / "none")
     assert room(pid=2**30).total > 0  # nobody has that number
 
@@ -210,7 +210,7 @@ def test_used_is_unknown_or_above_the_limit(kernel: Kernel) -> None:
     """A limit without its usage says nothing; more used than allowed leaves nothing, not less than that."""
     kernel.belongs("0::/job\n")
     kernel.v2("/job", GIB, 2 * GIB)
-    assert kernel.room() == Room(0, GIB, str(kernel.sys / "job"))
+    assert kernel.room() == MemoryRoom(0, GIB, str(kernel.sys / "job"))
     (kernel.sys / "job/memory.current").unlink()
     assert kernel.room() == MACHINE
 
@@ -230,7 +230,7 @@ def test_kills_in_v2(kernel: Kernel) -> None:
     kernel.belongs("0::/job\n")
     kernel.put("sys/job/memory.events", "low 0\nhigh 0\nmax 9\noom 4\noom_kill 2\noom_group_kill 0\n")
     before = kernel.kills()
-    assert before == Kills(2, 3, str(kernel.sys / "job"))
+    assert before == OomKills(2, 3, str(kernel.sys / "job"))
     kernel.put("proc/vmstat", "oom_kill 4\n")
     assert kernel.kills().since(before) == ""
     kernel.put("sys/job/memory.events", "max 10\noom 5\noom_kill 3\n")
@@ -250,11 +250,11 @@ def test_kills_in_v1(kernel: Kernel) -> None:
 def test_kills_of_the_machine(kernel: Kernel) -> None:
     """Where no cgroup counts, the machine's counter does; a counter that was not there before proves nothing."""
     before = kernel.kills()
-    assert before == Kills(None, 3)
+    assert before == OomKills(None, 3)
     kernel.put("proc/vmstat", "oom_kill 4\n")
     assert kernel.kills().since(before) == "machine"
-    assert kernel.kills().since(Kills(None, None)) == ""
-    assert Kills(None, None).since(before) == ""
+    assert kernel.kills().since(OomKills(None, None)) == ""
+    assert OomKills(None, None).since(before) == ""
 
 
 def test_kills_of_one_who_is_dead(kernel: Kernel) -> None:
@@ -307,10 +307,10 @@ class Driven:
     def __init__(self, kernel: Kernel, share: float = 0.05, **more: Any) -> None:
         self.now, self.available, self.calls = 0.0, 50, []  # of 100
         self.calls: list[str]
-        self.watch = Watch(
+        self.watch = PressureWatch(
             share,
             lambda room, why: self.calls.append(why),
-            room=lambda: Room(self.available, 100, "here"),
+            room=lambda: MemoryRoom(self.available, 100, "here"),
             clock=lambda: self.now,
             proc=kernel.proc,
             sys=kernel.sys,
@@ -445,9 +445,9 @@ def test_average_of_stalls(tmp_path: Path, avg10: str, felt: bool) -> None:
 
 class Called:
     def __init__(self) -> None:
-        self.calls: list[tuple[Room, str, str]] = []
+        self.calls: list[tuple[MemoryRoom, str, str]] = []
 
-    def __call__(self, found: Room, why: str) -> None:
+    def __call__(self, found: MemoryRoom, why: str) -> None:
         self.calls.append((found, why, threading.current_thread().name))
 
 
@@ -466,7 +466,7 @@ def test_thread(kernel: Kernel) -> None:
     kernel.belongs("0::/job\n")
     kernel.v2("/job", GIB, GIB // 2)
     called = Called()
-    watch = Watch(0.05, called, poll_s=0.001, proc=kernel.proc, sys=kernel.sys)
+    watch = PressureWatch(0.05, called, poll_s=0.001, proc=kernel.proc, sys=kernel.sys)
     watch.start()
     watch.start()  # a second start is none
     assert len(threads()) == 1
@@ -483,7 +483,7 @@ def test_stop_does_not_wait_for_a_poll(kernel: Kernel) -> None:
     """A thread that would sleep for an hour leaves at once; stopping twice, or before the start, does nothing."""
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
-        watch = Watch(0.05, Called(), poll_s=3600, proc=kernel.proc, sys=kernel.sys)
+        watch = PressureWatch(0.05, Called(), poll_s=3600, proc=kernel.proc, sys=kernel.sys)
         watch.stop()
         watch.start()
         watch.stop()
@@ -496,12 +496,14 @@ def test_stop_from_the_call_and_during_it(kernel: Kernel) -> None:
     """Stop does not wait for the call it is made from, nor for one that hangs."""
     gate, inside = threading.Event(), threading.Event()
 
-    def call(found: Room, why: str) -> None:
+    def call(found: MemoryRoom, why: str) -> None:
         watch.stop()
         inside.set()
         gate.wait(60)
 
-    watch = Watch(0.99, call, poll_s=3600, room=lambda: Room(1, 100, "x"), proc=kernel.proc, sys=kernel.sys)
+    watch = PressureWatch(
+        0.99, call, poll_s=3600, room=lambda: MemoryRoom(1, 100, "x"), proc=kernel.proc, sys=kernel.sys
+    )
     watch.start()
     assert inside.wait(60)
     watch.stop()
@@ -513,17 +515,17 @@ def test_a_failing_call_does_not_end_the_watch(kernel: Kernel, caplog: pytest.Lo
     """An error in the call, or in looking, is logged, and the watch goes on; the episode has been told."""
     looks = 0
 
-    def look() -> Room:
+    def look() -> MemoryRoom:
         nonlocal looks
         looks += 1
         if looks == 1:
             raise OSError("odd")
-        return Room(1, 100, "x")
+        return MemoryRoom(1, 100, "x")
 
-    def call(found: Room, why: str) -> None:
+    def call(found: MemoryRoom, why: str) -> None:
         raise ValueError("broken")
 
-    watch = Watch(0.05, call, poll_s=0.001, room=look, proc=kernel.proc, sys=kernel.sys)
+    watch = PressureWatch(0.05, call, poll_s=0.001, room=look, proc=kernel.proc, sys=kernel.sys)
     watch.start()
     assert eventually(lambda: looks > 5)
     watch.stop()
@@ -541,11 +543,11 @@ def test_the_kernel_wakes_the_thread(kernel: Kernel, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(memory_pressure, "_trigger", lambda file, share: receiver.detach())
     called, looks = Called(), []
 
-    def look() -> Room:
+    def look() -> MemoryRoom:
         looks.append(1)
-        return Room(20, 100, "here")
+        return MemoryRoom(20, 100, "here")
 
-    watch = Watch(0.05, called, poll_s=3600, room=look, proc=kernel.proc, sys=kernel.sys)
+    watch = PressureWatch(0.05, called, poll_s=3600, room=look, proc=kernel.proc, sys=kernel.sys)
     watch.start()
     assert eventually(lambda: bool(looks))
     assert not called.calls

@@ -32,12 +32,12 @@ from test_world import together as on_ranks
 import ckpt
 from ckpt.checkpoint import commit, losses, read
 from ckpt.checkpoint.losses import Loss
-from ckpt.checkpoint.write import Snapshot, write_part
+from ckpt.checkpoint.write import RankSnapshot, write_part
 from ckpt.cli import cli
 from ckpt.errors import CheckpointError, CorruptError
 from ckpt.format.manifest import Attempt, new_nonce
 from ckpt.ranks.world import World
-from ckpt.redo.frame import Stored
+from ckpt.redo.frame import StoredFrame
 from ckpt.restore import redo_source
 from ckpt.restore.redo_source import look
 from ckpt.restore.resume import Restored, gather, restore_first
@@ -199,7 +199,7 @@ def records_of(folder: Path) -> list[tuple[int, str]]:
 async def attempted(log: RunLog, mine: Any, step: int) -> commit.Written:
     of = layout(*SMALL)
     data = memoryview(bytes(of.arrangement.data_size))
-    return await write_part(log.store, Snapshot(Attempt(mine.epoch, step, mine.nonce), of, data, VALUES))
+    return await write_part(log.store, RankSnapshot(Attempt(mine.epoch, step, mine.nonce), of, data, VALUES))
 
 
 async def opened(folder: Path) -> RunLog:
@@ -285,13 +285,13 @@ def test_a_retracted_checkpoint_stays_away_when_its_record_is_damaged(record: st
 # -- redo logs --
 
 
-def frames(folder: Path) -> list[Stored]:
+def frames(folder: Path) -> list[StoredFrame]:
     """Those behind the last checkpoint, in their order."""
     found = look(f"file://{folder}").frames[0]
     return [found[attempt] for attempt in sorted(found) if attempt.step > 40 and attempt.epoch == max(found).epoch]
 
 
-def places(one: Stored) -> Iterator[int]:
+def places(one: StoredFrame) -> Iterator[int]:
     """Of every kind of byte of a frame: magic, version, lengths; payload; plain values; columns and meta; digest."""
     begin, size = one.payload
     head = (2, 9, 13, 16, 17, 24, 25, 32, 33)

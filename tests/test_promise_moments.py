@@ -18,7 +18,7 @@ from test_promise_provenance import staged
 
 import ckpt
 from ckpt.format.values import encode
-from ckpt.state.fingerprint import Spots
+from ckpt.state.fingerprint import SampledPlaces
 
 STEPS = 25
 
@@ -153,7 +153,7 @@ def test_the_other_half_of_a_complex_number_is_looked_at() -> None:
         tensor = torch.randn(100, 50, dtype=dtype).t()
         state = {"w": tensor}
         reading = ckpt_reading(state)
-        spots = Spots(reading.layout, [0], reading.tensors)
+        spots = SampledPlaces(reading.layout, [0], reading.tensors)
         seen = spots.look()
         assert not seen.changed() and not seen.differing(staged(reading.layout, reading.tensors))
         tensor.data.imag.neg_()

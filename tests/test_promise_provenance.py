@@ -22,11 +22,11 @@ import ckpt
 from ckpt.errors import SaveError
 from ckpt.format.layout import Layout
 from ckpt.state.capture import Capture, Reading
-from ckpt.state.fingerprint import ELEMENTS, Spots
+from ckpt.state.fingerprint import ELEMENTS, SampledPlaces
 from ckpt.state.tensors import as_bytes, spec
 from ckpt.trainer.stage import Stager
 from ckpt.trainer.unchanged import Frozen
-from ckpt.writer.held_memory import Holdings
+from ckpt.writer.held_memory import HeldMemory
 
 __all__ = ["gate", "open_run"]  # fixtures
 
@@ -311,7 +311,7 @@ def test_whichever_tensor_is_written_to_is_named(name: str, where: int | None) -
     said of any other, nor while nothing has changed."""
     live = kinds()
     layout = Layout(tuple(spec(key, tensor) for key, tensor in live.items()), {}, [])
-    spots = Spots(layout, range(len(live)), list(live.values()))
+    spots = SampledPlaces(layout, range(len(live)), list(live.values()))
     number, tensor = list(live).index(name), live[name]
     before = staged(layout, list(live.values()))
     for _ in range(17):
@@ -334,7 +334,7 @@ def test_a_hundredth_of_the_elements_is_met() -> None:
     other places, and all of them inside the tensor."""
     tensor = torch.zeros(1000, 1000)
     layout = Layout((spec("t", tensor),), {}, [])
-    spots, met = Spots(layout, [0], [tensor]), 0
+    spots, met = SampledPlaces(layout, [0], [tensor]), 0
     changed = torch.rand(1000, 1000, generator=torch.Generator().manual_seed(0)) < 0.01
     for _ in range(16):
         found = spots.look()
@@ -345,7 +345,7 @@ def test_a_hundredth_of_the_elements_is_met() -> None:
     assert len(places) == 16 and all(len(one) in (ELEMENTS - 1, ELEMENTS) for one in places)
 
 
-def _looked_at(spots: Spots, tensor: Tensor) -> set[int]:
+def _looked_at(spots: SampledPlaces, tensor: Tensor) -> set[int]:
     """The elements that one fingerprint has, by writing each element's number into it."""
     tensor.copy_(torch.arange(tensor.numel(), dtype=torch.float32).view_as(tensor))
     return {int(value) for found in spots.look()._found for value in found.view(torch.float32)}
@@ -452,7 +452,7 @@ def test_optimizers_that_take_turns(open_run: Any, monkeypatch: pytest.MonkeyPat
 
 def test_a_writer_knows_lists_again_by_their_number() -> None:
     """A list that begins anew with number 0 replaces all; a number alone is the list that had it."""
-    holdings = Holdings()
+    holdings = HeldMemory()
     for layout, number, tensors in [("a", 0, [1, 2]), ("a", 1, [3])]:
         holdings.know_guarded(layout, number, tensors)
     holdings.know_guarded("a", 0, None)

@@ -12,7 +12,7 @@ from test_log import attempt, committed, folded, new_log, reopened
 
 from ckpt.checkpoint import commit as commits
 from ckpt.checkpoint import open_tier, promote
-from ckpt.checkpoint.open_tier import Place
+from ckpt.checkpoint.open_tier import OpenTier
 from ckpt.checkpoint.retention import Keep
 from ckpt.errors import AccessError, CorruptError, SaveError, SkippedError, StoreError
 from ckpt.format.manifest import Attempt
@@ -65,7 +65,7 @@ class Writer:
         role = commits.Role(tuple(range(ranks)), 0, ranks)
         for store in (MemoryStore("file:///near"), Far()):
             log, self.owner = await new_log(store)
-            self.persister.tiers.append(Place(store.url, Keep(3), log, role=role))
+            self.persister.tiers.append(OpenTier(store.url, Keep(3), log, role=role))
         self.near, self.far = self.persister.tiers
         self.persister.owner = self.owner
 
@@ -166,7 +166,7 @@ async def test_one_that_cannot_be_resumed_does_not_hold_up_the_others(writer: Wr
     ]
     resumed: list[int] = []
 
-    async def resume_one(tier: Place, near: Place, one: Commit) -> None:
+    async def resume_one(tier: OpenTier, near: OpenTier, one: Commit) -> None:
         resumed.append(one.step)
         if one.step == 30:
             raise CorruptError("a flipped bit")
@@ -278,7 +278,7 @@ def test_not_being_let_in_is_not_damage() -> None:
             body = commit_body(one)
             await log.append(lambda s, body=body, step=step: Record("COMMIT", body, f"c{step}"), owner=mine)  # type: ignore[misc]
         told: list[Any] = []
-        place = Place(store.url, Keep(2), log)
+        place = OpenTier(store.url, Keep(2), log)
         await place.sweep(mine, told.append)
         assert told == []
         store.error = None

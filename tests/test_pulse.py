@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from ckpt.errors import CorruptError
-from ckpt.ipc.heartbeat import LEAVING, NEVER, OPENING, PAUSED, RESTORING, STATES, TRAINING, Beat, Pulse
+from ckpt.ipc.heartbeat import LEAVING, NEVER, OPENING, PAUSED, RESTORING, STATES, TRAINING, Beat, Heartbeat
 from ckpt.store import PAGE
 
 OTHER = """
@@ -29,24 +29,24 @@ for _ in sys.stdin:
 
 
 @pytest.fixture
-def pulse() -> Iterator[Pulse]:
-    made = Pulse.create()
+def pulse() -> Iterator[Heartbeat]:
+    made = Heartbeat.create()
     yield made
     made.close()
 
 
-def test_a_new_page_says_that_nothing_has_come_yet(pulse: Pulse) -> None:
+def test_a_new_page_says_that_nothing_has_come_yet(pulse: Heartbeat) -> None:
     """No step, no pace, no step to save at, and a sign of life of just now."""
     before = time.monotonic()
-    found = Pulse.create().read()
+    found = Heartbeat.create().read()
     assert before <= found.when <= time.monotonic()
     assert (found.calls, found.step, found.updates, found.doing) == (0, -1, 0, "opening")
     assert (pulse.save_at, pulse.usual_s, pulse.step, pulse.state) == (NEVER, 0.0, -1, OPENING)
 
 
-def test_every_field_is_seen_by_another_mapping(pulse: Pulse) -> None:
+def test_every_field_is_seen_by_another_mapping(pulse: Heartbeat) -> None:
     """What one writes, another reads: the loop's fields, the sentinel's and the writer's, each without the others."""
-    other = Pulse.attach(os.dup(pulse.fd))
+    other = Heartbeat.attach(os.dup(pulse.fd))
     at = time.monotonic()
     pulse.beat(7)
     first = other.read()
@@ -68,7 +68,7 @@ def test_every_field_is_seen_by_another_mapping(pulse: Pulse) -> None:
     other.close()
 
 
-def test_two_processes_see_each_other(pulse: Pulse) -> None:
+def test_two_processes_see_each_other(pulse: Heartbeat) -> None:
     """The descriptor crosses to another process, and both directions work there."""
     command = [sys.executable, "-c", OTHER, str(pulse.fd)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -90,15 +90,15 @@ def test_two_processes_see_each_other(pulse: Pulse) -> None:
             other.wait(10)
 
 
-def test_negative_control_another_page_sees_nothing(pulse: Pulse) -> None:
+def test_negative_control_another_page_sees_nothing(pulse: Heartbeat) -> None:
     """Two pages are two pages."""
-    other = Pulse.create()
+    other = Heartbeat.create()
     pulse.beat(5)
     assert other.step == -1 and other.read().calls == 0
     other.close()
 
 
-def test_the_last_steps_are_told_one_by_one(pulse: Pulse) -> None:
+def test_the_last_steps_are_told_one_by_one(pulse: Heartbeat) -> None:
     """Those since the last look, in order, with what saving had cost by then; of very many the newest."""
     assert pulse.since(0) == (0, [])
     for step in range(1, 6):
@@ -117,7 +117,7 @@ def test_the_last_steps_are_told_one_by_one(pulse: Pulse) -> None:
     assert calls == 4996 and 400 < len(steps) < 1000 and steps == list(range(5000 - len(steps), 5000))
 
 
-def test_its_size_is_sealed(pulse: Pulse) -> None:
+def test_its_size_is_sealed(pulse: Heartbeat) -> None:
     """Nobody can make a reader die of SIGBUS by cutting the page off, or undo that."""
     assert os.fstat(pulse.fd).st_size == 9 * PAGE
     for size in (0, PAGE, 18 * PAGE):
@@ -131,14 +131,14 @@ def test_its_size_is_sealed(pulse: Pulse) -> None:
     os.close(loose)
 
 
-def test_it_is_not_inherited(pulse: Pulse) -> None:
+def test_it_is_not_inherited(pulse: Heartbeat) -> None:
     """A program that the trainer starts does not get the descriptor."""
     assert not os.get_inheritable(pulse.fd)
 
 
 def refused(fd: int) -> str:
     with pytest.raises(CorruptError) as caught:
-        Pulse.attach(fd)
+        Heartbeat.attach(fd)
     os.close(fd)
     return str(caught.value)
 
@@ -150,7 +150,7 @@ def memory(content: bytes, size: int = 9 * PAGE) -> int:
     return fd
 
 
-def test_what_is_no_page_is_refused(pulse: Pulse) -> None:
+def test_what_is_no_page_is_refused(pulse: Heartbeat) -> None:
     """Too small, empty, another content, or a version whose first number differs: CorruptError, and no crash."""
     whole = mmap.mmap(pulse.fd, 9 * PAGE)[:]
     reader, writer = os.pipe()
@@ -161,21 +161,21 @@ def test_what_is_no_page_is_refused(pulse: Pulse) -> None:
     assert "of this version" in refused(memory(b""))
     assert "of this version" in refused(memory(b"x" * 9 * PAGE))
     assert "of this version" in refused(memory(bytes([whole[0] ^ 1]) + whole[1:]))
-    copy = Pulse.attach(memory(whole))  # negative control: the same bytes are taken
+    copy = Heartbeat.attach(memory(whole))  # negative control: the same bytes are taken
     assert copy.read() == pulse.read()
     copy.close()
 
 
-def test_an_unknown_state_has_a_name(pulse: Pulse) -> None:
+def test_an_unknown_state_has_a_name(pulse: Heartbeat) -> None:
     """Another version's state is shown, not raised."""
     assert Beat(0, 0, 0.0, 99, 0).doing == Beat(0, 0, 0.0, -1, 0).doing == "?"
     pulse.touch(99)
     assert pulse.read().doing == "?"
 
 
-def test_closing_gives_the_descriptor_back_once(pulse: Pulse) -> None:
+def test_closing_gives_the_descriptor_back_once(pulse: Heartbeat) -> None:
     """Twice is harmless, and who still looks sees the last state."""
-    made = Pulse.create()
+    made = Heartbeat.create()
     made.beat(3)
     fd = made.fd
     made.close()

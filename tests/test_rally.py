@@ -20,7 +20,7 @@ from conftest import eventually
 from torch.distributed import HashStore, TCPStore
 
 from ckpt.errors import PeerError
-from ckpt.ranks.save_rounds import AHEAD, LOOK_S, LOOKS_PER_S, Rally, Round, step_ahead
+from ckpt.ranks.save_rounds import AHEAD, LOOK_S, LOOKS_PER_S, Round, SaveRounds, step_ahead
 
 HOST = """
 import sys, time
@@ -37,12 +37,12 @@ class Ranks:
 
     def __init__(self, connect: Callable[[], Any], prefix: str = "x/") -> None:
         self._connect, self._prefix = connect, prefix
-        self.rallies: list[Rally] = []
+        self.rallies: list[SaveRounds] = []
         self.heard: list[list[Round]] = []
 
-    def add(self, size: int) -> Rally:
+    def add(self, size: int) -> SaveRounds:
         heard: list[Round] = []
-        rally = Rally(self._connect(), self._prefix, len(self.rallies), size, heard.append)
+        rally = SaveRounds(self._connect(), self._prefix, len(self.rallies), size, heard.append)
         self.rallies.append(rally)
         self.heard.append(heard)
         return rally
@@ -66,7 +66,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     made.stop()
 
 
-def settled(rallies: list[Rally]) -> None:
+def settled(rallies: list[SaveRounds]) -> None:
     """Every rank has looked several times since."""
     time.sleep(4 * max(rally.look_s for rally in rallies))
 
@@ -152,7 +152,7 @@ def test_negative_control_ranks_of_another_meeting_hear_nothing() -> None:
 def test_a_single_rank_needs_no_store() -> None:
     """It has its round at once, numbered, and no thread."""
     before = threading.active_count()
-    alone = Rally(None, "x/", 0, 1, lambda heard: pytest.fail("nobody else is there"))
+    alone = SaveRounds(None, "x/", 0, 1, lambda heard: pytest.fail("nobody else is there"))
     assert [alone.call(3, "signal", "why", 25.0).number for _ in range(3)] == [0, 1, 2]
     assert threading.active_count() == before and alone.look_s == 0.0
     alone.stop()
@@ -251,7 +251,7 @@ class Broken:
 def test_what_is_no_round_ends_the_looking_only(raw: bytes) -> None:
     """Whatever stands in the store, the thread ends by itself and the rank goes on without the others."""
     heard: list[Round] = []
-    rally = Rally(Broken(raw), "x/", 0, 2, heard.append)
+    rally = SaveRounds(Broken(raw), "x/", 0, 2, heard.append)
     assert eventually(lambda: not rally.reachable)
     rally.stop()
     assert heard == []
@@ -274,6 +274,6 @@ def test_many_ranks_look_less_often() -> None:
     """The host of the store answers a bounded number of looks a second."""
     store = HashStore()
     for size, look_s in [(2, LOOK_S), (500, LOOK_S), (LOOKS_PER_S, 1.0), (4 * LOOKS_PER_S, 4.0)]:
-        rally = Rally(store, "x/", 0, size, lambda heard: None)
+        rally = SaveRounds(store, "x/", 0, size, lambda heard: None)
         assert rally.look_s == look_s
         rally.stop()

@@ -43,7 +43,7 @@ from ckpt.errors import (
 )
 from ckpt.events import REDO_POINTS
 from ckpt.format.manifest import Attempt
-from ckpt.redo.frame import Stored
+from ckpt.redo.frame import StoredFrame
 from ckpt.restore import redo_source
 
 State = dict[str, Any]
@@ -194,7 +194,7 @@ def run(run_dir: str) -> Run:
     return Run(run_dir)
 
 
-def frames(folder: str | Path, rank: int = 0) -> dict[int, Stored]:
+def frames(folder: str | Path, rank: int = 0) -> dict[int, StoredFrame]:
     """The whole frames of a rank, by step; the newest history counts."""
     found = redo_source.look(f"file://{folder}").frames.get(rank, {})
     return {attempt.step: found[attempt] for attempt in sorted(found)}
@@ -342,7 +342,7 @@ def newest_pack(folder: Path) -> Path:
 class Hurt:
     """What is done to the folder, and which step comes back, of how many redone."""
 
-    what: Callable[[Path, dict[int, Stored]], object]
+    what: Callable[[Path, dict[int, StoredFrame]], object]
     step: int
     redone: int
 

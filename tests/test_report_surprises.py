@@ -312,6 +312,6 @@ def test_negative_control_ends_in_the_future(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(timeline, "_until", lambda account, now, notes: account)
     with pytest.raises(AssertionError):
         test_an_end_in_the_future_is_now()
-    monkeypatch.setattr(timeline.Placed, "starts", lambda self, before: float("inf"))
+    monkeypatch.setattr(timeline.PlacedAccount, "starts", lambda self, before: float("inf"))
     with pytest.raises(AssertionError):
         test_a_report_from_after_the_next_start_was_not_40_days_unnoticed()

@@ -31,27 +31,27 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ckpt
 import ckpt.format.partition as share_module
 from ckpt.checkpoint.commit import acquire, check_fit, commit, create_run
-from ckpt.checkpoint.write import Snapshot as ToWrite
-from ckpt.checkpoint.write import Written, digest_blobs, write_part
+from ckpt.checkpoint.write import RankSnapshot as ToWrite
+from ckpt.checkpoint.write import WrittenPart, digest_blobs, write_part
 from ckpt.errors import CorruptError, MismatchError, NoCheckpointError, SaveError, UsageError
 from ckpt.format.boxes import Box, intersect
 from ckpt.format.digest import blob_digest
 from ckpt.format.layout import BITS, Layout, TensorSpec, pages
 from ckpt.format.manifest import Attempt
-from ckpt.format.merged import Key, Saved
+from ckpt.format.merged import Key, SavedState
 from ckpt.format.partition import GLOBAL, Holding, Seat, share
 from ckpt.ipc.arena import SEALED, Arena, Label
 from ckpt.ranks.world import World
 from ckpt.restore.resume import Restored, restore_first
-from ckpt.restore.sources import MemorySource, Snapshot, Source, StoreSource
+from ckpt.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource
 from ckpt.runlog.log import Acquire, Commit, RunLog
 from ckpt.state.capture import Capture, _spec
 from ckpt.state.placement import Filler, Target
-from ckpt.state.sharding import Entry, indices
+from ckpt.state.sharding import StateEntry, indices
 from ckpt.state.sharding import pieces as of_rank
 from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE
 from ckpt.store import Store, open_store
-from ckpt.trainer.snapshot import Job
+from ckpt.trainer.snapshot import PendingSnapshot
 from ckpt.trainer.stage import Stager
 from ckpt_backends.memory import MemoryStore
 
@@ -78,21 +78,21 @@ class Bench:
         await store.aclose()
         return owner
 
-    def snapshot(self, state: State, *, verified: bool = True) -> Snapshot:
+    def snapshot(self, state: State, *, verified: bool = True) -> HeldSnapshot:
         reading = Capture(state).read()
         layout, text = reading.layout, json.dumps(reading.values).encode()
         size = layout.arrangement.data_size
         arena = Arena.create(2, pages(size) + len(text) + 4096)
         self._stager.use(arena, lambda: None)
         self._step += 1
-        job = Job(Attempt(self._owner.epoch, self._step, self._owner.nonce), reading, text)
+        job = PendingSnapshot(Attempt(self._owner.epoch, self._step, self._owner.nonce), reading, text)
         self._stager.submit(job)
         assert job.copied.wait(30.0) and job.error is None, job.error
         assert job.place is not None
         label = arena.label(job.place[1])
         assert label is not None
         digests = digest_blobs(layout, arena.data(job.place[1], size)) + blob_digest(text)
-        return Snapshot(arena, job.place[1], label, layout, digests if verified else None)
+        return HeldSnapshot(arena, job.place[1], label, layout, digests if verified else None)
 
     def memory(self, state: State, *, verified: bool = True) -> MemorySource:
         return in_memory(self.snapshot(state, verified=verified))
@@ -100,7 +100,7 @@ class Bench:
     def disk(self, state: State) -> StoreSource:
         return self.store(self.snapshot(state))
 
-    def store(self, snapshot: Snapshot) -> StoreSource:
+    def store(self, snapshot: HeldSnapshot) -> StoreSource:
         layout, attempt = snapshot.layout, snapshot.attempt
         data = snapshot.arena.data(snapshot.slot, layout.arrangement.data_size)
         values = json.loads(snapshot.values())
@@ -127,11 +127,11 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     made.close()
 
 
-def in_memory(snapshot: Snapshot) -> MemorySource:
+def in_memory(snapshot: HeldSnapshot) -> MemorySource:
     return MemorySource(snapshot.attempt, [snapshot], alone=True)
 
 
-def restore(*sources: Source, into: State, strict: bool = True, untouched: bool = False) -> Restored:
+def restore(*sources: RestoreSource, into: State, strict: bool = True, untouched: bool = False) -> Restored:
     """By the library's own steps, from the first that is sound; CorruptError if none is.
 
     `untouched`: fails as soon as anything of the state would be changed.
@@ -206,7 +206,7 @@ def test_memory_that_nobody_digested_says_so(bench: Bench) -> None:
     assert differences(freeze(twin), wanted) == []
 
 
-def flipped(snapshot: Snapshot, at: int) -> Snapshot:
+def flipped(snapshot: HeldSnapshot, at: int) -> HeldSnapshot:
     snapshot.arena.data(snapshot.slot)[at] ^= 1
     return snapshot
 
@@ -807,7 +807,7 @@ def to_write(attempt: Attempt, wholes: list[Whole], ranks: Ranks, rank: int, pie
     return ToWrite(attempt, layout, memoryview(data), [None])
 
 
-async def written(store: Store, parts: Callable[[Attempt], list[ToWrite]]) -> tuple[Commit, list[Written]]:
+async def written(store: Store, parts: Callable[[Attempt], list[ToWrite]]) -> tuple[Commit, list[WrittenPart]]:
     """A run in an empty place, with one checkpoint of these parts."""
     await create_run(store)
     log = RunLog(store)
@@ -834,14 +834,14 @@ def in_memory_of_nodes(parts: list[ToWrite], nodes: list[int]) -> Iterator[list[
     """The same as snapshots in memory: what each node sees, told to all."""
     texts = [json.dumps(each.values).encode() for each in parts]
     room = max(pages(len(each.data)) + len(text) for each, text in zip(parts, texts, strict=True))
-    arena, snapshots = Arena.create(len(parts), room), list[Snapshot]()
+    arena, snapshots = Arena.create(len(parts), room), list[HeldSnapshot]()
     for slot, (each, text) in enumerate(zip(parts, texts, strict=True)):
         size, digest = len(each.data), each.layout.digest
         arena.data(slot, size)[:] = each.data
         arena.data(slot)[pages(size) : pages(size) + len(text)] = text
         arena.set_label(slot, Label(SEALED, slot + 1, each.attempt, digest, size, len(text)))
         digests = digest_blobs(each.layout, each.data) + blob_digest(text)
-        snapshots.append(Snapshot(arena, slot, arena.label(slot) or Label(SEALED), each.layout, digests))
+        snapshots.append(HeldSnapshot(arena, slot, arena.label(slot) or Label(SEALED), each.layout, digests))
     by_node = [[s for s, of in zip(snapshots, nodes, strict=True) if of == node] for node in sorted(set(nodes))]
     sources = [MemorySource(parts[0].attempt, here, alone=False) for here in by_node]
     described = json.dumps([source.describe() for source in sources])
@@ -873,7 +873,7 @@ def cut_from(spec: TensorSpec, holding: Holding) -> bool:
     return same and intersect((holding.offsets, holding.sizes), (spec.at, spec.shape)) is not None
 
 
-def wanted_blobs(saved: Saved, targets: dict[Key, list[Target]]) -> list[int]:
+def wanted_blobs(saved: SavedState, targets: dict[Key, list[Target]]) -> list[int]:
     """The blobs that hold any element of a target: element by element."""
     found: list[int] = []
     for key, tensor in saved.tensors.items():
@@ -890,7 +890,7 @@ def wanted_blobs(saved: Saved, targets: dict[Key, list[Target]]) -> list[int]:
     return sorted(found)
 
 
-def check_restored(sources: Sequence[Source], wholes: list[Whole], ranks: Ranks, *, turned: bool) -> None:
+def check_restored(sources: Sequence[RestoreSource], wholes: list[Whole], ranks: Ranks, *, turned: bool) -> None:
     """Every rank of another job fills what it has of every tensor: every bit of it, from the blobs that it needs.
 
     Like ranks that pass blobs on, all are served by one reading, of what each source can read. `turned`: into memory
@@ -1234,7 +1234,7 @@ def test_pieces_of_a_dtensor_are_what_distribute_tensor_puts_there(shape: tuple[
             with as_rank(rank, 6):
                 mesh = init_device_mesh("cpu", (2, 3))
                 tensor = distribute_tensor(full, mesh, placements, src_data_rank=None)
-                found = of_rank(Entry("w", tensor), Seat(rank, 6))
+                found = of_rank(StateEntry("w", tensor), Seat(rank, 6))
             for piece in found:
                 box = (piece.holding.offsets, piece.holding.sizes)
                 assert (piece.holding.full, piece.holding.instance) == (shape, GLOBAL)

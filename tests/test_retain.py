@@ -14,7 +14,7 @@ from interleave import write_increment
 
 from ckpt.checkpoint import commit, read, retention
 from ckpt.checkpoint.retention import ALWAYS, Keep, choose
-from ckpt.checkpoint.write import Snapshot, Written, write_part
+from ckpt.checkpoint.write import RankSnapshot, WrittenPart, write_part
 from ckpt.errors import CheckpointError, FencedError, SaveError, StoreError, UsageError
 from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.manifest import Attempt, new_nonce, owner, pack_key
@@ -212,8 +212,8 @@ async def opened(store: MemoryStore) -> tuple[RunLog, Acquire]:
     return log, await commit.acquire(log, new_nonce())
 
 
-def snapshot(mine: Acquire, step: int) -> Snapshot:
-    return Snapshot(Attempt(mine.epoch, step, mine.nonce), LAYOUT, memoryview(f"{step:016d}".encode()), [])
+def snapshot(mine: Acquire, step: int) -> RankSnapshot:
+    return RankSnapshot(Attempt(mine.epoch, step, mine.nonce), LAYOUT, memoryview(f"{step:016d}".encode()), [])
 
 
 async def save(log: RunLog, mine: Acquire, *steps: int) -> list[Attempt]:
@@ -343,7 +343,7 @@ def test_what_is_built_on_is_taken_back_by_force() -> None:
     asyncio.run(scenario())
 
 
-async def increment(log: RunLog, mine: Acquire, step: int, base: Written) -> Written:
+async def increment(log: RunLog, mine: Acquire, step: int, base: WrittenPart) -> WrittenPart:
     """A part that takes everything from an older one, and has an empty pack of its own."""
     at = int(base.table.offset[0])
     data = await log.store.get(base.table.packs[int(base.table.pack[0])], start=at, length=16)

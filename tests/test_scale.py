@@ -32,7 +32,7 @@ from ckpt.format import rank_index
 from ckpt.format.boxes import Box
 from ckpt.format.digest import file_digest
 from ckpt.format.manifest import Attempt, Part, index_key, pack_key, part_key, table_key
-from ckpt.format.merged import Saved
+from ckpt.format.merged import SavedState
 from ckpt.format.partition import GLOBAL, Seat
 from ckpt.format.rank_index import Directory
 from ckpt.format.table import Shard, Table, merge
@@ -73,13 +73,13 @@ async def with_store(root: Path, work: Callable[[Any], Any]) -> Any:
         return await work(store)
 
 
-def whole(root: Path) -> Saved:
+def whole(root: Path) -> SavedState:
     """As everything that all ranks say."""
     commit = committed(root)
     return read.run(with_store(root, lambda store: read.load_manifest(store, commit))).saved()
 
 
-def listed(root: Path) -> Saved:
+def listed(root: Path) -> SavedState:
     commit = committed(root)
     return read.run(with_store(root, lambda store: read.load_saved(store, commit)))
 
@@ -89,7 +89,7 @@ def index_of(root: Path) -> Path:
     return root / index_key(commit.attempt, commit.index)
 
 
-def place(world: scale.World, rank: int, saved: Saved) -> Placement:
+def place(world: scale.World, rank: int, saved: SavedState) -> Placement:
     with scale.as_rank(rank, world.size):
         placement = Capture(scale.state_of(world, rank), Seat(rank, world.size)).place(saved)
     placement.check()
@@ -390,7 +390,7 @@ def test_equal_contents_are_equal_and_others_are_not() -> None:
         tables = [table_of(mine, 0, seed) for mine, seed in zip(shards, seeds, strict=True)]
         found = rank_index.build([part_of(t, rank, 3) for rank, t in enumerate(tables)], tables)
         assert (len({found.content(i) for i in range(3)}) == 1) is same
-        saved = Saved.listed(found, lambda ranks: {}, lambda ranks: {})
+        saved = SavedState.listed(found, lambda ranks: {}, lambda ranks: {})
         assert saved.identical("own") is same
         assert (saved.resolve("own", 1, 2, GLOBAL, lenient=False) == ("own", 0)) is same
 
@@ -525,7 +525,7 @@ def test_sizes_are_declared_and_checked_before_anything_is_unpacked(run: Path, m
     assert not [n for n in largest if n > 1 << 20]
 
 
-def lying(run: Path, edit: Callable[[dict[str, Any], Directory], str]) -> tuple[Saved, str]:
+def lying(run: Path, edit: Callable[[dict[str, Any], Directory], str]) -> tuple[SavedState, str]:
     """A directory that is well formed and says something else than the tables; the name of the tensor it is about."""
     raw, columns, _ = parts_of(run)
     name = edit(columns, Directory.from_bytes(raw, "an index", WORLD.size))
@@ -533,7 +533,7 @@ def lying(run: Path, edit: Callable[[dict[str, Any], Directory], str]) -> tuple[
     found = Directory.from_bytes(forged(columns), "an index", WORLD.size)
     saved = listed(run)
     tables = read.run(with_store(run, lambda store: read.load_tables(store, commit, found, range(WORLD.size))))
-    return Saved.listed(found, saved._fetch_values, lambda ranks: {rank: tables[rank] for rank in ranks}), name
+    return SavedState.listed(found, saved._fetch_values, lambda ranks: {rank: tables[rank] for rank in ranks}), name
 
 
 def first_dims(columns: dict[str, Any], found: Directory) -> tuple[str, int]:

@@ -32,7 +32,7 @@ from ckpt.checkpoint import commit as commits
 from ckpt.checkpoint import read, retention
 from ckpt.checkpoint.read import load_manifest, verify
 from ckpt.checkpoint.retention import Keep
-from ckpt.checkpoint.write import Snapshot, Written, write_part
+from ckpt.checkpoint.write import RankSnapshot, WrittenPart, write_part
 from ckpt.errors import CorruptError, ExistsError, FencedError, StoreError
 from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.manifest import Attempt, new_nonce, owner
@@ -310,8 +310,8 @@ async def opened_run(store: Store) -> tuple[RunLog, Acquire]:
     return log, await commits.acquire(log, new_nonce())
 
 
-async def save(log: RunLog, mine: Acquire, step: int, of: Layout) -> Written:
-    snapshot = Snapshot(Attempt(mine.epoch, step, mine.nonce), of, memoryview(content(of, step)), [None])
+async def save(log: RunLog, mine: Acquire, step: int, of: Layout) -> WrittenPart:
+    snapshot = RankSnapshot(Attempt(mine.epoch, step, mine.nonce), of, memoryview(content(of, step)), [None])
     written = await write_part(log.store, snapshot)
     await commits.commit(log, mine, [written])
     return written

@@ -23,7 +23,7 @@ from ckpt.ranks.world import World
 from ckpt.restore.resume import Restored, restore_first
 from ckpt.restore.sources import MemorySource
 from ckpt.state.capture import Capture
-from ckpt.trainer.snapshot import Job
+from ckpt.trainer.snapshot import PendingSnapshot
 from ckpt.trainer.stage import Stager
 from ckpt.trainer.unchanged import Frozen
 
@@ -335,7 +335,7 @@ def test_negative_control_without_the_clone_later_writes_leak_in(
     open_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is the clone that keeps them out."""
-    monkeypatch.setattr(Job, "clone_eager", lambda self: True)
+    monkeypatch.setattr(PendingSnapshot, "clone_eager", lambda self: True)
     state, twin = small_buffers(), small_buffers()
     cp = open_run(state)
     cp.step(1).staged(30.0)

@@ -22,7 +22,7 @@ import ckpt
 from ckpt.checkpoint.write import build_table
 from ckpt.errors import MismatchError, StateError
 from ckpt.format.layout import Layout
-from ckpt.format.merged import Saved as SavedState
+from ckpt.format.merged import SavedState as SavedState
 from ckpt.state.capture import Capture, Reading
 from ckpt.state.placement import Filler
 from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE

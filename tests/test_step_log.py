@@ -33,10 +33,10 @@ from ckpt.redo import adam as predict
 from ckpt.redo import append, frame
 from ckpt.redo.adam import Settings
 from ckpt.redo.append import Appended, Sealed, StepLog, foresee
-from ckpt.redo.frame import DELTA, DERIVED, PREDICTED, RAW, SAME, WHOLE, Stored
-from ckpt.redo.optimizer_recipe import Watch, find_recipes
-from ckpt.restore.redo_source import Chain, Logs, look, redo
-from ckpt.restore.sources import Snapshot
+from ckpt.redo.frame import DELTA, DERIVED, PREDICTED, RAW, SAME, WHOLE, StoredFrame
+from ckpt.redo.optimizer_recipe import GroupWatch, find_recipes
+from ckpt.restore.redo_source import Logs, RedoChain, look, redo
+from ckpt.restore.sources import HeldSnapshot
 from ckpt.state.capture import Capture, Reading
 
 ROOM = 1 << 20
@@ -57,7 +57,7 @@ class Job:
     step: int = 0
 
     def __post_init__(self) -> None:
-        self.capture, self.watch = Capture(self.state), Watch()
+        self.capture, self.watch = Capture(self.state), GroupWatch()
         self.root.mkdir(exist_ok=True)
         self.log = StepLog(str(self.root), 0, 1, max_restore_s=self.max_restore_s, threads=self.threads)
         self.arena: Arena | None = None
@@ -109,12 +109,12 @@ class Job:
     def newest(self) -> Attempt:
         return self.attempt(self.step)
 
-    def frames(self) -> list[Stored]:
+    def frames(self) -> list[StoredFrame]:
         """Those of the log, in the order of their steps."""
         found = self.logs.frames.get(0, {})
         return [found[attempt] for attempt in sorted(found)]
 
-    def check(self) -> list[Stored]:
+    def check(self) -> list[StoredFrame]:
         """Every step in the log is redone, and is bit for bit what it was. The frames."""
         logs = self.logs
         assert not logs.problems
@@ -128,7 +128,7 @@ class Job:
 
 
 @contextmanager
-def redone(url: str, chain: Chain) -> Iterator[Snapshot]:
+def redone(url: str, chain: RedoChain) -> Iterator[HeldSnapshot]:
     found = redo(url, chain)
     try:
         found.check()
@@ -137,7 +137,7 @@ def redone(url: str, chain: Chain) -> Iterator[Snapshot]:
         found.arena.close()
 
 
-def forms_of(stored: Stored) -> dict[str, set[int]]:
+def forms_of(stored: StoredFrame) -> dict[str, set[int]]:
     """How the blobs of each tensor are stored."""
     layout, found = stored.frame.layout, dict[str, set[int]]()
     for blob, form in zip(layout.arrangement.blobs, stored.frame.columns.form.tolist(), strict=True):
@@ -755,7 +755,7 @@ def test_kinds_of_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 # -- redoing what is damaged --
 
 
-def reseal(path: Path, stored: Stored, change: Callable[[bytearray], object]) -> None:
+def reseal(path: Path, stored: StoredFrame, change: Callable[[bytearray], object]) -> None:
     """Change a frame in a file, and make its digest right again."""
     raw = bytearray(path.read_bytes())
     body = raw[stored.offset : stored.offset + stored.size - 16]
@@ -868,7 +868,7 @@ def test_chains_of_several_layouts(tmp_path: Path) -> None:
     first, _, third, fourth = job.frames()
     for frames in ((first, fourth), (first, third)):
         with pytest.raises(CorruptError, match="several layouts"):
-            redo(job.logs.url, Chain(0, None, frames))
+            redo(job.logs.url, RedoChain(0, None, frames))
 
 
 def test_frames_out_of_turn(tmp_path: Path) -> None:
@@ -877,7 +877,7 @@ def test_frames_out_of_turn(tmp_path: Path) -> None:
     run(job, 4)
     first, _, third, _ = job.frames()
     with pytest.raises(CorruptError, match="step 3 could not be redone"):
-        redo(job.logs.url, Chain(0, None, (first, third)))
+        redo(job.logs.url, RedoChain(0, None, (first, third)))
 
 
 def test_logs_of_nothing(tmp_path: Path) -> None:
@@ -981,7 +981,7 @@ def test_what_optimizers_were_told() -> None:
     param = nn.Parameter(torch.ones(4))
     adam = torch.optim.Adam([param], lr=torch.tensor(0.5), weight_decay=0.25)
     other = torch.optim.SGD([param], lr=0.1)
-    watch = Watch()
+    watch = GroupWatch()
     assert watch.told([adam, other]) == [None, None]
     watch.note(adam)
     watch.note(other)

@@ -21,7 +21,7 @@ from ckpt.convert import source_files
 from ckpt.convert.source_run import RunOrigin, labels_of
 from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.manifest import Attempt
-from ckpt.format.merged import Saved
+from ckpt.format.merged import SavedState
 
 __all__ = ["call"]  # the fixture
 
@@ -182,7 +182,7 @@ def test_tied_names_in_another_order_are_the_same(tmp_path: Path, call: Any) -> 
     assert found["changed"] == []
 
 
-def two_ranks(*own: str) -> Saved:
+def two_ranks(*own: str) -> SavedState:
     """Two ranks, each with tensors of its own of these names."""
     layouts, tables = [], []
     for rank in range(2):
@@ -194,7 +194,7 @@ def two_ranks(*own: str) -> Saved:
         tables.append(build_table(layout, f"packs/1.aaaaaaaa-1.{rank}.0.safetensors", digests))
     from ckpt.format.table import merge
 
-    return Saved(layouts, [[None], [None]], merge(tables))
+    return SavedState(layouts, [[None], [None]], merge(tables))
 
 
 def test_names_with_hashes_are_told_apart() -> None:
@@ -212,7 +212,7 @@ def test_stages_with_buffers_of_their_own(tmp_path: Path) -> None:
         commit = type("C", (), {"step": 1, "finite": None})
         attempt = Attempt(1, 1, "aaaaaaaa")
 
-        def saved(self) -> Saved:
+        def saved(self) -> SavedState:
             return saved
 
     log: Any = type("L", (), {"store": type("S", (), {"url": "file:///x", "remote": False})})

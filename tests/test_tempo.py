@@ -1,6 +1,6 @@
 """Ranks change their cadence together, whatever happens to the words by which they agree on it.
 
-Ranks are threads here, each with its own `Tempo`, over one store; their writers and training loops are played.
+Ranks are threads here, each with its own `CadenceSync`, over one store; their writers and training loops are played.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import ckpt
 from ckpt.errors import PeerError
 from ckpt.goodput.cadence import Change
 from ckpt.goodput.ledger import Decision
-from ckpt.ipc.heartbeat import Pulse
+from ckpt.ipc.heartbeat import Heartbeat
 from ckpt.ranks.world import World
 from ckpt.runlog.log import Acquire
 from ckpt.trainer import cadence_sync
-from ckpt.trainer.cadence_sync import Tempo
+from ckpt.trainer.cadence_sync import CadenceSync
 
 URL = "file:///tmp/x"
 
 
 class PlayedGuardian:
-    """What a `Tempo` tells the writer."""
+    """What a `CadenceSync` tells the writer."""
 
     def __init__(self) -> None:
         self.owner = Acquire(3, "ab", None)
@@ -47,10 +47,10 @@ class PlayedGuardian:
 
 class Rank:
     def __init__(self, world: World) -> None:
-        self.guardian, self.pulse = PlayedGuardian(), Pulse.create()
+        self.guardian, self.pulse = PlayedGuardian(), Heartbeat.create()
         self.pulse.beat(100 + world.rank)
         memory, tiers = ckpt.Memory(every="auto"), [ckpt.Tier(URL, every="auto")]
-        self.tempo = Tempo(world, self.guardian, self.pulse, memory, tiers, {})  # type: ignore[arg-type]
+        self.tempo = CadenceSync(world, self.guardian, self.pulse, memory, tiers, {})  # type: ignore[arg-type]
 
     @property
     def newest(self) -> Change:

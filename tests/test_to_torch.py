@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict import (
 import ckpt
 from ckpt.convert import to_dcp, to_torch
 from ckpt.convert.output import Literal, Output, Run
-from ckpt.convert.source import DESCRIPTION, Entry, View, canonical_names, described
+from ckpt.convert.source import DESCRIPTION, OriginEntry, RankView, canonical_names, described
 from ckpt.convert.torch_native import Builder, StandIns, container, fill, tensors_of
 from ckpt.errors import CheckpointError, CorruptError, UsageError
 from ckpt.format.layout import BITS, TensorSpec
@@ -59,19 +59,19 @@ class Here:
         return as_bytes(part).numpy().tobytes()
 
 
-def of_state(state: dict[str, Any]) -> tuple[Here, View, dict[str, str]]:
+def of_state(state: dict[str, Any]) -> tuple[Here, RankView, dict[str, str]]:
     """A live state as an origin and a view of it, through the very text that is stored; and its dtypes."""
     reading = Capture(state).read()
     layout = reading.layout
     tensors = {t.name: tensor.detach().clone() for t, tensor in zip(layout.tensors, reading.tensors, strict=True)}
     values = json.loads(canonical(reading.values))
     entries = tuple(
-        Entry(tuple(c["path"]), c["kind"], json.loads(canonical(c["facts"])), tuple(c["names"]), v)
+        OriginEntry(tuple(c["path"]), c["kind"], json.loads(canonical(c["facts"])), tuple(c["names"]), v)
         for c, v in zip(layout.components, values, strict=True)
     )
     labels = {n: f"{n}#0" for n in canonical_names(entries, layout.aliases)}
     origin = Here({labels[n]: t for n, t in tensors.items()}, {labels[n]: t for n, t in layout.by_name.items()})
-    return origin, View(entries, labels, layout.aliases), {labels[t.name]: t.dtype for t in layout.tensors}
+    return origin, RankView(entries, labels, layout.aliases), {labels[t.name]: t.dtype for t in layout.tensors}
 
 
 def execute(output: Output, origin: Here, target: Path) -> Path:
@@ -450,11 +450,11 @@ def test_a_flipped_byte_is_seen(tmp_path: Path) -> None:
         assert_equal(torch.load(io.BytesIO(data), weights_only=True)["w"], state["w"])
 
 
-def of_specs(*specs: TensorSpec) -> tuple[Here, View, dict[str, str]]:
+def of_specs(*specs: TensorSpec) -> tuple[Here, RankView, dict[str, str]]:
     """Tensors of which only the form is known."""
-    entries = tuple(Entry((t.name,), "plain", {}, (t.name,), {"$": "tensor", "name": t.name}) for t in specs)
+    entries = tuple(OriginEntry((t.name,), "plain", {}, (t.name,), {"$": "tensor", "name": t.name}) for t in specs)
     names = {t.name: t.name for t in specs}
-    return Here({}, {t.name: t for t in specs}), View(entries, names, {}), {t.name: t.dtype for t in specs}
+    return Here({}, {t.name: t for t in specs}), RankView(entries, names, {}), {t.name: t.dtype for t in specs}
 
 
 def test_files_beyond_4_gib(tmp_path: Path) -> None:
@@ -534,7 +534,7 @@ def test_what_cannot_be_planned() -> None:
         to_torch.plan(*of_state({DESCRIPTION: 1}))
     origin, view, dtypes = of_state({"cfg": {"w": torch.ones(1)}})
     with pytest.raises(UsageError, match=r"cfg\.w is left out"):
-        to_torch.plan(origin, View(view.entries, {}, {}), dtypes)
+        to_torch.plan(origin, RankView(view.entries, {}, {}), dtypes)
     with pytest.raises(UsageError, match=r"get the name a\.b"):
         to_dcp.plan(*of_state({"a.b": 1, "a": {"b": 2}}))
     net, optim = trained("adamw")

@@ -35,10 +35,10 @@ from rich.text import Text
 import ckpt
 from ckpt.cli import top as cli_top
 from ckpt.cli import top_data
-from ckpt.cli.top_data import Survey
-from ckpt.cli.top_view import PLAIN, Glyphs, Stored, View, lines, plain
+from ckpt.cli.top_data import RunWatch
+from ckpt.cli.top_view import PLAIN, Glyphs, RunStored, TopView, lines, plain
 from ckpt.store import normalise, open_store
-from ckpt.telemetry.status import DeviceLook, Look, SlotLook, TierLook
+from ckpt.telemetry.status import DeviceStatus, RankStatus, SlotStatus, TierStatus
 
 PATIENCE_S = 60.0
 RUN = "file:///data/runs/exp1"
@@ -119,7 +119,7 @@ def training(run: str, steps: int = 12) -> Iterator[ckpt.Checkpointer]:
 # -- pictures --
 
 
-def look(rank: int = 0, **more: Any) -> Look:
+def look(rank: int = 0, **more: Any) -> RankStatus:
     """One of eight ranks that fares well."""
     fields: dict[str, Any] = {
         "run": RUN,
@@ -137,52 +137,52 @@ def look(rank: int = 0, **more: Any) -> Look:
         "in_memory": 1234,
         "snapshots": 10**9,
         "trainer_rss": 3 * 10**9,
-        "slots": (SlotLook("sealed", 1234), SlotLook("eager", 1235), SlotLook("filling"), SlotLook("empty")),
+        "slots": (SlotStatus("sealed", 1234), SlotStatus("eager", 1235), SlotStatus("filling"), SlotStatus("empty")),
         "tiers": (
-            TierLook(RUN, 10, 1230, 1234, 50, 100, 1e9, 1, 4, 0.4, 123, raw=10**9, stored=10**8),
-            TierLook(FAR, 100, 1200, rate=1e7, lag_steps=34, lag_s=3.4),
+            TierStatus(RUN, 10, 1230, 1234, 50, 100, 1e9, 1, 4, 0.4, 123, raw=10**9, stored=10**8),
+            TierStatus(FAR, 100, 1200, rate=1e7, lag_steps=34, lag_s=3.4),
         ),
     }
-    return Look(**{**fields, **more})
+    return RankStatus(**{**fields, **more})
 
 
-def picture(view: View, width: int = 200, height: int | None = None, glyphs: Glyphs = PLAIN) -> str:
+def picture(view: TopView, width: int = 200, height: int | None = None, glyphs: Glyphs = PLAIN) -> str:
     return "\n".join(plain(line) for line in lines(view, width, height, glyphs))
 
 
 def test_what_matters_is_in_the_picture() -> None:
     """Steps, rates, slots, what saving costs, how far each tier is and how fast it goes, devices, faults, others."""
-    stored = Stored(RUN, at=1.0, newest=1230, checkpoints=3, ranks=8, effective=0.9871, fault="", starts=2)
-    ranks = [look(rank, device=DeviceLook("H100", 0.87, 1, 40 * 10**9, 80 * 10**9)) for rank in (0, 1)]
+    stored = RunStored(RUN, at=1.0, newest=1230, checkpoints=3, ranks=8, effective=0.9871, fault="", starts=2)
+    ranks = [look(rank, device=DeviceStatus("H100", 0.87, 1, 40 * 10**9, 80 * 10**9)) for rank in (0, 1)]
     ranks[1] = replace(
         ranks[1], fault="rank 1 was told to leave [step 7 is durable]", fault_at="2026-01-02T03:04:05+00:00"
     )
-    text = picture(View(RUN, ranks, stored=stored))
+    text = picture(TopView(RUN, ranks, stored=stored))
     for words in (RUN, "training", "step 1,234", "world 8 (2 here)", "10 steps/s", "effective 98.71 %", "#+~.",
                   "100 ms/step", "stall 0.1 ms 0.1 %", "#####..... 50 %", "2.0 GB/s", "4 behind (400 ms)",
                   "34 behind (3.4 s)", "behind 0/4/34", "GPU 87 %", "40.0 GB of 80.0 GB", "r2-7 elsewhere",
                   "all ranks are in the place with step 1,230",
                   "last fault 2026-01-02 03:04:05Z: rank 1 was told to leave"):  # fmt: skip
         assert words in text, words
-    assert "■◧□·" in picture(View(RUN, ranks), glyphs=Glyphs()) and "█████░░░░░" in picture(
-        View(RUN, ranks), glyphs=Glyphs()
+    assert "■◧□·" in picture(TopView(RUN, ranks), glyphs=Glyphs()) and "█████░░░░░" in picture(
+        TopView(RUN, ranks), glyphs=Glyphs()
     )
 
 
 def test_what_is_wrong_is_in_the_picture() -> None:
     """A dead trainer, a frozen one, one that is silent, a tier that fails or is slow, a writer that does not answer."""
-    assert "nobody trains: the trainer is dead" in picture(View(RUN, [look(trainer="dead", world=1)]))
-    assert "frozen" in picture(View(RUN, [look(trainer="frozen")]))
-    assert "silent for 30 s" in picture(View(RUN, [look(idle_s=30.0)]))
-    assert "silent" not in picture(View(RUN, [look(idle_s=30.0, usual_s=10.0)]))  # that is how long its steps take
-    assert "silent" not in picture(View(RUN, [look(idle_s=30.0, doing="paused")]))
-    failing = TierLook(FAR, 10, failed=3, error="access denied", waiting=3)
-    text = picture(View(RUN, [look(tiers=(failing,))]))
+    assert "nobody trains: the trainer is dead" in picture(TopView(RUN, [look(trainer="dead", world=1)]))
+    assert "frozen" in picture(TopView(RUN, [look(trainer="frozen")]))
+    assert "silent for 30 s" in picture(TopView(RUN, [look(idle_s=30.0)]))
+    assert "silent" not in picture(TopView(RUN, [look(idle_s=30.0, usual_s=10.0)]))  # that is how long its steps take
+    assert "silent" not in picture(TopView(RUN, [look(idle_s=30.0, doing="paused")]))
+    failing = TierStatus(FAR, 10, failed=3, error="access denied", waiting=3)
+    text = picture(TopView(RUN, [look(tiers=(failing,))]))
     assert "nothing yet" in text and "3 failed: access denied" in text and "3 on their way" in text
-    assert "no whole snapshot" in picture(View(RUN, [look(in_memory=None)]))
-    text = picture(View(RUN, [look()], {3: "does not answer"}))
+    assert "no whole snapshot" in picture(TopView(RUN, [look(in_memory=None)]))
+    text = picture(TopView(RUN, [look()], {3: "does not answer"}))
     assert "local rank 3" in text and "does not answer" in text and "elsewhere" not in text  # it may be one of those
-    text = picture(View(RUN, stored=Stored(RUN, error="no route to host")))
+    text = picture(TopView(RUN, stored=RunStored(RUN, error="no route to host")))
     assert "nobody trains on this machine" in text and "cannot be read: no route to host" in text
 
 
@@ -191,18 +191,22 @@ def test_what_is_wrong_is_in_the_picture() -> None:
 def test_it_fits_into_any_terminal(width: int, height: int) -> None:
     """No line is wider than it, and there are not more of them; the step is seen in 40 columns."""
     ranks = [look(rank, fault="x" * 500, fault_at="2026", doing="tränen語語") for rank in range(8)]
-    for view in (View(RUN, ranks, stored=Stored(RUN * 5, 1.0)), View(RUN * 20, (), {0: "語" * 50}), View("語" * 99)):
+    for view in (
+        TopView(RUN, ranks, stored=RunStored(RUN * 5, 1.0)),
+        TopView(RUN * 20, (), {0: "語" * 50}),
+        TopView("語" * 99),
+    ):
         for glyphs in (PLAIN, Glyphs()):
             found = lines(view, width, height, glyphs)
             assert 0 < len(found) <= height and all(cell_len(plain(line)) <= width for line in found)
-    assert width < 40 or height < 2 or "1,234" in picture(View(RUN, ranks), width, height)
+    assert width < 40 or height < 2 or "1,234" in picture(TopView(RUN, ranks), width, height)
 
 
 def test_of_a_name_that_is_too_long_the_end_is_seen() -> None:
     """Which tells runs apart; signs that are two cells wide count as two."""
     for name in ("x" * 99 + "/seed1", "語" * 99 + "/seed1", "語" * 99):
         for width in (10, 20, 21):
-            shown = picture(View(name), width).splitlines()[0]
+            shown = picture(TopView(name), width).splitlines()[0]
             assert shown.endswith(name[-3:]) and width - 1 <= cell_len(shown) <= width
 
 
@@ -212,12 +216,14 @@ def test_of_many_ranks_the_worst_are_seen() -> None:
     ranks[40] = replace(ranks[40], trainer="dead")
     ranks[50] = replace(ranks[50], step=1200)
     ranks[60] = replace(ranks[60], stall_share=0.2)
-    text = picture(View(RUN, ranks), height=12)
+    text = picture(TopView(RUN, ranks), height=12)
     assert len(text.splitlines()) == 12
     order = [int(rank) for rank in re.findall(r"^r(\d+) ", text, re.MULTILINE)]
     assert order[:3] == [40, 50, 60] and len(order) < 12
     assert f"{64 - len(order)} more ranks, none worse" in text and "stall at most 0.1 %" in text
-    assert len(re.findall(r"^r\d+ ", picture(View(RUN, ranks)), re.MULTILINE)) == 64  # negative control: room for all
+    assert (
+        len(re.findall(r"^r\d+ ", picture(TopView(RUN, ranks)), re.MULTILINE)) == 64
+    )  # negative control: room for all
 
 
 HOSTILE = "[red]ha[/red] \x1b[2J\x1b]0;owned\x07 \x9b31m \u202egnp.exe \r\n[link=x]"
@@ -226,11 +232,13 @@ HOSTILE = "[red]ha[/red] \x1b[2J\x1b]0;owned\x07 \x9b31m \u202egnp.exe \r\n[link
 def test_names_cannot_do_anything() -> None:
     """Escape sequences and markup in whatever a run says come out as text, also through rich."""
     bad = look(
-        doing=HOSTILE, host=HOSTILE, fault=HOSTILE, fault_at=HOSTILE, trainer=HOSTILE, slots=(SlotLook(HOSTILE),),
-        tiers=(TierLook(HOSTILE, error=HOSTILE),), device=DeviceLook(HOSTILE, 0.5),
+        doing=HOSTILE, host=HOSTILE, fault=HOSTILE, fault_at=HOSTILE, trainer=HOSTILE, slots=(SlotStatus(HOSTILE),),
+        tiers=(TierStatus(HOSTILE, error=HOSTILE),), device=DeviceStatus(HOSTILE, 0.5),
     )  # fmt: skip
-    stored = Stored(HOSTILE, 1.0, HOSTILE, seen_step=1, seen_host=HOSTILE, ended=HOSTILE, fault=HOSTILE, fault_at="9")
-    for view in (View(HOSTILE, [bad, look(1)], {7: HOSTILE}, stored), View(HOSTILE, (), {}, stored)):
+    stored = RunStored(
+        HOSTILE, 1.0, HOSTILE, seen_step=1, seen_host=HOSTILE, ended=HOSTILE, fault=HOSTILE, fault_at="9"
+    )
+    for view in (TopView(HOSTILE, [bad, look(1)], {7: HOSTILE}, stored), TopView(HOSTILE, (), {}, stored)):
         for line in lines(view, 400):
             assert plain(line).isprintable()
         output = io.StringIO()
@@ -381,7 +389,7 @@ def test_a_place_that_hangs_holds_nothing_up(run_dir: str, monkeypatch: pytest.M
     monkeypatch.setattr(top_data, "open_store", opens)
     monkeypatch.setattr(top_data, "PLACES_S", 0.05)
     monkeypatch.setattr(top_data, "PLACE_WAIT_S", 0.5)
-    with training(run_dir), Survey(normalise(run_dir)) as sources:
+    with training(run_dir), RunWatch(normalise(run_dir)) as sources:
         view = sources.first(patient=True)
         assert view.looks[0].step == 12 and view.stored is not None and view.stored.newest == 10
         made[0].hangs = True

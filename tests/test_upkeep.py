@@ -27,7 +27,7 @@ from test_cli import Result, attempt_of, call, flip, save_increments
 import ckpt
 from ckpt.checkpoint import commit, retention
 from ckpt.checkpoint.retention import Keep
-from ckpt.checkpoint.write import Snapshot, write_part
+from ckpt.checkpoint.write import RankSnapshot, write_part
 from ckpt.errors import FencedError, NoCheckpointError
 from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.manifest import Attempt, new_nonce, owner, pack_key
@@ -72,7 +72,7 @@ async def save(log: RunLog, mine: Acquire, *steps: int, finite: bool | None = No
 
 async def begin(log: RunLog, mine: Acquire, step: int, *, layout: Layout = LAYOUT, finite: bool | None = None) -> Any:
     attempt = Attempt(mine.epoch, step, mine.nonce)
-    return await write_part(log.store, Snapshot(attempt, layout, memoryview(DATA), [], finite))
+    return await write_part(log.store, RankSnapshot(attempt, layout, memoryview(DATA), [], finite))
 
 
 def make(place: Path | str, *steps: int, back_to: int | None = None, floor: int = 0) -> Acquire:
@@ -640,7 +640,7 @@ def test_a_commit_in_between_is_taken_into_account(
     ended = Record("ABORT", {"attempt": f"1.{mine.nonce}-99", "reason": "x"}, "abort:x")
     work(run, lambda log: log.append(lambda state: ended, owner=None))
 
-    async def and_a_commit(log: RunLog) -> prune.Stock:
+    async def and_a_commit(log: RunLog) -> prune.RunFiles:
         stock = await real(log)
         if left:
             async with opened(run) as other:

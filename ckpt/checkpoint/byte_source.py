@@ -21,7 +21,7 @@ Peek = Callable[[int], memoryview]
 """The plain bytes of a blob, by its number."""
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """Where the plain bytes of a snapshot come from."""
 
     @property

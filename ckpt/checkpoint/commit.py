@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from ckpt.checkpoint.losses import UNCLEAR, records
 from ckpt.checkpoint.store_trial import PREFIX, check_ranges, created_twice, try_out
-from ckpt.checkpoint.write import Written
+from ckpt.checkpoint.write import WrittenPart
 from ckpt.errors import (
     CorruptError,
     ExistsError,
@@ -43,7 +43,7 @@ from ckpt.format.manifest import (
     rank_and_try,
     table_key,
 )
-from ckpt.format.merged import Saved
+from ckpt.format.merged import SavedState
 from ckpt.format.rank_index import Slim, build
 from ckpt.format.table import MAX_TABLE, Table, merge
 from ckpt.runlog.log import MAX_DOUBTS, Acquire, Commit, Record, RunLog, RunState, commit_body, infer_root
@@ -169,7 +169,7 @@ def check_borrowed(state: RunState, attempt: Attempt, packs: Iterable[str], used
             raise SaveError(f"step {attempt.step} refers to {key}, of an attempt that was given up here")
 
 
-def vouches(state: RunState, base: Written) -> bool:
+def vouches(state: RunState, base: WrittenPart) -> bool:
     """Whether one may build on a part: it belongs to a live checkpoint, which was made of this very try."""
     part = base.part
     found = state.commits.get(Attempt.parse(part.attempt))
@@ -208,7 +208,7 @@ def _check_needs(attempt: Attempt, needs: Collection[Attempt]) -> None:
 async def commit(
     log: RunLog,
     mine: Acquire | None,
-    parts: list[Written],
+    parts: list[WrittenPart],
     *,
     kind: str = "COMMIT",
     used: Mapping[Attempt, Set[str]] | None = None,
@@ -260,7 +260,7 @@ async def commit(
     return landed
 
 
-def index_of(parts: Sequence[Written], kind: str = "COMMIT") -> bytes:
+def index_of(parts: Sequence[WrittenPart], kind: str = "COMMIT") -> bytes:
     """The index of parts in rank order: all tables as one while that is small, so that restoring reads one file and a
     lost table can be made again; else a directory of them. SaveError if the ranks do not agree about what they saved.
     """
@@ -273,7 +273,7 @@ def index_of(parts: Sequence[Written], kind: str = "COMMIT") -> bytes:
         raise SaveError(str(error)) from error
 
 
-def is_large(parts: Sequence[Written], kind: str) -> bool:
+def is_large(parts: Sequence[WrittenPart], kind: str) -> bool:
     """Whether the index will be a directory. What lies on several disks is told by each, with its whole table."""
     if kind != "COMMIT" or not 1 < len(parts) == parts[0].part.world:
         return False
@@ -308,12 +308,12 @@ def given_up(state: RunState, attempt: Attempt) -> SaveError:
     return kind(f"step {attempt.step} was given up: {why}")
 
 
-def check_fit(parts: list[Written]) -> None:
+def check_fit(parts: list[WrittenPart]) -> None:
     """SaveError if the ranks do not agree about what they saved: some of it twice, or by nobody."""
     ordered = sorted(parts, key=lambda w: w.part.rank)
     try:
         layouts = [Layout.from_json(w.part.layout) for w in ordered]
-        Saved(layouts, [w.part.values for w in ordered], merge([w.table for w in ordered]))
+        SavedState(layouts, [w.part.values for w in ordered], merge([w.table for w in ordered]))
     except CorruptError as error:
         raise SaveError(str(error)) from error
 
@@ -321,7 +321,7 @@ def check_fit(parts: list[Written]) -> None:
 async def settle(
     log: RunLog,
     owner: Callable[[], Acquire],
-    own: Written,
+    own: WrittenPart,
     role: Role,
     *,
     deadline_s: float,
@@ -362,7 +362,7 @@ async def settle(
             await log.refresh()
 
 
-async def _commit_or_end(log: RunLog, mine: Acquire, parts: list[Written], *, kind: str) -> None:
+async def _commit_or_end(log: RunLog, mine: Acquire, parts: list[WrittenPart], *, kind: str) -> None:
     """SaveError, and the attempt is ended, if these parts cannot be a checkpoint."""
     try:
         if len(parts) > 1 and kind == "COMMIT" and not is_large(parts, kind):  # to make a directory is to check it
@@ -373,7 +373,7 @@ async def _commit_or_end(log: RunLog, mine: Acquire, parts: list[Written], *, ki
         raise
 
 
-async def _present(store: Store, attempt: Attempt, own: Written, role: Role) -> list[Written] | None:
+async def _present(store: Store, attempt: Attempt, own: WrittenPart, role: Role) -> list[WrittenPart] | None:
     """The parts of all ranks that belong here, None while some are missing."""
     if role.ranks == (own.part.rank,):
         return [own]
@@ -385,7 +385,7 @@ async def _present(store: Store, attempt: Attempt, own: Written, role: Role) -> 
     return [found[rank] for rank in role.ranks] if found.keys() >= set(role.ranks) else None
 
 
-async def _too_late(log: RunLog, mine: Acquire, own: Written, role: Role, deadline_s: float) -> None:
+async def _too_late(log: RunLog, mine: Acquire, own: WrittenPart, role: Role, deadline_s: float) -> None:
     attempt = Attempt.parse(own.part.attempt)
     keys = [info.key async for info in log.store.list(f"parts/{attempt}.")]
     ready = (await _sound(log.store, attempt, keys, own)).keys()  # a damaged one has not come
@@ -503,7 +503,7 @@ def _may_have_ended(state: RunState, attempt: Attempt) -> bool:
     return any(seq > since for seq in state.damaged)
 
 
-def _index_key(parts: list[Written], kind: str) -> str:
+def _index_key(parts: list[WrittenPart], kind: str) -> str:
     """Of the index that is stored before these are committed."""
     ordered = sorted(parts, key=lambda w: w.part.rank)
     return index_key(Attempt.parse(parts[0].part.attempt), file_digest(index_of(ordered, kind)))
@@ -514,17 +514,19 @@ def all_finite(said: list[bool | None]) -> bool | None:
     return False if False in said else None if None in said else True
 
 
-def _is_whole(parts: list[Written]) -> bool:
+def _is_whole(parts: list[WrittenPart]) -> bool:
     worlds = {w.part.world for w in parts}
     return len(worlds) == 1 and {w.part.rank for w in parts} == set(range(worlds.pop()))
 
 
-async def _sound(store: Store, attempt: Attempt, keys: list[str], own: Written | None = None) -> dict[int, Written]:
+async def _sound(
+    store: Store, attempt: Attempt, keys: list[str], own: WrittenPart | None = None
+) -> dict[int, WrittenPart]:
     """The parts of an attempt that are sound, by rank: of each the highest try. `own`: what needs no reading.
 
     StoreError if the store failed, so that nobody can say.
     """
-    newest: dict[int, Written] = {} if own is None else {own.part.rank: own}
+    newest: dict[int, WrittenPart] = {} if own is None else {own.part.rank: own}
     tries: dict[int, list[int]] = {}
     for rank, number in _tries(keys):
         if rank not in newest:
@@ -543,7 +545,7 @@ async def _sound(store: Store, attempt: Attempt, keys: list[str], own: Written |
     return newest
 
 
-async def _newest(store: Store, attempt: Attempt, rank: int, tries: Iterable[int], slim: Slim) -> Written | None:
+async def _newest(store: Store, attempt: Attempt, rank: int, tries: Iterable[int], slim: Slim) -> WrittenPart | None:
     """The first of these tries of a rank that is sound."""
     for number in tries:
         try:
@@ -569,20 +571,22 @@ def _tries(keys: Iterable[str]) -> list[tuple[int, int]]:
     return sorted(found, reverse=True)
 
 
-async def stored_part(store: Store, attempt: Attempt, rank: int) -> Written | None:
+async def stored_part(store: Store, attempt: Attempt, rank: int) -> WrittenPart | None:
     """What a rank has stored of an attempt, if it is sound."""
     keys = [info.key async for info in store.list(f"parts/{attempt}.{rank}.")]
     return (await _sound(store, attempt, keys)).get(rank)
 
 
-async def load_part(store: Store, attempt: Attempt, rank: int, number: int, *, expected: str | None = None) -> Written:
+async def load_part(
+    store: Store, attempt: Attempt, rank: int, number: int, *, expected: str | None = None
+) -> WrittenPart:
     """A part and its table, checked against their digests, and its packs against their sizes."""
     part, digest = await read_part(store, attempt, rank, number, expected=expected)
     key = table_key(attempt, rank, number)
     table = await load_table(store, key, part.table)
     if not {pack.key for pack in part.packs}.issuperset(table.packs):
         raise CorruptError(f"{key} names packs that its part does not")
-    return Written(part, digest, table)
+    return WrittenPart(part, digest, table)
 
 
 async def read_part(

@@ -15,7 +15,7 @@ from ckpt.format import values
 from ckpt.format.codec import BF16, CODECS, RAW
 from ckpt.format.layout import TensorSpec
 from ckpt.format.manifest import Attempt, canonical, owner
-from ckpt.format.merged import Saved
+from ckpt.format.merged import SavedState
 from ckpt.format.table import Table
 
 Entries = dict[str, tuple[dict[str, Any], Any]]  # by path: what never changes about it, and its plain values as stored
@@ -33,7 +33,7 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
+class BlobStorage:
     """How some blobs are stored. `stored`: bytes in packs of this checkpoint, each range once; `held`: how many blobs
 
     are raw, planes (smaller by themselves), delta (the difference to an older one), derived (the rounding of others,
@@ -49,7 +49,7 @@ class Storage:
     reads: int
 
 
-NOTHING = Storage(0, {}, 0, 0)
+NOTHING = BlobStorage(0, {}, 0, 0)
 HELD = ("raw", "planes", "delta", "derived", "reference", "as another")
 
 
@@ -67,7 +67,7 @@ class Storages:
         self.form = np.where(~self.own & (table.stored > 0), HELD.index("reference"), forms[table.codec])
         self._counted: set[tuple[int, int]] = set()
 
-    def of(self, blobs: list[int]) -> Storage:
+    def of(self, blobs: list[int]) -> BlobStorage:
         """A range that several tensors share counts as stored for the first that is asked about."""
         table, rows = self.table, np.array(blobs, np.int64)
         forms = self.form[rows]
@@ -79,7 +79,7 @@ class Storages:
             masters = self._needed(rows[table.codec[rows] == BF16])
             depth = 2 if (table.base[masters] >= 0).any() else 1
         everything = np.unique(np.concatenate([rows, needed, self._needed(needed)]))
-        return Storage(
+        return BlobStorage(
             sum(self._new(row) for row in rows[self.own[rows]].tolist()),
             {word: n for word, n in zip(HELD, counts, strict=True) if n},
             depth,
@@ -129,7 +129,7 @@ class Reference(str):
     __repr__ = str.__str__
 
 
-def tensors_of(saved: Saved) -> dict[str, Tensor]:
+def tensors_of(saved: SavedState) -> dict[str, Tensor]:
     """All names, those that stand for another's memory included."""
     first = {key: label for label, key in reversed(saved.labels.items()) if label in (key[0], f"{key[0]}#{key[1]}")}
     specs = {label: saved.tensors[key].spec for label, key in saved.labels.items()}
@@ -145,7 +145,7 @@ def all_names(tensors: Mapping[str, TensorSpec], names: Mapping[str, str]) -> di
     return found
 
 
-def entries_of(saved: Saved) -> Entries:
+def entries_of(saved: SavedState) -> Entries:
     """What the state consists of, by path; of other ranks than the first only what differs from its entries."""
     found: Entries = {}
     try:

@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.checkpoint.byte_source import Bases, InMemory, InStore, Peek, Source, no_bases
+from ckpt.checkpoint.byte_source import Bases, ByteSource, InMemory, InStore, Peek, no_bases
 from ckpt.checkpoint.commit import load_part, vouches
 from ckpt.checkpoint.incremental import BlobPlan, Digests, Policy, Previous, find_masters, kind_of, plan_blobs
 from ckpt.checkpoint.packs import Encoded, Packer, pack_size, table_of
-from ckpt.checkpoint.upload_stats import Flow
-from ckpt.checkpoint.write import Snapshot, Written, digest_blobs, finish_part, write_part
+from ckpt.checkpoint.upload_stats import UploadStats
+from ckpt.checkpoint.write import RankSnapshot, WrittenPart, digest_blobs, finish_part, write_part
 from ckpt.errors import CorruptError, FormatError, SaveError, StoreError
 from ckpt.events import log as logger
 from ckpt.events import point
@@ -90,7 +90,7 @@ class Encoder:
     threads: int = 1
     pace: Callable[[float], None] = lambda seconds: None
     idle: Callable[[], float] = lambda: float("inf")
-    flow: Flow = field(default_factory=Flow)  # what is on its way, for those who watch
+    flow: UploadStats = field(default_factory=UploadStats)  # what is on its way, for those who watch
     suspects: set[tuple[str, int]] = field(default_factory=set)  # packs and offsets of what is damaged here
     distrusted: set[Attempt] = field(default_factory=set)  # damaged checkpoints: nothing is built on them
     sink: float | None = None  # bytes a second that the place takes
@@ -98,7 +98,7 @@ class Encoder:
     kinds: dict[str, Learnt] = field(default_factory=dict)
     compressing: bool = False
     sampled: bool = False  # whether deltas have ever been tried
-    _written: dict[tuple[Attempt, int], Written] = field(default_factory=dict)
+    _written: dict[tuple[Attempt, int], WrittenPart] = field(default_factory=dict)
 
     # -- what to build on --
 
@@ -123,7 +123,7 @@ class Encoder:
             return None
         return Previous(written.part, written.table)
 
-    def remember(self, written: Written) -> None:
+    def remember(self, written: WrittenPart) -> None:
         self._written[Attempt.parse(written.part.attempt), written.part.rank] = written
         for key in sorted(self._written)[:-REMEMBERED]:
             del self._written[key]
@@ -133,8 +133,8 @@ class Encoder:
     async def write(
         self,
         store: Store,
-        snapshot: Snapshot,
-        source: Source,
+        snapshot: RankSnapshot,
+        source: ByteSource,
         previous: Previous | None,
         *,
         number: int = 0,
@@ -142,7 +142,7 @@ class Encoder:
         on_needs: OnNeeds | None = None,
         bases: Bases = no_bases,
         check: Callable[[], None] = lambda: None,
-    ) -> Written:
+    ) -> WrittenPart:
         """Store one rank's share of an attempt; see `ckpt.checkpoint.write.write_part`.
 
         `on_needs` is told which older checkpoint is built on, before anything is stored; False: that it cannot be.
@@ -223,8 +223,8 @@ class _Work:
         self,
         encoder: Encoder,
         store: Store,
-        snapshot: Snapshot,
-        source: Source,
+        snapshot: RankSnapshot,
+        source: ByteSource,
         previous: Previous | None,
         number: int,
         bases: Bases,
@@ -242,7 +242,7 @@ class _Work:
         reason: str,
         on_needs: OnNeeds | None,
         check: Callable[[], None],
-    ) -> Written:
+    ) -> WrittenPart:
         digests = self.source.digests
         if digests is None:
             digests = await asyncio.to_thread(_digests, self.layout, self.snapshot.data)

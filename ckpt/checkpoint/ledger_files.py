@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ckpt.checkpoint.open_tier import Place
+from ckpt.checkpoint.open_tier import OpenTier
 from ckpt.errors import CheckpointError, CorruptError, FormatError, NotFoundError, StoreError
 from ckpt.events import log
 from ckpt.goodput import ledger
@@ -36,10 +36,10 @@ class _Kept:
     waiting: dict[str, Content] = field(default_factory=dict)
 
 
-class Filing:
+class LedgerFiles:
     """Everything runs in the writer's event loop. `tiers`: the durable places as they are now."""
 
-    def __init__(self, tiers: Callable[[], list[Place]]) -> None:
+    def __init__(self, tiers: Callable[[], list[OpenTier]]) -> None:
         self._tiers = tiers
         self._kept: dict[str, _Kept] = {}
 
@@ -56,7 +56,7 @@ class Filing:
             if kept.task is None or kept.task.done():
                 kept.task = asyncio.get_running_loop().create_task(self._work(tier, kept))
 
-    async def _work(self, tier: Place, kept: _Kept) -> None:
+    async def _work(self, tier: OpenTier, kept: _Kept) -> None:
         while kept.waiting:
             key = next(iter(kept.waiting))
             content = kept.waiting.pop(key)
@@ -84,7 +84,7 @@ def interval_s(store: Store) -> float:
     return KEEP_FAR_S if store.remote else KEEP_S
 
 
-async def find(tiers: list[Place], key: str) -> Account | None:
+async def find(tiers: list[OpenTier], key: str) -> Account | None:
     """An account that was put into the nearest place; None if there is none, or it cannot be read after all."""
     end = time.monotonic() + FIND_S
     while tiers:
@@ -118,7 +118,7 @@ def _order(key: str) -> tuple[int, int]:
     return int(number), -int(rank)
 
 
-async def read_back(tiers: list[Place], most: int = LOOK_BACK) -> list[Account]:
+async def read_back(tiers: list[OpenTier], most: int = LOOK_BACK) -> list[Account]:
     """The last incarnations, as the nearest place has them; damaged ones are passed over."""
     found: list[Account] = []
     for tier in tiers[:1]:

@@ -21,7 +21,7 @@ from ckpt.checkpoint.encode import Encoder
 from ckpt.checkpoint.incremental import Policy
 from ckpt.checkpoint.read import verify
 from ckpt.checkpoint.scrub import Scrub
-from ckpt.checkpoint.upload_stats import Flow
+from ckpt.checkpoint.upload_stats import UploadStats
 from ckpt.errors import CheckpointError, FencedError
 from ckpt.format.manifest import Attempt
 from ckpt.format.manifest import owner as owner_of
@@ -39,7 +39,7 @@ READER_GRACE_S = 600.0  # in a remote place, between a PLAN and its deletions
 
 
 @dataclass
-class Place:
+class OpenTier:
     """One durable tier of the run.
 
     `every`: steps between its checkpoints; `grace_s`: how long readers of what is retired may go on.
@@ -77,7 +77,7 @@ class Place:
         return self.log.store
 
     @property
-    def flow(self) -> Flow:
+    def flow(self) -> UploadStats:
         return self.encoder.flow
 
     async def prepare(self) -> None:
@@ -243,14 +243,14 @@ def _say(tell: Callable[[Message], None], text: str) -> None:
     tell({"op": "said", "text": text})
 
 
-async def open_place(spec: dict[str, Any], *, later: bool = False) -> Place:
+async def open_place(spec: dict[str, Any], *, later: bool = False) -> OpenTier:
     """What a trainer says of a tier, opened: created if it is not there, refused if it cannot be trusted.
 
     `spec`: see `ckpt.tiers.Tier.spec`. `later`: a remote place that cannot be opened now is opened when it is needed.
     """
     store = _store_of(spec)
     log = RunLog(store)
-    place = Place(str(spec["url"]), retention.Keep(spec["last"], spec["every"]), log, spec=spec)
+    place = OpenTier(str(spec["url"]), retention.Keep(spec["last"], spec["every"]), log, spec=spec)
     _settings(place, spec)
     try:
         await commit.create_run(store)
@@ -269,7 +269,7 @@ async def open_place(spec: dict[str, Any], *, later: bool = False) -> Place:
     return place
 
 
-async def renew(place: Place, spec: dict[str, Any]) -> None:
+async def renew(place: OpenTier, spec: dict[str, Any]) -> None:
     """What the next incarnation of the trainer may say otherwise: credentials and limits among it."""
     _settings(place, spec)
     if any(spec.get(key) != place.spec.get(key) for key in REACHING):
@@ -285,7 +285,7 @@ async def renew(place: Place, spec: dict[str, Any]) -> None:
         store.budget_s = PATIENCE_S
 
 
-def _settings(place: Place, spec: dict[str, Any]) -> None:
+def _settings(place: OpenTier, spec: dict[str, Any]) -> None:
     grace_s = spec.get("grace_s")
     place.keep = retention.Keep(spec["last"], spec["every"])
     place.encoder.policy = Policy(

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.checkpoint.incremental import BlobPlan, Digests, Previous
-from ckpt.checkpoint.write import Snapshot, drop, page_aligned, upload_from
+from ckpt.checkpoint.write import RankSnapshot, drop, page_aligned, upload_from
 from ckpt.errors import CheckpointError
 from ckpt.events import point
 from ckpt.format.codec import BF16, RAW
@@ -49,7 +49,7 @@ class Encoded:
 
 
 @dataclass(frozen=True, slots=True)
-class Lies:
+class BlobLocation:
     """Where a stored blob lies."""
 
     pack: int
@@ -66,7 +66,7 @@ class Packer:
     def __init__(
         self,
         store: Store,
-        snapshot: Snapshot,
+        snapshot: RankSnapshot,
         number: int,
         size: int,
         on_bytes: Callable[[int], None] = lambda nbytes: None,
@@ -75,7 +75,7 @@ class Packer:
         self.store, self.snapshot, self.number, self.size = store, snapshot, number, size
         self.on_bytes = on_bytes
         self.packs: list[PackInfo] = []
-        self.places: dict[int, Lies] = {}
+        self.places: dict[int, BlobLocation] = {}
         self.nbytes, self.busy_s = 0, 0.0
         self._items: list[Encoded] = []
         self._held = 0
@@ -86,7 +86,7 @@ class Packer:
 
     async def add(self, encoded: Encoded) -> None:
         if encoded.codec == BF16:
-            self.places[encoded.blob] = Lies(0, 0, 0, BF16, encoded.base, blob_digest(b""))
+            self.places[encoded.blob] = BlobLocation(0, 0, 0, BF16, encoded.base, blob_digest(b""))
             self.on_bytes(self.snapshot.layout.arrangement.blobs[encoded.blob].length)
             return
         self._items.append(encoded)
@@ -123,7 +123,7 @@ class Packer:
         offset = len(header)
         for item in items:
             digest = blob_digest(item.data) if item.codec != RAW else b""
-            self.places[item.blob] = Lies(pack, offset, len(item.data), item.codec, item.base, digest)
+            self.places[item.blob] = BlobLocation(pack, offset, len(item.data), item.codec, item.base, digest)
             offset += len(item.data)
         self.packs.append(PackInfo(key, len(data), len(header), file_digest(header)))
         self.nbytes += len(data)
@@ -251,7 +251,7 @@ class _Rows:
         if self.old.base[row] >= 0:
             self.columns["base"][blob] = self._based_on(int(self.old.base[row]))
 
-    def put(self, blob: int, lies: Lies) -> None:
+    def put(self, blob: int, lies: BlobLocation) -> None:
         """A blob that was stored anew."""
         for name in ("pack", "offset", "stored", "codec"):
             self.columns[name][blob] = getattr(lies, name)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.checkpoint.commit import load_part
-from ckpt.checkpoint.write import CHUNK, Written, upload_from
+from ckpt.checkpoint.write import CHUNK, WrittenPart, upload_from
 from ckpt.errors import CorruptError, ExistsError, NotFoundError
 from ckpt.format.digest import blob_digest, file_digest
 from ckpt.format.manifest import MAX_JSON, Attempt, PackInfo, part_key, table_key
@@ -53,7 +53,7 @@ async def copy_part(
     expected: str | None = None,
     used: Set[str] = frozenset(),
     on_bytes: OnBytes = None,
-) -> Written:
+) -> WrittenPart:
     """One rank's part with its table and packs, those of older attempts too that it uses. `expected`: the digest of the
     part, where it is known. `used`: packs that checkpoints in the target use.
 
@@ -104,12 +104,12 @@ async def _copy_pack(source: Store, target: Store, pack: PackInfo, table: Table,
         return  # objects appear whole, or not at all; a file has its full size before its first byte
     if there >= 0:
         await target.delete(pack.key)
-    await upload_from(target, pack.key, pack.size, Sound(source, pack, table).read, on_bytes)
+    await upload_from(target, pack.key, pack.size, VerifiedRanges(source, pack, table).read, on_bytes)
 
 
 async def _same(store: Store, pack: PackInfo, table: Table) -> bool:
     """Whether a pack holds what a table says of it."""
-    sound = Sound(store, pack, table)
+    sound = VerifiedRanges(store, pack, table)
     try:
         for offset in range(0, pack.size, CHUNK):
             await sound.read(offset, min(CHUNK, pack.size - offset))
@@ -118,7 +118,7 @@ async def _same(store: Store, pack: PackInfo, table: Table) -> bool:
     return True
 
 
-class Sound:
+class VerifiedRanges:
     """Ranges of a pack, of which every blob of the table that they touch has been verified."""
 
     def __init__(self, source: Store, pack: PackInfo, table: Table) -> None:

@@ -27,7 +27,7 @@ from ckpt.format.codec import BF16, RAW, decode
 from ckpt.format.digest import blob_digest, file_digest
 from ckpt.format.layout import Layout, pages
 from ckpt.format.manifest import Attempt, Part, index_key, owner, table_key
-from ckpt.format.merged import Saved
+from ckpt.format.merged import SavedState
 from ckpt.format.rank_index import MAX_DIRECTORY, Directory, is_directory
 from ckpt.format.table import MAX_TABLE, Table, merge
 from ckpt.runlog.log import Commit, RunLog
@@ -77,14 +77,16 @@ class Manifest:
             raise CorruptError(f"the plain values of rank {rank} at step {self.commit.step} are not of its layout")
         return layout
 
-    def saved(self) -> Saved:
+    def saved(self) -> SavedState:
         """The checkpoint as one state. CorruptError if only some of the ranks' parts are in this place."""
         if len(self.parts) != self.commit.world:
             raise CorruptError(
                 f"this place holds {len(self.parts)} of the {self.commit.world} parts of step {self.commit.step}: the "
                 "others are on the disks of other nodes"
             )
-        return Saved([self.layout(part.rank) for part in self.parts], [part.values for part in self.parts], self.table)
+        return SavedState(
+            [self.layout(part.rank) for part in self.parts], [part.values for part in self.parts], self.table
+        )
 
 
 async def open_run(url: str, store: Store | None = None) -> RunLog:
@@ -163,7 +165,7 @@ async def load_values(store: Store, commit: Commit, directory: Directory, ranks:
 
 async def load_saved(
     store: Store, commit: Commit, others: Sequence[str] = (), note: Callable[[str], None] = lambda text: None
-) -> Saved:
+) -> SavedState:
     """A checkpoint as one state. What a directory leaves to further files is read when it is wanted.
 
     `others`: URLs of places that have the same checkpoint, for such files that are lost here; `note` is told then.
@@ -182,7 +184,7 @@ async def load_saved(
     def tables(ranks: Sequence[int]) -> dict[int, Table]:
         return run(_from_any(urls, lambda place: load_tables(place, commit, directory, ranks), note)) if ranks else {}
 
-    return Saved.listed(directory, values, tables)
+    return SavedState.listed(directory, values, tables)
 
 
 async def _from_any(

@@ -23,7 +23,7 @@ Lost = dict[int, CorruptError | StoreError]
 
 
 @dataclass
-class Mended:
+class ReadRepair:
     """What was damaged and came from elsewhere, in words; and where the damage lies, by pack and offset."""
 
     repaired: list[str] = field(default_factory=list)
@@ -38,7 +38,7 @@ async def fetch(
     sink: read.Sink,
     others: Sequence[str] = (),
     room: read_local.Room | None = None,
-) -> Mended:
+) -> ReadRepair:
     """Hand all of these blobs to `sink`, each verified. CorruptError or StoreError if one cannot be had anywhere.
 
     `others`: URLs of places that have the same checkpoint. `room`: where blobs may be read to instead; what comes from
@@ -54,7 +54,7 @@ async def fetch(
         await read.fetch(store, table, batches, sink, on_damage=note)
     else:
         await read_local.fetch(store, table, batches, sink, note, room)
-    mended = Mended()
+    mended = ReadRepair()
     if missing:
         rows = [row for row in read.closure(table, missing) if table.stored[row]]
         mended.ranges = {(table.packs[int(table.pack[row])], int(table.offset[row])) for row in rows}
@@ -70,7 +70,7 @@ async def fetch(
 
 
 async def _search(
-    store: Store, url: str, attempt: Attempt, table: Table, missing: Lost, sink: read.Sink, mended: Mended
+    store: Store, url: str, attempt: Attempt, table: Table, missing: Lost, sink: read.Sink, mended: ReadRepair
 ) -> None:
     """In one place, as long as anything is missing. Whatever is wrong there is no reason to give up."""
     try:
@@ -91,7 +91,7 @@ def _candidates(state: RunState, attempt: Attempt, here: bool) -> list[Commit]:
 
 
 async def _take(
-    other: Store, commit: Commit, attempt: Attempt, table: Table, missing: Lost, sink: read.Sink, mended: Mended
+    other: Store, commit: Commit, attempt: Attempt, table: Table, missing: Lost, sink: read.Sink, mended: ReadRepair
 ) -> None:
     """What one checkpoint has of what is missing."""
     try:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ckpt.checkpoint.commit import Role, load_part
 from ckpt.checkpoint.read import Batch, fetch, plan_reads
-from ckpt.checkpoint.write import Written
+from ckpt.checkpoint.write import WrittenPart
 from ckpt.errors import CheckpointError, CorruptError, NotFoundError, StoreError
 from ckpt.events import log as logger
 from ckpt.format.manifest import Attempt
@@ -86,7 +86,7 @@ class Scrub:
             self._done.add((commit.attempt, rank, number))
         return fresh
 
-    async def _part(self, commit: Commit, written: Written) -> bool:
+    async def _part(self, commit: Commit, written: WrittenPart) -> bool:
         table = written.table
         # What has no bytes of its own is never seen by itself, and must not count as new for ever.
         new = [blob for blob in range(table.owned) if table.stored[blob] and _range(table, blob) not in self._seen]

@@ -13,7 +13,7 @@ MOST_TEXT = 300  # characters of an error that are kept
 
 
 @dataclass(slots=True)
-class Flow:
+class UploadStats:
     """One checkpoint at a time is written to a place. Sizes are bytes.
 
     `step`: of what is being written, None for nothing; `done` of `total` bytes of its state; `began`: when, by the

@@ -29,7 +29,7 @@ PARTS_IN_FLIGHT = 8  # handed to a store that takes parts, which sends as many a
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class RankSnapshot:
     """One rank's frozen state. `data` lies in the order of `layout.arrangement`; `values` are tagged plain values."""
 
     attempt: Attempt
@@ -40,7 +40,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenPart:
     """What the committer needs to know of a stored part."""
 
     part: Part
@@ -50,13 +50,13 @@ class Written:
 
 async def write_part(
     store: Store,
-    snapshot: Snapshot,
+    snapshot: RankSnapshot,
     *,
     number: int = 0,
     reason: str = "due",
     on_bytes: Callable[[int], None] | None = None,
     check: Callable[[], None] = lambda: None,
-) -> Written:
+) -> WrittenPart:
     """Store one rank's share of an attempt, all of it raw. After an error nothing of it counts; write again with a
     higher `number`.
 
@@ -78,7 +78,7 @@ async def write_part(
 
 async def finish_part(
     store: Store,
-    snapshot: Snapshot,
+    snapshot: RankSnapshot,
     table: Table,
     packs: list[PackInfo],
     *,
@@ -88,7 +88,7 @@ async def finish_part(
     chain: int = 0,
     full: Attempt | None = None,
     check: Callable[[], None] = lambda: None,
-) -> Written:
+) -> WrittenPart:
     """Table and part, when the packs are there. `packs`: all that the table names; those of this attempt are taken
     away again if it fails before anybody can have seen the part. `needs`: the checkpoint that it was built on;
     `chain`, `full`: how many lie between it and the last full one, and which that is."""
@@ -128,7 +128,7 @@ async def finish_part(
     # After any other error here the part may be there all the same, and others may have found it and the pack: only
     # the log can say that they do not count, and the clean-up takes them.
     point("part.stored")
-    return Written(part, file_digest(raw_part), table)
+    return WrittenPart(part, file_digest(raw_part), table)
 
 
 async def drop(store: Store, packs: Iterable[str]) -> None:

@@ -17,7 +17,7 @@ from ckpt.cli.terminal import example, json_option, place_option, print_json, pr
 
 if TYPE_CHECKING:  # other commands need not wait for it
     from ckpt.doctor.advice import Cadence
-    from ckpt.doctor.findings import Finding, Job, Place
+    from ckpt.doctor.findings import Finding, JobSize, TierFindings
     from ckpt.doctor.place import Bounds
 
 UNREACHABLE = 2
@@ -57,12 +57,12 @@ def doctor(
     again, and a place with files that are not a run's is not written to. With --state-gb and --step-s it also says how
     often to save where. Exit code 1 if there are problems, 2 if a place cannot be read.
     """
-    from ckpt.doctor.findings import MIB, Job
+    from ckpt.doctor.findings import MIB, JobSize
     from ckpt.doctor.place import Bounds
 
     if (listen is not None) + (to is not None) + bool(urls) > 1:
         raise click.UsageError("URLs, --listen and --to are three different things: one at a time")
-    job = Job(int((state_gb or 0) * 1e9), step_s, world, local_ranks(world, os.environ))
+    job = JobSize(int((state_gb or 0) * 1e9), step_s, world, local_ranks(world, os.environ))
     bounds = Bounds(size=size * MIB)
     if listen is not None:
         return be_listened_to(listen, bounds, as_json)
@@ -71,7 +71,7 @@ def doctor(
     return diagnose(urls, bounds, job, as_json)
 
 
-def diagnose(urls: Sequence[str], bounds: Bounds, job: Job, as_json: bool) -> int:
+def diagnose(urls: Sequence[str], bounds: Bounds, job: JobSize, as_json: bool) -> int:
     """The machine, then each place, then what follows."""
     from ckpt.doctor import advice as doctor_plan
     from ckpt.doctor import machine
@@ -108,11 +108,11 @@ def diagnose(urls: Sequence[str], bounds: Bounds, job: Job, as_json: bool) -> in
     return 1 if verdict == PROBLEM else 0
 
 
-def with_signals(urls: Sequence[str], bounds: Bounds) -> list[Place]:
+def with_signals(urls: Sequence[str], bounds: Bounds) -> list[TierFindings]:
     """Examine places in turn. Ctrl-C, SIGTERM and a closed terminal end it, once what was written is gone."""
     from ckpt.doctor.place import examine
 
-    async def all_of_them() -> list[Place]:
+    async def all_of_them() -> list[TierFindings]:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -152,7 +152,7 @@ def be_listened_to(where: str, bounds: Bounds, as_json: bool) -> int:
     return 0
 
 
-def measured(where: str, bounds: Bounds, job: Job, as_json: bool) -> int:
+def measured(where: str, bounds: Bounds, job: JobSize, as_json: bool) -> int:
     from ckpt.doctor.findings import worst
     from ckpt.doctor.network import link_findings, measure_link
 
@@ -208,7 +208,7 @@ def show(title: str, findings: Sequence[Finding]) -> None:
         print()
 
 
-def conclude(cadences: Sequence[Cadence], line: str, job: Job) -> None:
+def conclude(cadences: Sequence[Cadence], line: str, job: JobSize) -> None:
     if not cadences:
         return
     print(f"{job.state / 1e9:g} GB over {job.world} ranks, {job.local} of them here, at what was measured:")

@@ -22,7 +22,7 @@ from ckpt.cli.terminal import example, json_option, opened, place_option, print_
 from ckpt.errors import UsageError
 from ckpt.format.regular_file import read_regular
 from ckpt.goodput import breakdown, job_plan, model
-from ckpt.goodput.job_plan import Faults, Job, Machine, Measured, Plan
+from ckpt.goodput.job_plan import Faults, Machine, Measured, Plan, PlannedJob
 
 ENOUGH = 3  # interruptions, to say anything about the time between them
 ROUGH = 3.0  # intervals that the time between faults has to have, for `forecast` to be good with several places
@@ -339,7 +339,7 @@ def ranks(count: int) -> str:
     return f"{count:,} rank{'s' * (count > 1)}"
 
 
-def job_of(given: Mapping[str, Any], found: Measured | None) -> tuple[Job, Sources]:
+def job_of(given: Mapping[str, Any], found: Measured | None) -> tuple[PlannedJob, Sources]:
     known = found or Measured()
     gpus = given["gpus"] if given["gpus"] is not None else known.world if found else None
     step_s = given["step_s"] if given["step_s"] is not None else known.step_s
@@ -362,10 +362,10 @@ def job_of(given: Mapping[str, Any], found: Measured | None) -> tuple[Job, Sourc
     model.positive("--gpus", gpus, most=1e9)
     model.positive("--days", given["days"], most=1e6)
     sources |= {"step_s": "given" if given["step_s"] is not None else "run", "state": sources.get("state", "given")}
-    return Job(gpus, state, step_s, given["per_node"], given["days"]), sources
+    return PlannedJob(gpus, state, step_s, given["per_node"], given["days"]), sources
 
 
-def mtbf_of(given: Mapping[str, Any], found: Measured | None, job: Job, run: str | None) -> tuple[float, str]:
+def mtbf_of(given: Mapping[str, Any], found: Measured | None, job: PlannedJob, run: str | None) -> tuple[float, str]:
     """And where it is from."""
     of_gpus, text = given["of_gpus"], "given"
     if given["mtbf"] is not None and given["interruptions"] is not None:
@@ -399,7 +399,7 @@ def machine_of(given: Mapping[str, Any], costs: Mapping[str, Any]) -> Machine:
     return replace(Machine(), **values)
 
 
-def places_of(given: Mapping[str, Any], job: Job) -> list[str]:
+def places_of(given: Mapping[str, Any], job: PlannedJob) -> list[str]:
     if given["places"] is None:
         replica = [job_plan.REPLICA] if job.nodes > 1 else []
         return [job_plan.MEMORY, *replica, job_plan.SHARED]

@@ -30,8 +30,8 @@ from ckpt.cli.terminal import (
 from ckpt.store import normalise
 
 if TYPE_CHECKING:
-    from ckpt.maintain.audit import Diagnosis, PackDamage
-    from ckpt.maintain.repair import Mended
+    from ckpt.maintain.audit import AuditResult, PackDamage
+    from ckpt.maintain.repair import Repaired
     from ckpt.runlog.log import Commit, RunLog
 
 Found = dict[str, Any]
@@ -124,7 +124,7 @@ def _kin(log: RunLog, other: RunLog) -> bool:
     return bool((mine.commits.keys() | mine.held.keys()) & (theirs.commits.keys() | theirs.held.keys()))
 
 
-def _summary(found: Diagnosis) -> dict[str, Any]:
+def _summary(found: AuditResult) -> dict[str, Any]:
     pieces = [piece for pack in found.packs for piece in pack.pieces]
     return {
         "damaged_records": found.records,
@@ -175,7 +175,7 @@ def _pack(pack: PackDamage) -> dict[str, Any]:
     }
 
 
-def _done(done: Mended, found: Diagnosis) -> Found:
+def _done(done: Repaired, found: AuditResult) -> Found:
     zeroed = [piece for pack in found.packs if pack.info.key in done.lost for piece in pack.lost]
     return {
         "files": done.files,

@@ -34,7 +34,7 @@ from ckpt.faults import report as fault
 from ckpt.faults.report import Fault
 from ckpt.goodput import ledger
 from ckpt.goodput.accounting import settle
-from ckpt.goodput.breakdown import LEAST_S, Cost, Interruption, Statement, duration, moment
+from ckpt.goodput.breakdown import LEAST_S, Interruption, InterruptionCost, Statement, duration, moment
 from ckpt.goodput.ledger import Account, Decision
 from ckpt.goodput.timeline import is_sane
 from ckpt.report.chronicle import chronicle
@@ -301,7 +301,9 @@ def parts(found: Statement) -> list[tuple[str, str, str, str]]:
     return rows
 
 
-def inner(names: Iterable[tuple[str, str]], cost: Cost, found: Statement) -> list[tuple[str, str, str, str]]:
+def inner(
+    names: Iterable[tuple[str, str]], cost: InterruptionCost, found: Statement
+) -> list[tuple[str, str, str, str]]:
     return [line(f"  {text}", getattr(cost, name), found) for name, text in names if getattr(cost, name) > 0]
 
 

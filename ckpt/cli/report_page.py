@@ -15,7 +15,7 @@ import click
 
 from ckpt.cli.terminal import SHOWN, opened, say
 from ckpt.errors import CheckpointError
-from ckpt.report.words import Class, Stock
+from ckpt.report.words import StoredBytes, TensorKind
 from ckpt.runlog.log import RunLog
 
 MOST_CLASSES = 12  # of tensors, on a page
@@ -78,15 +78,15 @@ def _umask() -> int:
 
 
 @dataclass(frozen=True)
-class Holdings:
+class RunContents:
     """Of a run: its newest checkpoint, all their steps, and what of that cannot be read."""
 
-    stock: Stock | None
+    stock: StoredBytes | None
     steps: tuple[int, ...]
     problems: tuple[str, ...]
 
 
-async def read_holdings(url: str) -> Holdings:
+async def read_holdings(url: str) -> RunContents:
     async with opened(url) as log:
         problems = []
         if damaged := log.state.damaged:
@@ -99,10 +99,10 @@ async def read_holdings(url: str) -> Holdings:
                 stock = await _stock(log)
             except CheckpointError as error:
                 problems.append(f"the newest checkpoint cannot be looked into: {error}")
-        return Holdings(stock, steps, tuple(problems))
+        return RunContents(stock, steps, tuple(problems))
 
 
-async def _stock(log: RunLog) -> Stock:
+async def _stock(log: RunLog) -> StoredBytes:
     from ckpt.checkpoint import describe, read
 
     manifest = await read.manifest_of(log, None)
@@ -118,11 +118,11 @@ async def _stock(log: RunLog) -> Stock:
         count[:] = count[0] + 1, count[1] + t.bytes, count[2] + stored
     ordered = sorted(classes.items(), key=lambda one: -one[1][1])
     rest = [count for _, count in ordered[MOST_CLASSES:]]
-    shown = [Class(name, *count) for name, count in ordered[:MOST_CLASSES]]
+    shown = [TensorKind(name, *count) for name, count in ordered[:MOST_CLASSES]]
     if rest:
-        shown.append(Class("other", *(sum(one[n] for one in rest) for n in range(3))))
+        shown.append(TensorKind("other", *(sum(one[n] for one in rest) for n in range(3))))
     reads = sum(describe.used_of(table).values())
-    return Stock(manifest.commit.step, manifest.commit.full, manifest.commit.world, reads, tuple(shown))
+    return StoredBytes(manifest.commit.step, manifest.commit.full, manifest.commit.world, reads, tuple(shown))
 
 
 def class_of(name: str, kinds: Mapping[str, str]) -> str:

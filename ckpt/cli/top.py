@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt.cli.terminal import SAYING, example, json_option, place_option, print_json
-from ckpt.cli.top_data import Survey
-from ckpt.cli.top_view import PLAIN, Glyphs, Line, View, lines, plain
+from ckpt.cli.top_data import RunWatch
+from ckpt.cli.top_view import PLAIN, Glyphs, Line, TopView, lines, plain
 from ckpt.events import log as logger
 from ckpt.store import normalise
 
@@ -51,7 +51,7 @@ def top(run: str, once: bool, interval_s: float | None, as_json: bool) -> int:
         raise click.UsageError("memory:NAME, as in Checkpointer(..., name=NAME)")
     able = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
     single = once or as_json or (not able and interval_s is None)
-    with Survey(place) as sources:
+    with RunWatch(place) as sources:
         view = sources.first(patient=single)
         if as_json:
             print_json(view.to_json())
@@ -84,12 +84,12 @@ def _width() -> int:
     return 120
 
 
-def _print(view: View) -> None:
+def _print(view: TopView) -> None:
     for line in lines(view, _width(), None, _glyphs()):
         print(plain(line))
 
 
-def _print_often(sources: Survey, view: View, interval_s: float) -> None:
+def _print_often(sources: RunWatch, view: TopView, interval_s: float) -> None:
     sources.follow(interval_s)
     with contextlib.suppress(KeyboardInterrupt):
         while True:
@@ -99,7 +99,7 @@ def _print_often(sources: Survey, view: View, interval_s: float) -> None:
             view = sources.view()
 
 
-def _watch(sources: Survey, interval_s: float) -> None:
+def _watch(sources: RunWatch, interval_s: float) -> None:
     """Until q or Ctrl-C; the terminal is as it was afterwards."""
     from rich.console import Console, Group
     from rich.live import Live

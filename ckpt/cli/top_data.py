@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from ckpt.cli.terminal import PATIENCE_S, say
-from ckpt.cli.top_view import Stored, View
+from ckpt.cli.top_view import RunStored, TopView
 from ckpt.errors import CheckpointError, FormatError, UsageError
 from ckpt.faults import report
 from ckpt.faults.report import Fault
@@ -28,7 +28,7 @@ from ckpt.goodput.ledger import Account
 from ckpt.ipc import channel as link
 from ckpt.runlog.log import RunLog
 from ckpt.store import get_small, open_store
-from ckpt.telemetry.status import Look, shown
+from ckpt.telemetry.status import RankStatus, shown
 
 ASK_S = 2.0  # for a writer to answer
 PLACES_S, PLACE_WAIT_S = 10.0, 10.0  # between two looks into the run's place; for one of them
@@ -39,19 +39,19 @@ MOST_STARTS, MOST_FAULTS = 64, 256  # of a run's ledger and faults, the newest
 ASKED_AT_ONCE = 32
 
 
-class Survey:
+class RunWatch:
     """Writers here, and the run's place."""
 
     def __init__(self, place: str) -> None:
         self.place = place
         self.shown = shown(place)
-        self._there = None if place.startswith("memory:") else Place(place)
+        self._there = None if place.startswith("memory:") else StoreWatch(place)
         self._asking = ThreadPoolExecutor(ASKED_AT_ONCE, "ckpt-top")
-        self._looks: list[Look] = []
+        self._looks: list[RankStatus] = []
         self._silent: dict[int, str] = {}
         self._stop = threading.Event()
 
-    def __enter__(self) -> Survey:
+    def __enter__(self) -> RunWatch:
         if self._there is not None:
             self._there.start()
         return self
@@ -66,7 +66,7 @@ class Survey:
                     stream.flush()
             os._exit(status)  # a place that hangs keeps threads that nobody can end
 
-    def first(self, *, patient: bool) -> View:
+    def first(self, *, patient: bool) -> TopView:
         """The first look; `patient`: wait for the place, also if there is something else to show. An error if there is
         no such run."""
         self.ask()
@@ -83,19 +83,19 @@ class Survey:
             raise UsageError(f"{self.shown} cannot be read: {why}")
         return self.view()
 
-    def view(self) -> View:
+    def view(self) -> TopView:
         """As it is known by now. Never waits."""
         stored = None if self._there is None else self._there.stored
         known = stored if stored is not None and not (stored.missing and self._looks) else None
         reading = self._there is not None and stored is None
-        return View(self.shown, tuple(self._looks), dict(self._silent), known, reading, time.time())
+        return TopView(self.shown, tuple(self._looks), dict(self._silent), known, reading, time.time())
 
     def ask(self) -> None:
         """All writers of this run on this machine."""
         keys = link.siblings(link.run_key(self.place, 0))
-        looks, silent = list[Look](), dict[int, str]()
+        looks, silent = list[RankStatus](), dict[int, str]()
         for number, found in zip(keys, self._asking.map(_ask, keys.values()), strict=True):
-            if isinstance(found, Look):
+            if isinstance(found, RankStatus):
                 looks.append(found)
             elif found:
                 silent[number] = found
@@ -126,7 +126,7 @@ def _said(error: object) -> int:
     return 2
 
 
-def _ask(key: str) -> Look | str:
+def _ask(key: str) -> RankStatus | str:
     """What a writer says of its rank; why it says nothing, "" if there is none."""
     channel = link.connect(key)
     if channel is None:
@@ -137,7 +137,7 @@ def _ask(key: str) -> Look | str:
         received = channel.receive()
         if received is None:
             return "does not answer"
-        return Look.from_json(received[0]["look"])
+        return RankStatus.from_json(received[0]["look"])
     except OSError:
         return "does not answer"
     except (CheckpointError, KeyError, TypeError):
@@ -146,21 +146,21 @@ def _ask(key: str) -> Look | str:
         channel.close()
 
 
-class Place(threading.Thread):
+class StoreWatch(threading.Thread):
     """Reads the run's place now and then, in an event loop of its own."""
 
     def __init__(self, url: str) -> None:
         super().__init__(name="ckpt-top-place", daemon=True)
         self._url = url
         self._log: RunLog | None = None
-        self.stored: Stored | None = None
+        self.stored: RunStored | None = None
         self._first = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._accounts: dict[str, Account] = {}
         self._faults: dict[str, Fault | None] = {}
 
-    def wait(self, timeout_s: float) -> Stored | None:
+    def wait(self, timeout_s: float) -> RunStored | None:
         self._first.wait(timeout_s)
         return self.stored
 
@@ -195,7 +195,7 @@ class Place(threading.Thread):
                     await self._log.store.aclose()
 
     def _failed(self, why: str, *, missing: bool = False) -> None:
-        known = self.stored or Stored(shown(self._url))
+        known = self.stored or RunStored(shown(self._url))
         self.stored = replace(known, error=why, missing=missing)
 
     async def _look(self) -> None:
@@ -209,7 +209,7 @@ class Place(threading.Thread):
             self._log = log
         state = await self._log.refresh()
         history = state.lineage()
-        known = self.stored or Stored(shown(self._url))
+        known = self.stored or RunStored(shown(self._url))
         self.stored = replace(
             known,
             at=time.time(),
@@ -260,7 +260,7 @@ class Place(threading.Thread):
         for start in range(0, len(names), PARALLEL):
             await asyncio.gather(*map(one, names[start : start + PARALLEL]))
 
-    def _account(self, known: Stored) -> Stored:
+    def _account(self, known: RunStored) -> RunStored:
         accounts = ledger.in_order(self._accounts.values())
         faults = sorted((one for one in self._faults.values() if one is not None), key=lambda one: one.when)
         if faults:

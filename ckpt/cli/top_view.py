@@ -15,7 +15,7 @@ from rich.cells import cell_len, set_cell_size
 
 from ckpt.cli.terminal import human, safe
 from ckpt.goodput.breakdown import duration, moment
-from ckpt.telemetry.status import EAGER, FILLING, SEALED, Look, SlotLook, TierLook
+from ckpt.telemetry.status import EAGER, FILLING, SEALED, RankStatus, SlotStatus, TierStatus
 
 SLOW, LATE_S = 10.0, 5.0  # times a usual step, and seconds, without a sign of life: then that is said
 STALLING = 0.01  # share of the time that saving takes: a bottleneck
@@ -41,7 +41,7 @@ PLAIN = Glyphs({SEALED: "#", EAGER: "+", FILLING: "~", "": "."}, "#", ".", "~")
 
 
 @dataclass(frozen=True)
-class Stored:
+class RunStored:
     """What the run's place holds, for everybody who can read it. `at`: when it was read, in seconds since 1970, 0 for
     never; `error`: why it could not be read the last time; `missing`: there is no run.
 
@@ -72,14 +72,14 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class View:
+class TopView:
     """All that is known. `silent`: writers here that do not answer, by the number of their rank on this machine;
     `stored`: None where there is no place, or it has not been read yet (`reading`)."""
 
     run: str
-    looks: Sequence[Look] = ()
+    looks: Sequence[RankStatus] = ()
     silent: dict[int, str] = field(default_factory=dict)
-    stored: Stored | None = None
+    stored: RunStored | None = None
     reading: bool = False
     at: float = 0.0
 
@@ -110,7 +110,7 @@ class View:
         }
 
 
-def lines(view: View, width: int = 100, height: int | None = None, glyphs: Glyphs = PLAIN) -> list[Line]:
+def lines(view: TopView, width: int = 100, height: int | None = None, glyphs: Glyphs = PLAIN) -> list[Line]:
     """As many as fit into `height`, none wider than `width` cells."""
     show = _Show(view, max(10, width), glyphs)
     top = [show.title(), *show.status(), *show.places()]
@@ -157,7 +157,7 @@ def bar(done: int, total: int, glyphs: Glyphs) -> str:
     return f"{glyphs.full * full}{glyphs.empty * (BAR - full)} {100 * share:.0f} %"
 
 
-def slots(found: Iterable[SlotLook], glyphs: Glyphs) -> str:
+def slots(found: Iterable[SlotStatus], glyphs: Glyphs) -> str:
     return "".join(glyphs.slots.get(one.state, "!" if one.state == "damaged" else glyphs.slots[""]) for one in found)
 
 
@@ -165,13 +165,13 @@ def count(number: int) -> str:
     return f"{number:,}"
 
 
-def trouble(look: Look) -> tuple[Any, ...]:
+def trouble(look: RankStatus) -> tuple[Any, ...]:
     """The worst rank is the first: those that do not live, then those that are behind."""
     lag = max((tier.lag_s for tier in look.tiers), default=0.0)
     return look.trainer == "alive", look.step, -look.idle_s if quiet(look) else 0.0, -lag, -look.stall_share, look.rank
 
 
-def quiet(look: Look) -> bool:
+def quiet(look: RankStatus) -> bool:
     """Whether it has given no sign of life for long."""
     return look.trains and look.doing == "training" and look.idle_s > max(LATE_S, SLOW * look.usual_s)
 
@@ -179,7 +179,7 @@ def quiet(look: Look) -> bool:
 class _Show:
     """The parts of one picture."""
 
-    def __init__(self, view: View, width: int, glyphs: Glyphs) -> None:
+    def __init__(self, view: TopView, width: int, glyphs: Glyphs) -> None:
         self.view, self.width, self.glyphs = view, width, glyphs
         self.looks = sorted(view.looks, key=lambda one: one.rank)
 
@@ -274,7 +274,7 @@ class _Show:
             (f"{room} set aside", "dim"),
         ]
 
-    def _tier(self, url: str, tiers: Sequence[TierLook]) -> list[Line]:
+    def _tier(self, url: str, tiers: Sequence[TierStatus]) -> list[Line]:
         worst = max(tiers, key=lambda one: (one.lag_steps, one.lag_s))
         line: Line = [(self._name(url), "cyan")]
         steps = [one.committed for one in tiers]
@@ -302,7 +302,7 @@ class _Show:
             return [line]
         return [line, [(f"  {failed} failed: {error}" if failed else f"  {error}", "red")]]
 
-    def _stored(self, stored: Stored) -> Line:
+    def _stored(self, stored: RunStored) -> Line:
         line: Line = [(self._name(stored.url), "cyan")]
         if not stored.at:
             return [*line, (f"cannot be read: {stored.error}", "red")]
@@ -326,7 +326,7 @@ class _Show:
         rest = [look for look in self.looks if look not in shown]
         return found + [self._rank(look) for look in shown] + [self._others(rest, bool(shown))]
 
-    def _rank(self, look: Look) -> Line:
+    def _rank(self, look: RankStatus) -> Line:
         wide = len(str(max(1, self.view.world) - 1))
         step = count(look.step) if look.step >= 0 else "-"
         line: Line = [(f"r{look.rank:<{wide}} {step:>{len(count(max(one.step for one in self.looks)))}}", "bold")]
@@ -354,7 +354,7 @@ class _Show:
             line.append((look.host, "dim"))
         return line
 
-    def _others(self, rest: Sequence[Look], some: bool) -> Line:
+    def _others(self, rest: Sequence[RankStatus], some: bool) -> Line:
         steps, stall = [look.step for look in rest], max(look.stall_share for look in rest)
         lag = max((tier.lag_steps for look in rest for tier in look.tiers), default=0)
         span = count(min(steps)) if min(steps) == max(steps) else f"{count(min(steps))} to {count(max(steps))}"

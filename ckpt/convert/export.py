@@ -50,7 +50,7 @@ OnBytes = Callable[[int], None] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class Exported:
     """`nbytes` of the files, of which `resumed` were there from a call before."""
 
     nbytes: int
@@ -59,7 +59,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class FileWindow:
     """Bytes of a file. Both ends are at whole pages, but for the end of the file."""
 
     file: int
@@ -83,18 +83,18 @@ def resident() -> int:
         return int(file.read().split()[1]) * mmap.PAGESIZE
 
 
-def batches(output: Output, size: int) -> Iterator[list[Window]]:
+def batches(output: Output, size: int) -> Iterator[list[FileWindow]]:
     """All bytes of all files, so many at once. Those of each file come in their order."""
     files = output.files
     if not output.side_by_side:
         for number, file in enumerate(files):
             for start in range(0, file.size, size):
-                yield [Window(number, start, min(start + size, file.size))]
+                yield [FileWindow(number, start, min(start + size, file.size))]
         return
     each = min(size, max(LEAST, size // max(1, len(files)) // PAGE * PAGE))
     count = max(1, size // each)
     for start in range(0, max((file.size for file in files), default=0), each):
-        row = [Window(n, start, min(start + each, f.size)) for n, f in enumerate(files) if start < f.size]
+        row = [FileWindow(n, start, min(start + each, f.size)) for n, f in enumerate(files) if start < f.size]
         yield from (row[first : first + count] for first in range(0, len(row), count))
 
 
@@ -115,7 +115,7 @@ def partial_of(target: Path) -> Path:
 
 async def export(
     origin: Origin, output: Output, target: Path, *, window: int = LARGEST, on_bytes: OnBytes = None
-) -> Done:
+) -> Exported:
     """Make the files of `output` and let them appear as `target`. Called again after an interruption, it goes on.
 
     UsageError if the target exists, or something else is being made there; FullError if there is no room, of which
@@ -138,7 +138,7 @@ async def export(
             raise CorruptError(f"{error}. {workshop.stays}") from error
         point("export.whole")
         workshop.appear()
-    return Done(sum(file.size for file in output.files), mover.resumed, time.monotonic() - started)
+    return Exported(sum(file.size for file in output.files), mover.resumed, time.monotonic() - started)
 
 
 def identity(origin: Origin, output: Output) -> str:
@@ -374,25 +374,25 @@ class _Mover:
                 await asyncio.wait((writing,))
             await asyncio.to_thread(self._close)
 
-    def _missing(self, views: Mapping[Window, Bytes]) -> dict[Window, Bytes]:
+    def _missing(self, views: Mapping[FileWindow, Bytes]) -> dict[FileWindow, Bytes]:
         """Those that no earlier call has written, or that do not lie there as they were noted. The others are in their
         views then."""
         return {window: view for window, view in views.items() if not self._there(window, view)}
 
-    def _there(self, window: Window, view: Bytes) -> bool:
+    def _there(self, window: FileWindow, view: Bytes) -> bool:
         name = self._output.files[window.file].name
         noted = self._workshop.noted.get((name, window.start, window.stop))
         if noted is None:
             return False
         return self._writers[window.file].read(window.start, view) and blob_digest(view.data).hex() == noted
 
-    def _settle(self, views: Mapping[Window, Bytes], missing: Mapping[Window, Bytes]) -> None:
+    def _settle(self, views: Mapping[FileWindow, Bytes], missing: Mapping[FileWindow, Bytes]) -> None:
         """What comes after reading: checksums, in the order of the bytes, and writing what is not there."""
         for window, view in views.items():
             self._summers[window.file].feed(window.start, view)
         self._write(missing)
 
-    async def _fill(self, views: Mapping[Window, Bytes]) -> None:
+    async def _fill(self, views: Mapping[FileWindow, Bytes]) -> None:
         """The windows' bytes, as the plan has them."""
         wants, casts = list[Want](), list[tuple[Bytes, str, str, Bytes]]()
         for window, view in views.items():
@@ -414,7 +414,7 @@ class _Mover:
         if casts:
             await asyncio.to_thread(_cast_all, casts)
 
-    def _write(self, views: Mapping[Window, Bytes]) -> None:
+    def _write(self, views: Mapping[FileWindow, Bytes]) -> None:
         for window, view in views.items():
             point("export.window")
             self._writers[window.file].write(window.start, view)
@@ -440,9 +440,9 @@ class _Mover:
             self._writers.close()
 
 
-def _carve(buffer: Bytes, batch: Sequence[Window]) -> dict[Window, Bytes]:
+def _carve(buffer: Bytes, batch: Sequence[FileWindow]) -> dict[FileWindow, Bytes]:
     """Memory for each window, at whole pages."""
-    found, at = dict[Window, Bytes](), 0
+    found, at = dict[FileWindow, Bytes](), 0
     for window in batch:
         size = window.stop - window.start
         found[window] = buffer[at : at + size]
@@ -455,7 +455,7 @@ def _cast_all(casts: Sequence[tuple[Bytes, str, str, Bytes]]) -> None:
         cast(raw, dtype, to, place)
 
 
-def _parts(file: OutFile, window: Window) -> Iterator[Literal | Run]:
+def _parts(file: OutFile, window: FileWindow) -> Iterator[Literal | Run]:
     """Those that lie in a window."""
     first = max(0, bisect_right(file.parts, window.start, key=lambda part: part.at) - 1)
     for part in file.parts[first:]:

@@ -16,9 +16,9 @@ from typing import Any
 from ckpt.convert import safe_pickle
 from ckpt.convert.parse_entries import AnyTensor, Chunks, at_place, from_description, from_state
 from ckpt.convert.parse_safetensors import check_inside
-from ckpt.convert.parse_torch import Archive, Window, find_in, open_archive, opened, told
+from ckpt.convert.parse_torch import Archive, FileSection, find_in, open_archive, opened, told
 from ckpt.convert.parse_values import ALLOWED, DTYPES, TensorRef, Values, dims, refuse
-from ckpt.convert.safe_pickle import Name, Node
+from ckpt.convert.safe_pickle import Name, PickleNode
 from ckpt.convert.source import DESCRIPTION
 from ckpt.convert.source_files import Crc, Foreign
 from ckpt.errors import CorruptError, FormatError, UsageError
@@ -68,7 +68,7 @@ def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
     """
     folder = path.parent if path.name == ".metadata" else path
     with opened(folder / ".metadata") as fd, told(folder / ".metadata"):
-        window = Window(fd, 0, os.fstat(fd).st_size)
+        window = FileSection(fd, 0, os.fstat(fd).st_size)
         if window.length > safe_pickle.MAX_BYTES:
             raise FormatError(f"{window.length >> 20} MiB; at most {safe_pickle.MAX_BYTES >> 20} are read")
         index = _Index(safe_pickle.load(window.take(0, window.length), _METADATA))
@@ -125,7 +125,7 @@ class _Index:
 
 
 def _fields(node: Any, kind: str) -> dict[str, Any]:
-    if type(node) is not Node or not node.name.endswith(f".{kind}"):
+    if type(node) is not PickleNode or not node.name.endswith(f".{kind}"):
         raise ValueError(f"a {kind} is missing")
     state = {} if node.state is None else node.state
     if type(state) is not dict:
@@ -255,7 +255,7 @@ class _Items:
                 with told(self._folder / file, (name,)):
                     if at + length > size:
                         raise CorruptError("the file was cut off")
-                    archive = open_archive(Window(fd, at, length, NEAR))
+                    archive = open_archive(FileSection(fd, at, length, NEAR))
                     path = self._index.paths[name]
                     found[name, offset] = self._value(archive, file, path, None if offset is None else name)
 

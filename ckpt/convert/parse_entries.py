@@ -15,8 +15,8 @@ from pathlib import Path as FilePath
 from typing import Any, TypeVar
 
 from ckpt.convert.parse_values import ArrayRef, TensorRef, Values
-from ckpt.convert.source import DESCRIPTION, Entry, described, fingerprint
-from ckpt.convert.source_files import Foreign, Piece
+from ckpt.convert.source import DESCRIPTION, OriginEntry, described, fingerprint
+from ckpt.convert.source_files import FilePiece, Foreign
 from ckpt.errors import CorruptError, UsageError
 from ckpt.format.layout import BITS
 from ckpt.format.values import Json, Path, encode, is_text, plain_dtype, show
@@ -57,7 +57,7 @@ class Parts:
     Tensors that are the same view of the same bytes are one tensor with several names.
     """
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[FilePiece] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
     held: dict[str, bytes] = field(default_factory=dict)
     _names: set[str] = field(default_factory=set)
@@ -79,8 +79,8 @@ class Parts:
             assert isinstance(value, Chunks)
             self.pieces += [self._piece(name, value.shape, offsets, ref) for offsets, _, ref in value.parts]
 
-    def _piece(self, name: str, whole: tuple[int, ...], offsets: tuple[int, ...], ref: TensorRef) -> Piece:
-        return Piece(name, ref.dtype, whole, offsets, ref.shape, ref.file, ref.at, ref.strides)
+    def _piece(self, name: str, whole: tuple[int, ...], offsets: tuple[int, ...], ref: TensorRef) -> FilePiece:
+        return FilePiece(name, ref.dtype, whole, offsets, ref.shape, ref.file, ref.at, ref.strides)
 
     def array(self, name: str, value: ArrayRef) -> Json:
         file = f"(pickled) {name}"
@@ -147,7 +147,7 @@ def _form(value: object) -> tuple[str, tuple[int, ...]] | None:
     return (value.dtype, value.shape) if isinstance(value, (TensorRef, Chunks)) else None
 
 
-def _check_references(entry: Entry) -> None:
+def _check_references(entry: OriginEntry) -> None:
     """CorruptError if plain values refer to something in a form that nobody can read."""
     for one in _tagged(entry.values):
         known = one.get("name") in entry.names
@@ -214,7 +214,7 @@ class _Reading:
     def __init__(self, what: str, folder: FilePath, at: Path, values: Values) -> None:
         self._what, self._folder, self._at, self._values = what, folder, at, values
         self._parts = Parts()
-        self._entries: list[Entry] = []
+        self._entries: list[OriginEntry] = []
         self._modules: list[_Module] = []
         self._optimizers: list[tuple[int, Path, dict[str, Any]]] = []
 
@@ -260,10 +260,10 @@ class _Reading:
             self._module(value, path)
         elif kind == "optimizer":
             self._optimizers.append((len(self._entries), path, value))
-            self._entries.append(Entry(path, kind, {}, ()))  # set when all modules are known
+            self._entries.append(OriginEntry(path, kind, {}, ()))  # set when all modules are known
         else:
             data, names = self._parts.values(value, path)
-            self._entries.append(Entry(path, kind, {}, names, data))
+            self._entries.append(OriginEntry(path, kind, {}, names, data))
 
     def _module(self, value: Mapping[str, AnyTensor], path: Path) -> None:
         if (cleaned := {_clean(key): tensor for key, tensor in value.items()}) != value and len(cleaned) == len(value):
@@ -275,11 +275,11 @@ class _Reading:
         if names and all(key.startswith("module.") for key in value):
             self._values.note(path, 'all names start with "module.", as those of a wrapped module do; kept as they are')
         self._modules.append(_Module(path, {k: (n, value[k]) for k, n in names.items()}, self._parts.aliases))
-        self._entries.append(Entry(path, "module", {}, tuple(names.values())))
+        self._entries.append(OriginEntry(path, "module", {}, tuple(names.values())))
 
     # -- optimizers --
 
-    def _optimizer(self, path: Path, saved: dict[str, Any]) -> Entry:
+    def _optimizer(self, path: Path, saved: dict[str, Any]) -> OriginEntry:
         saved = _unflattened(saved)
         groups = saved["param_groups"]
         keys = [key for group in groups for key in group["params"]]
@@ -311,7 +311,7 @@ class _Reading:
             "params": [[called[key] for key in group["params"]] for group in groups],
             "with_state": [called[key] for key in saved.get("state", {})],
         }
-        return Entry(path, "optimizer", facts, (*fixed, *found), {"groups": encoded, "state": others})
+        return OriginEntry(path, "optimizer", facts, (*fixed, *found), {"groups": encoded, "state": others})
 
     def _called(self, path: Path, keys: list[Any], saved: dict[str, Any]) -> dict[Any, str]:
         """What its parameters are called, by the keys that the optimizer has for them."""

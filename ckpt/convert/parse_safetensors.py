@@ -16,8 +16,8 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from ckpt.convert.parse_values import refuse
-from ckpt.convert.source import Entry
-from ckpt.convert.source_files import Foreign, Piece
+from ckpt.convert.source import OriginEntry
+from ckpt.convert.source_files import FilePiece, Foreign
 from ckpt.errors import CorruptError, FormatError, UsageError
 from ckpt.format.layout import BITS, MAX_DIMS
 from ckpt.format.regular_file import reading
@@ -129,7 +129,7 @@ def _foreign(folder: FilePath, files: list[str], weights: dict[str, str] | None,
         for removed, kept in metadata.items()
         if kept in names and removed not in names and is_text(removed) and removed != "format"  # which says of what
     }
-    entry = Entry(at, "module", {}, (*names.values(), *aliases))
+    entry = OriginEntry(at, "module", {}, (*names.values(), *aliases))
     return Foreign("safetensors", folder, tuple(pieces), aliases, (entry,), tuple(_few(notes)))
 
 
@@ -137,10 +137,10 @@ def _few(notes: list[str]) -> list[str]:
     return notes if len(notes) <= 10 else [*notes[:10], f"and {len(notes) - 10} more"]
 
 
-def _pieces(folder: FilePath, full: str, name: str, parts: list[_Tensor]) -> list[Piece]:
+def _pieces(folder: FilePath, full: str, name: str, parts: list[_Tensor]) -> list[FilePiece]:
     if len(parts) == 1 and not any(parts[0].offsets or ()):
         one = parts[0]
-        return [Piece(full, one.dtype, one.shape, (0,) * len(one.shape), one.shape, one.file, one.at)]
+        return [FilePiece(full, one.dtype, one.shape, (0,) * len(one.shape), one.shape, one.file, one.at)]
     if any(part.offsets is None or len(part.offsets) != len(parts[0].shape) for part in parts):
         files = ", ".join(sorted({part.file for part in parts})[:5])
         raise CorruptError(f"{folder}: {name} is in several files ({files}), and no index says in which")
@@ -148,7 +148,7 @@ def _pieces(folder: FilePath, full: str, name: str, parts: list[_Tensor]) -> lis
         raise CorruptError(f"{folder}: the pieces of {name} do not fit together")
     ends = [[i + n for i, n in zip(part.offsets or (), part.shape, strict=True)] for part in parts]
     whole = tuple(max(places) for places in zip(*ends, strict=True))
-    return [Piece(full, part.dtype, whole, part.offsets or (), part.shape, part.file, part.at) for part in parts]
+    return [FilePiece(full, part.dtype, whole, part.offsets or (), part.shape, part.file, part.at) for part in parts]
 
 
 # -- one file --

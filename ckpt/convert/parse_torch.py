@@ -38,7 +38,7 @@ _AGAIN = (
 )
 
 
-class Window(io.RawIOBase):
+class FileSection(io.RawIOBase):
     """Some bytes of a file, as a file of its own. `near`: bytes at each end that are read at once and kept."""
 
     def __init__(self, fd: int, start: int, length: int, near: int = 0) -> None:
@@ -97,7 +97,7 @@ class Window(io.RawIOBase):
 class Archive:
     """The records of a torch.save archive, by their names in it: (place in the file, bytes)."""
 
-    window: Window
+    window: FileSection
     records: dict[str, tuple[int, int]]
     sums: dict[str, int]
 
@@ -120,7 +120,7 @@ class Archive:
         return safe_pickle.load(self.read("data.pkl", safe_pickle.MAX_BYTES), ALLOWED, path)
 
 
-def open_archive(window: Window) -> Archive:
+def open_archive(window: FileSection) -> Archive:
     """CorruptError if it is damaged, FormatError or UsageError if it is not of `torch.save`."""
     try:
         infos = zipfile.ZipFile(cast(IO[bytes], window)).infolist()
@@ -148,7 +148,7 @@ def open_archive(window: Window) -> Archive:
     return found
 
 
-def _records(window: Window, infos: list[zipfile.ZipInfo]) -> dict[str, tuple[int, int]]:
+def _records(window: FileSection, infos: list[zipfile.ZipInfo]) -> dict[str, tuple[int, int]]:
     records: dict[str, tuple[int, int]] = {}
     end = 0
     for info in sorted(infos, key=lambda one: one.header_offset):
@@ -194,7 +194,7 @@ def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
     if path.suffix == ".distcp":
         raise UsageError(f"{path} is a part of a distributed checkpoint: give its folder, {path.parent}")
     with opened(path) as fd:
-        window = Window(fd, 0, os.fstat(fd).st_size)
+        window = FileSection(fd, 0, os.fstat(fd).st_size)
         if window.length < 4 or window.take(0, 4) != b"PK\3\4":
             raise _not_zip(path, window)
         with told(path):
@@ -219,7 +219,7 @@ def find_in(archive: Archive, file: str) -> Any:
     return find
 
 
-def _not_zip(path: FilePath, window: Window) -> Exception:
+def _not_zip(path: FilePath, window: FileSection) -> Exception:
     head = window.take(0, min(64, window.length))
     if head.startswith(_LEGACY) or head[:1] == b"\x80":
         return UsageError(f"{path}: written by torch before 1.6, or a plain pickle: {_AGAIN}")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.convert.safe_pickle import Name, Node, Outside
+from ckpt.convert.safe_pickle import Name, Outside, PickleNode
 from ckpt.errors import CorruptError, UsageError
 from ckpt.format.boxes import Dims
 from ckpt.format.layout import BITS, MAX_DIMS
@@ -149,7 +149,7 @@ class Values:
             return dict(self._pairs(value.items(), path))
         if kind is Name:
             return self._name(value.text, path)
-        if kind is Node:
+        if kind is PickleNode:
             return self._node(value, path)
         raise refuse(path, "is a storage without a tensor: save the tensor")
 
@@ -167,7 +167,7 @@ class Values:
             return text
         raise refuse(path, f"is {text} itself, a class or function: {_AS_PLAIN} and plain values")
 
-    def _node(self, node: Node, path: Path) -> Any:
+    def _node(self, node: PickleNode, path: Path) -> Any:
         name, args = node.name, node.args
         if name in REFUSED:
             raise refuse(path, REFUSED[name])
@@ -202,7 +202,7 @@ class Values:
 
     # -- tensors --
 
-    def _tensor(self, node: Node, path: Path) -> TensorRef:
+    def _tensor(self, node: PickleNode, path: Path) -> TensorRef:
         args, short = node.args, node.name.rpartition(".")[2]
         if short in ("_rebuild_parameter", "_rebuild_parameter_with_state"):
             if short == "_rebuild_parameter_with_state":
@@ -212,7 +212,7 @@ class Values:
             function, kind, inner, _ = args
             if type(kind) is not Name or kind.text not in _TENSORS:
                 raise refuse(path, f"is a tensor of the class {kind}: {_AS_PLAIN}")
-            return self._inner(Node(function.text, inner), path)
+            return self._inner(PickleNode(function.text, inner), path)
         if short not in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"):
             raise refuse(path, f"is a {node.name}: {_AS_PLAIN}")
         storage, offset, shape, strides = args[0], args[1], dims(args[2]), dims(args[3])
@@ -225,7 +225,7 @@ class Values:
         return self._view(storage, dtype, offset, shape, strides, path)
 
     def _inner(self, value: Any, path: Path) -> TensorRef:
-        if type(value) is not Node:
+        if type(value) is not PickleNode:
             raise CorruptError(f"{show(path)}: a parameter of something that is no tensor")
         if value.name in REFUSED:
             raise refuse(path, REFUSED[value.name])
@@ -294,7 +294,7 @@ def refuse(path: Path, problem: str) -> UsageError:
 
 def dims(value: Any) -> Dims:
     """A torch.Size, or a tuple or list of sizes. ValueError if it is none."""
-    if type(value) is Node and value.name == "torch.Size":
+    if type(value) is PickleNode and value.name == "torch.Size":
         value = value.args[0]
     if type(value) not in (tuple, list) or not all(type(n) is int and 0 <= n < 2**62 for n in value):
         raise ValueError("not a shape")
@@ -315,9 +315,9 @@ def as_bytes(value: Any) -> bytes:
     """Bytes, also as protocol 2 has them: text of which each character is a byte."""
     if type(value) is bytearray:
         return bytes(value)
-    if type(value) is Node and value.name == "_codecs.encode" and value.args[1] == "latin1":
+    if type(value) is PickleNode and value.name == "_codecs.encode" and value.args[1] == "latin1":
         return bytes(value.args[0].encode("latin1"))
-    if type(value) is Node and value.name == "builtins.bytes" and value.args == ():
+    if type(value) is PickleNode and value.name == "builtins.bytes" and value.args == ():
         return b""
     if type(value) is not bytes:
         raise ValueError("not bytes")
@@ -325,7 +325,7 @@ def as_bytes(value: Any) -> bytes:
 
 
 def _numpy_dtype(node: Any, path: Path) -> np.dtype[Any]:
-    if type(node) is not Node or node.name != "numpy.dtype":
+    if type(node) is not PickleNode or node.name != "numpy.dtype":
         raise ValueError("not a numpy dtype")
     code, state = node.args[0], node.state
     if type(code) is not str or code.startswith("O") or (state is not None and (state[2], state[3]) != (None, None)):
@@ -351,7 +351,7 @@ def _scalar(args: tuple[Any, ...], path: Path) -> np.generic:
     return found
 
 
-def _array(node: Node, path: Path) -> ArrayRef:
+def _array(node: PickleNode, path: Path) -> ArrayRef:
     if node.name in _FROM_BUFFER:
         data, dtype, shape, order = node.args
         fortran = order == "F"

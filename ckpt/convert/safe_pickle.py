@@ -3,7 +3,7 @@
 A pickle is a program. Loading it with Python's own reader runs whatever it names, so a crafted `.pt` file, or the
 `.metadata` of a distributed checkpoint, runs a shell command the moment another program opens it. Here its
 instructions are walked as text. Where it names a class or a function, a `Name` stands in the result; where it would
-call one, a `Node` says with what. The caller lists the names it knows what to do with; any other is refused, and
+call one, a `PickleNode` says with what. The caller lists the names it knows what to do with; any other is refused, and
 where in the data it stands is said.
 
 What damaged or hostile input can cost is limited too: bytes, instructions, depth, and the size of what a reader would
@@ -40,7 +40,7 @@ class Name:
         return self.text
 
 
-class Node:
+class PickleNode:
     """What calling `name` with `args` would have given, with what would have been put into it afterwards.
 
     `state`: of `__setstate__` or `__dict__`; `pairs`: of a mapping; `items`: of a sequence or set.
@@ -176,7 +176,7 @@ class _Machine:
         target = self.stack[-1]
         if type(target) is not Name or type(args) is not tuple:
             raise CorruptError("a damaged pickle: it calls something that has no name")
-        self.stack[-1] = Node(target.text, args)
+        self.stack[-1] = PickleNode(target.text, args)
 
     def put(self, index: int) -> None:
         self.memo[index] = self.stack[-1]
@@ -186,7 +186,7 @@ class _Machine:
 
     def build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
-        if type(target) is not Node:
+        if type(target) is not PickleNode:
             raise CorruptError("a damaged pickle: a state of something that has none")
         target.state = state
 
@@ -198,7 +198,7 @@ class _Machine:
 
     def append(self, values: list[Any]) -> None:
         target = self.stack[-1]
-        if type(target) is Node:
+        if type(target) is PickleNode:
             target.items += values
         elif type(target) is list:
             target += values
@@ -210,7 +210,7 @@ class _Machine:
         if len(flat) % 2:
             raise CorruptError("a damaged pickle: a key without a value")
         pairs = zip(flat[::2], flat[1::2], strict=True)
-        if type(target) is Node:
+        if type(target) is PickleNode:
             target.pairs += [(_key(key), value) for key, value in pairs]
         elif type(target) is dict:
             target.update((_key(key), value) for key, value in pairs)
@@ -221,7 +221,7 @@ class _Machine:
 def _key(key: Any) -> Any:
     """Of a dict. Not those of which many can be made to collide."""
     kind = type(key)
-    if kind in (str, bool, bytes, Name, Node) or key is None or (kind is int and -(2**63) <= key < 2**63):
+    if kind in (str, bool, bytes, Name, PickleNode) or key is None or (kind is int and -(2**63) <= key < 2**63):
         return key
     raise FormatError(f"a dict with a key of the type {kind.__name__}: only text and 64-bit numbers can be keys")
 
@@ -320,8 +320,8 @@ _TABLE: dict[int, _Row] = {
         b")": lambda machine, _: machine.stack.append(()),
         b"]": lambda machine, _: machine.stack.append([]),
         b"}": lambda machine, _: machine.stack.append({}),
-        b"\x8f": lambda machine, _: machine.stack.append(Node("builtins.set", ())),
-        b"\x91": _gather(lambda found: Node("builtins.frozenset", (found,))),
+        b"\x8f": lambda machine, _: machine.stack.append(PickleNode("builtins.set", ())),
+        b"\x91": _gather(lambda found: PickleNode("builtins.frozenset", (found,))),
         b"\x85": _tuple(1),
         b"\x86": _tuple(2),
         b"\x87": _tuple(3),
@@ -372,12 +372,12 @@ def _inside(value: Any) -> Sequence[Any]:
         return value  # type: ignore[no-any-return]
     if kind is dict:
         return [*value, *value.values()]
-    if kind is Node:
+    if kind is PickleNode:
         return [value.args, value.state, *value.items, *(part for pair in value.pairs for part in pair)]
     return [value.key] if kind is Outside else []
 
 
-_CONTAINERS = frozenset((list, tuple, dict, Node, Outside))
+_CONTAINERS = frozenset((list, tuple, dict, PickleNode, Outside))
 
 
 def _weigh(root: Any) -> None:
@@ -426,7 +426,7 @@ def _find(value: Any, name: str) -> Path | None:
         if type(value) not in _CONTAINERS or id(value) in seen:
             return None
         seen.add(id(value))
-        if type(value) is Node and value.name == name:
+        if type(value) is PickleNode and value.name == name:
             return ()
         for key, part in _keyed(value):
             if (below := find(part)) is not None:
@@ -443,7 +443,7 @@ def _keyed(value: Any) -> list[tuple[Any, Any]]:
     pairs: list[tuple[Any, Any]] = []
     if type(value) is dict:
         pairs = list(value.items())
-    elif type(value) is Node:
+    elif type(value) is PickleNode:
         state = list(value.state.items()) if type(value.state) is dict else []
         pairs = [*enumerate(value.items), *value.pairs, *state]
     return [*pairs, *((None, part) for part in _inside(value))]

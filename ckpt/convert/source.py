@@ -31,7 +31,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class OriginEntry:
     """One entry of a state, as a layout has it. `names`: of all its tensors, aliases too; `values`: tagged."""
 
     path: Path
@@ -42,14 +42,14 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class View:
+class RankView:
     """What one rank takes of an origin. `tensors`: for every tensor of the entries, the label of the one that is meant.
 
     `aliases`: further names, each of one of these. `notes`: what a person should know, such as whose values were taken.
     `step`: of the training, None if the files do not say.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[OriginEntry, ...]
     tensors: Mapping[str, str]
     aliases: Mapping[str, str]
     notes: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ class Origin(Protocol):
     def names(self) -> Mapping[str, str]:
         """Of every name, aliases too, the label."""
 
-    def view(self, rank: int = 0, world: int = 1) -> View:
+    def view(self, rank: int = 0, world: int = 1) -> RankView:
         """What a rank of so many takes. MismatchError if that is not clear."""
 
     def plain(self) -> dict[str, tuple[dict[str, Any], Json]]:
@@ -208,18 +208,18 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in patterns)
 
 
-def entry_matches(entry: Entry, patterns: Sequence[str]) -> bool:
+def entry_matches(entry: OriginEntry, patterns: Sequence[str]) -> bool:
     """An entry `sched` is meant by `sched` and by `sched.*`."""
     return matches(show(entry.path), patterns) or matches(show(entry.path) + ".", patterns)
 
 
-def select(view: View, patterns: Sequence[str], *, whole: bool = True) -> View:
+def select(view: RankView, patterns: Sequence[str], *, whole: bool = True) -> RankView:
     """Only tensors whose name matches a shell pattern, and entries without tensors that do.
 
     Of a module a part may be left; what else has lost a tensor is left out, unless it need not be `whole`. A tensor of
     which only another name matches gets that name.
     """
-    entries, notes = list[Entry](), list(view.notes)
+    entries, notes = list[OriginEntry](), list(view.notes)
     for entry in view.entries:
         names = tuple(name for name in entry.names if matches(name, patterns))
         if names and (entry.kind == "module" or not whole or len(names) == len(entry.names)):
@@ -240,7 +240,7 @@ def select(view: View, patterns: Sequence[str], *, whole: bool = True) -> View:
     return replace(view, entries=tuple(entries), tensors=ordered, aliases=aliases, notes=tuple(notes))
 
 
-def check_patterns(views: Sequence[View], patterns: Sequence[str]) -> None:
+def check_patterns(views: Sequence[RankView], patterns: Sequence[str]) -> None:
     """UsageError that names a pattern which matches nothing."""
     names = {name for view in views for name in (*view.tensors, *view.aliases)}
     entries = [entry for view in views for entry in view.entries]
@@ -252,7 +252,7 @@ def check_patterns(views: Sequence[View], patterns: Sequence[str]) -> None:
             raise UsageError(f"nothing matches {pattern!r}: names are such as {some}; * stands for anything")
 
 
-def canonical_names(entries: Iterable[Entry], aliases: Mapping[str, str]) -> list[str]:
+def canonical_names(entries: Iterable[OriginEntry], aliases: Mapping[str, str]) -> list[str]:
     """The names of all tensors of some entries, each once, none of them an alias."""
     return list(dict.fromkeys(aliases.get(name, name) for entry in entries for name in entry.names))
 
@@ -285,7 +285,7 @@ def fingerprint(root: Any, form: Callable[[Any], tuple[str, tuple[int, ...]] | N
     return file_digest("\n".join(sorted(json.dumps(line) for line in lines)).encode())
 
 
-def describe(view: View, places: Mapping[str, Sequence[str | int]], seal: str = "") -> str:
+def describe(view: RankView, places: Mapping[str, Sequence[str | int]], seal: str = "") -> str:
     """Entries and aliases as JSON text. `places`: under which keys of the file each tensor lies; `seal`: the
     fingerprint of the file, without this text."""
     entries = [[list(e.path), e.kind, e.facts, list(e.names), e.values] for e in view.entries]
@@ -297,7 +297,7 @@ def describe(view: View, places: Mapping[str, Sequence[str | int]], seal: str = 
 class Described:
     """What `describe` was told."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[OriginEntry, ...]
     aliases: dict[str, str]
     places: dict[str, tuple[str | int, ...]]
     step: int | None
@@ -312,7 +312,9 @@ def described(text: str) -> Described:
         data = json.loads(text)
         if data["version"] != 1:
             raise ValueError("written by a newer version: upgrade with `pip install -U everystep`")
-        entries = tuple(Entry(tuple(p), str(k), dict(f), tuple(map(str, n)), v) for p, k, f, n, v in data["entries"])
+        entries = tuple(
+            OriginEntry(tuple(p), str(k), dict(f), tuple(map(str, n)), v) for p, k, f, n, v in data["entries"]
+        )
         aliases = {str(alias): str(name) for alias, name in data["aliases"].items()}
         places = {str(name): tuple(place) for name, place in data["places"].items()}
         if (step := data["step"]) is not None and not (type(step) is int and 0 <= step < 10**18):

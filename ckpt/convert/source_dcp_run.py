@@ -18,9 +18,9 @@ from ckpt.checkpoint import read
 from ckpt.convert import safe_pickle
 from ckpt.convert.parse_dcp import MAX_OBJECT, nested, paths_of
 from ckpt.convert.parse_entries import from_state
-from ckpt.convert.parse_torch import Window, find_in, open_archive, told
+from ckpt.convert.parse_torch import FileSection, find_in, open_archive, told
 from ckpt.convert.parse_values import ALLOWED, TensorRef, Values
-from ckpt.convert.source import Origin, View, Want
+from ckpt.convert.source import Origin, RankView, Want
 from ckpt.convert.source_files import FilesOrigin, Foreign
 from ckpt.convert.source_run import RunOrigin
 from ckpt.errors import CorruptError, FormatError, UsageError
@@ -86,7 +86,7 @@ def _object(raw: bytes, file: str, path: tuple[str | int, ...], plain: Values) -
     fd = os.memfd_create("ckpt-object", os.MFD_CLOEXEC)
     try:
         os.write(fd, raw)
-        archive = open_archive(Window(fd, 0, len(raw)))
+        archive = open_archive(FileSection(fd, 0, len(raw)))
         plain.find = find_in(archive, file)
         return plain.plain(safe_pickle.load(archive.read("data.pkl", MAX_OBJECT), ALLOWED, path), path)
     finally:
@@ -118,9 +118,9 @@ class DcpOrigin:
     def keep(self, size: int) -> None:
         self._run.keep = size
 
-    def view(self, rank: int = 0, world: int = 1) -> View:
+    def view(self, rank: int = 0, world: int = 1) -> RankView:
         names, foreign = {name: name for name in self.tensors}, self._foreign
-        return View(foreign.entries, names, foreign.aliases, foreign.notes, self._run.step)
+        return RankView(foreign.entries, names, foreign.aliases, foreign.notes, self._run.step)
 
     def plain(self) -> dict[str, tuple[dict[str, Any], Json]]:
         return {

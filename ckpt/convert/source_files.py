@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.convert.source import Assembly, Bytes, Entry, Origin, View, Want
+from ckpt.convert.source import Assembly, Bytes, Origin, OriginEntry, RankView, Want
 from ckpt.errors import CorruptError
 from ckpt.format.boxes import Box, Dims, TangledError, times_covered
 from ckpt.format.digest import file_digest
@@ -38,7 +38,7 @@ CHANGED = "{} changed while it was read: let whoever writes it finish, and repea
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FilePiece:
     """A box of a tensor, whose bytes lie in row-major order at byte `at` of a file.
 
     `strides`: in elements, of a piece that lies in another order: then `at` is where its first element is.
@@ -89,9 +89,9 @@ class Foreign:
 
     what: str
     folder: Path
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FilePiece, ...]
     aliases: dict[str, str]
-    entries: tuple[Entry, ...]
+    entries: tuple[OriginEntry, ...]
     notes: tuple[str, ...] = ()
     step: int | None = None
     held: dict[str, bytes] = field(default_factory=dict)
@@ -131,10 +131,10 @@ class FilesOrigin:
             if piece.at < 0 or piece.at + piece.span > sizes[piece.file]:
                 raise CorruptError(f"{piece.name} lies behind the end of {piece.file}: the file was cut off")
 
-    def view(self, rank: int = 0, world: int = 1) -> View:
+    def view(self, rank: int = 0, world: int = 1) -> RankView:
         names = {name: name for name in self.tensors}
         foreign = self._foreign
-        return View(foreign.entries, names, foreign.aliases, foreign.notes, foreign.step)
+        return RankView(foreign.entries, names, foreign.aliases, foreign.notes, foreign.step)
 
     def plain(self) -> dict[str, tuple[dict[str, Any], Json]]:
         found = {}
@@ -171,7 +171,7 @@ class FilesOrigin:
         if room is None:
             assembly.add(number, start, data)
 
-    def _gather(self, piece: Piece, region: Box, target: Bytes) -> None:
+    def _gather(self, piece: FilePiece, region: Box, target: Bytes) -> None:
         """A box of a piece that lies in another order: what lies close together is read at once."""
         assert piece.strides is not None
         (offsets, sizes), strides, item = region, piece.strides, target.shape[-1]
@@ -189,7 +189,7 @@ class FilesOrigin:
         steps = (*(s * item for s in strides), 1)
         target[...] = np.lib.stride_tricks.as_strided(raw, (*sizes, item), steps, writeable=False)
 
-    def _bytes(self, piece: Piece, at: int, length: int, into: memoryview | None = None) -> memoryview:
+    def _bytes(self, piece: FilePiece, at: int, length: int, into: memoryview | None = None) -> memoryview:
         view = memoryview(bytearray(length)) if into is None else into
         if piece.file in self._foreign.held:
             view[:] = self._foreign.held[piece.file][at : at + length]
@@ -292,7 +292,7 @@ class _Files:
             os.close(self._open.popitem()[1])
 
 
-def _whole(pieces: list[Piece]) -> TensorSpec:
+def _whole(pieces: list[FilePiece]) -> TensorSpec:
     first = pieces[0]
     if any((p.dtype, p.whole) != (first.dtype, first.whole) for p in pieces):
         raise CorruptError(f"the files do not agree about the shape or dtype of {first.name}")

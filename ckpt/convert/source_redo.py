@@ -13,7 +13,7 @@ from ckpt.checkpoint import losses
 from ckpt.checkpoint.losses import Loss
 from ckpt.checkpoint.read import Sink
 from ckpt.checkpoint.read_local import Room
-from ckpt.convert.source import View
+from ckpt.convert.source import RankView
 from ckpt.convert.source_run import SavedOrigin
 from ckpt.errors import CheckpointError, CorruptError, FormatError, StoreError, UsageError
 from ckpt.events import log as logger
@@ -33,7 +33,7 @@ class RedoneOrigin(SavedOrigin):
         self.about |= {"redone": source.redone, "base_step": source.base_step}
         self._source = source
 
-    def view(self, rank: int = 0, world: int = 1) -> View:
+    def view(self, rank: int = 0, world: int = 1) -> RankView:
         found = super().view(rank, world)
         steps = f"{self._source.redone} step{'s' * (self._source.redone != 1)} after it"
         note = f"step {self.step} comes from the redo log: step {self._source.base_step} was loaded, and {steps} redone"

@@ -19,10 +19,10 @@ from ckpt.checkpoint import read_repair
 from ckpt.checkpoint.describe import Entries, entries_of
 from ckpt.checkpoint.read import Manifest, Sink
 from ckpt.checkpoint.read_local import Room
-from ckpt.convert.source import Assembly, Entry, Origin, View, Want, canonical_names
+from ckpt.convert.source import Assembly, Origin, OriginEntry, RankView, Want, canonical_names
 from ckpt.errors import CorruptError
 from ckpt.format.manifest import Attempt
-from ckpt.format.merged import Key, Saved
+from ckpt.format.merged import Key, SavedState
 from ckpt.runlog.log import RunLog
 
 KEEP = 32 << 20  # bytes of pieces that the next readings are likely to want the rest of
@@ -32,7 +32,7 @@ class SavedOrigin(ABC):
     """`repaired`: what came from elsewhere, in words; `far`: whether each request takes long; `finite`: what the
     training said of the step."""
 
-    def __init__(self, url: str, attempt: Attempt, saved: Saved, *, far: bool, finite: bool | None) -> None:
+    def __init__(self, url: str, attempt: Attempt, saved: SavedState, *, far: bool, finite: bool | None) -> None:
         self.saved, self.step, self.far, self.finite = saved, attempt.step, far, finite
         self.title = f"step {self.step} of {url}"
         self.identity = f"{url} {attempt}"
@@ -49,10 +49,10 @@ class SavedOrigin(ABC):
     def plain(self) -> Entries:
         return entries_of(self.saved)
 
-    def view(self, rank: int = 0, world: int = 1) -> View:
+    def view(self, rank: int = 0, world: int = 1) -> RankView:
         """By the rules of a restore: a rank takes its own values if there are any, and in turn if there are more."""
         saved = self.saved
-        entries = [Entry(n.path, n.kind, n.facts, n.names, n.values) for n in saved.nodes(rank)]
+        entries = [OriginEntry(n.path, n.kind, n.facts, n.names, n.values) for n in saved.nodes(rank)]
         aliases = {name: of for e in entries for name in e.names if (of := saved.canonical(name, rank)) != name}
         tensors, own = dict[str, str](), list[str]()
         for name in canonical_names(entries, aliases):
@@ -72,7 +72,7 @@ class SavedOrigin(ABC):
             own.append(name)
         kept = (replace(e, names=tuple(n for n in e.names if aliases.get(n, n) in tensors)) for e in entries)
         aliases = {alias: name for alias, name in aliases.items() if name in tensors}
-        return View(tuple(kept), tensors, aliases, tuple(self._notes(own, world)), self.step)
+        return RankView(tuple(kept), tensors, aliases, tuple(self._notes(own, world)), self.step)
 
     def _notes(self, own: list[str], world: int) -> list[str]:
         apart = [path.partition(" (rank ")[0] for path in self.plain() if path.endswith(")") and " (rank " in path]
@@ -182,7 +182,7 @@ class RunOrigin(SavedOrigin):
         await self._log.store.aclose()
 
 
-def labels_of(saved: Saved) -> dict[Key, str]:
+def labels_of(saved: SavedState) -> dict[Key, str]:
     """What each tensor is called: `name#rank` where ranks have different ones of a name. One of equal ones has one."""
     names = {name for name, _ in saved.tensors}
     found: dict[Key, str] = {}
@@ -199,7 +199,7 @@ def labels_of(saved: Saved) -> dict[Key, str]:
     return found
 
 
-def names_of(saved: Saved, labels: dict[Key, str]) -> dict[str, str]:
+def names_of(saved: SavedState, labels: dict[Key, str]) -> dict[str, str]:
     """Of every name, aliases too, the label."""
     found = {label: label for label in labels.values()}
     for view in saved.views:

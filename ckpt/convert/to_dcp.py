@@ -29,13 +29,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ckpt.convert.output import Literal, OutFile, Output, Run, Sum, Sums
-from ckpt.convert.source import Origin, View
+from ckpt.convert.source import Origin, RankView
 from ckpt.convert.torch_native import (
     Builder,
     Container,
     Native,
     Place,
-    Source,
+    StandInFor,
     StandIns,
     container,
     fill,
@@ -54,7 +54,7 @@ ALIGN = 64  # bytes; where containers begin, so that elements lie at multiples o
 
 
 def plan(
-    origin: Origin, view: View, dtypes: Mapping[str, str], *, chunk: int = CHUNK, file_bytes: int = FILE
+    origin: Origin, view: RankView, dtypes: Mapping[str, str], *, chunk: int = CHUNK, file_bytes: int = FILE
 ) -> Output:
     """`dtypes`: as what to write each tensor, by label. Larger tensors are cut into rows of about `chunk` bytes; a file
     begins anew when it has `file_bytes`. UsageError if two values would get the same name."""
@@ -189,7 +189,7 @@ class _Folder:
             self._forms[dtype, sizes] = container(self.stand_ins.of_form(dtype, sizes))
         return self._forms[dtype, sizes]
 
-    def _write(self, form: Container, sources: list[Source]) -> _StorageInfo:
+    def _write(self, form: Container, sources: list[StandInFor]) -> _StorageInfo:
         at = -(-self._at // ALIGN) * ALIGN
         if self._at and at + form.size > self.most:
             self._parts.append([])
@@ -228,15 +228,15 @@ def rows(shape: tuple[int, ...], item: int, most: int) -> Iterator[Box]:
         yield (first, *(0 for _ in shape[1:])), (min(step, shape[0] - first), *shape[1:])
 
 
-def _part_of(source: Source, dtype: str, shape: tuple[int, ...], box: Box) -> Source:
+def _part_of(source: StandInFor, dtype: str, shape: tuple[int, ...], box: Box) -> StandInFor:
     """The same box of what the tensor stands for: of an array, that is a row of bytes."""
     if source.dtype == dtype and source.box[1] == shape:
-        return Source(source.label, box, dtype)
+        return StandInFor(source.label, box, dtype)
     inner = BITS[dtype] // 8
     for n in shape[1:]:
         inner *= n
     first, count = (box[0][0], box[1][0]) if shape else (0, 1)
-    return Source(source.label, ((first * inner,), (count * inner,)), source.dtype)
+    return StandInFor(source.label, ((first * inner,), (count * inner,)), source.dtype)
 
 
 class _Writer(FileSystemWriter):

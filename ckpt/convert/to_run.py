@@ -14,9 +14,9 @@ from pathlib import Path
 
 from ckpt.checkpoint import read
 from ckpt.checkpoint.commit import acquire, commit
-from ckpt.checkpoint.write import Snapshot, Written, build_table, finish_part
+from ckpt.checkpoint.write import RankSnapshot, WrittenPart, build_table, finish_part
 from ckpt.convert.output import Literal, OutFile, Output, Run, Sum, Sums
-from ckpt.convert.source import Entry, Origin, View
+from ckpt.convert.source import Origin, OriginEntry, RankView
 from ckpt.errors import UsageError
 from ckpt.format.boxes import Box, Dims
 from ckpt.format.digest import file_digest
@@ -29,7 +29,7 @@ from ckpt.store import Store, open_store
 
 
 def plan(
-    origin: Origin, views: list[View], dtypes: Mapping[str, str], *, step: int, finite: bool | None = None
+    origin: Origin, views: list[RankView], dtypes: Mapping[str, str], *, step: int, finite: bool | None = None
 ) -> Output:
     """`views`: of each rank of the new world; `dtypes`: as what to write each tensor, by label. `finite`: whether it
     is known to be, as of the checkpoint that it comes from."""
@@ -51,7 +51,7 @@ def plan(
     return Output(what, tuple(file for _, file in planned), finish, side_by_side=world > 1, notes=notes)
 
 
-def _shared(views: list[View]) -> set[str]:
+def _shared(views: list[RankView]) -> set[str]:
     """The names of which all ranks take the same tensor."""
     first = views[0].tensors
     return {name for name, label in first.items() if all(view.tensors.get(name) == label for view in views)}
@@ -59,7 +59,7 @@ def _shared(views: list[View]) -> set[str]:
 
 def _rank(
     origin: Origin,
-    view: View,
+    view: RankView,
     shared: set[str],
     dtypes: Mapping[str, str],
     rank: int,
@@ -117,7 +117,7 @@ async def _finish(
     folder: Path,
     attempt: Attempt,
     layouts: list[Layout],
-    entries: list[tuple[Entry, ...]],
+    entries: list[tuple[OriginEntry, ...]],
     finite: bool | None,
     sums: Sums,
 ) -> None:
@@ -142,11 +142,11 @@ async def _finish(
 
 async def _part(
     store: Store, attempt: Attempt, layout: Layout, values: list[Json], finite: bool | None, sums: Sums
-) -> Written:
+) -> WrittenPart:
     key, arrangement = pack_key(attempt, layout.rank, 0), layout.arrangement
     header = arrangement.header
     pack = PackInfo(key, len(header) + arrangement.data_size, len(header), file_digest(header))
     digests = b"".join(sums[key][len(header) + blob.offset] for blob in arrangement.blobs)
-    snapshot = Snapshot(attempt, layout, memoryview(b""), values, finite)
+    snapshot = RankSnapshot(attempt, layout, memoryview(b""), values, finite)
     table = build_table(layout, key, digests)
     return await finish_part(store, snapshot, table, [pack], number=0, reason="exported")

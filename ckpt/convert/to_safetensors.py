@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ckpt.convert.cast import FLOATS, dtype_called
 from ckpt.convert.output import Literal, OutFile, Output, Run, Sums
-from ckpt.convert.source import Origin, View
+from ckpt.convert.source import Origin, RankView
 from ckpt.errors import UsageError
 from ckpt.format.layout import BITS, MAX_HEADER, NATIVE, pages
 from ckpt.format.regular_file import open_regular
@@ -27,7 +27,7 @@ INDEX = "model.safetensors.index.json"
 WEIGHTS = ("module", "custom module")
 
 
-def weights_of(view: View) -> View:
+def weights_of(view: RankView) -> RankView:
     """Only what modules hold. UsageError if there is none."""
     entries = tuple(entry for entry in view.entries if entry.kind in WEIGHTS)
     names = {view.aliases.get(name, name) for entry in entries for name in entry.names}
@@ -38,7 +38,7 @@ def weights_of(view: View) -> View:
     return replace(view, entries=entries, tensors=tensors, aliases=aliases)
 
 
-def cast_to(origin: Origin, views: Sequence[View], dtype: str | None) -> dict[str, str]:
+def cast_to(origin: Origin, views: Sequence[RankView], dtype: str | None) -> dict[str, str]:
     """As what each tensor is written, by label. UsageError if there is nothing to cast."""
     dtypes = {label: spec.dtype for label, spec in origin.tensors.items()}
     if dtype is None:
@@ -57,7 +57,7 @@ def cast_to(origin: Origin, views: Sequence[View], dtype: str | None) -> dict[st
     return {**dtypes, **dict.fromkeys(floats, to)}
 
 
-def prefix_of(view: View) -> str:
+def prefix_of(view: RankView) -> str:
     """What the names of all tensors begin with and can lose: the path of the only module."""
     if len(view.entries) != 1 or view.entries[0].kind not in WEIGHTS:
         return ""
@@ -66,7 +66,7 @@ def prefix_of(view: View) -> str:
 
 
 def plan(
-    origin: Origin, view: View, dtypes: Mapping[str, str], *, shard: int = SHARD, single: str = "", prefix: str = ""
+    origin: Origin, view: RankView, dtypes: Mapping[str, str], *, shard: int = SHARD, single: str = "", prefix: str = ""
 ) -> Output:
     """`dtypes`: as what to write each tensor, by label. `single`: the name of the one file, instead of a folder.
 
@@ -108,7 +108,7 @@ def plan(
     return Output("safetensors", tuple(files), finish, bool(single), notes=notes)
 
 
-def _groups(origin: Origin, view: View, dtypes: Mapping[str, str], most: int) -> list[list[str]]:
+def _groups(origin: Origin, view: RankView, dtypes: Mapping[str, str], most: int) -> list[list[str]]:
     """The names of each file: in the order of the state, as many as go into so many bytes, one at least."""
     groups: list[list[str]] = [[]]
     held = 0

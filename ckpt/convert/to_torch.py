@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckpt.convert.output import OutFile, Output
-from ckpt.convert.source import Origin, View
+from ckpt.convert.source import Origin, RankView
 from ckpt.convert.torch_native import Builder, StandIns, save
 
 
-def plan(origin: Origin, view: View, dtypes: Mapping[str, str]) -> Output:
+def plan(origin: Origin, view: RankView, dtypes: Mapping[str, str]) -> Output:
     """`dtypes`: as what to write each tensor, by label. The one file has no name yet.
 
     The file can be loaded with `weights_only=True` and with `mmap=True`; tensors that are tied share memory in it.

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckpt.convert.output import Literal, Run, Sum
-from ckpt.convert.source import DESCRIPTION, MAX_DESCRIPTION, Entry, Origin, View, describe, fingerprint
+from ckpt.convert.source import DESCRIPTION, MAX_DESCRIPTION, Origin, OriginEntry, RankView, describe, fingerprint
 from ckpt.errors import CheckpointError, CorruptError, UsageError
 from ckpt.format.boxes import Box
 from ckpt.format.values import Json, decode, plain_dtype, show, splitter
@@ -41,7 +41,7 @@ Place = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class StandInFor:
     """Whose bytes belong where a stand-in is. `box`: all of that tensor; `dtype`: as it is written."""
 
     label: str
@@ -55,7 +55,7 @@ class StandIns:
     def __init__(self, origin: Origin, dtypes: Mapping[str, str]) -> None:
         self._origin, self._dtypes = origin, dtypes
         self._made: dict[tuple[str, torch.dtype, tuple[int, ...]], Tensor] = {}
-        self._sources: dict[int, Source] = {}
+        self._sources: dict[int, StandInFor] = {}
         self._mode = FakeTensorMode()
 
     def tensor(self, label: str) -> Tensor:
@@ -81,7 +81,7 @@ class StandIns:
             warnings.simplefilter("ignore", UserWarning)  # some dtypes are said to be experimental
             return torch.empty(shape, dtype=TORCH_DTYPE[dtype])
 
-    def source(self, tensor: Tensor) -> Source:
+    def source(self, tensor: Tensor) -> StandInFor:
         return self._sources[id(tensor)]
 
     def _make(self, label: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -89,7 +89,7 @@ class StandIns:
         if key not in self._made:
             made = self._made[key] = self.of_form(DTYPE_NAME[dtype], shape)
             full = self._origin.tensors[label].shape
-            self._sources[id(made)] = Source(label, ((0,) * len(full), full), self._dtypes[label])
+            self._sources[id(made)] = StandInFor(label, ((0,) * len(full), full), self._dtypes[label])
         return self._made[key]
 
 
@@ -135,7 +135,7 @@ class Builder:
     `state_dict` does; else they call them by name, as `torch.distributed.checkpoint` does. `text_keys`: in places, keys
     of dicts are text, as in the latter's files."""
 
-    def __init__(self, view: View, stand_ins: StandIns, *, numbered: bool, text_keys: bool) -> None:
+    def __init__(self, view: RankView, stand_ins: StandIns, *, numbered: bool, text_keys: bool) -> None:
         self._view, self._stand_ins, self._numbered, self._text_keys = view, stand_ins, numbered, text_keys
         self._places: dict[str, Place] = {}
         self._optimizers: list[Groups] = []
@@ -158,7 +158,7 @@ class Builder:
         notes = tuple(f"{text} ({count})" for text, count in self._changed.items())
         return Native(found, self._places, tuple(self._optimizers), notes)
 
-    def _known(self) -> View:
+    def _known(self) -> RankView:
         """Without the names of tensors that were left out."""
         has = self._has
         entries = tuple(replace(e, names=tuple(filter(has, e.names))) for e in self._view.entries)
@@ -167,7 +167,7 @@ class Builder:
     def _has(self, name: str) -> bool:
         return self._view.aliases.get(name, name) in self._view.tensors
 
-    def _value(self, entry: Entry) -> Any:
+    def _value(self, entry: OriginEntry) -> Any:
         if entry.kind == "module":
             return self._module(entry)
         if entry.kind == "optimizer":
@@ -178,11 +178,11 @@ class Builder:
         value = decode(entry.values, _named)
         return OrderedDict(value) if entry.kind == "custom module" and type(value) is dict else value
 
-    def _module(self, entry: Entry) -> OrderedDict[str, Any]:
+    def _module(self, entry: OriginEntry) -> OrderedDict[str, Any]:
         prefix = show(entry.path) + "." if entry.path else ""
         return OrderedDict((n.removeprefix(prefix), _Named(n)) for n in entry.names if self._has(n))
 
-    def _optimizer(self, entry: Entry) -> dict[str, Any]:
+    def _optimizer(self, entry: OriginEntry) -> dict[str, Any]:
         facts, values = entry.facts, entry.values
         names = [name for group in facts["params"] for name in group]
         called = self._relative(names)
@@ -204,7 +204,7 @@ class Builder:
         saved = {"state": {keys[name]: found for name, found in state.items()}, "param_groups": groups}
         return saved | {"params": own} if own else saved
 
-    def _fill(self, entry: Entry, state: dict[str, dict[str, Any]]) -> None:
+    def _fill(self, entry: OriginEntry, state: dict[str, dict[str, Any]]) -> None:
         """Tensors of the state, each under its parameter's name and its own key."""
         prefix = show((*entry.path, "state")) + "."
         inside = set(references(entry.values["state"])) | set(references(entry.values["groups"]))
@@ -314,7 +314,7 @@ def _grown(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Hole:
+class TensorGap:
     """Bytes `start` to `stop` of a container, for a tensor; their CRC-32 belongs to each of `crcs`."""
 
     start: int
@@ -328,7 +328,7 @@ class Container:
 
     size: int
     literals: tuple[tuple[int, bytes], ...]
-    holes: tuple[Hole, ...]
+    holes: tuple[TensorGap, ...]
 
 
 def container(value: object) -> Container:
@@ -339,7 +339,7 @@ def container(value: object) -> Container:
     return recorder.container()
 
 
-def fill(form: Container, at: int, sources: Sequence[Source]) -> tuple[list[Literal | Run], list[Sum]]:
+def fill(form: Container, at: int, sources: Sequence[StandInFor]) -> tuple[list[Literal | Run], list[Sum]]:
     """A container at byte `at` of a file, with what belongs into its holes, in their order."""
     if len(sources) != len(form.holes):
         raise _unknown_format(f"{len(form.holes)} records for {len(sources)} tensors")
@@ -416,7 +416,7 @@ class _Recorder:
         for (start, stop), (size, crc) in zip(self._holes, records, strict=True):
             if size != stop - start or literals.get(stop, b"")[:4] != _DESCRIPTOR:
                 raise _unknown_format(f"no record of {stop - start} bytes")
-            holes.append(Hole(start, stop, (stop + 4, crc)))
+            holes.append(TensorGap(start, stop, (stop + 4, crc)))
         return Container(self._size, tuple(literals.items()), tuple(holes))
 
 
@@ -460,7 +460,7 @@ def _unknown_format(detail: str) -> CheckpointError:
     )
 
 
-Sourced = Callable[[Tensor], Source]
+Sourced = Callable[[Tensor], StandInFor]
 
 
 def save(value: object, at: int, source: Sourced) -> tuple[int, list[Literal | Run], list[Sum]]:

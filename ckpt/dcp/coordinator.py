@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, replace
 from ckpt.checkpoint import commit, retention
 from ckpt.checkpoint.in_use import check_free
 from ckpt.checkpoint.open_tier import LIST_EVERY, READ_BACK_EVERY, READER_GRACE_S
-from ckpt.checkpoint.write import Written
+from ckpt.checkpoint.write import WrittenPart
 from ckpt.dcp import rank_write
-from ckpt.dcp.rank_write import TRY, Content, Receipt, Share
+from ckpt.dcp.rank_write import TRY, Content, RankShare, Receipt
 from ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -296,7 +296,7 @@ def _wants_read_back(log: RunLog, tier: Tier, attempt: Attempt, world: int) -> b
     return bool(retention.choose(state, tier.keeping, {attempt})) and known(tier.url).read_back not in recent
 
 
-async def renewed(share: Share, tiers: Sequence[Tier], step: int, restored: Attempt | None) -> Share:
+async def renewed(share: RankShare, tiers: Sequence[Tier], step: int, restored: Attempt | None) -> RankShare:
     """What the coordinator says of this save, for a rank that a planner gave the share of an older one.
 
     `restored`: what this process went back to after it had that one: the job has another name then, which only the
@@ -337,11 +337,11 @@ def _own(log: RunLog, job: Incarnation, restored: Attempt | None) -> Acquire:
 # -- write, on every rank --
 
 
-async def write(tiers: Sequence[Tier], share: Share, content: Content) -> Receipt:
+async def write(tiers: Sequence[Tier], share: RankShare, content: Content) -> Receipt:
     """A rank's share in all places that it is told. What one place refuses, the others get all the same; if there is
     none left, or the state cannot be saved at all, the attempt is given up and the error raised."""
     attempt = Attempt.parse(share.attempt)
-    written: dict[str, Written] = {}
+    written: dict[str, WrittenPart] = {}
     errors: dict[str, CheckpointError] = {}
     try:
         for tier in tiers:
@@ -433,8 +433,8 @@ async def _commit(tier: Tier, saving: Saving, receipts: Sequence[Receipt]) -> No
             logger.warning("clean-up of %s has to wait: %s", url, error)
 
 
-async def _parts(store: Store, attempt: Attempt, receipts: Sequence[Receipt], url: str) -> list[Written]:
-    found: list[Written] = []
+async def _parts(store: Store, attempt: Attempt, receipts: Sequence[Receipt], url: str) -> list[WrittenPart]:
+    found: list[WrittenPart] = []
     for start in range(0, len(receipts), AT_ONCE):
         some = receipts[start : start + AT_ONCE]
         work = [commit.load_part(store, attempt, r.rank, TRY, expected=r.parts[url]) for r in some]

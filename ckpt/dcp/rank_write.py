@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from ckpt.checkpoint import read
-from ckpt.checkpoint.write import Snapshot, Written, build_table, finish_part, upload_from
+from ckpt.checkpoint.write import RankSnapshot, WrittenPart, build_table, finish_part, upload_from
 from ckpt.dcp.objects import warn_once
 from ckpt.errors import SaveError, StateError
 from ckpt.format.digest import file_digest
@@ -36,7 +36,7 @@ TRY = 0  # an attempt is tried once: after a failure the next one has another na
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankShare:
     """What the coordinator tells a rank. `tiers`: URLs to write to, nearest first; `read_back`: those of them where
     this is to be read again; `names`: of tensors that other ranks write; `token`: of this save and no other; `job`: the
     nonce of the incarnation that saves."""
@@ -97,7 +97,7 @@ def dense(tensor: Tensor, name: str) -> Tensor:
     return check(tensor.to("cpu").resolve_conj().resolve_neg().contiguous(), (name,))
 
 
-def content_of(plan: SavePlan, planner: SavePlanner, share: Share) -> Content:
+def content_of(plan: SavePlan, planner: SavePlanner, share: RankShare) -> Content:
     """What the items of a plan come to. Objects that are no tensors are encoded by the planner, here and once."""
     pieces: list[tuple[TensorSpec, WriteItem | memoryview]] = []
     names, objects = dict[str, None](), list[str]()
@@ -205,7 +205,7 @@ def _room(length: int) -> memoryview:
     return memoryview(made)[:length]
 
 
-async def write(store: Store, attempt: Attempt, content: Content, *, read_back: bool) -> Written:
+async def write(store: Store, attempt: Attempt, content: Content, *, read_back: bool) -> WrittenPart:
     """Store a share, and read it again if told so: CorruptError if it is not what was written."""
     layout = content.layout
     key, header = pack_key(attempt, layout.rank, TRY), layout.arrangement.header
@@ -214,14 +214,16 @@ async def write(store: Store, attempt: Attempt, content: Content, *, read_back: 
     await upload_from(store, key, size, stream.piece, first=len(header))
     pack = PackInfo(key, size, len(header), file_digest(header))
     table = build_table(layout, key, bytes(stream.digests))
-    snapshot = Snapshot(attempt, layout, memoryview(b""), [None])  # its bytes are written, and its values are tensors
+    snapshot = RankSnapshot(
+        attempt, layout, memoryview(b""), [None]
+    )  # its bytes are written, and its values are tensors
     written = await finish_part(store, snapshot, table, [pack], number=TRY, reason="due")
     if read_back:
         await read.fetch(store, table, read.plan_reads(table, range(table.owned), far=store.remote), None)
     return written
 
 
-def check_alike(written: Sequence[Written]) -> None:
+def check_alike(written: Sequence[WrittenPart]) -> None:
     """SaveError unless all places got the same bytes: else the state changed while it was written."""
     digests = {one.table.digest.tobytes() for one in written}
     if len(digests) > 1:

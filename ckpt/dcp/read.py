@@ -36,7 +36,7 @@ from ckpt.errors import (
 from ckpt.events import log as logger
 from ckpt.format.layout import TensorSpec
 from ckpt.format.manifest import Attempt
-from ckpt.format.merged import Key, Saved
+from ckpt.format.merged import Key, SavedState
 from ckpt.runlog.log import Acquire, RunState, in_history, infer_root
 from ckpt.state.placement import Filler, Target
 from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE, empty
@@ -50,7 +50,7 @@ class Found:
 
     url: str
     attempt: Attempt
-    saved: Saved
+    saved: SavedState
     others: tuple[str, ...]
     places: tuple[str, ...]
 
@@ -174,7 +174,7 @@ def _nothing(states: dict[str, RunState], step: int | None) -> NoCheckpointError
 # -- what it consists of --
 
 
-def metadata_of(saved: Saved) -> Metadata:
+def metadata_of(saved: SavedState) -> Metadata:
     """As torch's planners want it. CorruptError if what the parts say of it is impossible."""
     try:
         facts = [c["facts"] for view in saved.views for c in view.components if c["kind"] == KIND]
@@ -203,7 +203,7 @@ def _path(path: Any, longest: int) -> tuple[str | int, ...]:
     return tuple(path)
 
 
-def _entry(saved: Saved, key: Key, spec: TensorSpec) -> TensorStorageMetadata:
+def _entry(saved: SavedState, key: Key, spec: TensorSpec) -> TensorStorageMetadata:
     if spec.dtype not in TORCH_DTYPE:
         raise FormatError(f"{spec.name} has dtype {spec.dtype}, which this version of torch does not know")
     shards = [saved.table.shards[number] for number in saved.tensors[key].shards]

@@ -38,7 +38,7 @@ from torch.futures import Future
 from ckpt.checkpoint import read
 from ckpt.dcp import coordinator, in_flight
 from ckpt.dcp import read as dcp_source
-from ckpt.dcp.rank_write import Content, Receipt, Share, content_of
+from ckpt.dcp.rank_write import Content, RankShare, Receipt, content_of
 from ckpt.errors import PeerError, SaveError, UsageError
 from ckpt.format.manifest import Attempt
 from ckpt.runlog.log import Acquire
@@ -143,7 +143,7 @@ class StorageWriter(storage.StorageWriter):
         saving = self._now.saving = read.run(coordinator.begin(self._tiers, job, step, len(plans)))
         names = [{item.index.fqn for item in plan.items} for plan in plans]
         everything, token = set[str]().union(*names), secrets.token_hex(8)
-        share = Share(token, str(saving.attempt), 0, len(plans), saving.urls, saving.read_back, job=job.nonce)
+        share = RankShare(token, str(saving.attempt), 0, len(plans), saving.urls, saving.read_back, job=job.nonce)
         return [
             replace(plan, storage_data=replace(share, rank=rank, names=tuple(sorted(everything - names[rank]))))
             for rank, plan in enumerate(plans)
@@ -163,7 +163,7 @@ class StorageWriter(storage.StorageWriter):
         done.set_result(results)
         return done
 
-    def _content(self, plan: SavePlan, planner: SavePlanner, share: Share) -> Content:
+    def _content(self, plan: SavePlan, planner: SavePlanner, share: RankShare) -> Content:
         try:
             return content_of(plan, planner, share)
         except BaseException as error:
@@ -174,11 +174,11 @@ class StorageWriter(storage.StorageWriter):
                     read.run(coordinator.give_up(tier, owner, attempt, f"rank {share.rank}: {error}"))
             raise
 
-    def _share(self, plan: SavePlan) -> Share:
+    def _share(self, plan: SavePlan) -> RankShare:
         """What the coordinator says of this save. A planner that keeps plans brings that of an older one: then the log
         says who owns the run."""
         share, step = plan.storage_data, self._now.step
-        if not isinstance(share, Share) or step is None:
+        if not isinstance(share, RankShare) or step is None:
             raise SaveError("this plan was not made for this writer")
         mine = coordinator.incarnation_of(self._urls)
         then = _spend(share.token, mine)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckpt.doctor.findings import GB, PROBLEM, Finding, Job, Place
+from ckpt.doctor.findings import GB, PROBLEM, Finding, JobSize, TierFindings
 from ckpt.doctor.machine import Speed
 
 COST = 0.01  # of training that saving may take
@@ -25,7 +25,7 @@ class Cadence:
     why: str
 
 
-def memory_cadence(job: Job, speed: Speed) -> Cadence:
+def memory_cadence(job: JobSize, speed: Speed) -> Cadence:
     copy_s = job.here / speed.copy
     if speed.by_device:
         interval = 2 * copy_s
@@ -36,7 +36,7 @@ def memory_cadence(job: Job, speed: Speed) -> Cadence:
     return Cadence("memory", copy_s, copy_s, interval, in_steps(interval, job.step_s), why)
 
 
-def place_cadence(job: Job, place: Place, speed: Speed) -> Cadence:
+def place_cadence(job: JobSize, place: TierFindings, speed: Speed) -> Cadence:
     """A save may keep the place busy for half of the time, and all CPUs for 1 % of it."""
     rates, size = place.rates, job.state if place.shared else job.here
     save_s = size / rates.write + 4 * rates.put_s
@@ -59,7 +59,7 @@ def in_steps(interval_s: float, step_s: float | None) -> int | None:
     return next(n * power for n in (1, 2, 5, 10) if n * power >= steps)
 
 
-def conclude(job: Job, places: Sequence[Place], speed: Speed) -> list[Cadence]:
+def conclude(job: JobSize, places: Sequence[TierFindings], speed: Speed) -> list[Cadence]:
     """Memory first, then the places that were measured, the quickest first. Nothing where the state is not known."""
     if not job.state:
         return []
@@ -67,7 +67,7 @@ def conclude(job: Job, places: Sequence[Place], speed: Speed) -> list[Cadence]:
     return [memory_cadence(job, speed), *sorted(durable, key=lambda one: one.save_s)]
 
 
-def too_full(job: Job, place: Place) -> list[Finding]:
+def too_full(job: JobSize, place: TierFindings) -> list[Finding]:
     """Three checkpoints must fit: two that are kept, and one that is being written."""
     size = job.state if place.shared else job.here
     if place.free is None or not job.state or place.free > 3 * size:
@@ -76,7 +76,7 @@ def too_full(job: Job, place: Place) -> list[Finding]:
     return [Finding("free space", text, PROBLEM, "Room for three is needed, with keep=2: free some, or a larger disk")]
 
 
-def tiers_line(job: Job, cadences: Sequence[Cadence], places: Sequence[Place], speed: Speed) -> str:
+def tiers_line(job: JobSize, cadences: Sequence[Cadence], places: Sequence[TierFindings], speed: Speed) -> str:
     """Ready to be pasted, without places that have problems; empty where steps have no length, or no place is left."""
     fine = {place.url for place in places if place.usable}
     memory, durable = cadences[0] if cadences else None, [one for one in cadences[1:] if one.where in fine]

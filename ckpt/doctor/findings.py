@@ -44,7 +44,7 @@ def worst(findings: Sequence[Finding]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobSize:
     """`state` in bytes, over all ranks; `step_s` seconds a step; `world` ranks, `local` of them on this machine."""
 
     state: int = 0
@@ -59,7 +59,7 @@ class Job:
 
 
 @dataclass
-class Rates:
+class StoreRates:
     """`write` and `read` in bytes a second, `put_s` and `get_s` of a small object, `cpu_s` of CPU a byte written."""
 
     write: float = 0.0
@@ -70,12 +70,12 @@ class Rates:
 
 
 @dataclass
-class Place:
+class TierFindings:
     """What was found about one URL. `reached`: it could be read. `shared`: all nodes write to the same disks of it."""
 
     url: str
     findings: list[Finding] = field(default_factory=list)
-    rates: Rates = field(default_factory=Rates)
+    rates: StoreRates = field(default_factory=StoreRates)
     reached: bool = True
     shared: bool = False
     free: int | None = None

@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.doctor.findings import ADVICE, GB, MIB, PROBLEM, Finding, Job, judge, per_second, read_text
+from ckpt.doctor.findings import ADVICE, GB, MIB, PROBLEM, Finding, JobSize, judge, per_second, read_text
 from ckpt.faults import memory_pressure
 from ckpt.ipc import channel
 from ckpt.ipc.arena import Arena
 
 
 def machine(
-    job: Job,
+    job: JobSize,
     *,
     proc: Path = Path("/proc"),
     sys_: Path = Path("/sys"),
@@ -73,7 +73,7 @@ def cpus(proc: Path, sys_: Path) -> Finding:
     return judge("CPUs", text, load > 1.2 * count, advice)
 
 
-def memory(job: Job, proc: Path, sys_: Path) -> Finding:
+def memory(job: JobSize, proc: Path, sys_: Path) -> Finding:
     """Against the snapshots of the ranks here: three, and one that is being written for a tier."""
     room = memory_pressure.room(proc, sys_ / "fs" / "cgroup")
     text = f"{room.available / GB:.1f} of {room.total / GB:.1f} GB available"
@@ -119,7 +119,7 @@ def cgroup(proc: Path, sys_: Path) -> list[Finding]:
     return found
 
 
-def limits(job: Job) -> list[Finding]:
+def limits(job: JobSize) -> list[Finding]:
     """ulimits that matter."""
     files, size, mapped, core, lock = (
         resource.getrlimit(kind)[0]
@@ -253,7 +253,7 @@ class Speed:
     available: int
 
 
-def speed(device_rates: Sequence[float], job: Job) -> Speed:
+def speed(device_rates: Sequence[float], job: JobSize) -> Speed:
     """What copies a snapshot here."""
     room = memory_pressure.room().available
     if device_rates:

@@ -8,7 +8,7 @@ import struct
 import time
 from dataclasses import dataclass
 
-from ckpt.doctor.findings import GB, MIB, Finding, Job, OnBytes, judge, ms, noise, per_second
+from ckpt.doctor.findings import GB, MIB, Finding, JobSize, OnBytes, judge, ms, noise, per_second
 from ckpt.store import PAGE
 
 _HELLO, _COUNT, _FRAME = struct.Struct("<8sQ"), struct.Struct("<Q"), struct.Struct("<I")
@@ -149,7 +149,7 @@ def measure_link(host: str, port: int, *, size: int, measure_s: float = 10.0, on
     return Link(out, back, statistics.median(trips))
 
 
-def link_findings(found: Link, job: Job) -> list[Finding]:
+def link_findings(found: Link, job: JobSize) -> list[Finding]:
     rate, trip = min(found.out, found.back), found.round_trip_s
     text = f"{per_second(found.out)} there, {per_second(found.back)} back, one connection"
     advice = "Less than 1 Gbit/s: name the fast interface, or look at the cable"

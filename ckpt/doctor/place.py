@@ -33,8 +33,8 @@ from ckpt.doctor.findings import (
     PROBLEM,
     Finding,
     OnBytes,
-    Place,
-    Rates,
+    StoreRates,
+    TierFindings,
     cleaner,
     judge,
     ms,
@@ -77,10 +77,10 @@ class Bounds:
 # -- a place --
 
 
-async def examine(url: str, bounds: Bounds, *, on_bytes: OnBytes = None) -> Place:
+async def examine(url: str, bounds: Bounds, *, on_bytes: OnBytes = None) -> TierFindings:
     """Everything about one place. Raises nothing that a place can be the reason of."""
     cleaned = cleaner(url)
-    place = Place(cleaned(url))
+    place = TierFindings(cleaned(url))
     try:
         place.url = cleaned(normalise(url))
         place.options = bool(options_of(url))
@@ -100,7 +100,7 @@ async def examine(url: str, bounds: Bounds, *, on_bytes: OnBytes = None) -> Plac
     return place
 
 
-async def _examine(store: Store, place: Place, bounds: Bounds, on_bytes: OnBytes) -> None:
+async def _examine(store: Store, place: TierFindings, bounds: Bounds, on_bytes: OnBytes) -> None:
     add = place.findings.extend
     looked = await bounded("run", look(store), bounds)
     add(looked)
@@ -121,7 +121,7 @@ async def _examine(store: Store, place: Place, bounds: Bounds, on_bytes: OnBytes
         add([Finding("clock", "this kind of place does not tell its time")])
 
 
-async def _probe(store: Store, root: str | None, place: Place, bounds: Bounds, on_bytes: OnBytes) -> bool:
+async def _probe(store: Store, root: str | None, place: TierFindings, bounds: Bounds, on_bytes: OnBytes) -> bool:
     """What needs writing; whether that is allowed at all."""
     add, rates, cached = place.findings.extend, place.rates, False
     try:
@@ -328,7 +328,7 @@ async def _race(store: Store, key: str) -> str:
 
 
 async def consistency(
-    store: Store, prefix: str, rates: Rates, *, rounds: int = 8, most_s: float = 8.0
+    store: Store, prefix: str, rates: StoreRates, *, rounds: int = 8, most_s: float = 8.0
 ) -> list[Finding]:
     """Whether what was written, replaced or deleted is seen at once, and how long small objects take."""
     problems: dict[str, str] = {}
@@ -368,7 +368,7 @@ async def consistency(
 
 
 async def bandwidth(
-    store: Store, prefix: str, bounds: Bounds, rates: Rates, on_bytes: OnBytes = None, *, cached: bool = False
+    store: Store, prefix: str, bounds: Bounds, rates: StoreRates, on_bytes: OnBytes = None, *, cached: bool = False
 ) -> list[Finding]:
     """Large objects, written and read as checkpoints are. The rates are those of the largest there was time for.
 
@@ -409,7 +409,7 @@ async def bandwidth(
 
 
 async def _read_back(
-    store: Store, prefix: str, sizes: list[int], data: memoryview, bounds: Bounds, rates: Rates, on_bytes: OnBytes
+    store: Store, prefix: str, sizes: list[int], data: memoryview, bounds: Bounds, rates: StoreRates, on_bytes: OnBytes
 ) -> bool:
     """Measure reading, largest objects first; whether every byte is as it was written."""
     done, same = 0, True

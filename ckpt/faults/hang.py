@@ -1,6 +1,6 @@
 """Whether a training loop hangs, and which rank holds the others up. Plain values and rules, nothing is read or asked.
 
-`Pace` compares looks at a trainer's pulse with the usual time of a step. When that is exceeded, every rank's
+`StepPace` compares looks at a trainer's pulse with the usual time of a step. When that is exceeded, every rank's
 `Evidence` (ckpt/faults/probe.py gathers it) says what it is doing; `still` is whether one rank does not move at all,
 and
 `diagnose` compares all ranks and says, in words for people, whom they wait for.
@@ -28,7 +28,7 @@ _LINE = 16  # bytes; background threads that wake each other write a few
 _IDLE_SHARE = 0.05  # of one core: hardly any
 
 
-class Pace:
+class StepPace:
     """Learns the usual time of a step from looks at the pulse; says when it has been too long."""
 
     def __init__(self, trigger: OnHang) -> None:
@@ -218,7 +218,7 @@ def still(samples: Sequence[Evidence]) -> bool:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class HangDiagnosis:
     """`suspects`: the ranks that hold the others up, () if none can be named. `why`: a sentence or two for people.
 
     `kind`: "stopped" (or dead), "missing from a collective", "behind", "blocked", "busy" or "unknown".
@@ -232,7 +232,7 @@ class Diagnosis:
 Ranks = Mapping[int, Evidence]
 
 
-def diagnose(evidence: Sequence[Evidence], world: int) -> Diagnosis:
+def diagnose(evidence: Sequence[Evidence], world: int) -> HangDiagnosis:
     """Whom the ranks of a job that does not go on are waiting for. Of several samples of one rank the last one counts.
 
     The surest signs are asked first. Unless a process is stopped or dead it remains a guess, and `why` says on which
@@ -241,7 +241,7 @@ def diagnose(evidence: Sequence[Evidence], world: int) -> Diagnosis:
     last = {one.rank: one for one in evidence if 0 <= one.rank < world}
     ranks = {rank: last[rank] for rank in sorted(last)}
     if not ranks:
-        return Diagnosis((), "Nothing was heard of any rank.", "unknown")
+        return HangDiagnosis((), "Nothing was heard of any rank.", "unknown")
     unseen = tuple(rank for rank in range(world) if rank not in ranks) if len(ranks) < world else ()
     found = _halted(ranks)
     if found is None and world == 1:
@@ -252,23 +252,23 @@ def diagnose(evidence: Sequence[Evidence], world: int) -> Diagnosis:
     found = found or _steps_behind(ranks) or _in_different(ranks) or _all_in_one(ranks) or _elsewhere(ranks)
     if not unseen:
         return found
-    return Diagnosis(found.suspects, f"{found.why} Nothing was heard of {_names(unseen)}.", found.kind)
+    return HangDiagnosis(found.suspects, f"{found.why} Nothing was heard of {_names(unseen)}.", found.kind)
 
 
-def _halted(ranks: Ranks) -> Diagnosis | None:
+def _halted(ranks: Ranks) -> HangDiagnosis | None:
     suspects = [one for one in ranks.values() if one.state in _HALTED]
     if not suspects:
         return None
     said = [f"{_name(one)} {_HALTED[one.state].format(pid=one.pid)}." for one in suspects[:4]]
-    return Diagnosis(_of(suspects), " ".join([*said, *_more(suspects)]), "stopped")
+    return HangDiagnosis(_of(suspects), " ".join([*said, *_more(suspects)]), "stopped")
 
 
-def _alone(one: Evidence) -> Diagnosis:
+def _alone(one: Evidence) -> HangDiagnosis:
     kind = {RUNNING: "busy", SLEEPING: "blocked", DISK: "blocked"}.get(one.state, "unknown")
-    return Diagnosis((one.rank,), f"{_name(one)} {_place(one)}.", kind)
+    return HangDiagnosis((one.rank,), f"{_name(one)} {_place(one)}.", kind)
 
 
-def _not_there(ranks: Ranks) -> Diagnosis | None:
+def _not_there(ranks: Ranks) -> HangDiagnosis | None:
     """Some wait in a collective, others are not in any."""
     waiting = [one for one in ranks.values() if _waits_in(one)]
     suspects = [one for one in ranks.values() if not _waits_in(one)]
@@ -278,7 +278,7 @@ def _not_there(ranks: Ranks) -> Diagnosis | None:
     said = [f"{_name(one)} has not come to it and {_place(one)}." for one in suspects[:4]]
     kind = "blocked" if all(one.state == DISK for one in suspects) else "missing from a collective"
     why = " ".join([f"{_names(_of(waiting)).capitalize()} {_verb(waiting)} in {where}.", *said, *_more(suspects)])
-    return Diagnosis(_of(suspects), why, kind)
+    return HangDiagnosis(_of(suspects), why, kind)
 
 
 _ENTRY = re.compile(r"(seq|p2p)=([0-9]{1,18}) (\S+) (scheduled|started|completed)(?: in (.+))?")
@@ -305,7 +305,7 @@ def _waits_in(one: Evidence) -> str:
     return one.collective or next((entry.name for entry in _entries(one) if not entry.done), "")
 
 
-def _recorded(ranks: Ranks) -> Diagnosis | None:
+def _recorded(ranks: Ranks) -> HangDiagnosis | None:
     """Groups in which the ranks do not call the same collectives, or not as many."""
     groups: dict[str, dict[int, dict[int, _Entry]]] = {}  # by name, rank and number
     for rank, one in ranks.items():
@@ -319,16 +319,16 @@ def _recorded(ranks: Ranks) -> Diagnosis | None:
     return None
 
 
-def _mismatch(group: str, by_rank: dict[int, dict[int, _Entry]]) -> Diagnosis | None:
+def _mismatch(group: str, by_rank: dict[int, dict[int, _Entry]]) -> HangDiagnosis | None:
     for number in sorted({number for entries in by_rank.values() for number in entries}):
         names = {rank: entries[number].name for rank, entries in by_rank.items() if number in entries}
         if len(set(names.values())) > 1:
             why = f"Collective {number}{_in_group(group)} is not the same everywhere: {_by_value(names)}."
-            return Diagnosis(_odd(names), f"{why} They wait for each other.", "missing from a collective")
+            return HangDiagnosis(_odd(names), f"{why} They wait for each other.", "missing from a collective")
     return None
 
 
-def _fewer(ranks: Ranks, group: str, by_rank: dict[int, dict[int, _Entry]]) -> Diagnosis | None:
+def _fewer(ranks: Ranks, group: str, by_rank: dict[int, dict[int, _Entry]]) -> HangDiagnosis | None:
     tops = {rank: entries[max(entries)] for rank, entries in by_rank.items()}
     ahead, least = max(top.number for top in tops.values()), min(top.number for top in tops.values())
     leaders = [rank for rank, top in tops.items() if top.number == ahead and not top.done]
@@ -339,40 +339,40 @@ def _fewer(ranks: Ranks, group: str, by_rank: dict[int, dict[int, _Entry]]) -> D
         f"{_names(leaders).capitalize()} {_verb(leaders)} in collective {ahead} ({tops[leaders[0]].name})"
         f"{_in_group(group)}; {_names(_of(suspects))} came only to {least}."
     )
-    return Diagnosis(_of(suspects), " ".join([why, *_where(suspects)]), "behind")
+    return HangDiagnosis(_of(suspects), " ".join([why, *_where(suspects)]), "behind")
 
 
-def _nothing_heard(ranks: Ranks, unseen: tuple[int, ...]) -> Diagnosis:
+def _nothing_heard(ranks: Ranks, unseen: tuple[int, ...]) -> HangDiagnosis:
     where = {_waits_in(one) for one in ranks.values()}
     if "" in where:  # then nobody waits: `_not_there` found nothing
         said = [f"Nothing was heard of {_names(unseen)}.", *_where(list(ranks.values()))]
-        return Diagnosis(unseen, " ".join(said), "unknown")
+        return HangDiagnosis(unseen, " ".join(said), "unknown")
     heard = f"{_names(list(ranks)).capitalize()} {_verb(list(ranks))} in {', '.join(sorted(where))}"
     why = f"{heard}, and nothing was heard of {_names(unseen)}: look at their hosts and the way there."
-    return Diagnosis(unseen, why, "missing from a collective")
+    return HangDiagnosis(unseen, why, "missing from a collective")
 
 
-def _steps_behind(ranks: Ranks) -> Diagnosis | None:
+def _steps_behind(ranks: Ranks) -> HangDiagnosis | None:
     least, ahead = min(one.step for one in ranks.values()), max(one.step for one in ranks.values())
     if least == ahead:
         return None
     suspects = [one for one in ranks.values() if one.step == least]
     why = f"{_names(_of(suspects)).capitalize()} made step {least} last, others came to {ahead}."
-    return Diagnosis(_of(suspects), " ".join([why, *_where(suspects)]), "behind")
+    return HangDiagnosis(_of(suspects), " ".join([why, *_where(suspects)]), "behind")
 
 
 _VAGUE = ("wait", "backward")  # may be any collective
 
 
-def _in_different(ranks: Ranks) -> Diagnosis | None:
+def _in_different(ranks: Ranks) -> HangDiagnosis | None:
     names = {rank: name for rank, one in ranks.items() if (name := _waits_in(one)) and name not in _VAGUE}
     if len(set(names.values())) < 2:
         return None
     why = f"The ranks wait in different collectives: {_by_value(names)}. They wait for each other."
-    return Diagnosis(_odd(names), why, "missing from a collective")
+    return HangDiagnosis(_odd(names), why, "missing from a collective")
 
 
-def _all_in_one(ranks: Ranks) -> Diagnosis | None:
+def _all_in_one(ranks: Ranks) -> HangDiagnosis | None:
     """`_not_there` has ruled out that only some wait."""
     where = sorted({_waits_in(one) for one in ranks.values()})
     if where == [""]:
@@ -381,22 +381,22 @@ def _all_in_one(ranks: Ranks) -> Diagnosis | None:
     shown = ", ".join(hosts[:8]) + (f" and {len(hosts) - 8} more" if len(hosts) > 8 else "")
     between = f"between the hosts {shown}" if len(hosts) > 1 else f"of {shown}"
     why = f"All ranks wait in {', '.join(where)}: look at the network {between}, and at the devices."
-    return Diagnosis((), why, "blocked")
+    return HangDiagnosis((), why, "blocked")
 
 
-def _elsewhere(ranks: Ranks) -> Diagnosis:
+def _elsewhere(ranks: Ranks) -> HangDiagnosis:
     """Nobody is in a collective that we know of."""
     disks = [one for one in ranks.values() if one.state == DISK]
     if disks:
-        return Diagnosis(_of(disks), " ".join([*_where(disks), *_more(disks)]), "blocked")
+        return HangDiagnosis(_of(disks), " ".join([*_where(disks), *_more(disks)]), "blocked")
     places = {rank: _function(_own_frame(one.stack)) for rank, one in ranks.items()}
     suspects = [ranks[rank] for rank in _odd(places)]
     if not any(places.values()) or len(set(places.values())) == 1 or len(suspects) == len(ranks):
         said = ["No rank is seen in a collective.", *_where(list(ranks.values()))]
-        return Diagnosis((), " ".join(said), "unknown")
+        return HangDiagnosis((), " ".join(said), "unknown")
     kind = "busy" if all(one.state == RUNNING for one in suspects) else "blocked"
     said = [f"{_names(_of(suspects)).capitalize()} {_verb(suspects, 'stand')} elsewhere than the others."]
-    return Diagnosis(_of(suspects), " ".join([*said, *_where(suspects)]), kind)
+    return HangDiagnosis(_of(suspects), " ".join([*said, *_where(suspects)]), kind)
 
 
 # -- words --

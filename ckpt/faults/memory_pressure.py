@@ -26,7 +26,7 @@ PLENTY = 0.5  # of the memory is available: then stalls are those of making huge
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MemoryRoom:
     """What there is, in bytes; of this machine or of the tightest cgroup. `where`: "machine" or the cgroup's folder."""
 
     available: int
@@ -39,7 +39,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Kills:
+class OomKills:
     """How many processes the OOM killer has killed: of the cgroup in the folder `where`, and of the whole machine,
     which a container sees too. None where the kernel does not tell. It counts before it kills."""
 
@@ -47,7 +47,7 @@ class Kills:
     machine: int | None
     where: str = ""
 
-    def since(self, earlier: Kills) -> str:
+    def since(self, earlier: OomKills) -> str:
         """Whom it has struck since then: "cgroup" for a process of this cgroup; "machine" for any at all, where only
         that is known; "" for nobody. A neighbour's end is no news where the cgroup has a counter of its own."""
         if self.where == earlier.where and self.cgroup is not None and earlier.cgroup is not None:
@@ -57,7 +57,7 @@ class Kills:
         return "machine" if self.machine > earlier.machine else ""
 
 
-def room(proc: Path = PROC, sys: Path = SYS, pid: int | str = "self") -> Room:
+def room(proc: Path = PROC, sys: Path = SYS, pid: int | str = "self") -> MemoryRoom:
     """The memory that a process can take without pushing anything out."""
     rooms = [_of_machine(proc)]
     for chain in _chains(proc, sys, pid):
@@ -70,14 +70,14 @@ def available_memory() -> int:
     return room().available
 
 
-def oom_kills(proc: Path = PROC, sys: Path = SYS, pid: int | str = "self", *, where: str = "") -> Kills:
+def oom_kills(proc: Path = PROC, sys: Path = SYS, pid: int | str = "self", *, where: str = "") -> OomKills:
     """The counters as of now, of a process's cgroup, or `where` an earlier answer is from: the dead have none."""
     machine = _table(proc / "vmstat").get("oom_kill")
     for folder in [Path(where)] if where else [chain[0] for chain in _chains(proc, sys, pid)]:
         for name in ("memory.events", "memory.oom_control"):
             if (count := _table(folder / name).get("oom_kill")) is not None:
-                return Kills(count, machine, str(folder))
-    return Kills(None, machine, where)
+                return OomKills(count, machine, str(folder))
+    return OomKills(None, machine, where)
 
 
 def spare_from_oom(pid: int | str = "self", *, proc: Path = PROC, score: int = SPARED) -> bool:
@@ -93,7 +93,7 @@ def spare_from_oom(pid: int | str = "self", *, proc: Path = PROC, score: int = S
     return False
 
 
-class Watch:
+class PressureWatch:
     """Calls `on_pressure(room, why)` in a thread of its own when memory becomes short, once per episode:
 
     - less than `share` of the total is available;
@@ -108,11 +108,11 @@ class Watch:
     def __init__(
         self,
         share: float,
-        on_pressure: Callable[[Room, str], object],
+        on_pressure: Callable[[MemoryRoom, str], object],
         *,
         poll_s: float = 1.0,
         fine_s: float = 30.0,
-        room: Callable[[], Room] | None = None,
+        room: Callable[[], MemoryRoom] | None = None,
         proc: Path = PROC,
         sys: Path = SYS,
         clock: Callable[[], float] = time.monotonic,
@@ -151,7 +151,7 @@ class Watch:
             self.pressed = True
             self._call(now, why)
 
-    def _why(self, now: Room, stalled: bool) -> str:
+    def _why(self, now: MemoryRoom, stalled: bool) -> str:
         before, self._held = self._held, _held(_chains(self._proc, self._sys, "self"))
         if now.share < self._share:
             return f"{now.available >> 20} MiB of {now.total >> 20} MiB are available ({now.where})"
@@ -236,16 +236,16 @@ def _held(chains: list[list[Path]]) -> tuple[int, int]:
     return limit, out
 
 
-def _of_machine(proc: Path) -> Room:
+def _of_machine(proc: Path) -> MemoryRoom:
     found = _table(proc / "meminfo")
     total, available = found.get("MemTotal:", 0) << 10, found.get("MemAvailable:")
     if total <= 0 or available is None:  # by system call, and without the caches that could be given back
         page = os.sysconf("SC_PAGE_SIZE")
-        return Room(os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page, "machine")
-    return Room(min(available << 10, total), total, "machine")
+        return MemoryRoom(os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page, "machine")
+    return MemoryRoom(min(available << 10, total), total, "machine")
 
 
-def _of_cgroup(folder: Path) -> Room | None:
+def _of_cgroup(folder: Path) -> MemoryRoom | None:
     """What one cgroup leaves, if it has a limit. Above memory.high the kernel brakes hard: it counts as one."""
     files = [folder / name for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
     limit = min((found for file in files if (found := _number(file)) is not None), default=NO_LIMIT)
@@ -256,7 +256,7 @@ def _of_cgroup(folder: Path) -> Room | None:
         return None
     stat = _table(folder / "memory.stat")  # in v1 without those below, unless it says total
     cache = stat.get("total_inactive_file", stat.get("inactive_file", 0))
-    return Room(max(0, min(limit - used + cache, limit)), limit, str(folder))
+    return MemoryRoom(max(0, min(limit - used + cache, limit)), limit, str(folder))
 
 
 def _chains(proc: Path, sys: Path, pid: int | str) -> list[list[Path]]:

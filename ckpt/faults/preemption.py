@@ -79,7 +79,7 @@ def slurm_end(environ: Mapping[str, str]) -> float | None:
     return float(text)
 
 
-class Watch:
+class NoticeWatch:
     """Looks out for what the triggers name and calls `on_notice`, from a thread of its own, once for each notice.
 
     `on_notice` should be quick: the next notice waits for it. `timeout_s`: for one request; `hold_s`: how long GCE is

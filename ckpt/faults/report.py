@@ -46,7 +46,7 @@ LAUNCHER = (
 
 
 @dataclass
-class Saved:
+class SavedStep:
     """One step that the incident had saved. `tier`: "memory" or a URL; `seconds` since the incident was seen."""
 
     step: int
@@ -80,7 +80,7 @@ class Fault:
     suspects: list[int] = field(default_factory=list)
     stacks: dict[str, list[str]] = field(default_factory=dict)
     evidence: list[dict[str, Any]] = field(default_factory=list)
-    saved: list[Saved] = field(default_factory=list)
+    saved: list[SavedStep] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     advice: str = "retry"
     exit_code: int | None = None
@@ -119,7 +119,7 @@ class Fault:
         try:
             known = {f.name for f in fields(cls)}
             given = {k: v for k, v in data.items() if k in known}
-            given["saved"] = [Saved(**one) for one in given.get("saved", [])]
+            given["saved"] = [SavedStep(**one) for one in given.get("saved", [])]
             fault = cls(**given)
             fault.when  # noqa: B018 - raises if it is no moment
             like = cls("", "")

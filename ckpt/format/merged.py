@@ -23,7 +23,7 @@ from ckpt.errors import CorruptError
 from ckpt.format.boxes import Box, Effort
 from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.partition import GLOBAL
-from ckpt.format.rank_index import Directory, View, check_cover
+from ckpt.format.rank_index import Directory, RanksView, check_cover
 from ckpt.format.table import EMPTY, Shards, Table, merge
 from ckpt.format.values import Json, Path
 
@@ -71,7 +71,7 @@ class Ambiguous:
     ranks: tuple[int, ...]
 
 
-class Saved:
+class SavedState:
     """`layouts` and `values` of all ranks that saved, in rank order. `digested`: the table knows all digests.
 
     CorruptError if the ranks do not agree about a tensor, or some of it was saved by nobody, or twice.
@@ -88,7 +88,7 @@ class Saved:
             if len(layout.components) != len(mine):
                 raise CorruptError(f"the plain values of rank {rank} are not of its layout")
         self.views = [
-            View(la.rank, la.components, mine, la.aliases, la.instances)
+            RanksView(la.rank, la.components, mine, la.aliases, la.instances)
             for la, mine in zip(layouts, values, strict=True)
         ]
         self._view_of: Sequence[int] = range(self.world)
@@ -109,7 +109,7 @@ class Saved:
     _fetched: dict[int, list[Json]]
 
     @classmethod
-    def listed(cls, directory: Directory, values: Fetch[list[Json]], tables: Fetch[Table]) -> Saved:
+    def listed(cls, directory: Directory, values: Fetch[list[Json]], tables: Fetch[Table]) -> SavedState:
         """By a directory. What the parts and tables of some ranks say is read when it is needed."""
         self = cls.__new__(cls)
         self.directory, self.world, self.digested = directory, directory.world, True
@@ -198,7 +198,7 @@ class Saved:
 
     # -- of a directory --
 
-    def narrowed(self, wanted: Mapping[Key, Iterable[Box]]) -> Saved:
+    def narrowed(self, wanted: Mapping[Key, Iterable[Box]]) -> SavedState:
         """The same, with the blobs in which these boxes of these tensors lie, where it does not know all."""
         if self.directory is None:
             return self
@@ -251,7 +251,7 @@ class Saved:
         """Whose plain values, and values of its own, a rank takes: its own; in turn when there are more ranks now."""
         return rank % self.world
 
-    def _view(self, rank: int) -> View:
+    def _view(self, rank: int) -> RanksView:
         return self.views[self._view_of[self.mapped(rank)]]
 
     def canonical(self, name: str, rank: int) -> str:

@@ -64,7 +64,7 @@ Key = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class View:
+class RanksView:
     """What some ranks say of the state, all in the same words. `values` are as `components`, None where not kept.
 
     `instances` has `OWN` for the rank that asks. `first`: the lowest rank that says so.
@@ -135,7 +135,7 @@ class Directory:
 
     columns: dict[str, npt.NDArray[Any]]
     names: tuple[str, ...]
-    views: tuple[View, ...]
+    views: tuple[RanksView, ...]
     packs: tuple[str, ...]
 
     @property
@@ -172,7 +172,7 @@ class Directory:
     def table_digest(self, rank: int) -> str:
         return self.columns["tables"][rank * TABLE_DIGEST : (rank + 1) * TABLE_DIGEST].tobytes().hex()
 
-    def view_of(self, rank: int) -> View:
+    def view_of(self, rank: int) -> RanksView:
         return self.views[int(self.columns["view"][rank])]
 
     @cached_property
@@ -342,11 +342,11 @@ def _checked(columns: dict[str, npt.NDArray[Any]], what: str, world: int) -> Dir
     return Directory(columns, names, views, tuple(packs))
 
 
-def _views(columns: dict[str, npt.NDArray[Any]], names: frozenset[str], what: str, world: int) -> tuple[View, ...]:
+def _views(columns: dict[str, npt.NDArray[Any]], names: frozenset[str], what: str, world: int) -> tuple[RanksView, ...]:
     if len(columns["views"]) > MAX_JSON:
         raise CorruptError(f"{what} is implausibly large")
     data = json.loads(columns["views"].tobytes())
-    found: list[View] = []
+    found: list[RanksView] = []
     for first, pairs, aliases, instances in data["views"]:
         numbers = [aliases, instances, *(c for c, _ in pairs)]
         if type(first) is not int or not 0 <= first < world or not all(type(n) is int and n >= 0 for n in numbers):
@@ -356,7 +356,7 @@ def _views(columns: dict[str, npt.NDArray[Any]], names: frozenset[str], what: st
             raise CorruptError(f"{what} has an alias of nothing, or an impossible instance")
         components = [data["components"][c] for c, _ in pairs]
         values = [None if v is None else data["values"][v] for _, v in pairs]
-        found.append(View(first, components, values, mine, here))
+        found.append(RanksView(first, components, values, mine, here))
     known = [set(names)]
     for aliases in data["aliases"]:
         known[0].update(aliases)

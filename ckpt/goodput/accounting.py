@@ -27,11 +27,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckpt.faults.report import Fault
-from ckpt.goodput.breakdown import COUNTLESS, Cost, Interruption, Statement, duration, moment
-from ckpt.goodput.ledger import Account, End, Row
-from ckpt.goodput.timeline import Placed, placed
+from ckpt.goodput.breakdown import COUNTLESS, Interruption, InterruptionCost, Statement, duration, moment
+from ckpt.goodput.ledger import Account, End, StepRow
+from ckpt.goodput.timeline import PlacedAccount, placed
 
-__all__ = ["Cost", "Interruption", "Statement", "duration", "moment", "settle"]
+__all__ = ["Interruption", "InterruptionCost", "Statement", "duration", "moment", "settle"]
 
 QUIET_S = 150.0  # a ledger that was kept so recently is of a job that runs: in buckets it is put every minute
 LONG_S = 3600.0  # nothing ran for so long: somebody may have wanted that, which deserves a note
@@ -107,14 +107,14 @@ class _Loss:
     def frozen(self) -> Interruption:
         return Interruption(
             self.kind, self.at, self.summary, self.epoch, self.high, self.restored, self.source, self.lost,
-            self.resumed, Cost(**self.seconds),
+            self.resumed, InterruptionCost(**self.seconds),
         )  # fmt: skip
 
 
 class _Walk:
     """Goes along the line and gives each second to one part."""
 
-    def __init__(self, line: Sequence[Placed], notes: list[str], idle_after_s: float, now: float) -> None:
+    def __init__(self, line: Sequence[PlacedAccount], notes: list[str], idle_after_s: float, now: float) -> None:
         self._line, self.notes, self._idle_after_s, self._now = line, notes, idle_after_s, now
         self._epochs = {epoch for one in line for epoch in one.epochs}
         self._numbers = _Numbers([one.rows for one in line])
@@ -169,7 +169,7 @@ class _Walk:
 
     # -- an incarnation --
 
-    def _incarnation(self, one: Placed, loss: _Loss) -> None:
+    def _incarnation(self, one: PlacedAccount, loss: _Loss) -> None:
         account = one.account
         self._position, self._fresh, loss.resumed = None, True, True
         self._wait(one, loss)
@@ -177,7 +177,7 @@ class _Walk:
         self._way(loss, one.t(account.opened), "open")
         start, stepped = loss, False
         for event in one.events():
-            if isinstance(event, Row):
+            if isinstance(event, StepRow):
                 self._row(one, event, start if self._fresh else None)
                 self._fresh, stepped = False, True
                 continue
@@ -193,7 +193,7 @@ class _Walk:
                 loss.restored, loss.source = event.step, event.source
                 self._stand(event.step)
 
-    def _wait(self, one: Placed, loss: _Loss) -> None:
+    def _wait(self, one: PlacedAccount, loss: _Loss) -> None:
         """Until the process is born."""
         born, account = one.t(one.account.born), one.account
         if not loss.besides and born - self.cursor > min(LONG_S, self._idle_after_s):
@@ -205,7 +205,7 @@ class _Walk:
                 self._spend(born, self.besides, "idle")
         self._way(loss, born, loss.gap)
 
-    def _row(self, one: Placed, row: Row, first: _Loss | None) -> None:
+    def _row(self, one: PlacedAccount, row: StepRow, first: _Loss | None) -> None:
         """Some steps. `first`: what came before, if they are the first after it."""
         if self._position is None:
             self._stand(row.step - row.steps)
@@ -274,7 +274,7 @@ class _Walk:
 
     # -- its end --
 
-    def _end(self, one: Placed, after: Placed | None) -> _Loss | None:
+    def _end(self, one: PlacedAccount, after: PlacedAccount | None) -> _Loss | None:
         """What comes between it and the next one."""
         account, end = one.account, one.account.end
         loss = _Loss("none", one.wall(self.cursor), epoch=account.epoch)
@@ -300,19 +300,19 @@ class _Walk:
             )
         return self._fault(one, after, loss, noticed)
 
-    def _gone(self, one: Placed, after: Placed | None, end: End) -> float:
+    def _gone(self, one: PlacedAccount, after: PlacedAccount | None, end: End) -> float:
         """When its process was gone: before the next was born, whatever is said."""
         gone = one.t(max(end.at, end.gone))
         return gone if after is None else min(gone, max(self.cursor, after.starts(one)))
 
-    def _taken_over(self, one: Placed, loss: _Loss) -> _Loss:
+    def _taken_over(self, one: PlacedAccount, loss: _Loss) -> _Loss:
         loss.kind, loss.at = "taken over", one.wall(one.ceiling)
         self._lose(loss)
         self._spend(min(one.ceiling, self.cursor + self._numbers.here), loss.seconds, "unfinished")
         self._spend(one.ceiling, loss.seconds, "unknown")
         return loss
 
-    def _fault(self, one: Placed, after: Placed | None, loss: _Loss, noticed: float | None) -> _Loss:
+    def _fault(self, one: PlacedAccount, after: PlacedAccount | None, loss: _Loss, noticed: float | None) -> _Loss:
         account, end = one.account, one.account.end
         missing = after is not None and self._missing(one, after)
         if noticed is None:
@@ -333,7 +333,7 @@ class _Walk:
         loss.gap = "launch" if end is not None and not missing else "unknown"
         return self._lose(loss)
 
-    def _unnoticed(self, one: Placed, after: Placed | None, loss: _Loss, missing: bool) -> None:
+    def _unnoticed(self, one: PlacedAccount, after: PlacedAccount | None, loss: _Loss, missing: bool) -> None:
         """Trainer and writer went together: what was done last, and when it ended, is not known."""
         loss.kind = "unknown"
         if after is None:
@@ -353,12 +353,12 @@ class _Walk:
             self._spend(min(noticed, self.cursor + more), loss.seconds, "first_step")
         self._spend(noticed, loss.seconds, "perceive")
 
-    def _missing(self, one: Placed, after: Placed) -> bool:
+    def _missing(self, one: PlacedAccount, after: PlacedAccount) -> bool:
         """Whether there was another incarnation between these two."""
         epoch = _origin(after)
         return epoch not in self._epochs and one.account.number < _number(epoch) < after.account.number
 
-    def _unseen(self, one: Placed, after: Placed | None, until: float, missing: bool) -> None:
+    def _unseen(self, one: PlacedAccount, after: PlacedAccount | None, until: float, missing: bool) -> None:
         """The next one restored a step that nobody saw done: there was work before the end, at the usual pace."""
         restore = after.began_with if after is not None else None
         if after is None or restore is None or restore.step is None or self._position is None:
@@ -394,7 +394,7 @@ class _Numbers:
     faster and slower steps cancel out; `usual`: seconds a step takes, without saving; `first`: the first of an
     incarnation; `here`: a step of the present incarnation."""
 
-    def __init__(self, rows: Sequence[Sequence[Row]]) -> None:
+    def __init__(self, rows: Sequence[Sequence[StepRow]]) -> None:
         self._rows = rows
         slowed = [row.slowed for each in rows for row in each]
         more = math.fsum(max(0.0, value) for value in slowed)
@@ -410,7 +410,7 @@ class _Numbers:
         comparable = sum(row.steps for row in rows) >= COMPARABLE
         self.here = _median([(self._step_s(row), row.steps) for row in rows]) if comparable else self.usual
 
-    def slowing_known(self, line: Sequence[Placed]) -> bool:
+    def slowing_known(self, line: Sequence[PlacedAccount]) -> bool:
         """Of most steps at least; a few beside which nothing is saved have to be there, but for the first one."""
         known = unknown = 0
         for one, rows in zip(line, self._rows, strict=True):
@@ -432,7 +432,7 @@ class _Numbers:
         ]
         return [seconds for seconds in more if seconds > max(FAR_S, FAR * self.usual)]
 
-    def _step_s(self, row: Row) -> float:
+    def _step_s(self, row: StepRow) -> float:
         return max(0.0, row.seconds - row.stalled - max(0.0, row.slowed) * self.share) / row.steps
 
 
@@ -446,7 +446,7 @@ def _median(weighted: list[tuple[float, int]]) -> float:
     return 0.0
 
 
-def _origin(one: Placed) -> str:
+def _origin(one: PlacedAccount) -> str:
     """The epoch that wrote what it restored; "" for none."""
     restore = one.began_with
     return restore.attempt.rpartition("-")[0] if restore is not None else ""

@@ -16,7 +16,7 @@ COUNTLESS = ("none", "moved")  # kinds that are no interruptions: stopped on pur
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class InterruptionCost:
     """Of one interruption or of several, in seconds.
 
     Of the restart: `leave`, from when it was noticed until the process was gone; `launch`, until the next one was
@@ -80,7 +80,7 @@ class Interruption:
     source: str
     lost_steps: int | None
     resumed: bool
-    cost: Cost
+    cost: InterruptionCost
 
     @property
     def counted(self) -> bool:
@@ -129,10 +129,12 @@ class Statement:
     notes: tuple[str, ...] = ()
 
     @property
-    def cost(self) -> Cost:
+    def cost(self) -> InterruptionCost:
         """Of all interruptions together."""
         costs = [one.cost for one in self.interruptions]
-        return Cost(**{f.name: math.fsum(getattr(cost, f.name) for cost in costs) for f in fields(Cost)})
+        return InterruptionCost(
+            **{f.name: math.fsum(getattr(cost, f.name) for cost in costs) for f in fields(InterruptionCost)}
+        )
 
     @property
     def saving_s(self) -> float:

@@ -101,7 +101,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TierCadence:
     """One that is to be decided about. `every`: as the user said; `now`: in steps, at present; `remote`: a bucket."""
 
     name: str
@@ -111,7 +111,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class SaveCost:
     """Of one place, measured. `save_s`: what a save takes from training, `unsure_s`: the standard error of that;
     `write_s`: until it is durable."""
 
@@ -120,7 +120,7 @@ class Cost:
     samples: int
     unsure_s: float = 0.0
 
-    def shifted(self, errors: float) -> Cost:
+    def shifted(self, errors: float) -> SaveCost:
         return replace(self, save_s=max(0.0, self.save_s + errors * self.unsure_s))
 
 
@@ -170,10 +170,10 @@ def _at_least(count: int, expected: float) -> float:
 
 
 def decide(
-    places: Sequence[Place],
+    places: Sequence[TierCadence],
     step: int,
     step_s: float,
-    costs: Mapping[str, Cost],
+    costs: Mapping[str, SaveCost],
     known: History,
     world: int,
     held: Decision | None = None,
@@ -218,16 +218,16 @@ def _as_long(every: int, then_s: float, now_s: float) -> int:
     return max(1, nice_steps(every * then_s, now_s))
 
 
-def enough(place: Place, cost: Cost | None) -> bool:
+def enough(place: TierCadence, cost: SaveCost | None) -> bool:
     """Whether it is known what a save there costs."""
     return cost is not None and cost.samples >= (SNAPSHOTS if place.name == MEMORY else SAMPLES)
 
 
-def _memory(place: Place, auto: Auto, step_s: float, cost: Cost | None) -> tuple[int, str]:
+def _memory(place: TierCadence, auto: Auto, step_s: float, cost: SaveCost | None) -> tuple[int, str]:
     if cost is None or not enough(place, cost):
         return place.now, "until it is known what a snapshot costs"
 
-    def affordable(cost: Cost) -> int:
+    def affordable(cost: SaveCost) -> int:
         steps = max(1, math.ceil(cost.save_s / (auto.budget * step_s) - 0.05))
         every = nice_steps(steps * step_s, step_s)
         return every if every >= steps / 1.2 else nice_steps(2 * steps * step_s, step_s)
@@ -262,7 +262,7 @@ def _thick(save_s: float, interval_s: float, mtbf_s: float) -> str:
 
 
 def _durable(
-    place: Place, step_s: float, cost: Cost | None, mtbf_s: float, served: int, given: bool
+    place: TierCadence, step_s: float, cost: SaveCost | None, mtbf_s: float, served: int, given: bool
 ) -> tuple[int, str]:
     if cost is None or not enough(place, cost):
         if place.remote:
@@ -284,7 +284,7 @@ def _durable(
     return every, why
 
 
-def differs(decision: Decision, places: Sequence[Place]) -> bool:
+def differs(decision: Decision, places: Sequence[TierCadence]) -> bool:
     """Whether it is worth a change."""
     for place in places:
         ratio = decision.every[place.name] / max(1, place.now)

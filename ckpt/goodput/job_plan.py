@@ -81,7 +81,7 @@ def _shares() -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PlannedJob:
     """`state`: bytes over all ranks, nothing twice; `per_node`: ranks of a node."""
 
     gpus: int
@@ -179,7 +179,7 @@ SOURCES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PlannedTier:
     """One that may be saved to. `cost_s`, `write_s`, `restore_s`: as in `PlaceCost`; `survives`: classes of faults;
     `every`: steps, None: to be found, 0: never; `keep`: checkpoints, or snapshots in memory, 0: all; `share`: of
     training that saves to it may take at the most; `note`: what set `every`, if it was not the faults."""
@@ -200,8 +200,11 @@ NAMES = (MEMORY, REPLICA, LOCAL, SHARED)
 
 
 def places(
-    job: Job, machine: Machine | None = None, names: Iterable[str] = (MEMORY, REPLICA, SHARED), budget: float = 0.01
-) -> list[Place]:
+    job: PlannedJob,
+    machine: Machine | None = None,
+    names: Iterable[str] = (MEMORY, REPLICA, SHARED),
+    budget: float = 0.01,
+) -> list[PlannedTier]:
     """What saves and restores of this job take, the nearest place first. The replica is that of Memory(replicas=2).
 
     Bytes are copied off the GPU beside training, and from there on they move in the background; that takes CPU time, of
@@ -212,16 +215,18 @@ def places(
     read = job.state / min(m.store_read * job.nodes, m.store_read_all)
     here = m.felt * job.node_bytes / GB / m.cores  # seconds of training for each CPU-s a GB
     all_of_them = [
-        Place(MEMORY, m.blocks_s + m.beside * copy, copy, m.open_s + copy, ("process",), share=budget),
-        Place(REPLICA, 2 * m.cpu_network * here, copy + send, m.open_s + copy + send, ("process", "host", "node")),
-        Place(
+        PlannedTier(MEMORY, m.blocks_s + m.beside * copy, copy, m.open_s + copy, ("process",), share=budget),
+        PlannedTier(
+            REPLICA, 2 * m.cpu_network * here, copy + send, m.open_s + copy + send, ("process", "host", "node")
+        ),
+        PlannedTier(
             LOCAL,
             m.cpu_disk * here,
             copy + job.node_bytes / m.disk_write,
             m.open_s + copy + job.node_bytes / m.disk_read,
             ("process", "host"),
         ),
-        Place(SHARED, m.cpu_store * here, write, m.open_s + copy + read, CLASSES),
+        PlannedTier(SHARED, m.cpu_store * here, write, m.open_s + copy + read, CLASSES),
     ]
     wanted = set(names)
     return [place for place in all_of_them if place.name in wanted]
@@ -230,7 +235,7 @@ def places(
 # -- a plan --
 
 
-def served(chosen: Sequence[Place], shares: Mapping[str, float], step_s: float) -> dict[str, float]:
+def served(chosen: Sequence[PlannedTier], shares: Mapping[str, float], step_s: float) -> dict[str, float]:
     """The share of faults after which each place is restored from: the one with the newest step, on average. Where no
     cadence is known yet, the nearest. UsageError where nothing survives."""
     found = dict.fromkeys((place.name for place in chosen), 0.0)
@@ -248,7 +253,7 @@ BUSY_FARS = (BUSY_FAR, 5.0, 2.0, 1.0)  # what all share is busy for a tenth of t
 COLLAPSE = 0.01  # effective time that the first of these may take, before the next is tried
 
 
-def cadences(job: Job, faults: Faults, chosen: Sequence[Place]) -> list[Place]:
+def cadences(job: PlannedJob, faults: Faults, chosen: Sequence[PlannedTier]) -> list[PlannedTier]:
     """With `every` found for each place where it was not given: 1, 2, 5, 10, 20, … steps, and a note where something
     else than the faults has set it.
 
@@ -274,7 +279,7 @@ def cadences(job: Job, faults: Faults, chosen: Sequence[Place]) -> list[Place]:
     return [replace(one, note=note) if one.name == SHARED else one for one in tried[gentle]]
 
 
-def _without_idle(job: Job, faults: Faults, chosen: Sequence[Place], busy: float) -> list[Place]:
+def _without_idle(job: PlannedJob, faults: Faults, chosen: Sequence[PlannedTier], busy: float) -> list[PlannedTier]:
     """Cadences, without the places that serve nothing, where that is better: those whose `every` was not given."""
     chosen = list(chosen)
     found = _cadences(job, faults, chosen, busy)
@@ -296,11 +301,11 @@ def _without_idle(job: Job, faults: Faults, chosen: Sequence[Place], busy: float
             return found
 
 
-def _cadences(job: Job, faults: Faults, chosen: Sequence[Place], busy: float) -> list[Place]:
+def _cadences(job: PlannedJob, faults: Faults, chosen: Sequence[PlannedTier], busy: float) -> list[PlannedTier]:
     free = [replace(place, every=None if place.every else place.every) for place in chosen]
     needed = served(free, faults.shares, job.step_s)
     replica = next((place for place in chosen if place.name == REPLICA and place.every != 0), None)
-    found = list[Place]()
+    found = list[PlannedTier]()
     for place in chosen:
         every, note = place.every, ""
         if place.name == REPLICA:
@@ -326,12 +331,12 @@ def _cadences(job: Job, faults: Faults, chosen: Sequence[Place], busy: float) ->
 OVERLAP = "a write has to be over before the next one begins"
 
 
-def _apart_s(place: Place) -> float:
+def _apart_s(place: PlannedTier) -> float:
     """Seconds of training between two saves, at the least. What a save takes from training is time as well."""
     return max(0.0, place.write_s - place.cost_s)
 
 
-def _every(place: Place, cost_s: float, mtbf_s: float, step_s: float, busy: float) -> tuple[int, str]:
+def _every(place: PlannedTier, cost_s: float, mtbf_s: float, step_s: float, busy: float) -> tuple[int, str]:
     """0 if it is not needed, whatever a save costs. And what else has set it than the faults."""
     if math.isinf(mtbf_s):
         return 0, ""
@@ -365,12 +370,12 @@ def _two_digits(steps: int) -> int:
     return -(-steps // power) * power
 
 
-def expected(job: Job, faults: Faults, chosen: Sequence[Place]) -> Forecast:
+def expected(job: PlannedJob, faults: Faults, chosen: Sequence[PlannedTier]) -> Forecast:
     """Once every place has its cadence."""
     return predict(costs_of(job, faults, chosen), faults.mtbf_s, job.step_s)
 
 
-def costs_of(job: Job, faults: Faults, chosen: Sequence[Place]) -> Costs:
+def costs_of(job: PlannedJob, faults: Faults, chosen: Sequence[PlannedTier]) -> Costs:
     """For `predict`, once every place has its cadence."""
     shares = served(chosen, faults.shares, job.step_s)
     return Costs(
@@ -391,7 +396,7 @@ def costs_of(job: Job, faults: Faults, chosen: Sequence[Place]) -> Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
+class PlannedStorage:
     """Of one place. `kept`, `bytes`: of all that it holds at most, or, if `all` stay, after `GROWN_DAYS`; `node`,
     `all_nodes`: bytes a second while it is written to; `mean`: over time; `objects`: requests a checkpoint, and `day`:
     a day, 0 for what is no object store."""
@@ -408,7 +413,7 @@ class Storage:
     all: bool = False
 
 
-def storage(job: Job, chosen: Sequence[Place]) -> list[Storage]:
+def storage(job: PlannedJob, chosen: Sequence[PlannedTier]) -> list[PlannedStorage]:
     """Full, raw checkpoints: what a dense training with AdamW has, uncompressed."""
     durable = sum(place.name in (LOCAL, SHARED) and place.every != 0 for place in chosen)
     found = []
@@ -425,7 +430,7 @@ def storage(job: Job, chosen: Sequence[Place]) -> list[Storage]:
             objects = job.gpus * (math.ceil(job.rank_bytes / PIECE) + REQUESTS)
         day = objects * DAY_S / every_s
         found.append(
-            Storage(
+            PlannedStorage(
                 place.name,
                 job.state,
                 kept,
@@ -460,14 +465,14 @@ ANY_S = 1e10
 SHORTEST_S = 1e-4
 
 
-def afford(job: Job, faults: Faults, chosen: Sequence[Place], goal: float) -> Afford:
+def afford(job: PlannedJob, faults: Faults, chosen: Sequence[PlannedTier], goal: float) -> Afford:
     """Restart, perceiving and a save's cost at the most, the time between faults at the least. `chosen`: as the user
     said it, with no cadence where none was given, since each that is tried has its own."""
     if not 0 < goal < 1:
         raise UsageError(f"--goal: {goal!r} makes no sense: it is a share between 0 and 1, such as 0.995 or 99.5%")
     near = next((one.name for one in cadences(job, faults, chosen) if one.every), chosen[0].name)
 
-    def met(faults: Faults, chosen: Sequence[Place] = chosen) -> bool:
+    def met(faults: Faults, chosen: Sequence[PlannedTier] = chosen) -> bool:
         return expected(job, faults, cadences(job, faults, chosen)).effective >= goal
 
     def saving(seconds: float) -> bool:
@@ -540,11 +545,11 @@ RESTARTS = (10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 class Plan:
     """`restarts`: how long one takes, and the effective training time then."""
 
-    job: Job
+    job: PlannedJob
     faults: Faults
-    places: tuple[Place, ...]
+    places: tuple[PlannedTier, ...]
     forecast: Forecast
-    storage: tuple[Storage, ...]
+    storage: tuple[PlannedStorage, ...]
     afford: Afford
     restarts: tuple[tuple[float, float], ...]
 
@@ -556,7 +561,7 @@ class Plan:
         return data
 
 
-def plan(job: Job, faults: Faults, chosen: Sequence[Place], goal: float = 0.995) -> Plan:
+def plan(job: PlannedJob, faults: Faults, chosen: Sequence[PlannedTier], goal: float = 0.995) -> Plan:
     """UsageError for what makes no sense."""
     check(job, faults)
     can = afford(job, faults, chosen, goal)
@@ -569,7 +574,7 @@ def plan(job: Job, faults: Faults, chosen: Sequence[Place], goal: float = 0.995)
     return Plan(job, faults, tuple(found), forecast, tuple(storage(job, found)), can, tuple(table))
 
 
-def check(job: Job, faults: Faults) -> None:
+def check(job: PlannedJob, faults: Faults) -> None:
     """UsageError, in the words of `ckpt plan`."""
     positive("--gpus", job.gpus, most=1e9)
     positive("--per-node", job.per_node, most=1e6)
@@ -600,8 +605,12 @@ FAULT_COSTS = ("crash_s", "hang_s", "hangs", "restart_s")
 
 
 def with_costs(
-    given: Mapping[str, Any], job: Job, faults: Faults, chosen: Sequence[Place], machine: Machine | None = None
-) -> tuple[Faults, list[Place]]:
+    given: Mapping[str, Any],
+    job: PlannedJob,
+    faults: Faults,
+    chosen: Sequence[PlannedTier],
+    machine: Machine | None = None,
+) -> tuple[Faults, list[PlannedTier]]:
     """What was measured or given elsewhere in the place of the defaults: `FAULT_COSTS`, `places` with `PLACE_COSTS`,
     all as they are in `Plan`; `rank_bytes` that a rank had there, and `ranks`, if known.
 
@@ -633,7 +642,7 @@ def with_costs(
         raise UsageError(f"these are no costs: {error}") from None
 
 
-def scale_of(given: Mapping[str, Any], job: Job) -> float:
+def scale_of(given: Mapping[str, Any], job: PlannedJob) -> float:
     """How many times the bytes of a rank there a rank of this job has."""
     size = given.get("rank_bytes")
     scale = job.rank_bytes / positive("rank_bytes", size, most=1e18) if size is not None else 1.0

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Row:
+class StepRow:
     """Consecutive steps. Sums over them, but for `at` and `step`, which are of the last one.
 
     `at`: when it was done; `seconds`: from the end of the step before, or of the restore, without pauses; of that,
@@ -56,12 +56,12 @@ class Row:
     saves: int = 0
     skipped: int = 0
 
-    def merged(self, later: Row) -> Row:
+    def merged(self, later: StepRow) -> StepRow:
         sums = {name: getattr(self, name) + getattr(later, name) for name in _SUMS}
-        return Row(later.at, later.step, **sums)
+        return StepRow(later.at, later.step, **sums)
 
 
-_COLUMNS = tuple(f.name for f in fields(Row))
+_COLUMNS = tuple(f.name for f in fields(StepRow))
 _SUMS = _COLUMNS[2:]
 
 
@@ -104,7 +104,7 @@ class Saves:
 
 
 @dataclass(slots=True)
-class Landed:
+class LandedSave:
     """One save that was ordered for a durable tier. `at`: when it was committed, or had failed; `seconds`: from the
     order until then; `behind`: steps that training had done meanwhile; `nbytes`, `stored`: as in `Saves`, of it."""
 
@@ -118,11 +118,11 @@ class Landed:
     failed: bool = False
 
 
-_OF_LANDED = tuple(f.name for f in fields(Landed))
+_OF_LANDED = tuple(f.name for f in fields(LandedSave))
 
 
 @dataclass(slots=True)
-class Seen:
+class SeenFault:
     """A fault, or a call to save, as `ckpt.faults.report.Fault` has it. `at`: when it was noticed; `by`: "sentinel",
     which can copy the running state, or "writer", when it was too late for that; `ends`: the incarnation."""
 
@@ -193,13 +193,13 @@ class Account:
     beat: float = 0.0
     calls: int = 0
     restores: list[Restore] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[StepRow] = field(default_factory=list)
     saves: dict[str, Saves] = field(default_factory=dict)
-    faults: list[Seen] = field(default_factory=list)
+    faults: list[SeenFault] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     end: End | None = None
     stalls: dict[str, int] = field(default_factory=dict)
-    landed: list[Landed] = field(default_factory=list)
+    landed: list[LandedSave] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     namespace: int = 0
 
@@ -243,14 +243,14 @@ class Account:
             if data.pop("version") > VERSION:
                 raise FormatError("this ledger was written by a newer version of everystep")
             columns = data.pop("rows")
-            rows = [Row(*values) for values in zip(*(columns[name] for name in _COLUMNS), strict=True)]
+            rows = [StepRow(*values) for values in zip(*(columns[name] for name in _COLUMNS), strict=True)]
             columns = data.pop("landed", None) or dict.fromkeys(_OF_LANDED, ())
-            landed = [Landed(*values) for values in zip(*(columns[name] for name in _OF_LANDED), strict=True)]
+            landed = [LandedSave(*values) for values in zip(*(columns[name] for name in _OF_LANDED), strict=True)]
             account = _build(cls, {**data, "rows": [], "restores": [], "faults": [], "decisions": []})
             account.rows = [_checked(row) for row in rows]
             account.landed = [_checked(one) for one in landed]
             account.restores = [_build(Restore, one) for one in data["restores"]]
-            account.faults = [_build(Seen, one) for one in data["faults"]]
+            account.faults = [_build(SeenFault, one) for one in data["faults"]]
             account.decisions = [_build(Decision, one) for one in data["decisions"]]
             account.saves = {str(url): _build(Saves, one) for url, one in data["saves"].items()}
             account.end = None if data["end"] is None else _build(End, data["end"])
@@ -270,13 +270,13 @@ def is_account(key: str) -> bool:
     return _NAME.fullmatch(key) is not None
 
 
-def append(rows: list[Row], row: Row, fine: int = FINE_ROWS) -> None:
+def append(rows: list[StepRow], row: StepRow, fine: int = FINE_ROWS) -> None:
     """Add a row; where they are too many, merge pairs of neighbours, but not the first `fine` ones, and not across a
     restore that went back."""
     rows.append(row)
     if len(rows) <= MOST_ROWS:
         return
-    waiting, merged = list(reversed(rows[fine:])), list[Row]()
+    waiting, merged = list(reversed(rows[fine:])), list[StepRow]()
     while waiting:
         one = waiting.pop()
         merged.append(one.merged(waiting.pop()) if waiting and waiting[-1].step > one.step else one)
@@ -288,7 +288,7 @@ def stall_bucket(seconds: float) -> str:
     return str(min(32, max(-56, math.floor(8 * math.log10(seconds)))) if seconds > 0 else -56)
 
 
-def thinned(landed: Sequence[Landed]) -> list[Landed]:
+def thinned(landed: Sequence[LandedSave]) -> list[LandedSave]:
     """Where there is one too many, without one: of the tier that has most, the one that lies closest between its
     neighbours. So what is kept is spread over all of the time, and the first and the newest are there."""
     kept = list(landed)

@@ -89,7 +89,7 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class TierShare:
     """Of one place, per fault of any kind. `recompute_s`: what is lost to one that it serves; `saving_s`: per fault."""
 
     name: str
@@ -116,7 +116,7 @@ class Forecast:
     recompute_s: float
     unfinished_s: float
     saving_s: float
-    places: tuple[Share, ...]
+    places: tuple[TierShare, ...]
 
     @property
     def parts(self) -> dict[str, float]:
@@ -155,7 +155,7 @@ def predict(costs: Costs, mtbf_s: float, step_s: float = 0.0, *, recovering: boo
     by_name = {place.name: seconds for place, seconds in zip(used, lost, strict=True)}
     saving, recompute = (mtbf_s - work) / total, (work - useful) / total
     shares = tuple(
-        Share(
+        TierShare(
             one.name,
             one.served,
             one.every_s,

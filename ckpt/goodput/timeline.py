@@ -18,7 +18,7 @@ from functools import cached_property
 
 from ckpt.faults.report import TOGETHER_S, Fault
 from ckpt.goodput.breakdown import duration, moment
-from ckpt.goodput.ledger import Account, Restore, Row, in_order
+from ckpt.goodput.ledger import Account, Restore, StepRow, in_order
 
 MOST_S, MOST_STEPS = 1e11, 2**63  # beyond these, numbers are nonsense
 SKEW_S = 60.0  # the clocks of machines differ; what is further in the future than that is nonsense too
@@ -26,7 +26,7 @@ SLIGHT_S = 1.0  # a clock that was set back by less than that deserves no note
 
 
 @dataclass
-class Placed:
+class PlacedAccount:
     """An incarnation on the time line. `offset`: from its clock to the line; `ceiling`: when another took the run over;
     `others`: accounts of other ranks; `moved`: the next one trains in a copy."""
 
@@ -45,7 +45,7 @@ class Placed:
         """A moment of the line, in seconds since 1970."""
         return self.account.wall(t - self.offset)
 
-    def starts(self, before: Placed) -> float:
+    def starts(self, before: PlacedAccount) -> float:
         """On the line: when it was born, or opened the run, if that was in the same process as the one before."""
         born = self.t(self.account.born)
         return born if born >= before.t(before.account.opened) else self.t(self.account.opening)
@@ -62,9 +62,9 @@ class Placed:
         return max(_active(self.account), end.at, end.gone) if end else max(_active(self.account), self.account.kept)
 
     @cached_property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[StepRow]:
         """As far as nobody had taken the run over, and the steps after the last row."""
-        found = list[Row]()
+        found = list[StepRow]()
         for row in [*self.account.rows, *_unfiled(self.account)]:
             if row.at + self.offset <= self.ceiling:
                 found.append(row)
@@ -77,7 +77,7 @@ class Placed:
             break
         return found
 
-    def events(self) -> Iterator[Restore | Row]:
+    def events(self) -> Iterator[Restore | StepRow]:
         """Rows and restores in the order in which they came."""
         restores = [one for one in self.account.restores if one.at + self.offset <= self.ceiling]
         timed = [(row.at, 0, row) for row in self.rows] + [(one.at, 1, one) for one in restores]
@@ -133,7 +133,9 @@ class Placed:
         return self.t(mono + moment - wall)
 
 
-def placed(accounts: list[Account], faults: list[Fault], notes: list[str], now: float = math.inf) -> list[Placed]:
+def placed(
+    accounts: list[Account], faults: list[Fault], notes: list[str], now: float = math.inf
+) -> list[PlacedAccount]:
     """One of each incarnation, in order, each with its place on the line. `now`: in seconds since 1970."""
     sane = [one for one in accounts if is_sane(one)]
     if len(sane) < len(accounts):
@@ -148,10 +150,10 @@ def placed(accounts: list[Account], faults: list[Fault], notes: list[str], now: 
     for fault in faults:
         if fault.ending:
             reports[fault.attempt].append(fault)
-    line: list[Placed] = []
+    line: list[PlacedAccount] = []
     for account in in_order(group[min(group)] for group in ranks.values()):
         others = [one for one in ranks[account.epoch].values() if one is not account]
-        one = Placed(account, others, [])
+        one = PlacedAccount(account, others, [])
         one.reports = [fault for epoch in sorted(one.epochs) for fault in reports[epoch]]
         if line:
             _place(line[-1], one, notes)
@@ -161,7 +163,7 @@ def placed(accounts: list[Account], faults: list[Fault], notes: list[str], now: 
     return line
 
 
-def _place(before: Placed, one: Placed, notes: list[str]) -> None:
+def _place(before: PlacedAccount, one: PlacedAccount, notes: list[str]) -> None:
     """Find the offset of an incarnation, and whether it took over from the one before."""
     a, b = before.account, one.account
     before.moved = a.url != b.url and ((a.inode != b.inode and 0 not in (a.inode, b.inode)) or a.inode == b.inode == 0)
@@ -190,7 +192,7 @@ def _place(before: Placed, one: Placed, notes: list[str]) -> None:
         )
 
 
-def _came_later(before: Placed, one: Placed) -> bool:
+def _came_later(before: PlacedAccount, one: PlacedAccount) -> bool:
     """Whether it restored a step that the one before did after that, if one believes the clocks."""
     restore = one.began_with
     if restore is None or restore.step is None or restore.attempt.rpartition("-")[0] not in before.epochs:
@@ -217,7 +219,7 @@ def _active(account: Account) -> float:
     return max(account.opened, account.beat, *(row.at for row in account.rows), *ends, -math.inf)
 
 
-def _unfiled(account: Account) -> list[Row]:
+def _unfiled(account: Account) -> list[StepRow]:
     """Steps that were done after the last row."""
     at, step = account.opened, None
     for one in account.restores:
@@ -228,14 +230,14 @@ def _unfiled(account: Account) -> list[Row]:
     steps = account.step - (account.step - 1 if step is None else step)
     if account.beat <= at or account.step < 0 or steps <= 0:
         return []
-    return [Row(account.beat, account.step, steps, account.beat - at)]
+    return [StepRow(account.beat, account.step, steps, account.beat - at)]
 
 
-def _part(row: Row, steps: int) -> Row:
+def _part(row: StepRow, steps: int) -> StepRow:
     """The first steps of a row."""
     share = steps / row.steps
     whole = row.seconds + row.paused
-    return Row(
+    return StepRow(
         row.at - whole * (1 - share), row.step - row.steps + steps, steps, row.seconds * share, row.stalled * share,
         row.slowed * share, int(row.quiet * share), row.paused * share, int(row.saves * share), row.skipped,
     )  # fmt: skip
@@ -260,7 +262,7 @@ def _ordered(account: Account) -> Account:
     values["opening"] = min(account.opening, opened) or opened
     values["opened"] = opened
     values["born"] = min(account.born, values["opening"]) or values["opening"]
-    rows = [Row(r.at, r.step, max(1, r.steps), max(0.0, r.seconds), *_rest(r)) for r in account.rows]
+    rows = [StepRow(r.at, r.step, max(1, r.steps), max(0.0, r.seconds), *_rest(r)) for r in account.rows]
     values["rows"] = sorted(rows, key=lambda row: row.at)
     return Account(**values)
 
@@ -279,5 +281,5 @@ def _until(account: Account, now: float, notes: list[str]) -> Account:
     return replace(account, kept=min(account.kept, limit), end=end)
 
 
-def _rest(row: Row) -> tuple[float, float, int, float, int, int]:
+def _rest(row: StepRow) -> tuple[float, float, int, float, int, int]:
     return max(0.0, row.stalled), row.slowed, row.quiet, max(0.0, row.paused), row.saves, row.skipped

@@ -123,9 +123,9 @@ class Arena:
 
     # -- who keeps it --
 
-    def keep(self) -> Keeping:
+    def keep(self) -> ArenaKeeper:
         """Let others see, until it is let go of, or this process ends, that this process has the arena."""
-        return Keeping(self._keeper)
+        return ArenaKeeper(self._keeper)
 
     def is_kept(self) -> bool:
         """Whether a process that does not train has this arena, at this moment: the kernel tells at once if it dies."""
@@ -224,7 +224,7 @@ class Arena:
         return sorted(found, key=lambda item: -item[1].order)
 
 
-class Keeping:
+class ArenaKeeper:
     """A thread that sits on a mutex as long as this process keeps an arena. `begun`: it does; others may do before."""
 
     def __init__(self, mutex: RobustMutex) -> None:

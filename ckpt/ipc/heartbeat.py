@@ -33,7 +33,7 @@ _SIZE = PAGE + 8 * _ENTRIES * _WIDTH
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class StepDone:
     """A step that was done at `when`, in seconds of the monotonic clock. What saving had cost the loop up to then, in
     all: seconds it was `stalled`, snapshots taken and `skipped`; and how long it was `paused`."""
 
@@ -61,7 +61,7 @@ class Beat:
         return STATES[self.state] if 0 <= self.state < len(STATES) else "?"
 
 
-class Pulse:
+class Heartbeat:
     """The pages. `fd` can be sent to another process, which attaches to it."""
 
     def __init__(self, fd: int, memory: mmap.mmap) -> None:
@@ -72,7 +72,7 @@ class Pulse:
             raise CorruptError("these are not the pages of a trainer of this version")
 
     @classmethod
-    def create(cls) -> Pulse:
+    def create(cls) -> Heartbeat:
         fd = os.memfd_create("ckpt-pulse", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, _SIZE)
         fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
@@ -85,7 +85,7 @@ class Pulse:
         return pulse
 
     @classmethod
-    def attach(cls, fd: int) -> Pulse:
+    def attach(cls, fd: int) -> Heartbeat:
         """Another process's."""
         if os.fstat(fd).st_size < _SIZE:
             raise CorruptError("these are not the pages of a trainer of this version")
@@ -94,7 +94,7 @@ class Pulse:
     # -- the trainer's main thread --
 
     def beat(self, step: int, stalled_s: float = 0.0, saves: int = 0, skipped: int = 0) -> None:
-        """step() was called: training goes on. The rest is what saving has cost so far, see `Done`."""
+        """step() was called: training goes on. The rest is what saving has cost so far, see `StepDone`."""
         at, now = self._at, time.monotonic_ns()
         entry = _RING + at[1] % _ENTRIES * _WIDTH
         at[entry], at[entry + 1], at[entry + 2], at[entry + 3] = step, now, int(stalled_s * 1e9), saves
@@ -142,14 +142,14 @@ class Pulse:
 
     # -- anybody --
 
-    def since(self, calls: int) -> tuple[int, list[Done]]:
+    def since(self, calls: int) -> tuple[int, list[StepDone]]:
         """How many calls of step() there were, and the steps of those after the first `calls`; the oldest of them are
         missing if they were more than the ring holds."""
         at, now = self._at, self._at[1]
         numbers = range(max(calls, now - _ENTRIES), now)
         raw = [list(at[(entry := _RING + n % _ENTRIES * _WIDTH) : entry + 6]) for n in numbers]
         spoilt = max(0, at[1] + 1 - _ENTRIES - numbers.start)  # overwritten while we read, or just now
-        return now, [Done(e[0], e[1] / 1e9, e[2] / 1e9, e[3], e[4], e[5] / 1e9) for e in raw[spoilt:]]
+        return now, [StepDone(e[0], e[1] / 1e9, e[2] / 1e9, e[3], e[4], e[5] / 1e9) for e in raw[spoilt:]]
 
     @property
     def step(self) -> int:

@@ -39,8 +39,8 @@ from ckpt.lightning import best
 from ckpt.lightning.best import Best, Keeper
 from ckpt.lightning.checkpoint_io import CheckpointIO as CheckpointIO
 from ckpt.lightning.checkpoint_io import with_bases
-from ckpt.lightning.loop_hooks import Seams, State, say
-from ckpt.lightning.trainer_state import Monitored, Rest, scaler_of
+from ckpt.lightning.loop_hooks import LoopHooks, State, say
+from ckpt.lightning.trainer_state import Monitored, TrainerState, scaler_of
 from ckpt.loading import Loaded, load
 from ckpt.save import Save
 from ckpt.state.rng import RNG
@@ -104,8 +104,8 @@ class CheckpointCallback(Base):
 
     def _close(self) -> None:
         self._cp: Checkpointer | None = None
-        self._seams: Seams | None = None
-        self._rest: Rest | None = None
+        self._seams: LoopHooks | None = None
+        self._rest: TrainerState | None = None
         self._keeper: Keeper | None = None
         self._monitored: Monitored | None = None
         self._save: Save | None = None
@@ -163,7 +163,7 @@ class CheckpointCallback(Base):
             say(trainer, "fast_dev_run: nothing is saved, and nothing restored")
             return
         self._trainer = trainer
-        self._seams = Seams(trainer, self._begin, self._done, self._look)
+        self._seams = LoopHooks(trainer, self._begin, self._done, self._look)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         if self._cp is not None:
@@ -205,7 +205,7 @@ class CheckpointCallback(Base):
         """Open the run and come back to its newest step. In the place of a loop's first line, on all ranks."""
         trainer, seams = self._trainer, self._seams
         assert seams is not None
-        self._rest = Rest(trainer, seams, self, self._own, self._put_own)
+        self._rest = TrainerState(trainer, seams, self, self._own, self._put_own)
         state = {
             "model": trainer.strategy.model,
             "optim": list(trainer.optimizers),
@@ -240,7 +240,7 @@ class CheckpointCallback(Base):
         path = str(trainer.ckpt_path or "")
         return "" if Path(path).name.startswith(ITS_OWN) else path
 
-    def _resume(self, trainer: Any, seams: Seams) -> None:
+    def _resume(self, trainer: Any, seams: LoopHooks) -> None:
         assert self._cp is not None and self._rest is not None
         self._step = trainer.global_step
         limit, durable = seams.reached, self._durable()

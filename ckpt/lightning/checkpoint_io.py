@@ -28,7 +28,7 @@ from torch import Tensor
 from ckpt.checkpoint import read, retention
 from ckpt.checkpoint.commit import acquire, commit, create_run
 from ckpt.checkpoint.in_use import check_free
-from ckpt.checkpoint.write import Snapshot, page_aligned, write_part
+from ckpt.checkpoint.write import RankSnapshot, page_aligned, write_part
 from ckpt.errors import UsageError
 from ckpt.events import log as logger
 from ckpt.format.manifest import Attempt, new_nonce
@@ -188,7 +188,7 @@ async def _write(url: str, frozen: Any, step: int) -> None:
         await check_free(log, lambda text: logger.warning("%s", text))  # a Checkpointer may train there
         mine = await acquire(log, new_nonce())
         attempt = Attempt(mine.epoch, step, mine.nonce)
-        written = await write_part(store, Snapshot(attempt, layout, data, values))
+        written = await write_part(store, RankSnapshot(attempt, layout, data, values))
         await commit(log, mine, [written])
         if len(log.state.commits) > retention.ALWAYS:  # a path that is written again and again, such as last.ckpt
             await retention.retire(log, mine, retention.Keep(last=1), {attempt})

@@ -2,7 +2,7 @@
 
 Everything here that touches names of Lightning which are not documented is here because there is no other way: no
 callback is called when training is about to begin, when an epoch's iterator is made, before a batch is fetched, or
-once everything that belongs to a batch is done. `Seams` puts a call at each of these moments, on the loops of one
+once everything that belongs to a batch is done. `LoopHooks` puts a call at each of these moments, on the loops of one
 trainer, and takes them away again.
 
     fit_loop.run              <- begin: open the run and restore, before a loader is asked for
@@ -28,7 +28,7 @@ from ckpt.errors import UsageError
 from ckpt.state.rng import RNG
 
 State = dict[str, Any]
-NOT_EXACT = "You're resuming from a checkpoint that ended before the epoch ended"  # it is, with what `Feed` does
+NOT_EXACT = "You're resuming from a checkpoint that ended before the epoch ended"  # it is, with what `BatchFeed` does
 
 
 def say(trainer: Any, text: str, *values: object) -> None:
@@ -36,14 +36,14 @@ def say(trainer: Any, text: str, *values: object) -> None:
     logging.getLogger(type(trainer.fit_loop).__module__.partition(".loops")[0]).warning(text, *values)
 
 
-class Seams:
+class LoopHooks:
     """The loops of a trainer, with calls in between. `begin`, `done` and `epoch_logged` are the callback's."""
 
     def __init__(
         self, trainer: Any, begin: Callable[[], None], done: Callable[..., None], epoch_logged: Callable[[], None]
     ) -> None:
         self._trainer, self._begin, self._done, self._epoch_logged = trainer, begin, done, epoch_logged
-        self.feed = Feed(trainer)
+        self.feed = BatchFeed(trainer)
         self._resumed = self._behind = False  # the batch that is to come is done already
         self._should_stop = False
         self._max_steps: int | None = None
@@ -161,7 +161,7 @@ class Seams:
         update_train_epoch_metrics()
 
 
-class Feed:
+class BatchFeed:
     """Where batches come from, so that a restored run sees the same ones.
 
     Loaders with a state of their own (all of them, or none counts) are told theirs by Lightning. Of others an epoch's

@@ -1,8 +1,8 @@
 """What belongs to a Lightning run beside model, optimizers and schedulers, as one entry of the state.
 
-`Rest` asks the trainer's parts as Lightning does when it writes a checkpoint: callbacks, the data module, the precision
-plugin, `on_save_checkpoint` of whoever has one; and, which Lightning leaves out, what was logged in this epoch so far
-and the metrics that have been collected in it.
+`TrainerState` asks the trainer's parts as Lightning does when it writes a checkpoint: callbacks, the data module, the
+precision plugin, `on_save_checkpoint` of whoever has one; and, which Lightning leaves out, what was logged in this
+epoch so far and the metrics that have been collected in it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
-from ckpt.lightning.loop_hooks import Seams, State
+from ckpt.lightning.loop_hooks import LoopHooks, State
 
 OWN = {"Callback", "CheckpointHooks", "LightningDataModule", "LightningModule"}  # their methods do nothing
 
@@ -31,11 +31,16 @@ def scaler_of(trainer: Any) -> GradScaler | None:
     return found if isinstance(found, GradScaler) else None
 
 
-class Rest:
+class TrainerState:
     """`own`: plain values of the callback itself, and `put_own` to set them."""
 
     def __init__(
-        self, trainer: Any, seams: Seams, callback: object, own: Callable[[], State], put_own: Callable[[State], None]
+        self,
+        trainer: Any,
+        seams: LoopHooks,
+        callback: object,
+        own: Callable[[], State],
+        put_own: Callable[[State], None],
     ) -> None:
         self._trainer, self._seams, self._callback = trainer, seams, callback
         self._own, self._put_own = own, put_own

@@ -49,7 +49,7 @@ _RANGE = np.dtype([("pack", "<i4"), ("offset", "<i8"), ("stored", "<i8"), ("low"
 
 
 @dataclass(frozen=True, slots=True)
-class Cure:
+class SoundCopy:
     """Where a damaged piece can be had, and how. `get` gives it, verified: CorruptError or StoreError if not."""
 
     where: str
@@ -58,7 +58,7 @@ class Cure:
 
 
 @dataclass(eq=False)
-class Sheet:
+class AuditedTable:
     """A table that a live checkpoint consists of. `layout`: of the rank that wrote it, if it is of one rank."""
 
     commit: Commit
@@ -67,15 +67,15 @@ class Sheet:
 
 
 @dataclass(eq=False)
-class Piece:
+class DamagedRange:
     """A range of a pack that is damaged, and the rows that name it. `why`: it cannot be had."""
 
     pack: str
     offset: int
     stored: int
     digest: bytes
-    rows: list[tuple[Sheet, int]] = field(default_factory=list)
-    cure: Cure | None = None
+    rows: list[tuple[AuditedTable, int]] = field(default_factory=list)
+    cure: SoundCopy | None = None
     why: str = ""
 
     @property
@@ -95,8 +95,8 @@ class PackDamage:
     there: int | None
     problem: str = ""
     header: bool = False
-    header_cure: Cure | None = None
-    pieces: list[Piece] = field(default_factory=list)
+    header_cure: SoundCopy | None = None
+    pieces: list[DamagedRange] = field(default_factory=list)
     known: bool = True  # its size and header are
 
     @property
@@ -104,11 +104,11 @@ class PackDamage:
         return self.known and self.there != self.info.size
 
     @property
-    def cured(self) -> list[Piece]:
+    def cured(self) -> list[DamagedRange]:
         return [piece for piece in self.pieces if piece.cure is not None]
 
     @property
-    def lost(self) -> list[Piece]:
+    def lost(self) -> list[DamagedRange]:
         return [piece for piece in self.pieces if piece.cure is None]
 
     @property
@@ -135,7 +135,7 @@ class FileDamage:
 
 
 @dataclass
-class Diagnosis:
+class AuditResult:
     """All that is damaged among what live checkpoints name. `records`: of the log, which nobody can repair."""
 
     records: list[int] = field(default_factory=list)
@@ -166,7 +166,7 @@ async def everything(works: Iterable[Awaitable[None]]) -> None:
             raise result
 
 
-class Survey:
+class Audit:
     """Of the run behind `log`; `others`: runs in other places that may know more.
 
     `commits`: the checkpoints that matter, by default all that are live.
@@ -177,8 +177,8 @@ class Survey:
         state = log.state
         chosen = state.commits.values() if commits is None else commits
         self.commits = sorted(chosen, key=lambda c: c.attempt, reverse=True)
-        self.found = Diagnosis(records=list(state.damaged))
-        self.sheets: list[Sheet] = []
+        self.found = AuditResult(records=list(state.damaged))
+        self.sheets: list[AuditedTable] = []
         self.infos: dict[str, PackInfo] = {}
         self.sizes: dict[str, int] = {}
         self._names: list[str] = []  # of packs, by their number in `_ranges`
@@ -205,7 +205,7 @@ class Survey:
         self._ranges, self._names = np.unique(np.concatenate(columns)), list(places)
         return int(self._ranges["stored"].sum()) + sum(self.infos[k].header_size for k in places if k in self.infos)
 
-    async def survey(self, on_bytes: OnBytes = None) -> Diagnosis:
+    async def survey(self, on_bytes: OnBytes = None) -> AuditResult:
         """Read everything that was found by `look`, a few batches at a time, and note what is damaged."""
         damaged: dict[str, PackDamage] = {}
 
@@ -246,13 +246,13 @@ class Survey:
             pack.pieces.sort(key=lambda p: p.offset)
         return self.found
 
-    def _jobs(self) -> Iterator[tuple[str, list[Piece] | None]]:
+    def _jobs(self) -> Iterator[tuple[str, list[DamagedRange] | None]]:
         """Headers (None), and near ranges together."""
         most = FAR_READ if self.store.remote else READ
         for number, key in enumerate(self._names):
             if key in self.infos:
                 yield key, None
-            group: list[Piece] = []
+            group: list[DamagedRange] = []
             for piece in self._named(number):
                 end = group[-1].offset + group[-1].stored if group else 0
                 far_off = piece.offset > end + GAP
@@ -263,14 +263,14 @@ class Survey:
             if group:
                 yield key, group
 
-    def _named(self, number: int) -> Iterator[Piece]:
+    def _named(self, number: int) -> Iterator[DamagedRange]:
         """The ranges of a pack that live checkpoints name, in their order."""
         low, high = np.searchsorted(self._ranges["pack"], [number, number + 1])
         for row in self._ranges[low:high]:
             digest = np.array([row["low"], row["high"]], "<u8").tobytes()
-            yield Piece(self._names[number], int(row["offset"]), int(row["stored"]), digest)
+            yield DamagedRange(self._names[number], int(row["offset"]), int(row["stored"]), digest)
 
-    async def _damaged(self, pool: ThreadPoolExecutor, pieces: list[Piece]) -> list[Piece]:
+    async def _damaged(self, pool: ThreadPoolExecutor, pieces: list[DamagedRange]) -> list[DamagedRange]:
         """Those of near ranges that are not what they have to be. What lies behind the end is not asked for."""
         there = self.sizes.get(pieces[0].pack, 0)
         missing = [p for p in pieces if p.offset + p.stored > there]
@@ -287,7 +287,7 @@ class Survey:
                 return missing + pieces
             return missing + [bad for piece in pieces for bad in await self._damaged(pool, [piece])]
 
-        def bad() -> list[Piece]:
+        def bad() -> list[DamagedRange]:
             return [p for p in pieces if blob_digest(view[p.offset - start :][: p.stored]) != p.digest]
 
         return missing + await asyncio.get_running_loop().run_in_executor(pool, bad)
@@ -392,11 +392,11 @@ class Survey:
                 tables[rank] = table
         if len(tables) < len(commit.parts):
             if index is not None:
-                self.sheets.append(Sheet(commit, index, None))
+                self.sheets.append(AuditedTable(commit, index, None))
             else:
                 self.found.unread.append((attempt, "neither its index nor all of its tables can be had"))
             return
-        self.sheets += [Sheet(commit, table, self._layout(parts[rank])) for rank, table in tables.items()]
+        self.sheets += [AuditedTable(commit, table, self._layout(parts[rank])) for rank, table in tables.items()]
         if index_damage is not None and raw is None:
             again = _index_of(commit, parts, tables)
             if again is not None:
@@ -450,7 +450,7 @@ class Survey:
                 return raw, damage
         return None, damage
 
-    def ranges_of(self, key: str) -> list[Piece]:
+    def ranges_of(self, key: str) -> list[DamagedRange]:
         """What live checkpoints name in a pack, in order."""
         return list(self._named(self._names.index(key)))
 

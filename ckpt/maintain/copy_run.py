@@ -14,7 +14,7 @@ from ckpt.checkpoint import promote
 from ckpt.checkpoint.commit import commit as append_commit
 from ckpt.checkpoint.commit import create_run, load_part
 from ckpt.checkpoint.retention import files_of
-from ckpt.checkpoint.write import Written
+from ckpt.checkpoint.write import WrittenPart
 from ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -245,10 +245,12 @@ async def _blame(
     )
 
 
-async def _copy_files(source: Store, target: Store, commit: Commit, used: Set[str], on_bytes: OnBytes) -> list[Written]:
+async def _copy_files(
+    source: Store, target: Store, commit: Commit, used: Set[str], on_bytes: OnBytes
+) -> list[WrittenPart]:
     window = asyncio.Semaphore(PARTS)
 
-    async def one(rank: int, number: int, digest: str) -> Written:
+    async def one(rank: int, number: int, digest: str) -> WrittenPart:
         async with window:
             await promote.copy_part(
                 source, target, commit.attempt, rank, number, expected=digest, used=used, on_bytes=on_bytes

@@ -23,7 +23,7 @@ from ckpt.format.digest import blob_digest, file_digest
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt, PackInfo, index_key, rank_and_try
 from ckpt.format.table import Table
-from ckpt.maintain.audit import Cure, Get, Piece, Sheet, Survey, about_reaching
+from ckpt.maintain.audit import Audit, AuditedTable, DamagedRange, Get, SoundCopy, about_reaching
 from ckpt.runlog.log import Commit
 from ckpt.store import Store
 
@@ -34,10 +34,10 @@ Plain = tuple[bytes, int]
 """A content: the digest of plain bytes, and their length."""
 
 
-class Seeker:
+class CopyFinder:
     """Finds damaged pieces elsewhere."""
 
-    def __init__(self, survey: Survey) -> None:
+    def __init__(self, survey: Audit) -> None:
         self.survey = survey
         self._absent: set[tuple[str, str]] = set()  # (place, pack)
         self._rows: dict[Plain, list[tuple[Store, Table, int]]] = {}
@@ -66,12 +66,12 @@ class Seeker:
             if one in wanted and (table.packs[int(table.pack[row])], int(table.offset[row])) not in bad:
                 self._rows.setdefault(one, []).append((store, table, row))
 
-    async def cure(self, piece: Piece) -> Cure | None:
+    async def cure(self, piece: DamagedRange) -> SoundCopy | None:
         """None, and why, if it cannot be had bit for bit."""
         for other in self.survey.others:
             get = partial(self._same_range, other.store, piece)
             if await _works(other.store, get):
-                return Cure(other.store.url, "the same bytes", get)
+                return SoundCopy(other.store.url, "the same bytes", get)
         sheet, row = piece.rows[0]
         table, codec = sheet.table, int(sheet.table.codec[row])
         piece.why = "nobody has its content"
@@ -81,15 +81,15 @@ class Seeker:
                 piece.why = "where else its content is, that is damaged as well"
                 continue
             if codec == RAW:
-                return Cure(store.url, "the same content", have)
+                return SoundCopy(store.url, "the same content", have)
             for word in _words(table, row):
                 make = partial(self._encoded, piece, table, row, word, have)
                 if await _works(store, make):
-                    return Cure(store.url, "its content, encoded again", make)
+                    return SoundCopy(store.url, "its content, encoded again", make)
             piece.why = "its content is there, but it, or what it is based on, does not give the same bytes again"
         return None
 
-    async def _same_range(self, store: Store, piece: Piece) -> memoryview:
+    async def _same_range(self, store: Store, piece: DamagedRange) -> memoryview:
         place = store.url, piece.pack
         if place in self._absent:
             raise NotFoundError(f"{piece.pack} is not in {store.url}")
@@ -110,7 +110,7 @@ class Seeker:
         raise CorruptError("nobody has its base")
 
     async def _encoded(
-        self, piece: Piece, table: Table, row: int, word: int, have: Callable[[], Awaitable[bytes]]
+        self, piece: DamagedRange, table: Table, row: int, word: int, have: Callable[[], Awaitable[bytes]]
     ) -> memoryview:
         codec, base = int(table.codec[row]), None
         if CODECS[codec].base == "same":
@@ -122,11 +122,11 @@ class Seeker:
 
     # -- headers --
 
-    async def header(self, info: PackInfo) -> Cure | None:
+    async def header(self, info: PackInfo) -> SoundCopy | None:
         for other in self.survey.others:
             get = partial(self._their_header, other.store, info)
             if await _works(other.store, get):
-                return Cure(other.store.url, "the same bytes", get)
+                return SoundCopy(other.store.url, "the same bytes", get)
         tiles, rank = self._tiles(info), rank_and_try(info.key)[0]
         layouts = {s.layout.digest: s.layout for s in self.survey.sheets if s.layout is not None}
         for layout in layouts.values():
@@ -135,12 +135,12 @@ class Seeker:
             for make in (partial(_raw_header, layout), partial(_blobs_header, info, layout, tiles)):
                 header = make()
                 if header is not None and file_digest(header) == info.header:
-                    return Cure(self.survey.store.url, "made again", partial(_given, header))
+                    return SoundCopy(self.survey.store.url, "made again", partial(_given, header))
         return None
 
-    def _tiles(self, info: PackInfo) -> dict[int, tuple[Sheet, int]]:
+    def _tiles(self, info: PackInfo) -> dict[int, tuple[AuditedTable, int]]:
         """A row for each range of a pack; empty unless they leave nothing out. Only ranks that wrote it name it so."""
-        rank, rows = rank_and_try(info.key)[0], dict[int, tuple[Sheet, int]]()
+        rank, rows = rank_and_try(info.key)[0], dict[int, tuple[AuditedTable, int]]()
         for sheet in self.survey.sheets:
             table = sheet.table
             if sheet.layout is None or sheet.layout.rank != rank or info.key not in table.packs:
@@ -200,7 +200,7 @@ def _words(table: Table, row: int) -> list[int]:
     return list(dict.fromkeys([*(word_of(shard.dtype) for shard in shards), *WORDS]))
 
 
-def _matching(view: memoryview, piece: Piece) -> memoryview:
+def _matching(view: memoryview, piece: DamagedRange) -> memoryview:
     if len(view) != piece.stored or blob_digest(view) != piece.digest:
         raise CorruptError(f"not the bytes at {piece.offset} of {piece.pack}")
     return view
@@ -225,7 +225,7 @@ def _raw_header(layout: Layout) -> bytes:
     return layout.arrangement.header
 
 
-def _blobs_header(info: PackInfo, layout: Layout, tiles: dict[int, tuple[Sheet, int]]) -> bytes | None:
+def _blobs_header(info: PackInfo, layout: Layout, tiles: dict[int, tuple[AuditedTable, int]]) -> bytes | None:
     """Of a pack of blobs, by the code that made it. The rows of a rank's table are the blobs of its layout."""
     if not tiles or any(row >= len(layout.arrangement.blobs) for _, row in tiles.values()):
         return None

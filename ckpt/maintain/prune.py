@@ -52,7 +52,7 @@ def default_grace_s(store: Store) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Stock:
+class RunFiles:
     """All files of a place by name, with their sizes in bytes, and then what its log says.
 
     `seen`: the checkpoints there were; `used`: the files that each of them needs, as far as it can be read.
@@ -75,7 +75,7 @@ class Stock:
         return [key for key in self.sizes if owner(key) is not None]
 
 
-async def take_stock(log: RunLog) -> Stock:
+async def take_stock(log: RunLog) -> RunFiles:
     """The listing comes first: a file that appears later belongs to an attempt that is not in it."""
     sizes = {info.key: info.size async for info in log.store.list()}
     state = await log.refresh()
@@ -85,7 +85,7 @@ async def take_stock(log: RunLog) -> Stock:
         state = await log.refresh()
         if state.commits.keys() <= commits.keys():
             break
-    return Stock(sizes, frozenset(commits), used)
+    return RunFiles(sizes, frozenset(commits), used)
 
 
 def by_owner(keys: Iterable[str]) -> dict[Attempt, list[str]]:
@@ -107,11 +107,11 @@ class Sweep:
         return bool(self.retire or self.delete)
 
 
-Decide = Callable[[RunState, Stock], Sweep | None]
+Decide = Callable[[RunState, RunFiles], Sweep | None]
 """Pure. None: there is a checkpoint that came after the stock was taken."""
 
 
-def refuse(state: RunState, stock: Stock, url: str, retiring: Set[Attempt] = frozenset()) -> None:
+def refuse(state: RunState, stock: RunFiles, url: str, retiring: Set[Attempt] = frozenset()) -> None:
     """CorruptError, with advice, if nobody can say which files are needed. Pure."""
     if state.damaged:
         raise CorruptError(
@@ -128,12 +128,12 @@ def refuse(state: RunState, stock: Stock, url: str, retiring: Set[Attempt] = fro
         )
 
 
-async def sweep(log: RunLog, stock: Stock, decide: Decide) -> Sweep:
+async def sweep(log: RunLog, stock: RunFiles, decide: Decide) -> Sweep:
     """Land a PLAN that says what `decide` does of the newest state. Nothing is deleted here."""
     request, decided = f"plan:{secrets.token_hex(4)}", list[Sweep | None]()
     for _ in range(TRIES):
 
-        def make(state: RunState, stock: Stock = stock) -> Record | None:
+        def make(state: RunState, stock: RunFiles = stock) -> Record | None:
             decided[:] = [found := decide(state, stock)]
             if not found:
                 return None
@@ -184,7 +184,7 @@ class PrunePlan:
     partial: bool
 
 
-def plan_prune(log: RunLog, stock: Stock, keep: retention.Keep) -> PrunePlan:
+def plan_prune(log: RunLog, stock: RunFiles, keep: retention.Keep) -> PrunePlan:
     """Pure. CorruptError if nothing may be deleted there; NoCheckpointError if nothing is there."""
     state, check = log.state, read.choose(log)
     doomed = decide_prune(log.store.url, keep, check.attempt, state, stock) or Sweep()
@@ -201,7 +201,7 @@ def plan_prune(log: RunLog, stock: Stock, keep: retention.Keep) -> PrunePlan:
     )
 
 
-def decide_prune(url: str, keep: retention.Keep, checked: Attempt, state: RunState, stock: Stock) -> Sweep | None:
+def decide_prune(url: str, keep: retention.Keep, checked: Attempt, state: RunState, stock: RunFiles) -> Sweep | None:
     retiring = retention.choose(state, keep, {checked})
     refuse(state, stock, url, retiring)
     if checked not in state.commits:
@@ -238,7 +238,7 @@ def why_kept(state: RunState, keep: retention.Keep, checked: Attempt) -> dict[At
     return found
 
 
-async def prune(log: RunLog, stock: Stock, keep: retention.Keep, checked: Attempt) -> Sweep:
+async def prune(log: RunLog, stock: RunFiles, keep: retention.Keep, checked: Attempt) -> Sweep:
     """Land the PLAN. `checked`: a checkpoint that was read back and found sound just now."""
     return await sweep(log, stock, partial(decide_prune, log.store.url, keep, checked))
 
@@ -260,7 +260,7 @@ class GcPlan:
     live: Item
 
 
-def plan_gc(url: str, state: RunState, stock: Stock, uploads: Sequence[str], abort_open: bool) -> GcPlan:
+def plan_gc(url: str, state: RunState, stock: RunFiles, uploads: Sequence[str], abort_open: bool) -> GcPlan:
     """Pure. CorruptError if nothing may be deleted there."""
     begun: dict[Attempt, list[str]] = {attempt: [] for attempt in state.pins}  # of which there may be no file yet
     owned = sorted((begun | by_owner([*stock.sizes, *uploads])).items())
@@ -281,7 +281,7 @@ def plan_gc(url: str, state: RunState, stock: Stock, uploads: Sequence[str], abo
     )
 
 
-def decide_gc(url: str, state: RunState, stock: Stock) -> Sweep | None:
+def decide_gc(url: str, state: RunState, stock: RunFiles) -> Sweep | None:
     """Nothing is given up, so nothing needs to have been read back; and a run without checkpoints may be cleaned up."""
     refuse(state, stock, url)
     if not state.commits.keys() <= stock.used.keys():
@@ -324,7 +324,7 @@ async def unfinished(store: Store) -> list[str]:
     return sorted(set(found))
 
 
-async def gc(log: RunLog, stock: Stock, ending: Iterable[Attempt]) -> tuple[Sweep, int]:
+async def gc(log: RunLog, stock: RunFiles, ending: Iterable[Attempt]) -> tuple[Sweep, int]:
     """End these, land the PLAN, and drop unfinished uploads; what landed, and how many uploads were dropped."""
     for attempt in ending:
         await log.append(partial(_end, attempt), owner=None)

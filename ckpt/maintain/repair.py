@@ -25,15 +25,15 @@ from ckpt.errors import CorruptError, StoreError
 from ckpt.events import point
 from ckpt.format.digest import file_digest
 from ckpt.format.manifest import owner
-from ckpt.maintain.audit import Cure, OnBytes, PackDamage, Piece, Survey, about_reaching, everything
-from ckpt.maintain.find_copies import Seeker
+from ckpt.maintain.audit import Audit, DamagedRange, OnBytes, PackDamage, SoundCopy, about_reaching, everything
+from ckpt.maintain.find_copies import CopyFinder
 from ckpt.store import Store
 
 CURES = 8  # pieces fetched at the same time
 
 
 @dataclass
-class Mended:
+class Repaired:
     """What was written again. `left`: given up by the run meanwhile; `failed`: (name, why)."""
 
     files: list[str] = field(default_factory=list)
@@ -44,14 +44,14 @@ class Mended:
     lost: dict[str, int] = field(default_factory=dict)  # packs, and bytes of live checkpoints that are zeros there now
 
 
-class Repair(Survey):
+class Repair(Audit):
     """What can be done about damage, and doing it."""
 
     async def seek(self, on_bytes: OnBytes = None) -> None:
         """For everything that is damaged: where it can be had. Each is fetched once, to be sure."""
         if not self.found.packs:
             return
-        seeker = Seeker(self)
+        seeker = CopyFinder(self)
         await seeker.prepare()
         pieces = iter([piece for pack in self.found.packs for piece in pack.pieces if pack.known])
 
@@ -69,9 +69,9 @@ class Repair(Survey):
             elif pack.header:
                 pack.header_cure = await seeker.header(pack.info)
 
-    async def mend(self, on_bytes: OnBytes = None) -> Mended:
+    async def mend(self, on_bytes: OnBytes = None) -> Repaired:
         """Write again what can be had. What fails is left as it is, and the rest is gone on with."""
-        done = Mended()
+        done = Repaired()
         for file in self.found.files:
             if file.raw is None:
                 continue
@@ -119,12 +119,12 @@ class _Rewrite:
         self._fallbacks: list[Store] | None = None
         self._checks = _Checks(repair.ranges_of(pack.info.key), pack.lost)
         self._named = [(p.offset, p.offset + p.stored) for p in repair.ranges_of(pack.info.key)]
-        self._patches: list[tuple[int, int, Cure]] = [
+        self._patches: list[tuple[int, int, SoundCopy]] = [
             (p.offset, p.offset + p.stored, p.cure) for p in pack.cured if p.cure
         ]
         if pack.header_cure is not None:
             self._patches.append((0, self.info.header_size, pack.header_cure))
-        self._last: tuple[Cure, bytes | memoryview] | None = None
+        self._last: tuple[SoundCopy, bytes | memoryview] | None = None
         self.zeros = 0  # bytes that had to be left zero, of those that nobody names
         self.lost = 0  # and of those that a live checkpoint names
 
@@ -154,7 +154,7 @@ class _Rewrite:
                 view[a - start : b - start] = data[a - low : b - low]
         return view
 
-    async def _cured(self, cure: Cure) -> bytes | memoryview:
+    async def _cured(self, cure: SoundCopy) -> bytes | memoryview:
         """One that goes over the end of a range is needed twice."""
         if self._last is None or self._last[0] is not cure:
             self._last = cure, await cure.get()
@@ -207,11 +207,11 @@ class _Rewrite:
 class _Checks:
     """Digests of ranges, as their bytes come by. `lost`: those that nobody expects to be right."""
 
-    def __init__(self, pieces: Sequence[Piece], lost: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[DamagedRange], lost: Sequence[DamagedRange]) -> None:
         gone = {(piece.offset, piece.stored) for piece in lost}
         self._waiting = [p for p in pieces if (p.offset, p.stored) not in gone]
         self._waiting.sort(key=lambda p: p.offset, reverse=True)  # the next is the last
-        self._open: list[tuple[Piece, Any]] = []
+        self._open: list[tuple[DamagedRange, Any]] = []
 
     def feed(self, start: int, view: memoryview) -> None:
         """CorruptError if a range is not what it has to be."""

@@ -46,7 +46,7 @@ _MAX_REASON = 4096
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
+class RankReads:
     """What one rank does.
 
     `reads`: the blobs it reads, ascending. `recipients`: for each of them, the other ranks that get it, ascending.
@@ -58,7 +58,7 @@ class Share:
     expects: I64
 
 
-def assign(rank: int, sizes: I64, wants: Bools, can_read: Bools, nodes: Sequence[int]) -> Share:
+def assign(rank: int, sizes: I64, wants: Bools, can_read: Bools, nodes: Sequence[int]) -> RankReads:
     """The share of `rank`. Given the same arguments, the shares of all ranks fit together.
 
     `sizes`: bytes of each blob. `wants` and `can_read`: ranks x blobs. `nodes`: the node of each rank. A node that can
@@ -80,7 +80,7 @@ def assign(rank: int, sizes: I64, wants: Bools, can_read: Bools, nodes: Sequence
         ranks = tuple(rows.tolist())
         for i in places.tolist():
             recipients[i] = ranks
-    return Share(reads, tuple(recipients), np.flatnonzero(wants[rank] & ~mine[node[rank]]))
+    return RankReads(reads, tuple(recipients), np.flatnonzero(wants[rank] & ~mine[node[rank]]))
 
 
 def _sources(sizes: I64, wants: Bools, can_read: Bools, node: npt.NDArray[np.intp], own: int) -> npt.NDArray[np.int32]:

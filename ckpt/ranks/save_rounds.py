@@ -45,7 +45,7 @@ def step_ahead(step: int, usual_s: float, look_s: float) -> int:
     return step + AHEAD + (math.ceil(2 * look_s / usual_s) if usual_s > 0 else 0)
 
 
-class Rally:
+class SaveRounds:
     """This rank's part. `store`: a connection of its own to the key-value store; None for a single rank."""
 
     def __init__(self, store: Any, prefix: str, rank: int, size: int, on_round: Callable[[Round], None]) -> None:

@@ -113,7 +113,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredFrame:
     """A whole frame in a file. `payload`: where it begins and how long it is; `values`: how much of it, at its end, are
     the plain values."""
 
@@ -297,13 +297,13 @@ def units(layout: Layout, recipes: Sequence[Recipe]) -> list[tuple[int, ...]]:
     return found + [(blob,) for blob in range(len(layout.arrangement.blobs)) if blob not in taken]
 
 
-def scan(path: str, *, verify: bool = True) -> tuple[list[Stored], list[Hole]]:
+def scan(path: str, *, verify: bool = True) -> tuple[list[StoredFrame], list[Hole]]:
     """The whole frames of a file, in their order; and what is wrong with the rest. Each is compared with its digest,
     unless it is only to be listed (`verify=False`).
 
     OSError if it cannot be read. A newer version is among what is wrong: it is not damage, and not readable here.
     """
-    found: list[Stored] = []
+    found: list[StoredFrame] = []
     holes: list[Hole] = []
     with reading(path) as file:
         data = _Bytes(file.fileno())
@@ -412,7 +412,7 @@ class _Bytes:
         return -1
 
 
-def values_of(stored: Stored, data: Buffer) -> bytes:
+def values_of(stored: StoredFrame, data: Buffer) -> bytes:
     """The plain values of a frame, as JSON; `data`: those bytes of the file that hold them."""
     try:
         reader = zstandard.ZstdDecompressor()
@@ -423,7 +423,7 @@ def values_of(stored: Stored, data: Buffer) -> bytes:
         raise CorruptError(f"the plain values of step {stored.frame.attempt.step} are damaged: {error}") from None
 
 
-def _read(path: str, data: _Bytes, at: int, last: Frame | None, verify: bool) -> Stored:
+def _read(path: str, data: _Bytes, at: int, last: Frame | None, verify: bool) -> StoredFrame:
     left = data.size - at
     if left < _HEAD.size + _TAIL:
         raise CorruptError(f"{left} bytes are no frame")
@@ -446,10 +446,10 @@ def _read(path: str, data: _Bytes, at: int, last: Frame | None, verify: bool) ->
     frame, values = _parse(data.get(begin + payload + columns, meta), table, last)
     if int(frame.columns.stored.sum()) + values != payload:
         raise CorruptError("the pieces of a frame do not add up")
-    return Stored(path, frame, at, size, (begin, payload), values)
+    return StoredFrame(path, frame, at, size, (begin, payload), values)
 
 
-def matches(stored: Stored) -> bool:
+def matches(stored: StoredFrame) -> bool:
     """Whether a frame that was only listed is what its digest says. OSError if it cannot be read."""
     with reading(stored.path) as file:
         data = _Bytes(file.fileno())
@@ -572,7 +572,7 @@ def _unzip(data: bytes, most: int) -> bytes:
         raise CorruptError(f"a part of a frame does not decompress: {error}") from None
 
 
-def back(frames: dict[Attempt, Stored], newest: Attempt) -> Iterator[Stored]:
+def back(frames: dict[Attempt, StoredFrame], newest: Attempt) -> Iterator[StoredFrame]:
     """The frames that lead to an attempt, backwards, until one that stands alone or whose base is not among them."""
     seen: set[Attempt] = set()
     at: Attempt | None = newest

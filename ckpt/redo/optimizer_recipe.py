@@ -77,7 +77,7 @@ def _place(tensor: TensorSpec) -> object:
     return tensor.full, tensor.at, tensor.shape
 
 
-class Watch:
+class GroupWatch:
     """What each parameter group told the last step of its optimizer. Schedulers change it before the state is saved."""
 
     def __init__(self) -> None:

@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ckpt.faults.report import TOGETHER_S, Fault, Saved, incidents
-from ckpt.goodput.ledger import Account, Decision, Landed, Restore, Row
-from ckpt.goodput.timeline import Placed, placed
+from ckpt.faults.report import TOGETHER_S, Fault, SavedStep, incidents
+from ckpt.goodput.ledger import Account, Decision, LandedSave, Restore, StepRow
+from ckpt.goodput.timeline import PlacedAccount, placed
 
 PARTS = ("trained", "saving", "recompute", "restore", "restart", "perceive", "paused", "other", "stopped")
 MOST_POINTS = 1600  # of the curve of steps
@@ -21,7 +21,7 @@ BUCKETS = range(-56, 33)  # of stalls, see ckpt.goodput.ledger.stall_bucket
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TimeSlice:
     """Some time, in seconds since 1970, and how many seconds of it went into what."""
 
     start: float
@@ -30,7 +30,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class Happening:
     """Something that happened `at`, in seconds since 1970."""
 
     at: float
@@ -39,23 +39,23 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class RestoreShown:
     at: float
     one: Restore
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class CadenceShown:
     at: float
     one: Decision
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class SaveLanded:
     """A save that landed somewhere, and when."""
 
     at: float
-    one: Landed
+    one: LandedSave
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Incident:
     ranks: tuple[int, ...]
     step: int | None
     text: str
-    saved: tuple[Saved, ...]
+    saved: tuple[SavedStep, ...]
     reported: bool
     advice: str = ""
     hosts: tuple[str, ...] = ()
@@ -79,12 +79,12 @@ class Chronicle:
 
     begin: float = 0.0
     until: float = 0.0
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[TimeSlice] = field(default_factory=list)
     curve: list[tuple[float, int] | None] = field(default_factory=list)
-    starts: list[Moment] = field(default_factory=list)
-    restores: list[Restored] = field(default_factory=list)
-    decisions: list[Decided] = field(default_factory=list)
-    landed: list[Done] = field(default_factory=list)
+    starts: list[Happening] = field(default_factory=list)
+    restores: list[RestoreShown] = field(default_factory=list)
+    decisions: list[CadenceShown] = field(default_factory=list)
+    landed: list[SaveLanded] = field(default_factory=list)
     stalls: dict[int, int] = field(default_factory=dict)
     incidents: list[Incident] = field(default_factory=list)
     accounts: list[Account] = field(default_factory=list)
@@ -100,7 +100,7 @@ def chronicle(accounts: Iterable[Account], faults: Iterable[Fault], slowed_s: fl
     more = math.fsum(max(0.0, row.slowed) for one in line for row in one.rows)
     share = min(1.0, slowed_s / more) if more > 0 else 0.0
     clock = line[0]
-    found.pieces = [Piece(clock.wall(p.start), clock.wall(p.stop), p.parts) for p in _pieces(line, share)]
+    found.pieces = [TimeSlice(clock.wall(p.start), clock.wall(p.stop), p.parts) for p in _pieces(line, share)]
     found.begin = next((piece.start for piece in found.pieces), clock.account.wall(clock.account.opened))
     found.until = max([found.begin, *(piece.stop for piece in found.pieces[-1:])])
     found.accounts = [one.account for one in line]
@@ -108,33 +108,33 @@ def chronicle(accounts: Iterable[Account], faults: Iterable[Fault], slowed_s: fl
         account = one.account
         _curve(found, clock, one, max(3, MOST_POINTS // len(line)))
         who = f"start {account.epoch}, {account.world} ranks, process {account.pid} on {account.host}"
-        found.starts.append(Moment(clock.wall(one.t(account.opened)), None, who))
-        found.restores += [Restored(clock.wall(one.t(each.at)), each) for each in account.restores]
+        found.starts.append(Happening(clock.wall(one.t(account.opened)), None, who))
+        found.restores += [RestoreShown(clock.wall(one.t(each.at)), each) for each in account.restores]
         found.decisions += [
-            Decided(clock.wall(one.t(each.at or account.opened)), each) for each in account.decisions if each.every
+            CadenceShown(clock.wall(one.t(each.at or account.opened)), each) for each in account.decisions if each.every
         ]
-        found.landed += [Done(clock.wall(one.t(each.at)), each) for each in account.landed if _sound(each)]
+        found.landed += [SaveLanded(clock.wall(one.t(each.at)), each) for each in account.landed if _sound(each)]
         for name, count in account.stalls.items():
             if name.lstrip("-").isdecimal() and len(name) < 4 and int(name) in BUCKETS and 0 < count < 2**53:
                 found.stalls[int(name)] = found.stalls.get(int(name), 0) + count
     return found
 
 
-def _sound(one: Landed) -> bool:
+def _sound(one: LandedSave) -> bool:
     return min(one.seconds, one.nbytes, one.stored, one.behind) >= 0 and max(one.nbytes, one.stored) < 2**63
 
 
 # -- what the time went into --
 
 
-def _pieces(line: Sequence[Placed], share: float) -> Iterator[Piece]:
+def _pieces(line: Sequence[PlacedAccount], share: float) -> Iterator[TimeSlice]:
     """One behind the other, on the line. The first begins when the first incarnation was ready."""
     cursor, high, gap = line[0].t(line[0].account.opened), -1, "restart"
 
-    def until(stop: float, name: str) -> Iterator[Piece]:
+    def until(stop: float, name: str) -> Iterator[TimeSlice]:
         nonlocal cursor
         if stop > cursor:
-            yield Piece(cursor, stop, {name: stop - cursor})
+            yield TimeSlice(cursor, stop, {name: stop - cursor})
             cursor = stop
 
     for number, one in enumerate(line):
@@ -153,7 +153,7 @@ def _pieces(line: Sequence[Placed], share: float) -> Iterator[Piece]:
             yield from until(one.t(event.at - event.seconds - event.paused), "other")
             stop = one.t(event.at)
             if stop > cursor:
-                yield Piece(cursor, stop, _parts(event, stop - cursor, high, share))
+                yield TimeSlice(cursor, stop, _parts(event, stop - cursor, high, share))
                 cursor = stop
             high, before = max(high, event.step), "recompute"
         after = line[number + 1] if number + 1 < len(line) else None
@@ -166,7 +166,7 @@ def _pieces(line: Sequence[Placed], share: float) -> Iterator[Piece]:
         gap = "stopped" if ended or one.moved else "restart"
 
 
-def _parts(row: Row, span: float, high: int, share: float) -> dict[str, float]:
+def _parts(row: StepRow, span: float, high: int, share: float) -> dict[str, float]:
     paused = min(span, row.paused)
     saving = min(span - paused, row.stalled + max(0.0, row.slowed) * share)
     again = min(1.0, max(0, high - (row.step - row.steps)) / row.steps)
@@ -175,7 +175,7 @@ def _parts(row: Row, span: float, high: int, share: float) -> dict[str, float]:
     return {name: seconds for name, seconds in found.items() if seconds > 0}
 
 
-def columns(pieces: Sequence[Piece], begin: float, until: float, count: int) -> list[dict[str, float]]:
+def columns(pieces: Sequence[TimeSlice], begin: float, until: float, count: int) -> list[dict[str, float]]:
     """Equal stretches of the time from `begin` on: seconds of each by part."""
     found: list[dict[str, float]] = [{} for _ in range(count)]
     width = (until - begin) / count
@@ -193,10 +193,10 @@ def columns(pieces: Sequence[Piece], begin: float, until: float, count: int) -> 
     return found
 
 
-def _curve(found: Chronicle, clock: Placed, one: Placed, most: int) -> None:
+def _curve(found: Chronicle, clock: PlacedAccount, one: PlacedAccount, most: int) -> None:
     points: list[tuple[float, int] | None] = []
     for event in one.events():
-        if isinstance(event, Row):
+        if isinstance(event, StepRow):
             if not points or points[-1] is None:
                 points.append((clock.wall(one.t(event.at - event.seconds)), event.step - event.steps))
             points.append((clock.wall(one.t(event.at)), event.step))
@@ -211,7 +211,7 @@ def _curve(found: Chronicle, clock: Placed, one: Placed, most: int) -> None:
 # -- faults --
 
 
-def _incidents(line: Sequence[Placed], faults: Sequence[Fault]) -> list[Incident]:
+def _incidents(line: Sequence[PlacedAccount], faults: Sequence[Fault]) -> list[Incident]:
     found = []
     for group in incidents(faults):
         first = group[0]

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from ckpt.goodput.breakdown import decimal, duration, moment
-from ckpt.report.chronicle import BUCKETS, Chronicle, Done
+from ckpt.report.chronicle import BUCKETS, Chronicle, SaveLanded
 from ckpt.report.svg import Plot, clock, count, decades, esc, legend, linear, rows, seconds, table
-from ckpt.report.words import STROKES, TIERS, Stock, Subject, clip, share
+from ckpt.report.words import STROKES, TIERS, StoredBytes, Subject, clip, share
 
 MOST_DOTS, MOST_LINES = 400, 120  # of a picture, for each tier: dots, and dots that a line goes through
 
@@ -49,8 +49,8 @@ def _quantile(stalls: dict[int, int], share: float) -> float:
     return 0.0
 
 
-def _tiers(landed: Iterable[Done]) -> dict[str, list[Done]]:
-    found: dict[str, list[Done]] = {}
+def _tiers(landed: Iterable[SaveLanded]) -> dict[str, list[SaveLanded]]:
+    found: dict[str, list[SaveLanded]] = {}
     for done in landed:
         found.setdefault(done.one.url, []).append(done)
     return found
@@ -93,7 +93,7 @@ def lag(found: Chronicle) -> str:
     )
 
 
-def _none_landed(found: Chronicle, tiers: dict[str, list[Done]]) -> str:
+def _none_landed(found: Chronicle, tiers: dict[str, list[SaveLanded]]) -> str:
     if tiers:
         return f"None of {sum(map(len, tiers.values())):,} saves was committed."
     saves = [(url, s) for account in found.accounts for url, s in account.saves.items()]
@@ -112,14 +112,14 @@ def _tier_legend(tiers: Iterable[str]) -> str:
     return legend(zip(TIERS, (clip(url, 60) for url in tiers), strict=False))
 
 
-def _fewer(saves: Sequence[Done], most: int) -> Sequence[Done]:
+def _fewer(saves: Sequence[SaveLanded], most: int) -> Sequence[SaveLanded]:
     return saves[:: max(1, math.ceil(len(saves) / most))]
 
 
 # -- what is stored --
 
 
-def classes(stock: Stock | None) -> str:
+def classes(stock: StoredBytes | None) -> str:
     title = "<h2>What the newest checkpoint holds</h2>"
     if stock is None:
         return f'<section>{title}<p class="soft">There is no checkpoint to look into.</p></section>'
@@ -180,7 +180,7 @@ def sizes(found: Chronicle) -> str:
     )
 
 
-def _rising(saves: Sequence[Done]) -> list[tuple[float, float] | None]:
+def _rising(saves: Sequence[SaveLanded]) -> list[tuple[float, float] | None]:
     """A line over steps, broken where training went back."""
     found: list[tuple[float, float] | None] = []
     before = -1

@@ -26,7 +26,7 @@ NAMES = {
 
 
 @dataclass(frozen=True)
-class Class:
+class TensorKind:
     """Tensors of one kind in a checkpoint: how many, their bytes, and what was stored for them."""
 
     name: str
@@ -36,14 +36,14 @@ class Class:
 
 
 @dataclass(frozen=True)
-class Stock:
+class StoredBytes:
     """The newest checkpoint. `reads`: bytes that a restore of it reads."""
 
     step: int
     full: bool
     ranks: int
     reads: int
-    classes: tuple[Class, ...]
+    classes: tuple[TensorKind, ...]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Subject:
     url: str
     statement: Statement
     chronicle: Chronicle
-    stock: Stock | None
+    stock: StoredBytes | None
     stored: tuple[int, ...] = ()
     problems: tuple[str, ...] = ()
     made: float = 0.0

@@ -31,26 +31,39 @@ from ckpt.format.values import Json
 from ckpt.ipc.arena import SEALED, Arena, Label
 from ckpt.redo import adam
 from ckpt.redo.append import TAKEN_BACK, foresee
-from ckpt.redo.frame import DELTA, DERIVED, PREDICTED, RAW, SAME, Hole, Stored, back, matches, scan, units, values_of
-from ckpt.restore.sources import MemorySource, Snapshot
+from ckpt.redo.frame import (
+    DELTA,
+    DERIVED,
+    PREDICTED,
+    RAW,
+    SAME,
+    Hole,
+    StoredFrame,
+    back,
+    matches,
+    scan,
+    units,
+    values_of,
+)
+from ckpt.restore.sources import HeldSnapshot, MemorySource
 from ckpt.runlog.log import Acquire, Commit, RunLog, in_history
 
 NEWEST = 16  # steps of a rank that others are told of: ranks are no farther apart, but for damage
 MOST = 4096  # where there is some
 THREADS = max(1, len(os.sched_getaffinity(0)))
 
-Frames = dict[int, dict[Attempt, Stored]]
+Frames = dict[int, dict[Attempt, StoredFrame]]
 """Whole frames, by rank and attempt."""
 
 
 @dataclass(frozen=True)
-class Chain:
+class RedoChain:
     """How one rank gets to a step. `commit`: the checkpoint that it begins with; None if the first frame stands alone.
     `frames`: to be redone, in their order."""
 
     rank: int
     commit: Commit | None
-    frames: tuple[Stored, ...]
+    frames: tuple[StoredFrame, ...]
 
     @property
     def base(self) -> int:
@@ -96,20 +109,20 @@ class Logs:
                 found.append(Loss(self.url, f"redo log of rank {rank}: {'; '.join(shown)}", of_each(newer)))
         return found
 
-    def chains(self, rank: int, newest: Attempt, commits: dict[Attempt, Commit]) -> list[Chain]:
+    def chains(self, rank: int, newest: Attempt, commits: dict[Attempt, Commit]) -> list[RedoChain]:
         """The ways to a step, shortest first: from the last checkpoint before it, from older ones, or from a frame that
         stands alone. A checkpoint that is kept damages none of them."""
-        found: list[Chain] = []
-        trail: list[Stored] = []
+        found: list[RedoChain] = []
+        trail: list[StoredFrame] = []
         for one in back(self.frames.get(rank, {}), newest):
             if trail and (commit := commits.get(one.frame.attempt)) is not None:
-                found.append(Chain(rank, commit, tuple(reversed(trail))))
+                found.append(RedoChain(rank, commit, tuple(reversed(trail))))
             trail.append(one)
             base = one.frame.base
             if base is None:
-                found.append(Chain(rank, None, tuple(reversed(trail))))
+                found.append(RedoChain(rank, None, tuple(reversed(trail))))
             elif base not in self.frames[rank] and base in commits:
-                found.append(Chain(rank, commits[base], tuple(reversed(trail))))
+                found.append(RedoChain(rank, commits[base], tuple(reversed(trail))))
         return found
 
     def reach(
@@ -162,14 +175,14 @@ class Logs:
                     break
 
 
-def _sound(one: Stored) -> bool:
+def _sound(one: StoredFrame) -> bool:
     try:
         return matches(one)
     except OSError:
         return False
 
 
-def _reachable(frames: dict[Attempt, Stored], commits: dict[Attempt, Commit]) -> set[Attempt]:
+def _reachable(frames: dict[Attempt, StoredFrame], commits: dict[Attempt, Commit]) -> set[Attempt]:
     """Those of one rank that have a chain."""
     found: set[Attempt] = set()
     for attempt in sorted(frames):
@@ -237,7 +250,7 @@ class RedoSource(MemorySource):
         self.tier, self.redone, self.base_step = logs.url, 0, -1
         self._logs, self._commits, self._mine, self._initializer = logs, commits, list(mine), initializer
         self._others = others
-        self._made: list[Snapshot] = []
+        self._made: list[HeldSnapshot] = []
 
     def describe(self) -> Json:
         self._redo()
@@ -254,7 +267,7 @@ class RedoSource(MemorySource):
                 self._made.append(snapshot)
                 self._here[rank] = snapshot
 
-    def _rank(self, rank: int) -> Snapshot:
+    def _rank(self, rank: int) -> HeldSnapshot:
         failure: CheckpointError | None = None
         for chain in self._logs.chains(rank, self.attempt, self._commits):
             try:
@@ -278,11 +291,11 @@ class RedoSource(MemorySource):
 
 def redo(
     url: str,
-    chain: Chain,
+    chain: RedoChain,
     initializer: Callable[[], None] = lambda: None,
     others: Sequence[str] = (),
     repaired: list[str] | None = None,
-) -> Snapshot:
+) -> HeldSnapshot:
     """The snapshot of one rank at the end of a chain, in an arena of its own. CorruptError at the first step whose
     digests do not match, StoreError if something cannot be read; `initializer`: called in each thread that computes.
     What of the checkpoint is damaged comes from `others`, which is added to `repaired` in words."""
@@ -307,13 +320,13 @@ def redo(
         )
         arena.set_label(0, label)
         arena.values(0, label)[:] = values
-        return Snapshot(arena, 0, label, layout, digests)
+        return HeldSnapshot(arena, 0, label, layout, digests)
     except BaseException:
         arena.close()
         raise
 
 
-def _values(stored: Stored) -> bytes:
+def _values(stored: StoredFrame) -> bytes:
     begin, size = stored.payload
     with _opened(stored.path) as fd:
         found = values_of(stored, os.pread(fd, stored.values, begin + size - stored.values))
@@ -359,7 +372,7 @@ async def _load_part(url: str, commit: Commit, layout: Layout, data: memoryview,
 class _Redo:
     """One frame, applied to the bytes of the step before, in place."""
 
-    def __init__(self, stored: Stored, data: memoryview) -> None:
+    def __init__(self, stored: StoredFrame, data: memoryview) -> None:
         self.stored, self.frame, self.data = stored, stored.frame, data
         self.blobs = self.frame.layout.arrangement.blobs
         self.units = units(self.frame.layout, self.frame.recipes)

@@ -40,13 +40,13 @@ from ckpt.events import log as logger
 from ckpt.events import point
 from ckpt.format.digest import blob_digest
 from ckpt.format.manifest import Attempt
-from ckpt.format.merged import Saved
+from ckpt.format.merged import SavedState
 from ckpt.format.values import Json
 from ckpt.ranks.exchange import Exchange, assign
 from ckpt.ranks.world import World
 from ckpt.restore import redo_source
 from ckpt.restore.redo_source import Logs, RedoSource
-from ckpt.restore.sources import Mask, MemorySource, Snapshot, Source, StoreSource
+from ckpt.restore.sources import HeldSnapshot, Mask, MemorySource, RestoreSource, StoreSource
 from ckpt.runlog.log import Acquire, Commit, RunLog, in_history
 from ckpt.state.capture import Capture
 from ckpt.state.placement import Filler, Placement, mismatch
@@ -85,20 +85,20 @@ class Restored:
 
 def gather(
     world: World,
-    snapshots: Iterable[Snapshot],
+    snapshots: Iterable[HeldSnapshot],
     acquires: Iterable[Acquire],
     urls: Sequence[str],
     roots: Sequence[Sequence[int]],
     step: int | None,
     lost: list[Loss] | None = None,
-) -> list[Source]:
+) -> list[RestoreSource]:
     """Every checkpoint that all ranks together can restore, newest first, memory before disk, what was undone last.
 
     `snapshots`: on this node; `acquires`: the history as far as memory knows it; `roots`: for each of the tiers `urls`,
     which root each rank has (by the lowest rank that has it). With `step` only checkpoints of that step, and without it
     nothing that was undone or not finite. All ranks get the same list. What damage has taken away is added to `lost`.
     """
-    here: dict[Attempt, list[Snapshot]] = {}
+    here: dict[Attempt, list[HeldSnapshot]] = {}
     logs: list[RunLog] = []
     redos: dict[int, Logs] = {}
 
@@ -126,7 +126,7 @@ def gather(
     agreed, damage = together(world, "candidates", look, _candidates)
     if lost is not None:
         lost += [Loss(tier, reason, tuple(map(Attempt.parse, attempts))) for tier, reason, attempts in damage]
-    found: list[Source] = []
+    found: list[RestoreSource] = []
     for text, place, undone in agreed:
         attempt = Attempt.parse(text)
         if place == 0:
@@ -188,7 +188,7 @@ def _asked(step: int | None) -> str:
     return "the newest checkpoint" if step is None else f"step {step}"
 
 
-def _held(attempt: Attempt, parts: list[Snapshot]) -> Json:
+def _held(attempt: Attempt, parts: list[HeldSnapshot]) -> Json:
     """What the memory of this node has of an attempt, in the same form as `_commits`."""
     finite = False if any(s.label.finite is False for s in parts) else None
     return [str(attempt), parts[0].layout.world, [s.layout.rank for s in parts], finite]
@@ -251,7 +251,7 @@ async def _log_of(url: str) -> tuple[RunLog, list[Loss]]:
 
 def restore_first(
     world: World,
-    sources: Sequence[Source],
+    sources: Sequence[RestoreSource],
     capture: Capture,
     result: Restored,
     *,
@@ -259,7 +259,7 @@ def restore_first(
     on_touch: Callable[[], None],
     lost: Sequence[Loss] = (),
     step: int | None = None,
-) -> Source | None:
+) -> RestoreSource | None:
     """Restore from the first source that is sound for all ranks; why others were not is said, and noted in `result`.
 
     `lost`: what damage has taken away: so is that of it which is newer, or of the `step` that was asked for.
@@ -317,7 +317,7 @@ def _no_collecting() -> Iterator[None]:
 
 def _restore(
     world: World,
-    source: Source,
+    source: RestoreSource,
     capture: Capture,
     result: Restored,
     *,
@@ -410,14 +410,14 @@ def _verdict(posts: list[Any], decide: Callable[[list[Json]], Json] | None) -> d
         return {"rank": -1, "error": to_wire(error)}
 
 
-def _place(capture: Capture, saved: Saved, strict: bool) -> Placement:
+def _place(capture: Capture, saved: SavedState, strict: bool) -> Placement:
     try:
         return capture.place(saved, strict=strict)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         raise CorruptError(f"what was saved does not describe a state: {type(error).__name__}: {error}") from error
 
 
-def _fitting(posts: list[Any], saved: Saved | None) -> list[Any]:
+def _fitting(posts: list[Any], saved: SavedState | None) -> list[Any]:
     """The posts, or MismatchError. What a rank of many does not want, another must (`saved`: if that matters)."""
     problems: dict[str, list[int]] = {}
     for rank, post in enumerate(posts):
@@ -435,7 +435,7 @@ def _fitting(posts: list[Any], saved: Saved | None) -> list[Any]:
     return posts
 
 
-def _unclaimed(saved: Saved, wanted: Mask) -> list[str]:
+def _unclaimed(saved: SavedState, wanted: Mask) -> list[str]:
     """Tensors of modules and optimizers that no rank wants: without them the training would not be the same."""
     claimed = {saved.keys[i][0] for i in np.flatnonzero(wanted).tolist()}
     return [
@@ -445,7 +445,7 @@ def _unclaimed(saved: Saved, wanted: Mask) -> list[str]:
     ]
 
 
-def _tensors(saved: Saved, filler: Filler) -> str:
+def _tensors(saved: SavedState, filler: Filler) -> str:
     """Which tensors this rank wants something of."""
     shards = np.unique(saved.shard_of_blob[filler.blobs])
     place = {key: i for i, key in enumerate(saved.keys)}
@@ -455,7 +455,7 @@ def _tensors(saved: Saved, filler: Filler) -> str:
     return _pack(np.packbits(found))
 
 
-def _wishes(source: Source, filler: Filler) -> dict[str, Json]:
+def _wishes(source: RestoreSource, filler: Filler) -> dict[str, Json]:
     """What a rank tells the others: the tensors and the blobs that it wants, their sizes, and what it can read.
 
     Blobs by their numbers among those of all ranks, since a rank may know of a few only. None: it can read all.
@@ -470,12 +470,12 @@ def _wishes(source: Source, filler: Filler) -> dict[str, Json]:
     }
 
 
-def _who(saved: Saved, name: str) -> str:
+def _who(saved: SavedState, name: str) -> str:
     instances = saved.instances(name)
     return "all ranks" if instances[0] < 0 else "rank " + ", ".join(map(str, instances[:8]))
 
 
-def _verified(saved: Saved, filler: Filler) -> Callable[[int, memoryview], None]:
+def _verified(saved: SavedState, filler: Filler) -> Callable[[int, memoryview], None]:
     """Takes what another rank has read: it came over a network, so it is checked once more."""
     local = dict(zip(saved.numbers[filler.blobs].tolist(), filler.blobs, strict=True))
 
@@ -522,7 +522,7 @@ def _divided(rank: int, posts: Sequence[Any], nodes: Sequence[int]) -> Work:
 
 def _fill(
     world: World,
-    source: Source,
+    source: RestoreSource,
     filler: Filler,
     exchange: Exchange | None,
     posts: list[Any],
@@ -568,7 +568,7 @@ def _fill(
     result.nbytes_received = int(table.length[_known(saved, work.expects)].sum())
 
 
-def _known(saved: Saved, numbers: Sequence[int]) -> npt.NDArray[np.intp]:
+def _known(saved: SavedState, numbers: Sequence[int]) -> npt.NDArray[np.intp]:
     """Blobs by their numbers among those of all ranks: a rank is only given what it knows of."""
     found = np.minimum(np.searchsorted(saved.numbers, numbers), max(0, len(saved.numbers) - 1))
     if (saved.numbers[found] != np.asarray(numbers, np.int64)).any():

@@ -1,7 +1,7 @@
 """Places from which a checkpoint can be restored: snapshots in the memory of this node, or a store.
 
-A source is opened to what was saved (`Saved`) and reads blobs of it, each verified before it is handed over. Where no
-rank can see all of a checkpoint by itself (memory, and disks of single nodes), each describes what it has first.
+A source is opened to what was saved (`SavedState`) and reads blobs of it, each verified before it is handed over. Where
+no rank can see all of a checkpoint by itself (memory, and disks of single nodes), each describes what it has first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ckpt.format.boxes import Box
 from ckpt.format.digest import DIGEST_SIZE, blob_digest
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt, pack_key, rank_and_try
-from ckpt.format.merged import Key, Saved
+from ckpt.format.merged import Key, SavedState
 from ckpt.format.table import Table, merge
 from ckpt.format.values import Json
 from ckpt.ipc.arena import Arena, Label
@@ -39,7 +39,7 @@ Sink = Callable[[int, memoryview], None]
 """`sink(blob, bytes)`: called from several threads; the memory is only valid until it returns."""
 
 
-class Source(Protocol):
+class RestoreSource(Protocol):
     """One checkpoint in one place, as this rank sees it."""
 
     attempt: Attempt
@@ -59,7 +59,7 @@ class Source(Protocol):
         """With what all ranks described. CorruptError or StoreError if this source cannot be used."""
 
     @property
-    def saved(self) -> Saved: ...
+    def saved(self) -> SavedState: ...
 
     def narrow(self, wanted: Mapping[Key, Iterable[Box]]) -> None:
         """From here on `saved` has the blobs in which these boxes of these tensors lie, if it had not."""
@@ -74,7 +74,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class HeldSnapshot:
     """A sealed slot of an arena on this node. `digests`: of all blobs, then of the plain values; None: not known."""
 
     arena: Arena
@@ -107,7 +107,7 @@ class MemorySource:
     def __init__(
         self,
         attempt: Attempt,
-        snapshots: Sequence[Snapshot],
+        snapshots: Sequence[HeldSnapshot],
         *,
         alone: bool,
         undone: bool = False,
@@ -118,7 +118,7 @@ class MemorySource:
         self.repaired: list[str] = []
         self.damaged: set[tuple[str, int]] = set()
         self._here = {s.layout.rank: s for s in snapshots}
-        self._saved: Saved | None = None
+        self._saved: SavedState | None = None
         self._digested: set[int] = set()  # ranks whose digests are known
 
     def describe(self) -> Json:
@@ -151,10 +151,10 @@ class MemorySource:
         self._digested = {la.rank for la, _, digests in ranks if digests is not None}
         digested = len(self._digested) == world
         layouts = [layout for layout, _, _ in ranks]
-        self._saved = Saved(layouts, [values for _, values, _ in ranks], merge(tables), digested=digested)
+        self._saved = SavedState(layouts, [values for _, values, _ in ranks], merge(tables), digested=digested)
 
     @property
-    def saved(self) -> Saved:
+    def saved(self) -> SavedState:
         assert self._saved is not None
         return self._saved
 
@@ -250,7 +250,7 @@ class StoreSource:
         self.repaired: list[str] = []
         self.damaged: set[tuple[str, int]] = set()
         self._commit, self._describing, self._others = commit, describing, others
-        self._saved: Saved | None = None
+        self._saved: SavedState | None = None
 
     def describe(self) -> Json:
         """Of a disk that only this node sees: its parts and its table."""
@@ -274,13 +274,15 @@ class StoreSource:
         layouts = [Layout.from_json(parts[rank]["layout"]) for rank in sorted(parts)]
         if not layouts or len(layouts) != layouts[0].world:
             raise CorruptError(f"the disks that can be reached hold {len(layouts)} parts of step {self.attempt.step}")
-        self._saved = Saved(layouts, [parts[rank]["values"] for rank in sorted(parts)], merge(list(tables.values())))
+        self._saved = SavedState(
+            layouts, [parts[rank]["values"] for rank in sorted(parts)], merge(list(tables.values()))
+        )
 
     async def _load(self, commit: Commit) -> read.Manifest:
         async with read.opened(self.tier) as store:
             return await read.load_manifest(store, commit)
 
-    async def _open(self) -> Saved:
+    async def _open(self) -> SavedState:
         async with read.opened(self.tier) as store:
             if self._commit is None:  # another rank saw it committed, a moment after this one had looked
                 self._commit = (await read.open_run(self.tier, store)).state.commits.get(self.attempt)
@@ -289,7 +291,7 @@ class StoreSource:
             return await read.load_saved(store, self._commit, self._others, self.repaired.append)
 
     @property
-    def saved(self) -> Saved:
+    def saved(self) -> SavedState:
         assert self._saved is not None
         return self._saved
 

@@ -1,9 +1,9 @@
 """The kinds of things a state is made of: how each is read, and how it is put back.
 
-Reading gives `Entry`s (a name, a live tensor) and plain values. What is the same from step to step is cached and only
-checked by identity, since reading happens between two steps of training. Putting back has two halves: `prepare` says
-where every tensor goes and finds every mismatch before anything is changed; `finish`, after the tensors are filled,
-sets plain values and attaches what had to be created.
+Reading gives `StateEntry`s (a name, a live tensor) and plain values. What is the same from step to step is cached and
+only checked by identity, since reading happens between two steps of training. Putting back has two halves: `prepare`
+says where every tensor goes and finds every mismatch before anything is changed; `finish`, after the tensors are
+filled, sets plain values and attaches what had to be created.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from ckpt.errors import CorruptError, StateError
 from ckpt.format.merged import SavedNode
 from ckpt.format.values import Json, Path, encode, kind_of, pairs, show, splitter, unpaired
-from ckpt.state.own_words import EXTRA, Words, hand_back, listen
+from ckpt.state.own_words import EXTRA, OwnState, hand_back, listen
 from ckpt.state.placement import Names, Placement, Span, references, span_of
 from ckpt.state.rng import RNG
-from ckpt.state.sharding import Entry, Replicas, clean, is_dtensor, local, replicas_of, reshard, unwrap
+from ckpt.state.sharding import Replicas, StateEntry, clean, is_dtensor, local, replicas_of, reshard, unwrap
 from ckpt.state.tensors import check, from_array
 
 
@@ -41,8 +41,8 @@ class Stateful(Protocol):
 class Contents:
     """What a node consists of now. `fixed` is the same object as before if nothing in it changed."""
 
-    fixed: list[Entry]
-    loose: list[Entry] = field(default_factory=list)  # made anew by every reading
+    fixed: list[StateEntry]
+    loose: list[StateEntry] = field(default_factory=list)  # made anew by every reading
     values: Json = None
     facts: dict[str, Any] = field(default_factory=dict)  # plain, and part of the layout
 
@@ -57,10 +57,10 @@ class Resizable(Stateful, Protocol):
     def load_state_dicts(self, states: list[dict[str, Any]], rank: int, world: int, /) -> Any: ...
 
 
-_NOTHING: list[Entry] = []  # one object, so that "nothing fixed" is seen as unchanged
+_NOTHING: list[StateEntry] = []  # one object, so that "nothing fixed" is seen as unchanged
 
 
-class Node(Protocol):
+class StateNode(Protocol):
     """One entry of the state."""
 
     path: Path
@@ -82,7 +82,7 @@ class Collector:
     """Takes tensors and arrays out of plain values, leaving references."""
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[StateEntry] = []
         self.objects: dict[str, object] = {}
 
     def __call__(self, value: object, path: Path) -> Json | None:
@@ -93,7 +93,7 @@ class Collector:
         else:
             return None
         name = show(path)
-        self.entries.append(Entry(name, tensor))
+        self.entries.append(StateEntry(name, tensor))
         self.objects[name] = value
         return {**reference, "name": name}
 
@@ -133,7 +133,7 @@ class ModuleNode:
         self._places: list[tuple[dict[str, Any], str, Tensor]] = []
         self._memories = Memories()
         self._piece: Contents | None = None
-        self._words, self._heard = Words(), list[nn.Module]()
+        self._words, self._heard = OwnState(), list[nn.Module]()
         self._order: list[str] = []  # names, and prefixes of modules that say more
 
     @property
@@ -197,8 +197,8 @@ class ModuleNode:
         self._memories = Memories([tensor for _, _, tensor in self._places])
         return Contents([self._entry(name, *found) for name, found in live.items()])
 
-    def _entry(self, name: str, key: str, tensor: Tensor) -> Entry:
-        return Entry(self._name(name), tensor, isinstance(tensor, nn.Parameter), alike(self._ddp, key, tensor))
+    def _entry(self, name: str, key: str, tensor: Tensor) -> StateEntry:
+        return StateEntry(self._name(name), tensor, isinstance(tensor, nn.Parameter), alike(self._ddp, key, tensor))
 
     def _name(self, key: str) -> str:
         return show((*self.path, key))
@@ -222,7 +222,7 @@ class ModuleNode:
         loose = []
         for e in collect.entries:
             mine = alike(self._ddp, keys[id(e.tensor)], e.tensor) if id(e.tensor) in keys else None
-            loose.append(Entry(e.name, e.tensor, isinstance(e.tensor, nn.Parameter), mine))
+            loose.append(StateEntry(e.name, e.tensor, isinstance(e.tensor, nn.Parameter), mine))
         return Contents(piece.fixed, loose, pairs(state))
 
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
@@ -254,7 +254,7 @@ class ModuleNode:
             raise CorruptError(f"{show(self.path)}: what is stored of it is not the state of a module")
         return found
 
-    def _prepare_words(self, state: dict[str, Json], said: Mapping[str, Entry], placement: Placement) -> None:
+    def _prepare_words(self, state: dict[str, Json], said: Mapping[str, StateEntry], placement: Placement) -> None:
         claimed = set()
         for prefix, module in self._words.extras.items():
             key = prefix + EXTRA
@@ -313,7 +313,7 @@ class OptimizerNode:
         self._others: list[tuple[str, dict[str, Any], str]] = []
         self._nameless: list[tuple[str, Tensor, Span | None]] = []  # parameters, by their places
         self._held: list[bool] = []  # which of them something else holds
-        self._own: dict[str, Entry] = {}
+        self._own: dict[str, StateEntry] = {}
 
     def read(self, names: Names) -> Contents:
         if self._piece is None or names is not self._names or self._changed() or self._is_held(names) != self._held:
@@ -366,7 +366,7 @@ class OptimizerNode:
         self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
         self._dicts, self._places, self._others = [], [], []
         self._memories = Memories()
-        fixed: list[Entry] = []
+        fixed: list[StateEntry] = []
         called = self.param_names(names)
         for param, values in self.optimizer.state.items():
             name = called.get(id(param))
@@ -378,7 +378,7 @@ class OptimizerNode:
                     raise StateError(f"{show(self.path)}: the key {key!r} in the state of {name} is not a str")
                 if isinstance(value, Tensor):
                     path = (*self.path, "state", name, key)
-                    fixed.append(Entry(show(path), check(value, path), True, _beside(param, names), param))
+                    fixed.append(StateEntry(show(path), check(value, path), True, _beside(param, names), param))
                     self._places.append((values, key, value))
                 else:
                     self._others.append((name, values, key))
@@ -387,7 +387,7 @@ class OptimizerNode:
         self._held = self._is_held(names)
         mine = (one for one, held in zip(self._nameless, self._held, strict=True) if not held)
         paths = ((p, (*self.path, "params", place)) for place, p, _ in mine)
-        self._own = {show(path): Entry(show(path), check(p, path), True) for p, path in paths}
+        self._own = {show(path): StateEntry(show(path), check(p, path), True) for p, path in paths}
         fixed += self._own.values()
         self._memories = Memories([*(tensor for _, _, tensor in self._places), *(p for _, p, _ in self._nameless)])
         params = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
@@ -489,7 +489,7 @@ class OptimizerNode:
         live = self.optimizer.state[param].get(key) if param in self.optimizer.state else None
         beside = _beside(param, placement.names)
         if isinstance(live, Tensor):
-            entry = Entry(full, live, True, beside)
+            entry = StateEntry(full, live, True, beside)
             if placement.fits(full, entry):
                 placement.fill(full, entry)
                 return live

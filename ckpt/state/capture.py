@@ -16,23 +16,23 @@ from torch import Tensor, nn
 
 from ckpt.errors import MismatchError, StateError
 from ckpt.format.layout import Layout, TensorSpec
-from ckpt.format.merged import Saved, SavedNode
+from ckpt.format.merged import SavedNode, SavedState
 from ckpt.format.partition import GLOBAL, Cut, Holding, Seat, share
 from ckpt.format.values import MAX_DEPTH, Json, Path, is_text, show
 from ckpt.state.adapters import (
     Contents,
     ModuleNode,
-    Node,
     OptimizerNode,
     PlainNode,
     Stateful,
     StatefulNode,
+    StateNode,
     keeps_elsewhere,
 )
-from ckpt.state.fingerprint import Spots
+from ckpt.state.fingerprint import SampledPlaces
 from ckpt.state.placement import Names, Placement
 from ckpt.state.rng import adapt
-from ckpt.state.sharding import Entry, Piece, is_dtensor, local, slices, unsupported
+from ckpt.state.sharding import LocalPiece, StateEntry, is_dtensor, local, slices, unsupported
 from ckpt.state.sharding import pieces as of_rank
 from ckpt.state.tensors import Memory, memory_of
 
@@ -49,7 +49,7 @@ class Reading:
     tensors: list[Tensor]
     guarded: list[bool]
     values: list[Json]
-    spots: list[Spots] = field(default_factory=list)
+    spots: list[SampledPlaces] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Guards:
     `replicated`: what of it other ranks hold as well."""
 
     guarded: list[bool]
-    replicated: list[Piece]
+    replicated: list[LocalPiece]
 
 
 MOST_GUARDS = 16  # with many optimizers that step now and then there are too many to keep
@@ -76,10 +76,10 @@ class Capture:
         self.state, self.seat = state, seat
         self._shape: list[tuple[Any, list[Any]]] = []
         self._objects: list[tuple[Any, Any, object]] = []
-        self.nodes: list[Node] = []
+        self.nodes: list[StateNode] = []
         self._names = Names()
-        self._named: list[list[Entry]] = []
-        self._fixed: list[list[Entry]] = []
+        self._named: list[list[StateEntry]] = []
+        self._fixed: list[list[StateEntry]] = []
         self._facts: list[dict[str, Any]] = []
         self._signature: object = None
         self._last: Reading | None = None
@@ -139,7 +139,7 @@ class Capture:
         return frozenset(key for key in quiet if not any(_steps_for(other, ours[key]) for other in others))
 
     @property
-    def replicated(self) -> list[Piece]:
+    def replicated(self) -> list[LocalPiece]:
         """What other ranks hold as well, of that which only optimizers change."""
         return [] if self._last is None else self._guards_now(self._last).replicated
 
@@ -183,7 +183,7 @@ class Capture:
         self._last = None
         self._stale = False
 
-    def _find(self, container: Any, path: Path) -> Iterator[Node]:
+    def _find(self, container: Any, path: Path) -> Iterator[StateNode]:
         """A node for everything in a dict or list; containers of stateful things are walked into."""
         if len(path) > MAX_DEPTH:
             raise StateError(f"{show(path[:4])}…: nested deeper than {MAX_DEPTH}, or containing itself")
@@ -245,7 +245,7 @@ class Capture:
             return self.read()
         return self._read_on(pieces, loose)
 
-    def _read_on(self, pieces: list[Contents], loose: list[Entry]) -> Reading:
+    def _read_on(self, pieces: list[Contents], loose: list[StateEntry]) -> Reading:
         last = self._last
         assert last is not None
         tensors = last.tensors[: self._fixed_count]
@@ -268,16 +268,16 @@ class Capture:
             )
         return self._guards[silent]
 
-    def _look_at(self, last: Reading, tensors: list[Tensor]) -> list[Spots]:
+    def _look_at(self, last: Reading, tensors: list[Tensor]) -> list[SampledPlaces]:
         """In tensors that stay, and in those that are made anew by each reading, mostly in the same memory."""
         if not last.spots:
             fixed = [i for i, one in enumerate(last.guarded[: self._fixed_count]) if one]
-            last.spots.append(Spots(last.layout, fixed, [tensors[i] for i in fixed]))
+            last.spots.append(SampledPlaces(last.layout, fixed, [tensors[i] for i in fixed]))
             self._anew = [i for i in range(self._fixed_count, len(tensors)) if last.guarded[i]]
         where = [(tensors[i].data_ptr(), tensors[i].stride()) for i in self._anew]
         if where != self._where_anew:
             self._where_anew = where
-            last.spots[1:] = [Spots(last.layout, self._anew, [tensors[i] for i in self._anew])]
+            last.spots[1:] = [SampledPlaces(last.layout, self._anew, [tensors[i] for i in self._anew])]
         return last.spots
 
     def _pieces(self) -> list[Contents]:
@@ -304,7 +304,7 @@ class Capture:
                 found[i] = node.read(self._names)
         return [found[i] for i in range(len(self.nodes))]
 
-    def _same(self, pieces: list[Contents], loose: list[Entry]) -> bool:
+    def _same(self, pieces: list[Contents], loose: list[StateEntry]) -> bool:
         return (
             len(pieces) == len(self._fixed)
             and all(p.fixed is f for p, f in zip(pieces, self._fixed, strict=True))
@@ -312,7 +312,7 @@ class Capture:
             and self._sign(loose) == self._signature
         )
 
-    def _sign(self, loose: list[Entry]) -> object:
+    def _sign(self, loose: list[StateEntry]) -> object:
         """What a layout depends on in the entries that are made anew each time, sharing of memory included."""
         memory: dict[Memory, str] = {}
         found = []
@@ -322,7 +322,7 @@ class Capture:
             found.append(([p.holding for p in of_rank(entry, self.seat)], owner, entry.guarded))
         return found
 
-    def _build(self, pieces: list[Contents], loose: list[Entry]) -> None:
+    def _build(self, pieces: list[Contents], loose: list[StateEntry]) -> None:
         fixed = [entry for piece in pieces for entry in piece.fixed]
         stepped: set[int] = set()
         for node in self.nodes:
@@ -330,7 +330,7 @@ class Capture:
                 stepped |= {id(p) for group in node.optimizer.param_groups for p in group["params"]}
         steppers = self._find_steppers(pieces, [*fixed, *loose])
         unguarded = [show(n.path) + "." for n in self.nodes if isinstance(n, OptimizerNode) and n.unguarded]
-        parts: list[Piece] = []
+        parts: list[LocalPiece] = []
         guards: dict[str, bool] = {}
         aliases: dict[str, str] = {}
         memory: dict[Memory | int, str] = {}
@@ -374,7 +374,7 @@ class Capture:
         self._guards, self._where_anew = {}, []
         self._last = Reading(layout, tensors, [guards[name] for name in names], [piece.values for piece in pieces])
 
-    def _find_steppers(self, pieces: list[Contents], entries: list[Entry]) -> dict[str, frozenset[int]]:
+    def _find_steppers(self, pieces: list[Contents], entries: list[StateEntry]) -> dict[str, frozenset[int]]:
         """Of each entry: the ids of the optimizers that change it."""
         of_param: dict[int, set[int]] = {}
         of_name: dict[str, int] = {}
@@ -389,13 +389,13 @@ class Capture:
             found[entry.name] = frozenset(owner | of_param.get(id(entry.tensor), set()))
         return found
 
-    def _pieces_of(self, entry: Entry) -> list[Piece]:
+    def _pieces_of(self, entry: StateEntry) -> list[LocalPiece]:
         """What this rank has of an entry. What differs from rank to rank is its own, whatever it should be."""
         found = of_rank(entry, self.seat)
         if entry.name in self.apart:
             rank = self.seat.rank
             if all(p.holding.sizes == p.holding.full for p in found):
-                found = [Piece(replace(p.holding, replicas=(rank,), instance=rank), p.tensor) for p in found]
+                found = [LocalPiece(replace(p.holding, replicas=(rank,), instance=rank), p.tensor) for p in found]
         return found
 
     def keep_apart(self, names: set[str]) -> None:
@@ -404,7 +404,7 @@ class Capture:
             self.apart |= names
             self.forget()
 
-    def _note_loose(self, parts: list[Piece], cuts: list[Cut], loose: set[str]) -> None:
+    def _note_loose(self, parts: list[LocalPiece], cuts: list[Cut], loose: set[str]) -> None:
         """How to take the same slices of tensors that are made anew each time; they come last."""
         self._cuts: dict[str, list[tuple[int, tuple[slice, ...]]]] = {}
         first: dict[str, int] = {}
@@ -418,7 +418,7 @@ class Capture:
                 where = (cut.holding - first[holding.name], _index(holding, cut))
                 self._cuts.setdefault(holding.name, []).insert(0, where)
 
-    def _may_overlap(self, entry: Entry, stepped: set[int]) -> bool:
+    def _may_overlap(self, entry: StateEntry, stepped: set[int]) -> bool:
         """Optimizer state and the parameters it steps. Whatever else writes, such as an average, may do so any time."""
         if entry.name in self.eager:
             return False
@@ -427,7 +427,7 @@ class Capture:
 
     # -- putting back --
 
-    def place(self, saved: Saved, *, strict: bool = True) -> Placement:
+    def place(self, saved: SavedState, *, strict: bool = True) -> Placement:
         """Where the tensors of a saved state go. Changes nothing; what does not fit is among its `problems`."""
         if self._moved():
             self._walk()
@@ -458,7 +458,7 @@ MODULES = {"module", "custom module"}  # with or without more than parameters an
 BY_DCP = "dcp"  # the kind of the one entry of what torch's DCP has saved
 
 
-def _plain_again(node: Node, saved: SavedNode) -> bool:
+def _plain_again(node: StateNode, saved: SavedNode) -> bool:
     """What `state_dict()` said is stored like any dict, and what other programs saved does not say which it was."""
     return isinstance(node, PlainNode) and saved.kind == StatefulNode.kind and type(node.parent[node.key]) is dict
 
@@ -485,7 +485,7 @@ def _index(holding: Holding, cut: Cut) -> tuple[slice, ...]:
     return () if cut.box[1] == holding.sizes else slices(cut.box)
 
 
-def _elsewhere(parts: list[Piece], cuts: list[Cut]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _elsewhere(parts: list[LocalPiece], cuts: list[Cut]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """What this rank holds like all others, and stages nothing of."""
     staged = {parts[cut.holding].holding.name for cut in cuts}
     rest = (p.holding for p in parts if p.holding.instance == GLOBAL and p.holding.name not in staged)

@@ -57,7 +57,7 @@ class _Group:
         return words.index_select(0, _places(self.slot, turn))
 
 
-class Spots:
+class SampledPlaces:
     """Where to look in tensors of a layout (`numbers`), for as long as each of them stays where it is."""
 
     def __init__(self, layout: Layout, numbers: Sequence[int], tensors: Sequence[Tensor]) -> None:

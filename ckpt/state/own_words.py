@@ -25,7 +25,7 @@ EXTRA = "_extra_state"
 
 
 @dataclass
-class Words:
+class OwnState:
     """By prefix: `speakers` are asked for state_dict() at every reading, and nothing below them is read as it lies;
     `extras` for get_extra_state(); `loaders` have their say in loading, so they are handed their own state once it is
     restored. `names`: what tensors are called, if not as they lie; `left_out`: which of them are not saved.
@@ -55,7 +55,7 @@ class Words:
         self.left_out = {key for key in self.left_out if not key.startswith(prefix)}
 
 
-def lying(module: nn.Module, words: Words, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def lying(module: nn.Module, words: OwnState, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers of what does not speak for itself, by full name."""
     for full, each in module.named_modules(remove_duplicate=False):
         here = prefix + (clean(full) + "." if clean(full) else "")
@@ -65,9 +65,9 @@ def lying(module: nn.Module, words: Words, prefix: str = "") -> Iterator[tuple[s
                     yield here + key, tensor
 
 
-def listen(module: nn.Module, path: Path) -> Words:
+def listen(module: nn.Module, path: Path) -> OwnState:
     """What the modules in `module` say of themselves. What follows from it for the user is logged, once."""
-    words = Words()
+    words = OwnState()
     _listen(module, "", words)
     for (verdict, kind), prefixes in words.notes.items():
         first = show((*path, prefixes[0].rstrip("."))) if prefixes[0] else show(path)
@@ -85,7 +85,7 @@ def _say(text: str) -> None:
         logger.warning("%s", text)
 
 
-def _listen(module: nn.Module, prefix: str, words: Words) -> None:
+def _listen(module: nn.Module, prefix: str, words: OwnState) -> None:
     for name, child in module._modules.items():
         if child is not None:
             inner = clean(name)
@@ -122,7 +122,7 @@ LEAVES_OUT = "its state_dict() leaves out some parameters or buffers. They are n
 SPEAKS = "its state_dict() says more than its parameters and buffers, so it is called at every save"
 
 
-def _judge(module: nn.Module, prefix: str, words: Words, loads: bool) -> str:
+def _judge(module: nn.Module, prefix: str, words: OwnState, loads: bool) -> str:
     """Note what follows from the words of one module; what to tell the user of it."""
     said = _ask(module)
     if said is None:
@@ -161,7 +161,7 @@ def _rearranged(new: Mapping[str, Any], missing: Mapping[str, Tensor], again: Ma
     return sum(apart.values()) == sum(int(value.numel()) for value in new.values())
 
 
-def _rename(here: Mapping[str, Tensor], said: Mapping[str, Tensor], words: Words) -> None:
+def _rename(here: Mapping[str, Tensor], said: Mapping[str, Tensor], words: OwnState) -> None:
     """Tensors that a module calls otherwise, such as a wrapper that leaves out its own part of the name."""
     other: dict[object, str] = {}
     for key, tensor in said.items():

@@ -23,10 +23,10 @@ from torch import Tensor
 from ckpt.errors import CheckpointError, CorruptError, MismatchError
 from ckpt.format.boxes import Box, boxes_of_run, intersect, run_of, within
 from ckpt.format.layout import BITS, TensorSpec
-from ckpt.format.merged import Ambiguous, Key, Saved
+from ckpt.format.merged import Ambiguous, Key, SavedState
 from ckpt.format.partition import GLOBAL, Seat
 from ckpt.format.values import Json, Path, decode, show
-from ckpt.state.sharding import Entry, Piece, Replicas, is_dtensor, local, pieces, slices
+from ckpt.state.sharding import LocalPiece, Replicas, StateEntry, is_dtensor, local, pieces, slices
 from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE, as_bytes, check_array, empty, memory_of, saved_device, to_array
 
 # Bytes that came over a network may be read-only memory; nothing here writes to what it reads.
@@ -35,17 +35,17 @@ warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarnin
 I64 = npt.NDArray[np.int64]
 
 
-class Names(dict[int, Entry]):
+class Names(dict[int, StateEntry]):
     """Parameters and plain tensors that optimizers may step, by id; and the memory of all that the state holds beside
     optimizers: `fixed` what stays from step to step, `loose` what is read anew.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._fixed, self._loose = list[list[Entry]](), list[Entry]()
+        self._fixed, self._loose = list[list[StateEntry]](), list[StateEntry]()
         self._spans: tuple[list[Span] | None, list[Span] | None] = None, None
 
-    def note(self, fixed: list[list[Entry]], loose: list[Entry]) -> None:
+    def note(self, fixed: list[list[StateEntry]], loose: list[StateEntry]) -> None:
         """What the state holds now. Looked at when somebody asks."""
         same = len(fixed) == len(self._fixed) and all(a is b for a, b in zip(fixed, self._fixed, strict=True))
         self._fixed, self._loose, self._spans = fixed, loose, (self._spans[0] if same else None, None)
@@ -80,7 +80,7 @@ def _inside(span: Span, spans: list[Span]) -> bool:
     return i >= 0 and spans[i][0] == device and spans[i][2] >= stop
 
 
-def _joined(entries: list[Entry]) -> list[Span]:
+def _joined(entries: list[StateEntry]) -> list[Span]:
     """All that these tensors fill, as spans that do not touch, ascending."""
     found: list[Span] = []
     for device, start, stop in sorted(span for e in entries if (span := span_of(e.tensor)) is not None):
@@ -103,7 +103,7 @@ class Target:
 class Placement:
     """`fills`: for every saved tensor that this rank wants, the live or new tensors that it goes to."""
 
-    saved: Saved
+    saved: SavedState
     strict: bool
     names: Names = field(default_factory=Names)
     seat: Seat = field(default_factory=Seat)
@@ -114,8 +114,8 @@ class Placement:
     last: list[Callable[[], object]] = field(default_factory=list)  # after all finishers: they may draw random numbers
     _keys: dict[tuple[str, int | None], Key | None] = field(default_factory=dict)
     _reader: int | None = None
-    _asked: dict[tuple[str, int, bool, int | None], tuple[Entry, Key | None]] = field(default_factory=dict)
-    _cut: dict[tuple[str, int], tuple[Entry, list[Piece]]] = field(default_factory=dict)
+    _asked: dict[tuple[str, int, bool, int | None], tuple[StateEntry, Key | None]] = field(default_factory=dict)
+    _cut: dict[tuple[str, int], tuple[StateEntry, list[LocalPiece]]] = field(default_factory=dict)
     _created: dict[Key, Tensor] = field(default_factory=dict)
     _handed: set[Key] = field(default_factory=set)  # created only to be handed to a load_state_dict, which copies
     _live: dict[Key, list[Tensor]] = field(default_factory=dict)  # what is filled, and what such a call will fill
@@ -175,29 +175,29 @@ class Placement:
 
         (self.last if last else self.finishers).append(named)
 
-    def fits(self, name: str, entry: Entry) -> bool:
+    def fits(self, name: str, entry: StateEntry) -> bool:
         key = self._key_for(name, entry)
         return key is not None and self._form(entry) == (self.saved.tensors[key].spec.shape, self.spec(name).dtype)
 
-    def _form(self, entry: Entry) -> tuple[tuple[int, ...], str | None]:
+    def _form(self, entry: StateEntry) -> tuple[tuple[int, ...], str | None]:
         """The shape of the whole tensor, and the dtype."""
         here = self._pieces(entry)
         shape = here[0].holding.full if here else tuple(entry.tensor.shape)
         return shape, DTYPE_NAME.get(entry.tensor.dtype)
 
-    def _pieces(self, entry: Entry) -> list[Piece]:
+    def _pieces(self, entry: StateEntry) -> list[LocalPiece]:
         """Of a live tensor, worked out once. None of one whose dtype cannot be saved."""
         key = entry.name, id(entry.tensor)  # kept alive by the entry
         if key not in self._cut:
             self._cut[key] = entry, pieces(entry, self.seat) if DTYPE_NAME.get(entry.tensor.dtype) else []
         return self._cut[key][1]
 
-    def match(self, path: Path, saved: Iterable[str], live: Mapping[str, Entry]) -> None:
+    def match(self, path: Path, saved: Iterable[str], live: Mapping[str, StateEntry]) -> None:
         """Fill live tensors by name; what is missing, unexpected or different is a problem."""
         for name in self.compare(path, saved, live):
             self.fill(name, live[name])
 
-    def compare(self, path: Path, saved: Iterable[str], live: Mapping[str, Entry]) -> list[str]:
+    def compare(self, path: Path, saved: Iterable[str], live: Mapping[str, StateEntry]) -> list[str]:
         """Note every difference; the names that can be filled."""
         names = set(saved)
         for name in sorted(live.keys() - names):
@@ -206,7 +206,7 @@ class Placement:
             self.problem(f"{name} is in the checkpoint, and not in {show(path)}")
         return [name for name in live if name in names and self._comparable(name, live[name])]
 
-    def _comparable(self, name: str, entry: Entry) -> bool:
+    def _comparable(self, name: str, entry: StateEntry) -> bool:
         key = self._key_for(name, entry)
         if key is None:
             return False
@@ -218,13 +218,13 @@ class Placement:
             self.problem(f"{name} has dtype {spec.dtype} in the checkpoint and {dtype} here")  # cast, if lenient
         return True
 
-    def _key_for(self, name: str, entry: Entry) -> Key | None:
+    def _key_for(self, name: str, entry: StateEntry) -> Key | None:
         asked = name, id(entry.tensor), entry.guarded, self._reader
         if asked not in self._asked:  # several times of each tensor
             self._asked[asked] = entry, self._look_up(name, entry)
         return self._asked[asked][1]
 
-    def _look_up(self, name: str, entry: Entry) -> Key | None:
+    def _look_up(self, name: str, entry: StateEntry) -> Key | None:
         here = self._pieces(entry)
         instance = here[0].holding.instance if here else None
         whole = all(p.holding.sizes == p.holding.full for p in here)
@@ -235,7 +235,7 @@ class Placement:
             self.apart.add(entry.name)  # replicas that had drifted: each rank goes on with its own
         return key
 
-    def fill(self, name: str, entry: Entry) -> None:
+    def fill(self, name: str, entry: StateEntry) -> None:
         """Fill what this rank has of a tensor."""
         key = self._key_for(name, entry)
         if key is None:
@@ -244,7 +244,7 @@ class Placement:
         for piece in self._pieces(entry):
             self.fills.setdefault(key, []).append(Target(piece.tensor, _box(piece)))
 
-    def watch(self, name: str, entry: Entry) -> None:
+    def watch(self, name: str, entry: StateEntry) -> None:
         """The user's own code will fill this tensor: only what it shares memory with matters here."""
         key = self._key_for(name, entry)
         if key is not None:
@@ -264,7 +264,7 @@ class Placement:
             else:
                 made = empty(spec, device)
             self._created[key] = made
-            entry = Entry(name, made, True, beside)
+            entry = StateEntry(name, made, True, beside)
             if isinstance(beside, Replicas) or not is_dtensor(made):
                 self.fills.setdefault(key, []).append(Target(made, ((0,) * made.dim(), tuple(made.shape))))
                 self._live.setdefault(key, []).append(made)
@@ -275,8 +275,8 @@ class Placement:
     def build(
         self,
         values: Json,
-        live: Mapping[str, Entry] | None = None,
-        like: Mapping[str, Entry] | None = None,
+        live: Mapping[str, StateEntry] | None = None,
+        like: Mapping[str, StateEntry] | None = None,
         *,
         rank: int | None = None,
     ) -> Callable[[], Any]:
@@ -311,7 +311,7 @@ class Placement:
             check_array(self.spec(name), reference)
 
     def _tensors_of(
-        self, values: Json, live: Mapping[str, Entry] | None, like: Mapping[str, Entry] | None
+        self, values: Json, live: Mapping[str, StateEntry] | None, like: Mapping[str, StateEntry] | None
     ) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         for name in references(values):
@@ -358,7 +358,7 @@ def mismatch(problems: list[str]) -> MismatchError:
     )
 
 
-def _box(piece: Piece) -> Box:
+def _box(piece: LocalPiece) -> Box:
     return piece.holding.offsets, piece.holding.sizes
 
 
@@ -396,7 +396,7 @@ class Filler:
     `blobs`: the numbers of all that are wanted, ascending.
     """
 
-    def __init__(self, saved: Saved, fills: Mapping[Key, list[Target]], *, in_place: bool = True) -> None:
+    def __init__(self, saved: SavedState, fills: Mapping[Key, list[Target]], *, in_place: bool = True) -> None:
         self._saved, self._in_place = saved, in_place
         self._later: list[tuple[Tensor, Tensor]] = []
         self._met: list[tuple[I64, Target]] = []  # shards, and a target that they meet

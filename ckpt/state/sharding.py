@@ -30,7 +30,7 @@ class Replicas:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StateEntry:
     """`guarded`: changes only inside optimizer steps, so its copy may overlap the next forward and backward.
 
     `alike`: which ranks hold the same, or the DTensor whose optimizer state it is; None: this rank's own.
@@ -45,7 +45,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LocalPiece:
     """A piece of a tensor in this rank's memory, and what it is a piece of."""
 
     holding: Holding
@@ -64,7 +64,7 @@ def local(tensor: Tensor) -> Tensor:
     return found._local_tensor if is_dtensor(tensor) else tensor  # to_local() would take part in autograd
 
 
-def pieces(entry: Entry, seat: Seat) -> list[Piece]:
+def pieces(entry: StateEntry, seat: Seat) -> list[LocalPiece]:
     """What this rank has of a tensor."""
     name, tensor, alike = entry.name, entry.tensor, entry.alike
     if is_dtensor(tensor):
@@ -77,18 +77,18 @@ def pieces(entry: Entry, seat: Seat) -> list[Piece]:
     return [_whole(name, tensor, (seat.rank,), _instance((seat.rank,), seat))]
 
 
-def _whole(name: str, tensor: Tensor, ranks: tuple[int, ...], instance: int) -> Piece:
+def _whole(name: str, tensor: Tensor, ranks: tuple[int, ...], instance: int) -> LocalPiece:
     shape = tuple(tensor.shape)
     start = (0,) * len(shape)
     on_device = tensor.device.type != "cpu"
-    return Piece(Holding(name, DTYPE_NAME[tensor.dtype], shape, start, shape, ranks, instance, on_device), tensor)
+    return LocalPiece(Holding(name, DTYPE_NAME[tensor.dtype], shape, start, shape, ranks, instance, on_device), tensor)
 
 
 def _instance(ranks: tuple[int, ...], seat: Seat) -> int:
     return GLOBAL if len(ranks) == seat.size else min(ranks)
 
 
-def _beside(name: str, tensor: Tensor, param: Any, seat: Seat) -> list[Piece]:
+def _beside(name: str, tensor: Tensor, param: Any, seat: Seat) -> list[LocalPiece]:
     """Optimizer state of a DTensor that is itself a plain tensor."""
     members = _members(param)
     if tensor.dim() and tensor.shape == param._local_tensor.shape != param.shape:  # made from the local shard
@@ -118,7 +118,7 @@ class _Cutting(NamedTuple):
     split_factor: int
 
 
-def _of_dtensor(name: str, tensor: Any, seat: Seat, instead: Tensor | None = None) -> list[Piece]:
+def _of_dtensor(name: str, tensor: Any, seat: Seat, instead: Tensor | None = None) -> list[LocalPiece]:
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -135,9 +135,9 @@ def _of_dtensor(name: str, tensor: Any, seat: Seat, instead: Tensor | None = Non
     instance = _instance(_members(tensor), seat)
     if not boxes and 0 in full:  # nothing at all is still a tensor
         empty = Holding(name, dtype, full, (0,) * len(full), full, replicas, instance, on_device)
-        return [Piece(empty, mine.new_empty(full))]
+        return [LocalPiece(empty, mine.new_empty(full))]
     return [
-        Piece(Holding(name, dtype, full, *box, replicas, instance, on_device), mine[slices((at, box[1]))])
+        LocalPiece(Holding(name, dtype, full, *box, replicas, instance, on_device), mine[slices((at, box[1]))])
         for box, at in boxes
     ]
 
@@ -197,7 +197,7 @@ def _cutting_order(dim: int, mesh: Dims, placements: Any) -> list[tuple[int, int
 _TRANSPARENT = {"_orig_mod", "_checkpoint_wrapped_module"}
 
 
-class Part(nn.Module):
+class ModulePart(nn.Module):
     """Some parameters and buffers of a module, under the names that they have there: all that is saved of it."""
 
     def __init__(self, whole: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -219,7 +219,7 @@ class Part(nn.Module):
 def unwrap(module: nn.Module) -> tuple[nn.Module, nn.parallel.DistributedDataParallel | None]:
     """Inside the wrappers of torch.compile and DDP, so that wrapped and plain runs use the same names."""
     ddp = None
-    if isinstance(module, Part):
+    if isinstance(module, ModulePart):
         return module, unwrap(vars(module)["_ckpt_whole"])[1]
     while True:
         inner = getattr(module, "_orig_mod", None)

@@ -21,7 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 from ckpt.events import log
 from ckpt.metrics import INSTALL, Metrics
 from ckpt.telemetry.gauges import KINDS, Gauge, gauges
-from ckpt.telemetry.status import Look
+from ckpt.telemetry.status import RankStatus
 
 SCRAPE_S = 5.0  # for a look, while somebody waits for an answer
 PATIENCE_S, SOON_S = 3.0, 0.2  # for a port to become free before a word is said; between two tries
@@ -36,7 +36,7 @@ class Exporter:
     told where the endpoint is, "" for nowhere."""
 
     def __init__(
-        self, look: Callable[[], Awaitable[Look]], warn: Callable[[str], None], serves: Callable[[str], None]
+        self, look: Callable[[], Awaitable[RankStatus]], warn: Callable[[str], None], serves: Callable[[str], None]
     ) -> None:
         self._look, self._warn, self._serves = look, warn, serves
         self._wanted: tuple[Metrics, int, int] | None = None
@@ -190,7 +190,7 @@ def tag_of(gauge: Gauge) -> str:
     return "/".join(filter(None, ("ckpt", gauge.name.removeprefix("ckpt_"), gauge.label)))
 
 
-def _start(host: str, port: int, look: Callable[[], Awaitable[Look]], loop: asyncio.AbstractEventLoop) -> Any:
+def _start(host: str, port: int, look: Callable[[], Awaitable[RankStatus]], loop: asyncio.AbstractEventLoop) -> Any:
     """In a thread, since to import takes a while. Another thread of the server asks for a look at each scrape."""
     client: Any = importlib.import_module("prometheus_client")
     core: Any = importlib.import_module("prometheus_client.core")
@@ -221,11 +221,11 @@ def _end_late(starting: asyncio.Future[Any]) -> None:
         threading.Thread(target=_end, args=(starting.result(),), daemon=True).start()
 
 
-async def _awaited(look: Callable[[], Awaitable[Look]]) -> Look:
+async def _awaited(look: Callable[[], Awaitable[RankStatus]]) -> RankStatus:
     return await look()
 
 
-def families(look: Look, core: Any) -> Iterator[Any]:
+def families(look: RankStatus, core: Any) -> Iterator[Any]:
     """What prometheus_client writes out. `core`: its module of that name."""
     found: dict[str, Any] = {}
     run, rank = look.run, str(look.rank)

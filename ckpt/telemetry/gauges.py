@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ckpt.telemetry.status import Look
+from ckpt.telemetry.status import RankStatus
 
 MEMORY = "memory"  # stands for the tier that is memory
 
@@ -88,13 +88,13 @@ class Gauge:
     label: str = ""
 
 
-def gauges(look: Look) -> list[Gauge]:
+def gauges(look: RankStatus) -> list[Gauge]:
     """All that is known of a rank; what is not known is left out."""
     known = ((name, label, value) for name, label, value in _values(look) if value is not None and math.isfinite(value))
     return [Gauge(name, float(value), label) for name, label, value in known]
 
 
-def _values(look: Look) -> Iterator[tuple[str, str, float | None]]:
+def _values(look: RankStatus) -> Iterator[tuple[str, str, float | None]]:
     """Name, label, value."""
     started = look.step >= 0
     yield "ckpt_trainer_up", "", look.trainer in ("alive", "frozen")

@@ -11,7 +11,7 @@ import threading
 from typing import Any
 
 from ckpt.events import log
-from ckpt.telemetry.status import DeviceLook
+from ckpt.telemetry.status import DeviceStatus
 
 
 class Devices:
@@ -23,7 +23,7 @@ class Devices:
         self._tried = False
         self._asking = threading.Lock()
 
-    def look(self, pid: int) -> DeviceLook | None:
+    def look(self, pid: int) -> DeviceStatus | None:
         """The device on which a process runs, or the only one there is; None if nobody knows. May take long: call it in
         a thread. While another thread is at it, which may hang in the driver, None."""
         if not self._asking.acquire(blocking=False):
@@ -46,7 +46,7 @@ class Devices:
             nvml.nvmlInit()
             self._nvml = nvml
 
-    def _look(self, pid: int) -> DeviceLook | None:
+    def _look(self, pid: int) -> DeviceStatus | None:
         nvml: Any = self._nvml
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         for handle in handles:
@@ -56,10 +56,10 @@ class Devices:
         # In a container the driver may count processes by other numbers.
         return self._describe(handles[0], None) if len(handles) == 1 else None
 
-    def _describe(self, handle: Any, mine: int | None) -> DeviceLook:
+    def _describe(self, handle: Any, mine: int | None) -> DeviceStatus:
         nvml: Any = self._nvml
         memory, name, busy = nvml.nvmlDeviceGetMemoryInfo(handle), nvml.nvmlDeviceGetName(handle), None
         with contextlib.suppress(Exception):  # partitions of a device have no such figure
             busy = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
         text = name.decode() if isinstance(name, bytes) else str(name)
-        return DeviceLook(text, busy, mine, int(memory.used), int(memory.total))
+        return DeviceStatus(text, busy, mine, int(memory.used), int(memory.total))

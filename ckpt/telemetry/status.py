@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class SlotLook:
+class SlotStatus:
     """Memory for one snapshot. `state`: "empty", "filling" (a copy is under way), "eager" (all is there but what only
     optimizers change) or "sealed" (a whole snapshot); `step`: -1 for none; `nbytes`: of the snapshot."""
 
@@ -33,7 +33,7 @@ class SlotLook:
 
 
 @dataclass(frozen=True, slots=True)
-class TierLook:
+class TierStatus:
     """A durable place. `every`: steps between its checkpoints; `committed`: the newest step there, None for none.
 
     `writing`: the step on its way there now, None for none, with `done` of `total` bytes; `rate`: bytes of state a
@@ -62,7 +62,7 @@ class TierLook:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceLook:
+class DeviceStatus:
     """An accelerator as its driver sees it. `busy`: share of the time, from 0 to 1; bytes: `mine` those of the trainer
     (None where the driver does not tell), `used` by anybody, of `total`."""
 
@@ -74,7 +74,7 @@ class DeviceLook:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class RankStatus:
     """One rank. Seconds, bytes and steps; "recent" is the last minute, or the last steps if they take longer.
 
     `run`: URL of its first tier, or memory:NAME; `at`: seconds since 1970; `pid`: of the trainer, `writer`: of its
@@ -134,9 +134,9 @@ class Look:
     flops_per_step: float | None = None
     peak_flops: float | None = None
     serves: str = ""
-    slots: tuple[SlotLook, ...] = ()
-    tiers: tuple[TierLook, ...] = ()
-    device: DeviceLook | None = None
+    slots: tuple[SlotStatus, ...] = ()
+    tiers: tuple[TierStatus, ...] = ()
+    device: DeviceStatus | None = None
 
     @property
     def trains(self) -> bool:
@@ -174,12 +174,12 @@ class Look:
         return {"version": VERSION, **asdict(self), **{name: getattr(self, name) for name in derived}}
 
     @classmethod
-    def from_json(cls, data: Any) -> Look:
+    def from_json(cls, data: Any) -> RankStatus:
         """CorruptError if it is none."""
         try:
-            slots = tuple(_build(SlotLook, one) for one in data.get("slots", [])[:MOST_SLOTS])
-            tiers = tuple(_build(TierLook, one) for one in data.get("tiers", [])[:MOST_TIERS])
-            device = None if data.get("device") is None else _build(DeviceLook, data["device"])
+            slots = tuple(_build(SlotStatus, one) for one in data.get("slots", [])[:MOST_SLOTS])
+            tiers = tuple(_build(TierStatus, one) for one in data.get("tiers", [])[:MOST_TIERS])
+            device = None if data.get("device") is None else _build(DeviceStatus, data["device"])
             return _build(cls, {**data, "slots": slots, "tiers": tiers, "device": device})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CorruptError(f"this is no look at a rank: {error}") from None

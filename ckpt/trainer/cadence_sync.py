@@ -25,12 +25,12 @@ from ckpt.goodput import cadence
 from ckpt.goodput.cadence import MEMORY, Change, Schedule
 from ckpt.goodput.ledger import Decision
 from ckpt.ipc.channel import Message
-from ckpt.ipc.heartbeat import Pulse
+from ckpt.ipc.heartbeat import Heartbeat
 from ckpt.ranks.world import Mailbox, World
 from ckpt.restore.resume import together
 from ckpt.subscribers import publish
 from ckpt.tiers import Memory, Tier
-from ckpt.trainer.writer_supervisor import Guardian
+from ckpt.trainer.writer_supervisor import WriterSupervisor
 
 LOOK_S, LOOKS_PER_S = 0.5, 2000  # between two looks; of all ranks together
 AGAIN_S = 30.0  # at the most, where the store does not answer
@@ -39,11 +39,17 @@ AHEAD_S, AHEAD = 5.0, 10  # seconds and steps, by which a change lies ahead of t
 TOO_LATE = "heard too late of a new cadence"
 
 
-class Tempo:
+class CadenceSync:
     """Of one Checkpointer. `schedule` is what it saves by."""
 
     def __init__(
-        self, world: World, guardian: Guardian, pulse: Pulse, memory: Memory | None, tiers: list[Tier], known: Message
+        self,
+        world: World,
+        guardian: WriterSupervisor,
+        pulse: Heartbeat,
+        memory: Memory | None,
+        tiers: list[Tier],
+        known: Message,
     ) -> None:
         """`known`: by place, what an earlier incarnation saved by; see `ckpt.trainer.ownership`."""
         self._world, self._guardian, self._pulse = world, guardian, pulse

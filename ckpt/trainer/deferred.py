@@ -14,7 +14,7 @@ from itertools import compress
 
 from ckpt.format.layout import Layout
 from ckpt.state.capture import Reading
-from ckpt.state.fingerprint import Fingerprint, Spots
+from ckpt.state.fingerprint import Fingerprint, SampledPlaces
 from ckpt.state.tensors import version_of
 
 LITTLE = 1 << 20  # bytes that are cloned in any case
@@ -22,7 +22,7 @@ MOST = 64 << 20  # bytes that are cloned of what moves within a step; both of al
 
 
 @dataclass(frozen=True)
-class Moment:
+class DeferredStep:
     """One step. `left`: the numbers of tensors that were left in place and others than optimizers may write to, with
     the `versions` that they had; what optimizers remember is left alone by everybody. `weights`: see `Capture`.
     `too_large`: a tensor that would have had to be taken, "" if there is none."""
@@ -51,7 +51,7 @@ class Moment:
         return f"{names[0]} has moved on since" if names else ""
 
 
-class Moments:
+class DeferredSteps:
     """Takes one moment after the other, and learns what moves on from step to step."""
 
     def __init__(self) -> None:
@@ -59,9 +59,9 @@ class Moments:
         self._seen: dict[int, int | None] = {}  # versions of what might be left in place, by number
         self._movers: set[int] = set()  # what has been seen to move
         self._where: list[tuple[int, int]] = []
-        self._spots: list[Spots] = []  # there
+        self._spots: list[SampledPlaces] = []  # there
 
-    def take(self, step: int, reading: Reading, weights: Sequence[bool], fixed: int) -> Moment:
+    def take(self, step: int, reading: Reading, weights: Sequence[bool], fixed: int) -> DeferredStep:
         """`reading`: what the state is at this step, which must not be used otherwise; its first `fixed` tensors are
         the same at each reading, and count what is written to them."""
         if reading.layout is not self._layout:
@@ -80,7 +80,7 @@ class Moments:
         left = [*compress(range(len(tensors)), weights), *others]
         versions = [version_of(tensors[n]) for n in left]
         prints = [spots.look() for spots in (*reading.spots, *self._look_at(reading, others))]
-        return Moment(step, replace(reading, tensors=tensors), left, versions, prints, weights, too_large)
+        return DeferredStep(step, replace(reading, tensors=tensors), left, versions, prints, weights, too_large)
 
     def _stays(self, number: int, version: int | None) -> bool:
         """Whether nobody was seen to write to it from one moment to the next, as far as writes are counted."""
@@ -88,9 +88,11 @@ class Moments:
             self._movers.add(number)
         return number not in self._movers
 
-    def _look_at(self, reading: Reading, numbers: list[int]) -> list[Spots]:
+    def _look_at(self, reading: Reading, numbers: list[int]) -> list[SampledPlaces]:
         where = [(n, reading.tensors[n].data_ptr()) for n in numbers]
         if where != self._where:
             self._where = where
-            self._spots = [Spots(reading.layout, numbers, [reading.tensors[n] for n in numbers])] if numbers else []
+            self._spots = (
+                [SampledPlaces(reading.layout, numbers, [reading.tensors[n] for n in numbers])] if numbers else []
+            )
         return self._spots

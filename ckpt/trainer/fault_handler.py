@@ -29,17 +29,17 @@ from ckpt.errors import CheckpointError, PeerError
 from ckpt.events import log
 from ckpt.faults import preemption, probe
 from ckpt.faults.hang import Evidence, note_evidence
-from ckpt.faults.report import Fault, Saved, tell_launcher
+from ckpt.faults.report import Fault, SavedStep, tell_launcher
 from ckpt.faults.signals import Wakeup
 from ckpt.format.manifest import Attempt
 from ckpt.ipc.channel import Message
-from ckpt.ipc.heartbeat import NEVER, OPENING, RESTORING, Pulse
-from ckpt.ranks.save_rounds import Rally, Round, step_ahead
+from ckpt.ipc.heartbeat import NEVER, OPENING, RESTORING, Heartbeat
+from ckpt.ranks.save_rounds import Round, SaveRounds, step_ahead
 from ckpt.ranks.world import World
 from ckpt.save import Save
 from ckpt.subscribers import publish
-from ckpt.trainer.replica_rescue import Gap
-from ckpt.trainer.writer_supervisor import Guardian
+from ckpt.trainer.replica_rescue import MissingTensors
+from ckpt.trainer.writer_supervisor import WriterSupervisor
 from ckpt.triggers import (
     REPLACE_CODE,
     RESUBMIT_CODE,
@@ -70,7 +70,7 @@ FLUSH_S = 0.5
 MISSED = 3  # rounds that may be called because some rank was past the step
 
 
-class Levers(Protocol):
+class FaultActions(Protocol):
     """What the sentinel may do to a run. All of it can be called from any thread, and none of it hangs."""
 
     def in_memory(self, timeout_s: float) -> int | None:
@@ -79,7 +79,7 @@ class Levers(Protocol):
     def copy_live(self) -> int | None:
         """Copy the running state as it was at the last step() into memory, if it still is that; which step it is."""
 
-    def fill_in(self, gap: Gap) -> list[int]:
+    def fill_in(self, gap: MissingTensors) -> list[int]:
         """Copy what this rank holds of what a dead one lacks; which of its tensors, by number."""
 
     def give_up(self, attempt: Attempt) -> None:
@@ -90,7 +90,7 @@ class Levers(Protocol):
 
 
 @dataclass
-class Call:
+class FaultCall:
     """Something that was seen. `grace_s`: from `seen` on; `leave`: the exit code, None to go on."""
 
     fault: Fault
@@ -118,7 +118,7 @@ class _Excepthook:
     """Stands in sys.excepthook for a sentinel. Somebody else may wrap it and keep it for ever, so it does not keep the
     sentinel, nor the memory that hangs on it."""
 
-    def __init__(self, sentinel: Sentinel) -> None:
+    def __init__(self, sentinel: FaultHandler) -> None:
         self.before = sys.excepthook
         self._sentinel = weakref.ref(sentinel)
 
@@ -128,22 +128,22 @@ class _Excepthook:
         self.before(kind, error, trace)
 
 
-class Sentinel:
+class FaultHandler:
     """Of one Checkpointer. `start`, `stop` and `exception` belong to the main thread."""
 
     def __init__(
         self,
         triggers: tuple[Trigger, ...],
         world: World,
-        guardian: Guardian,
-        pulse: Pulse,
-        levers: Levers,
+        guardian: WriterSupervisor,
+        pulse: Heartbeat,
+        levers: FaultActions,
         on_fault: Callable[[Fault], None] | None,
     ) -> None:
         self._triggers, self._world, self._guardian = triggers, world, guardian
         self._pulse, self._levers, self._on_fault = pulse, levers, on_fault
         self._signals = {number: t for t in triggers if isinstance(t, OnSignal) for number in t.numbers}
-        self._calls: queue.SimpleQueue[Call | Callable[[], None] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[FaultCall | Callable[[], None] | None] = queue.SimpleQueue()
         self._dead_peers: dict[int, str] = {}
         self._answers: dict[int, Save] = {}
         self._answered = threading.Condition()
@@ -156,8 +156,8 @@ class Sentinel:
         self._threads: list[threading.Thread] = []
         self._wakeup = Wakeup(self._signals)
         self._stop_reader, self._stop_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._rally: Rally | None = None
-        self._notices = preemption.Watch(
+        self._rally: SaveRounds | None = None
+        self._notices = preemption.NoticeWatch(
             [t for t in triggers if isinstance(t, (OnPreemption, OnDeadline))], self._on_notice
         )
         self._crash_pipe: tuple[int, int] | None = None
@@ -205,7 +205,7 @@ class Sentinel:
         with contextlib.suppress(queue.Empty):
             while True:  # what came too late to be dealt with
                 late = self._calls.get_nowait()
-                if isinstance(late, Call) and late.leave is not None and late.signal:
+                if isinstance(late, FaultCall) and late.leave is not None and late.signal:
                     self._wakeup.miss(late.signal)
         self._wakeup.put_back()
         if sys.excepthook is self._excepthook:
@@ -417,11 +417,11 @@ class Sentinel:
     def _me(self) -> str:
         return f"rank {self._world.rank}" if self._world.size > 1 else "the trainer"
 
-    def _new_call(self, kind: str, summary: str, *, how: str, grace_s: float) -> Call:
+    def _new_call(self, kind: str, summary: str, *, how: str, grace_s: float) -> FaultCall:
         owner = self._guardian.owner
         fault = Fault(kind, summary, how=how, rank=self._world.rank, world=self._world.size)
         fault.attempt = f"{owner.epoch}.{owner.nonce}"
-        return Call(fault, grace_s)
+        return FaultCall(fault, grace_s)
 
     def _put(self, kind: str, summary: str, *, how: str, grace_s: float) -> None:
         call = self._new_call(kind, summary, how=how, grace_s=grace_s)
@@ -433,13 +433,13 @@ class Sentinel:
     def _deal_with_all(self) -> None:
         while (call := self._calls.get()) is not None:
             try:
-                if isinstance(call, Call):
+                if isinstance(call, FaultCall):
                     self._deal(call)
                 else:
                     call()
             except Exception:
                 log.exception("an incident could not be dealt with")
-            if isinstance(call, Call) and call.leave is not None:
+            if isinstance(call, FaultCall) and call.leave is not None:
                 self._take_the_last()
                 leave(call.leave)
 
@@ -449,7 +449,7 @@ class Sentinel:
             if self._can_save and self._levers.in_memory(COPYING_S) != self._pulse.step:
                 self._levers.copy_live()
 
-    def _deal(self, call: Call) -> None:
+    def _deal(self, call: FaultCall) -> None:
         if call.fault.kind == "hang":
             self._look_around(call)
         if call.fault.kind == "memory" and self._can_save:
@@ -467,7 +467,7 @@ class Sentinel:
         """Not before the first step: what is in memory or durable then is of an earlier incarnation, and stays."""
         return self._pulse.step >= 0 and self._pulse.state not in (OPENING, RESTORING)
 
-    def _secure(self, call: Call, *, leaving: bool, at_hand: bool = False) -> None:
+    def _secure(self, call: FaultCall, *, leaving: bool, at_hand: bool = False) -> None:
         """Have the newest state saved that all ranks can have. `at_hand`: this is the thread that trains."""
         fault, alone = call.fault, self._world.size == 1
         blocked = bool(self._dead_peers) or fault.kind == "hang"  # somebody's training loop cannot come
@@ -480,7 +480,7 @@ class Sentinel:
         if ask and not blocked and not at_hand and self._agree(call):
             return
         if not ready and (step := self._levers.copy_live()) is not None:
-            fault.saved.append(Saved(step, "memory", "live", call.passed_s))
+            fault.saved.append(SavedStep(step, "memory", "live", call.passed_s))
         fault.timings["staged_s"] = call.passed_s
         if not alone and not blocked:
             for _ in range(MISSED):  # until the round is ours, and not another rank's for a step
@@ -492,7 +492,7 @@ class Sentinel:
         else:
             self._persist(call)
 
-    def _agree(self, call: Call) -> bool:
+    def _agree(self, call: FaultCall) -> bool:
         """Have the training loops of all ranks save one step; False if they do not come."""
         for _ in range(MISSED):
             if self._stopped:
@@ -530,7 +530,7 @@ class Sentinel:
         self._levers.give_up(Attempt(owner.epoch, step, owner.nonce))
         return False
 
-    def _await_answer(self, call: Call, ahead: int, patience_s: float) -> bool:
+    def _await_answer(self, call: FaultCall, ahead: int, patience_s: float) -> bool:
         """Until this step, or one that was called for later, is saved."""
         end, tried = time.monotonic() + patience_s, list[Save]()
         while time.monotonic() < end and not self._stopped:
@@ -544,15 +544,15 @@ class Sentinel:
                 return True
         return False
 
-    def _follow_save(self, call: Call, save: Save) -> bool:
+    def _follow_save(self, call: FaultCall, save: Save) -> bool:
         """Until it is as safe as it gets; False if it failed, perhaps since another rank had passed that step."""
-        saved: list[Saved] = []
+        saved: list[SavedStep] = []
         try:
             save.staged(call.left_s)
-            saved.append(Saved(save.step, "memory", "agreed", call.passed_s))
+            saved.append(SavedStep(save.step, "memory", "agreed", call.passed_s))
             for tier in save.tiers:
                 save.committed(call.left_s, tier=tier)
-                saved.append(Saved(save.step, tier, "agreed", call.passed_s))
+                saved.append(SavedStep(save.step, tier, "agreed", call.passed_s))
         except CheckpointError as error:
             log.info("step %d was not saved out of turn: %s", save.step, error)
             return False
@@ -560,7 +560,7 @@ class Sentinel:
         call.fault.timings["durable_s"] = call.passed_s
         return True
 
-    def _call_round(self, call: Call, step: int) -> Round | None:
+    def _call_round(self, call: FaultCall, step: int) -> Round | None:
         """Tell the other ranks; None if they cannot be told in time."""
         if self._rally is None:
             return None
@@ -598,7 +598,7 @@ class Sentinel:
         """We were past that step: call for a later one."""
         self._agree(self._new_call(heard.kind, heard.why, how=f"rank {heard.rank}", grace_s=heard.grace_s))
 
-    def _persist(self, call: Call) -> None:
+    def _persist(self, call: FaultCall) -> None:
         """Have the writer make durable what is in memory."""
         before_s = call.passed_s
         self._note_memory(call)
@@ -616,14 +616,16 @@ class Sentinel:
             log.warning("what is in memory is not durable: %s", error)
             return
         for one in reply["saved"]:
-            call.fault.saved.append(Saved(one["step"], one["tier"], "ring", before_s + one["seconds"], one["error"]))
+            call.fault.saved.append(
+                SavedStep(one["step"], one["tier"], "ring", before_s + one["seconds"], one["error"])
+            )
         call.fault.timings["durable_s"] = call.passed_s
 
-    def _note_memory(self, call: Call) -> None:
+    def _note_memory(self, call: FaultCall) -> None:
         known = {saved.step for saved in call.fault.saved if saved.tier == "memory"}
         steps = sorted((attempt.step for attempt in self._guardian.sealed()), reverse=True)
         wanted = steps[:1] if self._world.size == 1 else steps  # of several ranks the newest may not be common
-        call.fault.saved += [Saved(s, "memory", "ring", call.passed_s) for s in wanted if s not in known]
+        call.fault.saved += [SavedStep(s, "memory", "ring", call.passed_s) for s in wanted if s not in known]
 
     def _relieve(self, key: str, rank: int) -> None:
         """We may hold what a dead rank was about to copy."""
@@ -634,7 +636,7 @@ class Sentinel:
 
     # -- hangs --
 
-    def _look_around(self, call: Call) -> None:
+    def _look_around(self, call: FaultCall) -> None:
         """What every rank that can be reached does, and whom they wait for."""
         note, found = call.note, dict[int, Evidence]()
         try:
@@ -688,7 +690,7 @@ class Sentinel:
 
     # -- the end of it --
 
-    def _close_case(self, call: Call, *, ends: bool) -> None:
+    def _close_case(self, call: FaultCall, *, ends: bool) -> None:
         """Record, tell, and be ready to leave."""
         fault = call.fault
         if call.leave is not None:

@@ -20,12 +20,12 @@ from ckpt.ranks.world import Mailbox, World
 from ckpt.restore.resume import together
 from ckpt.runlog.log import Acquire
 from ckpt.tiers import Memory, Tier
-from ckpt.trainer.writer_supervisor import Guardian
+from ckpt.trainer.writer_supervisor import WriterSupervisor
 
 NEWER_S = 24 * 3600.0  # a rank whose memory is being made takes its time
 
 
-class Tenure:
+class Ownership:
     """Of one Checkpointer. `roots`: of every tier, for each rank the lowest rank that sees the same place."""
 
     def __init__(self, world: World, tiers: list[Tier], memory: Memory | None, place: str, timeout_s: float) -> None:
@@ -36,12 +36,12 @@ class Tenure:
         self.roots: list[list[int]] = []
         self.has_checkpoints = False
         self.cadence: dict[str, Any] = {}  # what the last incarnation saved by
-        self.guardian: Guardian
+        self.guardian: WriterSupervisor
 
-    def open(self, make: Callable[[], Guardian]) -> Guardian:
+    def open(self, make: Callable[[], WriterSupervisor]) -> WriterSupervisor:
         """Find out what there is, agree with the other ranks, and take the run over."""
         world = self._world
-        made: list[Guardian] = []
+        made: list[WriterSupervisor] = []
 
         def prepare() -> Any:
             made.append(make())

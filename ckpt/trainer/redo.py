@@ -17,13 +17,13 @@ from ckpt.goodput.breakdown import decimal, duration
 from ckpt.ipc.arena import Arena
 from ckpt.ipc.channel import Message
 from ckpt.redo.append import WORTH
-from ckpt.redo.optimizer_recipe import Watch, find_recipes
+from ckpt.redo.optimizer_recipe import GroupWatch, find_recipes
 from ckpt.save import Save
 from ckpt.state.capture import Capture, Reading
 from ckpt.subscribers import publish
 from ckpt.trainer.stage import Stager
 from ckpt.trainer.writer_client import Reply, WriterClient
-from ckpt.trainer.writer_supervisor import Guardian
+from ckpt.trainer.writer_supervisor import WriterSupervisor
 
 OFTEN = 0.5  # of what has a recipe, that is to be predicted
 
@@ -47,12 +47,12 @@ class RedoClient:
     def __init__(
         self,
         tiers: dict[int, str],
-        guardian: Guardian,
+        guardian: WriterSupervisor,
         stager: Stager,
         capture: Capture,
         on_error: Callable[[CheckpointError, Save], None],
     ) -> None:
-        self.watch = Watch()
+        self.watch = GroupWatch()
         self._tiers, self._guardian, self._stager, self._capture = tiers, guardian, stager, capture
         self._on_error = on_error
         self._lock = threading.RLock()

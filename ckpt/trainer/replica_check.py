@@ -18,7 +18,7 @@ from torch import Tensor
 from ckpt.format.digest import blob_digest
 from ckpt.format.partition import Holding
 from ckpt.ranks.world import Mailbox
-from ckpt.state.sharding import Piece
+from ckpt.state.sharding import LocalPiece
 from ckpt.state.tensors import as_bytes
 
 EVERY = 1000  # steps between two comparisons
@@ -30,14 +30,14 @@ Label = tuple[str, int, tuple[int, ...]]
 class Comparison:
     """Digests of what this rank holds like others, at one step. `look` while nothing changes, `digests` when it has."""
 
-    def __init__(self, pieces: Iterable[Piece]) -> None:
+    def __init__(self, pieces: Iterable[LocalPiece]) -> None:
         self._pieces = [p for p in pieces if len(p.holding.replicas) > 1]
         self._found: list[bytes | Tensor] = []
 
     def look(self) -> None:
         """On an accelerator the work is only put on the current stream; the result is there when that is."""
         self._found = [_digest(piece.tensor.detach()) for piece in self._pieces]
-        self._pieces = [Piece(p.holding, torch.empty(0)) for p in self._pieces]  # let go of the tensors
+        self._pieces = [LocalPiece(p.holding, torch.empty(0)) for p in self._pieces]  # let go of the tensors
 
     def digests(self) -> dict[str, dict[Label, str]]:
         """By the ranks that hold it, of each piece."""

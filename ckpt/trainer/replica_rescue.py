@@ -16,12 +16,12 @@ from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.manifest import Attempt
 from ckpt.format.partition import GLOBAL
 from ckpt.ipc.arena import Arena
-from ckpt.state.sharding import Piece, slices
+from ckpt.state.sharding import LocalPiece, slices
 from ckpt.state.tensors import TORCH_DTYPE
 
 
 @dataclass(frozen=True)
-class Gap:
+class MissingTensors:
     """A slot of a dead rank that lacks the tensors `missing` of its layout, by number."""
 
     attempt: Attempt
@@ -31,9 +31,9 @@ class Gap:
     missing: tuple[int, ...]
 
 
-def fill(gap: Gap, pieces: Iterable[Piece]) -> list[int]:
+def fill(gap: MissingTensors, pieces: Iterable[LocalPiece]) -> list[int]:
     """Copy what the pieces have of it; the numbers of the tensors that are whole now. Nothing may change meanwhile."""
-    held: dict[str, list[Piece]] = {}
+    held: dict[str, list[LocalPiece]] = {}
     for piece in pieces:
         held.setdefault(piece.holding.name, []).append(piece)
     whole = torch.frombuffer(gap.arena.data(gap.slot), dtype=torch.uint8)
@@ -50,7 +50,7 @@ def fill(gap: Gap, pieces: Iterable[Piece]) -> list[int]:
     return filled
 
 
-def _part(piece: Piece, spec: TensorSpec) -> torch.Tensor | None:
+def _part(piece: LocalPiece, spec: TensorSpec) -> torch.Tensor | None:
     """What a piece has of a box, None if that is not all of it."""
     holding = piece.holding
     same = (holding.instance, holding.dtype, holding.full) == (spec.instance, spec.dtype, spec.full)

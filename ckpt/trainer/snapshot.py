@@ -32,7 +32,7 @@ _VERSION = attrgetter("_version")
 
 
 @dataclass(eq=False)
-class Job:
+class PendingSnapshot:
     """One snapshot on its way into memory."""
 
     attempt: Attempt
@@ -40,7 +40,7 @@ class Job:
     values: bytes
     busy: str = "wait"  # or "skip"
     deadline: float = float("inf")  # of waiting for a slot, monotonic
-    on_end: Callable[[Job], None] = lambda job: None
+    on_end: Callable[[PendingSnapshot], None] = lambda job: None
     beside: Callable[[], None] | None = None  # to be done as well while the guarded tensors do not change
     eager_done: threading.Event = field(default_factory=threading.Event)
     enqueued: threading.Event = field(default_factory=threading.Event)  # all copies are on their stream

@@ -1,9 +1,10 @@
 """Live tensors into a slot, beside training.
 
-One thread owns the arena: it holds the robust mutex, makes all transitions of slots, and copies. A `Job` (`job.py`) is
-one snapshot; any thread may submit one. What the caller waits for is short: everything that may change before the next
-optimizer step has been taken. If that is little, and in host memory, the caller clones it and waits for nobody; else it
-waits for `eager_done`, when it is in the slot. The rest is copied during the next forward and backward, and
+One thread owns the arena: it holds the robust mutex, makes all transitions of slots, and copies. A `PendingSnapshot`
+(`job.py`) is one snapshot; any thread may submit one. What the caller waits for is short: everything that may change
+before the next optimizer step has been taken. If that is little, and in host memory, the caller clones it and waits for
+nobody; else it waits for `eager_done`, when it is in the slot. The rest is copied during the next forward and backward,
+and
 `before_update`, called from a hook before any optimizer changes anything, waits for that.
 
 On an accelerator the copies run on a stream of their own, which first waits for the compute stream; before an update
@@ -30,7 +31,7 @@ from ckpt.ipc.arena import EAGER, EMPTY, FILLING, SEALED, Arena, Label
 from ckpt.ipc.mutex import Got
 from ckpt.state.tensors import TORCH_DTYPE, device_in_use
 from ckpt.trainer.profiler import traced
-from ckpt.trainer.snapshot import Job, event_behind, reached
+from ckpt.trainer.snapshot import PendingSnapshot, event_behind, reached
 from ckpt.trainer.unchanged import Frozen
 
 LEAST_SLOTS = 2  # one to hold the newest snapshot, one to take the next
@@ -41,7 +42,7 @@ LARGE = 1 << 20  # bytes from which one memcpy, without the GIL, beats a batched
 Pair = tuple[Tensor, Tensor, int]  # where a tensor goes, what goes there, and which one of the layout it is
 
 
-def _end(job: Job) -> None:
+def _end(job: PendingSnapshot) -> None:
     job.release()
     if job.place is None:
         job.on_end(job)
@@ -63,10 +64,10 @@ class Stager:
         self._refused = False  # the driver would not page-lock this arena
         self._touched = threading.Event()
         self._toucher: threading.Thread | None = None
-        self._flying: deque[Job] = deque()  # all queued, and not all copied; for the staging thread only
-        self._pending: Job | None = None
-        self._unchecked: list[Job] = []  # older ones that no optimizer has come after, not sealed yet
-        self._copying: Job | None = None  # still read by a device: every stream that updates waits for it
+        self._flying: deque[PendingSnapshot] = deque()  # all queued, and not all copied; for the staging thread only
+        self._pending: PendingSnapshot | None = None
+        self._unchecked: list[PendingSnapshot] = []  # older ones that no optimizer has come after, not sealed yet
+        self._copying: PendingSnapshot | None = None  # still read by a device: every stream that updates waits for it
         self._gate = threading.Event()  # not set while something is copied that no optimizer may change
         self._gate.set()
         self._order = 0
@@ -86,7 +87,7 @@ class Stager:
         """How much was not copied so far, since it was in its slot already; see `ckpt.trainer.unchanged`."""
         return self._frozen.skipped_bytes
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: PendingSnapshot) -> None:
         """Begin a snapshot and wait until its eager part has been taken, or it has failed."""
         self._check_running()
         before, self._pending = self._pending, job
@@ -107,14 +108,14 @@ class Stager:
         if self._stopped:
             raise ClosedError("this Checkpointer is closed: make a new one")
 
-    def postpone(self, job: Job) -> None:
+    def postpone(self, job: PendingSnapshot) -> None:
         """Copy of a job only what cannot be had later; `complete` may ask for the rest."""
         self._check_running()
         job.postponed = True
         self._queue.put(lambda: self._stage(job))
         job.eager_done.wait()
 
-    def complete(self, job: Job, untouched: Callable[[], bool], timeout_s: float) -> bool:
+    def complete(self, job: PendingSnapshot, untouched: Callable[[], bool], timeout_s: float) -> bool:
         """The rest of a job that was postponed, while the training thread is elsewhere; whether it is whole now."""
         done = self.undisturbed(lambda: self._complete(job), untouched, timeout_s)
         return done and job.place is not None
@@ -198,7 +199,7 @@ class Stager:
         self._pending, self._unchecked = None, []
         return time.perf_counter() - started
 
-    def _line_up(self, job: Job) -> None:
+    def _line_up(self, job: PendingSnapshot) -> None:
         """What the caller queues from now on, on its current streams, comes after the copies of this job."""
         for device, event in job.done.items():
             torch.get_device_module(device).current_stream(device).wait_event(event)
@@ -354,7 +355,7 @@ class Stager:
             self._arena = None
 
     @traced("ckpt.stage")
-    def _stage(self, job: Job) -> None:
+    def _stage(self, job: PendingSnapshot) -> None:
         self._land(wait=False)
         with self._ending(job):
             arena = self._arena
@@ -381,7 +382,7 @@ class Stager:
             if not job.streams:
                 self._seal(*job.slot, job)
 
-    def _complete(self, job: Job) -> None:
+    def _complete(self, job: PendingSnapshot) -> None:
         """The rest of a job that was postponed."""
         with self._ending(job):
             arena, slot = job.slot or (None, 0)
@@ -397,7 +398,7 @@ class Stager:
             self._seal(arena, slot, job)
 
     @contextlib.contextmanager
-    def _ending(self, job: Job) -> Iterator[None]:
+    def _ending(self, job: PendingSnapshot) -> Iterator[None]:
         """Whatever comes of a job, nobody waits for it any more afterwards."""
         try:
             yield
@@ -419,7 +420,7 @@ class Stager:
         except Exception:  # must not end the thread that holds the mutex
             log.exception("after step %d was staged", job.attempt.step)
 
-    def _await_copies(self, job: Job) -> None:
+    def _await_copies(self, job: PendingSnapshot) -> None:
         """A job that failed: nobody may have its slot, or free what it reads, while a device still copies."""
         if job in self._flying:
             self._flying.remove(job)
@@ -427,7 +428,7 @@ class Stager:
             with contextlib.suppress(Exception):  # a device that has failed copies nothing any more
                 self._stream(device).synchronize()
 
-    def _claim(self, arena: Arena, job: Job) -> int:
+    def _claim(self, arena: Arena, job: PendingSnapshot) -> int:
         """The emptiest or oldest slot. Never one being written, never the newest snapshot, nor the newest finite."""
         size = job.reading.layout.arrangement.data_size
         if not arena.fits(size, len(job.values)):
@@ -464,7 +465,7 @@ class Stager:
         oldest = [slot for slot, _ in reversed(sealed[1:]) if slot in free and slot not in finite]
         return next(iter([*empty, *oldest]), None)
 
-    def _fill_eager(self, arena: Arena, slot: int, job: Job) -> None:
+    def _fill_eager(self, arena: Arena, slot: int, job: PendingSnapshot) -> None:
         """What may change before the next optimizer step."""
         reading = job.reading
         streams = {device: self._stream(device) for device in job.streams}
@@ -479,13 +480,13 @@ class Stager:
         point("stage.eager")
         job.eager_done.set()
 
-    def _settle_eager(self, arena: Arena, slot: int, job: Job) -> None:
+    def _settle_eager(self, arena: Arena, slot: int, job: PendingSnapshot) -> None:
         for event in job.eager.values():
             event.synchronize()
         job.eager = {}
         arena.set_label(slot, self._label(EAGER, job))
 
-    def _fill_guarded(self, arena: Arena, slot: int, job: Job) -> None:
+    def _fill_guarded(self, arena: Arena, slot: int, job: PendingSnapshot) -> None:
         """What only optimizers change. A device may have done nothing of it yet: see `_land`."""
         streams = {device: self._stream(device) for device in job.streams}
         self._copy(self._pairs(arena, slot, job, guarded=True), streams)
@@ -503,7 +504,7 @@ class Stager:
             self._flying.append(job)
         job.enqueued.set()
 
-    def _seal(self, arena: Arena, slot: int, job: Job) -> None:
+    def _seal(self, arena: Arena, slot: int, job: PendingSnapshot) -> None:
         """When the last of its copies has ended."""
         for event in job.done.values():
             event.synchronize()
@@ -521,13 +522,13 @@ class Stager:
             point("stage.sealed")
             job.place = (arena, slot)
 
-    def _pairs(self, arena: Arena, slot: int, job: Job, *, guarded: bool) -> list[Pair]:
+    def _pairs(self, arena: Arena, slot: int, job: PendingSnapshot, *, guarded: bool) -> list[Pair]:
         """Where each of these tensors goes, and what goes there."""
         views = self._slot_views(arena, slot, job.reading.layout)
         found = zip(views, job.sources, job.reading.guarded, strict=True)
         return [(view, source, i) for i, (view, source, one) in enumerate(found) if one is guarded]
 
-    def _label(self, state: int, job: Job) -> Label:
+    def _label(self, state: int, job: PendingSnapshot) -> Label:
         layout = job.reading.layout
         size = layout.arrangement.data_size
         return Label(state, job.order, job.attempt, layout.digest, size, len(job.values), time.time(), job.finite)

@@ -35,7 +35,7 @@ _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 @dataclass
-class Rates:
+class CopyRates:
     """How fast this machine copies and digests now, bytes per second, by what was really done."""
 
     copying: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
@@ -47,7 +47,7 @@ class Rates:
 
 
 @dataclass
-class Past:
+class StagedBefore:
     """What one tensor of the layout was like when it was last staged, into whichever slot. Hints, never proof."""
 
     version: int | None = None
@@ -69,10 +69,10 @@ class Frozen:
     """
 
     def __init__(self) -> None:
-        self.rates = Rates()
+        self.rates = CopyRates()
         self.skipped_bytes = 0  # not copied, since they were there
         self._layout: Layout | None = None
-        self._past: dict[int, Past] = {}
+        self._past: dict[int, StagedBefore] = {}
         self._known: dict[int, dict[int, bytes]] = {}  # by slot, and number of the tensor: its digest
         self._before: dict[int, bytes] = {}
         self._now: dict[int, bytes] = {}
@@ -102,7 +102,7 @@ class Frozen:
     def put(self, number: int, target: Tensor, source: Tensor) -> None:
         """Have a contiguous host tensor in the slot, without the GIL; `number`: which one of the layout it is."""
         digest = self._before.pop(number, None)
-        past = self._past.setdefault(number, Past(version_of(source)))
+        past = self._past.setdefault(number, StagedBefore(version_of(source)))
         past.fills += 1
         fresh = (past.fills + number) % FRESH == 0  # not all tensors at once
         if not self._promising(past, source):
@@ -122,7 +122,7 @@ class Frozen:
             past.changed()
             self._copy(target, source)
 
-    def _promising(self, past: Past, source: Tensor) -> bool:
+    def _promising(self, past: StagedBefore, source: Tensor) -> bool:
         """Whether a tensor may be what it was, by all that costs nothing to know."""
         version = version_of(source)
         if version != past.version:
@@ -138,7 +138,7 @@ class Frozen:
         """Whether these are the bytes in the slot."""
         return self._digest(source, source.nbytes) == digest
 
-    def _note(self, number: int, past: Past, target: Tensor) -> None:
+    def _note(self, number: int, past: StagedBefore, target: Tensor) -> None:
         """Remember what has just been copied, if its beginning is as it was the last time."""
         probe = self._digest(target, PROBE)
         before, past.probe = past.probe, probe

@@ -1,7 +1,7 @@
 """The trainer's side of memory and writer: who holds what, and what happens when one of them is lost.
 
-A `Guardian` finds the writer that survived the last incarnation or spawns one, opens the durable tiers through it, gets
-arenas from it, gives memory to a new writer when the old one dies, and sends slots to be written.
+A `WriterSupervisor` finds the writer that survived the last incarnation or spawns one, opens the durable tiers through
+it, gets arenas from it, gives memory to a new writer when the old one dies, and sends slots to be written.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from ckpt.ipc.arena import Arena
 from ckpt.ipc.channel import Message
 from ckpt.ipc.claim import Claim
 from ckpt.ranks.world import World
-from ckpt.restore.sources import Snapshot
+from ckpt.restore.sources import HeldSnapshot
 from ckpt.runlog.log import Acquire, in_history
 from ckpt.tiers import Memory, Tier
-from ckpt.trainer.replica_rescue import Gap
+from ckpt.trainer.replica_rescue import MissingTensors
 from ckpt.trainer.stage import Stager
 from ckpt.trainer.writer_client import REQUEST_S, Reply, WriterClient
 
@@ -68,7 +68,7 @@ class _Ended(_Leaving):
 
 
 @dataclass
-class Written:
+class WriteInFlight:
     """A slot on its way to one tier."""
 
     attempt: Attempt
@@ -83,7 +83,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Unkept:
+class UnheldSlot:
     """A sealed slot of memory that only we have. `done`: told when the next writer has it too, or why none has."""
 
     attempt: Attempt
@@ -129,7 +129,7 @@ class Opened:
     cadence: Message  # what the last incarnation saved by, if that is to be found out; {} if nobody knows
 
 
-class Guardian:
+class WriterSupervisor:
     """Owns the connection to the writer. Methods may be called from any thread."""
 
     def __init__(
@@ -149,8 +149,8 @@ class Guardian:
         self._ring = memory.keep if memory is not None else 1
         self._lock = threading.RLock()
         self._layouts: dict[str, Layout] = {}
-        self._writes: list[Written] = []
-        self._unkept: dict[tuple[bytes, int], Unkept] = {}  # by slot
+        self._writes: list[WriteInFlight] = []
+        self._unkept: dict[tuple[bytes, int], UnheldSlot] = {}  # by slot
         self._deaths: list[float] = []
         self._retracts: dict[Attempt, str] = {}
         self._foreign: set[bytes] = set()  # arenas that other ranks staged into
@@ -451,7 +451,7 @@ class Guardian:
         finally:
             client.close()
 
-    def relieve(self, key: str, fill: Callable[[Gap], list[int]]) -> str:
+    def relieve(self, key: str, fill: Callable[[MissingTensors], list[int]]) -> str:
         """Finish the copy that the dead trainer of another writer could not; which attempt is whole now, "" if none."""
         client = WriterClient.find(key)
         if client is None:
@@ -463,7 +463,7 @@ class Guardian:
             attempt, layout = Attempt.parse(found["attempt"]), Layout.from_json(found["layout"])
             arena = Arena.attach(fds[0])
             try:
-                numbers = fill(Gap(attempt, arena, int(found["slot"]), layout, tuple(found["missing"])))
+                numbers = fill(MissingTensors(attempt, arena, int(found["slot"]), layout, tuple(found["missing"])))
             finally:
                 arena.close()
             reply, _ = client.ask("filled", timeout_s=RELIEF_S, attempt=found["attempt"], tensors=numbers)
@@ -954,7 +954,7 @@ class Guardian:
         if arena.is_kept():
             done(None)
             return
-        one = Unkept(attempt, arena, slot, done)
+        one = UnheldSlot(attempt, arena, slot, done)
         with self._lock:
             error, before = self.failure, self._unkept.pop((arena.id, slot), None)
             if self._closing:
@@ -1022,7 +1022,7 @@ class Guardian:
         self._layouts = {digest: layout for digest, layout in self._layouts.items() if digest in used}
 
     @contextlib.contextmanager
-    def snapshots(self) -> Iterator[Iterator[Snapshot]]:
+    def snapshots(self) -> Iterator[Iterator[HeldSnapshot]]:
         """Sealed snapshots in the memory of this node, of all its ranks; valid inside the context. Looked for when they
         are asked for, so that ranks can agree on what goes wrong with it."""
         visited: list[Arena] = []
@@ -1032,7 +1032,7 @@ class Guardian:
             for arena in visited:
                 arena.close()
 
-    def _snapshots(self, visited: list[Arena]) -> Iterator[Snapshot]:
+    def _snapshots(self, visited: list[Arena]) -> Iterator[HeldSnapshot]:
         with contextlib.suppress(CheckpointError):  # the writer digests what it writes, and the ring after a death
             reply, _ = self.client.ask("digests", timeout_s=REQUEST_S, all=self._must_compare())
             self.inherited.digests.update(_digests(reply))
@@ -1051,7 +1051,7 @@ class Guardian:
 
     # -- writing --
 
-    def write(self, write: Written) -> None:
+    def write(self, write: WriteInFlight) -> None:
         """Have a sealed slot written; its slot is pinned until then. `done` is called with the error, if any."""
         with self._lock:
             self._stager.pin(write.arena, write.slot)
@@ -1063,7 +1063,7 @@ class Guardian:
             self._send(write)
         point("save.requested")
 
-    def _send(self, write: Written) -> None:
+    def _send(self, write: WriteInFlight) -> None:
         write.tries += 1
         future = self.client.send(
             "write",
@@ -1075,7 +1075,7 @@ class Guardian:
         )
         future.add_done_callback(lambda f: self._on_written(write, f))
 
-    def _on_written(self, write: Written, future: Future[Reply]) -> None:
+    def _on_written(self, write: WriteInFlight, future: Future[Reply]) -> None:
         error = future.exception()
         with self._lock:
             if isinstance(error, WriterError) and write.tries <= RESPAWN_LIMIT and not self._closing:
@@ -1091,7 +1091,7 @@ class Guardian:
             error = SaveError(str(error))
         write.done(error)
 
-    def _release(self, write: Written) -> None:
+    def _release(self, write: WriteInFlight) -> None:
         if not write.stored:
             write.stored = True
             self._stager.unpin(write.arena.id, write.slot)
@@ -1161,7 +1161,7 @@ def _known(hello: Message) -> Known:
     return layouts, _digests(hello), acquires
 
 
-def _used_again(one: Unkept) -> SaveError:
+def _used_again(one: UnheldSlot) -> SaveError:
     return SaveError(
         f"step {one.attempt.step} was in the trainer's memory only, since the writer had died, and a newer step took "
         "its place before another writer had it"
@@ -1174,8 +1174,8 @@ def _digests(reply: Message) -> dict[tuple[Attempt, int], bytes]:
 
 def _sealed(
     arena: Arena, layouts: Mapping[str, Layout], digests: Mapping[tuple[Attempt, int], bytes]
-) -> Iterator[Snapshot]:
+) -> Iterator[HeldSnapshot]:
     for slot, label in arena.sealed():
         layout = layouts.get(label.layout)
         if layout is not None and label.attempt is not None:
-            yield Snapshot(arena, slot, label, layout, digests.get((label.attempt, layout.rank)))
+            yield HeldSnapshot(arena, slot, label, layout, digests.get((label.attempt, layout.rank)))

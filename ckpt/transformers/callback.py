@@ -34,7 +34,7 @@ from ckpt.goodput.cadence import Auto
 from ckpt.restore.resume import Restored
 from ckpt.save import Save
 from ckpt.state.rng import RNG
-from ckpt.state.sharding import Part, unwrap
+from ckpt.state.sharding import ModulePart, unwrap
 from ckpt.tiers import Memory, Tier
 from ckpt.transformers import trainer_internals
 from ckpt.transformers.pretrained import Pretrained, digest, export_pretrained, is_adapter, nbytes, pretrained, trained
@@ -136,7 +136,7 @@ class CheckpointCallback(TrainerCallback):
             frozen = {name: tensor for name, tensor in parameters.items() if id(tensor) not in stored}
             progress.base = {"digest": digest(frozen), "tensors": len(frozen)}
             say.info("of the model's %d bytes, the %d that are trained are stored", self.full_bytes, self.stored_bytes)
-            whole = Part(whole, some)
+            whole = ModulePart(whole, some)
         optimizer = trainer.optimizer
         first = trainer.is_world_process_zero()
         state = {

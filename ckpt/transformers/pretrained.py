@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from ckpt.convert.export import Done, check_target, export
+from ckpt.convert.export import Exported, check_target, export
 from ckpt.convert.output import Output, Sums, local_path
-from ckpt.convert.source import Origin, View
+from ckpt.convert.source import Origin, RankView
 from ckpt.convert.source_dcp_run import opened_run
 from ckpt.convert.to_safetensors import cast_to, plan, prefix_of, weights_of
 from ckpt.errors import UsageError
@@ -142,7 +142,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 def export_pretrained(
     run: str | Path, folder: str | Path, *, step: int | None = None, dtype: str | None = None
-) -> Done:
+) -> Exported:
     """Make a folder that `from_pretrained` reads of the newest checkpoint of a run, or of that of `step`.
 
     It is read as `AutoModelForX.from_pretrained(folder)`, or `PeftModel.from_pretrained(base, folder)` where an adapter
@@ -167,7 +167,7 @@ def export_pretrained(
 
 async def _export(
     run: str, step: int, path: Path, files: dict[str, str], names: dict[str, str] | None, dtype: str | None
-) -> Done:
+) -> Exported:
     async with opened_run(run, step) as origin:
         output = await asyncio.to_thread(_plan, origin, files, names, dtype)
         origin.keep = 2 * WINDOW
@@ -187,7 +187,7 @@ def _plan(origin: Origin, files: dict[str, str], names: dict[str, str] | None, d
     return replace(output, single=False, finish=_beside(files, output.finish))
 
 
-def _renamed(view: View, names: Mapping[str, str]) -> View:
+def _renamed(view: RankView, names: Mapping[str, str]) -> RankView:
     """An adapter's tensors, as peft calls them."""
     found = {}
     for key, name in names.items():
@@ -199,7 +199,7 @@ def _renamed(view: View, names: Mapping[str, str]) -> View:
     return replace(view, tensors=found, aliases={})
 
 
-def _with_dtype(config: str, view: View, dtypes: Mapping[str, str]) -> str:
+def _with_dtype(config: str, view: RankView, dtypes: Mapping[str, str]) -> str:
     """from_pretrained() makes the model in the dtype that the config says."""
     kinds = {dtypes[label] for label in view.tensors.values()} & FLOATS.keys()
     values = json.loads(config)

@@ -20,16 +20,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, ParamSpec
 from urllib.parse import unquote, urlsplit
 
-from ckpt.checkpoint.ledger_files import Filing, find, read_back
-from ckpt.checkpoint.open_tier import Place
+from ckpt.checkpoint.ledger_files import LedgerFiles, find, read_back
+from ckpt.checkpoint.open_tier import OpenTier
 from ckpt.events import log
 from ckpt.faults.report import TOGETHER_S, Fault
 from ckpt.goodput import cadence, ledger
 from ckpt.goodput.cadence import MEMORY, Auto
-from ckpt.goodput.ledger import Account, Decision, End, Landed, Restore, Row, Saves, Seen
+from ckpt.goodput.ledger import Account, Decision, End, LandedSave, Restore, Saves, SeenFault, StepRow
 from ckpt.goodput.overhead import Meter
 from ckpt.ipc.channel import Message
-from ckpt.ipc.heartbeat import Done, Pulse
+from ckpt.ipc.heartbeat import Heartbeat, StepDone
 from ckpt.ipc.process import Process, boot_id, namespace
 
 LOOK_S = 0.5  # between two looks at the pulse
@@ -53,7 +53,7 @@ class Write:
 class _Open:
     """The row that is being filled."""
 
-    row: Row | None = None
+    row: StepRow | None = None
     since: float = 0.0
 
 
@@ -76,23 +76,23 @@ def harmless(event: Callable[P, None]) -> Callable[P, None]:
 class Bookkeeper:
     """Everything runs in the writer's event loop. `tiers`: the durable places as they are now; `tell`: the trainer."""
 
-    def __init__(self, tiers: Callable[[], list[Place]], tell: Callable[[Message], None]) -> None:
+    def __init__(self, tiers: Callable[[], list[OpenTier]], tell: Callable[[Message], None]) -> None:
         self._tiers, self._tell = tiers, tell
         self.account: Account | None = None
-        self._pulse: Pulse | None = None
+        self._pulse: Heartbeat | None = None
         self._meter = Meter()
         self._calls = 0
-        self._before: Done | None = None  # the step before
+        self._before: StepDone | None = None  # the step before
         self._from = 0.0  # when the present stretch of training began: opened, or restored
         self._fresh = True  # no step since then
         self._taken_up = False  # a writer before this one has begun the account
         self._previous: Account | None = None  # of the trainer before, about which something may still be said
         self._row = _Open()
         self._writes: list[Write] = []
-        self._filing = Filing(tiers)
+        self._filing = LedgerFiles(tiers)
         self._taking_up = False  # what a writer before this one has written down is being read
         self._past: list[Account] = []
-        self._places: list[cadence.Place] = []
+        self._places: list[cadence.TierCadence] = []
         self._decides, self._decide_at, self._decide_s = False, 0.0, DECIDE_S
         self._task: asyncio.Task[None] | None = None
 
@@ -123,7 +123,7 @@ class Bookkeeper:
             kept=mono,
             versions={str(name): str(text) for name, text in message.get("versions", {}).items()},
         )
-        self._pulse = Pulse.attach(fds[0])
+        self._pulse = Heartbeat.attach(fds[0])
         self._meter, self._row, self._writes = Meter(), _Open(), []
         self._calls, self._before, self._from, self._fresh = 0, None, self.account.opened, True
         self._taken_up = False
@@ -210,7 +210,7 @@ class Bookkeeper:
         horizon = self.account.beat
         self._writes = [w for w in self._writes if w.ended is None or w.ended > horizon]
 
-    def _take(self, done: Done, steps: int) -> None:
+    def _take(self, done: StepDone, steps: int) -> None:
         """One step, or the last of several that came too fast to be seen one by one."""
         account = self.account
         before = self._before or (done if self._taken_up else None)  # what it had cost before that, nobody knows
@@ -236,9 +236,9 @@ class Bookkeeper:
         if saves > 0:
             bucket = ledger.stall_bucket(stalled / saves)
             account.stalls[bucket] = account.stalls.get(bucket, 0) + saves
-        self._add(Row(done.when, done.step, steps, seconds, stalled, slowed, steps * quiet, paused, saves, skipped))
+        self._add(StepRow(done.when, done.step, steps, seconds, stalled, slowed, steps * quiet, paused, saves, skipped))
 
-    def _add(self, row: Row) -> None:
+    def _add(self, row: StepRow) -> None:
         account, held = self.account, self._row
         assert account is not None
         if len(account.rows) < ledger.FINE_ROWS:
@@ -267,7 +267,7 @@ class Bookkeeper:
         self.account.restores = ledger.bounded([*self.account.restores, restore])
         self._from, self._fresh = restore.at + restore.seconds, True
         cost = (float(message["stalled"]), int(message["saves"]), int(message["skipped"]), float(message["paused"]))
-        self._before = Done(0, self._from, *cost)  # what was before it is no part of the first step after it
+        self._before = StepDone(0, self._from, *cost)  # what was before it is no part of the first step after it
         if restore.step is not None:
             self.account.step, self.account.beat = restore.step, max(self.account.beat, self._from)
         self.keep_soon()
@@ -288,7 +288,7 @@ class Bookkeeper:
             if account is not None:
                 found, lasted = account.saves.setdefault(url, Saves()), write.ended - write.began
                 behind = max(0, (account.step if self._pulse is None else self._pulse.step) - step) if step >= 0 else 0
-                landed = Landed(url, write.ended, step, lasted, behind, nbytes, write.stored, write.failed)
+                landed = LandedSave(url, write.ended, step, lasted, behind, nbytes, write.stored, write.failed)
                 account.landed = ledger.thinned([*account.landed, landed])
                 if write.failed:
                     found.failed += 1
@@ -309,7 +309,7 @@ class Bookkeeper:
         at = min(now, max(account.opening, now - max(0.0, time.time() - fault.when)))
         step = max(fault.steps.values(), default=-1)
         ends = fault.exit_code is not None or (fault.by == "writer" and fault.kind in ("death", "oom"))
-        seen = Seen(at, fault.kind, fault.summary[:500], fault.rank, step, ends, fault.by)
+        seen = SeenFault(at, fault.kind, fault.summary[:500], fault.rank, step, ends, fault.by)
         account.faults = ledger.bounded([*account.faults, seen])
         if account is self.account:
             self.keep_soon()
@@ -320,7 +320,7 @@ class Bookkeeper:
     def peer(self, rank: int, summary: str) -> None:
         """Another rank of this node has died."""
         if self.account is not None:
-            seen = Seen(time.monotonic(), "death", summary[:500], rank, -1, True, "writer")
+            seen = SeenFault(time.monotonic(), "death", summary[:500], rank, -1, True, "writer")
             self.account.faults = ledger.bounded([*self.account.faults, seen])
 
     @harmless
@@ -386,7 +386,7 @@ class Bookkeeper:
         decision.at = time.monotonic()
         self.account.decisions = ledger.bounded([*self.account.decisions, decision])
         self._places = [
-            cadence.Place(one.name, one.every, decision.every.get(one.name, one.now), one.remote)
+            cadence.TierCadence(one.name, one.every, decision.every.get(one.name, one.now), one.remote)
             for one in self._places
         ]
         self.keep_soon()
@@ -406,25 +406,25 @@ class Bookkeeper:
         if cadence.differs(decision, self._places):
             self._tell({"op": "cadence", "decision": asdict(decision)})
 
-    def _costs(self) -> dict[str, cadence.Cost]:
-        meter, found = self._meter, dict[str, cadence.Cost]()
+    def _costs(self) -> dict[str, cadence.SaveCost]:
+        meter, found = self._meter, dict[str, cadence.SaveCost]()
         for one in self._places:
             if one.name == MEMORY:
                 save_s = meter.snapshot_s
                 if save_s is not None:
-                    found[one.name] = cadence.Cost(save_s, 0.0, meter.snapshots, meter.snapshot_unsure_s)
+                    found[one.name] = cadence.SaveCost(save_s, 0.0, meter.snapshots, meter.snapshot_unsure_s)
             else:
                 save_s = meter.save_s(one.name)
                 if save_s is not None:
                     lasted_s, samples = meter.write_s(one.name), meter.saves(one.name)
-                    found[one.name] = cadence.Cost(save_s, lasted_s, samples, meter.save_unsure_s(one.name))
+                    found[one.name] = cadence.SaveCost(save_s, lasted_s, samples, meter.save_unsure_s(one.name))
         return found
 
 
-def _place(data: dict[str, Any]) -> cadence.Place:
+def _place(data: dict[str, Any]) -> cadence.TierCadence:
     every = data["every"]
     wanted = Auto(*every) if isinstance(every, list) else int(every)
-    return cadence.Place(str(data["name"]), wanted, int(data["now"]), bool(data["remote"]))
+    return cadence.TierCadence(str(data["name"]), wanted, int(data["now"]), bool(data["remote"]))
 
 
 def inode_of(url: str) -> int:

@@ -17,27 +17,27 @@ from typing import Any
 from ckpt.errors import CheckpointError
 from ckpt.events import log
 from ckpt.faults.hang import Evidence, note_evidence
-from ckpt.faults.report import Fault, Saved
+from ckpt.faults.report import Fault, SavedStep
 from ckpt.ipc import channel
 from ckpt.triggers import RETRY_CODE
-from ckpt.writer.held_memory import Holdings
+from ckpt.writer.held_memory import HeldMemory
 from ckpt.writer.persist import Persister
-from ckpt.writer.watchdog import Stall, Vigil
+from ckpt.writer.watchdog import Stall, Watchdog
 
 SAVE_S = 10.0  # for what is in memory to become durable, before a hung trainer is ended
 ASK_S = 2.0  # for another writer of this node to answer
 MAX_FAULTS = 16
 
 
-class Witness:
+class FaultReporter:
     """The accounts of one writer. `faults`: those that no trainer has been told yet."""
 
-    def __init__(self, key: str, holdings: Holdings, persister: Persister) -> None:
+    def __init__(self, key: str, holdings: HeldMemory, persister: Persister) -> None:
         self.key, self._holdings, self._persister = key, holdings, persister
         self.faults: list[Fault] = []
         self.on_kept: Callable[[Fault], None] = lambda fault: None
 
-    def open(self, vigil: Vigil, kind: str, **fields: Any) -> Fault:
+    def open(self, vigil: Watchdog, kind: str, **fields: Any) -> Fault:
         """An account, begun now."""
         owner = self._persister.owner
         beat = vigil.pulse.read()
@@ -63,20 +63,20 @@ class Witness:
     def in_memory(self, fault: Fault, seconds: float) -> None:
         """What a restart finds here."""
         steps = {label.attempt.step for _, _, label in self._holdings.ring() if label.attempt is not None}
-        fault.saved += [Saved(step, "memory", "ring", seconds) for step in sorted(steps, reverse=True)]
+        fault.saved += [SavedStep(step, "memory", "ring", seconds) for step in sorted(steps, reverse=True)]
 
     async def save(self, fault: Fault, began: float, deadline_s: float, *, far: bool = False) -> None:
         """Make what is in memory durable, and note what became of it."""
         self.in_memory(fault, time.monotonic() - began)
         before = time.monotonic() - began
         for one in await self._persister.persist(deadline_s, far=far):
-            saved = Saved(one["step"], one["tier"], "ring", before + one["seconds"], one["error"])
+            saved = SavedStep(one["step"], one["tier"], "ring", before + one["seconds"], one["error"])
             fault.saved.append(saved)
         fault.timings["durable_s"] = time.monotonic() - began
 
     # -- deaths --
 
-    def death(self, vigil: Vigil) -> Fault:
+    def death(self, vigil: Watchdog) -> Fault:
         """The account of a death that nobody had announced; what is durable is added later."""
         how, what = vigil.cause()
         fault = self.open(vigil, "oom" if "OOM" in what else "death", how=how)
@@ -98,7 +98,7 @@ class Witness:
 
     # -- hangs --
 
-    async def evidence(self, vigil: Vigil, own: Evidence | None = None) -> list[Evidence]:
+    async def evidence(self, vigil: Watchdog, own: Evidence | None = None) -> list[Evidence]:
         """Of every rank on this node."""
         asked = [asyncio.to_thread(channel.ask_once, key, "sample", ASK_S) for key in self._others()]
         replies = asyncio.gather(*asked)
@@ -109,7 +109,7 @@ class Witness:
                     found.append(Evidence.from_json(reply["evidence"]))
         return found
 
-    async def hang(self, vigil: Vigil, stall: Stall) -> None:
+    async def hang(self, vigil: Watchdog, stall: Stall) -> None:
         """The trainer does not answer: save, record, and end it if that was asked for."""
         began = time.monotonic()
         fault = self.open(vigil, "hang", how="step counter")
@@ -122,14 +122,14 @@ class Witness:
         if leave and vigil.pulse.read().calls == stall.evidence.calls:  # else it has come to itself meanwhile
             end(vigil, "it hangs")
 
-    def signal(self, vigil: Vigil, number: int) -> Fault:
+    def signal(self, vigil: Watchdog, number: int) -> Fault:
         """A signal that the trainer has not taken, as of now."""
         fault = self.open(vigil, "signal", how="wakeup descriptor", advice="resubmit")
         name = signal.Signals(number).name
         fault.summary = f"{name} came to rank {vigil.rank} on {fault.host}, whose interpreter is held up"
         return fault
 
-    async def held_up(self, fault: Fault, vigil: Vigil, began: float) -> None:
+    async def held_up(self, fault: Fault, vigil: Watchdog, began: float) -> None:
         """Nor can it: something holds the interpreter's lock."""
         await self.save(fault, began, SAVE_S, far=True)
         fault.stacks[str(vigil.rank)] = list(await vigil.stack())
@@ -144,7 +144,7 @@ def stall_text(stall: Stall) -> str:
     return f"no step for {stall.idle_s:.1f} s, where {stall.usual_s:.2f} s are usual"
 
 
-def end(vigil: Vigil, why: str) -> None:
+def end(vigil: Watchdog, why: str) -> None:
     """By SIGKILL, which a stopped process does not outlive either, so that the launcher need not wait for it."""
     log.warning("rank %d is ended (%s); exit code %d would have been its own", vigil.rank, why, RETRY_CODE)
     with contextlib.suppress(OSError):

@@ -16,8 +16,8 @@ from ckpt.faults.memory_pressure import available_memory
 from ckpt.format.digest import blob_digest
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt
-from ckpt.ipc.arena import EAGER, SEALED, Arena, Keeping, Label
-from ckpt.writer.replicate import Mirror
+from ckpt.ipc.arena import EAGER, SEALED, Arena, ArenaKeeper, Label
+from ckpt.writer.replicate import Replicator
 
 MAX_LAYOUTS = 256  # far more than a trainer believes us to have
 LEND_S = 5.0
@@ -55,18 +55,18 @@ def make_arena(slots: int, slot_size: int, least: int) -> Arena:
             slots -= 1
 
 
-class Holdings:
+class HeldMemory:
     """Used in the event loop of the writer, but for `digest_ring`, which takes long and belongs into a thread."""
 
     def __init__(self) -> None:
         self.arenas: dict[str, Arena] = {}
-        self.keeping: dict[str, Keeping] = {}  # the same arenas
+        self.keeping: dict[str, ArenaKeeper] = {}  # the same arenas
         self.foreign: set[str] = set()  # those that other ranks staged into: nobody goes on in them here
         self.layouts: dict[str, Layout] = {}
         self.digests: dict[tuple[Attempt, int], bytes] = {}  # by attempt, and rank that took the snapshot
         self.guarded: dict[str, list[int]] = {}  # by layout: the tensors that only optimizers change
         self._lists: list[list[int]] = []  # of that layout, by the number that the trainer gave them
-        self.mirror = Mirror(check_room, self.keep_layout)
+        self.mirror = Replicator(check_room, self.keep_layout)
         self._lent: tuple[float, Attempt] | None = None
         self._filled: set[int] = set()  # tensors of `_filling` that somebody has filled in
         self._filling: Attempt | None = None

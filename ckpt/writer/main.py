@@ -30,7 +30,7 @@ import psutil
 
 from ckpt import events
 from ckpt.checkpoint.ledger_files import last_decision, read_back
-from ckpt.checkpoint.open_tier import Place
+from ckpt.checkpoint.open_tier import OpenTier
 from ckpt.errors import (
     CheckpointError,
     FencedError,
@@ -41,8 +41,8 @@ from ckpt.errors import (
     WriterError,
     to_wire,
 )
-from ckpt.faults.memory_pressure import Room, spare_from_oom
-from ckpt.faults.report import Fault, Saved
+from ckpt.faults.memory_pressure import MemoryRoom, spare_from_oom
+from ckpt.faults.report import Fault, SavedStep
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt
 from ckpt.goodput.ledger import Account, Decision
@@ -54,13 +54,13 @@ from ckpt.ipc.process import Process, boot_id, namespace
 from ckpt.metrics import Metrics
 from ckpt.telemetry.exporter import Exporter
 from ckpt.writer.bookkeeper import Bookkeeper
-from ckpt.writer.fault_reports import Witness, end
-from ckpt.writer.held_memory import Holdings, make_arena
+from ckpt.writer.fault_reports import FaultReporter, end
+from ckpt.writer.held_memory import HeldMemory, make_arena
 from ckpt.writer.persist import LOST_S, Persister
 from ckpt.writer.redo import RedoKeeper
-from ckpt.writer.status import Lookout
-from ckpt.writer.throttle import Pace
-from ckpt.writer.watchdog import Eyes, Stall, Vigil
+from ckpt.writer.status import StatusServer
+from ckpt.writer.throttle import Throttle
+from ckpt.writer.watchdog import Stall, Watchdog, WatchdogCalls
 
 NICE = 10
 LOOK_BACK = 4  # incarnations, one of which knows how often to save
@@ -96,15 +96,15 @@ class Writer:
         self.previous_gone = True  # whether no earlier trainer can write to the arenas any more
         self.finished = asyncio.Event()
         self.loop = asyncio.get_running_loop()
-        self.holdings = Holdings()
-        self.persister = Persister(self.holdings, self._tell, self._spawn, Pace(lambda: self.trainer))
+        self.holdings = HeldMemory()
+        self.persister = Persister(self.holdings, self._tell, self._spawn, Throttle(lambda: self.trainer))
         self.redo = RedoKeeper(self.holdings, self.persister)
-        self.witness = Witness(key, self.holdings, self.persister)
+        self.witness = FaultReporter(key, self.holdings, self.persister)
         self.books = Bookkeeper(lambda: self.persister.tiers, self._tell)
-        self.lookout = Lookout(self.holdings, self.persister, self._state, lambda: self.books.account)
+        self.lookout = StatusServer(self.holdings, self.persister, self._state, lambda: self.books.account)
         self.exporter = Exporter(self.lookout.look, self._say, self._serves)
         self.witness.on_kept = self._on_kept
-        self.vigil: Vigil | None = None
+        self.vigil: Watchdog | None = None
         self.heard = asyncio.Event()  # the sentinel deals with what it was told last
         self.announced = False  # the trainer has said that, and why, it is about to end
         self.tasks: set[asyncio.Task[None]] = set()
@@ -249,7 +249,7 @@ class Writer:
         self.lookout.fault(fault)
 
     def _state(self) -> tuple[int, str]:
-        """Our trainer's process, and what became of it, as `ckpt.telemetry.status.Look` says it."""
+        """Our trainer's process, and what became of it, as `ckpt.telemetry.status.RankStatus` says it."""
         if (self.leaving and not self.dead) or self.closing == self.persister.adoptions:
             return self.trainer, "closed"
         try:
@@ -440,7 +440,7 @@ class Writer:
             except Exception as error:
                 events.log.warning("who owns the run cannot be seen: %s", error)
 
-    def _spoken_for(self) -> list[Place]:
+    def _spoken_for(self) -> list[OpenTier]:
         """The places that this rank speaks for."""
         return [tier for tier in self.persister.tiers if tier.role.place == 0]
 
@@ -604,8 +604,8 @@ class Writer:
     async def do_arm(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Watch the trainer from now on."""
         self._end_vigil()
-        eyes = Eyes(self._on_crash, self._on_signals, self._on_stall, self._on_pressure)
-        self.vigil = Vigil(self.trainer, message, fds, eyes)
+        eyes = WatchdogCalls(self._on_crash, self._on_signals, self._on_stall, self._on_pressure)
+        self.vigil = Watchdog(self.trainer, message, fds, eyes)
         return {}, ()
 
     async def do_books(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
@@ -728,16 +728,16 @@ class Writer:
             if self.vigil is vigil and not self.dead and vigil.pulse.read().calls == stall.evidence.calls:
                 end(vigil, "it hangs, and did not leave")
 
-    def _on_pressure(self, room: Room, why: str) -> None:
+    def _on_pressure(self, room: MemoryRoom, why: str) -> None:
         self._tell({"op": "pressure", "available": room.available, "total": room.total, "why": why})
 
-    async def _record_death(self, fault: Fault, vigil: Vigil, began: float, drained: asyncio.Event) -> None:
+    async def _record_death(self, fault: Fault, vigil: Watchdog, began: float, drained: asyncio.Event) -> None:
         """Once what is in memory is durable; or not, if that takes too long or somebody takes the memory over."""
         await self.witness.tell_siblings(fault)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(drained.wait(), TOLD_S)
         for step, url in self.persister.durable():
-            fault.saved.append(Saved(step, url, "ring", time.monotonic() - began))
+            fault.saved.append(SavedStep(step, url, "ring", time.monotonic() - began))
         fault.timings["durable_s"] = time.monotonic() - began
         if vigil.crash:
             fault.stacks[str(vigil.rank)] = vigil.crash.splitlines()

@@ -15,11 +15,11 @@ from typing import Any
 
 from ckpt import events
 from ckpt.checkpoint import commit, promote
-from ckpt.checkpoint.byte_source import InMemory, InStore, Source, bases_in, bases_near, no_bases
+from ckpt.checkpoint.byte_source import ByteSource, InMemory, InStore, bases_in, bases_near, no_bases
 from ckpt.checkpoint.in_use import check_free
-from ckpt.checkpoint.open_tier import Place, open_place, renew
+from ckpt.checkpoint.open_tier import OpenTier, open_place, renew
 from ckpt.checkpoint.retention import remember_packs
-from ckpt.checkpoint.write import Snapshot, Written
+from ckpt.checkpoint.write import RankSnapshot, WrittenPart
 from ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -40,8 +40,8 @@ from ckpt.ipc.arena import Arena, Label
 from ckpt.ipc.channel import Message
 from ckpt.redo.append import holds_logs
 from ckpt.runlog.log import Acquire, Commit, RunLog, in_history
-from ckpt.writer.held_memory import Holdings
-from ckpt.writer.throttle import Idle, threads
+from ckpt.writer.held_memory import HeldMemory
+from ckpt.writer.throttle import IdleCores, threads
 
 COMMON_S = 1.0  # until the step before the newest will do, if not all ranks have the newest
 OTHERS_S = 5.0  # for other ranks to bring theirs, when ours is written
@@ -60,7 +60,7 @@ class Persister:
 
     def __init__(
         self,
-        holdings: Holdings,
+        holdings: HeldMemory,
         tell: Callable[[Message], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         pace: Callable[[float], None] = lambda seconds: None,
@@ -71,7 +71,7 @@ class Persister:
         self.owner: Acquire | None = None
         self.heir = ""  # the nonce of the owner that our trainer is about to be
         self.acquires: list[Acquire] = []  # the history that the snapshots in memory belong to
-        self.tiers: list[Place] = []
+        self.tiers: list[OpenTier] = []
         self.writing: dict[tuple[str, int], int] = {}  # (arena, slot) -> writes in progress
         self.settling: dict[int, int] = {}  # parts that are written and not committed yet, by adoption
         self._late = 0  # the same of what was written out of turn: other ranks may never bring their parts
@@ -104,7 +104,7 @@ class Persister:
         self.acquires = [Acquire(e, n, None if r is None else Attempt.parse(r)) for e, n, r in message["acquires"]]
         begun = self.adoptions
         known = {tier.url: tier for tier in self.tiers}  # one of them may be writing the ring at this moment
-        tiers: list[Place] = []
+        tiers: list[OpenTier] = []
         for spec in message["tiers"]:
             tier = known.pop(spec["url"], None)
             if tier is not None and tier.url in await self.lost([tier]):
@@ -113,7 +113,7 @@ class Persister:
                 # A writer that takes the place of a dead one must not fail for a bucket that is out of reach just now.
                 tier = await open_place(spec, later=bool(self.first_try and tiers))
                 tier.tell = self.tell
-                tier.encoder.threads, tier.encoder.pace, tier.encoder.idle = threads(), self._rest, Idle()
+                tier.encoder.threads, tier.encoder.pace, tier.encoder.idle = threads(), self._rest, IdleCores()
             else:
                 await renew(tier, spec)
             tiers.append(tier)
@@ -142,7 +142,7 @@ class Persister:
         if begun != self.adoptions:
             raise FencedError("another process has taken this run over")
 
-    async def lost(self, tiers: Iterable[Place] | None = None) -> list[str]:
+    async def lost(self, tiers: Iterable[OpenTier] | None = None) -> list[str]:
         """Places that are not the run any more that was opened there; of one that does not answer nothing is known."""
         found = []
         for tier in (tier for tier in (self.tiers if tiers is None else tiers) if tier.opened):
@@ -250,7 +250,7 @@ class Persister:
         part = self._parts.setdefault((tier.url, attempt), asyncio.get_running_loop().create_future())
         if near is not None:
             near.promoting[attempt] += 1
-        written: Written | None = None
+        written: WrittenPart | None = None
         try:
             with self._settles():
                 label = arena.label(slot)
@@ -277,8 +277,8 @@ class Persister:
         return {"stored": sum(pack.size for pack in packs if owner_of(pack.key) == attempt)}
 
     async def _stored_by_predecessor(
-        self, tier: Place, near: Place | None, attempt: Attempt, slot: int
-    ) -> Written | None:
+        self, tier: OpenTier, near: OpenTier | None, attempt: Attempt, slot: int
+    ) -> WrittenPart | None:
         rank = tier.role.ranks[tier.role.place]
         written = await commit.stored_part(tier.log.store, attempt, rank)
         if written is None and near is None and tier is not self.tiers[0]:
@@ -292,14 +292,14 @@ class Persister:
 
     # -- from a nearer place --
 
-    def _near(self, tier: Place) -> Place | None:
+    def _near(self, tier: OpenTier) -> OpenTier | None:
         """From where a further tier is filled: a nearest tier that is quicker than the network."""
         nearest = self.tiers[0] if self.tiers else None
         return nearest if nearest is not None and nearest is not tier and not nearest.store.remote else None
 
     async def _store_or_promote(
-        self, tier: Place, near: Place | None, arena: Arena, slot: int, label: Label, free: Callable[[], None]
-    ) -> Written | None:
+        self, tier: OpenTier, near: OpenTier | None, arena: Arena, slot: int, label: Label, free: Callable[[], None]
+    ) -> WrittenPart | None:
         """From memory, which is quickest; from the nearest tier, if that fails."""
         if near is None and tier.store.remote:
             return await self._store_far(tier, arena, slot, label, free)
@@ -314,8 +314,8 @@ class Persister:
             return await self._promote(tier, near, label.attempt, free)
 
     async def _store_far(
-        self, tier: Place, arena: Arena, slot: int, label: Label, free: Callable[[], None]
-    ) -> Written | None:
+        self, tier: OpenTier, arena: Arena, slot: int, label: Label, free: Callable[[], None]
+    ) -> WrittenPart | None:
         """With nothing nearer one may wait behind the one on its way: the other slots are for the training."""
         assert label.attempt is not None
         if tier.waiting >= FAR_QUEUE:
@@ -329,7 +329,9 @@ class Persister:
         finally:
             tier.waiting -= 1
 
-    async def _promote(self, tier: Place, near: Place, attempt: Attempt, free: Callable[[], None]) -> Written | None:
+    async def _promote(
+        self, tier: OpenTier, near: OpenTier, attempt: Attempt, free: Callable[[], None]
+    ) -> WrittenPart | None:
         """Copy this rank's part from a nearer place, when it is there; None if the attempt is a checkpoint already.
 
         `free` is called when memory is not needed for it any more. SkippedError if the further place cannot keep up.
@@ -364,7 +366,7 @@ class Persister:
         finally:
             tier.waiting -= 1
 
-    async def _transfer(self, tier: Place, near: Place, here: Written) -> Written:
+    async def _transfer(self, tier: OpenTier, near: OpenTier, here: WrittenPart) -> WrittenPart:
         """A part of a nearer place, stored as the further one stores its parts; taken up where a crash cut it off."""
         attempt, part = Attempt.parse(here.part.attempt), here.part
         there = await commit.stored_part(tier.store, attempt, part.rank)
@@ -383,10 +385,10 @@ class Persister:
             return written
         tried += [info.key async for info in tier.store.list(f"parts/{attempt}.{part.rank}.")]
         number = max([self.first_try, *(rank_and_try(key)[1] + 1 for key in tried)])
-        snapshot = Snapshot(attempt, layout, memoryview(b""), part.values, part.finite)
+        snapshot = RankSnapshot(attempt, layout, memoryview(b""), part.values, part.finite)
         return await self._encode(tier, snapshot, source, number, reason=part.reason)
 
-    def _check_wanted(self, tier: Place, attempt: Attempt) -> None:
+    def _check_wanted(self, tier: OpenTier, attempt: Attempt) -> None:
         """Not if it was taken back, or another rank has given it up."""
         state = tier.log.state
         if attempt in self.retracted:
@@ -394,7 +396,7 @@ class Persister:
         if attempt in state.aborted or (attempt in state.retired and attempt in state.reasons):
             raise commit.given_up(state, attempt)
 
-    def _to_promote(self, tier: Place) -> set[Attempt]:
+    def _to_promote(self, tier: OpenTier) -> set[Attempt]:
         """What a further tier may still get from the nearest, from before a crash: not to be given up there."""
         near = self._near(tier)
         if near is None:
@@ -427,10 +429,10 @@ class Persister:
                         events.log.warning("step %d is not in %s: %s", one.step, tier.url, error)
                         await self._tell_others(tier, one.attempt, near.role.ranks[near.role.place], error)
 
-    def _pending(self, near: Place, tier: Place) -> list[Commit]:
+    def _pending(self, near: OpenTier, tier: OpenTier) -> list[Commit]:
         return promote.pending(near.log.state, tier.log.state, tier.every, before=self._mine().epoch)
 
-    async def _resume_one(self, tier: Place, near: Place, one: Commit) -> None:
+    async def _resume_one(self, tier: OpenTier, near: OpenTier, one: Commit) -> None:
         mine = one.parts[near.role.place :: len(near.role.ranks)]
         if not mine:
             return
@@ -451,8 +453,8 @@ class Persister:
     # -- from memory --
 
     async def _store(
-        self, tier: Place, arena: Arena, slot: int, label: Label, reason: str = "due", *, last: bool = True
-    ) -> Written | None:
+        self, tier: OpenTier, arena: Arena, slot: int, label: Label, reason: str = "due", *, last: bool = True
+    ) -> WrittenPart | None:
         """Write this rank's part; None if the attempt is a checkpoint already.
 
         Alone, a failed attempt stays open: it may be written again by a higher try, and recovery ends what is left.
@@ -476,8 +478,8 @@ class Persister:
                     self.tell({"op": "unpinned", "arena": arena.id.hex(), "slot": slot})
 
     async def _store_slot(
-        self, tier: Place, arena: Arena, slot: int, label: Label, reason: str, last: bool
-    ) -> Written | None:
+        self, tier: OpenTier, arena: Arena, slot: int, label: Label, reason: str, last: bool
+    ) -> WrittenPart | None:
         attempt, layout = label.attempt, self.holdings.layouts[label.layout]
         assert attempt is not None
         tier.in_flight.add(attempt)
@@ -492,7 +494,7 @@ class Persister:
                 if arena.label(slot) != label:
                     raise SaveError(f"step {attempt.step} is not in memory any more")
                 values = json.loads(bytes(arena.values(slot, label)))
-                snapshot = Snapshot(attempt, layout, arena.data(slot, label.data_size), values, label.finite)
+                snapshot = RankSnapshot(attempt, layout, arena.data(slot, label.data_size), values, label.finite)
                 async with self.ownership:
                     self._succeed(tier.log)
                     tier.log.check_owner(self._mine())
@@ -522,14 +524,14 @@ class Persister:
 
     async def _encode(
         self,
-        tier: Place,
-        snapshot: Snapshot,
-        source: Source,
+        tier: OpenTier,
+        snapshot: RankSnapshot,
+        source: ByteSource,
         number: int,
         *,
         reason: str,
         check: Callable[[], None] = lambda: None,
-    ) -> Written:
+    ) -> WrittenPart:
         attempt, rank = snapshot.attempt, snapshot.layout.rank
 
         async def begin(built_on: Attempt) -> bool:
@@ -577,14 +579,14 @@ class Persister:
             self._anchor(tier, near, written)
         return written
 
-    def _anchor(self, tier: Place, near: Place, written: Written) -> None:
+    def _anchor(self, tier: OpenTier, near: OpenTier, written: WrittenPart) -> None:
         """Keep in the nearer place what deltas in the further one are taken against, if there are any."""
         if tier.encoder.policy.compression == "none" or not tier.encoder.uses_bases:
             near.anchors.pop(tier.url, None)
         elif not written.part.needs:
             near.anchors[tier.url] = Attempt.parse(written.part.attempt)
 
-    async def _table_of(self, near: Place, attempt: Attempt, rank: int) -> Table | None:
+    async def _table_of(self, near: OpenTier, attempt: Attempt, rank: int) -> Table | None:
         """A rank's table of a checkpoint in a nearer place."""
         found = near.log.state.commits.get(attempt)
         mine = next((part for part in found.parts if part[0] == rank), None) if found is not None else None
@@ -595,7 +597,7 @@ class Persister:
         except (CorruptError, StoreError):
             return None
 
-    async def _tell_others(self, tier: Place, attempt: Attempt, rank: int, error: BaseException) -> None:
+    async def _tell_others(self, tier: OpenTier, attempt: Attempt, rank: int, error: BaseException) -> None:
         """That this rank's part will not come, if there are others who wait for it."""
         if tier.role.world > 1 and isinstance(error, Exception) and not isinstance(error, FencedError):
             with contextlib.suppress(CheckpointError):
@@ -610,7 +612,7 @@ class Persister:
         finally:
             self.settling[begun] -= 1
 
-    async def _settle(self, tier: Place, written: Written) -> None:
+    async def _settle(self, tier: OpenTier, written: WrittenPart) -> None:
         """From a part to a checkpoint: with the parts of the other ranks, if there are any."""
         attempt = Attempt.parse(written.part.attempt)
         try:
@@ -635,7 +637,7 @@ class Persister:
         self._forget_old()
         self._sweep_soon(tier)
 
-    async def _let_go(self, tier: Place, newer: Attempt) -> None:
+    async def _let_go(self, tier: OpenTier, newer: Attempt) -> None:
         """What failed to be written, and keeps what it was to be built on from being retired, is not tried again once
         a newer one is there."""
         mine = self._mine()
@@ -644,7 +646,7 @@ class Persister:
                 with contextlib.suppress(CheckpointError):
                     await commit.abort(tier.log, mine, attempt, "it could not be written, and a newer one was")
 
-    async def _commit(self, tier: Place, written: Written) -> None:
+    async def _commit(self, tier: OpenTier, written: WrittenPart) -> None:
         """Commit as whoever we are by then: a restore may open our next epoch while a checkpoint is on its way."""
         part, number = written.part, self.tiers.index(tier) if tier in self.tiers else -1
         role = (
@@ -665,7 +667,7 @@ class Persister:
                     if self._mine() == mine:
                         raise
 
-    async def _make_room(self, tier: Place, attempt: Attempt) -> None:
+    async def _make_room(self, tier: OpenTier, attempt: Attempt) -> None:
         """All of it was written, and then the disk was full: give the attempt up, and its space back."""
         with contextlib.suppress(CheckpointError):
             await commit.abort(tier.log, self._mine(), attempt, "no space left")
@@ -675,7 +677,7 @@ class Persister:
                         if owner_of(key) == attempt:
                             await tier.log.store.delete(key)
 
-    async def _give_up(self, tier: Place, written: Written, error: Exception) -> None:
+    async def _give_up(self, tier: OpenTier, written: WrittenPart, error: Exception) -> None:
         """The others need not wait for a committer that failed; and our part of what they gave up takes no space."""
         part, attempt = written.part, Attempt.parse(written.part.attempt)
         with contextlib.suppress(CheckpointError):
@@ -724,7 +726,7 @@ class Persister:
         for tier in self.tiers:
             await tier.close(self.owner, self.tell)
 
-    def _sweep_soon(self, tier: Place) -> None:
+    def _sweep_soon(self, tier: OpenTier) -> None:
         if tier.role.place == 0 and (tier.sweeping is None or tier.sweeping.done()):
             tier.sweeping = self.spawn(tier.sweep(self._mine(), self.tell))
 
@@ -779,7 +781,7 @@ class Persister:
         found = in_history(self.acquires, set(ring) - self.retracted)
         return [attempt for attempt in found if attempts is None or attempt in attempts]
 
-    def _missing(self, tier: Place, attempt: Attempt) -> str:
+    def _missing(self, tier: OpenTier, attempt: Attempt) -> str:
         state = tier.log.state
         if attempt in state.commits:
             return ""
@@ -791,7 +793,7 @@ class Persister:
         with contextlib.suppress(CheckpointError):
             await self.drain(self.adoptions, attempts)
 
-    async def _persist_one(self, tier: Place, attempt: Attempt) -> None:
+    async def _persist_one(self, tier: OpenTier, attempt: Attempt) -> None:
         """To a tier that is not the nearest."""
         for arena, slot, label in self.holdings.ring():
             done = attempt in tier.in_flight or tier.log.state.ended(attempt)
@@ -816,7 +818,7 @@ class Persister:
                 complete &= await self._save_late(tier, arena, slot, label)
         return complete
 
-    async def _save_late(self, tier: Place, arena: Arena, slot: int, label: Label) -> bool:
+    async def _save_late(self, tier: OpenTier, arena: Arena, slot: int, label: Label) -> bool:
         """One snapshot of the ring, after the trainer's death. False: it has to be tried again."""
         assert label.attempt is not None
         stored = False
@@ -836,7 +838,7 @@ class Persister:
             return stored and self.holdings.layouts[label.layout].world > 1
         return True
 
-    async def _settle_late(self, tier: Place, written: Written) -> None:
+    async def _settle_late(self, tier: OpenTier, written: WrittenPart) -> None:
         self._late += 1
         try:
             await self._settle(tier, written)
@@ -845,7 +847,7 @@ class Persister:
         finally:
             self._late -= 1
 
-    async def check_owner(self, tiers: Iterable[Place] | None = None) -> None:
+    async def check_owner(self, tiers: Iterable[OpenTier] | None = None) -> None:
         """FencedError once another job has taken the run over: nobody will come for this memory then. `tiers`: where to
         look, by default everywhere."""
         for tier in (tier for tier in tiers or self.tiers if tier.opened):
@@ -864,7 +866,7 @@ class Persister:
             await asyncio.sleep(0.01)
 
 
-def _too_slow(tier: Place, attempt: Attempt) -> SkippedError:
+def _too_slow(tier: OpenTier, attempt: Attempt) -> SkippedError:
     return SkippedError(
         f"step {attempt.step} {commit.LEFT_OUT} {tier.url}, which is slower than its steps come: raise its every=, or "
         "max_mib_s if it is throttled"

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.checkpoint.open_tier import Place
+from ckpt.checkpoint.open_tier import OpenTier
 from ckpt.errors import SaveError
 from ckpt.format.digest import blob_digest
 from ckpt.format.manifest import Attempt
@@ -16,7 +16,7 @@ from ckpt.ipc.channel import Message
 from ckpt.redo.adam import Settings
 from ckpt.redo.append import Appended, Sealed, StepLog
 from ckpt.redo.frame import Recipe
-from ckpt.writer.held_memory import Holdings
+from ckpt.writer.held_memory import HeldMemory
 from ckpt.writer.persist import Persister
 
 LOOK = 32  # steps, after which it is looked whether another job has taken the run over
@@ -45,7 +45,7 @@ class _Kept:
 class RedoKeeper:
     """Of one writer. Everything runs in its event loop; what takes time goes to threads."""
 
-    def __init__(self, holdings: Holdings, persister: Persister) -> None:
+    def __init__(self, holdings: HeldMemory, persister: Persister) -> None:
         self._holdings, self._persister = holdings, persister
         self._logs: dict[str, _Kept] = {}
         self._recipes: dict[str, list[Recipe]] = {}  # by layout
@@ -101,7 +101,7 @@ class RedoKeeper:
             self._holdings.digests[sealed.attempt, sealed.layout.rank] = log.digests + values
         return found
 
-    def _kept(self, tier: Place, rank: int, world: int) -> _Kept:
+    def _kept(self, tier: OpenTier, rank: int, world: int) -> _Kept:
         found = self._logs.get(tier.url)
         if found is None or (found.log.rank, found.log.world) != (rank, world):
             if found is not None and not found.turn.locked():  # of another number of ranks

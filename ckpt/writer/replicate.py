@@ -36,7 +36,7 @@ OLD_AFTER = 64  # snapshots of ours without one of the other rank's
 _SIZE = struct.Struct("!I")
 
 
-class Mirror:
+class Replicator:
     """Both ends: takes copies of another rank's snapshots, and sends ours to a partner."""
 
     def __init__(self, check_room: Callable[[int, int], None], keep: Callable[[Layout], None]) -> None:

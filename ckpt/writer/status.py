@@ -1,4 +1,5 @@
-"""Looks at a trainer from its writer: what `ckpt.telemetry.status.Look` says, read out of what the writer has anyway.
+"""Looks at a trainer from its writer: what `ckpt.telemetry.status.RankStatus` says, read out of what the writer has
+anyway.
 
 Nobody pays for it but who asks: nothing is looked at in between. What the trainer does is in its pulse, shared memory,
 which still says it when the trainer is dead.
@@ -16,20 +17,20 @@ from dataclasses import dataclass, replace
 
 import psutil
 
-from ckpt.checkpoint.open_tier import Place
+from ckpt.checkpoint.open_tier import OpenTier
 from ckpt.errors import CheckpointError
 from ckpt.faults.memory_pressure import available_memory
 from ckpt.faults.report import Fault
 from ckpt.goodput.ledger import Account
 from ckpt.ipc.arena import EAGER, EMPTY, FILLING, SEALED, Arena
 from ckpt.ipc.channel import Message
-from ckpt.ipc.heartbeat import Beat, Done, Pulse
+from ckpt.ipc.heartbeat import Beat, Heartbeat, StepDone
 from ckpt.runlog.log import in_history
 from ckpt.telemetry import status
 from ckpt.telemetry.exporter import aside
 from ckpt.telemetry.nvml import Devices
-from ckpt.telemetry.status import DeviceLook, Look, SlotLook, TierLook, shown
-from ckpt.writer.held_memory import Holdings
+from ckpt.telemetry.status import DeviceStatus, RankStatus, SlotStatus, TierStatus, shown
+from ckpt.writer.held_memory import HeldMemory
 from ckpt.writer.persist import Persister
 
 RECENT_S, RECENT = 60.0, 16  # of the last steps: so many seconds, and so many steps if those take longer
@@ -47,20 +48,20 @@ class _Stretch:
     stalled: float = 0.0
     paused: float = 0.0
 
-    def trained(self, last: Done | None) -> float:
+    def trained(self, last: StepDone | None) -> float:
         """Seconds that went into its steps."""
         if last is None:
             return 0.0
         return max(0.0, last.when - self.begin - (last.stalled - self.stalled) - (last.paused - self.paused))
 
 
-class Lookout:
+class StatusServer:
     """Everything runs in the writer's event loop. `trainer()`: the process of our trainer, and what became of it;
     `account()`: its ledger, if this writer keeps it."""
 
     def __init__(
         self,
-        holdings: Holdings,
+        holdings: HeldMemory,
         persister: Persister,
         trainer: Callable[[], tuple[int, str]],
         account: Callable[[], Account | None],
@@ -69,7 +70,7 @@ class Lookout:
         self._trainer, self._account = trainer, account
         self.serves = ""  # where metrics are served
         self._told: Message = {}
-        self._pulse: Pulse | None = None
+        self._pulse: Heartbeat | None = None
         self._pid = 0
         self._stretch = _Stretch()
         self._trained = 0.0  # in the stretches before
@@ -77,14 +78,14 @@ class Lookout:
         self._ended: float | None = None
         self._faults, self._fault = 0, Fault("", "")
         self._devices, self._device_at = Devices(), float("-inf")
-        self._device: DeviceLook | None = None
+        self._device: DeviceStatus | None = None
         self._me = psutil.Process()
 
     def begin(self, message: Message, fds: list[int], pid: int) -> None:
         """A trainer says who it is. `fds`: its pulse."""
         if self._pulse is not None:
             self._pulse.close()
-        self._pulse, self._told, self._pid = Pulse.attach(fds[0]), message, pid
+        self._pulse, self._told, self._pid = Heartbeat.attach(fds[0]), message, pid
         self._stretch = _Stretch(float(message["opened"]))
         self._trained, self._restored, self._ended = 0.0, None, None
         if message.get("restored"):  # before this writer began
@@ -113,7 +114,7 @@ class Lookout:
 
     # -- a look --
 
-    async def look(self) -> Look:
+    async def look(self) -> RankStatus:
         """With what the driver says of the device, if it does so soon."""
         found = self.look_now()
         if time.monotonic() > self._device_at + DEVICE_S:
@@ -122,7 +123,7 @@ class Lookout:
                 self._device = await asyncio.wait_for(aside(self._devices.look, found.pid), DEVICE_WAIT_S)
         return replace(found, device=self._device)
 
-    def look_now(self) -> Look:
+    def look_now(self) -> RankStatus:
         """Without the device."""
         told, now = self._told, time.monotonic()
         pid, trainer = self._trainer()
@@ -131,7 +132,7 @@ class Lookout:
         account, owner = self._account(), self._persister.owner
         rows = None if account is None else account.rows
         metrics = told.get("metrics") or {}
-        found = Look(
+        found = RankStatus(
             run=shown(str(told.get("place", ""))),
             at=time.time(),
             rank=int(told.get("rank", 0)),
@@ -169,11 +170,11 @@ class Lookout:
             return found
         return self._with_steps(found, self._pulse, self._pulse.read(), now)
 
-    def _done(self, pulse: Pulse) -> list[Done]:
+    def _done(self, pulse: Heartbeat) -> list[StepDone]:
         """The last steps of this stretch."""
         return pulse.since(self._stretch.calls)[1]
 
-    def _with_steps(self, found: Look, pulse: Pulse, beat: Beat, now: float) -> Look:
+    def _with_steps(self, found: RankStatus, pulse: Heartbeat, beat: Beat, now: float) -> RankStatus:
         done = self._done(pulse)
         last = done[-1] if done else None
         step_s, stall_s, share = recent(done)
@@ -202,7 +203,7 @@ class Lookout:
         return history[0].step if history else None
 
 
-def recent(done: list[Done]) -> tuple[float, float, float]:
+def recent(done: list[StepDone]) -> tuple[float, float, float]:
     """What a step took of late, what saving made it wait, and the share of that: all 0 as long as it is not known."""
     if len(done) < 2:
         return 0.0, 0.0, 0.0
@@ -220,13 +221,13 @@ def _lag(step: int, there: int | None, started: int | None) -> int:
     return max(0, step - (there if there is not None else started or 0))
 
 
-def _tier(place: Place, step: int, started: int | None, done: list[Done], step_s: float) -> TierLook:
+def _tier(place: OpenTier, step: int, started: int | None, done: list[StepDone], step_s: float) -> TierStatus:
     flow, history = place.flow, place.log.state.lineage() if place.opened else []
     committed = history[0].step if history else None
     lag = _lag(step, committed, started)
     then = next((one.when for one in reversed(done) if one.step <= step - lag), None)
     total = max(flow.total, 0)
-    return TierLook(
+    return TierStatus(
         url=shown(place.url),
         every=place.every,
         committed=committed,
@@ -246,19 +247,19 @@ def _tier(place: Place, step: int, started: int | None, done: list[Done], step_s
     )
 
 
-def _slots(arena: Arena) -> list[SlotLook]:
+def _slots(arena: Arena) -> list[SlotStatus]:
     found = []
     for slot in range(arena.slots):
         try:
             label = arena.label(slot)
         except CheckpointError:
-            found.append(SlotLook("damaged"))
+            found.append(SlotStatus("damaged"))
             continue
         if label is None or label.attempt is None:
-            found.append(SlotLook(status.FILLING if label is None else _STATES.get(label.state, status.EMPTY)))
+            found.append(SlotStatus(status.FILLING if label is None else _STATES.get(label.state, status.EMPTY)))
         else:
             state = _STATES.get(label.state, status.EMPTY)
-            found.append(SlotLook(state, label.attempt.step, str(label.attempt), label.data_size + label.values_size))
+            found.append(SlotStatus(state, label.attempt.step, str(label.attempt), label.data_size + label.values_size))
     return found
 
 

@@ -29,7 +29,7 @@ def threads() -> int:
     return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // max(1, ranks)))
 
 
-class Idle:
+class IdleCores:
     """How many cores were idle since it was last asked."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Idle:
         return self._share * len(os.sched_getaffinity(0))
 
 
-class Pace:
+class Throttle:
     """`pid()`: of the process that must not wait; 0 or a process that is gone: nothing is held back."""
 
     def __init__(self, pid: Callable[[], int]) -> None:

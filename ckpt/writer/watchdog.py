@@ -25,9 +25,9 @@ from typing import Any
 from ckpt.errors import UsageError
 from ckpt.events import log
 from ckpt.faults import memory_pressure, probe
-from ckpt.faults.hang import Evidence, Pace, still
+from ckpt.faults.hang import Evidence, StepPace, still
 from ckpt.ipc.channel import Message
-from ckpt.ipc.heartbeat import Pulse
+from ckpt.ipc.heartbeat import Heartbeat
 from ckpt.ipc.process import Process
 from ckpt.triggers import OnHang
 
@@ -58,19 +58,19 @@ class Stall:
 
 
 @dataclass
-class Eyes:
+class WatchdogCalls:
     """What is called, in the event loop, when something is seen."""
 
     on_crash: Callable[[str], None]
     on_signals: Callable[[list[int], bytes], None]  # those that are triggers, and all that came
     on_stall: Callable[[Stall], None]
-    on_pressure: Callable[[memory_pressure.Room, str], None]
+    on_pressure: Callable[[memory_pressure.MemoryRoom, str], None]
 
 
-class Vigil:
+class Watchdog:
     """Watches one trainer. Made in the event loop; `message` and `fds` as `ckpt.trainer.fault_handler` sends them."""
 
-    def __init__(self, pid: int, message: Message, fds: list[int], eyes: Eyes) -> None:
+    def __init__(self, pid: int, message: Message, fds: list[int], eyes: WatchdogCalls) -> None:
         if len(fds) != 4:
             raise UsageError("a watch needs the pulse, the wakeup socket, the pipe and stderr")
         self.process = Process.of(pid)
@@ -86,12 +86,12 @@ class Vigil:
         self._stopped = False
         self._stderr = fds[3]
         self._echo = bool(message["echo"])
-        self.pulse = Pulse.attach(fds[0])
+        self.pulse = Heartbeat.attach(fds[0])
         self._wakeup = socket.socket(fileno=fds[1])
         self._kills = memory_pressure.oom_kills(pid=pid)
-        self._pressure: memory_pressure.Watch | None = None
+        self._pressure: memory_pressure.PressureWatch | None = None
         if message["share"] is not None:
-            self._pressure = memory_pressure.Watch(float(message["share"]), self._on_pressure)
+            self._pressure = memory_pressure.PressureWatch(float(message["share"]), self._on_pressure)
             self._pressure.start()
         self._probe = probe.Probe(pid) if self.hang is not None and self.hang.probe else None
         if self._probe is not None and not self._probe.start():
@@ -211,7 +211,7 @@ class Vigil:
     # -- hangs --
 
     async def _look(self) -> None:
-        pace, told, patience = Pace(self.hang or OnHang()), -1, 0.0
+        pace, told, patience = StepPace(self.hang or OnHang()), -1, 0.0
         while True:
             await asyncio.sleep(LOOK_S)
             beat, now = self.pulse.read(), time.monotonic()
@@ -257,7 +257,7 @@ class Vigil:
 
     # -- memory --
 
-    def _on_pressure(self, room: memory_pressure.Room, why: str) -> None:
+    def _on_pressure(self, room: memory_pressure.MemoryRoom, why: str) -> None:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._eyes.on_pressure, room, why)
 

@@ -48,10 +48,10 @@ WITHIN = 0.02
 
 def loop_s() -> float:
     """Of the training loop, for a step."""
-    pulse = Heartbeat.create()
+    heartbeat = Heartbeat.create()
     started = time.perf_counter()
     for step in range(STEPS):
-        pulse.beat(step, 0.25, step, 0)
+        heartbeat.beat(step, 0.25, step, 0)
     return (time.perf_counter() - started) / STEPS
 
 
@@ -59,13 +59,13 @@ async def writer_s(folder: str) -> tuple[float, float, int]:
     """CPU time of the writer for a step, and for a put of a full ledger; bytes of that."""
     place = await open_place(Tier(folder).spec())
     books = Bookkeeper(lambda: [place], lambda message: None)
-    pulse, now = Heartbeat.create(), time.monotonic()
+    heartbeat, now = Heartbeat.create(), time.monotonic()
     facts: dict[str, Any] = {"epoch": "1.ab", "rank": 0, "world": 1, "url": place.url, "opening": now, "opened": now}
-    books.begin({**facts, "places": [], "decides": False, "cadence": None}, [os.dup(pulse.fd)], os.getpid())
+    books.begin({**facts, "places": [], "decides": False, "cadence": None}, [os.dup(heartbeat.fd)], os.getpid())
     books.look_by_hand()
     started = time.process_time()
     for step in range(STEPS):
-        pulse.beat(step, 0.001 * step, step, 0)
+        heartbeat.beat(step, 0.001 * step, step, 0)
         if step % BATCH == 0:
             books.look()
     fed = time.process_time() - started - STEPS * loop_s()

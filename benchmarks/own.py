@@ -157,7 +157,7 @@ def _victim(size: str, folder: str, pipe: Connection) -> None:
     time.sleep(1000)
 
 
-def _heir(size: str, folder: str, pipe: Connection) -> None:
+def _successor(size: str, folder: str, pipe: Connection) -> None:
     training = Training.build(SIZES[size], seed=1)
     training.spoil()
     gc.collect()
@@ -184,10 +184,10 @@ def after_death(size: str, folder: Path) -> None:
         assert victim.pid is not None
         os.kill(victim.pid, signal.SIGKILL)
         victim.join()
-        heir = spawn.Process(target=_heir, args=(size, place, there))
-        heir.start()
+        successor = spawn.Process(target=_successor, args=(size, place, there))
+        successor.start()
         opened, restored, step, tier, verified, digest = here.recv()
-        heir.join()
+        successor.join()
         say(
             "after death",
             open_s=opened,

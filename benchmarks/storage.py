@@ -593,7 +593,7 @@ class Bench:
                 self.forget(name)
         return found
 
-    def step_aside(self) -> None:
+    def step_deferred(self) -> None:
         """Lowest priority for every thread of the server, those of its children included."""
         for pid in self.server.pids() if hasattr(self.server, "pids") else [self.server.process.pid]:
             for thread in os.listdir(f"/proc/{pid}/task"):
@@ -770,7 +770,7 @@ def measure(bench: Bench, plan: Plan) -> Json:
     told = bench.there_and_back()
     found: Json = {action: compared(turns) for action, turns in told.items()}
     found["requests"] = bench.requests([who for who, f in found["get"].items() if "failed" not in f])
-    bench.step_aside()
+    bench.step_deferred()
     found["slowdown"] = {
         OURS: bench.slowdown(OURS, None),
         **{f"{OURS}, {rate:g} MiB/s at most": bench.slowdown(OURS, rate) for rate in plan.throttles_mib_s},

@@ -71,9 +71,9 @@ from ckpt.triggers import as_triggers
 
 SURELY_NEWER = 2  # snapshots of a rank: another may be one step behind
 COMPARE_S = 120.0  # until the digests of other ranks' replicas are there
-ASIDE = 1 << 20  # bytes of a step that is not due, which are kept for a fault all the same
-ASIDE_SHARE = 0.001  # of a step, that it may cost
-ASIDE_AGAIN = 1000  # steps, after which it is measured again
+DEFERRED = 1 << 20  # bytes of a step that is not due, which are kept for a fault all the same
+DEFER_SHARE = 0.001  # of a step, that it may cost
+DEFER_AGAIN = 1000  # steps, after which it is measured again
 KEEP_S, KEEP_SHARE, KEEP_MOST_S = 0.001, 0.05, 0.002  # of the CPU, to keep at each step what that is made of
 KEEP_TRIES = 3  # that have to cost more, one after the other: one alone may just have been held up
 STOP_S = 30.0  # for an incident that is being dealt with
@@ -175,9 +175,9 @@ class Checkpointer:
         self._exchanged = False  # weights are others at the moment, as `pause` was told
         self._last: tuple[Save, PendingSnapshot] | None = None
         self._written: deque[int] = deque(maxlen=256)  # steps that went to a durable tier, or were to
-        self._aside_s = 0.0  # what it cost the last time
+        self._defer_s = 0.0  # what it cost the last time
         self._not_due = 0
-        self._aside: tuple[Save, PendingSnapshot] | None = (
+        self._deferred: tuple[Save, PendingSnapshot] | None = (
             None  # how to copy the last step, which was not due, after all
         )
         self._newest: tuple[Save, Attempt, tuple[Arena, int]] | None = None  # in memory: staged, or restored from there
@@ -194,36 +194,36 @@ class Checkpointer:
         self._place = place
         self._began = time.monotonic()
         self._stager = Stager()
-        self._pulse = Heartbeat.create()
-        self._tenure = Ownership(self._world, self._tiers, self._memory, place, busy_timeout_s)
+        self._heartbeat = Heartbeat.create()
+        self._ownership = Ownership(self._world, self._tiers, self._memory, place, busy_timeout_s)
         try:
-            self._guardian = self._tenure.open(lambda: self._prepare(state, takeover))
+            self._supervisor = self._ownership.open(lambda: self._prepare(state, takeover))
         except BaseException:
             self._stager.stop()
             raise
-        self._tempo = CadenceSync(
-            self._world, self._guardian, self._pulse, self._memory, self._tiers, self._tenure.cadence
+        self._cadence_sync = CadenceSync(
+            self._world, self._supervisor, self._heartbeat, self._memory, self._tiers, self._ownership.cadence
         )
-        self._guardian.on_damaged = self._on_damaged
-        self._guardian.on_failure = lambda error: self._note_error(error, None)
-        self._fenced = self._guardian.lost  # while it was opened
+        self._supervisor.on_damaged = self._on_damaged
+        self._supervisor.on_failure = lambda error: self._note_error(error, None)
+        self._fenced = self._supervisor.lost  # while it was opened
         self._hook = UpdateHook(self._wait_for_copy, self._capture.unguard)
         logging_tiers = {i: tier.url for i, tier in enumerate(self._tiers) if tier.log_every_step}
-        self._redo = RedoClient(logging_tiers, self._guardian, self._stager, self._capture, self._note_error)
+        self._redo = RedoClient(logging_tiers, self._supervisor, self._stager, self._capture, self._note_error)
         self._hook.on_step = self._redo.watch.note if logging_tiers else None
-        self.faults = list(self._guardian.faults)
+        self.faults = list(self._supervisor.faults)
         try:
-            self._sentinel = FaultHandler(wanted, self._world, self._guardian, self._pulse, self, on_fault)
-            self._sentinel.start()
+            self._fault_handler = FaultHandler(wanted, self._world, self._supervisor, self._heartbeat, self, on_fault)
+            self._fault_handler.start()
         except BaseException:
-            self._tempo.stop()
+            self._cadence_sync.stop()
             self._hook.remove()
-            self._guardian.give_up()
+            self._supervisor.give_up()
             self._stager.stop()
             raise
         for fault in self.faults:
             log.warning("before this start: %s", fault.line)
-            self._sentinel.tell(fault)
+            self._fault_handler.tell(fault)
         _open[place] = self
         os.register_at_fork(after_in_child=_weakly(self._after_fork))
         self._atexit = _weakly(self._close_at_exit)
@@ -231,8 +231,8 @@ class Checkpointer:
         self._at_child_exit = _at_child_exit(self._atexit)
         self._keep_books()
         self._show()
-        if not self._tenure.has_checkpoints:  # else after restore(), which has better use for the cores
-            self._guardian.prepare(_predicted_size(self._capture), 1 << 14)
+        if not self._ownership.has_checkpoints:  # else after restore(), which has better use for the cores
+            self._supervisor.prepare(_predicted_size(self._capture), 1 << 14)
 
     def _prepare(self, state: dict[str, Any], takeover: bool) -> WriterSupervisor:
         self._capture = Capture(state, Seat(self._world.rank, self._world.size))
@@ -253,13 +253,13 @@ class Checkpointer:
             "opened": time.monotonic(),
             "metrics": None if self._metrics is None else self._metrics.to_json(),
         }
-        self._guardian.show(fields, (self._pulse.fd,))
+        self._supervisor.show(fields, (self._heartbeat.fd,))
 
     def _keep_books(self) -> None:
         """The writer of the rank that speaks for the nearest place keeps the ledger, see `ckpt.writer.bookkeeper`."""
-        if self._guardian.roles[0].place > 0 if self._tiers else self._world.rank > 0:
+        if self._supervisor.roles[0].place > 0 if self._tiers else self._world.rank > 0:
             return
-        owner = self._guardian.owner
+        owner = self._supervisor.owner
         fields = {
             "epoch": f"{owner.epoch}.{owner.nonce}",
             "rank": self._world.rank,
@@ -267,18 +267,18 @@ class Checkpointer:
             "url": self._place,
             "opening": self._began,
             "opened": time.monotonic(),
-            "places": self._tempo.places(),
+            "places": self._cadence_sync.places(),
             "versions": {"everystep": __version__, "torch": torch.__version__, "python": platform.python_version()},
             "decides": self._world.rank == 0,
-            "cadence": self._tempo.began,
+            "cadence": self._cadence_sync.began,
         }
-        self._guardian.on_cadence = self._tempo.propose
-        self._guardian.keep_books(fields, (self._pulse.fd,))
+        self._supervisor.on_cadence = self._cadence_sync.propose
+        self._supervisor.keep_books(fields, (self._heartbeat.fd,))
 
     @property
     def writer_pid(self) -> int:
         """The process that holds this one's snapshots, writes them, and outlives it; 0 if there is none just now."""
-        client = self._guardian.client
+        client = self._supervisor.client
         return client.pid if client.alive else 0
 
     # -- saving --
@@ -299,14 +299,14 @@ class Checkpointer:
         self._check_usable()
         self._finite = finite
         self._check_step(step)
-        asked = self._sentinel.due(step)
-        durable = list(range(len(self._tiers))) if asked else self._tempo.schedule.tiers_due(step)
+        asked = self._fault_handler.due(step)
+        durable = list(range(len(self._tiers))) if asked else self._cadence_sync.schedule.tiers_due(step)
         if self._owed:
             durable = sorted({*durable, *self._owed})
         self._begin_step(step)
         save = None
         try:
-            kept = (self._dropped or self._tempo.schedule.memory_due(step)) and self._guardian.rings
+            kept = (self._dropped or self._cadence_sync.schedule.memory_due(step)) and self._supervisor.rings
             if durable or asked or self._redo.on or kept:
                 save = self._save(step, durable, explicit=asked, asked=asked)
             else:
@@ -321,22 +321,22 @@ class Checkpointer:
             raise
         finally:
             if asked:
-                self._sentinel.answer(save)
+                self._fault_handler.answer(save)
         self._raise_pending()
         return save
 
     def _begin_step(self, step: int) -> None:
-        self._pulse.beat(step, self.stats.stalled_s, self.stats.saves, self.stats.skipped)
-        self._last_step, self._updates_before, self._aside, self._moment = step, self._hook.count, None, None
+        self._heartbeat.beat(step, self.stats.stalled_s, self.stats.saves, self.stats.skipped)
+        self._last_step, self._updates_before, self._deferred, self._moment = step, self._hook.count, None, None
         self._stepped, self._exchanged, self._thread = True, False, threading.get_ident()
         self._capture.trust(self._hook.announced())
 
     def request(self, why: str = "no reason given") -> None:
         """Have all ranks save one of the next steps to every tier; for any thread of any rank. Returns at once."""
         self._check_usable()
-        if not self._sentinel.armed:
+        if not self._fault_handler.armed:
             raise UsageError("this Checkpointer was made without triggers: call save() at the same step on all ranks")
-        self._sentinel.request(why)
+        self._fault_handler.request(why)
 
     @contextlib.contextmanager
     def pause(self, *, changes_state: bool = False) -> Iterator[None]:
@@ -347,15 +347,15 @@ class Checkpointer:
         if self._forked:
             raise ClosedError("this process was forked from the trainer: only the trainer saves")
         if changes_state:
-            self._aside, self._exchanged = None, True
-        before, began = self._pulse.state, time.monotonic()
-        self._pulse.touch(PAUSED)
+            self._deferred, self._exchanged = None, True
+        before, began = self._heartbeat.state, time.monotonic()
+        self._heartbeat.touch(PAUSED)
         try:
             yield
             self._exchanged = False  # after an exception they may be so still
         finally:
-            self._pulse.paused(time.monotonic() - began if before != PAUSED else 0.0)
-            self._pulse.touch(before)
+            self._heartbeat.paused(time.monotonic() - began if before != PAUSED else 0.0)
+            self._heartbeat.touch(before)
 
     @traced("ckpt.step")
     def save(self, step: int | None = None) -> Save:
@@ -450,13 +450,13 @@ class Checkpointer:
         """`taken`: what the state was at that step, if that is not what it is now."""
         started, closing = time.perf_counter(), timeout_s is not None
         timeout_s = self._busy_timeout_s if timeout_s is None else timeout_s
-        self._aside = None
+        self._deferred = None
         if durable:
             self._written.append(step)
-        owner = self._guardian.owner
+        owner = self._supervisor.owner
         attempt = Attempt(owner.epoch, step, owner.nonce)
         save = Save(step, str(attempt), [self._tiers[i].url for i in durable])
-        save.told = asked and not self._tempo.schedule.tiers_due(step)  # a best effort is no error
+        save.told = asked and not self._cadence_sync.schedule.tiers_due(step)  # a best effort is no error
         with self._lock:
             self._active = [s for s in self._active if s.unfinished()] + [save]
         try:
@@ -465,17 +465,17 @@ class Checkpointer:
                 self._capture.keep_apart(self._differing)
             reading = self._capture.read() if taken is None else taken.reading
             values = json.dumps(reading.values, separators=(",", ":")).encode()
-            self._guardian.tell_layout(reading.layout, reading.guarded)
+            self._supervisor.tell_layout(reading.layout, reading.guarded)
             settings = self._begin_log(save, reading)
             must = explicit or bool(durable) or (self._redo.on and self._on_busy == "wait")
             self._ready_memory(reading.layout.arrangement.data_size, len(values), timeout_s if must else 0.0, must=must)
-            if not (must or self._redo.on or self._guardian.rings):
+            if not (must or self._redo.on or self._supervisor.rings):
                 raise SkippedError(f"step {step} was not saved: memory is short, and it was due nowhere else")
         except BaseException as error:
             what = error if isinstance(error, CheckpointError) else SaveError(f"step {step} was not saved: {error!r}")
             save.set_failed(what)
             if durable and self._world.size > 1:  # the others wait for this rank's part
-                self._guardian.retract(attempt, f"rank {self._world.rank}: {what}")
+                self._supervisor.retract(attempt, f"rank {self._world.rank}: {what}")
             raise
         job = PendingSnapshot(
             attempt=attempt,
@@ -520,7 +520,7 @@ class Checkpointer:
             if not job.copied.wait(self._busy_timeout_s) or job.error is not None:
                 return
             try:
-                key, mailbox = f"{job.attempt}", self._tenure.mailbox()
+                key, mailbox = f"{job.attempt}", self._ownership.mailbox()
                 names = replica_check.differing(mailbox, key, self._world.rank, size, comparison.digests(), COMPARE_S)
             except CheckpointError as error:
                 log.warning("the replicas of step %d could not be compared: %s", step, error)
@@ -546,19 +546,19 @@ class Checkpointer:
         first = arena is None and not self._said_paused
         end = time.monotonic() + (timeout_s if must else FIRST_ARENA_S if first else 0.0)
         while True:
-            self._guardian.prepare(data_size, values_size, again=must)
+            self._supervisor.prepare(data_size, values_size, again=must)
             try:
-                self._guardian.take_prepared(max(0.0, end - time.monotonic()))
+                self._supervisor.take_prepared(max(0.0, end - time.monotonic()))
             except CheckpointError as error:
                 if must or isinstance(error, SkippedError):
                     raise
                 self._note_error(error, None)
                 break
-            if not must and self._guardian.refused(data_size + values_size):
+            if not must and self._supervisor.refused(data_size + values_size):
                 raise SkippedError("memory is short")
             arena = self._stager.arena
             ready = arena is not None and arena.fits(data_size, values_size)
-            if ready or self._guardian.failure is not None or time.monotonic() >= end:
+            if ready or self._supervisor.failure is not None or time.monotonic() >= end:
                 break
             time.sleep(0.02)  # the writer died meanwhile, and the next one is asked
         arena = self._stager.arena
@@ -578,11 +578,11 @@ class Checkpointer:
 
     def _keep(self, step: int) -> None:
         """A step that is not due, for the case that the training ends behind it."""
-        if self._sentinel.armed and self._guardian.rings and self._may_put_aside():
+        if self._fault_handler.armed and self._supervisor.rings and self._may_defer():
             began = time.perf_counter()
-            self._put_aside(step)
-            self._aside_s = time.perf_counter() - began
-            self.stats.stalled_s += self._aside_s
+            self._defer(step)
+            self._defer_s = time.perf_counter() - began
+            self.stats.stalled_s += self._defer_s
         elif self._between is False:
             return
         elif self._keep_after > 0 and not self._between:
@@ -590,10 +590,10 @@ class Checkpointer:
         else:
             began, cpu = time.perf_counter(), time.thread_time()
             self._moment = self._take(step)
-            usual_s = self._pulse.usual_s
-            most_s = max(KEEP_S, min(KEEP_SHARE * usual_s, KEEP_MOST_S), self._aside_share * usual_s)
+            usual_s = self._heartbeat.usual_s
+            most_s = max(KEEP_S, min(KEEP_SHARE * usual_s, KEEP_MOST_S), self._defer_share * usual_s)
             self._dear = self._dear + 1 if usual_s and time.thread_time() - cpu > most_s else 0
-            self._keep_after = min(2 ** (self._dear - KEEP_TRIES), ASIDE_AGAIN) if self._dear >= KEEP_TRIES else 0
+            self._keep_after = min(2 ** (self._dear - KEEP_TRIES), DEFER_AGAIN) if self._dear >= KEEP_TRIES else 0
             self.stats.stalled_s += time.perf_counter() - began
 
     def _take(self, step: int) -> DeferredStep:
@@ -603,20 +603,20 @@ class Checkpointer:
     def _between(self) -> bool | None:
         return None if self._memory is None else self._memory.between
 
-    def _may_put_aside(self) -> bool:
+    def _may_defer(self) -> bool:
         """Whether that is worth it: measured now and then."""
         if self._between is not None:
             return self._between
-        usual_s = self._pulse.usual_s
+        usual_s = self._heartbeat.usual_s
         self._not_due += 1
-        return usual_s == 0 or self._aside_s <= self._aside_share * usual_s or self._not_due % ASIDE_AGAIN == 0
+        return usual_s == 0 or self._defer_s <= self._defer_share * usual_s or self._not_due % DEFER_AGAIN == 0
 
     @property
-    def _aside_share(self) -> float:
+    def _defer_share(self) -> float:
         every = None if self._memory is None else self._memory.every
-        return every.budget if isinstance(every, Auto) else ASIDE_SHARE
+        return every.budget if isinstance(every, Auto) else DEFER_SHARE
 
-    def _put_aside(self, step: int) -> None:
+    def _defer(self, step: int) -> None:
         """Keep of a step that is not due what cannot be read later; the rest stays as it is until an optimizer begins.
 
         It goes into the slot that is free, so that it outlives this process like all the rest. Nothing is kept aside
@@ -625,19 +625,19 @@ class Checkpointer:
         reading = self._capture.read()
         self._moment = self._moments.take(step, reading, self._capture.weights, self._capture.fixed)
         apart = [t for t, guarded in zip(reading.tensors, reading.guarded, strict=True) if not guarded]
-        if sum(t.nbytes for t in apart) > ASIDE:
+        if sum(t.nbytes for t in apart) > DEFERRED:
             return
         values = json.dumps(reading.values, separators=(",", ":")).encode()
         arena = self._stager.arena
         if arena is None or not arena.fits(reading.layout.arrangement.data_size, len(values)):
-            self._guardian.prepare(reading.layout.arrangement.data_size, len(values))
+            self._supervisor.prepare(reading.layout.arrangement.data_size, len(values))
             with contextlib.suppress(CheckpointError):  # the next save says so
-                self._guardian.take_prepared(0.0)
+                self._supervisor.take_prepared(0.0)
             arena = self._stager.arena
             if arena is None or not arena.fits(reading.layout.arrangement.data_size, len(values)):
                 return
-        self._guardian.tell_layout(reading.layout, reading.guarded)
-        owner = self._guardian.owner
+        self._supervisor.tell_layout(reading.layout, reading.guarded)
+        owner = self._supervisor.owner
         attempt = Attempt(owner.epoch, step, owner.nonce)
         save = Save(step, str(attempt), [])
 
@@ -649,7 +649,7 @@ class Checkpointer:
             attempt=attempt, reading=reading, values=values, finite=self._finite, busy="skip", on_end=on_end
         )
         self._stager.postpone(job)
-        self._aside = save, job
+        self._deferred = save, job
 
     # -- without the main thread: see `ckpt.trainer.fault_handler.Levers` --
 
@@ -663,19 +663,19 @@ class Checkpointer:
         return None if newest is None else newest[0].step
 
     def copy_live(self) -> int | None:
-        aside, count = self._aside, self._updates_before
+        deferred, count = self._deferred, self._updates_before
         if threading.get_ident() == self._thread:  # it is not training meanwhile, and so need not be held up
             self._stage_last(time.monotonic() + LIVE_S)
             return self._last_step if self.in_memory(0.0) == self._last_step else None
-        if aside is None or aside[0].step != self._last_step or self._torn:
+        if deferred is None or deferred[0].step != self._last_step or self._torn:
             return None
-        self._aside = None
-        save, job = aside
+        self._deferred = None
+        save, job = deferred
         whole = self._stager.complete(job, lambda: self._hook.count == count, LIVE_S)
         return save.step if whole else None
 
     def fill_in(self, gap: MissingTensors) -> list[int]:
-        owner, count, filled = self._guardian.owner, self._updates_before, list[int]()
+        owner, count, filled = self._supervisor.owner, self._updates_before, list[int]()
         if self._last_step is None or gap.attempt != Attempt(owner.epoch, self._last_step, owner.nonce) or self._torn:
             return []
         self.in_memory(LIVE_S)  # our own copy comes first, and has waited for what the device does
@@ -686,9 +686,9 @@ class Checkpointer:
         return filled if self._stager.undisturbed(work, lambda: self._hook.count == count, LIVE_S) else []
 
     def give_up(self, attempt: Attempt) -> None:
-        due = self._tempo.schedule.tiers_due(attempt.step)
+        due = self._cadence_sync.schedule.tiers_due(attempt.step)
         if not due and attempt.step not in self._written:  # else it is saved in any case
-            self._guardian.retract(attempt, f"rank {self._world.rank} had passed step {attempt.step} by then")
+            self._supervisor.retract(attempt, f"rank {self._world.rank} had passed step {attempt.step} by then")
 
     def give_memory_back(self) -> int:
         # Of several ranks one may be a step behind: what is left must still hold a step that all have.
@@ -711,7 +711,7 @@ class Checkpointer:
             else:
                 self._note_error(job.error, save)
             if durable and self._world.size > 1:  # the others wait for this rank's part
-                self._guardian.retract(job.attempt, f"rank {self._world.rank}: {job.error}")
+                self._supervisor.retract(job.attempt, f"rank {self._world.rank}: {job.error}")
             publish("failed", save.step, tier="memory", error=str(job.error))
             save.set_failed(job.error)
             return
@@ -719,14 +719,14 @@ class Checkpointer:
         self._newest = (save, job.attempt, job.place)
         self._owed.difference_update(durable)
         self._dropped = False
-        if self._guardian.superseded or self._world.size == 1:
+        if self._supervisor.superseded or self._world.size == 1:
             self._unpin_restored()
-        if self._world.size > 1 and self._guardian.newer == SURELY_NEWER:
-            self._tenure.tell_newer(job.attempt.epoch)
-        self._guardian.acknowledge(job.attempt, *job.place, lambda error: self._on_kept(save, job, error))
+        if self._world.size > 1 and self._supervisor.newer == SURELY_NEWER:
+            self._ownership.tell_newer(job.attempt.epoch)
+        self._supervisor.acknowledge(job.attempt, *job.place, lambda error: self._on_kept(save, job, error))
         if settings is not None:
             self._redo.log(save, job.attempt, job.place, settings)
-        self._guardian.on_sealed()
+        self._supervisor.on_sealed()
         for i in durable:
             self._write(save, job.attempt, job.place, i)
 
@@ -736,7 +736,7 @@ class Checkpointer:
             publish("failed", save.step, tier="memory", error=str(error))
             save.set_unstaged(error)
             return
-        save.set_staged(self._guardian.survives)
+        save.set_staged(self._supervisor.survives)
         self._say_staged(save, job)
 
     def _say_staged(self, save: Save, job: PendingSnapshot) -> None:
@@ -784,7 +784,7 @@ class Checkpointer:
             save.set_failed(failure, url)
 
         write = WriteInFlight(attempt, *place, tier, done)
-        self._guardian.write(write)
+        self._supervisor.write(write)
 
     def _where_else(self, save: Save, url: str) -> str:
         others = [other for other in save.tiers if other != url and save.written(other)]
@@ -809,7 +809,7 @@ class Checkpointer:
 
     @traced("ckpt.wait")
     def _wait_for_copy(self) -> None:
-        self._pulse.update()
+        self._heartbeat.update()
         self._waiting_since = time.perf_counter()
         waited = self._stager.before_update(self._busy_timeout_s)
         self._waiting_since = None
@@ -836,21 +836,21 @@ class Checkpointer:
         """
         with self._turn:
             self._check_usable(restoring=True)
-            self._pulse.touch(RESTORING)
-            self._aside = None
+            self._heartbeat.touch(RESTORING)
+            self._deferred = None
             began = time.monotonic()
             try:
                 found = self._restore(default, step, strict)
                 self._note_restore(began)
                 return found
             finally:
-                self._pulse.touch(OPENING)
-                self._sentinel.went_back()
+                self._heartbeat.touch(OPENING)
+                self._fault_handler.went_back()
 
     def _note_restore(self, began: float) -> None:
         """For the ledger."""
-        result, owner = self.last_restore, self._guardian.owner
-        self._guardian.tell_restored(
+        result, owner = self.last_restore, self._supervisor.owner
+        self._supervisor.tell_restored(
             at=began,
             seconds=time.monotonic() - began,
             step=None if result is None else result.step,
@@ -860,7 +860,7 @@ class Checkpointer:
             stalled=self.stats.stalled_s,
             saves=self.stats.saves,
             skipped=self.stats.skipped,
-            paused=self._pulse.paused_s,
+            paused=self._heartbeat.paused_s,
             repaired=0 if result is None else len(result.repaired),
             passed_over=0 if result is None else len(result.skipped),
             why=_first_reason(result),
@@ -872,13 +872,13 @@ class Checkpointer:
     def _restore(self, default: Any, step: int | None, strict: bool) -> Any:
         started = time.perf_counter()
         together(self._world, "settle", lambda: self._settle_staging(step))
-        self._tempo.settle()
+        self._cadence_sync.settle()
         result = Restored(step=None)
         urls = [tier.url for tier in self._tiers]
-        with self._guardian.snapshots() as snapshots:
-            acquires = self._guardian.inherited.acquires
+        with self._supervisor.snapshots() as snapshots:
+            acquires = self._supervisor.inherited.acquires
             damage: list[Loss] = []
-            sources = gather(self._world, snapshots, acquires, urls, self._tenure.roots, step, damage)
+            sources = gather(self._world, snapshots, acquires, urls, self._ownership.roots, step, damage)
             self._redo.reset()
             source = restore_first(
                 self._world, sources, self._capture, result, strict=strict, on_touch=self._touch, lost=damage, step=step
@@ -895,7 +895,7 @@ class Checkpointer:
                 f"no checkpoint could be restored{touched}. `ckpt repair URL`, with --from another place, may mend it"
                 f"\n  {lines}"
             )
-        if default is MISSING or self._tenure.has_checkpoints or step is not None:
+        if default is MISSING or self._ownership.has_checkpoints or step is not None:
             wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
             lost = "" if self._world.size == 1 else ", at least none of which the parts of all ranks can be reached"
             raise NoCheckpointError(f"there is no {wanted} in {self._places()}{lost}")
@@ -908,22 +908,22 @@ class Checkpointer:
         self._torn = True
 
     def _finish_restore(self, source: RestoreSource, result: Restored, started: float) -> None:
-        self._tenure.take_over(self._guardian.owner.epoch, source.attempt)
+        self._ownership.take_over(self._supervisor.owner.epoch, source.attempt)
         self._torn = False
         if source.damaged:
-            self._guardian.doubt(source.tier, source.attempt, source.damaged)
+            self._supervisor.doubt(source.tier, source.attempt, source.damaged)
         self._last_step, self._updates_before = source.attempt.step, self._hook.count
-        self._pulse.went_back(source.attempt.step)
+        self._heartbeat.went_back(source.attempt.step)
         self._restored, self._last, self._newest = True, None, None
         self._stepped, self._moment = False, None
         self._unpin_restored()
         memory = source if isinstance(source, MemorySource) else None
         place = memory.place_of(self._world.rank) if memory is not None else None
-        if memory is not None and place is not None and self._guardian.holds(place[0]):
+        if memory is not None and place is not None and self._supervisor.holds(place[0]):
             if memory.world == self._world.size:  # else it is not a share of what this rank has now
                 self._newest = (Save(source.attempt.step, str(source.attempt), []), source.attempt, place)
                 self._newest[0].set_staged()
-            if self._guardian.rings:
+            if self._supervisor.rings:
                 # After a rollback it may be the oldest in the ring, and still it is the one that must not be lost.
                 self._restored_place = place
                 self._stager.pin(*place)
@@ -936,7 +936,7 @@ class Checkpointer:
             how = f": step {result.base_step} was loaded, and {result.redone} steps after it redone{how}"
         log.info("restored step %d from %s in %.2f s%s", result.step, result.tier, result.seconds, how)
         reading = self._capture.read()
-        self._guardian.prepare(reading.layout.arrangement.data_size, len(json.dumps(reading.values)))
+        self._supervisor.prepare(reading.layout.arrangement.data_size, len(json.dumps(reading.values)))
 
     def _unpin_restored(self) -> None:
         if self._restored_place is not None:
@@ -969,7 +969,7 @@ class Checkpointer:
             return
         if self._torn:
             raise UsageError("the last restore failed half-way, so the state is not one of any step: restore again")
-        if self._tenure.has_checkpoints and not self._restored:
+        if self._ownership.has_checkpoints and not self._restored:
             raise UsageError(
                 f"{self._places()} holds checkpoints: call restore() before the first step, or use another place"
             )
@@ -1042,7 +1042,7 @@ class Checkpointer:
             self._turn.release()
 
     def _close_now(self, timeout_s: float, clean: bool) -> None:
-        self._pulse.touch(LEAVING)
+        self._heartbeat.touch(LEAVING)
         end = time.monotonic() + timeout_s
         failure: CheckpointError | None = None
         agreed = False
@@ -1060,14 +1060,14 @@ class Checkpointer:
         untouched = self._newest is None and (not self._restored or self._restored_place is not None)
         try:
             only_copy = self._is_only_in_memory() if self._tiers else not clean
-            if (untouched and self._guardian.inherits) or only_copy or not agreed:
+            if (untouched and self._supervisor.inherits) or only_copy or not agreed:
                 # An earlier run's memory that was neither restored nor replaced, or a disk that would not take the
                 # last step: the writer keeps it, and goes on trying, as after a death.
-                self._guardian.leave()
+                self._supervisor.leave()
             else:
-                self._guardian.close(
+                self._supervisor.close(
                     end - time.monotonic(),
-                    failed=self._failed or self._fenced is not None or self._sentinel.saw_exception,
+                    failed=self._failed or self._fenced is not None or self._fault_handler.saw_exception,
                 )
         except CheckpointError as error:
             if not (self._heard and isinstance(error, FencedError)):
@@ -1101,10 +1101,10 @@ class Checkpointer:
         """What memory holds of this history, and whether the training was sound then."""
         arena = self._stager.arena
         broken = {label.attempt for _, label in (arena.sealed() if arena is not None else ()) if label.finite is False}
-        return [(str(attempt), attempt not in broken) for attempt in self._guardian.sealed()]
+        return [(str(attempt), attempt not in broken) for attempt in self._supervisor.sealed()]
 
     def _held(self, attempt: Attempt) -> tuple[Save, Attempt, tuple[Arena, int]] | None:
-        arena, slot = self._stager.arena, self._guardian.sealed().get(attempt)
+        arena, slot = self._stager.arena, self._supervisor.sealed().get(attempt)
         if arena is None or slot is None:
             return None
         save = Save(attempt.step, str(attempt), [])
@@ -1120,8 +1120,8 @@ class Checkpointer:
         step = self._last_step
         if step is None or not self._stepped or self._fenced is not None:
             return ""
-        if self._guardian.failure is not None:
-            return str(self._guardian.failure)
+        if self._supervisor.failure is not None:
+            return str(self._supervisor.failure)
         try:
             self._stager.do(lambda: None, max(0.0, end - time.monotonic()))
             if self.in_memory(0.0) == step:
@@ -1187,7 +1187,7 @@ class Checkpointer:
 
     def _say_lost(self, kept: int | None, why: str) -> None:
         """Once, at the end, if the step that stays is not the last one."""
-        restored, last = self._guardian.owner.restored, self._last_step
+        restored, last = self._supervisor.owner.restored, self._last_step
         if kept is None and restored is not None:
             kept = restored.step
         if not self._stepped or last is None or kept == last or (not why and self._world.rank > 0):
@@ -1200,7 +1200,7 @@ class Checkpointer:
 
     def _is_only_in_memory(self) -> bool:
         """Whether the newest step should be on disk by now, and is not."""
-        if not self._tiers or self._fenced is not None or self._newest is None or self._guardian.failure is not None:
+        if not self._tiers or self._fenced is not None or self._newest is None or self._supervisor.failure is not None:
             return False
         save = self._newest[0]
         return all(save.failed(url) for url in save.tiers)
@@ -1215,8 +1215,8 @@ class Checkpointer:
                 self._stager.do(lambda: None, self._busy_timeout_s)  # a copy under way is finished
             if why := self._stage_last(time.monotonic() + self._close_timeout_s):
                 self._say_lost(None if self._newest is None else self._newest[0].step, why)
-            self._sentinel.stop(STOP_S)
-            self._guardian.leave()
+            self._fault_handler.stop(STOP_S)
+            self._supervisor.leave()
             self._end()
             self._stager.stop()
             self._say_closed()
@@ -1230,8 +1230,8 @@ class Checkpointer:
 
     def _end(self, timeout_s: float = STOP_S) -> None:
         self._closed = True
-        self._tempo.stop()
-        self._sentinel.stop(timeout_s)
+        self._cadence_sync.stop()
+        self._fault_handler.stop(timeout_s)
         self._hook.remove()
         atexit.unregister(self._atexit)
         if self._at_child_exit is not None:
@@ -1239,7 +1239,7 @@ class Checkpointer:
         _open.pop(self._place, None)
 
     def _close_at_exit(self) -> None:
-        if self._world.size > 1 and self._sentinel.saw_exception:  # the others may never come to close
+        if self._world.size > 1 and self._fault_handler.saw_exception:  # the others may never come to close
             self._abandon()
             return
         with contextlib.suppress(CheckpointError):
@@ -1249,8 +1249,8 @@ class Checkpointer:
         if not self._closed:
             self._forked = True
             self._hook.silence()
-            self._sentinel.forget()
-            self._guardian.forget()
+            self._fault_handler.forget()
+            self._supervisor.forget()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -1261,7 +1261,7 @@ class Checkpointer:
             return
         self._failed = isinstance(error, Exception) or (isinstance(error, SystemExit) and bool(error.code))
         if isinstance(error, Exception) and not self._closed and not self._forked:
-            self._sentinel.exception(error)
+            self._fault_handler.exception(error)
         if self._world.size > 1:  # the other ranks may be in a collective, and never come to close
             self._abandon()
             return

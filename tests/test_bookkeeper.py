@@ -1,4 +1,4 @@
-"""The bookkeeper by itself: fed by a pulse that a test writes, over places that fail when they are told to."""
+"""The bookkeeper by itself: fed by a heartbeat that a test writes, over places that fail when they are told to."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from ckpt.writer.bookkeeper import Bookkeeper
 
 
 class Books:
-    """A bookkeeper, the pulse of its trainer, and the places that it files to."""
+    """A bookkeeper, the heartbeat of its trainer, and the places that it files to."""
 
     def __init__(self, places: list[OpenTier]) -> None:
         self.places = places
         self.keeper = Bookkeeper(lambda: self.places, lambda message: None)
-        self.pulse = Heartbeat.create()
+        self.heartbeat = Heartbeat.create()
         self.opened = time.monotonic()
 
     def begin(self, *, again: bool = False) -> None:
         facts: dict[str, Any] = {"epoch": "1.ab", "rank": 0, "world": 1, "url": self.places[0].url}
         facts |= {"opening": self.opened, "opened": self.opened, "places": [], "decides": False, "cadence": None}
-        self.keeper.begin({**facts, "again": again}, [os.dup(self.pulse.fd)], os.getpid())
+        self.keeper.begin({**facts, "again": again}, [os.dup(self.heartbeat.fd)], os.getpid())
 
     def beat(self, step: int, **cost: Any) -> None:
-        self.pulse.beat(step, **cost)
+        self.heartbeat.beat(step, **cost)
 
     def restored(self, began: float, step: int, **cost: Any) -> None:
         facts = {"at": began, "seconds": time.monotonic() - began, "step": step, "source": "memory", "attempt": "1.a-1"}
-        known = {"stalled": 0.0, "saves": 0, "skipped": 0, "paused": self.pulse.paused_s, **cost}
+        known = {"stalled": 0.0, "saves": 0, "skipped": 0, "paused": self.heartbeat.paused_s, **cost}
         self.keeper.restored({**facts, "epoch": "2.cd", **known})
 
     def stored(self, number: int = 0) -> Account:
@@ -73,14 +73,14 @@ def test_a_restore_is_no_part_of_the_step_after_it(tmp_path: Path) -> None:
     async def test(books: Books) -> None:
         books.begin()
         books.beat(1)
-        books.pulse.paused(3.0)
+        books.heartbeat.paused(3.0)
         began = time.monotonic()
         time.sleep(0.2)
         ended = time.monotonic()
         books.keeper.look(began)
         facts = {"stalled": 5.0, "saves": 3}
         time.sleep(0.02)
-        books.pulse.beat(11, 5.5, 4)
+        books.heartbeat.beat(11, 5.5, 4)
         message = {"at": began, "seconds": ended - began, "step": 10, "source": "", "attempt": "", "epoch": ""}
         books.keeper.restored({**message, **facts, "skipped": 0, "paused": 3.0})
         books.keeper.look()
@@ -158,7 +158,7 @@ def test_what_is_said_late_of_a_death_belongs_to_who_died(tmp_path: Path) -> Non
         books.keeper.ended("died")
         facts: dict[str, Any] = {"epoch": "2.cd", "rank": 0, "world": 1, "url": books.places[0].url}
         facts |= {"opening": books.opened, "opened": books.opened, "places": [], "decides": False, "cadence": None}
-        books.keeper.begin(facts, [os.dup(books.pulse.fd)], os.getppid())
+        books.keeper.begin(facts, [os.dup(books.heartbeat.fd)], os.getppid())
         for pid in (os.getpid(), 1):
             books.keeper.fault(Fault("death", "died", by="writer", pid=pid))
         await books.keeper.finish()

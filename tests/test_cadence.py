@@ -218,7 +218,7 @@ def test_a_decision_is_always_one(
 
 
 def test_history_counts_what_only_a_snapshot_helps_against() -> None:
-    """A fault that the sentinel dealt with lost nothing; one that the writer found did; the user's end is none."""
+    """A fault that the fault handler dealt with lost nothing; one that the writer found did; the user's end is none."""
     accounts = []
     for number, (by, how, source) in enumerate(
         [

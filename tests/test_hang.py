@@ -185,19 +185,19 @@ def test_another_trainer_is_learnt_anew() -> None:
     assert loop.said == [] and loop.pace.usual_s is None
 
 
-def test_it_reads_a_real_pulse() -> None:
+def test_it_reads_a_real_heartbeat() -> None:
     """The clock of the page is the one of the looker."""
-    pulse, pace = Heartbeat.create(), StepPace(OnHang(min_s=0.01, factor=2))
+    heartbeat, pace = Heartbeat.create(), StepPace(OnHang(min_s=0.01, factor=2))
     for step in range(10):
-        pulse.beat(step)
-        assert pace.look(time.monotonic(), pulse.read()) is None or step >= hang.ENOUGH
+        heartbeat.beat(step)
+        assert pace.look(time.monotonic(), heartbeat.read()) is None or step >= hang.ENOUGH
     assert pace.usual_s is not None
     last = time.monotonic()
-    assert eventually(lambda: pace.look(time.monotonic(), pulse.read()) is not None)
+    assert eventually(lambda: pace.look(time.monotonic(), heartbeat.read()) is not None)
     assert time.monotonic() - last > 0.01
-    pulse.touch(PAUSED)
-    assert pace.look(time.monotonic(), pulse.read()) is None
-    pulse.close()
+    heartbeat.touch(PAUSED)
+    assert pace.look(time.monotonic(), heartbeat.read()) is None
+    heartbeat.close()
 
 
 # -- evidence --

@@ -24,7 +24,7 @@ from ckpt.trainer.writer_client import WriterClient
 NAME = "handover"
 LIFE = """
 import os, sys, ckpt, torch
-import ckpt.trainer.writer_supervisor as guardian
+import ckpt.trainer.writer_supervisor as supervisor
 import torch.distributed as dist
 from torch import nn
 until, words = int(sys.argv[1]), sys.argv[2:]

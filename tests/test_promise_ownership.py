@@ -388,7 +388,7 @@ def remove(folder: str) -> None:
 @pytest.mark.parametrize("how", ["moved", "emptied", "replaced"])
 def test_a_folder_that_is_not_the_run_any_more_is_not_written_to(how: str, run_dir: str, tmp_path: Path) -> None:
     """The next save says so; nothing is written into the void. Put back, saves go on."""
-    state, folder, aside = toy.build(), Path(run_dir), tmp_path / "aside"
+    state, folder, deferred = toy.build(), Path(run_dir), tmp_path / "aside"
     with ckpt.Checkpointer(toy.build(), [ckpt.Tier(str(tmp_path / "other"), every=1)]) as other:
         other.restore(default=0)
         other.save(7).committed(60)
@@ -396,7 +396,7 @@ def test_a_folder_that_is_not_the_run_any_more_is_not_written_to(how: str, run_d
     cp.restore(default=0)
     toy.train_step(state)
     cp.save(1).committed(60)
-    folder.rename(aside)
+    folder.rename(deferred)
     if how == "emptied":
         folder.mkdir()
     if how == "replaced":
@@ -408,7 +408,7 @@ def test_a_folder_that_is_not_the_run_any_more_is_not_written_to(how: str, run_d
     assert (sorted(folder.rglob("*")) if folder.exists() else None) == before
     if folder.exists():
         shutil.rmtree(folder)
-    aside.rename(folder)
+    deferred.rename(folder)
     toy.train_step(state)
     cp.save(3).committed(60)
     cp.close()

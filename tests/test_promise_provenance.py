@@ -202,7 +202,7 @@ def test_a_step_that_was_not_due_and_is_copied_later(open_run: Any) -> None:
         assert cp.copy_live() == (step if step == 2 else None)
         if step == 2:
             assert differences(read_back(cp, step, run.twin), boundary) == []
-    with cp._guardian.snapshots() as snapshots:
+    with cp._supervisor.snapshots() as snapshots:
         assert [s.attempt.step for s in snapshots] == [2, 1]
 
 
@@ -428,9 +428,9 @@ def test_optimizers_that_take_turns(open_run: Any, monkeypatch: pytest.MonkeyPat
         step_of(state, name)
     cp = open_run(state)
     sent: list[dict[str, Any]] = []
-    send = cp._guardian.client.send
+    send = cp._supervisor.client.send
     monkeypatch.setattr(
-        cp._guardian.client,
+        cp._supervisor.client,
         "send",
         lambda op, *a, **fields: (sent.append(fields) if op == "guarded" else None, send(op, *a, **fields))[1],
     )

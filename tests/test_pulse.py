@@ -18,122 +18,123 @@ from ckpt.store import PAGE
 
 OTHER = """
 import sys
-from ckpt.ipc.heartbeat import Pulse
-pulse = Pulse.attach(int(sys.argv[1]))
+from ckpt.ipc.heartbeat import Heartbeat
+heartbeat = Heartbeat.attach(int(sys.argv[1]))
 for _ in sys.stdin:
-    beat = pulse.read()
-    print(beat.calls, beat.step, beat.when, beat.doing, beat.updates, pulse.save_at, pulse.usual_s, flush=True)
-    pulse.usual_s = 0.25
-    pulse.save_at = 99
+    beat = heartbeat.read()
+    print(beat.calls, beat.step, beat.when, beat.doing, beat.updates, heartbeat.save_at, heartbeat.usual_s, flush=True)
+    heartbeat.usual_s = 0.25
+    heartbeat.save_at = 99
 """
 
 
 @pytest.fixture
-def pulse() -> Iterator[Heartbeat]:
+def heartbeat() -> Iterator[Heartbeat]:
     made = Heartbeat.create()
     yield made
     made.close()
 
 
-def test_a_new_page_says_that_nothing_has_come_yet(pulse: Heartbeat) -> None:
+def test_a_new_page_says_that_nothing_has_come_yet(heartbeat: Heartbeat) -> None:
     """No step, no pace, no step to save at, and a sign of life of just now."""
     before = time.monotonic()
     found = Heartbeat.create().read()
     assert before <= found.when <= time.monotonic()
     assert (found.calls, found.step, found.updates, found.doing) == (0, -1, 0, "opening")
-    assert (pulse.save_at, pulse.usual_s, pulse.step, pulse.state) == (NEVER, 0.0, -1, OPENING)
+    assert (heartbeat.save_at, heartbeat.usual_s, heartbeat.step, heartbeat.state) == (NEVER, 0.0, -1, OPENING)
 
 
-def test_every_field_is_seen_by_another_mapping(pulse: Heartbeat) -> None:
-    """What one writes, another reads: the loop's fields, the sentinel's and the writer's, each without the others."""
-    other = Heartbeat.attach(os.dup(pulse.fd))
+def test_every_field_is_seen_by_another_mapping(heartbeat: Heartbeat) -> None:
+    """What one writes, another reads: the loop's fields, the fault handler's and the writer's, each without the
+    others."""
+    other = Heartbeat.attach(os.dup(heartbeat.fd))
     at = time.monotonic()
-    pulse.beat(7)
+    heartbeat.beat(7)
     first = other.read()
-    assert first == pulse.read()
+    assert first == heartbeat.read()
     assert (first.calls, first.step, first.state, first.updates) == (1, 7, TRAINING, 0)
     assert at <= first.when <= time.monotonic()
-    pulse.beat(9)
-    pulse.update()
-    pulse.update()
+    heartbeat.beat(9)
+    heartbeat.update()
+    heartbeat.update()
     assert (other.read().calls, other.step, other.read().updates) == (2, 9, 2)
     for state in (PAUSED, RESTORING, LEAVING, OPENING, TRAINING):
-        pulse.touch(state)
+        heartbeat.touch(state)
         assert other.state == state and other.read().doing == STATES[state]
     assert (other.step, other.read().calls) == (9, 2)  # a touch is no step
-    pulse.save_at, other.usual_s = 10**18 - 1, 1.5
-    assert (other.save_at, pulse.usual_s) == (10**18 - 1, 1.5)
-    pulse.save_at = NEVER
+    heartbeat.save_at, other.usual_s = 10**18 - 1, 1.5
+    assert (other.save_at, heartbeat.usual_s) == (10**18 - 1, 1.5)
+    heartbeat.save_at = NEVER
     assert other.save_at == NEVER and other.read().updates == 2
     other.close()
 
 
-def test_two_processes_see_each_other(pulse: Heartbeat) -> None:
+def test_two_processes_see_each_other(heartbeat: Heartbeat) -> None:
     """The descriptor crosses to another process, and both directions work there."""
-    command = [sys.executable, "-c", OTHER, str(pulse.fd)]
+    command = [sys.executable, "-c", OTHER, str(heartbeat.fd)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, pass_fds=[pulse.fd], **pipes) as other:  # type: ignore[call-overload]
+    with subprocess.Popen(command, pass_fds=[heartbeat.fd], **pipes) as other:  # type: ignore[call-overload]
         try:
             for step in (3, 4):
-                pulse.beat(step)
-                pulse.update()
+                heartbeat.beat(step)
+                heartbeat.update()
                 other.stdin.write("\n")
                 other.stdin.flush()
                 seen = other.stdout.readline().split()
-                beat = pulse.read()
+                beat = heartbeat.read()
                 expected = [beat.calls, beat.step, beat.when, "training", beat.updates]
                 assert seen[:5] == [str(value) for value in expected]
             assert seen[5:] == ["99", "0.25"]  # of its own, written after the first line
-            assert (pulse.save_at, pulse.usual_s) == (99, 0.25)
+            assert (heartbeat.save_at, heartbeat.usual_s) == (99, 0.25)
         finally:
             other.stdin.close()
             other.wait(10)
 
 
-def test_negative_control_another_page_sees_nothing(pulse: Heartbeat) -> None:
+def test_negative_control_another_page_sees_nothing(heartbeat: Heartbeat) -> None:
     """Two pages are two pages."""
     other = Heartbeat.create()
-    pulse.beat(5)
+    heartbeat.beat(5)
     assert other.step == -1 and other.read().calls == 0
     other.close()
 
 
-def test_the_last_steps_are_told_one_by_one(pulse: Heartbeat) -> None:
+def test_the_last_steps_are_told_one_by_one(heartbeat: Heartbeat) -> None:
     """Those since the last look, in order, with what saving had cost by then; of very many the newest."""
-    assert pulse.since(0) == (0, [])
+    assert heartbeat.since(0) == (0, [])
     for step in range(1, 6):
-        pulse.beat(step, stalled_s=0.25 * step, saves=2 * step, skipped=step)
-    pulse.paused(1.5)
-    pulse.beat(9, 2.0, 11, 5)
-    calls, done = pulse.since(3)
+        heartbeat.beat(step, stalled_s=0.25 * step, saves=2 * step, skipped=step)
+    heartbeat.paused(1.5)
+    heartbeat.beat(9, 2.0, 11, 5)
+    calls, done = heartbeat.since(3)
     assert calls == 6 and [one.step for one in done] == [4, 5, 9]
     assert [one.stalled for one in done] == [1.0, 1.25, 2.0] and [one.saves for one in done] == [8, 10, 11]
     assert [one.paused for one in done] == [0.0, 0.0, 1.5] and done[-1].skipped == 5
-    assert done[-1].when == pulse.read().when and pulse.since(6) == (6, [])
+    assert done[-1].when == heartbeat.read().when and heartbeat.since(6) == (6, [])
     for step in range(10, 5000):
-        pulse.beat(step)
-    calls, done = pulse.since(6)
+        heartbeat.beat(step)
+    calls, done = heartbeat.since(6)
     steps = [one.step for one in done]
     assert calls == 4996 and 400 < len(steps) < 1000 and steps == list(range(5000 - len(steps), 5000))
 
 
-def test_its_size_is_sealed(pulse: Heartbeat) -> None:
+def test_its_size_is_sealed(heartbeat: Heartbeat) -> None:
     """Nobody can make a reader die of SIGBUS by cutting the page off, or undo that."""
-    assert os.fstat(pulse.fd).st_size == 9 * PAGE
+    assert os.fstat(heartbeat.fd).st_size == 9 * PAGE
     for size in (0, PAGE, 18 * PAGE):
         with pytest.raises(PermissionError):
-            os.ftruncate(pulse.fd, size)
+            os.ftruncate(heartbeat.fd, size)
     with pytest.raises(PermissionError):
-        fcntl.fcntl(pulse.fd, 1033, 0x0008)  # one more seal
+        fcntl.fcntl(heartbeat.fd, 1033, 0x0008)  # one more seal
     loose = os.memfd_create("loose", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)  # negative control
     os.ftruncate(loose, PAGE)
     os.ftruncate(loose, 0)
     os.close(loose)
 
 
-def test_it_is_not_inherited(pulse: Heartbeat) -> None:
+def test_it_is_not_inherited(heartbeat: Heartbeat) -> None:
     """A program that the trainer starts does not get the descriptor."""
-    assert not os.get_inheritable(pulse.fd)
+    assert not os.get_inheritable(heartbeat.fd)
 
 
 def refused(fd: int) -> str:
@@ -150,9 +151,9 @@ def memory(content: bytes, size: int = 9 * PAGE) -> int:
     return fd
 
 
-def test_what_is_no_page_is_refused(pulse: Heartbeat) -> None:
+def test_what_is_no_page_is_refused(heartbeat: Heartbeat) -> None:
     """Too small, empty, another content, or a version whose first number differs: CorruptError, and no crash."""
-    whole = mmap.mmap(pulse.fd, 9 * PAGE)[:]
+    whole = mmap.mmap(heartbeat.fd, 9 * PAGE)[:]
     reader, writer = os.pipe()
     os.close(writer)
     assert "not the pages of a trainer" in refused(reader)
@@ -162,18 +163,18 @@ def test_what_is_no_page_is_refused(pulse: Heartbeat) -> None:
     assert "of this version" in refused(memory(b"x" * 9 * PAGE))
     assert "of this version" in refused(memory(bytes([whole[0] ^ 1]) + whole[1:]))
     copy = Heartbeat.attach(memory(whole))  # negative control: the same bytes are taken
-    assert copy.read() == pulse.read()
+    assert copy.read() == heartbeat.read()
     copy.close()
 
 
-def test_an_unknown_state_has_a_name(pulse: Heartbeat) -> None:
+def test_an_unknown_state_has_a_name(heartbeat: Heartbeat) -> None:
     """Another version's state is shown, not raised."""
     assert Beat(0, 0, 0.0, 99, 0).doing == Beat(0, 0, 0.0, -1, 0).doing == "?"
-    pulse.touch(99)
-    assert pulse.read().doing == "?"
+    heartbeat.touch(99)
+    assert heartbeat.read().doing == "?"
 
 
-def test_closing_gives_the_descriptor_back_once(pulse: Heartbeat) -> None:
+def test_closing_gives_the_descriptor_back_once(heartbeat: Heartbeat) -> None:
     """Twice is harmless, and who still looks sees the last state."""
     made = Heartbeat.create()
     made.beat(3)

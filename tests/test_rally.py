@@ -42,14 +42,14 @@ class Ranks:
 
     def add(self, size: int) -> SaveRounds:
         heard: list[Round] = []
-        rally = SaveRounds(self._connect(), self._prefix, len(self.rallies), size, heard.append)
-        self.rallies.append(rally)
+        save_rounds = SaveRounds(self._connect(), self._prefix, len(self.rallies), size, heard.append)
+        self.rallies.append(save_rounds)
         self.heard.append(heard)
-        return rally
+        return save_rounds
 
     def stop(self) -> None:
-        for rally in self.rallies:
-            rally.stop()
+        for save_rounds in self.rallies:
+            save_rounds.stop()
 
 
 @pytest.fixture(params=["hash", "tcp"])
@@ -68,7 +68,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 def settled(rallies: list[SaveRounds]) -> None:
     """Every rank has looked several times since."""
-    time.sleep(4 * max(rally.look_s for rally in rallies))
+    time.sleep(4 * max(save_rounds.look_s for save_rounds in rallies))
 
 
 def test_two_that_call_at_once_have_one_round(ranks: Ranks) -> None:
@@ -199,7 +199,7 @@ def test_a_store_that_dies_is_said_and_not_waited_for() -> None:
         with pytest.raises(PeerError, match="other ranks do not hear of it"):
             two.call(2, "signal", "", 1.0)
         ranks.stop()
-        assert not [t for t in threading.enumerate() if t.name == "ckpt-rally"]
+        assert not [t for t in threading.enumerate() if t.name == "ckpt-save-rounds"]
         assert ranks.heard == [[], [called]]
 
 
@@ -208,15 +208,15 @@ def test_stop_returns_although_the_store_stands_still() -> None:
     with foreign_host() as (host, port):
         long = timedelta(seconds=60)
         ranks = Ranks(lambda: TCPStore("127.0.0.1", port, None, False, long, wait_for_workers=False))
-        rally = ranks.add(2)
+        save_rounds = ranks.add(2)
         os.kill(host.pid, signal.SIGSTOP)
-        settled([rally])
-        stopper = threading.Thread(target=rally.stop)
+        settled([save_rounds])
+        stopper = threading.Thread(target=save_rounds.stop)
         stopper.start()
         stopper.join(30)
         assert not stopper.is_alive()
         os.kill(host.pid, signal.SIGKILL)
-        assert eventually(lambda: not [t for t in threading.enumerate() if t.name == "ckpt-rally"])
+        assert eventually(lambda: not [t for t in threading.enumerate() if t.name == "ckpt-save-rounds"])
 
 
 def test_after_stop_nothing_is_heard() -> None:
@@ -251,9 +251,9 @@ class Broken:
 def test_what_is_no_round_ends_the_looking_only(raw: bytes) -> None:
     """Whatever stands in the store, the thread ends by itself and the rank goes on without the others."""
     heard: list[Round] = []
-    rally = SaveRounds(Broken(raw), "x/", 0, 2, heard.append)
-    assert eventually(lambda: not rally.reachable)
-    rally.stop()
+    save_rounds = SaveRounds(Broken(raw), "x/", 0, 2, heard.append)
+    assert eventually(lambda: not save_rounds.reachable)
+    save_rounds.stop()
     assert heard == []
 
 
@@ -274,6 +274,6 @@ def test_many_ranks_look_less_often() -> None:
     """The host of the store answers a bounded number of looks a second."""
     store = HashStore()
     for size, look_s in [(2, LOOK_S), (500, LOOK_S), (LOOKS_PER_S, 1.0), (4 * LOOKS_PER_S, 4.0)]:
-        rally = SaveRounds(store, "x/", 0, size, lambda heard: None)
-        assert rally.look_s == look_s
-        rally.stop()
+        save_rounds = SaveRounds(store, "x/", 0, size, lambda heard: None)
+        assert save_rounds.look_s == look_s
+        save_rounds.stop()

@@ -696,19 +696,19 @@ def test_it_reads_no_more_at_once_than_it_should(made: Path, run: Path, monkeypa
                 asked.append((key, start, length or 0))
             return await super().get(key, start=start, length=length, **more)
 
-    async def survey() -> int:
+    async def audit() -> int:
         log = RunLog(Counting(objects=objects))
         await log.open()
         work = repair.Repair(log)
         total = await work.look()
         seen: list[int] = []
-        found = await work.survey(seen.append)
+        found = await work.audit(seen.append)
         assert not found.any and sum(seen) == total
         return total
 
     monkeypatch.setattr(audit, "READ", 20_000)
     monkeypatch.setattr(audit, "GAP", 0)
-    total = asyncio.run(survey())
+    total = asyncio.run(audit())
     largest = max(piece[2] for piece in asked)
     assert largest <= 400 * 256 * 4 and sum(length for _, _, length in asked) == total
     assert len(set(asked)) == len(asked)

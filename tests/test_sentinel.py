@@ -344,7 +344,7 @@ block()
         assert run.at == 5 and is_exact(run)
 
 
-def test_sigterm_while_the_sentinel_stops_is_not_lost(run_dir: str) -> None:
+def test_sigterm_while_the_fault_handler_stops_is_not_lost(run_dir: str) -> None:
     """close() waits for an incident that is being dealt with; a SIGTERM that comes then ends the process even so."""
     code = """
 began = threading.Event()
@@ -637,7 +637,7 @@ held.pthread_mutex_lock(mutex)
 """
     with trainer(run_dir, code) as process:
         await_line(process, "held")
-        time.sleep(0.5)  # else the sentinel may just take the signal before the lock is held for ever
+        time.sleep(0.5)  # else the fault handler may just take the signal before the lock is held for ever
         process.send_signal(signal.SIGTERM)
         assert eventually(lambda: bool(reports(run_dir)))
         (fault,) = reports(run_dir)
@@ -716,7 +716,7 @@ def test_a_pause_inside_a_pause(run_dir: str) -> None:
         with run.cp.pause():
             with run.cp.pause():
                 pass
-            assert run.cp._pulse.read().doing == "paused"
+            assert run.cp._heartbeat.read().doing == "paused"
 
 
 # -- requests --
@@ -747,7 +747,7 @@ def test_a_request_after_going_back(run_dir: str) -> None:
         run.go(2)
         for _ in range(2):
             run.cp.request("now")
-            assert eventually(lambda: run.cp._pulse.save_at == 7, 5.0)
+            assert eventually(lambda: run.cp._heartbeat.save_at == 7, 5.0)
             time.sleep(0.3)  # the second time it is 7 already
             save = run.go()
             assert save is not None and save.tiers
@@ -909,14 +909,14 @@ def is_sealed_newest(run: Training) -> bool:
     """Whether memory still holds the newest step."""
     assert run.cp._last is not None
     run.cp._last[1].copied.wait(ANSWER_S)
-    return max(attempt.step for attempt in run.cp._guardian.sealed()) == run.at
+    return max(attempt.step for attempt in run.cp._supervisor.sealed()) == run.at
 
 
 def test_pressure_is_accounted_for(run_dir: str) -> None:
     """What the writer says of memory frees a slot, and the account says how much."""
     with training(run_dir) as run:
         run.go(5)
-        run.cp._sentinel._on_alert({"op": "pressure", "why": "little is left", "available": 1, "total": 2})
+        run.cp._fault_handler._on_alert({"op": "pressure", "why": "little is left", "available": 1, "total": 2})
         fault = run.fault("memory")
         assert "little is left" in fault.summary and "of snapshots back" in fault.summary
         assert fault.exit_code is None and saved_on_disk(fault)

@@ -52,7 +52,7 @@ def close(cp: ckpt.Checkpointer) -> None:
 def read_back(cp: ckpt.Checkpointer, step: int, twin: State) -> Any:
     """The snapshot of a step, taken out of shared memory into another state; frozen."""
     result = Restored(step=None)
-    with cp._guardian.snapshots() as snapshots:
+    with cp._supervisor.snapshots() as snapshots:
         snapshot = next(s for s in snapshots if s.attempt.step == step)
         source = MemorySource(snapshot.attempt, [snapshot], alone=True)
         restore_first(World(), [source], Capture(twin), result, strict=True, on_touch=lambda: None)
@@ -99,7 +99,7 @@ def check_boundaries(cp: ckpt.Checkpointer, run: Run, steps: int, *, first: int 
         try:
             save.staged(30.0)
         except ckpt.SkippedError:  # more memory, for optimizer state, is on its way
-            cp._guardian.take_prepared(30.0)
+            cp._supervisor.take_prepared(30.0)
             skipped += 1
         except SaveError as error:
             found.append(f"step {step} dropped: {error}")
@@ -625,7 +625,7 @@ def test_a_layout_that_changes_every_step(open_run: Any) -> None:
         try:
             save.staged(30.0)
         except ckpt.SkippedError:
-            cp._guardian.take_prepared(30.0)  # memory for more was on its way
+            cp._supervisor.take_prepared(30.0)  # memory for more was on its way
             continue
         staged += 1
         assert differences(read_back(cp, step, build(step)), boundary) == []
@@ -644,7 +644,7 @@ def test_a_hundred_saves_without_pause(open_run: Any) -> None:
         if step % 10 == 0:
             save.staged(30.0)
             assert differences(read_back(cp, step, run.twin), boundary) == []
-    with cp._guardian.snapshots() as snapshots:
+    with cp._supervisor.snapshots() as snapshots:
         steps = [s.attempt.step for s in snapshots]
     assert steps == sorted(steps, reverse=True) and steps[0] == 100 and len(steps) >= 3
 

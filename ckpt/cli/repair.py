@@ -76,7 +76,7 @@ async def _repair(url: str, sources: Sequence[str], step: int | None, yes: bool,
         commits = _wanted(log, step)
         work = Repair(log, others, commits)
         with progress("reading", await work.look()) as on_bytes:
-            diagnosis = await work.survey(on_bytes)
+            diagnosis = await work.audit(on_bytes)
         for other in others if diagnosis.any else ():
             if not _kin(log, other):
                 say(f"WARNING: {other.store.url} is another run: of use is only what has the same content")

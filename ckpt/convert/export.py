@@ -196,9 +196,9 @@ class _Workshop:
         except FileNotFoundError:
             if any(path.name not in ("lock", "plan.new") for path in self.folder.iterdir()):
                 raise UsageError(f"{self.folder} is not ours: remove it, or choose another target") from None
-            aside = self.folder / "plan.new"
-            _write(aside, canonical({"plan": self.plan}))
-            aside.rename(about)
+            deferred = self.folder / "plan.new"
+            _write(deferred, canonical({"plan": self.plan}))
+            deferred.rename(about)
             return
         except (OSError, ValueError, KeyError, TypeError):
             begun = None

@@ -1,6 +1,6 @@
 """Whether a training loop hangs, and which rank holds the others up. Plain values and rules, nothing is read or asked.
 
-`StepPace` compares looks at a trainer's pulse with the usual time of a step. When that is exceeded, every rank's
+`StepPace` compares looks at a trainer's heartbeat with the usual time of a step. When that is exceeded, every rank's
 `Evidence` (ckpt/faults/probe.py gathers it) says what it is doing; `still` is whether one rank does not move at all,
 and
 `diagnose` compares all ranks and says, in words for people, whom they wait for.
@@ -29,7 +29,7 @@ _IDLE_SHARE = 0.05  # of one core: hardly any
 
 
 class StepPace:
-    """Learns the usual time of a step from looks at the pulse; says when it has been too long."""
+    """Learns the usual time of a step from looks at the heartbeat; says when it has been too long."""
 
     def __init__(self, trigger: OnHang) -> None:
         self._trigger = trigger

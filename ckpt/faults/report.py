@@ -61,8 +61,8 @@ class Fault:
     """One rank's account of one incident.
 
     `kind`: "signal", "preemption", "deadline", "exception", "oom", "hang", "memory", "request" or "death"; `by`: who
-    saw it first here, "writer" or "sentinel"; `how`: by which means; `time`: UTC; `steps`: the last step of each rank
-    that is known; `stacks`: by rank, innermost frame first; `evidence`: of each rank that could be looked at;
+    saw it first here, "writer" or "fault handler"; `how`: by which means; `time`: UTC; `steps`: the last step of each
+    rank that is known; `stacks`: by rank, innermost frame first; `evidence`: of each rank that could be looked at;
     `timings`: seconds since it was seen; `exit_code`: None if the process goes on.
     """
 

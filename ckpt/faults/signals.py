@@ -2,8 +2,8 @@
 
 A Python handler runs in the main thread, between two bytecodes: never while that thread sits in a collective. The
 interpreter's own handler writes the number of a signal to a descriptor at once, though (`signal.set_wakeup_fd`). Here
-that is a socket whose other end two processes have: the sentinel thread reads it, and if it cannot, because something
-holds the interpreter's lock, the writer does.
+that is a socket whose other end two processes have: the fault handler thread reads it, and if it cannot, because
+something holds the interpreter's lock, the writer does.
 
 Nobody's handlers are lost: ours call those that were there before, and those that are installed later replace ours,
 which the descriptor does not depend on. `put_back` restores what was there.

@@ -2,7 +2,7 @@
 
 The trainer's main thread writes where it is; nobody sends a message for it. The writer compares that with the usual
 pace, also when the trainer is frozen. In the other direction there is one flag, the step from which on to save, which
-the sentinel sets and the training loop reads, and the pace that the writer has learnt.
+the fault handler sets and the training loop reads, and the pace that the writer has learnt.
 
 Every field is eight bytes, aligned, and has one writer, so that nobody reads half of it. Behind the fields is a ring of
 the last steps, when each was done and what saving had cost by then: from it the writer keeps the ledger, also of a
@@ -73,16 +73,16 @@ class Heartbeat:
 
     @classmethod
     def create(cls) -> Heartbeat:
-        fd = os.memfd_create("ckpt-pulse", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = os.memfd_create("ckpt-heartbeat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, _SIZE)
         fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
         memory = mmap.mmap(fd, _SIZE)
         memory.madvise(mmap.MADV_DONTFORK)
         fields = memoryview(memory).cast("q")
         fields[2], fields[6], fields[0] = -1, NEVER, _MAGIC
-        pulse = cls(fd, memory)
-        pulse.touch(OPENING)
-        return pulse
+        heartbeat = cls(fd, memory)
+        heartbeat.touch(OPENING)
+        return heartbeat
 
     @classmethod
     def attach(cls, fd: int) -> Heartbeat:
@@ -118,7 +118,7 @@ class Heartbeat:
         """An optimizer begins to change something."""
         self._at[5] += 1
 
-    # -- the sentinel --
+    # -- the fault handler --
 
     @property
     def save_at(self) -> int:

@@ -205,7 +205,7 @@ class Audit:
         self._ranges, self._names = np.unique(np.concatenate(columns)), list(places)
         return int(self._ranges["stored"].sum()) + sum(self.infos[k].header_size for k in places if k in self.infos)
 
-    async def survey(self, on_bytes: OnBytes = None) -> AuditResult:
+    async def audit(self, on_bytes: OnBytes = None) -> AuditResult:
         """Read everything that was found by `look`, a few batches at a time, and note what is damaged."""
         damaged: dict[str, PackDamage] = {}
 

@@ -37,29 +37,29 @@ Plain = tuple[bytes, int]
 class CopyFinder:
     """Finds damaged pieces elsewhere."""
 
-    def __init__(self, survey: Audit) -> None:
-        self.survey = survey
+    def __init__(self, audit: Audit) -> None:
+        self.audit = audit
         self._absent: set[tuple[str, str]] = set()  # (place, pack)
         self._rows: dict[Plain, list[tuple[Store, Table, int]]] = {}
 
     async def prepare(self) -> None:
         """Where the contents that may be of use lie, in all places."""
-        survey = self.survey
+        audit = self.audit
         wanted: set[Plain] = set()
-        for pack in survey.found.packs:
+        for pack in audit.found.packs:
             for piece in pack.pieces:
                 for sheet, row in piece.rows[:1]:
                     for one in (row, *sheet.table.needed(row)):
                         wanted.add(_content(sheet.table, one))
-        bad = {(piece.pack, piece.offset) for pack in survey.found.packs for piece in pack.pieces}
-        for sheet in survey.sheets:
-            self._note(survey.store, sheet.table, wanted, bad)
-        for other in (survey.log, *survey.others):
-            known = {c.attempt for c in survey.commits} if other is survey.log else set[Attempt]()
+        bad = {(piece.pack, piece.offset) for pack in audit.found.packs for piece in pack.pieces}
+        for sheet in audit.sheets:
+            self._note(audit.store, sheet.table, wanted, bad)
+        for other in (audit.log, *audit.others):
+            known = {c.attempt for c in audit.commits} if other is audit.log else set[Attempt]()
             commits = {**other.state.held, **other.state.commits}
             for attempt in sorted(commits.keys() - known, reverse=True):
                 for table in await _tables(other.store, commits[attempt]):
-                    self._note(other.store, table, wanted, bad if other is survey.log else set())
+                    self._note(other.store, table, wanted, bad if other is audit.log else set())
 
     def _note(self, store: Store, table: Table, wanted: set[Plain], bad: set[tuple[str, int]]) -> None:
         for row, one in enumerate(zip(map(bytes, table.digest), table.length.tolist(), strict=True)):
@@ -68,7 +68,7 @@ class CopyFinder:
 
     async def cure(self, piece: DamagedRange) -> SoundCopy | None:
         """None, and why, if it cannot be had bit for bit."""
-        for other in self.survey.others:
+        for other in self.audit.others:
             get = partial(self._same_range, other.store, piece)
             if await _works(other.store, get):
                 return SoundCopy(other.store.url, "the same bytes", get)
@@ -123,25 +123,25 @@ class CopyFinder:
     # -- headers --
 
     async def header(self, info: PackInfo) -> SoundCopy | None:
-        for other in self.survey.others:
+        for other in self.audit.others:
             get = partial(self._their_header, other.store, info)
             if await _works(other.store, get):
                 return SoundCopy(other.store.url, "the same bytes", get)
         tiles, rank = self._tiles(info), rank_and_try(info.key)[0]
-        layouts = {s.layout.digest: s.layout for s in self.survey.sheets if s.layout is not None}
+        layouts = {s.layout.digest: s.layout for s in self.audit.sheets if s.layout is not None}
         for layout in layouts.values():
             if layout.rank != rank:
                 continue
             for make in (partial(_raw_header, layout), partial(_blobs_header, info, layout, tiles)):
                 header = make()
                 if header is not None and file_digest(header) == info.header:
-                    return SoundCopy(self.survey.store.url, "made again", partial(_given, header))
+                    return SoundCopy(self.audit.store.url, "made again", partial(_given, header))
         return None
 
     def _tiles(self, info: PackInfo) -> dict[int, tuple[AuditedTable, int]]:
         """A row for each range of a pack; empty unless they leave nothing out. Only ranks that wrote it name it so."""
         rank, rows = rank_and_try(info.key)[0], dict[int, tuple[AuditedTable, int]]()
-        for sheet in self.survey.sheets:
+        for sheet in self.audit.sheets:
             table = sheet.table
             if sheet.layout is None or sheet.layout.rank != rank or info.key not in table.packs:
                 continue

@@ -58,7 +58,7 @@ class SaveRounds:
         self.reachable = True
         self._thread: threading.Thread | None = None
         if size > 1:
-            self._thread = threading.Thread(target=self._look, name="ckpt-rally", daemon=True)
+            self._thread = threading.Thread(target=self._look, name="ckpt-save-rounds", daemon=True)
             self._thread.start()
 
     def call(self, step: int, kind: str, why: str, grace_s: float) -> Round:

@@ -168,10 +168,10 @@ class World:
         """For a background thread: messages to other ranks, over a connection of its own."""
         return Mailbox(self._client.another(), f"{self._prefix}mail/")
 
-    def rally(self, on_round: Callable[[Round], None]) -> SaveRounds:
+    def save_rounds(self, on_round: Callable[[Round], None]) -> SaveRounds:
         """For saves out of turn, over a connection of its own."""
         store = self._store.clone() if hasattr(self._store, "clone") else self._store
-        return SaveRounds(store, f"{self._prefix}rally/", self.rank, self.size, on_round)
+        return SaveRounds(store, f"{self._prefix}rounds/", self.rank, self.size, on_round)
 
     def farewell(self, timeout_s: float = 10.0) -> None:
         """Every rank's last call. Rank 0, which often hosts the store, waits here for the others. Never raises."""

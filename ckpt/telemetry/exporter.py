@@ -74,7 +74,7 @@ class Exporter:
         events, self._events = self._events, None
         if events is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(aside(events.close), LAST_S)
+                await asyncio.wait_for(deferred(events.close), LAST_S)
 
     def stop_serving(self) -> None:
         """Give the port back: the next writer may want it before this one has left."""
@@ -105,7 +105,7 @@ class Exporter:
         """Until the port could be had."""
         loop, patience = asyncio.get_running_loop(), time.monotonic() + PATIENCE_S
         while self._server is None:
-            starting = aside(_start, host, port, self._look, loop)
+            starting = deferred(_start, host, port, self._look, loop)
             try:
                 server = await asyncio.shield(starting)
             except asyncio.CancelledError:
@@ -135,7 +135,7 @@ class Exporter:
         while True:
             try:
                 if self._events is None:
-                    self._events = await aside(EventFile, folder)
+                    self._events = await deferred(EventFile, folder)
                 await self._write(self._events)
                 self._said.discard("events")
             except FileNotFoundError:
@@ -156,11 +156,11 @@ class Exporter:
         if look.step < 0 or state == self._written:
             return
         values = {tag_of(one): one.value for one in gauges(look)}
-        await aside(events.write, look.step, values)
+        await deferred(events.write, look.step, values)
         self._written = state
 
 
-def aside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+def deferred(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
     """In a thread of its own, which the process does not wait for when it ends: a disk or a driver may hang."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()

@@ -45,14 +45,14 @@ class CadenceSync:
     def __init__(
         self,
         world: World,
-        guardian: WriterSupervisor,
-        pulse: Heartbeat,
+        supervisor: WriterSupervisor,
+        heartbeat: Heartbeat,
         memory: Memory | None,
         tiers: list[Tier],
         known: Message,
     ) -> None:
         """`known`: by place, what an earlier incarnation saved by; see `ckpt.trainer.ownership`."""
-        self._world, self._guardian, self._pulse = world, guardian, pulse
+        self._world, self._supervisor, self._heartbeat = world, supervisor, heartbeat
         self._memory, self._tiers = memory, tiers
         self._auto = any(isinstance(one.every, cadence.Auto) for one in (memory, *tiers) if one is not None)
         every = dict(known.get("every") or {})
@@ -68,7 +68,7 @@ class CadenceSync:
         if self._auto and world.size > 1:
             self._mail = world.mailbox()
             if world.rank > 0:
-                threading.Thread(target=self._listen, name="ckpt-tempo", daemon=True).start()
+                threading.Thread(target=self._listen, name="ckpt-cadence-sync", daemon=True).start()
 
     def stop(self) -> None:
         self._stopped.set()
@@ -88,7 +88,7 @@ class CadenceSync:
 
     def propose(self, note: Message) -> None:
         """From our writer; called by the thread that listens to it, which must not wait."""
-        threading.Thread(target=self._propose, args=(note["decision"],), name="ckpt-tempo", daemon=True).start()
+        threading.Thread(target=self._propose, args=(note["decision"],), name="ckpt-cadence-sync", daemon=True).start()
 
     def _propose(self, data: dict[str, Any]) -> None:
         if not self._proposing.acquire(blocking=False):
@@ -96,7 +96,7 @@ class CadenceSync:
         try:
             if self._mail is None:
                 with self._lock:
-                    self._apply(Decision(**data), self._pulse.step + 1)
+                    self._apply(Decision(**data), self._heartbeat.step + 1)
             else:
                 self._agree(self._mail, Decision(**data))
         except CheckpointError as error:
@@ -106,13 +106,13 @@ class CadenceSync:
 
     def _agree(self, mail: Mailbox, decision: Decision) -> None:
         number = self._number
-        mail.put(f"tempo/ask/{number}", asdict(decision))
+        mail.put(f"cadence/ask/{number}", asdict(decision))
         step = -1
         try:
-            steps = mail.wait([f"tempo/heard/{number}/{rank}" for rank in range(1, self._world.size)], HEAR_S)
-            fastest_s = (decision.step_s or self._pulse.usual_s) / 2
+            steps = mail.wait([f"cadence/heard/{number}/{rank}" for rank in range(1, self._world.size)], HEAR_S)
+            fastest_s = (decision.step_s or self._heartbeat.usual_s) / 2
             ahead = AHEAD + (math.ceil(AHEAD_S / fastest_s) if fastest_s > 0 else 0)
-            step = max([self._pulse.step, *map(int, steps)]) + ahead
+            step = max([self._heartbeat.step, *map(int, steps)]) + ahead
         except DeadlineError as error:
             log.info("the cadence stays as it is: %s", error)
         with self._lock:
@@ -120,7 +120,7 @@ class CadenceSync:
                 step = -1
             while not self._stopped.is_set():  # whether or not it was put, the same may be put again
                 try:
-                    mail.put(f"tempo/go/{number}", step)
+                    mail.put(f"cadence/go/{number}", step)
                     break
                 except CheckpointError:
                     self._stopped.wait(LOOK_S)
@@ -149,14 +149,14 @@ class CadenceSync:
     def _hear(self) -> None:
         mail, number = self._mail, self._number
         assert mail is not None
-        if not mail.poll([f"tempo/ask/{number}"]):
+        if not mail.poll([f"cadence/ask/{number}"]):
             return
         if self._heard != number:
-            mail.put(f"tempo/heard/{number}/{self._world.rank}", self._pulse.step)
+            mail.put(f"cadence/heard/{number}/{self._world.rank}", self._heartbeat.step)
             self._heard = number
-        if not mail.poll([f"tempo/go/{number}"]):
+        if not mail.poll([f"cadence/go/{number}"]):
             return
-        data, step = mail.wait([f"tempo/ask/{number}", f"tempo/go/{number}"], HEAR_S)
+        data, step = mail.wait([f"cadence/ask/{number}", f"cadence/go/{number}"], HEAR_S)
         with self._lock:
             if number == self._number:
                 self._number += 1
@@ -171,13 +171,13 @@ class CadenceSync:
             newest = self.schedule.newest
             if self._mail is not None:
                 mine = [self._number, newest.memory, list(newest.tiers)]
-                number, memory, tiers = together(self._world, "tempo", lambda: mine, max)
+                number, memory, tiers = together(self._world, "cadence_sync", lambda: mine, max)
                 self._number = number
                 newest = Change(-1, memory, tuple(tiers))
             self.schedule = Schedule(newest.memory, newest.tiers)
 
     def _apply(self, decision: Decision, step: int) -> None:
-        old, passed = self.schedule.at(step), self._pulse.step
+        old, passed = self.schedule.at(step), self._heartbeat.step
         tiers = zip(self._tiers, old.tiers, strict=True)
         change = Change(
             step,
@@ -190,16 +190,16 @@ class CadenceSync:
             self._take_back(old, change, passed)
         if self._world.rank == 0:
             log.info("from step %d on: %s", step, "; ".join(cadence.lines(decision)))
-        self._guardian.tell_cadence(asdict(decision))
+        self._supervisor.tell_cadence(asdict(decision))
         publish("decided", step, every=dict(decision.every), why=dict(decision.why))
 
     def _take_back(self, old: Change, new: Change, passed: int) -> None:
         """Steps that the other ranks save and we did not, or the other way round."""
-        owner = self._guardian.owner
+        owner = self._supervisor.owner
         for step in range(new.step, passed + 1):
             if any((step % a == 0) != (step % b == 0) for a, b in zip(old.tiers, new.tiers, strict=True)):
                 attempt = Attempt(owner.epoch, step, owner.nonce)
-                self._guardian.retract(attempt, f"rank {self._world.rank} {TOO_LATE}")
+                self._supervisor.retract(attempt, f"rank {self._world.rank} {TOO_LATE}")
 
 
 def _first(every: Any, known: Any, default: int) -> int:

@@ -71,7 +71,7 @@ MISSED = 3  # rounds that may be called because some rank was past the step
 
 
 class FaultActions(Protocol):
-    """What the sentinel may do to a run. All of it can be called from any thread, and none of it hangs."""
+    """What the fault handler may do to a run. All of it can be called from any thread, and none of it hangs."""
 
     def in_memory(self, timeout_s: float) -> int | None:
         """The newest step that memory holds; waits for a copy that is under way."""
@@ -115,16 +115,16 @@ class FaultCall:
 
 
 class _Excepthook:
-    """Stands in sys.excepthook for a sentinel. Somebody else may wrap it and keep it for ever, so it does not keep the
-    sentinel, nor the memory that hangs on it."""
+    """Stands in sys.excepthook for a fault handler. Somebody else may wrap it and keep it for ever, so it does not keep
+    the fault handler, nor the memory that hangs on it."""
 
-    def __init__(self, sentinel: FaultHandler) -> None:
+    def __init__(self, fault_handler: FaultHandler) -> None:
         self.before = sys.excepthook
-        self._sentinel = weakref.ref(sentinel)
+        self._fault_handler = weakref.ref(fault_handler)
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if (sentinel := self._sentinel()) is not None:
-            sentinel.on_uncaught(error)
+        if (fault_handler := self._fault_handler()) is not None:
+            fault_handler.on_uncaught(error)
         self.before(kind, error, trace)
 
 
@@ -135,13 +135,13 @@ class FaultHandler:
         self,
         triggers: tuple[Trigger, ...],
         world: World,
-        guardian: WriterSupervisor,
-        pulse: Heartbeat,
+        supervisor: WriterSupervisor,
+        heartbeat: Heartbeat,
         levers: FaultActions,
         on_fault: Callable[[Fault], None] | None,
     ) -> None:
-        self._triggers, self._world, self._guardian = triggers, world, guardian
-        self._pulse, self._levers, self._on_fault = pulse, levers, on_fault
+        self._triggers, self._world, self._supervisor = triggers, world, supervisor
+        self._heartbeat, self._levers, self._on_fault = heartbeat, levers, on_fault
         self._signals = {number: t for t in triggers if isinstance(t, OnSignal) for number in t.numbers}
         self._calls: queue.SimpleQueue[FaultCall | Callable[[], None] | None] = queue.SimpleQueue()
         self._dead_peers: dict[int, str] = {}
@@ -156,7 +156,7 @@ class FaultHandler:
         self._threads: list[threading.Thread] = []
         self._wakeup = Wakeup(self._signals)
         self._stop_reader, self._stop_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._rally: SaveRounds | None = None
+        self._save_rounds: SaveRounds | None = None
         self._notices = preemption.NoticeWatch(
             [t for t in triggers if isinstance(t, (OnPreemption, OnDeadline))], self._on_notice
         )
@@ -170,13 +170,13 @@ class FaultHandler:
         if not self._triggers:
             return
         if self._world.size > 1:
-            self._rally = self._world.rally(self._on_round)
+            self._save_rounds = self._world.save_rounds(self._on_round)
         self._wakeup.arm()
         self._enable_faulthandler()
         self._arm_writer()
-        self._guardian.on_alert = self._on_alert
+        self._supervisor.on_alert = self._on_alert
         self._excepthook.before, sys.excepthook = sys.excepthook, self._excepthook
-        for name, target in (("ckpt-sentinel", self._receive), ("ckpt-incident", self._deal_with_all)):
+        for name, target in (("ckpt-fault-handler", self._receive), ("ckpt-incident", self._deal_with_all)):
             thread = threading.Thread(target=target, name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -194,8 +194,8 @@ class FaultHandler:
         with self._answered:
             self._answered.notify_all()
         self._notices.stop()
-        if self._rally is not None:
-            self._rally.stop()
+        if self._save_rounds is not None:
+            self._save_rounds.stop()
         self._calls.put(None)
         with contextlib.suppress(OSError):
             os.write(self._stop_writer, b"x")
@@ -217,7 +217,7 @@ class FaultHandler:
         self._wakeup.close()
         for fd in (self._stop_reader, self._stop_writer):
             os.close(fd)
-        self._pulse.close()
+        self._heartbeat.close()
 
     def forget(self) -> None:
         """In a forked child: signals to it are not the trainer's, and a crash of it is its own."""
@@ -277,13 +277,13 @@ class FaultHandler:
             "echo": self._had_faulthandler,
         }
         stderr = 2 if self._had_faulthandler else self._stop_reader  # any descriptor, where nothing is to be echoed
-        self._guardian.arm(fields, (self._pulse.fd, self._wakeup.reader.fileno(), self._crash_pipe[0], stderr))
+        self._supervisor.arm(fields, (self._heartbeat.fd, self._wakeup.reader.fileno(), self._crash_pipe[0], stderr))
 
     # -- the main thread --
 
     def due(self, step: int) -> bool:
         """Whether this step is to be saved out of turn. One comparison with a number in shared memory."""
-        at = self._pulse.save_at
+        at = self._heartbeat.save_at
         if step < at or at == self._last_due:
             return False
         self._last_due = at
@@ -291,7 +291,7 @@ class FaultHandler:
 
     def went_back(self) -> None:
         """Step numbers come again: what was due is not due any more."""
-        self._last_due, self._pulse.save_at = -1, NEVER
+        self._last_due, self._heartbeat.save_at = -1, NEVER
         with self._answered:
             self._answers.clear()
 
@@ -326,8 +326,8 @@ class FaultHandler:
         frames = traceback.extract_tb(error.__traceback__)
         fault.stacks[str(self._world.rank)] = [f"{f.name} ({f.filename}:{f.lineno})" for f in reversed(frames)]
         fault.advice, fault.exit_code = ("retry" if oom else "fix"), 1
-        if self._pulse.step >= 0:
-            fault.steps[str(self._world.rank)] = self._pulse.step
+        if self._heartbeat.step >= 0:
+            fault.steps[str(self._world.rank)] = self._heartbeat.step
         if self._can_save:
             self._secure(call, leaving=True, at_hand=True)
         self._close_case(call, ends=True)
@@ -396,14 +396,14 @@ class FaultHandler:
             self._dead_peers[int(note["rank"])] = str(note["summary"])
             self._calls.put(lambda: self._relieve(str(note["writer"]), int(note["rank"])))
         elif op == "signal":
-            self._guardian.tell("heard")
+            self._supervisor.tell("heard")
             self._on_signal(int(note["number"]), "writer")
         elif op == "passed":
             self._wakeup.pass_on(bytes(note["raw"]))
         elif op == "trigger":
             self._put("request", f"asked for at a shell: {note['why']}", how="ckpt trigger", grace_s=SOFT_S)
         elif op == "hang":
-            self._guardian.tell("heard")
+            self._supervisor.tell("heard")
             call = self._new_call("hang", "", how="step counter", grace_s=SOFT_S - 1)
             call.note = note
             self._calls.put(call)
@@ -418,7 +418,7 @@ class FaultHandler:
         return f"rank {self._world.rank}" if self._world.size > 1 else "the trainer"
 
     def _new_call(self, kind: str, summary: str, *, how: str, grace_s: float) -> FaultCall:
-        owner = self._guardian.owner
+        owner = self._supervisor.owner
         fault = Fault(kind, summary, how=how, rank=self._world.rank, world=self._world.size)
         fault.attempt = f"{owner.epoch}.{owner.nonce}"
         return FaultCall(fault, grace_s)
@@ -446,7 +446,7 @@ class FaultHandler:
     def _take_the_last(self) -> None:
         """Training went on while the state became durable: what it did meanwhile is at least in memory."""
         with contextlib.suppress(Exception):
-            if self._can_save and self._levers.in_memory(COPYING_S) != self._pulse.step:
+            if self._can_save and self._levers.in_memory(COPYING_S) != self._heartbeat.step:
                 self._levers.copy_live()
 
     def _deal(self, call: FaultCall) -> None:
@@ -456,8 +456,8 @@ class FaultHandler:
             with contextlib.suppress(CheckpointError):
                 freed = self._levers.give_memory_back()
                 call.fault.summary += f"; gave {freed / 2**20:.0f} MiB of snapshots back" if freed else ""
-        if self._pulse.step >= 0:
-            call.fault.steps.setdefault(str(self._world.rank), self._pulse.step)
+        if self._heartbeat.step >= 0:
+            call.fault.steps.setdefault(str(self._world.rank), self._heartbeat.step)
         if self._can_save:
             self._secure(call, leaving=call.leave is not None)
         self._close_case(call, ends=call.leave is not None)
@@ -465,7 +465,7 @@ class FaultHandler:
     @property
     def _can_save(self) -> bool:
         """Not before the first step: what is in memory or durable then is of an earlier incarnation, and stays."""
-        return self._pulse.step >= 0 and self._pulse.state not in (OPENING, RESTORING)
+        return self._heartbeat.step >= 0 and self._heartbeat.state not in (OPENING, RESTORING)
 
     def _secure(self, call: FaultCall, *, leaving: bool, at_hand: bool = False) -> None:
         """Have the newest state saved that all ranks can have. `at_hand`: this is the thread that trains."""
@@ -474,7 +474,7 @@ class FaultHandler:
         for summary in self._dead_peers.values():
             fault.summary += f" (before that: {summary})"
         held = self._levers.in_memory(min(COPYING_S, call.left_s))
-        ready = held is not None and held == self._pulse.step
+        ready = held is not None and held == self._heartbeat.step
         # What memory has already need not be waited for, unless all ranks should save the same step in their own time.
         ask = not ready or not (alone or leaving)
         if ask and not blocked and not at_hand and self._agree(call):
@@ -487,7 +487,7 @@ class FaultHandler:
                 called = self._call_round(call, -1)
                 if called is None or called.step < 0:
                     break
-        if blocked and leaving and self._guardian.has_memory:
+        if blocked and leaving and self._supervisor.has_memory:
             self._note_memory(call)  # the writer makes it durable while the launcher starts the next trainer
         else:
             self._persist(call)
@@ -497,10 +497,10 @@ class FaultHandler:
         for _ in range(MISSED):
             if self._stopped:
                 return False
-            step, usual_s = self._pulse.step, self._usual_s()
+            step, usual_s = self._heartbeat.step, self._usual_s()
             ahead = step + 1
-            if self._rally is not None:
-                called = self._call_round(call, step_ahead(step, usual_s, self._rally.pause_s))
+            if self._save_rounds is not None:
+                called = self._call_round(call, step_ahead(step, usual_s, self._save_rounds.pause_s))
                 if called is None or called.step < 0:
                     return False
                 ahead = called.step
@@ -514,19 +514,19 @@ class FaultHandler:
 
     def _usual_s(self) -> float:
         """How long a step takes; as long as nobody has learnt that, a guess from what happens now."""
-        if usual_s := self._pulse.usual_s:
+        if usual_s := self._heartbeat.usual_s:
             return usual_s
-        before = self._pulse.step
+        before = self._heartbeat.step
         time.sleep(GUESS_S)
-        return GUESS_S / max(1, self._pulse.step - before)
+        return GUESS_S / max(1, self._heartbeat.step - before)
 
     def _set_step(self, step: int) -> bool:
         """Have the training loop save this step; False if it has passed it already."""
-        if self._pulse.step < step:
-            self._pulse.save_at = step
-            if self._pulse.step < step or self._last_due == step:
+        if self._heartbeat.step < step:
+            self._heartbeat.save_at = step
+            if self._heartbeat.step < step or self._last_due == step:
                 return True
-        owner = self._guardian.owner
+        owner = self._supervisor.owner
         self._levers.give_up(Attempt(owner.epoch, step, owner.nonce))
         return False
 
@@ -562,14 +562,14 @@ class FaultHandler:
 
     def _call_round(self, call: FaultCall, step: int) -> Round | None:
         """Tell the other ranks; None if they cannot be told in time."""
-        if self._rally is None:
+        if self._save_rounds is None:
             return None
         found: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
-        rally = self._rally
+        save_rounds = self._save_rounds
 
         def post() -> None:
             try:
-                found.put(rally.call(step, call.fault.kind, call.fault.summary[:200], call.left_s))
+                found.put(save_rounds.call(step, call.fault.kind, call.fault.summary[:200], call.left_s))
             except PeerError as error:
                 log.warning("%s", error)
                 found.put(None)
@@ -590,7 +590,7 @@ class FaultHandler:
     def _follow_ring(self, heard: Round) -> None:
         """Somebody cannot come: make durable what is in memory."""
         if self._can_save:
-            if self._levers.in_memory(COPYING_S) != self._pulse.step:
+            if self._levers.in_memory(COPYING_S) != self._heartbeat.step:
                 self._levers.copy_live()
             self._persist(self._new_call(heard.kind, heard.why, how=f"rank {heard.rank}", grace_s=heard.grace_s))
 
@@ -604,8 +604,8 @@ class FaultHandler:
         self._note_memory(call)
         deadline_s = min(call.left_s, PERSIST_S)
         try:
-            with self._guardian.holding_still(alone=self._world.size == 1) as attempts:
-                reply, _ = self._guardian.client.ask(
+            with self._supervisor.holding_still(alone=self._world.size == 1) as attempts:
+                reply, _ = self._supervisor.client.ask(
                     "persist",
                     timeout_s=deadline_s + 1.0,
                     deadline_s=deadline_s,
@@ -623,7 +623,7 @@ class FaultHandler:
 
     def _note_memory(self, call: FaultCall) -> None:
         known = {saved.step for saved in call.fault.saved if saved.tier == "memory"}
-        steps = sorted((attempt.step for attempt in self._guardian.sealed()), reverse=True)
+        steps = sorted((attempt.step for attempt in self._supervisor.sealed()), reverse=True)
         wanted = steps[:1] if self._world.size == 1 else steps  # of several ranks the newest may not be common
         call.fault.saved += [SavedStep(s, "memory", "ring", call.passed_s) for s in wanted if s not in known]
 
@@ -631,7 +631,7 @@ class FaultHandler:
         """We may hold what a dead rank was about to copy."""
         if self._can_save:
             with contextlib.suppress(CheckpointError):
-                if whole := self._guardian.relieve(key, self._levers.fill_in):
+                if whole := self._supervisor.relieve(key, self._levers.fill_in):
                     log.warning("attempt %s of rank %d is whole in memory: its replicas here were copied", whole, rank)
 
     # -- hangs --
@@ -640,7 +640,7 @@ class FaultHandler:
         """What every rank that can be reached does, and whom they wait for."""
         note, found = call.note, dict[int, Evidence]()
         try:
-            reply, _ = self._guardian.client.ask("evidence", timeout_s=EVIDENCE_S)
+            reply, _ = self._supervisor.client.ask("evidence", timeout_s=EVIDENCE_S)
             for data in reply["evidence"]:
                 one = Evidence.from_json(data)
                 found[one.rank] = one
@@ -670,7 +670,7 @@ class FaultHandler:
     def _ask_nodes(self, here: dict[int, Evidence]) -> dict[int, Evidence]:
         """What other nodes found out; each rank that can posts all that its node knows."""
         found: dict[int, Evidence] = {}
-        step = self._pulse.step
+        step = self._heartbeat.step
         try:
             mailbox = self._world.mailbox()
             mailbox.put(f"hang/{step}/{self._world.rank}", [one.to_json() for one in here.values()])
@@ -696,14 +696,14 @@ class FaultHandler:
         if call.leave is not None:
             if call.signal and not self._ours(call.signal):
                 call.leave = None  # a handler that came later decides
-            if fault.kind == "hang" and self._pulse.read().calls != call.note["evidence"]["calls"]:
+            if fault.kind == "hang" and self._heartbeat.read().calls != call.note["evidence"]["calls"]:
                 call.leave = None  # it has come to itself
             self._leaving = ends = call.leave is not None  # else its death, should that come, is news
             fault.exit_code = call.leave
         fault.timings["total_s"] = call.passed_s
         log.warning("%s", fault.line)
         with contextlib.suppress(CheckpointError):
-            self._guardian.client.ask("report", timeout_s=REPORT_S, fault=fault.to_json(), ends=ends)
+            self._supervisor.client.ask("report", timeout_s=REPORT_S, fault=fault.to_json(), ends=ends)
         if ends:
             tell_launcher(fault, fault.stacks.get(str(fault.rank), ()))
         self._call_hook(fault)

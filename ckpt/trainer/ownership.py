@@ -36,7 +36,7 @@ class Ownership:
         self.roots: list[list[int]] = []
         self.has_checkpoints = False
         self.cadence: dict[str, Any] = {}  # what the last incarnation saved by
-        self.guardian: WriterSupervisor
+        self.supervisor: WriterSupervisor
 
     def open(self, make: Callable[[], WriterSupervisor]) -> WriterSupervisor:
         """Find out what there is, agree with the other ranks, and take the run over."""
@@ -58,20 +58,20 @@ class Ownership:
 
         try:
             found = together(world, "open", prepare, _open_together)
-            self.guardian = made[0]
+            self.supervisor = made[0]
             self.roots, self.has_checkpoints = found["roots"], found["has"]
             self.cadence = found["cadence"]
             for i, roots in enumerate(self.roots):
                 group = [rank for rank in range(world.size) if roots[rank] == roots[world.rank]]
-                self.guardian.roles[i] = Role(tuple(group), group.index(world.rank), world.size)
-            self.guardian.on_held = self._on_held
+                self.supervisor.roles[i] = Role(tuple(group), group.index(world.rank), world.size)
+            self.supervisor.on_held = self._on_held
             self.take_over(found["epoch"], None)
             self._find_partner()
         except BaseException:
-            for guardian in made:
-                guardian.give_up()
+            for supervisor in made:
+                supervisor.give_up()
             raise
-        return self.guardian
+        return self.supervisor
 
     def _find_partner(self) -> None:
         """With `Memory(replicas=2)` a writer on another node keeps a copy of this rank's memory."""
@@ -82,38 +82,38 @@ class Ownership:
         if other is None:
             log.warning("Memory(replicas=2) needs a second node: all ranks are on one, so memory is kept once")
             return
-        contacts = together(world, "partners", self.guardian.serve)
-        self.guardian.copy_to(contacts[other])
+        contacts = together(world, "partners", self.supervisor.serve)
+        self.supervisor.copy_to(contacts[other])
 
     def _agree_nonce(self) -> str:
         """Of the incarnation to be. All writers know it before any log does."""
         nonce: str = together(self._world, "nonce", new_nonce, lambda nonces: nonces[0])
-        together(self._world, "heir", partial(self.guardian.announce, nonce))
+        together(self._world, "successor", partial(self.supervisor.announce, nonce))
         return nonce
 
     def take_over(self, floor: int, restored: Attempt | None) -> None:
         """Open an epoch, the same in all places; with `restored` one that continues from there."""
-        world, guardian = self._world, self.guardian
+        world, supervisor = self._world, self.supervisor
         nonce = self._agree_nonce()
         while True:
-            epochs = together(world, "acquire", partial(guardian.acquire, nonce, floor, restored), _union)
+            epochs = together(world, "acquire", partial(supervisor.acquire, nonce, floor, restored), _union)
             if len(epochs) == 1:
                 break
             floor = max(epochs)  # another job came between: one epoch for all places
             nonce = self._agree_nonce()
         point("run.taken")
         owner = Acquire(epochs[0], nonce, restored)
-        complete = together(world, "own", partial(guardian.own, owner, recover=restored is None), _complete)
+        complete = together(world, "own", partial(supervisor.own, owner, recover=restored is None), _complete)
         if restored is None:
-            guardian.resume()
+            supervisor.resume()
         for i in range(len(self._tiers)):
             attempts = [Attempt.parse(text) for number, text in complete if number == i]
-            if attempts and guardian.roles[i].place == 0:
-                guardian.complete(i, attempts)
+            if attempts and supervisor.roles[i].place == 0:
+                supervisor.complete(i, attempts)
 
     def _on_held(self, tier: int, attempt: Attempt) -> None:
         """The parts that belong on this node's disk are there: a checkpoint once those of all nodes are."""
-        if self.guardian.roles[tier].place > 0:
+        if self.supervisor.roles[tier].place > 0:
             return
         roots = sorted(set(self.roots[tier]))
 
@@ -122,7 +122,7 @@ class Ownership:
                 mailbox = self.mailbox()
                 mailbox.put(f"held/{tier}/{attempt}/{self._world.rank}", True)
                 mailbox.wait([f"held/{tier}/{attempt}/{root}" for root in roots], self._timeout_s)
-                self.guardian.complete(tier, [attempt])
+                self.supervisor.complete(tier, [attempt])
             except CheckpointError as error:
                 log.warning("step %d is on this node's disk only: %s", attempt.step, error)
 
@@ -136,8 +136,8 @@ class Ownership:
                 mailbox = self.mailbox()
                 mailbox.put(f"newer/{epoch}/{self._world.rank}", True)
                 mailbox.wait([f"newer/{epoch}/{rank}" for rank in range(self._world.size)], NEWER_S)
-                if self.guardian.owner.epoch == epoch:
-                    self.guardian.everyone = True
+                if self.supervisor.owner.epoch == epoch:
+                    self.supervisor.everyone = True
             except CheckpointError as error:
                 log.warning("memory of before the restart is kept on, since other ranks have no newer: %s", error)
 

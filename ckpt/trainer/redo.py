@@ -47,13 +47,13 @@ class RedoClient:
     def __init__(
         self,
         tiers: dict[int, str],
-        guardian: WriterSupervisor,
+        supervisor: WriterSupervisor,
         stager: Stager,
         capture: Capture,
         on_error: Callable[[CheckpointError, Save], None],
     ) -> None:
         self.watch = GroupWatch()
-        self._tiers, self._guardian, self._stager, self._capture = tiers, guardian, stager, capture
+        self._tiers, self._supervisor, self._stager, self._capture = tiers, supervisor, stager, capture
         self._on_error = on_error
         self._lock = threading.RLock()
         self._pending: list[_Logging] = []
@@ -61,9 +61,9 @@ class RedoClient:
         self._recipes: Message | None = None
         self._replies = 0
         self._failing: set[int] = set()  # tiers whose last step is missing in the log, which was said
-        guardian.on_new_writer = self._on_new_writer
-        guardian.on_no_writer = self._on_no_writer
-        guardian.also_in_use = self._in_use
+        supervisor.on_new_writer = self._on_new_writer
+        supervisor.on_no_writer = self._on_no_writer
+        supervisor.also_in_use = self._in_use
 
     @property
     def on(self) -> bool:
@@ -85,13 +85,13 @@ class RedoClient:
         recipes = find_recipes(layout, reading.tensors, self._capture.stepping)
         with self._lock:
             self._recipes = {"layout": layout.digest, "recipes": [one.to_json() for one in recipes]}
-            self._guardian.tell("recipes", **self._recipes)
+            self._supervisor.tell("recipes", **self._recipes)
 
     def log(self, save: Save, attempt: Attempt, place: tuple[Arena, int], settings: list[list[float] | None]) -> None:
         """A step was sealed."""
         for tier, url in self._tiers.items():
             one = _Logging(save, attempt, *place, tier, url, settings)
-            with self._guardian.one_writer(), self._lock:  # else the next one gets it twice, or out of turn
+            with self._supervisor.one_writer(), self._lock:  # else the next one gets it twice, or out of turn
                 self._stager.pin(*place)
                 self._pending.append(one)
                 self._send(one)
@@ -101,15 +101,15 @@ class RedoClient:
         with self._lock:
             if not self._pending:  # else the slot of the step before is still looked at
                 self._let_go()
-            self._guardian.tell("redo_forget")
+            self._supervisor.tell("redo_forget")
 
     # -- between the processes --
 
     def _send(self, one: _Logging) -> None:
-        if self._guardian.failure is not None:
-            self._fail(one, self._guardian.failure)
+        if self._supervisor.failure is not None:
+            self._fail(one, self._supervisor.failure)
             return
-        future = self._guardian.client.send(
+        future = self._supervisor.client.send(
             "log",
             tier=one.tier,
             arena=one.arena.id.hex(),
@@ -124,7 +124,7 @@ class RedoClient:
         with self._lock:
             if one not in self._pending:
                 return
-            if isinstance(error, WriterError) and self._guardian.failure is None:
+            if isinstance(error, WriterError) and self._supervisor.failure is None:
                 return  # the next writer gets it
             if error is not None:
                 self._fail(one, error if isinstance(error, CheckpointError) else SaveError(repr(error)))

@@ -181,7 +181,7 @@ class WriterSupervisor:
         self.failure: CheckpointError | None = None  # why there is no writer any more
         self.lost: FencedError | None = None  # to whom this run was lost
         self.owner = Acquire(0, "", None)
-        self._heir = ""
+        self._successor = ""
         self.roles: list[Role] = [Role((world.rank,), 0, world.size) for _ in tiers]
         self.inherited = Inherited()
         self._contact: Message | None = None  # of the writer that keeps a copy of our memory
@@ -486,7 +486,7 @@ class WriterSupervisor:
             first_try=1000 * self._respawns,
             check=not self._takeover and not self.owner.epoch and self._world.local_rank == 0,
             auto=[one for one, every in self._cadences() if isinstance(every, Auto)],
-            heir=self._heir,
+            successor=self._successor,
             acquires=[[a.epoch, a.nonce, a.restored and str(a.restored)] for a in self.inherited.acquires],
         )
         tiers = reply["tiers"]
@@ -501,8 +501,8 @@ class WriterSupervisor:
 
     def announce(self, nonce: str) -> None:
         """Before any rank takes the run over by this nonce: our writer must not take us for another job."""
-        self._heir = nonce
-        self._insist(lambda client: client.ask("heir", nonce=nonce))
+        self._successor = nonce
+        self._insist(lambda client: client.ask("successor", nonce=nonce))
 
     def acquire(self, nonce: str, floor: int, restored: Attempt | None) -> list[int]:
         """Take over the places that this rank speaks for; the epochs that they gave. All have to be the same."""
@@ -658,7 +658,7 @@ class WriterSupervisor:
         found = channel.ask_once(self._key, "whose", HELLO_S) or {}
         owner, trainer = found.get("owner"), found.get("trainer")
         ours = {(one.epoch, one.nonce) for one in (*self.inherited.acquires, self.owner)}
-        if owner is not None and tuple(owner) not in ours and owner[1] != self._heir:
+        if owner is not None and tuple(owner) not in ours and owner[1] != self._successor:
             raise FencedError(f"process {trainer} on this machine has opened this run")
 
     def _hand_over(self, client: WriterClient) -> None:

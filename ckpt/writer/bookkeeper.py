@@ -1,7 +1,8 @@
 """Keeps the ledger of one trainer, in its writer: so that it is complete up to the moment at which the trainer died.
 
-    the trainer's pulse, what it says, saves, faults -> Account (ckpt.goodput.ledger) -> ledger/ in the durable places
-                                                     -> what saving costs (ckpt.goodput.overhead) -> a cadence
+    the trainer's heartbeat, what it says, saves, faults
+        -> Account (ckpt.goodput.ledger) -> ledger/ in the durable places
+        -> what saving costs (ckpt.goodput.overhead) -> a cadence
 
 The trainer sends no message for a step: every half second its last steps are read out of shared memory.
 """
@@ -32,7 +33,7 @@ from ckpt.ipc.channel import Message
 from ckpt.ipc.heartbeat import Heartbeat, StepDone
 from ckpt.ipc.process import Process, boot_id, namespace
 
-LOOK_S = 0.5  # between two looks at the pulse
+LOOK_S = 0.5  # between two looks at the heartbeat
 ROW_S = 10.0  # of a row, once the first ones are full
 DECIDE_S, DECIDE_MOST_S = 2.0, 300.0  # between two looks at what saving costs: more and more rarely
 PATIENCE_S = 5.0  # for the ledger to be put when the writer ends
@@ -79,7 +80,7 @@ class Bookkeeper:
     def __init__(self, tiers: Callable[[], list[OpenTier]], tell: Callable[[Message], None]) -> None:
         self._tiers, self._tell = tiers, tell
         self.account: Account | None = None
-        self._pulse: Heartbeat | None = None
+        self._heartbeat: Heartbeat | None = None
         self._meter = Meter()
         self._calls = 0
         self._before: StepDone | None = None  # the step before
@@ -100,7 +101,7 @@ class Bookkeeper:
 
     @harmless
     def begin(self, message: Message, fds: list[int], pid: int) -> None:
-        """A trainer has opened the run; what is known of it. `fds`: its pulse."""
+        """A trainer has opened the run; what is known of it. `fds`: its heartbeat."""
         self.ended("died")  # the one before, of which nobody has said so
         self.stop()
         self._previous = self.account
@@ -123,7 +124,7 @@ class Bookkeeper:
             kept=mono,
             versions={str(name): str(text) for name, text in message.get("versions", {}).items()},
         )
-        self._pulse = Heartbeat.attach(fds[0])
+        self._heartbeat = Heartbeat.attach(fds[0])
         self._meter, self._row, self._writes = Meter(), _Open(), []
         self._calls, self._before, self._from, self._fresh = 0, None, self.account.opened, True
         self._taken_up = False
@@ -140,9 +141,9 @@ class Bookkeeper:
         if self._task is not None:
             self._task.cancel()
             self._task = None
-        if self._pulse is not None:
-            self._pulse.close()
-            self._pulse = None
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self._heartbeat = None
 
     def look_by_hand(self) -> None:
         """No looks by itself from now on."""
@@ -196,9 +197,9 @@ class Bookkeeper:
 
     def look(self, until: float = math.inf) -> None:
         """Take in the steps since the last look, those that were done up to a moment."""
-        if self._pulse is None or self.account is None or self._pulse.fd < 0 or self._taking_up:
+        if self._heartbeat is None or self.account is None or self._heartbeat.fd < 0 or self._taking_up:
             return
-        calls, done = self._pulse.since(self._calls)
+        calls, done = self._heartbeat.since(self._calls)
         missing, self._calls = calls - self._calls - len(done), calls
         for number, one in enumerate(done):
             if one.when > until:
@@ -287,7 +288,11 @@ class Bookkeeper:
             write.ended = time.monotonic()
             if account is not None:
                 found, lasted = account.saves.setdefault(url, Saves()), write.ended - write.began
-                behind = max(0, (account.step if self._pulse is None else self._pulse.step) - step) if step >= 0 else 0
+                behind = (
+                    max(0, (account.step if self._heartbeat is None else self._heartbeat.step) - step)
+                    if step >= 0
+                    else 0
+                )
                 landed = LandedSave(url, write.ended, step, lasted, behind, nbytes, write.stored, write.failed)
                 account.landed = ledger.thinned([*account.landed, landed])
                 if write.failed:

@@ -32,19 +32,19 @@ MAX_FAULTS = 16
 class FaultReporter:
     """The accounts of one writer. `faults`: those that no trainer has been told yet."""
 
-    def __init__(self, key: str, holdings: HeldMemory, persister: Persister) -> None:
-        self.key, self._holdings, self._persister = key, holdings, persister
+    def __init__(self, key: str, held_memory: HeldMemory, persister: Persister) -> None:
+        self.key, self._held_memory, self._persister = key, held_memory, persister
         self.faults: list[Fault] = []
         self.on_kept: Callable[[Fault], None] = lambda fault: None
 
-    def open(self, vigil: Watchdog, kind: str, **fields: Any) -> Fault:
+    def open(self, watchdog: Watchdog, kind: str, **fields: Any) -> Fault:
         """An account, begun now."""
         owner = self._persister.owner
-        beat = vigil.pulse.read()
-        fault = Fault(kind, "", by="writer", rank=vigil.rank, world=vigil.world, pid=vigil.pid, **fields)
+        beat = watchdog.heartbeat.read()
+        fault = Fault(kind, "", by="writer", rank=watchdog.rank, world=watchdog.world, pid=watchdog.pid, **fields)
         fault.attempt = "" if owner is None else f"{owner.epoch}.{owner.nonce}"
         if beat.step >= 0:
-            fault.steps[str(vigil.rank)] = beat.step
+            fault.steps[str(watchdog.rank)] = beat.step
         return fault
 
     async def keep(self, fault: Fault, *, untold: bool = True) -> None:
@@ -62,7 +62,7 @@ class FaultReporter:
 
     def in_memory(self, fault: Fault, seconds: float) -> None:
         """What a restart finds here."""
-        steps = {label.attempt.step for _, _, label in self._holdings.ring() if label.attempt is not None}
+        steps = {label.attempt.step for _, _, label in self._held_memory.ring() if label.attempt is not None}
         fault.saved += [SavedStep(step, "memory", "ring", seconds) for step in sorted(steps, reverse=True)]
 
     async def save(self, fault: Fault, began: float, deadline_s: float, *, far: bool = False) -> None:
@@ -76,13 +76,13 @@ class FaultReporter:
 
     # -- deaths --
 
-    def death(self, vigil: Watchdog) -> Fault:
+    def death(self, watchdog: Watchdog) -> Fault:
         """The account of a death that nobody had announced; what is durable is added later."""
-        how, what = vigil.cause()
-        fault = self.open(vigil, "oom" if "OOM" in what else "death", how=how)
-        beat = vigil.pulse.read()
+        how, what = watchdog.cause()
+        fault = self.open(watchdog, "oom" if "OOM" in what else "death", how=how)
+        beat = watchdog.heartbeat.read()
         where = f"after step {beat.step}" if beat.step >= 0 else "before its first step"
-        fault.summary = f"rank {vigil.rank} on {fault.host} {_verb(what)} {where}, while {beat.doing}"
+        fault.summary = f"rank {watchdog.rank} on {fault.host} {_verb(what)} {where}, while {beat.doing}"
         self.in_memory(fault, 0.0)
         return fault
 
@@ -98,41 +98,41 @@ class FaultReporter:
 
     # -- hangs --
 
-    async def evidence(self, vigil: Watchdog, own: Evidence | None = None) -> list[Evidence]:
+    async def evidence(self, watchdog: Watchdog, own: Evidence | None = None) -> list[Evidence]:
         """Of every rank on this node."""
         asked = [asyncio.to_thread(channel.ask_once, key, "sample", ASK_S) for key in self._others()]
         replies = asyncio.gather(*asked)
-        found = [await vigil.sample() if own is None else own]
+        found = [await watchdog.sample() if own is None else own]
         for reply in await replies:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 if reply is not None and reply["evidence"] is not None:
                     found.append(Evidence.from_json(reply["evidence"]))
         return found
 
-    async def hang(self, vigil: Watchdog, stall: Stall) -> None:
+    async def hang(self, watchdog: Watchdog, stall: Stall) -> None:
         """The trainer does not answer: save, record, and end it if that was asked for."""
         began = time.monotonic()
-        fault = self.open(vigil, "hang", how="step counter")
-        note_evidence(fault, await self.evidence(vigil, stall.evidence), stall_text(stall))
+        fault = self.open(watchdog, "hang", how="step counter")
+        note_evidence(fault, await self.evidence(watchdog, stall.evidence), stall_text(stall))
         fault.timings |= stall.timings
         await self.save(fault, began, SAVE_S)
-        leave = vigil.hang is not None and vigil.hang.action == "exit"
+        leave = watchdog.hang is not None and watchdog.hang.action == "exit"
         fault.exit_code = 128 + signal.SIGKILL if leave else None
         await self.keep(fault)
-        if leave and vigil.pulse.read().calls == stall.evidence.calls:  # else it has come to itself meanwhile
-            end(vigil, "it hangs")
+        if leave and watchdog.heartbeat.read().calls == stall.evidence.calls:  # else it has come to itself meanwhile
+            end(watchdog, "it hangs")
 
-    def signal(self, vigil: Watchdog, number: int) -> Fault:
+    def signal(self, watchdog: Watchdog, number: int) -> Fault:
         """A signal that the trainer has not taken, as of now."""
-        fault = self.open(vigil, "signal", how="wakeup descriptor", advice="resubmit")
+        fault = self.open(watchdog, "signal", how="wakeup descriptor", advice="resubmit")
         name = signal.Signals(number).name
-        fault.summary = f"{name} came to rank {vigil.rank} on {fault.host}, whose interpreter is held up"
+        fault.summary = f"{name} came to rank {watchdog.rank} on {fault.host}, whose interpreter is held up"
         return fault
 
-    async def held_up(self, fault: Fault, vigil: Watchdog, began: float) -> None:
+    async def held_up(self, fault: Fault, watchdog: Watchdog, began: float) -> None:
         """Nor can it: something holds the interpreter's lock."""
         await self.save(fault, began, SAVE_S, far=True)
-        fault.stacks[str(vigil.rank)] = list(await vigil.stack())
+        fault.stacks[str(watchdog.rank)] = list(await watchdog.stack())
         await self.keep(fault)
 
 
@@ -144,9 +144,9 @@ def stall_text(stall: Stall) -> str:
     return f"no step for {stall.idle_s:.1f} s, where {stall.usual_s:.2f} s are usual"
 
 
-def end(vigil: Watchdog, why: str) -> None:
+def end(watchdog: Watchdog, why: str) -> None:
     """By SIGKILL, which a stopped process does not outlive either, so that the launcher need not wait for it."""
-    log.warning("rank %d is ended (%s); exit code %d would have been its own", vigil.rank, why, RETRY_CODE)
+    log.warning("rank %d is ended (%s); exit code %d would have been its own", watchdog.rank, why, RETRY_CODE)
     with contextlib.suppress(OSError):
-        if vigil.process.alive:  # else another may have its number
-            os.kill(vigil.pid, signal.SIGKILL)
+        if watchdog.process.alive:  # else another may have its number
+            os.kill(watchdog.pid, signal.SIGKILL)

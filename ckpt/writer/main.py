@@ -67,7 +67,7 @@ LOOK_BACK = 4  # incarnations, one of which knows how often to save
 RETRY_S = 5.0
 OWNER_S = 10.0  # between two looks at who owns the run
 AWAKE_S = 0.25  # for it to take a signal that the writer has seen
-HEARD_S = 1.0  # for the trainer's sentinel to answer; else the writer deals with it
+HEARD_S = 1.0  # for the trainer's fault handler to answer; else the writer deals with it
 GOING_S = 20.0  # for it to leave, once it said that it would
 TOLD_S = 20.0  # after a death, for what is in memory to become durable before the report is written without it
 KEEP_S = 1.0  # for another process that keeps an arena to let go of it
@@ -96,16 +96,16 @@ class Writer:
         self.previous_gone = True  # whether no earlier trainer can write to the arenas any more
         self.finished = asyncio.Event()
         self.loop = asyncio.get_running_loop()
-        self.holdings = HeldMemory()
-        self.persister = Persister(self.holdings, self._tell, self._spawn, Throttle(lambda: self.trainer))
-        self.redo = RedoKeeper(self.holdings, self.persister)
-        self.witness = FaultReporter(key, self.holdings, self.persister)
+        self.held_memory = HeldMemory()
+        self.persister = Persister(self.held_memory, self._tell, self._spawn, Throttle(lambda: self.trainer))
+        self.redo = RedoKeeper(self.held_memory, self.persister)
+        self.fault_reporter = FaultReporter(key, self.held_memory, self.persister)
         self.books = Bookkeeper(lambda: self.persister.tiers, self._tell)
-        self.lookout = StatusServer(self.holdings, self.persister, self._state, lambda: self.books.account)
-        self.exporter = Exporter(self.lookout.look, self._say, self._serves)
-        self.witness.on_kept = self._on_kept
-        self.vigil: Watchdog | None = None
-        self.heard = asyncio.Event()  # the sentinel deals with what it was told last
+        self.status_server = StatusServer(self.held_memory, self.persister, self._state, lambda: self.books.account)
+        self.exporter = Exporter(self.status_server.look, self._say, self._serves)
+        self.fault_reporter.on_kept = self._on_kept
+        self.watchdog: Watchdog | None = None
+        self.heard = asyncio.Event()  # the fault handler deals with what it was told last
         self.announced = False  # the trainer has said that, and why, it is about to end
         self.tasks: set[asyncio.Task[None]] = set()
 
@@ -222,13 +222,13 @@ class Writer:
             self._tell({"op": "gone"})
 
     async def _drain_again(self, adoptions: int) -> None:
-        await asyncio.to_thread(self.holdings.digest_ring)
+        await asyncio.to_thread(self.held_memory.digest_ring)
         await self.persister.drain(adoptions)
 
     def _on_death(self, adoptions: int) -> None:
         if not self.dead and not self.leaving and adoptions == self.persister.adoptions:
             self.dead = True
-            self.lookout.ended()
+            self.status_server.ended()
             self.books.ended("died")
             self._spawn(self._outlive(adoptions))
 
@@ -242,11 +242,11 @@ class Writer:
         self._tell({"op": "said", "text": text})
 
     def _serves(self, where: str) -> None:
-        self.lookout.serves = where
+        self.status_server.serves = where
 
     def _on_kept(self, fault: Fault) -> None:
         self.books.fault(fault)
-        self.lookout.fault(fault)
+        self.status_server.fault(fault)
 
     def _state(self) -> tuple[int, str]:
         """Our trainer's process, and what became of it, as `ckpt.telemetry.status.RankStatus` says it."""
@@ -296,8 +296,8 @@ class Writer:
         taken = bool(message.get("takeover")) and lives and not self.left
         if taken:
             self._dispossess(process.pid)
-        copies = self.holdings.mirror.arenas.values() if visit else ()  # no trainer goes on in them
-        shown = [*self.holdings.arenas.values(), *copies]
+        copies = self.held_memory.mirror.arenas.values() if visit else ()  # no trainer goes on in them
+        shown = [*self.held_memory.arenas.values(), *copies]
         alive = lives and not self.dead
         reply: Message = {
             "pid": os.getpid(),
@@ -308,9 +308,9 @@ class Writer:
             "gone": self.dispossessed or (self.previous_gone and (not lives or self._let_go())),
             "lost": lost,
             "arenas": [arena.id.hex() for arena in shown],
-            "foreign": list(self.holdings.foreign),
-            "layouts": {digest: layout.to_json() for digest, layout in self.holdings.layouts.items()},
-            "digests": self.holdings.known_digests(),
+            "foreign": list(self.held_memory.foreign),
+            "layouts": {digest: layout.to_json() for digest, layout in self.held_memory.layouts.items()},
+            "digests": self.held_memory.known_digests(),
             "writing": [list(key) for key in self.persister.writing],
             "acquires": [[a.epoch, a.nonce, a.restored and str(a.restored)] for a in self.persister.acquires],
             "faults": [],
@@ -322,9 +322,9 @@ class Writer:
                 self._spawn(self._await_let_go(self.persister.adoptions))
             self.channel, self.process, self.dead, self.announced = channel, process, False, False
             self.since, self.left, self.dispossessed = time.time(), False, False
-            reply["faults"] = [fault.to_json() for fault in self.witness.faults]
-            self.witness.faults = []
-            self._end_vigil()
+            reply["faults"] = [fault.to_json() for fault in self.fault_reporter.faults]
+            self.fault_reporter.faults = []
+            self._end_watchdog()
             self._start_thread(self._wait_gone, process)
         return reply, tuple(arena.fd for arena in shown)
 
@@ -335,11 +335,11 @@ class Writer:
         self._fenced(text)
         if self.channel is not None:
             self._losers[self.channel], self.channel = text, None
-        self.holdings.foreign.update(self.holdings.arenas)
+        self.held_memory.foreign.update(self.held_memory.arenas)
         self.dead = self.announced = self.dispossessed = True
         self.persister.adoptions += 1  # what it has asked for, and is under way, must not change whose run it is
-        self._end_vigil()
-        self.lookout.ended()
+        self._end_watchdog()
+        self.status_server.ended()
         self.books.ended("left")
 
     async def do_lose(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
@@ -368,7 +368,7 @@ class Writer:
 
     def _unlocked(self) -> bool:
         """Whether nobody has locked any memory, but for what the present trainer has."""
-        for key, arena in self.holdings.arenas.items():
+        for key, arena in self.held_memory.arenas.items():
             if self.watched.get(key) == self.persister.adoptions and not self.left:
                 continue  # before it could lock this, the one before has let go of it
             if arena.mutex.try_lock() is Got.BUSY:
@@ -454,7 +454,7 @@ class Writer:
 
     async def do_write(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Make a checkpoint of a sealed slot in one tier; replies when it is durable."""
-        label = self.holdings.arenas[message["arena"]].label(int(message["slot"]))
+        label = self.held_memory.arenas[message["arena"]].label(int(message["slot"]))
         size = 0 if label is None else label.data_size
         step = Attempt.parse(message["attempt"]).step
         with self.books.saving(self.persister.tiers[int(message["tier"])].url, size, step) as write:
@@ -471,9 +471,9 @@ class Writer:
         """A snapshot must not be committed, or not stay so."""
         return await self.persister.retract(message), ()
 
-    async def do_heir(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+    async def do_successor(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """By this nonce our trainer, or another rank, is about to take the run over: that is no other job."""
-        self.persister.heir = str(message["nonce"])
+        self.persister.successor = str(message["nonce"])
         return {}, ()
 
     async def do_arena(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
@@ -483,7 +483,7 @@ class Writer:
         if begun != self.persister.adoptions:  # whoever came meanwhile knows nothing of it
             arena.close()
             raise SkippedError("the trainer that asked for this memory has lost the run, or died")
-        self.holdings.add(arena)
+        self.held_memory.add(arena)
         await self._kept(arena.id.hex())
         return {"arena": arena.id.hex()}, (arena.fd,)
 
@@ -493,17 +493,17 @@ class Writer:
         return {}, ()
 
     async def _kept(self, key: str) -> None:
-        await asyncio.to_thread(self.holdings.keeping[key].begun.wait, KEEP_S)
+        await asyncio.to_thread(self.held_memory.keeping[key].begun.wait, KEEP_S)
 
     async def do_attach(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """The trainer gives a new writer the memory that its old one held."""
-        self.holdings.add(Arena.attach(fds[0]), foreign=bool(message.get("foreign")))
+        self.held_memory.add(Arena.attach(fds[0]), foreign=bool(message.get("foreign")))
         return {}, ()
 
     async def do_taken(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Another writer has these arenas as well, and goes on: nothing keeps us here if our trainer is dead, and these
         are all we have."""
-        if self.dead and {arena.id.hex() for arena in self.holdings.all()} <= set(message["arenas"]):
+        if self.dead and {arena.id.hex() for arena in self.held_memory.all()} <= set(message["arenas"]):
             self.persister.adoptions += 1  # what we would do after its death is not ours to do any more
             self._leave_soon()
         return {}, ()
@@ -521,29 +521,29 @@ class Writer:
     async def do_watch(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """The staging thread holds the mutex of this arena from now on."""
         self.watched[message["arena"]] = self.persister.adoptions
-        self._start_thread(self._watch, self.holdings.arenas[message["arena"]], self.persister.adoptions)
+        self._start_thread(self._watch, self.held_memory.arenas[message["arena"]], self.persister.adoptions)
         return {}, ()
 
     async def do_digests(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """The digests of snapshots that are known so far; of all, if told."""
         if message.get("all"):
-            await asyncio.to_thread(self.holdings.digest_ring)
-        return {"digests": self.holdings.known_digests()}, ()
+            await asyncio.to_thread(self.held_memory.digest_ring)
+        return {"digests": self.held_memory.known_digests()}, ()
 
     async def do_release(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """This arena is not needed any more."""
-        self.holdings.release(message["arena"])
+        self.held_memory.release(message["arena"])
         self.watched.pop(message["arena"], None)
         return {}, ()
 
     async def do_layout(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        self.holdings.keep_layout(Layout.from_json(message["layout"]))
+        self.held_memory.keep_layout(Layout.from_json(message["layout"]))
         return {}, ()
 
     async def do_guarded(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Which tensors of a layout only optimizers change: they are copied last. Of a list that comes again only
         the number is said."""
-        self.holdings.know_guarded(str(message["layout"]), int(message["number"]), message.get("tensors"))
+        self.held_memory.know_guarded(str(message["layout"]), int(message["number"]), message.get("tensors"))
         return {}, ()
 
     async def do_recipes(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
@@ -562,20 +562,20 @@ class Writer:
 
     async def do_gap(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Another rank asks what our dead trainer could not copy any more; see `ckpt.trainer.replica_rescue`."""
-        gap = self.holdings.lend_gap() if self.dead else None
+        gap = self.held_memory.lend_gap() if self.dead else None
         if gap is None:
             return {"attempt": None}, ()
         arena, slot, label, missing = gap
-        layout = self.holdings.layouts[label.layout]
+        layout = self.held_memory.layouts[label.layout]
         reply = {"attempt": str(label.attempt), "slot": slot, "layout": layout.to_json(), "missing": missing}
         return reply, (arena.fd,)
 
     async def do_filled(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """It has copied these."""
         attempt = Attempt.parse(message["attempt"])
-        whole = self.dead and self.holdings.fill_gap(attempt, [int(number) for number in message["tensors"]])
+        whole = self.dead and self.held_memory.fill_gap(attempt, [int(number) for number in message["tensors"]])
         if whole:
-            await asyncio.to_thread(self.holdings.digest_ring)
+            await asyncio.to_thread(self.held_memory.digest_ring)
             self._spawn(self._persist_filled(attempt))
         return {"whole": whole}, ()
 
@@ -584,28 +584,28 @@ class Writer:
 
     async def do_serve(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Be ready to keep a copy of another rank's memory."""
-        return {"contact": self.holdings.mirror.serve()}, ()
+        return {"contact": self.held_memory.mirror.serve()}, ()
 
     async def do_partner(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Who keeps a copy of ours."""
-        self.holdings.mirror.send_to(message["contact"], int(message["rank"]))
+        self.held_memory.mirror.send_to(message["contact"], int(message["rank"]))
         return {}, ()
 
     async def do_push(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """A snapshot was sealed: have it copied to the partner."""
-        arena, slot = self.holdings.arenas[message["arena"]], int(message["slot"])
+        arena, slot = self.held_memory.arenas[message["arena"]], int(message["slot"])
         label = arena.label(slot)
-        if label is not None and str(label.attempt) == message["attempt"] and label.layout in self.holdings.layouts:
-            self.holdings.mirror.push(arena, slot, label, self.holdings.layouts[label.layout])
+        if label is not None and str(label.attempt) == message["attempt"] and label.layout in self.held_memory.layouts:
+            self.held_memory.mirror.push(arena, slot, label, self.held_memory.layouts[label.layout])
         return {}, ()
 
     # -- faults --
 
     async def do_arm(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Watch the trainer from now on."""
-        self._end_vigil()
+        self._end_watchdog()
         eyes = WatchdogCalls(self._on_crash, self._on_signals, self._on_stall, self._on_pressure)
-        self.vigil = Watchdog(self.trainer, message, fds, eyes)
+        self.watchdog = Watchdog(self.trainer, message, fds, eyes)
         return {}, ()
 
     async def do_books(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
@@ -616,12 +616,12 @@ class Writer:
     async def do_restored(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """The trainer has called restore()."""
         self.books.restored(message)
-        self.lookout.restored(message)
+        self.status_server.restored(message)
         return {}, ()
 
     async def do_live(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Our trainer can be looked at from now on; and which metrics it wants to be told."""
-        self.lookout.begin(message, fds, self.trainer)
+        self.status_server.begin(message, fds, self.trainer)
         wanted = message["metrics"]
         metrics = None if wanted is None else Metrics(**wanted)
         await self.exporter.begin(metrics, int(message["rank"]), int(message["local_rank"]))
@@ -629,7 +629,7 @@ class Writer:
 
     async def do_look(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """What our trainer does, and what is on its way: for anybody of this user."""
-        return {"look": (await self.lookout.look()).to_json()}, ()
+        return {"look": (await self.status_server.look()).to_json()}, ()
 
     async def do_cadence(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """The ranks save by another cadence from some step on."""
@@ -638,13 +638,13 @@ class Writer:
         self.books.decided(message)
         return {}, ()
 
-    def _end_vigil(self) -> None:
-        if self.vigil is not None:
-            self.vigil.stop()
-            self.vigil = None
+    def _end_watchdog(self) -> None:
+        if self.watchdog is not None:
+            self.watchdog.stop()
+            self.watchdog = None
 
     async def do_heard(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """The sentinel has taken up what it was told."""
+        """The fault handler has taken up what it was told."""
         self.heard.set()
         return {}, ()
 
@@ -655,20 +655,20 @@ class Writer:
         return {"saved": saved}, ()
 
     async def do_report(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """The sentinel's account of a fault. If it `ends` the trainer, its death is no news."""
+        """The fault handler's account of a fault. If it `ends` the trainer, its death is no news."""
         fault = Fault.from_json(message["fault"])
         if message.get("ends"):
             self.announced = True
-        await self.witness.keep(fault, untold=False)
+        await self.fault_reporter.keep(fault, untold=False)
         return {"key": fault.key}, ()
 
     async def do_sample(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """What our trainer does, for another writer of the node."""
-        return {"evidence": None if self.vigil is None else (await self.vigil.sample()).to_json()}, ()
+        return {"evidence": None if self.watchdog is None else (await self.watchdog.sample()).to_json()}, ()
 
     async def do_evidence(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """What all trainers of this node do, for the sentinel."""
-        found = [] if self.vigil is None else await self.witness.evidence(self.vigil)
+        """What all trainers of this node do, for the fault handler."""
+        found = [] if self.watchdog is None else await self.fault_reporter.evidence(self.watchdog)
         return {"evidence": [one.to_json() for one in found]}, ()
 
     async def do_peer(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
@@ -680,10 +680,10 @@ class Writer:
 
     async def do_trigger(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """Somebody at a shell on this node wants a save."""
-        if self.dead or self.channel is None or self.vigil is None:
+        if self.dead or self.channel is None or self.watchdog is None:
             raise UsageError("the trainer of this run does not live, or takes no triggers: nothing to save")
         self._tell({"op": "trigger", "why": str(message["why"])[:200]})
-        return {"pid": self.trainer, **self.vigil.describe()}, ()
+        return {"pid": self.trainer, **self.watchdog.describe()}, ()
 
     def _on_crash(self, text: str) -> None:
         """It is dying; with a large process or a core dump that takes a while."""
@@ -695,25 +695,25 @@ class Writer:
             self._spawn(self._signal(number))
 
     async def _signal(self, number: int) -> None:
-        """The sentinel has not taken it: perhaps it is only late; else something holds the interpreter's lock."""
-        vigil, began = self.vigil, time.monotonic()
-        if vigil is None or self.dead:
+        """The fault handler has not taken it: perhaps it is only late; else something holds the interpreter's lock."""
+        watchdog, began = self.watchdog, time.monotonic()
+        if watchdog is None or self.dead:
             return
-        fault = self.witness.signal(vigil, number)
+        fault = self.fault_reporter.signal(watchdog, number)
         self.heard.clear()
         self._tell({"op": "signal", "number": number})
         try:
             await asyncio.wait_for(self.heard.wait(), AWAKE_S)
         except TimeoutError:
-            await self.witness.held_up(fault, vigil, began)
+            await self.fault_reporter.held_up(fault, watchdog, began)
 
     def _on_stall(self, stall: Stall) -> None:
         self._spawn(self._stall(stall))
 
     async def _stall(self, stall: Stall) -> None:
-        """The sentinel knows more, and can copy what runs. If it does not answer, it is up to us."""
-        vigil = self.vigil
-        if vigil is None or self.dead:
+        """The fault handler knows more, and can copy what runs. If it does not answer, it is up to us."""
+        watchdog = self.watchdog
+        if watchdog is None or self.dead:
             return
         self.heard.clear()
         fields = {"idle_s": stall.idle_s, "limit_s": stall.limit_s, "usual_s": stall.usual_s}
@@ -721,27 +721,27 @@ class Writer:
         try:
             await asyncio.wait_for(self.heard.wait(), HEARD_S)
         except TimeoutError:
-            await self.witness.hang(vigil, stall)
+            await self.fault_reporter.hang(watchdog, stall)
             return
-        if vigil.hang is not None and vigil.hang.action == "exit":
+        if watchdog.hang is not None and watchdog.hang.action == "exit":
             await asyncio.sleep(GOING_S)
-            if self.vigil is vigil and not self.dead and vigil.pulse.read().calls == stall.evidence.calls:
-                end(vigil, "it hangs, and did not leave")
+            if self.watchdog is watchdog and not self.dead and watchdog.heartbeat.read().calls == stall.evidence.calls:
+                end(watchdog, "it hangs, and did not leave")
 
     def _on_pressure(self, room: MemoryRoom, why: str) -> None:
         self._tell({"op": "pressure", "available": room.available, "total": room.total, "why": why})
 
-    async def _record_death(self, fault: Fault, vigil: Watchdog, began: float, drained: asyncio.Event) -> None:
+    async def _record_death(self, fault: Fault, watchdog: Watchdog, began: float, drained: asyncio.Event) -> None:
         """Once what is in memory is durable; or not, if that takes too long or somebody takes the memory over."""
-        await self.witness.tell_siblings(fault)
+        await self.fault_reporter.tell_siblings(fault)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(drained.wait(), TOLD_S)
         for step, url in self.persister.durable():
             fault.saved.append(SavedStep(step, url, "ring", time.monotonic() - began))
         fault.timings["durable_s"] = time.monotonic() - began
-        if vigil.crash:
-            fault.stacks[str(vigil.rank)] = vigil.crash.splitlines()
-        await self.witness.keep(fault, untold=False)
+        if watchdog.crash:
+            fault.stacks[str(watchdog.rank)] = watchdog.crash.splitlines()
+        await self.fault_reporter.keep(fault, untold=False)
 
     async def do_leave(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """The trainer lets go of everything, and may go on living: as if it had died."""
@@ -760,8 +760,8 @@ class Writer:
             return {}, ()  # another one has come in its place
         adoptions, owed = self.persister.adoptions, self.persister.begun()
         self.announced = self.left = True
-        self._end_vigil()
-        self.lookout.ended()
+        self._end_watchdog()
+        self.status_server.ended()
         self.books.ended("left" if message.get("failed") else "closed")
         if owed:
             self.closing, self.dead = adoptions, True
@@ -805,15 +805,15 @@ class Writer:
     async def _outlive(self, adoptions: int) -> None:
         """Persist the ring, keep the memory for the next incarnation, leave at the deadline."""
         events.point("drain.started")
-        began, vigil = time.monotonic(), self.vigil
+        began, watchdog = time.monotonic(), self.watchdog
         deadline, drained = began + self.persister.linger_s, asyncio.Event()
-        fault = None if self.announced or vigil is None else self.witness.death(vigil)
-        if fault is not None and vigil is not None:
-            self.witness.faults.append(fault)  # the next incarnation is told, however soon it comes
-            self._spawn(self._record_death(fault, vigil, began, drained))
-        if vigil is not None:
-            self.loop.call_later(ECHO_S, vigil.stop)
-        await asyncio.to_thread(self.holdings.digest_ring)
+        fault = None if self.announced or watchdog is None else self.fault_reporter.death(watchdog)
+        if fault is not None and watchdog is not None:
+            self.fault_reporter.faults.append(fault)  # the next incarnation is told, however soon it comes
+            self._spawn(self._record_death(fault, watchdog, began, drained))
+        if watchdog is not None:
+            self.loop.call_later(ECHO_S, watchdog.stop)
+        await asyncio.to_thread(self.held_memory.digest_ring)
         try:
             while (
                 adoptions == self.persister.adoptions
@@ -823,7 +823,9 @@ class Writer:
                 await asyncio.sleep(min(RETRY_S, self.persister.linger_s))
             drained.set()
             looked = float("-inf")
-            while adoptions == self.persister.adoptions and time.monotonic() < deadline and self.holdings.something():
+            while (
+                adoptions == self.persister.adoptions and time.monotonic() < deadline and self.held_memory.something()
+            ):
                 if time.monotonic() > looked + RETRY_S:
                     looked = time.monotonic()
                     await self.persister.check_owner()

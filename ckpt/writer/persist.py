@@ -60,16 +60,16 @@ class Persister:
 
     def __init__(
         self,
-        holdings: HeldMemory,
+        held_memory: HeldMemory,
         tell: Callable[[Message], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         pace: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        self.holdings, self.tell, self.spawn, self.pace = holdings, tell, spawn, pace
+        self.held_memory, self.tell, self.spawn, self.pace = held_memory, tell, spawn, pace
         self.hurried = 0  # saves that somebody waits for who has little time
         self.adoptions = 0  # trainers that have taken this writer over
         self.owner: Acquire | None = None
-        self.heir = ""  # the nonce of the owner that our trainer is about to be
+        self.successor = ""  # the nonce of the owner that our trainer is about to be
         self.acquires: list[Acquire] = []  # the history that the snapshots in memory belong to
         self.tiers: list[OpenTier] = []
         self.writing: dict[tuple[str, int], int] = {}  # (arena, slot) -> writes in progress
@@ -90,7 +90,7 @@ class Persister:
             self.pace(seconds)
 
     def _forget_old(self) -> None:
-        held = self.holdings.forget_old()
+        held = self.held_memory.forget_old()
         self.tries = {attempt: n for attempt, n in self.tries.items() if attempt in held}
 
     # -- taking the run over --
@@ -100,7 +100,7 @@ class Persister:
         run; `ours`: whether an account is of a trainer of this writer that has ended."""
         self.linger_s, self.commit_s = float(message["linger_s"]), float(message["commit_s"])
         self.first_try = int(message.get("first_try", 0))
-        self.heir = str(message.get("heir", ""))
+        self.successor = str(message.get("successor", ""))
         self.acquires = [Acquire(e, n, None if r is None else Attempt.parse(r)) for e, n, r in message["acquires"]]
         begun = self.adoptions
         known = {tier.url: tier for tier in self.tiers}  # one of them may be writing the ring at this moment
@@ -204,8 +204,8 @@ class Persister:
         return self.owner
 
     def _succeed(self, log: RunLog) -> None:
-        """Go on as the owner that the log names, if it is the heir: the trainer may die before it can say so."""
-        if log.state.acquires and log.state.acquires[-1].nonce == self.heir:
+        """Go on as the owner that the log names, if it is the successor: the trainer may die before it can say so."""
+        if log.state.acquires and log.state.acquires[-1].nonce == self.successor:
             self._become(log.state.acquires[-1])
 
     def _become(self, owner: Acquire) -> None:
@@ -242,7 +242,7 @@ class Persister:
         """
         number, slot = int(message["tier"]), int(message["slot"])
         tier, attempt = self.tiers[number], Attempt.parse(message["attempt"])
-        arena = self.holdings.arenas[message["arena"]]
+        arena = self.held_memory.arenas[message["arena"]]
         told: Message = {"op": "stored", "tier": number, "attempt": message["attempt"]}
         near = self._near(tier)
         if near is not None and (near.url, attempt) not in self._parts and attempt not in near.log.state.commits:
@@ -480,7 +480,7 @@ class Persister:
     async def _store_slot(
         self, tier: OpenTier, arena: Arena, slot: int, label: Label, reason: str, last: bool
     ) -> WrittenPart | None:
-        attempt, layout = label.attempt, self.holdings.layouts[label.layout]
+        attempt, layout = label.attempt, self.held_memory.layouts[label.layout]
         assert attempt is not None
         tier.in_flight.add(attempt)
         try:
@@ -510,7 +510,7 @@ class Persister:
                 if attempt in self.retracted:
                     raise SaveError(f"step {attempt.step} was taken back while it was written")
             values_digest = blob_digest(arena.values(slot, label))
-            self.holdings.digests[attempt, layout.rank] = (
+            self.held_memory.digests[attempt, layout.rank] = (
                 written.table.digest[: written.table.owned].tobytes() + values_digest
             )
             return written
@@ -693,7 +693,7 @@ class Persister:
         """A snapshot failed, or turned out not to be of one moment: it must not be committed, or not stay so."""
         attempt, reason = Attempt.parse(message["attempt"]), str(message["reason"])
         self.retracted.add(attempt)
-        self.holdings.mirror.take_back(attempt)
+        self.held_memory.mirror.take_back(attempt)
         failures: list[CheckpointError] = []
         with self._settles():
             for tier in self.tiers:  # all of them, whatever happens in one
@@ -777,7 +777,7 @@ class Persister:
 
     def wanted(self, attempts: Collection[Attempt] | None = None) -> list[Attempt]:
         """What is in memory (of these, if they are given) and belongs to the history, newest first."""
-        ring = [label.attempt for _, _, label in self.holdings.ring() if label.attempt is not None]
+        ring = [label.attempt for _, _, label in self.held_memory.ring() if label.attempt is not None]
         found = in_history(self.acquires, set(ring) - self.retracted)
         return [attempt for attempt in found if attempts is None or attempt in attempts]
 
@@ -795,9 +795,9 @@ class Persister:
 
     async def _persist_one(self, tier: OpenTier, attempt: Attempt) -> None:
         """To a tier that is not the nearest."""
-        for arena, slot, label in self.holdings.ring():
+        for arena, slot, label in self.held_memory.ring():
             done = attempt in tier.in_flight or tier.log.state.ended(attempt)
-            if label.attempt == attempt and label.layout in self.holdings.layouts and not done:
+            if label.attempt == attempt and label.layout in self.held_memory.layouts and not done:
                 with contextlib.suppress(CheckpointError):
                     await self._save_late(tier, arena, slot, label)
                 return
@@ -807,8 +807,8 @@ class Persister:
         first. False: try again."""
         complete = True
         history = set(self.wanted() if attempts is None else attempts)
-        for arena, slot, label in self.holdings.ring():
-            if label.attempt not in history or label.layout not in self.holdings.layouts:
+        for arena, slot, label in self.held_memory.ring():
+            if label.attempt not in history or label.layout not in self.held_memory.layouts:
                 continue  # undone by a rollback
             for tier in self.tiers[:1]:
                 if adoptions != self.adoptions:
@@ -835,7 +835,7 @@ class Persister:
         except Exception as error:
             tier.flow.fail(error)
             events.log.warning("step %d is not durable yet: %s", label.attempt.step, error)
-            return stored and self.holdings.layouts[label.layout].world > 1
+            return stored and self.held_memory.layouts[label.layout].world > 1
         return True
 
     async def _settle_late(self, tier: OpenTier, written: WrittenPart) -> None:

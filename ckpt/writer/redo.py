@@ -45,8 +45,8 @@ class _Kept:
 class RedoKeeper:
     """Of one writer. Everything runs in its event loop; what takes time goes to threads."""
 
-    def __init__(self, holdings: HeldMemory, persister: Persister) -> None:
-        self._holdings, self._persister = holdings, persister
+    def __init__(self, held_memory: HeldMemory, persister: Persister) -> None:
+        self._held_memory, self._persister = held_memory, persister
         self._logs: dict[str, _Kept] = {}
         self._recipes: dict[str, list[Recipe]] = {}  # by layout
         self._returns = 0  # how often a trainer went back
@@ -65,12 +65,12 @@ class RedoKeeper:
     async def append(self, message: Message) -> Message:
         """Log a sealed slot in one place; replies when it is durable there."""
         tier, attempt = self._persister.tiers[int(message["tier"])], Attempt.parse(message["attempt"])
-        arena, slot = self._holdings.arenas[message["arena"]], int(message["slot"])
+        arena, slot = self._held_memory.arenas[message["arena"]], int(message["slot"])
         settings = [None if row is None else _settings(row) for row in message["settings"]]
         label = arena.label(slot)
         if label is None or label.attempt != attempt:
             raise SaveError(f"slot {slot} does not hold {attempt} any more")
-        layout = self._holdings.layouts[label.layout]
+        layout = self._held_memory.layouts[label.layout]
         kept = self._kept(tier, layout.rank, layout.world)
         sealed, course = Sealed(arena, slot, label, layout), (self._persister.adoptions, self._returns)
         recipes = self._recipes.get(label.layout, [])
@@ -98,7 +98,7 @@ class RedoKeeper:
         found = log.append(sealed, recipes, settings, committed)
         if log.digests is not None:
             values = blob_digest(sealed.arena.values(sealed.slot, sealed.label))
-            self._holdings.digests[sealed.attempt, sealed.layout.rank] = log.digests + values
+            self._held_memory.digests[sealed.attempt, sealed.layout.rank] = log.digests + values
         return found
 
     def _kept(self, tier: OpenTier, rank: int, world: int) -> _Kept:

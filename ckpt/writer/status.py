@@ -1,8 +1,8 @@
 """Looks at a trainer from its writer: what `ckpt.telemetry.status.RankStatus` says, read out of what the writer has
 anyway.
 
-Nobody pays for it but who asks: nothing is looked at in between. What the trainer does is in its pulse, shared memory,
-which still says it when the trainer is dead.
+Nobody pays for it but who asks: nothing is looked at in between. What the trainer does is in its heartbeat, shared
+memory, which still says it when the trainer is dead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ckpt.ipc.channel import Message
 from ckpt.ipc.heartbeat import Beat, Heartbeat, StepDone
 from ckpt.runlog.log import in_history
 from ckpt.telemetry import status
-from ckpt.telemetry.exporter import aside
+from ckpt.telemetry.exporter import deferred
 from ckpt.telemetry.nvml import Devices
 from ckpt.telemetry.status import DeviceStatus, RankStatus, SlotStatus, TierStatus, shown
 from ckpt.writer.held_memory import HeldMemory
@@ -61,16 +61,16 @@ class StatusServer:
 
     def __init__(
         self,
-        holdings: HeldMemory,
+        held_memory: HeldMemory,
         persister: Persister,
         trainer: Callable[[], tuple[int, str]],
         account: Callable[[], Account | None],
     ) -> None:
-        self._holdings, self._persister = holdings, persister
+        self._held_memory, self._persister = held_memory, persister
         self._trainer, self._account = trainer, account
         self.serves = ""  # where metrics are served
         self._told: Message = {}
-        self._pulse: Heartbeat | None = None
+        self._heartbeat: Heartbeat | None = None
         self._pid = 0
         self._stretch = _Stretch()
         self._trained = 0.0  # in the stretches before
@@ -82,10 +82,10 @@ class StatusServer:
         self._me = psutil.Process()
 
     def begin(self, message: Message, fds: list[int], pid: int) -> None:
-        """A trainer says who it is. `fds`: its pulse."""
-        if self._pulse is not None:
-            self._pulse.close()
-        self._pulse, self._told, self._pid = Heartbeat.attach(fds[0]), message, pid
+        """A trainer says who it is. `fds`: its heartbeat."""
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+        self._heartbeat, self._told, self._pid = Heartbeat.attach(fds[0]), message, pid
         self._stretch = _Stretch(float(message["opened"]))
         self._trained, self._restored, self._ended = 0.0, None, None
         if message.get("restored"):  # before this writer began
@@ -93,13 +93,13 @@ class StatusServer:
 
     def restored(self, message: Message) -> None:
         """The trainer has called restore()."""
-        if self._pulse is None:
+        if self._heartbeat is None:
             return
         at, seconds = float(message["at"]), float(message["seconds"])
-        before = [one for one in self._done(self._pulse) if one.when <= at]
+        before = [one for one in self._done(self._heartbeat) if one.when <= at]
         if before:
             self._trained += self._stretch.trained(before[-1])
-        calls, later = self._pulse.since(0)
+        calls, later = self._heartbeat.since(0)
         calls -= sum(one.when > at for one in later)
         self._stretch = _Stretch(at + seconds, calls, float(message["stalled"]), float(message["paused"]))
         self._restored = message
@@ -120,7 +120,7 @@ class StatusServer:
         if time.monotonic() > self._device_at + DEVICE_S:
             self._device_at, self._device = time.monotonic(), None
             with contextlib.suppress(TimeoutError):
-                self._device = await asyncio.wait_for(aside(self._devices.look, found.pid), DEVICE_WAIT_S)
+                self._device = await asyncio.wait_for(deferred(self._devices.look, found.pid), DEVICE_WAIT_S)
         return replace(found, device=self._device)
 
     def look_now(self) -> RankStatus:
@@ -150,13 +150,13 @@ class StatusServer:
             trainer_rss=_rss(pid) if trainer in ("alive", "frozen", "left") else 0,
             writer_rss=self._me.memory_info().rss,
             writer_cpu_s=sum(self._me.cpu_times()[:2]),
-            snapshots=sum(arena.slots * arena.slot_size for arena in self._holdings.all()),
+            snapshots=sum(arena.slots * arena.slot_size for arena in self._held_memory.all()),
             available=available_memory(),
             samples_per_step=metrics.get("samples_per_step"),
             flops_per_step=metrics.get("flops_per_step"),
             peak_flops=metrics.get("peak_flops"),
             serves=self.serves,
-            slots=tuple(slot for arena in self._holdings.arenas.values() for slot in _slots(arena)),
+            slots=tuple(slot for arena in self._held_memory.arenas.values() for slot in _slots(arena)),
         )
         if self._restored is not None:
             step = self._restored["step"]
@@ -166,16 +166,16 @@ class StatusServer:
                 restore_s=None if step is None else float(self._restored["seconds"]),
                 restored_from=shown(str(self._restored["source"])),
             )
-        if self._pulse is None or pid != self._pid:  # a new one has not said yet what it does
+        if self._heartbeat is None or pid != self._pid:  # a new one has not said yet what it does
             return found
-        return self._with_steps(found, self._pulse, self._pulse.read(), now)
+        return self._with_steps(found, self._heartbeat, self._heartbeat.read(), now)
 
-    def _done(self, pulse: Heartbeat) -> list[StepDone]:
+    def _done(self, heartbeat: Heartbeat) -> list[StepDone]:
         """The last steps of this stretch."""
-        return pulse.since(self._stretch.calls)[1]
+        return heartbeat.since(self._stretch.calls)[1]
 
-    def _with_steps(self, found: RankStatus, pulse: Heartbeat, beat: Beat, now: float) -> RankStatus:
-        done = self._done(pulse)
+    def _with_steps(self, found: RankStatus, heartbeat: Heartbeat, beat: Beat, now: float) -> RankStatus:
+        done = self._done(heartbeat)
         last = done[-1] if done else None
         step_s, stall_s, share = recent(done)
         return replace(
@@ -184,7 +184,7 @@ class StatusServer:
             step=beat.step,
             calls=beat.calls,
             idle_s=max(0.0, now - beat.when),
-            usual_s=pulse.usual_s or step_s,
+            usual_s=heartbeat.usual_s or step_s,
             step_s=step_s,
             stall_s=stall_s,
             stall_share=share,
@@ -198,7 +198,7 @@ class StatusServer:
         )
 
     def _in_memory(self) -> int | None:
-        attempts = {label.attempt for _, _, label in self._holdings.ring() if label.attempt is not None}
+        attempts = {label.attempt for _, _, label in self._held_memory.ring() if label.attempt is not None}
         history = in_history(self._persister.acquires, attempts - self._persister.retracted)
         return history[0].step if history else None
 

@@ -2,7 +2,7 @@
 
     the wakeup socket    signals that nobody in the trainer took within `LATE_S`: something holds the interpreter's lock
     a pipe               what Python's faulthandler writes when it crashes, or when we ask for its stacks
-    the pulse            which step it is at, compared with the usual pace
+    the heartbeat            which step it is at, compared with the usual pace
     counters             whether the kernel's OOM killer has struck since
     memory               whether it becomes short
 
@@ -32,7 +32,7 @@ from ckpt.ipc.process import Process
 from ckpt.triggers import OnHang
 
 LOOK_S = 0.5
-LATE_S = 0.02  # until a signal that the sentinel has not taken is ours
+LATE_S = 0.02  # until a signal that the fault handler has not taken is ours
 SAMPLES, BETWEEN_S = 3, 0.3
 SURELY = 3.0  # times the limit: a hang, even if it looks busy
 DUMP_S, QUIET_S = 1.0, 0.05
@@ -86,7 +86,7 @@ class Watchdog:
         self._stopped = False
         self._stderr = fds[3]
         self._echo = bool(message["echo"])
-        self.pulse = Heartbeat.attach(fds[0])
+        self.heartbeat = Heartbeat.attach(fds[0])
         self._wakeup = socket.socket(fileno=fds[1])
         self._kills = memory_pressure.oom_kills(pid=pid)
         self._pressure: memory_pressure.PressureWatch | None = None
@@ -114,7 +114,7 @@ class Watchdog:
             self._pressure.stop()
         self._loop.remove_reader(self._wakeup)
         self._wakeup.close()
-        self.pulse.close()
+        self.heartbeat.close()
         if self._stderr >= 0:
             os.close(self._stderr)
             self._stderr = -1
@@ -122,7 +122,7 @@ class Watchdog:
     # -- signals --
 
     def _on_readable(self) -> None:
-        """The sentinel reads them. If they are still there in a moment, it cannot."""
+        """The fault handler reads them. If they are still there in a moment, it cannot."""
         self._loop.remove_reader(self._wakeup)
         self._loop.call_later(LATE_S, self._take_signals)
 
@@ -135,7 +135,7 @@ class Watchdog:
             if not raw:
                 return  # it is gone
         except OSError:
-            pass  # the sentinel was quicker
+            pass  # the fault handler was quicker
         if raw:
             self._eyes.on_signals([n for n in dict.fromkeys(raw) if n in self.signals], raw)
         self._loop.add_reader(self._wakeup, self._on_readable)
@@ -176,7 +176,7 @@ class Watchdog:
     async def sample(self) -> Evidence:
         """Everything that can be seen of it from outside, and where its main thread says that it stands."""
         async with self._asking:  # what it writes for one sample must not look like a log to another
-            found = probe.sample(self.pid, self.rank, self.pulse.read(), ours=self._dumped)
+            found = probe.sample(self.pid, self.rank, self.heartbeat.read(), ours=self._dumped)
             if found.state in ("stopped", "zombie", "gone"):
                 return found
             stack = await self._stack()
@@ -214,10 +214,10 @@ class Watchdog:
         pace, told, patience = StepPace(self.hang or OnHang()), -1, 0.0
         while True:
             await asyncio.sleep(LOOK_S)
-            beat, now = self.pulse.read(), time.monotonic()
+            beat, now = self.heartbeat.read(), time.monotonic()
             idle_s = pace.look(now, beat)
             if pace.usual_s is not None:
-                self.pulse.usual_s = pace.usual_s
+                self.heartbeat.usual_s = pace.usual_s
             if idle_s is None or self.hang is None:
                 patience = 0.0
                 continue
@@ -250,7 +250,7 @@ class Watchdog:
         for number in range(SAMPLES):
             if number:
                 await asyncio.sleep(BETWEEN_S)
-            if self.pulse.read().calls != calls:
+            if self.heartbeat.read().calls != calls:
                 return []
             found.append(await self.sample())
         return found
@@ -273,5 +273,5 @@ class Watchdog:
         return "robust mutex", "died without a word, as of SIGKILL or os._exit"
 
     def describe(self) -> dict[str, Any]:
-        beat = self.pulse.read()
+        beat = self.heartbeat.read()
         return {"rank": self.rank, "pid": self.pid, "step": beat.step, "doing": beat.doing}

@@ -69,7 +69,7 @@ def held(real):
     return sync
 os.fsync, os.fdatasync = held(os.fsync), held(os.fdatasync)
 """
-IMPATIENT = "guardian.HELLO_S = guardian.PATIENT_S = 1.0"
+IMPATIENT = "supervisor.HELLO_S = supervisor.PATIENT_S = 1.0"
 
 
 class Rank:

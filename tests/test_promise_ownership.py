@@ -62,7 +62,7 @@ with ckpt.Checkpointer({"w": w, "opt": opt}, takeover="takeover" in words, **pla
 
 def patched(patch: str) -> str:
     """The same life, after something was made otherwise in that process."""
-    return LIFE.replace("w = nn", f"import ckpt.trainer.writer_supervisor as guardian\n{patch}\nw = nn", 1)
+    return LIFE.replace("w = nn", f"import ckpt.trainer.writer_supervisor as supervisor\n{patch}\nw = nn", 1)
 
 
 class Trainer:
@@ -153,7 +153,7 @@ def test_whoever_loses_a_run_is_told_and_its_memory_is_found(run_dir: str) -> No
 def test_a_taker_that_dies_half_way_leaves_what_was_there(moment: str, run_dir: str) -> None:
     """Whenever one that takes a run over is killed, the next start goes on from the newest step of the history: neither
     from nothing, nor from one that was undone."""
-    patch = f"guardian.Guardian.{moment} = lambda *_: os.kill(os.getpid(), 9)"
+    patch = f"supervisor.WriterSupervisor.{moment} = lambda *_: os.kill(os.getpid(), 9)"
     with trainer("memory:halfway", 6) as first:
         assert first.ask("cp.restore(step=5)") == "5"
         assert killed(run_script(patched(patch), "memory:halfway", 9, "takeover"))
@@ -165,7 +165,7 @@ def test_one_that_comes_into_a_takeover_harms_nothing(third: str, run_dir: str) 
     """A first trainer is taken over from by a second, and before that has opened the run a third comes. Without
     takeover it is refused; with it the second is told. Whoever has the run goes on from the first one's last step."""
     held = patched(
-        "guardian.Guardian._take_orphans = lambda self: (print('held', flush=True), sys.stdin.readline(), {})[-1]"
+        "supervisor.WriterSupervisor._take_orphans = lambda self: (print('held', flush=True), sys.stdin.readline(), {})[-1]"
     )
     with trainer("memory:three", 4) as first, trainer("memory:three", 0, "takeover", code=held) as second:
         assert second.began == "held"
@@ -223,7 +223,7 @@ def test_a_trainer_that_lost_takes_no_name_again(run_dir: str) -> None:
         with trainer("memory:lost", 7, "takeover") as second:
             assert first.step().startswith("FencedError")
             writer = int(second.ask("cp.writer_pid"))
-        for pid in {writer, int(first.ask("cp._guardian.client.pid"))}:
+        for pid in {writer, int(first.ask("cp._supervisor.client.pid"))}:
             os.kill(pid, signal.SIGKILL)
         assert first.step().startswith("FencedError")
         assert start_of("memory:lost") == ["start", "0", "0", "None"]
@@ -264,7 +264,7 @@ def test_a_child_does_not_keep_its_parents_name(run_dir: str) -> None:
 def test_a_writer_that_stands_still_is_ended_only_if_its_trainer_is_dead(lives: bool, run_dir: str) -> None:
     """It cannot be woken up. An opening is refused while its trainer lives, which goes on with it afterwards; after
     that one's death it is ended, and the run begins, however long it was waited for."""
-    patch = "guardian.MEET_S = guardian.HELLO_S = guardian.PATIENT_S = 2.0; guardian.WriterClient._wake = lambda _: 0"
+    patch = "supervisor.MEET_S = supervisor.HELLO_S = supervisor.PATIENT_S = 2.0; supervisor.WriterClient._wake = lambda _: 0"
     with trainer("memory:silent", 4) as first:
         writer = int(first.ask("cp.writer_pid"))
         os.kill(writer, signal.SIGSTOP)

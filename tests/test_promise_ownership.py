@@ -165,7 +165,8 @@ def test_one_that_comes_into_a_takeover_harms_nothing(third: str, run_dir: str) 
     """A first trainer is taken over from by a second, and before that has opened the run a third comes. Without
     takeover it is refused; with it the second is told. Whoever has the run goes on from the first one's last step."""
     held = patched(
-        "supervisor.WriterSupervisor._take_orphans = lambda self: (print('held', flush=True), sys.stdin.readline(), {})[-1]"
+        "supervisor.WriterSupervisor._take_orphans = "
+        "lambda self: (print('held', flush=True), sys.stdin.readline(), {})[-1]"
     )
     with trainer("memory:three", 4) as first, trainer("memory:three", 0, "takeover", code=held) as second:
         assert second.began == "held"
@@ -264,7 +265,10 @@ def test_a_child_does_not_keep_its_parents_name(run_dir: str) -> None:
 def test_a_writer_that_stands_still_is_ended_only_if_its_trainer_is_dead(lives: bool, run_dir: str) -> None:
     """It cannot be woken up. An opening is refused while its trainer lives, which goes on with it afterwards; after
     that one's death it is ended, and the run begins, however long it was waited for."""
-    patch = "supervisor.MEET_S = supervisor.HELLO_S = supervisor.PATIENT_S = 2.0; supervisor.WriterClient._wake = lambda _: 0"
+    patch = (
+        "supervisor.MEET_S = supervisor.HELLO_S = supervisor.PATIENT_S = 2.0; "
+        "supervisor.WriterClient._wake = lambda _: 0"
+    )
     with trainer("memory:silent", 4) as first:
         writer = int(first.ask("cp.writer_pid"))
         os.kill(writer, signal.SIGSTOP)

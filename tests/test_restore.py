@@ -865,7 +865,8 @@ def check_shares(wholes: list[Whole], ranks: Ranks, pieces: list[Pieces], grain:
         share_of_each = sum(h.elements * h.item_size for h in line) / len(replicas)
         for rank in replicas:
             mine = sum(spec.nbytes for spec, _ in pieces[rank] if any(cut_from(spec, h) for h in line))
-            assert abs(mine - share_of_each) <= max(grain, 16) + 1
+            # What lies side by side is cut at the same elements, of 16 bytes at most.
+            assert abs(mine - share_of_each) <= max(grain, 16 * len(wholes[::2])) + 1
 
 
 def cut_from(spec: TensorSpec, holding: Holding) -> bool:

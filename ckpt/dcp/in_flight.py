@@ -21,7 +21,7 @@ POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class SaveInFlight:
     """A save that writes to a place."""
 
     step: int
@@ -29,12 +29,12 @@ class Claim:
 
 
 _lock = threading.Lock()
-_claims: dict[str, Claim] = {}  # by URL
+_claims: dict[str, SaveInFlight] = {}  # by URL
 
 
 def claim(urls: Sequence[str], step: int) -> None:
     """From here on this thread saves there. SaveError while another one does: it is the newer save that is not made."""
-    mine = Claim(step, threading.current_thread())
+    mine = SaveInFlight(step, threading.current_thread())
     with _lock:
         for url in urls:
             other = _claims.get(url)

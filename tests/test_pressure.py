@@ -593,11 +593,11 @@ LIMIT = 96 * MIB
 CHILD = """
 import os, sys, threading
 open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
-from ckpt.faults.memory_pressure import Watch, room
+from ckpt.faults.memory_pressure import PressureWatch, room
 say = lambda *words: os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # in one piece: two threads speak
 now = room()
 say(now.total, now.available, now.where)
-Watch(0.3, lambda found, why: say("pressed", found.available, found.total), poll_s=0.01).start()
+PressureWatch(0.3, lambda found, why: say("pressed", found.available, found.total), poll_s=0.01).start()
 taken = []
 for line in sys.stdin:
     taken.append(bytearray(b"x") * (int(line) << 20))

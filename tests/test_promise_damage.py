@@ -196,7 +196,7 @@ def records_of(folder: Path) -> list[tuple[int, str]]:
 # -- what was taken back stays so --
 
 
-async def attempted(log: RunLog, mine: Any, step: int) -> commit.Written:
+async def attempted(log: RunLog, mine: Any, step: int) -> commit.WrittenPart:
     of = layout(*SMALL)
     data = memoryview(bytes(of.arrangement.data_size))
     return await write_part(log.store, RankSnapshot(Attempt(mine.epoch, step, mine.nonce), of, data, VALUES))

@@ -594,7 +594,7 @@ def test_ranks_that_do_not_agree_are_no_checkpoint(monkeypatch: pytest.MonkeyPat
     state = [[Shard("w", "F32", (4,), (2 * rank,), (2,), rank)] for rank in range(2)]
     for second, right in ((state[1], True), ([replace(state[1][0], offsets=(1,))], False)):
         tables = [table_of(state[0], 0), table_of(second, 1)]
-        written = [commits.Written(part_of(t, rank, 2), "", t) for rank, t in enumerate(tables)]
+        written = [commits.WrittenPart(part_of(t, rank, 2), "", t) for rank, t in enumerate(tables)]
         if right:
             assert rank_index.is_directory(commits.index_of(written))
             assert not rank_index.is_directory(merge(tables).to_bytes())

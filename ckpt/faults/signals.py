@@ -83,11 +83,12 @@ class Wakeup:
             os.kill(os.getpid(), number)
 
     def close(self) -> None:
-        self.reader.close()
-        if self._taken:
-            self._writer.detach()  # the interpreter goes on writing to that number: no other file may get it
+        if self._taken:  # the interpreter goes on writing to that number: no other file may get it, and no pipe break
+            self._writer.detach()
+            self.reader.detach()
         else:
             self._writer.close()
+            self.reader.close()
 
     def forget(self) -> None:
         """In a forked child, whose signals are not the trainer's: nothing of ours is left there."""

@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import json
 import logging
+import math
 import os
 import platform
 import sys
@@ -57,7 +58,7 @@ from ckpt.subscribers import flush, publish
 from ckpt.tiers import Tier, as_tiers
 from ckpt.trainer import replica_check, replica_rescue
 from ckpt.trainer.cadence_sync import TOO_LATE, CadenceSync
-from ckpt.trainer.deferred import DeferredStep, DeferredSteps
+from ckpt.trainer.deferred import MOST, DeferredStep, DeferredSteps
 from ckpt.trainer.fault_handler import FaultHandler
 from ckpt.trainer.optimizer_hooks import UpdateHook
 from ckpt.trainer.ownership import Ownership
@@ -155,7 +156,7 @@ class Checkpointer:
         self.last_restore: Restored | None = None
         self._on_busy, self._on_error = on_busy, on_error
         self._busy_timeout_s, self._close_timeout_s = busy_timeout_s, close_timeout_s
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may close us meanwhile
         self._turn = threading.RLock()  # of whoever is in step(), save(), restore() or close()
         self._errors: list[tuple[CheckpointError, Save | None]] = []
         self._fenced: FencedError | None = None
@@ -168,7 +169,7 @@ class Checkpointer:
         self._stepped = False  # whether that is a step that was done since the last restore
         self._thread = 0  # that did it
         self._finite: bool | None = None  # what was said of it
-        self._moments = DeferredSteps()
+        self._moments = DeferredSteps(math.inf if self._between else MOST)
         self._moment: DeferredStep | None = None  # what it was made of, if it was not due
         self._dear = 0  # how often running it cost too much to keep that
         self._keep_after = 0  # steps that are not due, until it is tried again
@@ -303,22 +304,21 @@ class Checkpointer:
         durable = list(range(len(self._tiers))) if asked else self._cadence_sync.schedule.tiers_due(step)
         if self._owed:
             durable = sorted({*durable, *self._owed})
-        self._begin_step(step)
         save = None
         try:
-            kept = (self._dropped or self._cadence_sync.schedule.memory_due(step)) and self._supervisor.rings
-            if durable or asked or self._redo.on or kept:
-                save = self._save(step, durable, explicit=asked, asked=asked)
-            else:
-                self._keep(step)
+            with self._not_cut_off(step):
+                self._begin_step(step)
+                kept = (self._dropped or self._cadence_sync.schedule.memory_due(step)) and self._supervisor.rings
+                if durable or asked or self._redo.on or kept:
+                    save = self._save(step, durable, explicit=asked, asked=asked)
+                else:
+                    self._keep(step)
+                if save is not None and self._on_busy == "skip":  # it may be left out yet
+                    self._moment = self._take(step)
         except SkippedError as error:  # there is no memory for it, which was said
             self.stats.skipped += 1
             log.info("%s", error)
             self._keep(step)
-        except BaseException:  # such as Ctrl-C: as long as we are here, nothing has moved on
-            with contextlib.suppress(Exception):
-                self._moment = self._take(step)
-            raise
         finally:
             if asked:
                 self._fault_handler.answer(save)
@@ -326,8 +326,8 @@ class Checkpointer:
         return save
 
     def _begin_step(self, step: int) -> None:
-        self._heartbeat.beat(step, self.stats.stalled_s, self.stats.saves, self.stats.skipped)
         self._last_step, self._updates_before, self._deferred, self._moment = step, self._hook.count, None, None
+        self._heartbeat.beat(step, self.stats.stalled_s, self.stats.saves, self.stats.skipped)
         self._stepped, self._exchanged, self._thread = True, False, threading.get_ident()
         self._capture.trust(self._hook.announced())
 
@@ -346,13 +346,14 @@ class Checkpointer:
         """
         if self._forked:
             raise ClosedError("this process was forked from the trainer: only the trainer saves")
+        outer = self._exchanged
         if changes_state:
             self._deferred, self._exchanged = None, True
         before, began = self._heartbeat.state, time.monotonic()
         self._heartbeat.touch(PAUSED)
         try:
             yield
-            self._exchanged = False  # after an exception they may be so still
+            self._exchanged = outer  # after an exception they may be so still
         finally:
             self._heartbeat.paused(time.monotonic() - began if before != PAUSED else 0.0)
             self._heartbeat.touch(before)
@@ -374,16 +375,33 @@ class Checkpointer:
         if step is None or step == self._last_step:
             if self._last_step is None:
                 raise UsageError("say which step this is: save(step)")
-            if self._hook.count != self._updates_before:
-                raise UsageError(f"training went on after step {self._last_step}: call save() right after step()")
+            self._check_same_step()
             save = self._save_again()
         else:
             self._check_step(step)
             self._finite = None
-            self._begin_step(step)
-            save = self._save(step, list(range(len(self._tiers))), explicit=True)
+            with self._not_cut_off(step):
+                self._begin_step(step)
+                save = self._save(step, list(range(len(self._tiers))), explicit=True)
         self._raise_pending()
         return save
+
+    def _check_same_step(self) -> None:
+        if self._hook.count != self._updates_before:
+            raise UsageError(f"training went on after step {self._last_step}: call save() right after step()")
+
+    @contextlib.contextmanager
+    def _not_cut_off(self, step: int) -> Iterator[None]:
+        """Whatever ends this, such as Ctrl-C: as long as we are here nothing has moved on, so the step can be kept."""
+        try:
+            yield
+        except SkippedError:
+            raise
+        except BaseException:
+            if self._last_step == step:
+                with contextlib.suppress(Exception):
+                    self._moment = self._take(step)
+            raise
 
     def stage(self) -> Save:
         """Have the step that the last `step()` named in memory, due there or not, so that `save()` may write it later.
@@ -396,6 +414,7 @@ class Checkpointer:
     def _stage_now(self) -> Save:
         self._check_usable()
         assert self._last_step is not None
+        self._check_same_step()
         if self._last is not None and self._last[0].step == self._last_step and self._last[1].error is None:
             save, job = self._last
             if job.copied.wait(self._busy_timeout_s) and job.place is not None:
@@ -432,7 +451,9 @@ class Checkpointer:
         if self._exchanged:
             why = "weights are exchanged for others at the moment, see pause()"
         else:
-            why = "" if moment is None else moment.gone(self._capture.read())
+            why = "" if moment is None else moment.gone()
+            if self._last is not None and self._last[0].step == self._last_step and self._last[1].written_by_others:
+                why = str(self._last[1].error)
         if why:
             raise UsageError(f"step {self._last_step} cannot be saved any more: {why}. Call save() right after step()")
         return moment
@@ -486,7 +507,7 @@ class Checkpointer:
             deadline=time.monotonic() + timeout_s,
             on_end=lambda job: self._on_staged(save, job, durable, settings),
             fingerprints=[] if taken is None else list(taken.fingerprints),
-            watched=frozenset(() if taken is None else taken.left),
+            watched={} if taken is None else taken.watched,
         )
         if not closing:  # nobody comes to compare any more
             self._compare_replicas(job)
@@ -597,7 +618,7 @@ class Checkpointer:
             self.stats.stalled_s += time.perf_counter() - began
 
     def _take(self, step: int) -> DeferredStep:
-        return self._moments.take(step, self._capture.read_on(), self._capture.weights, self._capture.fixed)
+        return self._moments.take(step, self._capture.read(), self._capture)
 
     @property
     def _between(self) -> bool | None:
@@ -623,7 +644,7 @@ class Checkpointer:
         where that would be much, as with a large frozen model.
         """
         reading = self._capture.read()
-        self._moment = self._moments.take(step, reading, self._capture.weights, self._capture.fixed)
+        self._moment = self._moments.take(step, reading, self._capture)
         apart = [t for t, guarded in zip(reading.tensors, reading.guarded, strict=True) if not guarded]
         if sum(t.nbytes for t in apart) > DEFERRED:
             return
@@ -899,7 +920,7 @@ class Checkpointer:
             wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
             lost = "" if self._world.size == 1 else ", at least none of which the parts of all ranks can be reached"
             raise NoCheckpointError(f"there is no {wanted} in {self._places()}{lost}")
-        self._restored = True
+        self._restored, self._finite = True, None
         if isinstance(default, int):
             self._last_step = default
         return default
@@ -915,7 +936,7 @@ class Checkpointer:
         self._last_step, self._updates_before = source.attempt.step, self._hook.count
         self._heartbeat.went_back(source.attempt.step)
         self._restored, self._last, self._newest = True, None, None
-        self._stepped, self._moment = False, None
+        self._stepped, self._moment, self._exchanged, self._finite = False, None, False, None
         self._unpin_restored()
         memory = source if isinstance(source, MemorySource) else None
         place = memory.place_of(self._world.rank) if memory is not None else None
@@ -1137,7 +1158,7 @@ class Checkpointer:
             moment = self._moment
             if moment is None:
                 return self._why_not_kept()
-            if why := moment.gone(self._capture.read()):
+            if why := moment.gone():
                 return why
             self._save(step, [], explicit=True, taken=moment, timeout_s=max(1.0, end - time.monotonic()))
             if self.in_memory(max(0.0, end - time.monotonic())) == step:

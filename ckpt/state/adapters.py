@@ -71,9 +71,6 @@ class StateNode(Protocol):
     def read(self, names: Names) -> Contents:
         """`names`: what is known of parameters."""
 
-    def read_on(self, names: Names) -> Contents:
-        """The same, where it would take long to find out that tensors lie where they lay: by what was found before."""
-
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         """Say where tensors go. Problems are noted in the placement, not raised."""
 
@@ -145,11 +142,6 @@ class ModuleNode:
             reshard(self.module)
             if self._piece is None or self._changed():
                 self._piece = self._read()
-        return self._and_words(self._piece) if self._words.spoken else self._piece
-
-    def read_on(self, names: Names) -> Contents:
-        if self._piece is None:
-            return self.read(names)
         return self._and_words(self._piece) if self._words.spoken else self._piece
 
     def _changed(self) -> bool:
@@ -319,10 +311,6 @@ class OptimizerNode:
         if self._piece is None or names is not self._names or self._changed() or self._is_held(names) != self._held:
             self._read(names)
         return self._contents()
-
-    def read_on(self, names: Names) -> Contents:
-        grown = len(self.optimizer.state) != len(self._dicts)
-        return self.read(names) if self._piece is None or grown else self._contents()
 
     def _contents(self) -> Contents:
         assert self._piece is not None
@@ -573,8 +561,6 @@ class StatefulNode:
         self._said = kind_of(values)
         return Contents(_NOTHING, collect.entries, values)
 
-    read_on = read
-
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         target, last = self.target, isinstance(self.target, RNG)
         if placement.resized and isinstance(target, Resizable):
@@ -613,8 +599,6 @@ class PlainNode:
         collect = Collector()
         values = encode(self.parent[self.key], self.path, collect)
         return Contents(_NOTHING, collect.entries, values)
-
-    read_on = read
 
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         collect = Collector()

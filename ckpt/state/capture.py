@@ -84,7 +84,7 @@ class Capture:
         self._signature: object = None
         self._last: Reading | None = None
         self.weights: list[bool] = []  # of each tensor last read: what optimizers step, not what they remember
-        self._settled = False  # whether the last whole reading found all where it was
+        self.parameters: list[bool] = []  # of each: a module's parameter, trained or not
         self._announced: list[Any] | None = None  # None: every optimizer is trusted
         self._guards: dict[frozenset[int], Guards] = {}  # by the optimizers that are not
         self._where_anew: list[tuple[int, tuple[int, ...]]] = []  # guarded tensors that are made anew
@@ -148,11 +148,6 @@ class Capture:
         """Of each optimizer: its path, itself, and what its parameters are called, by id."""
         nodes = [node for node in self.nodes if isinstance(node, OptimizerNode)]
         return [(node.path, node.optimizer, node.param_names(self._names)) for node in nodes]
-
-    @property
-    def fixed(self) -> int:
-        """So many tensors of a reading, the first ones, are the same at the next; those behind are made anew."""
-        return self._fixed_count
 
     def holds_gradients(self) -> bool:
         """Whether any parameter of the optimizers has a gradient."""
@@ -227,22 +222,8 @@ class Capture:
             self._walk()
         pieces = self._pieces()
         loose = [entry for piece in pieces for entry in piece.loose]
-        self._settled = self._last is not None and self._same(pieces, loose)
-        if not self._settled:
+        if self._last is None or not self._same(pieces, loose):
             self._build(pieces, loose)
-        return self._read_on(pieces, loose)
-
-    def read_on(self) -> Reading:
-        """As `read`, at a third of its cost: tensors in modules and optimizers are taken to lie where they lay. If they
-        do not, the next `read` has another layout than this."""
-        if not self._settled or self._last is None or self._moved():
-            return self.read()
-        pieces = [node.read_on(self._names) for node in self.nodes]
-        loose = [entry for piece in pieces for entry in piece.loose]
-        if any(p.fixed is not f for p, f in zip(pieces, self._fixed, strict=True)) or (
-            self._sign(loose) != self._signature
-        ):
-            return self.read()
         return self._read_on(pieces, loose)
 
     def _read_on(self, pieces: list[Contents], loose: list[StateEntry]) -> Reading:
@@ -371,6 +352,8 @@ class Capture:
         self._steppers = [steppers[name] for name in names]
         remembered = {entry.name for entry in fixed if entry.of is not None}
         self.weights = [guards[name] and name not in remembered for name in names]
+        params = {entry.name for entry in fixed if isinstance(entry.tensor, nn.Parameter)}
+        self.parameters = [name in params for name in names]
         self._guards, self._where_anew = {}, []
         self._last = Reading(layout, tensors, [guards[name] for name in names], [piece.values for piece in pieces])
 

@@ -11,7 +11,7 @@ places of the tensors, and the same of their copies (`ckpt.state.fingerprint`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import compress
 from operator import attrgetter, not_
@@ -54,7 +54,7 @@ class PendingSnapshot:
     place: tuple[Arena, int] | None = None  # where it was sealed
     versions: list[int] = field(default_factory=list)
     fingerprints: list[Fingerprint] = field(default_factory=list)  # of what is copied beside training; when it begins
-    watched: frozenset[int] = frozenset()  # what nobody but optimizers may write to, besides what is guarded
+    watched: Mapping[int, int] = field(default_factory=dict)  # versions, by number, from which on nobody may write
     streams: dict[torch.device, Any] = field(default_factory=dict)  # the caller's compute streams
     ready: dict[torch.device, Any] = field(default_factory=dict)  # events on them
     eager: dict[torch.device, Any] = field(default_factory=dict)  # events after the copies of the eager part
@@ -65,8 +65,9 @@ class PendingSnapshot:
     def __post_init__(self) -> None:
         reading = self.reading
         self.sources = reading.tensors
-        self.overlapped = list(compress(self.sources, reading.guarded))
-        self.versions = list(map(_VERSION, self.overlapped))
+        self.numbers = list(self.watched or compress(range(len(reading.guarded)), reading.guarded))
+        self.overlapped = [self.sources[n] for n in self.numbers]
+        self.versions = list(self.watched.values() or map(_VERSION, self.overlapped))
         self.fingerprints = self.fingerprints or [spots.look() for spots in reading.spots]
         if reading.layout.accelerated:
             for device in {t.device for t in reading.tensors if t.device.type != "cpu"}:
@@ -91,8 +92,7 @@ class PendingSnapshot:
                 return
             self._checked = True
             if list(map(_VERSION, self.overlapped)) != self.versions:
-                numbers = compress(range(len(self.reading.guarded)), self.reading.guarded)
-                pairs = zip(numbers, self.overlapped, self.versions, strict=True)
+                pairs = zip(self.numbers, self.overlapped, self.versions, strict=True)
                 self._note({number for number, tensor, version in pairs if tensor._version != version})
             self.overlapped = []
 

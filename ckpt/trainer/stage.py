@@ -258,6 +258,7 @@ class Stager:
 
     def do(self, work: Callable[[], None], timeout_s: float = 60.0) -> None:
         """Run something in the staging thread, between two jobs, and wait for it."""
+        self._check_running()
         finished = threading.Event()
         failure: list[BaseException] = []
 

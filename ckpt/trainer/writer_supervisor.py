@@ -239,7 +239,8 @@ class WriterSupervisor:
                     self._say_unreachable()
                     return self._spawn()
             except _Ended:
-                end = time.monotonic() + MEET_S
+                began = time.monotonic()
+                end = began + MEET_S
             except (NameTakenError, _Leaving):  # another start was quicker, or it is about to leave
                 pass
             if time.monotonic() > end:

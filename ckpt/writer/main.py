@@ -93,6 +93,7 @@ class Writer:
         self.leaving = False
         self.closing = -1  # the adoption whose trainer has closed, and waits no longer for what is unfinished
         self.watched: dict[str, int] = {}  # by arena, the last adoption whose trainer has locked it
+        self.lingering = False  # whether one of those has left, and lives
         self.previous_gone = True  # whether no earlier trainer can write to the arenas any more
         self.finished = asyncio.Event()
         self.loop = asyncio.get_running_loop()
@@ -318,7 +319,8 @@ class Writer:
         if not alive and channel is not self.channel and not visit:
             self.persister.adoptions += 1
             self.previous_gone = reply["gone"]
-            if self.left and not self.previous_gone:
+            self.lingering = self.left or (self.lingering and not self.previous_gone)
+            if self.lingering and not self.previous_gone:
                 self._spawn(self._await_let_go(self.persister.adoptions))
             self.channel, self.process, self.dead, self.announced = channel, process, False, False
             self.since, self.left, self.dispossessed = time.time(), False, False
@@ -371,6 +373,8 @@ class Writer:
         for key, arena in self.held_memory.arenas.items():
             if self.watched.get(key) == self.persister.adoptions and not self.left:
                 continue  # before it could lock this, the one before has let go of it
+            if key in self.held_memory.foreign:
+                continue  # of a trainer that has lost the run, where nobody else ever writes
             if arena.mutex.try_lock() is Got.BUSY:
                 return False
             arena.mutex.unlock()

@@ -451,7 +451,7 @@ class Checkpointer:
         if self._exchanged:
             why = "weights are exchanged for others at the moment, see pause()"
         else:
-            why = "" if moment is None else moment.gone()
+            why = "" if moment is None else moment.gone(self._capture)
             if self._last is not None and self._last[0].step == self._last_step and self._last[1].written_by_others:
                 why = str(self._last[1].error)
         if why:
@@ -508,6 +508,7 @@ class Checkpointer:
             on_end=lambda job: self._on_staged(save, job, durable, settings),
             fingerprints=[] if taken is None else list(taken.fingerprints),
             watched={} if taken is None else taken.watched,
+            alive=taken,
         )
         if not closing:  # nobody comes to compare any more
             self._compare_replicas(job)
@@ -618,7 +619,7 @@ class Checkpointer:
             self.stats.stalled_s += time.perf_counter() - began
 
     def _take(self, step: int) -> DeferredStep:
-        return self._moments.take(step, self._capture.read(), self._capture)
+        return self._moments.take(step, self._capture.read_on(), self._capture)
 
     @property
     def _between(self) -> bool | None:
@@ -1158,7 +1159,7 @@ class Checkpointer:
             moment = self._moment
             if moment is None:
                 return self._why_not_kept()
-            if why := moment.gone():
+            if why := moment.gone(self._capture):
                 return why
             self._save(step, [], explicit=True, taken=moment, timeout_s=max(1.0, end - time.monotonic()))
             if self.in_memory(max(0.0, end - time.monotonic())) == step:

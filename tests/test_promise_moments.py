@@ -328,3 +328,119 @@ def test_a_trainer_that_another_process_has_forked(run_dir: str, how: str) -> No
     done = run_script(FORKED, run_dir, how)
     assert f"ENDED {int(how == 'raise')}" in done.stdout, done.stderr
     assert restored(run_dir) == (STEPS, done.stdout.split()[1])
+
+
+# -- what somebody does behind step() --
+
+
+def test_a_dropped_step_is_not_saved_as_it_is_now(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Averaged weights came while the snapshot was copied: it was dropped, and save() does not take them for it."""
+    model = torch.nn.Linear(3000, 3000)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    boundaries: dict[int, torch.Tensor] = {}
+    with ckpt.Checkpointer({"model": model, "optim": optim}, [ckpt.Memory(), ckpt.Tier(run_dir)]) as cp:
+        cp.restore(default=0)
+        for step in range(1, 5):
+            model.weight.grad = torch.ones_like(model.weight)
+            optim.step()
+            boundaries[step] = model.weight.detach().clone()
+            cp.step(step)
+            with torch.no_grad():
+                model.weight.mul_(0.5)  # whatever the copy has of it by now
+            with contextlib.suppress(ckpt.CheckpointError):
+                cp.save().committed(60)
+            with torch.no_grad():
+                model.weight.copy_(boundaries[step])
+    with contextlib.suppress(ckpt.NoCheckpointError):
+        found = ckpt.load(run_dir)
+        assert torch.equal(found["model.weight"], boundaries[found.step])
+
+
+def test_stage_is_of_the_step_that_was_named(run_dir: str) -> None:
+    """After a further update it is refused, as save() is."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, rare(run_dir, between=False)) as cp:
+        train(cp, state, 3)
+        toy.train_step(state)
+        for call in (cp.stage, cp.save):
+            with pytest.raises(ckpt.UsageError, match="training went on"):
+                call()
+
+
+def test_what_was_said_of_a_step_is_of_that_step_alone(run_dir: str) -> None:
+    """Back from one that had gone wrong, the older one is saved with other settings: a restart finds those."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
+        train(cp, state, 4)
+        toy.train_step(state)
+        cp.step(5, finite=False)
+        assert cp.restore(step=4) == 4
+        state["optim"].param_groups[0]["weight_decay"] = 0.5
+        cp.save().committed(60)
+    again = toy.build(seed=1)
+    with ckpt.Checkpointer(again, run_dir, triggers=None) as cp:
+        assert cp.restore() == 4 and again["optim"].param_groups[0]["weight_decay"] == 0.5
+
+
+def test_moments_changed_by_hand_are_noticed(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Two of their rows are made new behind step(), by a write that torch counts: that step is not kept."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, rare(run_dir)) as cp:
+        train(cp, state)
+        with torch.no_grad():
+            state["optim"].state[state["model"][0].weight]["exp_avg"][3:5] = 0
+    assert restored(run_dir) == (20, toy.reference(20))
+    assert "exp_avg was written to since" in caplog.text
+
+
+def test_a_pause_within_a_pause_gives_nothing_free(run_dir: str) -> None:
+    """An evaluation inside of an exchange of weights ends before the exchange does."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, rare(run_dir, between=False)) as cp:
+        train(cp, state)
+        with cp.pause(changes_state=True):
+            with cp.pause():
+                halve(state)
+            with pytest.raises(ckpt.UsageError, match="exchanged"):
+                cp.save()
+
+
+def test_what_is_replaced_costs_no_step(run_dir: str) -> None:
+    """Behind the last step a history becomes another array, and a value comes that cannot be saved: no matter."""
+    state = {**with_book(), "history": np.zeros(3)}
+    with contextlib.suppress(ValueError), ckpt.Checkpointer(state, rare(run_dir, between=True)) as cp:
+        for step in range(cp.restore(default=0), STEPS):
+            toy.train_step(state)
+            cp.step(step + 1)
+        state["history"] = np.zeros(4)
+        state["meta"]["score"] = {1, 2}
+        raise ValueError("the evaluation failed")
+    found = {**with_book(), "history": np.zeros(3)}
+    with ckpt.Checkpointer(found, run_dir, triggers=None) as cp:
+        assert cp.restore() == STEPS
+    assert toy.digest(found) == toy.reference(STEPS)
+
+
+@pytest.mark.parametrize("what", ["buffer", "parameter there and back"])
+def test_a_tensor_in_the_place_of_another(run_dir: str, what: str) -> None:
+    """From step 22 on a buffer is another tensor at each step; or a weight lies elsewhere at step 25, and back again
+    behind it. What is found afterwards is the state of its step."""
+    state, bias = toy.build(), torch.zeros(0)
+    state["model"].register_buffer("book", torch.zeros(10))
+    with contextlib.suppress(ValueError), ckpt.Checkpointer(state, rare(run_dir, between=True)) as cp:
+        for step in range(cp.restore(default=0), STEPS):
+            toy.train_step(state)
+            if step >= 21 and what == "buffer":
+                state["model"].book = state["model"].book + 1
+            if step == STEPS - 1 and what != "buffer":
+                bias, state["model"][0].bias.data = state["model"][0].bias.data, torch.full((toy.WIDTH,), 7.0)
+            cp.step(step + 1)
+        if what != "buffer":
+            state["model"][0].bias.data = bias
+        raise ValueError("enough")
+    found = toy.build()
+    found["model"].register_buffer("book", torch.zeros(10))
+    with ckpt.Checkpointer(found, run_dir, triggers=None) as cp:
+        step = cp.restore()
+    assert bool((found["model"].book == max(0, step - 21) * (what == "buffer")).all())
+    assert bool((found["model"][0].bias == 7).all()) == (step == STEPS and what != "buffer")

@@ -71,6 +71,9 @@ class StateNode(Protocol):
     def read(self, names: Names) -> Contents:
         """`names`: what is known of parameters."""
 
+    def read_on(self, names: Names) -> Contents:
+        """The same, where it would take long to find out that tensors lie where they lay: by what was found before."""
+
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         """Say where tensors go. Problems are noted in the placement, not raised."""
 
@@ -138,13 +141,19 @@ class ModuleNode:
         return "custom module" if self._words.spoken else "module"
 
     def read(self, names: Names) -> Contents:
-        if self._piece is None or self._changed():
+        if self._piece is None or self.changed():
             reshard(self.module)
-            if self._piece is None or self._changed():
+            if self._piece is None or self.changed():
                 self._piece = self._read()
         return self._and_words(self._piece) if self._words.spoken else self._piece
 
-    def _changed(self) -> bool:
+    def read_on(self, names: Names) -> Contents:
+        if self._piece is None:
+            return self.read(names)
+        return self._and_words(self._piece) if self._words.spoken else self._piece
+
+    def changed(self) -> bool:
+        """Whether the module has other tensors than were read, or has them elsewhere."""
         for owner, size in self._sizes:
             if len(owner) != size:
                 return True
@@ -308,9 +317,13 @@ class OptimizerNode:
         self._own: dict[str, StateEntry] = {}
 
     def read(self, names: Names) -> Contents:
-        if self._piece is None or names is not self._names or self._changed() or self._is_held(names) != self._held:
+        if self._piece is None or names is not self._names or self.changed() or self._is_held(names) != self._held:
             self._read(names)
         return self._contents()
+
+    def read_on(self, names: Names) -> Contents:
+        grown = len(self.optimizer.state) != len(self._dicts)
+        return self.read(names) if self._piece is None or grown else self._contents()
 
     def _contents(self) -> Contents:
         assert self._piece is not None
@@ -327,7 +340,8 @@ class OptimizerNode:
         }
         return Contents(self._piece.fixed, collect.entries, values, self._piece.facts)
 
-    def _changed(self) -> bool:
+    def changed(self) -> bool:
+        """Whether the optimizer has other tensors than were read, or has them elsewhere."""
         optimizer = self.optimizer
         state: MutableMapping[Any, Any] = optimizer.state
         if state is not self._state or len(state) != len(self._dicts):
@@ -561,6 +575,8 @@ class StatefulNode:
         self._said = kind_of(values)
         return Contents(_NOTHING, collect.entries, values)
 
+    read_on = read
+
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         target, last = self.target, isinstance(self.target, RNG)
         if placement.resized and isinstance(target, Resizable):
@@ -599,6 +615,8 @@ class PlainNode:
         collect = Collector()
         values = encode(self.parent[self.key], self.path, collect)
         return Contents(_NOTHING, collect.entries, values)
+
+    read_on = read
 
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         collect = Collector()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from operator import not_
+from operator import attrgetter, not_
 
 from torch import Tensor
 
@@ -22,6 +22,8 @@ from ckpt.state.tensors import version_of
 
 LITTLE = 1 << 20  # bytes that are cloned in any case
 MOST = 64 << 20  # bytes that are cloned at most; both of all tensors together
+
+_VERSION = attrgetter("_version")
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class DeferredStep:
     versions: Sequence[int | None]
     fingerprints: Sequence[Fingerprint]
     weights: Sequence[bool]
+    alive: Sequence[Tensor]  # whose memory the fingerprints look at
     too_large: str = ""
 
     @property
@@ -44,10 +47,12 @@ class DeferredStep:
         """The versions of what was left in place, by number, as far as anything counts them."""
         return {n: v for n, v in zip(self.left, self.versions, strict=True) if v is not None}
 
-    def gone(self) -> str:
-        """Why the step cannot be had any more, "" if it can. What lies elsewhere by now was left where it was."""
+    def gone(self, capture: Capture) -> str:
+        """Why the step cannot be had any more, "" if it can. `capture`: what has read it."""
         if self.too_large:
             return f"{self.too_large} may have moved on since, and there was too much of it to keep at each step"
+        if capture.changed():  # perhaps before that step: it was not looked into all of it
+            return "the state consists of other tensors since"
         changed = set[int]().union(*(one.changed() for one in self.fingerprints)) & set(self.left)
         now = _versions(self.reading.tensors, self.left, self.counted)
         if now != self.versions:
@@ -72,7 +77,6 @@ class DeferredSteps:
         if reading.layout is not self._layout:
             self._layout, self._where, self._spots = reading.layout, [], []
         tensors, others, too_large, room = list(reading.tensors), list[int](), "", self._most
-        cloned: set[int] = set()
         for n in compress(range(len(tensors)), map(not_, reading.guarded)):
             size = tensors[n].nbytes
             if capture.parameters[n] and self._most - room + size > LITTLE:
@@ -82,13 +86,14 @@ class DeferredSteps:
             else:
                 room -= size
                 tensors[n] = tensors[n].clone()
-                cloned.add(n)
-        stepped = [n for n in compress(range(len(tensors)), reading.guarded) if n not in cloned]
+        stepped = list(compress(range(len(tensors)), reading.guarded))
         left = [*stepped, *others]
         prints = [spots.look() for spots in (*reading.spots, *self._look_at(reading, others))]
         versions = _versions(tensors, left, len(stepped))
         taken = replace(reading, tensors=tensors)
-        return DeferredStep(step, taken, left, len(stepped), versions, prints, capture.weights, too_large)
+        return DeferredStep(
+            step, taken, left, len(stepped), versions, prints, capture.weights, reading.tensors, too_large
+        )
 
     def _look_at(self, reading: Reading, numbers: list[int]) -> list[SampledPlaces]:
         where = [(n, reading.tensors[n].data_ptr()) for n in numbers]
@@ -102,5 +107,5 @@ class DeferredSteps:
 
 def _versions(tensors: Sequence[Tensor], numbers: Sequence[int], counted: int) -> list[int | None]:
     """`counted`: so many, the first ones, are known to count what is written to them."""
-    found: list[int | None] = [tensors[n]._version for n in numbers[:counted]]
+    found: list[int | None] = list(map(_VERSION, map(tensors.__getitem__, numbers[:counted])))
     return found + [version_of(tensors[n]) for n in numbers[counted:]]

@@ -55,6 +55,7 @@ class PendingSnapshot:
     versions: list[int] = field(default_factory=list)
     fingerprints: list[Fingerprint] = field(default_factory=list)  # of what is copied beside training; when it begins
     watched: Mapping[int, int] = field(default_factory=dict)  # versions, by number, from which on nobody may write
+    alive: object = None  # keeps the memory that the fingerprints look at
     streams: dict[torch.device, Any] = field(default_factory=dict)  # the caller's compute streams
     ready: dict[torch.device, Any] = field(default_factory=dict)  # events on them
     eager: dict[torch.device, Any] = field(default_factory=dict)  # events after the copies of the eager part

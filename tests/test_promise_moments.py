@@ -407,7 +407,7 @@ def test_a_pause_within_a_pause_gives_nothing_free(run_dir: str) -> None:
 
 def test_what_is_replaced_costs_no_step(run_dir: str) -> None:
     """Behind the last step a history becomes another array, and a value comes that cannot be saved: no matter."""
-    state = {**with_book(), "history": np.zeros(3)}
+    state = {**toy.build(), "history": np.zeros(3)}
     with contextlib.suppress(ValueError), ckpt.Checkpointer(state, rare(run_dir, between=True)) as cp:
         for step in range(cp.restore(default=0), STEPS):
             toy.train_step(state)
@@ -415,7 +415,7 @@ def test_what_is_replaced_costs_no_step(run_dir: str) -> None:
         state["history"] = np.zeros(4)
         state["meta"]["score"] = {1, 2}
         raise ValueError("the evaluation failed")
-    found = {**with_book(), "history": np.zeros(3)}
+    found = {**toy.build(), "history": np.zeros(3)}
     with ckpt.Checkpointer(found, run_dir, triggers=None) as cp:
         assert cp.restore() == STEPS
     assert toy.digest(found) == toy.reference(STEPS)

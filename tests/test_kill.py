@@ -492,10 +492,10 @@ def test_mutex_tells_of_a_death_and_of_nothing_else(manner: str, expected: Got) 
 def test_every_point_is_listed() -> None:
     """The names above are those that the code marks, each once, so that no moment is left out.
 
-    Commands that a person runs (`upkeep`, `copying`) mark the same moments again.
+    Commands that a person runs (`maintain.prune`, `maintain.copy_run`) mark the same moments again.
     """
-    files = [p for folder in ("ckpt", "backends/ckpt_backends") for p in (REPO / folder).glob("*.py")]
-    sources = [p.read_text() for p in files if p.stem not in ("upkeep", "copying", "repair")]
+    files = [p for folder in ("ckpt", "backends/ckpt_backends") for p in (REPO / folder).rglob("*.py")]
+    sources = [p.read_text() for p in files if p.stem not in ("prune", "copy_run", "repair")]
     marked = [name for source in sources for name in re.findall(r'^ +(?:events\.)?point\("([^"]+)"\)', source, re.M)]
     assert sorted(marked) == sorted(POINTS)
 

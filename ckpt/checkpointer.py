@@ -364,8 +364,8 @@ class Checkpointer:
 
         Without a durable tier it is staged only. UsageError if the step that `step()` named was not due and cannot be
         had any more: an optimizer has begun a further one, or weights were changed. Where nothing is kept of such steps
-        (`Memory(between=False)`, or a state that is long to read or has arrays of more than 64 MiB) it is saved as it
-        is now: call this right after `step()`.
+        (`Memory(between=False)`, or a state that is long to read, or more than 64 MiB of it moves within a step) it is
+        saved as it is now: call this right after `step()`.
         """
         with self._turn:
             return self._save_now(step)

@@ -83,7 +83,7 @@ LARGER = {
     "ckpt/runlog/log.py": 572,
     "ckpt/runlog/log.py:RunLog.append": 41,
     "ckpt/runlog/log.py:fold": 50,
-    "ckpt/state/adapters.py": 648,
+    "ckpt/state/adapters.py": 654,
     "ckpt/state/capture.py": 536,
     "ckpt/state/capture.py:Capture": 394,
     "ckpt/state/capture.py:Capture._build": 54,

@@ -141,10 +141,10 @@ class ModuleNode:
         return "custom module" if self._words.spoken else "module"
 
     def read(self, names: Names) -> Contents:
-        if self._piece is None or self.changed():
+        if self._piece is None:
             reshard(self.module)
-            if self._piece is None or self.changed():
-                self._piece = self._read()
+        if self._piece is None or self.changed():
+            self._piece = self._read()
         return self._and_words(self._piece) if self._words.spoken else self._piece
 
     def read_on(self, names: Names) -> Contents:
@@ -153,7 +153,13 @@ class ModuleNode:
         return self._and_words(self._piece) if self._words.spoken else self._piece
 
     def changed(self) -> bool:
-        """Whether the module has other tensors than were read, or has them elsewhere."""
+        """Whether the module has other tensors than were read, or has them elsewhere; sharded, if it gathers them."""
+        if not self._differs():
+            return False
+        reshard(self.module)
+        return self._differs()
+
+    def _differs(self) -> bool:
         for owner, size in self._sizes:
             if len(owner) != size:
                 return True

@@ -236,12 +236,18 @@ def test_a_cadence_that_is_decided_is_told(heard: list[Event], run_dir: str) -> 
 
 
 FAILING = """
-import json, os, signal, sys
+import json, os, signal, sys, time
 import torch
 import ckpt
 from ckpt import events
 
-events.subscribe(lambda event: os.write(1, (json.dumps(event.to_json()) + "\\n").encode()))
+heard = []
+
+def tell(event):
+    os.write(1, (json.dumps(event.to_json()) + "\\n").encode())
+    heard.append(event.kind)
+
+events.subscribe(tell)
 run, last = sys.argv[1], int(sys.argv[2])
 of = {"w": torch.zeros(1000)}
 with ckpt.Checkpointer(of, [ckpt.Memory(), ckpt.Tier(run, every=2)], on_error="warn") as cp:
@@ -255,6 +261,8 @@ with ckpt.Checkpointer(of, [ckpt.Memory(), ckpt.Tier(run, every=2)], on_error="w
                 pass
     if last == 5:
         assert not events.log.handlers
+        while "committed" not in heard:
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     raise ValueError("<b>boom</b>")
 """

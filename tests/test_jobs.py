@@ -172,7 +172,7 @@ def test_negative_control_without_the_fence_nobody_is_told(
 ) -> None:
     """With the owner's check taken out of the log, and a second job that cannot tell it, the first goes on saving: the
     tests above would see it."""
-    code = "import ckpt.runlog.log\nckpt.log.RunLog.check_owner = lambda self, owner: None\n"
+    code = "import ckpt.runlog.log\nckpt.runlog.log.RunLog.check_owner = lambda self, owner: None\n"
     (tmp_path / "sitecustomize.py").write_text(code)
     jobs.append(first := Job(run_dir, path=str(tmp_path)))
     assert first.train(5) == "done 5"

@@ -81,6 +81,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
             step = cp.restore(step=BACK) if until == 20 else step
         # Without the ledger, in which this process, that lives on, may have said that it trains this run.
         shutil.copytree(base / "run", base / "copy", ignore=shutil.ignore_patterns("ledger"))
+    shutil.copytree(base / "run" / "ledger", base / "ledger")
     yield Left(base / "copy", digests)
     patch.undo()
     torch.set_num_threads(threads)
@@ -513,6 +514,7 @@ def test_only_files_are_read(left: Left, tmp_path: Path) -> None:
     """A pipe, a folder, a loop of links, a device or a socket in the place of any file of a run: an error of ours, or
     passed over; nothing waits, and nothing else is raised."""
     folder = left.copy(tmp_path / "run")
+    shutil.copytree(left.folder.parent / "ledger", folder / "ledger")
     (folder / "faults").mkdir(exist_ok=True)
     (folder / "faults" / "20260101T000000.0.json").write_text("{}")
     done = run_script("import sys, test_promise_damage as t; t.read_everything(sys.argv[1])", folder, timeout_s=120)

@@ -79,6 +79,7 @@ KEEP_S, KEEP_SHARE, KEEP_MOST_S = 0.001, 0.05, 0.002  # of the CPU, to keep at e
 KEEP_TRIES = 3  # that have to cost more, one after the other: one alone may just have been held up
 STOP_S = 30.0  # for an incident that is being dealt with
 LIVE_S = 10.0  # for a copy of the running state
+TURN_S = 0.2  # between two looks at whether we were closed
 FIRST_ARENA_S = 2.0  # the first save may wait this long for its memory, once
 MISSING: Any = object()
 T = TypeVar("T")
@@ -170,6 +171,7 @@ class Checkpointer:
         self._thread = 0  # that did it
         self._finite: bool | None = None  # what was said of it
         self._moments = DeferredSteps(math.inf if self._between else MOST)
+        self._within: int | None = None  # the step that step() or save() is at this moment dealing with
         self._moment: DeferredStep | None = None  # what it was made of, if it was not due
         self._dear = 0  # how often running it cost too much to keep that
         self._keep_after = 0  # steps that are not due, until it is tried again
@@ -208,7 +210,7 @@ class Checkpointer:
         self._supervisor.on_damaged = self._on_damaged
         self._supervisor.on_failure = lambda error: self._note_error(error, None)
         self._fenced = self._supervisor.lost  # while it was opened
-        self._hook = UpdateHook(self._wait_for_copy, self._capture.unguard)
+        self._hook = UpdateHook(self._wait_for_copy, self._capture.unguard, self._capture.concerns)
         logging_tiers = {i: tier.url for i, tier in enumerate(self._tiers) if tier.log_every_step}
         self._redo = RedoClient(logging_tiers, self._supervisor, self._stager, self._capture, self._note_error)
         self._hook.on_step = self._redo.watch.note if logging_tiers else None
@@ -293,7 +295,7 @@ class Checkpointer:
         to look at a tensor waits for it.) The handle says when the step is staged and committed; None if nothing was
         due.
         """
-        with self._turn:
+        with self._in_turn():
             return self._step(step, None if finite is None else bool(finite))
 
     def _step(self, step: int, finite: bool | None) -> Save | None:
@@ -367,7 +369,7 @@ class Checkpointer:
         (`Memory(between=False)`, or a state that is long to read, or more than 64 MiB of it moves within a step) it is
         saved as it is now: call this right after `step()`.
         """
-        with self._turn:
+        with self._in_turn():
             return self._save_now(step)
 
     def _save_now(self, step: int | None) -> Save:
@@ -393,22 +395,25 @@ class Checkpointer:
     @contextlib.contextmanager
     def _not_cut_off(self, step: int) -> Iterator[None]:
         """Whatever ends this, such as Ctrl-C: as long as we are here nothing has moved on, so the step can be kept."""
+        outer, self._within = self._within, step
         try:
             yield
         except SkippedError:
             raise
         except BaseException:
-            if self._last_step == step:
+            if self._last_step == step and not self._closed:
                 with contextlib.suppress(Exception):
                     self._moment = self._take(step)
             raise
+        finally:
+            self._within = outer
 
     def stage(self) -> Save:
         """Have the step that the last `step()` named in memory, due there or not, so that `save()` may write it later.
 
         Returns when it is copied; what goes wrong then is raised by the next call.
         """
-        with self._turn:
+        with self._in_turn():
             return self._stage_now()
 
     def _stage_now(self) -> Save:
@@ -478,8 +483,6 @@ class Checkpointer:
         attempt = Attempt(owner.epoch, step, owner.nonce)
         save = Save(step, str(attempt), [self._tiers[i].url for i in durable])
         save.told = asked and not self._cadence_sync.schedule.tiers_due(step)  # a best effort is no error
-        with self._lock:
-            self._active = [s for s in self._active if s.unfinished()] + [save]
         try:
             if taken is None:
                 self._capture.copy_eagerly(self._exposed)
@@ -512,6 +515,8 @@ class Checkpointer:
         )
         if not closing:  # nobody comes to compare any more
             self._compare_replicas(job)
+        with self._lock:
+            self._active = [s for s in self._active if s.unfinished()] + [save]
         self._last = (save, job)
         save.began = started
         self._stager.submit(job)
@@ -856,7 +861,7 @@ class Checkpointer:
         Raises NoCheckpointError, CorruptError if none of the checkpoints is sound, or MismatchError, after which
         nothing has been changed.
         """
-        with self._turn:
+        with self._in_turn():
             self._check_usable(restoring=True)
             self._heartbeat.touch(RESTORING)
             self._deferred = None
@@ -979,6 +984,17 @@ class Checkpointer:
 
     # -- checks --
 
+    @contextlib.contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """One thread at a time. Whoever closes us may wait for a thread that waits here, such as that of `on_fault`."""
+        while not self._turn.acquire(timeout=TURN_S):
+            if self._closed:
+                self._check_usable()
+        try:
+            yield
+        finally:
+            self._turn.release()
+
     def _check_usable(self, *, restoring: bool = False) -> None:
         if self._forked:
             raise ClosedError("this process was forked from the trainer: only the trainer saves")
@@ -1065,6 +1081,9 @@ class Checkpointer:
 
     def _close_now(self, timeout_s: float, clean: bool) -> None:
         self._heartbeat.touch(LEAVING)
+        if self._last is not None and not self._last[1].submitted:  # a signal handler closes us within step()
+            self._last[0].set_failed(ClosedError(f"closed before step {self._last_step} was staged"))
+            self._last = None
         end = time.monotonic() + timeout_s
         failure: CheckpointError | None = None
         agreed = False
@@ -1077,23 +1096,24 @@ class Checkpointer:
             self.wait(max(0.0, end - time.monotonic()))
         except CheckpointError as error:
             failure = error
-        self._end(max(1.0, end - time.monotonic()))
+        if self._closed:  # by a signal handler, which came into this
+            return
         # What was restored by another number of ranks than saved it cannot be saved by these.
         untouched = self._newest is None and (not self._restored or self._restored_place is not None)
+        only_copy = self._is_only_in_memory() if self._tiers else not clean
+        # An earlier run's memory that was neither restored nor replaced, or a disk that would not take the last step:
+        # the writer keeps it, and goes on trying, as after a death.
+        leave = (untouched and self._supervisor.inherits) or only_copy or not agreed
         try:
-            only_copy = self._is_only_in_memory() if self._tiers else not clean
-            if (untouched and self._supervisor.inherits) or only_copy or not agreed:
-                # An earlier run's memory that was neither restored nor replaced, or a disk that would not take the
-                # last step: the writer keeps it, and goes on trying, as after a death.
-                self._supervisor.leave()
-            else:
-                self._supervisor.close(
-                    end - time.monotonic(),
-                    failed=self._failed or self._fenced is not None or self._fault_handler.saw_exception,
-                )
+            self._end(max(1.0, end - time.monotonic()))
+            self._let_go(leave, end)
         except CheckpointError as error:
             if not (self._heard and isinstance(error, FencedError)):
                 failure = failure or error
+        except BaseException:  # Ctrl-C: the writer does the rest, and another Checkpointer may open the run
+            self._supervisor.leave()
+            self._stager.stop(TURN_S)
+            raise
         self._stager.stop(max(1.0, end - time.monotonic()))
         if agreed or self._world.rank > 0:  # rank 0 would wait for those that did not come
             self._world.farewell()
@@ -1102,6 +1122,14 @@ class Checkpointer:
         if failure is not None:
             raise failure
         self._raise_pending()
+
+    def _let_go(self, leave: bool, end: float) -> None:
+        """Of memory, and of the writer. `leave`: as if this process had died."""
+        if leave:
+            self._supervisor.leave()
+            return
+        failed = self._failed or self._fenced is not None or self._fault_handler.saw_exception
+        self._supervisor.close(end - time.monotonic(), failed=failed)
 
     def _agree_last(self, end: float) -> None:
         """The newest step that all ranks have in memory becomes the newest here; none if they have none in common.
@@ -1157,6 +1185,8 @@ class Checkpointer:
             if self._last is not None and self._last[0].step == step and self._last[1].written_by_others:
                 return str(self._last[1].error)
             moment = self._moment
+            if moment is None and self._within == step:  # a signal handler closes us, and nothing has moved on
+                moment = self._take(step)
             if moment is None:
                 return self._why_not_kept()
             if why := moment.gone(self._capture):
@@ -1252,13 +1282,13 @@ class Checkpointer:
 
     def _end(self, timeout_s: float = STOP_S) -> None:
         self._closed = True
-        self._cadence_sync.stop()
-        self._fault_handler.stop(timeout_s)
+        _open.pop(self._place, None)
         self._hook.remove()
         atexit.unregister(self._atexit)
         if self._at_child_exit is not None:
             self._at_child_exit.cancel()
-        _open.pop(self._place, None)
+        self._cadence_sync.stop()
+        self._fault_handler.stop(timeout_s)
 
     def _close_at_exit(self) -> None:
         if self._world.size > 1 and self._fault_handler.saw_exception:  # the others may never come to close

@@ -6,8 +6,11 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ from conftest import REPO, eventually, killed, run_script
 from parallel import free_port, launch
 
 import ckpt
+from ckpt.trainer.stage import Stager
+from ckpt.trainer.writer_supervisor import WriterSupervisor
 
 STEPS = 25
 
@@ -321,3 +326,137 @@ def test_training_goes_on_where_no_snapshot_fits(tmp_path: Path) -> None:
     assert found["found"] == [None, None, None, None, None, ["memory", 6]]
     assert found["explicit"] == "SkippedError" and found["log"].count("memory is short") == 1
     assert float(ckpt.load(str(tmp_path / "run"))["w"][0]) == 6.0
+
+
+# -- an end within an end --
+
+
+def closing(cp: ckpt.Checkpointer, patch: pytest.MonkeyPatch, owner: type, method: str, *, before: bool = True) -> None:
+    """Have a signal handler close it, the first time that this method is called."""
+    original, left = getattr(owner, method), [signal.SIGUSR1]
+    signal.signal(signal.SIGUSR1, lambda *_: cp.close())
+
+    def interrupted(*a: Any, **k: Any) -> Any:
+        if before and left:
+            signal.raise_signal(left.pop())
+        found = original(*a, **k)
+        if left:
+            signal.raise_signal(left.pop())
+        return found
+
+    patch.setattr(owner, method, interrupted)
+
+
+@pytest.mark.parametrize("method", ["prepare", "take_prepared", "tell_layout", "write", "acknowledge"])
+@pytest.mark.parametrize("before", [True, False])
+def test_closed_by_a_handler_within_a_step(
+    run_dir: str, monkeypatch: pytest.MonkeyPatch, method: str, before: bool
+) -> None:
+    """The step is saved as it is at that moment, at once; step() then says that this Checkpointer is closed, or has
+    come to its own end."""
+    state = toy.build()
+    cp = ckpt.Checkpointer(state, run_dir, close_timeout_s=30)
+    cp.restore(default=0)
+    toy.train_step(state)
+    if method in ("write", "acknowledge"):  # in another thread, to which no signal comes
+        closing(cp, monkeypatch, Stager, "submit", before=before)
+    else:
+        closing(cp, monkeypatch, WriterSupervisor, method, before=before)
+    began = time.monotonic()
+    with contextlib.suppress(ckpt.ClosedError):
+        cp.step(1)
+    assert time.monotonic() - began < 15
+    with pytest.raises(ckpt.ClosedError):
+        cp.step(2)
+    monkeypatch.undo()
+    assert restored(run_dir) == (1, toy.reference(1))
+
+
+@pytest.mark.parametrize("method", ["_stage_last", "_save_last", "wait", "_end", "_let_go"])
+@pytest.mark.parametrize("before", [True, False])
+def test_closed_by_a_handler_within_close(
+    run_dir: str, monkeypatch: pytest.MonkeyPatch, method: str, before: bool
+) -> None:
+    """Neither waits for the other, and the last step stays."""
+    state = toy.build()
+    cp = ckpt.Checkpointer(state, [ckpt.Memory(every=10), ckpt.Tier(run_dir, every=100)], close_timeout_s=30)
+    cp.restore(default=0)
+    for step in range(7):
+        toy.train_step(state)
+        cp.step(step + 1)
+    closing(cp, monkeypatch, ckpt.Checkpointer, method, before=before)
+    began = time.monotonic()
+    cp.close()
+    assert time.monotonic() - began < 15
+    monkeypatch.undo()
+    assert restored(run_dir) == (7, toy.reference(7))
+
+
+@pytest.mark.parametrize("method", ["_stage_last", "_save_last", "wait", "_end", "_let_go"])
+@pytest.mark.parametrize("before", [True, False])
+def test_ctrl_c_within_close(run_dir: str, monkeypatch: pytest.MonkeyPatch, method: str, before: bool) -> None:
+    """As in a notebook: closed again, or opened again, the last step is there."""
+    state = toy.build()
+    cp = ckpt.Checkpointer(state, [ckpt.Memory(every=10), ckpt.Tier(run_dir, every=100)], close_timeout_s=30)
+    cp.restore(default=0)
+    for step in range(7):
+        toy.train_step(state)
+        cp.step(step + 1)
+    original = getattr(ckpt.Checkpointer, method)
+
+    def interrupted(*a: Any, **k: Any) -> Any:
+        if not before:
+            original(*a, **k)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ckpt.Checkpointer, method, interrupted)
+        cp.close()
+    cp.close()
+    assert restored(run_dir) == (7, toy.reference(7))
+
+
+def test_on_fault_may_save_while_we_close(run_dir: str) -> None:
+    """It hears that this Checkpointer is closed, and close() does not wait for it until its time is over."""
+    heard: list[object] = []
+    arrived, state = threading.Event(), toy.build()
+
+    def on_fault(fault: object) -> None:
+        arrived.set()
+        while not cp._closed:
+            time.sleep(0.01)
+        try:
+            cp.save()
+        except ckpt.CheckpointError as error:
+            heard.append(error)
+
+    with ckpt.Checkpointer(state, run_dir, on_fault=on_fault, close_timeout_s=60) as cp:
+        cp.restore(default=0)
+        toy.train_step(state)
+        cp.step(1)
+        cp.request("a test")
+        toy.train_step(state)
+        cp.step(2)
+        assert arrived.wait(30)
+        began = time.monotonic()
+    assert time.monotonic() - began < 20
+    assert restored(run_dir) == (2, toy.reference(2))
+    assert [type(one) for one in heard] == [ckpt.ClosedError]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_optimizer_of_something_else_begins_no_further_step(run_dir: str, shared: bool) -> None:
+    """A probe with a model of its own is trained after the last step, which is saved all the same. If the optimizer
+    has memory of what is saved, that is a further step."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, [ckpt.Memory(every=10), ckpt.Tier(run_dir, every=100)]) as cp:
+        cp.restore(default=0)
+        for step in range(13):
+            toy.train_step(state)
+            cp.step(step + 1)
+        probe = torch.nn.Linear(4, 1)
+        params = [next(iter(state["model"].parameters())).detach().view(-1)[:1]] if shared else probe.parameters()
+        probe(torch.randn(2, 4)).sum().backward()
+        torch.optim.SGD(params, lr=0.0).step()
+    kept = 10 if shared else 13
+    assert restored(run_dir) == (kept, toy.reference(kept))

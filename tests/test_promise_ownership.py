@@ -248,6 +248,19 @@ def test_a_loser_that_stands_still_is_in_nobodys_way(run_dir: str) -> None:
         assert start_of("memory:still") == ["start", "7", "7", "memory"]
 
 
+def test_who_lost_a_run_and_stands_still_keeps_nobody_from_starting_again(run_dir: str) -> None:
+    """Its writer says that it has lost the run, so the name that it still has is nobody's. It is told when it wakes."""
+    with trainer("memory:wakes", 4) as first:
+        first.process.send_signal(signal.SIGSTOP)
+        with trainer("memory:wakes", 6, "takeover") as second:
+            assert second.began == "start 4 4 memory"
+        with trainer("memory:wakes", 8) as third:
+            assert third.began == "start 6 6 memory"
+            first.process.send_signal(signal.SIGCONT)
+            assert first.step().startswith("FencedError")
+            assert third.step() == "staged 9"
+
+
 def test_a_child_does_not_keep_its_parents_name(run_dir: str) -> None:
     """A forked child outlives the trainer: the run is nobody's all the same."""
     key = channel.trainer_key(channel.run_key("memory:parent", 0))

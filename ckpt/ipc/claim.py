@@ -6,6 +6,7 @@ when the process ends, however it ends.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -51,8 +52,9 @@ class Claim:
 
     def _take_soon(self) -> None:
         while not self._over.wait(AGAIN_S) and self._socket is None:
-            if not channel.has_owner(self._key):
-                self.take()
+            with contextlib.suppress(OSError):  # out of descriptors, say
+                if not channel.has_owner(self._key):
+                    self.take()
 
     def drop(self) -> None:
         """We train this run no more."""

@@ -90,6 +90,7 @@ class Capture:
         self._pointers: list[int] = []
         self._announced: list[Any] | None = None  # None: every optimizer is trusted
         self._guards: dict[frozenset[int], Guards] = {}  # by the optimizers that are not
+        self._storages = set[int]()  # of all that is saved, other ranks' shares of it too
         self._where_anew: list[tuple[int, tuple[int, ...]]] = []  # guarded tensors that are made anew
         self._memory: dict[Memory, str] = {}
         self.apart: set[str] = set()  # names that ranks should hold alike, and do not
@@ -124,6 +125,14 @@ class Capture:
             if isinstance(node, OptimizerNode) and not node.unguarded and _steps_for(optimizer, node.optimizer):
                 node.unguarded = True
                 self.forget()
+
+    def concerns(self, optimizer: Any) -> bool:
+        """Whether a step of this optimizer may change what is saved: of a probe, say, that trains a model of its own it
+        is known that it does not."""
+        if self._last is None or any(_steps_for(optimizer, one) for one in self.optimizers):
+            return True
+        theirs = {_storage(p) for group in optimizer.param_groups for p in group["params"]}
+        return not theirs or 0 in theirs or not theirs.isdisjoint(self._storages)
 
     def trust(self, announced: list[Any]) -> None:
         """`announced`: the optimizers whose hook ran before this step. Any other may have stepped without it, as in a
@@ -379,6 +388,7 @@ class Capture:
         self.weights = [guards[name] and name not in remembered for name in names]
         params = {entry.name for entry in fixed if isinstance(entry.tensor, nn.Parameter)}
         self.parameters = [name in params for name in names]
+        self._storages = {_storage(entry.tensor) for entry in (*fixed, *loose)}
         self._watched = [e.tensor for e in fixed if e.name in params and not is_dtensor(e.tensor)]
         self._guards, self._where_anew = {}, []
         self._last = Reading(layout, tensors, [guards[name] for name in names], [piece.values for piece in pieces])
@@ -478,6 +488,14 @@ def _steps_for(stepping: Any, optimizer: Any) -> bool:
         return True
     groups = list(optimizer.param_groups)
     return bool(groups) and all(any(one is group for one in stepping.param_groups) for group in groups)
+
+
+def _storage(tensor: Any) -> int:
+    """Where the memory lies that a tensor is a part of; 0 if nobody can tell."""
+    try:
+        return int(local(tensor).untyped_storage().data_ptr())
+    except (RuntimeError, NotImplementedError, AttributeError):  # a wrapper around others, say
+        return 0
 
 
 def _place(tensor: Tensor) -> Memory | int | None:

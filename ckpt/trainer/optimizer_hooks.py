@@ -12,18 +12,21 @@ from ckpt.state.tensors import device_in_use
 
 
 class UpdateHook:
-    """Calls `before()` ahead of the first change that any optimizer of this process makes; counts the steps.
+    """Calls `before()` ahead of the first change that an optimizer makes to what is saved; counts the steps of these.
+    `concerns` says of an optimizer of this process whether it is one of them.
 
     An optimizer that is given a closure runs forward and backward inside its step, so `before` is called when the
     closure first returns. A step inside a graph that is being captured runs no hooks when it is replayed later:
     `on_captured` is told which optimizer that is.
     """
 
-    def __init__(self, before: Callable[[], None], on_captured: Callable[[object], None]) -> None:
+    def __init__(
+        self, before: Callable[[], None], on_captured: Callable[[object], None], concerns: Callable[[Any], bool]
+    ) -> None:
         self.count = 0
         self._announced: dict[int, object] = {}
         self.on_step: Callable[[object], None] | None = None  # told which optimizer is about to step
-        self._before, self._on_captured = before, on_captured
+        self._before, self._on_captured, self._concerns = before, on_captured, concerns
         self._handle = register_optimizer_step_pre_hook(self._hook)
         self._active = True
 
@@ -41,7 +44,7 @@ class UpdateHook:
         self._active = False
 
     def _hook(self, optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._active:
+        if not self._active or not self._concerns(optimizer):
             return None
         self.count += 1
         self._announced[id(optimizer)] = optimizer

@@ -42,6 +42,7 @@ class PendingSnapshot:
     deadline: float = float("inf")  # of waiting for a slot, monotonic
     on_end: Callable[[PendingSnapshot], None] = lambda job: None
     beside: Callable[[], None] | None = None  # to be done as well while the guarded tensors do not change
+    submitted: bool = False
     eager_done: threading.Event = field(default_factory=threading.Event)
     enqueued: threading.Event = field(default_factory=threading.Event)  # all copies are on their stream
     copied: threading.Event = field(default_factory=threading.Event)

@@ -46,7 +46,7 @@ class WriterClient:
         self._waiting: dict[int, Future[Reply]] = {}
         self._lock = threading.Lock()
         self._lost = False
-        self._closing = False
+        self._closing = self._fenced = False
         self._on_note: Callable[[Message], None] | None = None
         self._early: list[Message] = []  # notes that came before
         self._on_lost: Callable[[], None] = lambda: None
@@ -213,13 +213,15 @@ class WriterClient:
         for future in waiting.values():
             future.set_exception(WriterError("the writer died"))
         process = self._process
-        if process is not None and not _until_gone(process) and not self._closing and self._kill(process):
+        ours = not (self._closing or self._fenced)
+        if process is not None and not _until_gone(process) and ours and self._kill(process):
             _until_gone(process)  # it stood still, and another takes over
         if not self._closing:
             log.warning("the writer is gone")
             self._on_lost()
 
     def _note(self, note: Message) -> None:
+        self._fenced |= note.get("op") == "fenced"
         with self._lock:
             heard = self._on_note
             if heard is None:

@@ -216,9 +216,12 @@ class WriterSupervisor:
 
     def _enter(self) -> None:
         """Have the name of this run's trainer, before anything of the run is touched. InUseError if somebody else who
-        lives has it, unless we take the run over. One that was killed just now may take a moment to be seen as dead."""
+        lives has it, unless we take the run over, or it has lost the run. One that was killed just now may take a
+        moment to be seen as dead."""
         end = time.monotonic() + DYING_S
         while (other := self._claim.take()) is not None and not self._takeover:
+            if other in (channel.ask_once(self._key, "whose", HELLO_S) or {}).get("losers", ()):
+                return  # it stands still, and has the name until it hears of that
             if time.monotonic() > end:
                 who = f"process {other}" if other else "a process that cannot be seen from here (another container)"
                 raise InUseError(f"{who} on this machine trains this run")

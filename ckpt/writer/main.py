@@ -353,9 +353,14 @@ class Writer:
         return {}, ()
 
     async def do_whose(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """Whose run it is, as far as this writer knows: its trainer, and the epoch that was opened."""
+        """Whose run it is, as far as this writer knows: its trainer, the epoch that was opened, and who has lost it and
+        is still there."""
         owner = self.persister.owner
-        return {"trainer": self.trainer, "owner": None if owner is None else [owner.epoch, owner.nonce]}, ()
+        return {
+            "trainer": self.trainer,
+            "owner": None if owner is None else [owner.epoch, owner.nonce],
+            "losers": [link.peer_pid(loser.sock) for loser in self._losers],
+        }, ()
 
     async def do_drop(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """The run whose memory we hold is not there any more, says the trainer that came for it."""
@@ -749,6 +754,8 @@ class Writer:
 
     async def do_leave(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """The trainer lets go of everything, and may go on living: as if it had died."""
+        if self.channel not in (channel, None):
+            return {}, ()  # another one has come in its place
         self.announced = self.left = True
         self.books.ended("left")
         self._on_death(self.persister.adoptions)

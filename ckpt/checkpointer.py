@@ -515,11 +515,16 @@ class Checkpointer:
         )
         if not closing:  # nobody comes to compare any more
             self._compare_replicas(job)
-        with self._lock:
-            self._active = [s for s in self._active if s.unfinished()] + [save]
-        self._last = (save, job)
         save.began = started
-        self._stager.submit(job)
+        try:
+            self._last = (save, job)
+            with self._lock:
+                self._active = [s for s in self._active if s.unfinished()] + [save]
+            self._stager.submit(job)
+        except BaseException as error:
+            if not job.submitted:
+                save.set_failed(SaveError(f"step {step} was not saved: {error!r}"))
+            raise
         save.stalled_s = time.perf_counter() - started
         self._count(save.stalled_s)
         return save
@@ -573,6 +578,8 @@ class Checkpointer:
         first = arena is None and not self._said_paused
         end = time.monotonic() + (timeout_s if must else FIRST_ARENA_S if first else 0.0)
         while True:
+            if self._closed:  # by a signal handler
+                self._check_usable()
             self._supervisor.prepare(data_size, values_size, again=must)
             try:
                 self._supervisor.take_prepared(max(0.0, end - time.monotonic()))

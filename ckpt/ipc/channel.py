@@ -41,6 +41,12 @@ AT_WORK, LEAVING = "ckpt-writer", "ckpt-leaving"  # what a writer calls its proc
 _LISTENING = "00010000"  # the flags of such a socket in /proc/net/unix
 
 
+def pack(message: Message, fds: int = 0) -> bytes:
+    """A message as it is sent, with so many descriptors."""
+    body = json.dumps({**message, "fds": fds} if fds else message, separators=(",", ":")).encode()
+    return struct.pack(">I", len(body)) + body
+
+
 class Channel:
     """One end. `send` may be called from any thread, `receive` from one."""
 
@@ -54,8 +60,11 @@ class Channel:
 
     def send(self, message: Message, fds: tuple[int, ...] = ()) -> None:
         """OSError when the other end is gone."""
-        body = json.dumps({**message, "fds": len(fds)} if fds else message, separators=(",", ":")).encode()
-        data = memoryview(struct.pack(">I", len(body)) + body)
+        self.transmit(pack(message, len(fds)), fds)
+
+    def transmit(self, packed: bytes, fds: tuple[int, ...] = ()) -> None:
+        """Send what `pack` has made, of a message with so many descriptors."""
+        data = memoryview(packed)
         with self._sending:
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
             sent = self.sock.sendmsg([data], ancillary)

@@ -85,11 +85,13 @@ class Capture:
         self._last: Reading | None = None
         self.weights: list[bool] = []  # of each tensor last read: what optimizers step, not what they remember
         self.parameters: list[bool] = []  # of each: a module's parameter, trained or not
+        self._unfinished = False  # whether a reading was begun, and has not come to its end
         self._settled = False  # whether the last whole reading found all where it was
         self._watched: list[Tensor] = []  # parameters; and where they lay
         self._pointers: list[int] = []
         self._announced: list[Any] | None = None  # None: every optimizer is trusted
         self._guards: dict[frozenset[int], Guards] = {}  # by the optimizers that are not
+        self._copied = False  # whether an object of the state may have given copies of what an optimizer steps
         self._storages = set[int]()  # of all that is saved, other ranks' shares of it too
         self._where_anew: list[tuple[int, tuple[int, ...]]] = []  # guarded tensors that are made anew
         self._memory: dict[Memory, str] = {}
@@ -129,7 +131,7 @@ class Capture:
     def concerns(self, optimizer: Any) -> bool:
         """Whether a step of this optimizer may change what is saved: of a probe, say, that trains a model of its own it
         is known that it does not."""
-        if self._last is None or any(_steps_for(optimizer, one) for one in self.optimizers):
+        if self._last is None or self._copied or any(_steps_for(optimizer, one) for one in self.optimizers):
             return True
         theirs = {_storage(p) for group in optimizer.param_groups for p in group["params"]}
         return not theirs or 0 in theirs or not theirs.isdisjoint(self._storages)
@@ -180,6 +182,7 @@ class Capture:
 
     def _walk(self) -> None:
         self._stale = True  # until all of it has been walked
+        unguarded = {id(node.optimizer) for node in self.nodes if isinstance(node, OptimizerNode) and node.unguarded}
         self._shape, self._objects = [], []
         self.nodes = list(self._find(self.state, ()))
         seen: dict[int, Path] = {}
@@ -187,6 +190,9 @@ class Capture:
             for one in (getattr(node, "optimizer", None), getattr(node, "module", None)):
                 if one is not None and seen.setdefault(id(one), node.path) is not node.path:
                     raise StateError(f"{show(node.path)} is the same object as {show(seen[id(one)])}: list it once")
+        for node in self.nodes:
+            if isinstance(node, OptimizerNode):
+                node.unguarded = id(node.optimizer) in unguarded
         self._last = None
         self._stale = False
 
@@ -230,20 +236,23 @@ class Capture:
 
     def read(self) -> Reading:
         """The state as it is now."""
-        if self._moved():
+        if self._unfinished or self._moved():  # Ctrl-C, or a signal handler that is in here, has come into a reading
             self._walk()
+        self._unfinished = True
         pieces = self._pieces()
         loose = [entry for piece in pieces for entry in piece.loose]
         self._settled = self._last is not None and self._same(pieces, loose)
         if not self._settled:
             self._build(pieces, loose)
         self._pointers = list(map(Tensor.data_ptr, self._watched))
-        return self._read_on(pieces, loose)
+        reading = self._read_on(pieces, loose)
+        self._unfinished = False
+        return reading
 
     def read_on(self) -> Reading:
         """As `read`, at a fraction of its cost: modules and optimizers are taken to have the tensors that they had; of
         parameters it is seen where they lie. `changed` says whether they have others after all."""
-        if not self._settled or self._last is None or self._moved():
+        if self._unfinished or not self._settled or self._last is None or self._moved():
             return self.read()
         if list(map(Tensor.data_ptr, self._watched)) != self._pointers:
             return self.read()
@@ -389,6 +398,7 @@ class Capture:
         params = {entry.name for entry in fixed if isinstance(entry.tensor, nn.Parameter)}
         self.parameters = [name in params for name in names]
         self._storages = {_storage(entry.tensor) for entry in (*fixed, *loose)}
+        self._copied = any(_says_copies(node, piece) for node, piece in zip(self.nodes, pieces, strict=True))
         self._watched = [e.tensor for e in fixed if e.name in params and not is_dtensor(e.tensor)]
         self._guards, self._where_anew = {}, []
         self._last = Reading(layout, tensors, [guards[name] for name in names], [piece.values for piece in pieces])
@@ -480,6 +490,14 @@ BY_DCP = "dcp"  # the kind of the one entry of what torch's DCP has saved
 def _plain_again(node: StateNode, saved: SavedNode) -> bool:
     """What `state_dict()` said is stored like any dict, and what other programs saved does not say which it was."""
     return isinstance(node, PlainNode) and saved.kind == StatefulNode.kind and type(node.parent[node.key]) is dict
+
+
+def _says_copies(node: StateNode, piece: Contents) -> bool:
+    """Whether tensors are what an object says of itself, and not memory of its own for certain."""
+    if isinstance(node, ModuleNode):
+        return node.kind != "module"
+    tensors = [entry.tensor for entry in (*piece.fixed, *piece.loose)] if isinstance(node, StatefulNode) else []
+    return any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
 
 
 def _steps_for(stepping: Any, optimizer: Any) -> bool:

@@ -90,9 +90,10 @@ class Stager:
     def submit(self, job: PendingSnapshot) -> None:
         """Begin a snapshot and wait until its eager part has been taken, or it has failed."""
         self._check_running()
-        before, self._pending, job.submitted = self._pending, job, True
+        before, self._pending = self._pending, job
         try:
             taken = (before is None or before.copied.is_set()) and job.clone_eager()  # else they would pile up
+            job.submitted = True
             self._queue.put(lambda: self._stage(job))
             if not taken:
                 job.eager_done.wait()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,11 @@ ENDING_S = 5.0  # for a writer that has hung up to be gone
 
 
 class WriterClient:
-    """A connection to one writer process. What it says before anybody listens is kept for who does; see `listen`."""
+    """A connection to one writer process. What it says before anybody listens is kept for who does; see `listen`.
+
+    A thread of its own sends: Ctrl-C may cut the main thread off anywhere, and half a message would swallow all that
+    come behind it; and a signal handler that closes us must not wait for what the main thread was about to do.
+    """
 
     def __init__(self, channel: Channel, key: str, found: Process | None = None) -> None:
         self._channel, self._key = channel, key
@@ -44,12 +49,15 @@ class WriterClient:
         self._process: Process | None = None  # once it is ours
         self._ids = itertools.count(1)
         self._waiting: dict[int, Future[Reply]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may come in
+        self._outbox: queue.SimpleQueue[tuple[bytes, tuple[int, ...]] | None] = queue.SimpleQueue()
         self._lost = False
         self._closing = self._fenced = False
         self._on_note: Callable[[Message], None] | None = None
         self._early: list[Message] = []  # notes that came before
         self._on_lost: Callable[[], None] = lambda: None
+        self._sender = threading.Thread(target=self._transmit, name="ckpt-send", daemon=True)
+        self._sender.start()
         threading.Thread(target=self._receive, name="ckpt-link", daemon=True).start()
 
     @classmethod
@@ -116,16 +124,24 @@ class WriterClient:
         """Ask without waiting. The future fails with the writer's error, or WriterError if the writer is gone."""
         future: Future[Reply] = Future()
         number = next(self._ids)
+        packed = link.pack({"op": op, "id": number, **fields}, len(fds))
         with self._lock:
             if self._lost:
                 future.set_exception(WriterError("the writer is gone"))
                 return future
             self._waiting[number] = future
-        try:
-            self._channel.send({"op": op, "id": number, **fields}, fds)
-        except OSError:
-            self._channel.hang_up()  # the receiving thread notices, and fails the future
+            self._outbox.put((packed, tuple(map(os.dup, fds))))
         return future
+
+    def _transmit(self) -> None:
+        while (one := self._outbox.get()) is not None:
+            packed, fds = one
+            try:
+                self._channel.transmit(packed, fds)
+            except OSError:
+                self._channel.hang_up()  # the receiving thread notices, and fails the futures
+            for fd in fds:
+                os.close(fd)
 
     def ask(self, op: str, *, timeout_s: float = REQUEST_S, fds: tuple[int, ...] = (), **fields: Any) -> Reply:
         """Ask and wait."""
@@ -136,10 +152,20 @@ class WriterClient:
                 raise
             raise DeadlineError(f"the writer did not answer {op!r} within {timeout_s:g} s") from None
 
-    def greet(self, timeout_s: float, patient_s: float, *, takeover: bool = False, visit: bool = False) -> Reply:
+    def greet(
+        self,
+        timeout_s: float,
+        patient_s: float,
+        *,
+        takeover: bool = False,
+        visit: bool = False,
+        losers: Sequence[int] = (),
+    ) -> Reply:
         """Introduce ourselves; longer than `timeout_s` is waited only for a writer that can run. One that was stopped
-        is woken up. `takeover`: be its trainer, whoever was. To `visit` is only to look: it keeps its trainer."""
-        future, began = self.send("hello", takeover=takeover, visit=visit), time.monotonic()
+        is woken up. `takeover`: be its trainer, whoever was. To `visit` is only to look: it keeps its trainer.
+        `losers`: who has lost the run to us."""
+        future = self.send("hello", takeover=takeover, visit=visit, losers=list(losers))
+        began = time.monotonic()
         while True:
             try:
                 hello, fds = future.result(timeout_s)
@@ -210,6 +236,7 @@ class WriterClient:
         with self._lock:
             self._lost = True
             waiting, self._waiting = self._waiting, {}
+            self._outbox.put(None)
         for future in waiting.values():
             future.set_exception(WriterError("the writer died"))
         process = self._process
@@ -235,6 +262,8 @@ class WriterClient:
     def close(self) -> None:
         """Hang up. The writer goes on with whatever it was asked."""
         self._closing = True
+        self._outbox.put(None)
+        self._sender.join(link.SEND_S)
         self._channel.close()
 
     def forget(self) -> None:

@@ -152,6 +152,7 @@ class WriterSupervisor:
         self._writes: list[WriteInFlight] = []
         self._unkept: dict[tuple[bytes, int], UnheldSlot] = {}  # by slot
         self._deaths: list[float] = []
+        self._losers: list[int] = []  # who has lost the run to us, and may not have heard of it: stopped, say
         self._retracts: dict[Attempt, str] = {}
         self._foreign: set[bytes] = set()  # arenas that other ranks staged into
         self._respawns = 0
@@ -253,7 +254,7 @@ class WriterSupervisor:
     def _spawn(self) -> WriterClient:
         client = WriterClient.spawn(self._key)
         try:
-            client.greet(OPEN_S, OPEN_S)
+            client.greet(OPEN_S, OPEN_S, losers=self._losers)
         except BaseException:
             client.close()
             raise
@@ -291,6 +292,7 @@ class WriterSupervisor:
             found.ask("drop")
             found.close()
             raise _Leaving("the run whose memory it held is gone")
+        self._losers = hello["losers"]
         self._inherit(hello, fds)
         self._listen(found)
         if hello["taken"]:
@@ -997,15 +999,17 @@ class WriterSupervisor:
 
     def tell_layout(self, layout: Layout, guarded: list[bool]) -> None:
         """Before a slot is sealed with it. `guarded`: of each tensor, whether only optimizer steps change it."""
-        if layout.digest in self._layouts and guarded is self._guarded:
+        known = layout.digest in self._layouts
+        if known and guarded is self._guarded:
             return
+        said = {} if known else layout.to_json()  # takes a while: not with the lock, which a signal handler may need
         with self._lock:
             self._tell_guarded(layout, guarded)
-            if layout.digest not in self._layouts:
+            if not known:
                 if len(self._layouts) > 64:
                     self._forget_layouts()
-                self._layouts[layout.digest] = layout
-                self.client.send("layout", layout=layout.to_json())
+                self.client.send("layout", layout=said)
+                self._layouts[layout.digest] = layout  # last: Ctrl-C may come in between
 
     def _tell_guarded(self, layout: Layout, guarded: list[bool]) -> None:
         """All of it once; where optimizers take turns, the same few lists come again and again."""
@@ -1013,9 +1017,9 @@ class WriterSupervisor:
             self._told, self._told_of = [], layout.digest
         number = next((i for i, one in enumerate(self._told) if one is guarded), len(self._told))
         if number == len(self._told):
-            self._told.append(guarded)
             missing = [i for i, one in enumerate(guarded) if one]
             self.client.send("guarded", layout=layout.digest, number=number, tensors=missing)
+            self._told.append(guarded)
         else:
             self.client.send("guarded", layout=layout.digest, number=number)
         self._guarded = guarded

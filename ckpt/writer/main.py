@@ -87,6 +87,7 @@ class Writer:
         self.since = time.time()  # it has been our trainer
         self._owning: asyncio.Task[None] | None = None
         self.left = False  # whether it lives, and has said that it is done
+        self._gone_by: list[Process] = []  # who has lost the run, to us or as our trainer says
         self._losers: dict[Channel, str] = {}  # who has lost the run to another trainer, and what they are told
         self.dead = False  # whether that trainer has died
         self.dispossessed = False  # whether it has lost the run instead, and lives
@@ -285,6 +286,7 @@ class Writer:
         """A trainer introduces itself. It becomes ours unless it is only a `visit`, or the present one lives; that one
         loses the run in a `takeover`, and it is as if it had died: the next trainer has all that it had, at once."""
         visit = bool(message.get("visit"))
+        self._gone_by += [Process.of(int(pid)) for pid in message.get("losers", ())]
         lost = [] if visit else await self.persister.lost()  # before anything changes
         if self.leaving and not visit:
             raise WriterError("this writer is about to leave")
@@ -328,6 +330,7 @@ class Writer:
             self.fault_reporter.faults = []
             self._end_watchdog()
             self._start_thread(self._wait_gone, process)
+        reply["losers"] = self._still_there()
         return reply, tuple(arena.fd for arena in shown)
 
     def _dispossess(self, taker: int) -> None:
@@ -359,8 +362,14 @@ class Writer:
         return {
             "trainer": self.trainer,
             "owner": None if owner is None else [owner.epoch, owner.nonce],
-            "losers": [link.peer_pid(loser.sock) for loser in self._losers],
+            "losers": self._still_there(),
         }, ()
+
+    def _still_there(self) -> list[int]:
+        """Who has lost this run, and lives: each is told when it looks, and none trains it any more."""
+        self._gone_by += [Process.of(link.peer_pid(loser.sock)) for loser in self._losers]
+        self._gone_by = [one for one in dict.fromkeys(self._gone_by) if one.alive and one != self.process]
+        return [one.pid for one in self._gone_by]
 
     async def do_drop(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
         """The run whose memory we hold is not there any more, says the trainer that came for it."""

@@ -1,0 +1,162 @@
+"""Ctrl-C, or a signal handler that closes, anywhere in `step()`: what was acknowledged stays, and what is stored is
+what it says.
+
+Python runs signal handlers between any two lines of the main thread. So a trace of one `step()` counts its lines within
+the library, and at one of them the interruption comes. Which lines are tried changes with the seed; all of them in
+`make test-long`.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+
+LIBRARY = str(Path(ckpt.__file__).parent)
+TRIES = 12
+PATIENCE_S = 15.0  # no call may take that long
+ALL = 100_000
+
+Bits = list[torch.Tensor]
+
+
+def build(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    return {"model": model, "optim": torch.optim.Adam(model.parameters(), lr=0.1)}
+
+
+def train_step(state: dict[str, Any]) -> Bits:
+    """What the state is after one more step."""
+    state["optim"].zero_grad()
+    torch.nn.functional.mse_loss(state["model"](torch.randn(8, 4)), torch.ones(8, 4)).backward()
+    state["optim"].step()
+    return bits(state)
+
+
+def bits(state: dict[str, Any]) -> Bits:
+    moments = [one for values in state["optim"].state.values() for one in values.values()]
+    return [tensor.detach().clone() for tensor in (*state["model"].state_dict().values(), *moments)]
+
+
+def same(one: Bits, other: Bits) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+class Interruption:
+    """Calls `act` at one line of the library that this thread comes to; counts them all."""
+
+    def __init__(self, at: int, act: Callable[[], None]) -> None:
+        self.at, self.act, self.lines, self.where = at, act, 0, ""
+
+    def __enter__(self) -> Interruption:
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame: Any, event: str, arg: object) -> Any:
+        return self._line if frame.f_code.co_filename.startswith(LIBRARY) else None
+
+    def _line(self, frame: Any, event: str, arg: object) -> Any:
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.at:
+                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                sys.settrace(None)
+                self.act()
+        return self._line
+
+
+def interrupted(run: str, at: int, how: str, step: int) -> int:
+    """Train to a step whose `step()` is interrupted at that line, and a few more if that does not end it; then restore.
+    How many lines it had."""
+    state, seen, acknowledged = build(0), dict[int, Bits](), 0
+    tiers = [ckpt.Memory(), ckpt.Tier(run, every=4)]
+    cp = ckpt.Checkpointer(state, tiers, triggers=None, on_error="warn", close_timeout_s=60)
+    cp.restore(default=0)
+
+    def act() -> None:
+        if how == "handler":
+            cp.close()
+        else:
+            raise KeyboardInterrupt
+
+    interruption = Interruption(at, act)
+    began = time.monotonic()
+    try:
+        for n in range(1, step + 3):
+            seen[n] = train_step(state)
+            save: ckpt.Save | None = None
+            try:
+                if n == step:
+                    with interruption:
+                        save = cp.step(n)
+                else:
+                    save = cp.step(n)
+            except KeyboardInterrupt:
+                pass
+            if save is not None:
+                save.staged(PATIENCE_S)
+                acknowledged = n
+        acknowledged = cp.save().committed(PATIENCE_S).step
+    except ckpt.ClosedError:
+        acknowledged = max(acknowledged, step - 1)  # the first lines come before this step
+    cp.close()
+    about = f"{how} at line {at} of step({step}), {interruption.where}"
+    assert time.monotonic() - began < PATIENCE_S, about
+    twin = build(1)
+    with ckpt.Checkpointer(twin, run, triggers=None) as cp:
+        found = cp.restore(default=0)
+    assert found >= acknowledged and same(bits(twin), seen[found]), f"{about}: {found} of {acknowledged}"
+    return interruption.lines
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("how", ["ctrl-c", "handler"])
+@pytest.mark.parametrize("step", [1, 3, 4])
+def test_interrupted_anywhere(how: str, step: int, tmp_path: Path, one_thread: None) -> None:
+    """At the first step, whose layout nobody knows; at one for memory alone; at one for the folder too."""
+    lines = interrupted(str(tmp_path / "whole"), ALL, how, step)
+    draw = random.Random(f"{how} {step}")
+    for at in sorted(draw.sample(range(1, lines), TRIES)):
+        interrupted(str(tmp_path / f"run{at}"), at, how, step)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("how", ["ctrl-c", "handler"])
+@pytest.mark.parametrize("step", [1, 3, 4])
+def test_interrupted_everywhere(how: str, step: int, tmp_path: Path, one_thread: None) -> None:
+    """At every line."""
+    for at in range(1, interrupted(str(tmp_path / "whole"), ALL, how, step)):
+        interrupted(str(tmp_path / f"run{at}"), at, how, step)
+
+
+def test_negative_control_a_layout_that_is_kept_half_made_is_seen(
+    tmp_path: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If an interrupted reading of the state were taken for whole, optimizers would be missing in what is restored."""
+    monkeypatch.setattr(
+        "ckpt.state.capture.Capture._unfinished", property(lambda _: False, lambda *_: None), raising=False
+    )
+    lines = interrupted(str(tmp_path / "whole"), ALL, "ctrl-c", 1)
+    with pytest.raises((AssertionError, ValueError, KeyError, IndexError, ckpt.CheckpointError)):
+        for at in range(lines // 2, lines, 25):
+            interrupted(str(tmp_path / f"run{at}"), at, "ctrl-c", 1)

@@ -47,7 +47,6 @@ LARGER = {
     "ckpt/convert/to_safetensors.py:plan": 41,
     "ckpt/convert/torch_native.py": 470,
     "ckpt/dcp/coordinator.py": 472,
-    "ckpt/doctor/machine.py": 423,
     "ckpt/doctor/place.py": 437,
     "ckpt/faults/hang.py": 493,
     "ckpt/faults/preemption.py": 406,

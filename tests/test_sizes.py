@@ -57,7 +57,6 @@ LARGER = {
     "ckpt/format/rank_index.py:_divide": 51,
     "ckpt/format/table.py": 456,
     "ckpt/format/table.py:_checked": 59,
-    "ckpt/goodput/accounting.py": 457,
     "ckpt/goodput/model.py:predict": 50,
     "ckpt/lightning/callback.py:CheckpointCallback": 305,
     "ckpt/loader.py:Loader.__init__": 41,

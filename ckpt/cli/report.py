@@ -33,7 +33,7 @@ from ckpt.errors import CheckpointError, CorruptError, FormatError, NotFoundErro
 from ckpt.faults import report as fault
 from ckpt.faults.report import Fault
 from ckpt.goodput import ledger
-from ckpt.goodput.accounting import settle
+from ckpt.goodput.accounting import settled
 from ckpt.goodput.breakdown import LEAST_S, Interruption, InterruptionCost, Statement, duration, moment
 from ckpt.goodput.ledger import Account, Decision
 from ckpt.goodput.timeline import is_sane
@@ -110,16 +110,16 @@ def report(
         accounts = [one for one in accounts if one.wall(one.opened) >= since.timestamp()]
     if not accounts and (output is None or since is not None):
         raise nothing_there(url, damaged, since)
-    idle_after_s = math.inf if idle_after_h is None else 3600 * idle_after_h
-    now = time.time()
-    found = settle(accounts, faults, now=now, idle_after_s=idle_after_s)
+    now, idle_after_s = time.time(), 3600 * (math.inf if idle_after_h is None else idle_after_h)
+    run = settled(accounts, faults, now=now, idle_after_s=idle_after_s)
+    found = run.statement
     if output is not None:
         holdings = asyncio.run(read_holdings(url))
         problems = [*(f"{key} is damaged, and left out" for key in damaged), *holdings.problems]
         if not accounts:
             problems.append(str(nothing_there(url, damaged, since)))
         subject = Subject(
-            url, found, chronicle(accounts, faults, found.slowed_s, now), holdings.stock, holdings.steps,
+            url, found, chronicle(run, faults), holdings.stock, holdings.steps,
             tuple(problems), now, __version__,
         )  # fmt: skip
         write_page(output, page(subject), force)

@@ -238,8 +238,9 @@ def test_hostile_evidence_is_refused(name: str) -> None:
         value = getattr(found, name)
         assert type(value) is type(getattr(rank(), name)) and value == (tuple(bad) if isinstance(bad, list) else bad)
         assert not isinstance(bad, str) or bad.isprintable()
-    with pytest.raises(ValueError):
-        Evidence.from_json({key: value for key, value in good.items() if key != name})
+    if name not in ("stack", "collective"):
+        with pytest.raises(ValueError):
+            Evidence.from_json({key: value for key, value in good.items() if key != name})
 
 
 @pytest.mark.parametrize("data", [None, [], "x", 1, DEEP, [["rank", 1]]])

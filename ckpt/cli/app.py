@@ -50,6 +50,7 @@ from ckpt.faults.report import ADVICE, MAX_REPORT, Fault, incidents
 from ckpt.faults.report import PREFIX as FAULTS
 from ckpt.format.digest import file_digest
 from ckpt.format.manifest import MAX_JSON, REDO, Attempt, owner, part_key, rank_and_try, read_format
+from ckpt.format.typed_json import decoded
 from ckpt.runlog.log import Commit, RunLog
 from ckpt.store import Store, get_small, normalise
 
@@ -541,17 +542,13 @@ def faults(url: str, last: int | None, as_json: bool) -> int:
     return 0
 
 
-def no_number(name: str) -> float:
-    raise ValueError(f"{name} is no number that JSON knows")
-
-
 async def _faults(url: str) -> dict[str, Any]:
     async with opened(url) as log:
         accounts = []
         async for info in log.store.list(FAULTS):
             try:
-                raw = bytes(await get_small(log.store, info.key, MAX_REPORT))
-                accounts.append(Fault.from_json(json.loads(raw, parse_constant=no_number)))
+                raw = await get_small(log.store, info.key, MAX_REPORT)
+                accounts.append(Fault.from_json(decoded(raw)))
             except (CorruptError, StoreError, ValueError, RecursionError) as error:
                 say(f"WARNING: {info.key} cannot be read: {error}")
         found = [[one.to_json() for one in incident] for incident in incidents(accounts)]

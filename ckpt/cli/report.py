@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import sys
 import time
@@ -32,6 +31,7 @@ from ckpt.cli.terminal import (
 from ckpt.errors import CheckpointError, CorruptError, FormatError, NotFoundError
 from ckpt.faults import report as fault
 from ckpt.faults.report import Fault
+from ckpt.format.typed_json import decoded
 from ckpt.goodput import ledger
 from ckpt.goodput.accounting import settled
 from ckpt.goodput.breakdown import LEAST_S, Interruption, InterruptionCost, Statement, duration, moment
@@ -196,10 +196,7 @@ def _account_from(raw: memoryview) -> Account:
 
 
 def _fault_from(raw: memoryview) -> Fault:
-    def no_number(name: str) -> float:
-        raise ValueError(f"{name} is no number that JSON knows")
-
-    return Fault.from_json(json.loads(bytes(raw), parse_constant=no_number))
+    return Fault.from_json(decoded(raw))
 
 
 # -- for people --

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import sys
 import threading
@@ -22,6 +21,7 @@ from ckpt.cli.top_view import RunStored, TopView
 from ckpt.errors import CheckpointError, FormatError, UsageError
 from ckpt.faults import report
 from ckpt.faults.report import Fault
+from ckpt.format.typed_json import decoded
 from ckpt.goodput import ledger
 from ckpt.goodput.accounting import settle
 from ckpt.goodput.ledger import Account
@@ -243,7 +243,7 @@ class StoreWatch(threading.Thread):
     def _take_fault(self, key: str, raw: memoryview | None) -> None:
         self._faults[key] = None  # damaged, unless it is read now
         if raw is not None:
-            self._faults[key] = Fault.from_json(json.loads(bytes(raw)))
+            self._faults[key] = Fault.from_json(decoded(raw))
 
     async def _read(
         self, log: RunLog, names: list[str], most: int, take: Callable[[str, memoryview | None], None]

@@ -11,9 +11,12 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from ckpt.faults.report import Fault
+from ckpt.format.typed_json import typed
 
 _LINE = 16  # bytes; background threads that wake each other write a few
 _IDLE_SHARE = 0.05  # of one core: hardly any
@@ -26,7 +29,10 @@ _HALTED = {
     ZOMBIE: "has ended, and nobody has taken note of it",
     GONE: "is gone",
 }
-MAX_ITEMS, MAX_TEXT, _MAX_RANK = 100, 1000, 1 << 24
+MAX_ITEMS, MAX_TEXT, _MAX_RANK, _MOST = 100, 1000, 1 << 24, 2**63 - 1
+_Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+_Count = Annotated[int, Meta(ge=0, le=_MOST)]
+_Seconds = Annotated[float, Meta(ge=-1e15, le=1e15)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +46,18 @@ class Evidence:
     for nothing known.
     """
 
-    rank: int
-    host: str
-    pid: int
-    step: int
-    calls: int
-    idle_s: float
-    state: str
-    cpu_s: float
-    written: int
-    received: int
-    stack: tuple[str, ...] = ()
-    collective: str = ""
+    rank: Annotated[int, Meta(ge=0, le=_MAX_RANK)]
+    host: _Text
+    pid: _Count
+    step: Annotated[int, Meta(ge=-(2**63), le=_MOST)]
+    calls: _Count
+    idle_s: _Seconds
+    state: _Text
+    cpu_s: _Seconds
+    written: Annotated[int, Meta(ge=-1, le=_MOST)]
+    received: _Count
+    stack: Annotated[tuple[_Text, ...], Meta(max_length=MAX_ITEMS)] = ()
+    collective: _Text = ""
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "stack": list(self.stack)}
@@ -59,57 +65,12 @@ class Evidence:
     @classmethod
     def from_json(cls, data: object) -> Evidence:
         """ValueError for what `to_json` cannot have made; a newer version's additions are left out."""
-        if type(data) is not dict:
-            raise ValueError("evidence of a rank is an object")
-        state = _text(data, "state")
-        if state not in _STATES:
-            raise ValueError(f"no process is {state!r}")
-        return cls(
-            rank=_whole(data, "rank", 0, _MAX_RANK),
-            host=_text(data, "host"),
-            pid=_whole(data, "pid", 0),
-            step=_whole(data, "step", -(2**63)),
-            calls=_whole(data, "calls", 0),
-            idle_s=_seconds(data, "idle_s"),
-            state=state,
-            cpu_s=_seconds(data, "cpu_s"),
-            written=_whole(data, "written", -1),
-            received=_whole(data, "received", 0),
-            stack=_texts(data, "stack"),
-            collective=_text(data, "collective"),
-        )
-
-
-def _whole(data: dict[Any, Any], name: str, low: int, high: int = 2**63 - 1) -> int:
-    value = data.get(name)
-    if type(value) is not int or not low <= value <= high:
-        raise ValueError(f"{name} is not a whole number from {low} to {high}")
-    return value
-
-
-def _seconds(data: dict[Any, Any], name: str) -> float:
-    value = data.get(name)
-    if type(value) not in (int, float) or not abs(value) < 1e15:  # type: ignore[arg-type]
-        raise ValueError(f"{name} is not a number of seconds")
-    return float(value)  # type: ignore[arg-type]
-
-
-def _text(data: dict[Any, Any], name: str) -> str:
-    return _checked(data.get(name), name)
-
-
-def _texts(data: dict[Any, Any], name: str) -> tuple[str, ...]:
-    values = data.get(name)
-    if type(values) is not list or len(values) > MAX_ITEMS:
-        raise ValueError(f"{name} is not a list of at most {MAX_ITEMS}")
-    return tuple(_checked(value, name) for value in values)
-
-
-def _checked(value: object, name: str) -> str:
-    """Printable, since people will read it in a terminal."""
-    if type(value) is not str or len(value) > MAX_TEXT or not value.isprintable():
-        raise ValueError(f"{name} is not a printable text of at most {MAX_TEXT} characters")
-    return value
+        found = typed(cls, data)
+        if found.state not in _STATES:
+            raise ValueError(f"no process is {found.state!r}")
+        if not all(text.isprintable() for text in (found.host, found.collective, *found.stack)):
+            raise ValueError("not all of it is printable, and people will read it in a terminal")
+        return found
 
 
 def plain(text: str) -> str:

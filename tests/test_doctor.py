@@ -522,7 +522,7 @@ def test_cgroups(tmp_path: Path, version: int) -> None:
     else:
         tree(proc, {"self/cgroup": "4:pids:/pod/app\n3:cpu,cpuacct:/pod\n"})
         tree(sys_ / "fs/cgroup/cpu/pod", {"cpu.cfs_quota_us": "50000\n", "cpu.cfs_period_us": "100000\n"})
-        tree(sys_ / "fs/cgroup/pids/pod", {"pids.max": "500\n"})
+        tree(sys_ / "fs/cgroup/pids/pod", {"pids.max": "500\n", "app/tasks": ""})
     assert machine.cpu_count(proc, sys_) == 0.5
     found = machine.cgroup(proc, sys_)
     assert named(found, "cgroup pids").verdict == ADVICE

@@ -32,7 +32,7 @@ LARGER = {
     "ckpt/checkpointer.py:Checkpointer": 1195,
     "ckpt/checkpointer.py:Checkpointer.__init__": 116,
     "ckpt/checkpointer.py:Checkpointer._save": 60,
-    "ckpt/cli/app.py": 612,
+    "ckpt/cli/app.py": 600,
     "ckpt/cli/app.py:_show": 48,
     "ckpt/cli/convert.py": 555,
     "ckpt/cli/convert.py:plan_output": 41,

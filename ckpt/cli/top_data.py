@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from ckpt.checkpoint.ledger_files import account_keys
 from ckpt.cli.terminal import PATIENCE_S, say
 from ckpt.cli.top_view import RunStored, TopView
 from ckpt.errors import CheckpointError, FormatError, UsageError
@@ -225,9 +226,7 @@ class StoreWatch(threading.Thread):
 
     async def _read_ledger(self, log: RunLog) -> None:
         """What has ended stays as it is."""
-        names = [info.key async for info in log.store.list(ledger.PREFIX) if ledger.is_account(info.key)]
-        names.sort(key=lambda key: int(key.removeprefix(ledger.PREFIX).partition(".")[0]))
-        names = names[-MOST_STARTS:]
+        names = (await account_keys(log.store))[-MOST_STARTS:]
         self._accounts = {key: one for key, one in self._accounts.items() if key in names}
         ended = {key for key, one in self._accounts.items() if one.end is not None and key not in names[-2:]}
         await self._read(log, [key for key in names if key not in ended], ledger.MAX_SIZE, self._take_account)

@@ -90,20 +90,8 @@ def memory(job: JobSize, proc: Path, sys_: Path) -> Finding:
 
 def cgroup_files(controller: str, name: str, proc: Path, sys_: Path) -> Iterator[Path]:
     """The files of a name in the cgroups around this process, v1 and v2, the nearest first."""
-    base = sys_ / "fs" / "cgroup"
-    for line in read_text(proc / "self" / "cgroup").splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controller in controllers.split(","):
-            root = base / controller
-        elif number == "0" and not controllers:
-            root = base / "unified" if (base / "unified").is_dir() else base
-        else:
-            continue
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        for depth in range(len(parts), -1, -1):
-            if (file := root.joinpath(*parts[:depth], name)).is_file():
-                yield file
+    for chain in memory_pressure.cgroup_chains(proc, sys_ / "fs" / "cgroup", "self", controller):
+        yield from (file for folder in chain if (file := folder / name).is_file())
 
 
 def cgroup(proc: Path, sys_: Path) -> list[Finding]:

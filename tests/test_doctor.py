@@ -40,7 +40,7 @@ from ckpt.doctor.findings import (
     worst,
 )
 from ckpt.doctor.machine import Speed
-from ckpt.doctor.place import Bounds
+from ckpt.doctor.promises import Bounds
 from ckpt.errors import AccessError, ExistsError
 from ckpt.store import Buffer, ObjectInfo, Store, remember_options
 from ckpt_backends.memory import MemoryStore, MemoryUpload

@@ -47,8 +47,6 @@ LARGER = {
     "ckpt/convert/to_safetensors.py:plan": 41,
     "ckpt/convert/torch_native.py": 470,
     "ckpt/dcp/coordinator.py": 472,
-    "ckpt/doctor/place.py": 437,
-    "ckpt/faults/preemption.py": 406,
     "ckpt/format/codec.py": 429,
     "ckpt/format/merged.py": 471,
     "ckpt/format/merged.py:SavedState": 306,

@@ -17,7 +17,7 @@ from ckpt.cli.terminal import example, json_option, place_option, print_json, pr
 if TYPE_CHECKING:  # other commands need not wait for it
     from ckpt.doctor.advice import Cadence
     from ckpt.doctor.findings import Finding, JobSize, TierFindings
-    from ckpt.doctor.place import Bounds
+    from ckpt.doctor.promises import Bounds
 
 UNREACHABLE = 2
 
@@ -51,7 +51,7 @@ def doctor(
     often to save where. Exit code 1 if there are problems, 2 if a place cannot be read.
     """
     from ckpt.doctor.findings import MIB, JobSize
-    from ckpt.doctor.place import Bounds
+    from ckpt.doctor.promises import Bounds
 
     job = JobSize(int((state_gb or 0) * 1e9), step_s, world, local_ranks(world, os.environ))
     return diagnose(urls, Bounds(size=size * MIB), job, as_json)

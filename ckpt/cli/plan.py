@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -261,19 +261,20 @@ def show(chosen: Plan, sources: Mapping[str, str], notes: Sequence[str]) -> None
         print(safe(f"note: {note}"))
 
 
+SHOWN: dict[str, Callable[[float], str]] = {
+    "duration": duration,
+    "share": lambda share: percent(share, 1),
+    "rate": lambda rate: f"{decimal(rate)}/s",
+}
+
+
 def numbers(chosen: Plan, sources: Mapping[str, str]) -> list[tuple[str, str, str, str]]:
     """Each that is no outcome, and where it is from."""
     rows = []
     for name, value in chosen.numbers.items():
         number = NUMBERS.get(name)
         kind, what = KINDS.get(name, "duration"), number.what if number else ""
-        shown = f"{value:g}"
-        if kind == "duration":
-            shown = duration(value)
-        elif kind == "share":
-            shown = percent(value, 1)
-        elif kind == "rate":
-            shown = f"{decimal(value)}/s"
+        shown = SHOWN.get(kind, "{:g}".format)(value)
         fleet = "419 interruptions of Llama 3 in 54 days, per GPU" if name == "mtbf_s" else "on_hang(): ten steps, 30 s"
         rows.append((name, shown, what, sources.get(name, number.source if number else fleet)))
     return rows

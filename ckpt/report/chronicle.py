@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from ckpt.faults.report import TOGETHER_S, Fault, SavedStep, incidents
 from ckpt.goodput.accounting import SettledRun
@@ -15,6 +16,7 @@ from ckpt.goodput.ledger import Account, Decision, LandedSave, Restore, StepRow
 from ckpt.goodput.timeline import PlacedAccount
 from ckpt.goodput.walk import TimeSlice
 
+T = TypeVar("T")
 PARTS = ("trained", "saving", "recompute", "restore", "restart", "perceive", "paused", "other", "stopped")
 MOST_POINTS = 1600  # of the curve of steps
 BUCKETS = range(-56, 33)  # of stalls, see ckpt.goodput.ledger.stall_bucket
@@ -29,24 +31,12 @@ class Happening:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class RestoreShown:
-    at: float
-    one: Restore
-
-
-@dataclass(frozen=True, slots=True)
-class CadenceShown:
-    at: float
-    one: Decision
-
-
-@dataclass(frozen=True, slots=True)
-class SaveLanded:
-    """A save that landed somewhere, and when."""
+@dataclass(frozen=True)
+class ShownEvent(Generic[T]):
+    """Something that the ledger has, and when it was, in seconds since 1970."""
 
     at: float
-    one: LandedSave
+    one: T
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +63,9 @@ class Chronicle:
     pieces: list[TimeSlice] = field(default_factory=list)
     curve: list[tuple[float, int] | None] = field(default_factory=list)
     starts: list[Happening] = field(default_factory=list)
-    restores: list[RestoreShown] = field(default_factory=list)
-    decisions: list[CadenceShown] = field(default_factory=list)
-    landed: list[SaveLanded] = field(default_factory=list)
+    restores: list[ShownEvent[Restore]] = field(default_factory=list)
+    decisions: list[ShownEvent[Decision]] = field(default_factory=list)
+    landed: list[ShownEvent[LandedSave]] = field(default_factory=list)
     stalls: dict[int, int] = field(default_factory=dict)
     incidents: list[Incident] = field(default_factory=list)
     accounts: list[Account] = field(default_factory=list)
@@ -97,11 +87,11 @@ def chronicle(run: SettledRun, faults: Sequence[Fault]) -> Chronicle:
         _curve(found, clock, one, max(3, MOST_POINTS // len(line)))
         who = f"start {account.epoch}, {account.world} ranks, process {account.pid} on {account.host}"
         found.starts.append(Happening(clock.wall(one.t(account.opened)), None, who))
-        found.restores += [RestoreShown(clock.wall(one.t(each.at)), each) for each in account.restores]
+        found.restores += [ShownEvent(clock.wall(one.t(each.at)), each) for each in account.restores]
         found.decisions += [
-            CadenceShown(clock.wall(one.t(each.at or account.opened)), each) for each in account.decisions if each.every
+            ShownEvent(clock.wall(one.t(each.at or account.opened)), each) for each in account.decisions if each.every
         ]
-        found.landed += [SaveLanded(clock.wall(one.t(each.at)), each) for each in account.landed if _sound(each)]
+        found.landed += [ShownEvent(clock.wall(one.t(each.at)), each) for each in account.landed if _sound(each)]
         for name, count in account.stalls.items():
             if name.lstrip("-").isdecimal() and len(name) < 4 and int(name) in BUCKETS and 0 < count < 2**53:
                 found.stalls[int(name)] = found.stalls.get(int(name), 0) + count

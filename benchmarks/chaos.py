@@ -663,7 +663,7 @@ def predicted(found: Json, plan: Plan) -> Json | None:
     perceive, to start again and to read back is no matter of cadence: it is taken from the run itself. None without a
     forecast, or without a cadence."""
     try:
-        from ckpt.goodput.model import Costs, PlaceCost, predict
+        from ckpt.goodput.model import Costs, TierCost, predict
     except ImportError:
         return None
     bill, every = found["bill"], {"memory": 1, "folder": 100}
@@ -676,7 +676,7 @@ def predicted(found: Json, plan: Plan) -> Json | None:
 
     def place(name: str, way: str, served: float) -> Any:
         every_s = every[name] * bill["usual_s"] if every.get(name) else math.inf
-        return PlaceCost(name, max(found["costs"][way], 0.0), every_s, mean("restore"), found["complete"][way], served)
+        return TierCost(name, max(found["costs"][way], 0.0), every_s, mean("restore"), found["complete"][way], served)
 
     costs = Costs(mean("perceive"), mean("restart"), [place("memory", "memory", 1.0), place("folder", "save", 0.0)])
     exposed = sum(interval for interval, _ in schedule(plan)) + plan.tail

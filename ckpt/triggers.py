@@ -74,7 +74,6 @@ class OnHang:
     action: str = "report"
     factor: float = 10.0
     min_s: float = 30.0
-    probe: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,20 +153,19 @@ def on_oom() -> OnOom:
     return OnOom()
 
 
-def on_hang(*, action: str = "report", factor: float = 10.0, min_s: float = 30.0, probe: bool = False) -> OnHang:
+def on_hang(*, action: str = "report", factor: float = 10.0, min_s: float = 30.0) -> OnHang:
     """Save when no step has come for `factor` times the usual step time, and for `min_s` seconds at least.
 
     The usual time is learnt from the steps; put what takes longer than a step, such as an evaluation, into
     `with cp.pause():`. `action="report"` saves and says who hangs, and where; "exit" then ends the trainer as well
-    (exit code 75), so that the launcher starts it again. `probe=True` has bpftrace, where it is installed and we are
-    root, count how long each thread is off the CPU; it takes hundreds of MB, and seconds to start.
+    (exit code 75), so that the launcher starts it again.
     """
     if action not in ("report", "exit"):
         raise UsageError(f'the action on a hang is "report" or "exit", not {action!r}')
     _positive("min_s", min_s)
     if not isinstance(factor, (int, float)) or not 2 <= factor < math.inf:
         raise UsageError(f"factor={factor!r} would take every slow step for a hang: use 2 or more")
-    return OnHang(action, float(factor), float(min_s), bool(probe))
+    return OnHang(action, float(factor), float(min_s))
 
 
 def on_memory_pressure(*, share: float = 0.05) -> OnMemoryPressure:

@@ -14,6 +14,8 @@ import argparse
 import hashlib
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -110,7 +112,8 @@ def main() -> None:
         print(f"of {saving.full_bytes:,} bytes of the model, {saving.stored_bytes:,} are in a checkpoint", flush=True)
 
         adapter = Path(folder) / "adapter"
-        ckpt.transformers.export(options.run, adapter)
+        command = [sys.executable, "-m", "ckpt.transformers", options.run, "--to", str(adapter)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         read = PeftModel.from_pretrained(base(folder), adapter)
     total = hashlib.sha256()
     for name, tensor in read.state_dict().items():

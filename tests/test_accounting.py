@@ -20,7 +20,7 @@ import ckpt
 from ckpt.cli import report as cli_report
 from ckpt.errors import CorruptError, FormatError
 from ckpt.faults.report import Fault, SavedStep
-from ckpt.goodput import accounting
+from ckpt.goodput import walk
 from ckpt.goodput.accounting import settle
 from ckpt.goodput.breakdown import InterruptionCost, Statement, duration
 from ckpt.goodput.ledger import PREFIX, Account, Decision, End, Restore, Saves, SeenFault, StepRow
@@ -694,9 +694,9 @@ def test_negative_control_a_part_that_is_not_kept_is_noticed(part: str, monkeypa
     two.rows[0] = replace(two.rows[0], at=two.rows[0].at + 2)
     two.beat = two.rows[-1].at
     settled(one, two)
-    frozen = accounting._Loss.frozen
+    frozen = walk._Loss.frozen
     monkeypatch.setattr(
-        accounting._Loss, "frozen", lambda self: replace(frozen(self), cost=replace(frozen(self).cost, **{part: 0.0}))
+        walk._Loss, "frozen", lambda self: replace(frozen(self), cost=replace(frozen(self).cost, **{part: 0.0}))
     )
     with pytest.raises(AssertionError):
         settled(one, two)

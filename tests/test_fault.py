@@ -65,7 +65,6 @@ HOSTILE: dict[str, Any] = {
     "rank": {"rank": "0"}, "rank true": {"rank": True}, "rank list": {"rank": [0]},
     "time": {"time": "yesterday"}, "no time": {"time": None}, "time number": {"time": 5},
     "saved": {"saved": 5}, "saved none": {"saved": None}, "saved items": {"saved": [5]},
-    "saved unknown": {"saved": [{"step": 1, "tier": "memory", "how": "ring", "seconds": 0, "x": 1}]},
     "saved too little": {"saved": [{"step": 1}]},
 }  # fmt: skip
 

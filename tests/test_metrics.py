@@ -15,7 +15,7 @@ import sys
 import urllib.request
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -314,9 +314,6 @@ def test_a_look_crosses_to_other_versions() -> None:
                   {"rank": True}, {"rank": None}, {"device": 3}, {"tiers": [{"url": None}]}):  # fmt: skip
         with pytest.raises(CorruptError):
             RankStatus.from_json(wrong)
-    known = {"int", "float", "str", "int | None", "float | None"}
-    for kind in (SlotStatus, TierStatus, DeviceStatus):
-        assert {str(f.type) for f in fields(kind)} <= known  # what `_fits` understands
 
 
 def test_urls_have_no_secrets() -> None:

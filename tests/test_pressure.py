@@ -608,7 +608,7 @@ for line in sys.stdin:
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
     """A cgroup below our own with a limit of 96 MiB."""
-    chains = memory_pressure._chains(memory_pressure.PROC, memory_pressure.SYS, "self")
+    chains = memory_pressure.cgroup_chains(memory_pressure.PROC, memory_pressure.SYS, "self")
     reasons = []
     for own in [chain[0] for chain in chains]:
         made = own / f"everystep-{os.getpid()}"

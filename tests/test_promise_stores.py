@@ -168,18 +168,6 @@ def test_other_words_are_refused(keep: Any) -> None:
         ckpt.Tier("/tmp/run", keep=keep)
 
 
-def test_a_plan_can_keep_everything() -> None:
-    """`ckpt plan` takes "all" for durable places: its line says so, and space is what a month of it takes."""
-    job = ("plan", "--params", "7B", "--gpus", "64", "--step-s", "2s", "--mtbf", "12h", "--every", "shared=500")
-    found, few = (json.loads(told(*job, "--keep", f"shared={keep}", "--json").stdout)["storage"] for keep in ("all", 3))
-    (grown,) = [one for one in found if one["name"] == "shared"]
-    (three,) = [one for one in few if one["name"] == "shared"]
-    assert grown["kept"] == 30 * 86400 / 1000 and three["kept"] == 4
-    assert grown["bytes"] / grown["kept"] == three["bytes"] / three["kept"]
-    assert 'every=500, keep="all")' in told(*job, "--keep", "shared=all").stdout
-    assert told(*job, "--keep", "memory=all").exit_code == 2
-
-
 def test_a_disk_that_fills_up_says_what_to_do(tmp_path: Path) -> None:
     """Where all is kept, a disk gets full: the error says how to give up older ones; after that the same run goes on,
     and what was committed before is sound."""

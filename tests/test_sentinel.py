@@ -686,29 +686,6 @@ def test_a_hang_may_end_the_process(run_dir: str) -> None:
         assert run.at == 120 and is_exact(run) and run.cp.faults == []
 
 
-def test_a_probe_is_part_of_the_account(run_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `probe=True`, what bpftrace counted; a script plays it here."""
-    if os.geteuid() != 0:
-        pytest.skip("only root may run bpftrace")
-    script = tmp_path / "bpftrace"
-    script.write_text(
-        f"#!{sys.executable}\n"
-        "import json, re, signal, sys\n"
-        "pid = re.search('pid == ([0-9]+)', sys.argv[-1])[1]\n"
-        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])\n"
-        "signal.sigwait([signal.SIGINT])\n"
-        "print(json.dumps({'type': 'map', 'data': {'@off': {pid: 2500000000}}}))\n"
-    )
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    code = (
-        "cp = opened(triggers=[ckpt.on_hang(action='exit', min_s=1, factor=2, probe=True)]); train(cp, 120); block()\n"
-    )
-    assert run_script(HEAD + code, run_dir, timeout_s=ANSWER_S).returncode == 75
-    (fault,) = reports(run_dir)
-    assert fault.timings["off_cpu_s"] == 2.5
-
-
 def test_a_pause_inside_a_pause(run_dir: str) -> None:
     """An evaluation that pauses by itself, called inside a pause: until the outer one ends it is no training."""
     with training(run_dir) as run:

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import ckpt
 import ckpt.transformers
 from ckpt.transformers.__main__ import command
+from ckpt.transformers.pretrained import export_pretrained
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SAME = ("digest", "log", "loss", "step", "best")
@@ -263,7 +264,7 @@ def test_lora_stores_what_is_trained(run_dir: str, tmp_path: Path) -> None:
     names = list(ckpt.load(run_dir, only="model.*"))
     assert names and all("lora_" in name for name in names)
 
-    ckpt.transformers.export(run_dir, tmp_path / "adapter")
+    export_pretrained(run_dir, tmp_path / "adapter")
     read = PeftModel.from_pretrained(hf_toy.model_of(0), tmp_path / "adapter").state_dict()
     assert read.keys() == found["weights"].keys()
     assert all(torch.equal(read[name], tensor) for name, tensor in found["weights"].items())
@@ -297,7 +298,7 @@ def test_from_pretrained_reads_an_export(run_dir: str, tmp_path: Path, tied: boo
     found = hf_toy.run(run_dir, tied=tied, epochs=1, tokenizer=tokenizer(), more=(at,))
     for step, wanted in ((None, found["weights"]), (5, at.found)):
         folder = tmp_path / f"export-{step}"
-        ckpt.transformers.export(run_dir, folder, step=step)
+        export_pretrained(run_dir, folder, step=step)
         model = AutoModelForCausalLM.from_pretrained(folder)
         read = model.state_dict()
         assert read.keys() == wanted.keys()
@@ -305,7 +306,7 @@ def test_from_pretrained_reads_an_export(run_dir: str, tmp_path: Path, tied: boo
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
         assert AutoTokenizer.from_pretrained(folder)("w5 w7").input_ids == [5, 7]
     with pytest.raises(ckpt.UsageError, match="exists: nothing is ever replaced"):
-        ckpt.transformers.export(run_dir, tmp_path / "export-5")
+        export_pretrained(run_dir, tmp_path / "export-5")
 
 
 def test_the_export_command(run_dir: str, tmp_path: Path) -> None:

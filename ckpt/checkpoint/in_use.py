@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ckpt.checkpoint.ledger_files import interval_s, newest
+from ckpt.checkpoint.ledger_files import interval_s, newest_accounts
 from ckpt.checkpoint.open_tier import open_place
 from ckpt.errors import InUseError, StoreError
 from ckpt.events import log as logger
@@ -81,7 +81,7 @@ def _of_this_process(account: Account) -> bool:
 async def _holder(log: RunLog) -> Account | None:
     """The account of the incarnation that owns the run, if its end is not known."""
     try:
-        account = await newest(log.store)
+        account = next(iter(await newest_accounts(log.store, 1)), None)
     except StoreError as error:
         logger.warning("whether somebody trains %s cannot be seen: %s", log.store.url, error)
         return None

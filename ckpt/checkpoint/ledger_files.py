@@ -103,34 +103,37 @@ async def find(tiers: list[OpenTier], key: str) -> Account | None:
     return None
 
 
-async def newest(store: Store) -> Account | None:
-    """The account of the last incarnation; None if there is none that can be read."""
-    names = [info.key async for info in store.list(ledger.PREFIX) if ledger.is_account(info.key)]
-    for name in sorted(names, key=_order, reverse=True)[:1]:
-        with contextlib.suppress(CorruptError, FormatError, NotFoundError):
-            return Account.from_bytes(await get_small(store, name, ledger.MAX_SIZE))
-    return None
+async def account_keys(store: Store) -> list[str]:
+    """Of all accounts, by incarnation; of one, the lowest rank last."""
+    return sorted([info.key async for info in store.list(ledger.PREFIX) if ledger.is_account(info.key)], key=_order)
 
 
 def _order(key: str) -> tuple[int, int]:
-    """By incarnation; of one, the lowest rank last."""
     number, _, rank = key.removeprefix(ledger.PREFIX).split(".")[:3]
     return int(number), -int(rank)
 
 
-async def read_back(tiers: list[OpenTier], most: int = LOOK_BACK) -> list[Account]:
-    """The last incarnations, as the nearest place has them; damaged ones are passed over."""
+UNREADABLE = (CorruptError, FormatError, NotFoundError)
+
+
+async def newest_accounts(
+    store: Store, most: int, passing: tuple[type[CheckpointError], ...] = UNREADABLE
+) -> list[Account]:
+    """The last so many, in order, without those that raise such errors."""
     found: list[Account] = []
-    for tier in tiers[:1]:
-        try:
-            names = [info.key async for info in tier.log.store.list(ledger.PREFIX) if ledger.is_account(info.key)]
-            names.sort(key=lambda key: int(key.removeprefix(ledger.PREFIX).partition(".")[0]))
-            for name in names[-most:]:
-                with contextlib.suppress(CheckpointError):
-                    found.append(Account.from_bytes(await get_small(tier.log.store, name, ledger.MAX_SIZE)))
-        except StoreError as error:
-            log.info("the ledger of earlier incarnations cannot be read: %s", error)
-    return ledger.in_order(found)
+    for key in (await account_keys(store))[-most:]:
+        with contextlib.suppress(*passing):
+            found.append(Account.from_bytes(await get_small(store, key, ledger.MAX_SIZE)))
+    return found
+
+
+async def read_back(tiers: list[OpenTier], most: int = LOOK_BACK) -> list[Account]:
+    """The last incarnations, as the nearest place has them."""
+    try:
+        return ledger.in_order(await newest_accounts(tiers[0].log.store, most, (CheckpointError,))) if tiers else []
+    except StoreError as error:
+        log.info("the ledger of earlier incarnations cannot be read: %s", error)
+        return []
 
 
 def last_decision(accounts: list[Account]) -> Decision | None:

@@ -50,11 +50,12 @@ from ckpt.faults.report import ADVICE, MAX_REPORT, Fault, incidents
 from ckpt.faults.report import PREFIX as FAULTS
 from ckpt.format.digest import file_digest
 from ckpt.format.manifest import MAX_JSON, REDO, Attempt, owner, part_key, rank_and_try, read_format
+from ckpt.format.typed_json import decoded
 from ckpt.runlog.log import Commit, RunLog
 from ckpt.store import Store, get_small, normalise
 
 if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
-    from ckpt.goodput import ledger
+    pass
 
 PARALLEL = 64  # small files read at once
 RECENT = 4  # incarnations
@@ -310,7 +311,7 @@ def storage_lines(found: dict[str, Any]) -> Iterator[str]:
 
 
 async def _show(url: str, step: int | None, only: str | None) -> dict[str, Any]:
-    from ckpt.checkpoint import describe, read
+    from ckpt.checkpoint import describe, ledger_files, read
     from ckpt.cli.report import cadence_lines
 
     async with opened(url) as log:
@@ -340,7 +341,7 @@ async def _show(url: str, step: int | None, only: str | None) -> dict[str, Any]:
             "chain": max((part.chain for part in manifest.parts), default=0),
             "stored_bytes": sum(pack.size for pack in packs.values() if owner(pack.key) == manifest.attempt),
             "redo": redone,
-            "cadence": cadence_lines(await newest_accounts(log)),
+            "cadence": cadence_lines(await ledger_files.newest_accounts(log.store, RECENT, (CheckpointError,))),
             "older_packs": sum(owner(key) != manifest.attempt for key in used),
             "restore_bytes": sum(used.values()),
             "tensors": [{**asdict(t), **stored.get(t.name, asdict(describe.NOTHING))} for t in tensors],
@@ -368,18 +369,6 @@ def _redone_instead(error: NoCheckpointError, step: int | None, redone: list[dic
         f"{error}. Step {found['step']} is in the redo log, which leads to it from step {found['base']}: "
         f"`ckpt restore URL --step {found['step']} --to PATH` redoes it, and Checkpointer(...).restore(step=...) does"
     )
-
-
-async def newest_accounts(log: RunLog) -> list[ledger.Account]:
-    """Of the last incarnations, as many as it takes to know how often they save."""
-    from ckpt.goodput import ledger
-
-    names = [info.key async for info in log.store.list(ledger.PREFIX) if ledger.is_account(info.key)]
-    found: list[ledger.Account] = []
-    for name in sorted(names, key=lambda key: int(key.removeprefix(ledger.PREFIX).partition(".")[0]))[-RECENT:]:
-        with contextlib.suppress(CheckpointError):  # `ckpt report` says what is wrong with it
-            found.append(ledger.Account.from_bytes(await get_small(log.store, name, ledger.MAX_SIZE)))
-    return found
 
 
 def _whose(key: str, attempt: Attempt) -> dict[str, Any]:
@@ -541,17 +530,13 @@ def faults(url: str, last: int | None, as_json: bool) -> int:
     return 0
 
 
-def no_number(name: str) -> float:
-    raise ValueError(f"{name} is no number that JSON knows")
-
-
 async def _faults(url: str) -> dict[str, Any]:
     async with opened(url) as log:
         accounts = []
         async for info in log.store.list(FAULTS):
             try:
-                raw = bytes(await get_small(log.store, info.key, MAX_REPORT))
-                accounts.append(Fault.from_json(json.loads(raw, parse_constant=no_number)))
+                raw = await get_small(log.store, info.key, MAX_REPORT)
+                accounts.append(Fault.from_json(decoded(raw)))
             except (CorruptError, StoreError, ValueError, RecursionError) as error:
                 say(f"WARNING: {info.key} cannot be read: {error}")
         found = [[one.to_json() for one in incident] for incident in incidents(accounts)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -13,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt.cli.terminal import example, json_option, place_option, print_json, print_table, progress, safe, say
+from ckpt.cli.terminal import example, json_option, place_option, print_json, print_table, progress, safe
 
 if TYPE_CHECKING:  # other commands need not wait for it
     from ckpt.doctor.advice import Cadence
     from ckpt.doctor.findings import Finding, JobSize, TierFindings
-    from ckpt.doctor.place import Bounds
+    from ckpt.doctor.promises import Bounds
 
 UNREACHABLE = 2
 
@@ -27,8 +26,6 @@ UNREACHABLE = 2
     epilog=example(
         "ckpt doctor /nvme/run1 s3://bucket/run1 --state-gb 140 --step-s 1.2 --world 64",
         "ckpt doctor s3://bucket/run1 --option endpoint_url=https://minio.example:9000 --json",
-        "ckpt doctor --listen 9999            # on one node, and on another:",
-        "ckpt doctor --to node1:9999",
     )
 )
 @click.argument("urls", metavar="[URL]...", nargs=-1)
@@ -38,8 +35,6 @@ UNREACHABLE = 2
 @click.option("--step-s", type=click.FloatRange(min=0, min_open=True), help="How long a training step takes.")
 @click.option("--world", type=click.IntRange(min=1), default=1, help="How many ranks the job has.")
 @place_option
-@click.option("--listen", metavar="[HOST:]PORT", help="Be the other end of one measurement between nodes.")
-@click.option("--to", metavar="HOST:PORT", help="Measure the network to a node that listens.")
 @json_option
 def doctor(
     urls: tuple[str, ...],
@@ -47,8 +42,6 @@ def doctor(
     state_gb: float | None,
     step_s: float | None,
     world: int,
-    listen: str | None,
-    to: str | None,
     as_json: bool,
 ) -> int:
     """Before a long job: are these places safe and fast enough, and is this machine?
@@ -58,17 +51,10 @@ def doctor(
     often to save where. Exit code 1 if there are problems, 2 if a place cannot be read.
     """
     from ckpt.doctor.findings import MIB, JobSize
-    from ckpt.doctor.place import Bounds
+    from ckpt.doctor.promises import Bounds
 
-    if (listen is not None) + (to is not None) + bool(urls) > 1:
-        raise click.UsageError("URLs, --listen and --to are three different things: one at a time")
     job = JobSize(int((state_gb or 0) * 1e9), step_s, world, local_ranks(world, os.environ))
-    bounds = Bounds(size=size * MIB)
-    if listen is not None:
-        return be_listened_to(listen, bounds, as_json)
-    if to is not None:
-        return measured(to, bounds, job, as_json)
-    return diagnose(urls, bounds, job, as_json)
+    return diagnose(urls, Bounds(size=size * MIB), job, as_json)
 
 
 def diagnose(urls: Sequence[str], bounds: Bounds, job: JobSize, as_json: bool) -> int:
@@ -131,67 +117,18 @@ def with_signals(urls: Sequence[str], bounds: Bounds) -> list[TierFindings]:
         raise click.Abort from None
 
 
-# -- the network --
-
-
-def be_listened_to(where: str, bounds: Bounds, as_json: bool) -> int:
-    from ckpt.doctor.network import listening, serve
-
-    host, port = split_address(where)
-    try:
-        listener = listening(host, port)
-        say(f"listening on port {listener.getsockname()[1]}, for one measurement within 10 minutes")
-        with progress("network", 2 * bounds.size) as on_bytes:
-            peer = serve(listener, on_bytes=on_bytes)
-    except OSError as error:
-        say(f"no measurement: {error}")
-        return UNREACHABLE
-    if as_json:
-        return print_json({"peer": peer})
-    print(safe(f"measured with {peer}, which says what came out"))
-    return 0
-
-
-def measured(where: str, bounds: Bounds, job: JobSize, as_json: bool) -> int:
-    from ckpt.doctor.findings import worst
-    from ckpt.doctor.network import link_findings, measure_link
-
-    host, port = split_address(where)
-    if not host or not port:
-        raise click.UsageError(f"--to takes HOST:PORT, not {where!r}")
-    try:
-        with progress("network", 2 * bounds.size) as on_bytes:
-            found = measure_link(host, port, size=bounds.size, measure_s=bounds.measure_s, on_bytes=on_bytes)
-    except OSError as error:
-        say(f"cannot measure to {where}: {error}. Is `ckpt doctor --listen {port}` running there?")
-        return UNREACHABLE
-    findings = link_findings(found, job)
-    if as_json:
-        rows = [asdict(f) for f in findings]
-        return print_json({"verdict": worst(findings), "link": asdict(found), "network": rows})
-    show(where, findings)
-    return 0
-
-
-def split_address(text: str) -> tuple[str, int]:
-    """HOST and PORT, an address of IPv6 in brackets; no host for a port alone."""
-    host, _, port = text.rpartition(":")
-    if not port.isdigit() or int(port) > 65535:
-        raise click.UsageError(f"{text!r} names no port: give PORT, or HOST:PORT")
-    return host.strip("[]"), int(port)
-
-
 # -- what was given --
 
 
 def local_ranks(world: int, environment: Mapping[str, str]) -> int:
     """How many of the ranks are on this machine: by the launcher, else by the number of GPUs, else all."""
+    from ckpt.doctor.machine import gpu_count
+
     for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
         said = environment.get(name, "")
         if said.isdigit() and int(said) > 0:
             return min(world, int(said))
-    cards = [name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]
-    return min(world, len(cards) or world)
+    return min(world, gpu_count() or world)
 
 
 # -- for people --

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import sys
 import time
@@ -32,34 +31,20 @@ from ckpt.cli.terminal import (
 from ckpt.errors import CheckpointError, CorruptError, FormatError, NotFoundError
 from ckpt.faults import report as fault
 from ckpt.faults.report import Fault
+from ckpt.format.typed_json import decoded
 from ckpt.goodput import ledger
-from ckpt.goodput.accounting import settle
-from ckpt.goodput.breakdown import LEAST_S, Interruption, InterruptionCost, Statement, duration, moment
+from ckpt.goodput.accounting import settled
+from ckpt.goodput.breakdown import LEAST_S, Interruption, Statement, duration, moment
 from ckpt.goodput.ledger import Account, Decision
 from ckpt.goodput.timeline import is_sane
 from ckpt.report.chronicle import chronicle
 from ckpt.report.page import page
-from ckpt.report.words import Subject, percent
+from ckpt.report.words import Subject, inner_parts, percent
 from ckpt.runlog.log import RunLog
 from ckpt.store import Store, get_small
 
 T = TypeVar("T")
 PARALLEL = 64  # small objects read at once
-
-RESTART = (
-    ("leave", "until the process was gone"),
-    ("launch", "until the next was born"),
-    ("start", "imports, model, process group"),
-    ("open", "opening the run"),
-    ("setup", "until restore() was called"),
-    ("first_step", "first step, beyond a usual one"),
-    ("unknown", "not divided: nobody saw the end"),
-)
-RECOMPUTE = (
-    ("unfinished", "the step that was cut off"),
-    ("redone", "steps done once more"),
-    ("undone", "steps not done again yet"),
-)
 
 
 @click.command(epilog=example("ckpt report runs/exp1", "ckpt report runs/exp1 --json | jq .effective",
@@ -110,16 +95,16 @@ def report(
         accounts = [one for one in accounts if one.wall(one.opened) >= since.timestamp()]
     if not accounts and (output is None or since is not None):
         raise nothing_there(url, damaged, since)
-    idle_after_s = math.inf if idle_after_h is None else 3600 * idle_after_h
-    now = time.time()
-    found = settle(accounts, faults, now=now, idle_after_s=idle_after_s)
+    now, idle_after_s = time.time(), 3600 * (math.inf if idle_after_h is None else idle_after_h)
+    run = settled(accounts, faults, now=now, idle_after_s=idle_after_s)
+    found = run.statement
     if output is not None:
         holdings = asyncio.run(read_holdings(url))
         problems = [*(f"{key} is damaged, and left out" for key in damaged), *holdings.problems]
         if not accounts:
             problems.append(str(nothing_there(url, damaged, since)))
         subject = Subject(
-            url, found, chronicle(accounts, faults, found.slowed_s, now), holdings.stock, holdings.steps,
+            url, found, chronicle(run, faults), holdings.stock, holdings.steps,
             tuple(problems), now, __version__,
         )  # fmt: skip
         write_page(output, page(subject), force)
@@ -196,10 +181,7 @@ def _account_from(raw: memoryview) -> Account:
 
 
 def _fault_from(raw: memoryview) -> Fault:
-    def no_number(name: str) -> float:
-        raise ValueError(f"{name} is no number that JSON knows")
-
-    return Fault.from_json(json.loads(bytes(raw), parse_constant=no_number))
+    return Fault.from_json(decoded(raw))
 
 
 # -- for people --
@@ -279,15 +261,11 @@ def interruptions_line(found: Statement) -> str:
 def parts(found: Statement) -> list[tuple[str, str, str, str]]:
     """What all seconds went into. Parts that are 0 are left out, but for those that the equation has."""
     cost = found.cost
-    rows = [
-        line("perceive", cost.perceive, found),
-        line("restart", cost.restart, found),
-        *inner(RESTART, cost, found),
-        line("restore", cost.restore, found),
-        line("recompute", cost.recompute, found),
-        *inner(RECOMPUTE, cost, found),
-        line("saving", found.saving_s, found, each=False),
-    ]
+    rows = []
+    for name in ("perceive", "restart", "restore", "recompute"):
+        rows.append(line(name, getattr(cost, name), found))
+        rows += [line(f"  {text}", seconds, found) for text, seconds in inner_parts(name, cost)]
+    rows.append(line("saving", found.saving_s, found, each=False))
     if found.saving_s > 0:
         rows.append(line("  training waited", found.stalled_s, found, each=False))
         slower = line("  steps were slower (estimate)", found.slowed_s, found, each=False)
@@ -299,12 +277,6 @@ def parts(found: Statement) -> list[tuple[str, str, str, str]]:
             rows.append(line(name, seconds, found, each=False))
     rows.append(line("wall-clock", found.wall_s, found, each=False))
     return rows
-
-
-def inner(
-    names: Iterable[tuple[str, str]], cost: InterruptionCost, found: Statement
-) -> list[tuple[str, str, str, str]]:
-    return [line(f"  {text}", getattr(cost, name), found) for name, text in names if getattr(cost, name) > 0]
 
 
 def line(name: str, seconds: float, found: Statement, *, each: bool = True) -> tuple[str, str, str, str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import sys
 import threading
@@ -17,11 +16,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from ckpt.checkpoint.ledger_files import account_keys
 from ckpt.cli.terminal import PATIENCE_S, say
 from ckpt.cli.top_view import RunStored, TopView
 from ckpt.errors import CheckpointError, FormatError, UsageError
 from ckpt.faults import report
 from ckpt.faults.report import Fault
+from ckpt.format.typed_json import decoded
 from ckpt.goodput import ledger
 from ckpt.goodput.accounting import settle
 from ckpt.goodput.ledger import Account
@@ -225,9 +226,7 @@ class StoreWatch(threading.Thread):
 
     async def _read_ledger(self, log: RunLog) -> None:
         """What has ended stays as it is."""
-        names = [info.key async for info in log.store.list(ledger.PREFIX) if ledger.is_account(info.key)]
-        names.sort(key=lambda key: int(key.removeprefix(ledger.PREFIX).partition(".")[0]))
-        names = names[-MOST_STARTS:]
+        names = (await account_keys(log.store))[-MOST_STARTS:]
         self._accounts = {key: one for key, one in self._accounts.items() if key in names}
         ended = {key for key, one in self._accounts.items() if one.end is not None and key not in names[-2:]}
         await self._read(log, [key for key in names if key not in ended], ledger.MAX_SIZE, self._take_account)
@@ -243,7 +242,7 @@ class StoreWatch(threading.Thread):
     def _take_fault(self, key: str, raw: memoryview | None) -> None:
         self._faults[key] = None  # damaged, unless it is read now
         if raw is not None:
-            self._faults[key] = Fault.from_json(json.loads(bytes(raw)))
+            self._faults[key] = Fault.from_json(decoded(raw))
 
     async def _read(
         self, log: RunLog, names: list[str], most: int, take: Callable[[str, memoryview | None], None]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt.doctor.findings import GB, PROBLEM, Finding, JobSize, TierFindings
 from ckpt.doctor.machine import Speed
+from ckpt.goodput.interval import least_interval, steps_apart
 
 COST = 0.01  # of training that saving may take
 
@@ -42,7 +42,7 @@ def place_cadence(job: JobSize, place: TierFindings, speed: Speed) -> Cadence:
     save_s = size / rates.write + 4 * rates.put_s
     restore_s = size / max(rates.read, 1.0) + 4 * rates.get_s
     cpu_s = job.here * (rates.cpu_s + 0.1 / GB)  # and digests
-    busy, costly = 2 * save_s, cpu_s / (COST * speed.cpus)
+    busy, costly = least_interval(save_s), cpu_s / (COST * speed.cpus)
     what = "all nodes share it" if place.shared else "this machine's share"
     why = f"{size / GB:.1f} GB ({what}) take {save_s:.1f} s and {cpu_s:.1f} CPU-s of {speed.cpus:g} CPUs; "
     why += "the CPU decides" if costly > busy else "it may be busy for half of the time"
@@ -51,12 +51,7 @@ def place_cadence(job: JobSize, place: TierFindings, speed: Speed) -> Cadence:
 
 
 def in_steps(interval_s: float, step_s: float | None) -> int | None:
-    """The next of 1, 2, 5, 10, 20, … steps."""
-    if step_s is None:
-        return None
-    steps = max(1, math.ceil(interval_s / step_s - 1e-9))
-    power: int = 10 ** (len(str(steps)) - 1)
-    return next(n * power for n in (1, 2, 5, 10) if n * power >= steps)
+    return None if step_s is None else steps_apart(0.0, interval_s, step_s)
 
 
 def conclude(job: JobSize, places: Sequence[TierFindings], speed: Speed) -> list[Cadence]:

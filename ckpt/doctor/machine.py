@@ -1,4 +1,4 @@
-"""What the machine allows: CPUs, memory, limits, kernel, launcher and GPUs, and how fast it copies snapshots."""
+"""What the machine allows: CPUs, memory, limits, kernel and launcher, and how fast it copies snapshots."""
 
 from __future__ import annotations
 
@@ -90,20 +90,8 @@ def memory(job: JobSize, proc: Path, sys_: Path) -> Finding:
 
 def cgroup_files(controller: str, name: str, proc: Path, sys_: Path) -> Iterator[Path]:
     """The files of a name in the cgroups around this process, v1 and v2, the nearest first."""
-    base = sys_ / "fs" / "cgroup"
-    for line in read_text(proc / "self" / "cgroup").splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controller in controllers.split(","):
-            root = base / controller
-        elif number == "0" and not controllers:
-            root = base / "unified" if (base / "unified").is_dir() else base
-        else:
-            continue
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        for depth in range(len(parts), -1, -1):
-            if (file := root.joinpath(*parts[:depth], name)).is_file():
-                yield file
+    for chain in memory_pressure.cgroup_chains(proc, sys_ / "fs" / "cgroup", "self", controller):
+        yield from (file for folder in chain if (file := folder / name).is_file())
 
 
 def cgroup(proc: Path, sys_: Path) -> list[Finding]:
@@ -302,122 +290,22 @@ def run_command(words: Sequence[str], timeout_s: float) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def gpus(run: Run = run_command) -> tuple[list[Finding], list[float]]:
-    """Their health, and bytes a second from each to pinned host memory (none where that cannot be measured)."""
-    text = run(["nvidia-smi", "-q"], 60.0)
-    cards = parse_smi(text or "")
-    if not cards:
+def gpu_count(dev: Path = Path("/dev")) -> int:
+    """Those of NVIDIA that this machine has."""
+    return sum(re.fullmatch(r"nvidia\d+", file.name) is not None for file in dev.iterdir())
+
+
+def gpus(run: Run = run_command, dev: Path = Path("/dev")) -> tuple[list[Finding], list[float]]:
+    """Bytes a second from each to pinned host memory (none where that cannot be measured)."""
+    if not gpu_count(dev):
         return [Finding("GPU", "no GPU here")], []
-    found = [one for number, card in enumerate(cards) for one in health(number, card)]
-    found += xids(run(["dmesg"], 10.0) or "")
     said = run([sys.executable, "-c", COPY], 120.0)
     rates: list[float] = []
     with contextlib.suppress(ValueError, TypeError, IndexError):
         rates = [float(rate) for rate in json.loads((said or "").strip().splitlines()[-1])]
     if not rates:
         advice = "torch cannot use the GPU: look at `python -c 'import torch; torch.cuda.init()'`"
-        return [*found, Finding("GPU copy to pinned memory", "not measured", ADVICE, advice)], []
+        return [Finding("GPU copy to pinned memory", "not measured", ADVICE, advice)], []
     text = f"{', '.join(f'{rate / GB:.1f}' for rate in rates)} GB/s"
     advice = "Under 10 GB/s: few PCIe lanes, or memory of another socket (numactl)"
-    return [*found, judge("GPU copy to pinned memory", text, min(rates) < 10e9, advice, rates)], rates
-
-
-def parse_smi(text: str) -> list[dict[str, str]]:
-    """Each GPU of `nvidia-smi -q`, as values by path ("ECC Errors/Volatile/DRAM Uncorrectable")."""
-    cards: list[dict[str, str]] = []
-    path: list[tuple[int, str]] = []
-    for line in text.splitlines():
-        if re.match(r"GPU [0-9A-Fa-f]{8}:", line):
-            cards.append({"Bus": line.split(None, 1)[1].strip()})
-            path = []
-            continue
-        indent = len(line) - len(line.lstrip())
-        if not cards or not line.strip() or not indent:
-            continue
-        name, colon, value = line.strip().partition(" : ")
-        while path and path[-1][0] >= indent:
-            path.pop()
-        path.append((indent, name.strip()))
-        if colon:
-            cards[-1]["/".join(word for _, word in path)] = value.strip()
-    return cards
-
-
-def health(number: int, card: Mapping[str, str]) -> list[Finding]:
-    """What one GPU says of itself."""
-    name = f"GPU {number}"
-    power = card.get("GPU Power Readings/Power Draw") or card.get("GPU Power Readings/Average Power Draw")
-    power = power or card.get("Power Readings/Power Draw", "?")
-    facts = [card.get("Product Name", "?"), card.get("Temperature/GPU Current Temp", "?"), power]
-    found = [Finding(name, ", ".join(facts))]
-
-    def bad(value: str, advice: str, verdict: str = PROBLEM) -> None:
-        found.append(Finding(name, value, verdict, advice))
-
-    volatile, aggregate = (
-        sum(_count(value) for key, value in card.items() if key.startswith(f"ECC Errors/{kind}/") and _uncorrected(key))
-        for kind in ("Volatile", "Aggregate")
-    )
-    if volatile:
-        bad(f"{volatile} uncorrectable ECC errors since the last reset", "Drain this machine and reset the GPU")
-    elif aggregate:
-        bad(f"{aggregate} uncorrectable ECC errors in its life", "Watch it; replace it if there are more", ADVICE)
-    if card.get("ECC Errors/Aggregate/SRAM Threshold Exceeded") == "Yes":
-        bad("SRAM error threshold exceeded", "Replace this GPU")
-    if card.get("Remapped Rows/Remapping Failure Occurred") == "Yes":
-        bad("remapping a row failed", "Replace this GPU")
-    if "Yes" in (card.get("Remapped Rows/Pending"), card.get("Retired Pages/Pending Page Blacklist")):
-        bad("memory waits to be remapped or retired", "Reset the GPU before the job")
-    if _count(card.get("Retired Pages/Double Bit ECC", "")):
-        bad(f"{card['Retired Pages/Double Bit ECC']} pages retired", "Replace it if there are more", ADVICE)
-    if card.get("GPU Recovery Action", "None") not in ("None", "N/A"):
-        bad(f"asks for: {card['GPU Recovery Action']}", "Do so before the job")
-    active = sorted(_throttles(card))
-    if any(reason.startswith("HW") for reason in active):
-        bad(f"slowed down: {', '.join(active)}", "Heat or power supply: one slow GPU slows all ranks")
-    elif any("Thermal" in reason for reason in active) or _hot(card):
-        bad(f"near its heat limit{': ' if active else ''}{', '.join(active)}", "Look at fans and airflow", ADVICE)
-    now, most = (_count(card.get(f"PCI/GPU Link Info/Link Width/{name}", "")) for name in ("Current", "Max"))
-    if 0 < now < most:
-        bad(f"PCIe x{now} of x{most}", "Copies to the host are slow: reseat it, or look at the slot", ADVICE)
-    return found
-
-
-def _uncorrected(key: str) -> bool:
-    return "Uncorrectable" in key or "Double Bit" in key
-
-
-def _count(text: str) -> int:
-    found = re.match(r"\d+", text)
-    return int(found[0]) if found else 0
-
-
-def _throttles(card: Mapping[str, str]) -> set[str]:
-    found = set()
-    for key, value in card.items():
-        group, _, reason = key.partition("/")
-        if group in ("Clocks Event Reasons", "Clocks Throttle Reasons") and value == "Active":
-            reason = reason.rpartition("/")[2]
-            if "Slowdown" in reason or "Brake" in reason:
-                found.add(reason)
-    return found
-
-
-def _hot(card: Mapping[str, str]) -> bool:
-    """Within five degrees of where it slows down."""
-    left = re.match(r"-?\d+", card.get("Temperature/GPU T.Limit Temp", ""))
-    if left:
-        return int(left[0]) <= 5
-    now, slow = (_count(card.get(f"Temperature/{name}", "")) for name in ("GPU Current Temp", "GPU Slowdown Temp"))
-    return 0 < slow <= now + 5
-
-
-def xids(text: str) -> list[Finding]:
-    """Errors that the driver has written to the kernel's log."""
-    codes = re.findall(r"NVRM: Xid \((PCI:[0-9a-fA-F:.]+)\): (\d+)", text)
-    if not codes:
-        return []
-    said = ", ".join(f"Xid {code} ({bus})" for bus, code in sorted(set(codes)))
-    grave = {code for _, code in codes} & {"48", "63", "64", "74", "79", "94", "95", "119", "120", "140"}
-    advice = "See NVIDIA's list of Xid errors" + ("; drain this machine" if grave else "")
-    return [Finding("GPU driver", said, PROBLEM if grave else ADVICE, advice)]
+    return [judge("GPU copy to pinned memory", text, min(rates) < 10e9, advice, rates)], rates

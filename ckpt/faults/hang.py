@@ -1,99 +1,25 @@
-"""Whether a training loop hangs, and which rank holds the others up. Plain values and rules, nothing is read or asked.
+"""Which rank holds the others up, where a training loop hangs. Plain values and rules, nothing is read or asked.
 
-`StepPace` compares looks at a trainer's heartbeat with the usual time of a step. When that is exceeded, every rank's
-`Evidence` (ckpt/faults/probe.py gathers it) says what it is doing; `still` is whether one rank does not move at all,
-and
-`diagnose` compares all ranks and says, in words for people, whom they wait for.
+When the usual time of a step is exceeded (`ckpt.faults.pace`), every rank's `Evidence` (`ckpt.faults.probe` gathers it)
+says what it is doing; `still` is whether one rank does not move at all, and `diagnose` compares all ranks and says, in
+words for people, whom they wait for.
 """
 
 from __future__ import annotations
 
 import re
-import statistics
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from ckpt.faults.report import Fault
-from ckpt.ipc.heartbeat import TRAINING, Beat
-from ckpt.triggers import OnHang
+from ckpt.format.typed_json import typed
 
-ENOUGH = 5  # steps to learn from before anything is said
-_MEANS = 64
-_GAPS = 32
-_HOLE = 8.0  # so many times the usual time between two looks, and at least:
-_HOLE_S = 1.0
 _LINE = 16  # bytes; background threads that wake each other write a few
 _IDLE_SHARE = 0.05  # of one core: hardly any
-
-
-class StepPace:
-    """Learns the usual time of a step from looks at the heartbeat; says when it has been too long."""
-
-    def __init__(self, trigger: OnHang) -> None:
-        self._trigger = trigger
-        self._gaps = deque[float](maxlen=_GAPS)  # between two looks
-        self._looked: float | None = None
-        self._forget()
-
-    def _forget(self) -> None:
-        self._means = deque[float](maxlen=_MEANS)  # seconds a step, each over the steps between two looks
-        self._steps = 0
-        self._usual: float | None = None
-        self._last: Beat | None = None
-        self._from: Beat | None = None  # a beat since which nothing but training was seen
-        self._excused = 0.0  # seconds since the last sign of life in which nobody looked
-
-    @property
-    def usual_s(self) -> float | None:
-        """Seconds a step; None until enough steps were seen."""
-        return self._usual if self._steps >= ENOUGH else None
-
-    @property
-    def limit_s(self) -> float | None:
-        """Seconds after which it is too long; None until enough steps were seen."""
-        usual = self.usual_s
-        return None if usual is None else max(self._trigger.min_s, self._trigger.factor * usual)
-
-    def look(self, now: float, beat: Beat) -> float | None:
-        """Call it a few times a second. How long nothing has come, in seconds, if that is too long; else None.
-
-        `now`: of the monotonic clock, as `beat.when`.
-        """
-        if self._last is not None and beat.calls < self._last.calls:
-            self._forget()  # another trainer
-        self._excuse(now, beat)
-        self._learn(beat)
-        self._last = beat
-        silent, limit = now - beat.when - self._excused, self.limit_s
-        return silent if beat.state == TRAINING and limit is not None and silent > limit else None
-
-    def _excuse(self, now: float, beat: Beat) -> None:
-        """Whoever did not look, because it was stopped itself, cannot blame the trainer for that time."""
-        looked, self._looked = self._looked, now
-        if self._last is None or beat.when != self._last.when:
-            self._excused = 0.0
-        if looked is None or now < looked:
-            return
-        gap = now - looked
-        if not self._gaps or gap > max(_HOLE_S, _HOLE * statistics.median(self._gaps)):
-            self._excused += max(0.0, now - max(looked, beat.when))
-        self._gaps.append(gap)
-
-    def _learn(self, beat: Beat) -> None:
-        last, start = self._last, self._from
-        if beat.state != TRAINING:
-            self._from = None
-        elif last is None or beat.calls != last.calls:  # so `when` is that of a step
-            if last is not None and start is not None and beat.calls > start.calls and beat.when > start.when:
-                self._steps += beat.calls - start.calls
-                self._means.append((beat.when - start.when) / (beat.calls - start.calls))
-                self._usual = statistics.median(self._means)
-            self._from = beat
-        elif beat.when != last.when:  # no step: something else was done between the two looks
-            self._from = None
-
 
 RUNNING, SLEEPING, DISK, STOPPED, ZOMBIE, GONE, UNKNOWN = _STATES = (
     "running", "sleeping", "disk", "stopped", "zombie", "gone", "unknown",
@@ -103,7 +29,10 @@ _HALTED = {
     ZOMBIE: "has ended, and nobody has taken note of it",
     GONE: "is gone",
 }
-MAX_ITEMS, MAX_TEXT, _MAX_RANK = 100, 1000, 1 << 24
+MAX_ITEMS, MAX_TEXT, _MAX_RANK, _MOST = 100, 1000, 1 << 24, 2**63 - 1
+_Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+_Count = Annotated[int, Meta(ge=0, le=_MOST)]
+_Seconds = Annotated[float, Meta(ge=-1e15, le=1e15)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,82 +43,34 @@ class Evidence:
     "disk" (cannot be interrupted), "stopped", "zombie", "gone" or "unknown". `cpu_s`: CPU seconds of the process so
     far; `written`: bytes it wrote so far, -1 if that cannot be read; `received`: bytes its host received so far.
     `stack`: of the main thread, innermost first, each as "function (file:line)". `collective`: what it waits in, ""
-    for nothing known. `flight`: the last entries of torch's flight recorder, oldest first, each as
-    "seq=12 all_reduce started", with " in GROUP" at the end for any group but the default one.
+    for nothing known.
     """
 
-    rank: int
-    host: str
-    pid: int
-    step: int
-    calls: int
-    idle_s: float
-    state: str
-    cpu_s: float
-    written: int
-    received: int
-    stack: tuple[str, ...] = ()
-    collective: str = ""
-    flight: tuple[str, ...] = ()
+    rank: Annotated[int, Meta(ge=0, le=_MAX_RANK)]
+    host: _Text
+    pid: _Count
+    step: Annotated[int, Meta(ge=-(2**63), le=_MOST)]
+    calls: _Count
+    idle_s: _Seconds
+    state: _Text
+    cpu_s: _Seconds
+    written: Annotated[int, Meta(ge=-1, le=_MOST)]
+    received: _Count
+    stack: Annotated[tuple[_Text, ...], Meta(max_length=MAX_ITEMS)] = ()
+    collective: _Text = ""
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "stack": list(self.stack), "flight": list(self.flight)}
+        return {**asdict(self), "stack": list(self.stack)}
 
     @classmethod
     def from_json(cls, data: object) -> Evidence:
         """ValueError for what `to_json` cannot have made; a newer version's additions are left out."""
-        if type(data) is not dict:
-            raise ValueError("evidence of a rank is an object")
-        state = _text(data, "state")
-        if state not in _STATES:
-            raise ValueError(f"no process is {state!r}")
-        return cls(
-            rank=_whole(data, "rank", 0, _MAX_RANK),
-            host=_text(data, "host"),
-            pid=_whole(data, "pid", 0),
-            step=_whole(data, "step", -(2**63)),
-            calls=_whole(data, "calls", 0),
-            idle_s=_seconds(data, "idle_s"),
-            state=state,
-            cpu_s=_seconds(data, "cpu_s"),
-            written=_whole(data, "written", -1),
-            received=_whole(data, "received", 0),
-            stack=_texts(data, "stack"),
-            collective=_text(data, "collective"),
-            flight=_texts(data, "flight"),
-        )
-
-
-def _whole(data: dict[Any, Any], name: str, low: int, high: int = 2**63 - 1) -> int:
-    value = data.get(name)
-    if type(value) is not int or not low <= value <= high:
-        raise ValueError(f"{name} is not a whole number from {low} to {high}")
-    return value
-
-
-def _seconds(data: dict[Any, Any], name: str) -> float:
-    value = data.get(name)
-    if type(value) not in (int, float) or not abs(value) < 1e15:  # type: ignore[arg-type]
-        raise ValueError(f"{name} is not a number of seconds")
-    return float(value)  # type: ignore[arg-type]
-
-
-def _text(data: dict[Any, Any], name: str) -> str:
-    return _checked(data.get(name), name)
-
-
-def _texts(data: dict[Any, Any], name: str) -> tuple[str, ...]:
-    values = data.get(name)
-    if type(values) is not list or len(values) > MAX_ITEMS:
-        raise ValueError(f"{name} is not a list of at most {MAX_ITEMS}")
-    return tuple(_checked(value, name) for value in values)
-
-
-def _checked(value: object, name: str) -> str:
-    """Printable, since people will read it in a terminal."""
-    if type(value) is not str or len(value) > MAX_TEXT or not value.isprintable():
-        raise ValueError(f"{name} is not a printable text of at most {MAX_TEXT} characters")
-    return value
+        found = typed(cls, data)
+        if found.state not in _STATES:
+            raise ValueError(f"no process is {found.state!r}")
+        if not all(text.isprintable() for text in (found.host, found.collective, *found.stack)):
+            raise ValueError("not all of it is printable, and people will read it in a terminal")
+        return found
 
 
 def plain(text: str) -> str:
@@ -246,7 +127,7 @@ def diagnose(evidence: Sequence[Evidence], world: int) -> HangDiagnosis:
     found = _halted(ranks)
     if found is None and world == 1:
         return _alone(ranks[0])
-    found = found or _not_there(ranks) or _recorded(ranks)
+    found = found or _not_there(ranks)
     if found is None and unseen:
         return _nothing_heard(ranks, unseen)
     found = found or _steps_behind(ranks) or _in_different(ranks) or _all_in_one(ranks) or _elsewhere(ranks)
@@ -270,80 +151,19 @@ def _alone(one: Evidence) -> HangDiagnosis:
 
 def _not_there(ranks: Ranks) -> HangDiagnosis | None:
     """Some wait in a collective, others are not in any."""
-    waiting = [one for one in ranks.values() if _waits_in(one)]
-    suspects = [one for one in ranks.values() if not _waits_in(one)]
+    waiting = [one for one in ranks.values() if one.collective]
+    suspects = [one for one in ranks.values() if not one.collective]
     if not waiting or not suspects:
         return None
-    where = ", ".join(sorted({_waits_in(one) for one in waiting}))
+    where = ", ".join(sorted({one.collective for one in waiting}))
     said = [f"{_name(one)} has not come to it and {_place(one)}." for one in suspects[:4]]
     kind = "blocked" if all(one.state == DISK for one in suspects) else "missing from a collective"
     why = " ".join([f"{_names(_of(waiting)).capitalize()} {_verb(waiting)} in {where}.", *said, *_more(suspects)])
     return HangDiagnosis(_of(suspects), why, kind)
 
 
-_ENTRY = re.compile(r"(seq|p2p)=([0-9]{1,18}) (\S+) (scheduled|started|completed)(?: in (.+))?")
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """Of the flight recorder. Numbers of a group count the same calls on all its ranks; those of p2p do not."""
-
-    group: str
-    number: int
-    name: str
-    done: bool
-    p2p: bool
-
-
-def _entries(one: Evidence) -> list[_Entry]:
-    found = map(_ENTRY.fullmatch, one.flight)
-    return [_Entry(m[5] or "", int(m[2]), m[3], m[4] == "completed", m[1] == "p2p") for m in found if m]
-
-
-def _waits_in(one: Evidence) -> str:
-    """The stack knows, or, where a wait is not visible in Python, the recorder: what began and has not completed."""
-    return one.collective or next((entry.name for entry in _entries(one) if not entry.done), "")
-
-
-def _recorded(ranks: Ranks) -> HangDiagnosis | None:
-    """Groups in which the ranks do not call the same collectives, or not as many."""
-    groups: dict[str, dict[int, dict[int, _Entry]]] = {}  # by name, rank and number
-    for rank, one in ranks.items():
-        for entry in _entries(one):
-            if not entry.p2p:
-                groups.setdefault(entry.group, {}).setdefault(rank, {})[entry.number] = entry
-    for group, by_rank in groups.items():
-        found = _mismatch(group, by_rank) or _fewer(ranks, group, by_rank)
-        if found:
-            return found
-    return None
-
-
-def _mismatch(group: str, by_rank: dict[int, dict[int, _Entry]]) -> HangDiagnosis | None:
-    for number in sorted({number for entries in by_rank.values() for number in entries}):
-        names = {rank: entries[number].name for rank, entries in by_rank.items() if number in entries}
-        if len(set(names.values())) > 1:
-            why = f"Collective {number}{_in_group(group)} is not the same everywhere: {_by_value(names)}."
-            return HangDiagnosis(_odd(names), f"{why} They wait for each other.", "missing from a collective")
-    return None
-
-
-def _fewer(ranks: Ranks, group: str, by_rank: dict[int, dict[int, _Entry]]) -> HangDiagnosis | None:
-    tops = {rank: entries[max(entries)] for rank, entries in by_rank.items()}
-    ahead, least = max(top.number for top in tops.values()), min(top.number for top in tops.values())
-    leaders = [rank for rank, top in tops.items() if top.number == ahead and not top.done]
-    if ahead == least or not leaders:
-        return None
-    suspects = [ranks[rank] for rank, top in tops.items() if top.number == least]
-    why = (
-        f"{_names(leaders).capitalize()} {_verb(leaders)} in collective {ahead} ({tops[leaders[0]].name})"
-        f"{_in_group(group)}; {_names(_of(suspects))} came only to {least}."
-    )
-    return HangDiagnosis(_of(suspects), " ".join([why, *_where(suspects)]), "behind")
-
-
 def _nothing_heard(ranks: Ranks, unseen: tuple[int, ...]) -> HangDiagnosis:
-    where = {_waits_in(one) for one in ranks.values()}
+    where = {one.collective for one in ranks.values()}
     if "" in where:  # then nobody waits: `_not_there` found nothing
         said = [f"Nothing was heard of {_names(unseen)}.", *_where(list(ranks.values()))]
         return HangDiagnosis(unseen, " ".join(said), "unknown")
@@ -365,7 +185,7 @@ _VAGUE = ("wait", "backward")  # may be any collective
 
 
 def _in_different(ranks: Ranks) -> HangDiagnosis | None:
-    names = {rank: name for rank, one in ranks.items() if (name := _waits_in(one)) and name not in _VAGUE}
+    names = {rank: name for rank, one in ranks.items() if (name := one.collective) and name not in _VAGUE}
     if len(set(names.values())) < 2:
         return None
     why = f"The ranks wait in different collectives: {_by_value(names)}. They wait for each other."
@@ -374,7 +194,7 @@ def _in_different(ranks: Ranks) -> HangDiagnosis | None:
 
 def _all_in_one(ranks: Ranks) -> HangDiagnosis | None:
     """`_not_there` has ruled out that only some wait."""
-    where = sorted({_waits_in(one) for one in ranks.values()})
+    where = sorted({one.collective for one in ranks.values()})
     if where == [""]:
         return None
     hosts = sorted({one.host for one in ranks.values()})
@@ -439,10 +259,6 @@ def _by_value(names: Mapping[int, str]) -> str:
     )
 
 
-def _in_group(group: str) -> str:
-    return f" of group {group}" if group else ""
-
-
 def _more(some: Sequence[Evidence]) -> list[str]:
     return [f"So it is with {len(some) - 4} more: {_names(_of(some[4:]))}."] if len(some) > 4 else []
 
@@ -459,7 +275,7 @@ def _place(one: Evidence) -> str:
         DISK: "is in a wait of the kernel that cannot be interrupted, mostly for a disk or network file system,",
     }.get(one.state, "stands")
     if not one.stack:
-        waits = _waits_in(one)
+        waits = one.collective
         return f"{doing} in {waits}" if waits else f"{doing}, nobody knows where"
     frame = _own_frame(one.stack)
     return f"{doing} at {frame}" + ("" if frame == one.stack[0] else f", inside {one.stack[0]}")

@@ -60,7 +60,7 @@ class OomKills:
 def room(proc: Path = PROC, sys: Path = SYS, pid: int | str = "self") -> MemoryRoom:
     """The memory that a process can take without pushing anything out."""
     rooms = [_of_machine(proc)]
-    for chain in _chains(proc, sys, pid):
+    for chain in cgroup_chains(proc, sys, pid):
         rooms += [found for folder in chain if (found := _of_cgroup(folder))]
     return min(rooms, key=lambda one: one.available)
 
@@ -73,7 +73,7 @@ def available_memory() -> int:
 def oom_kills(proc: Path = PROC, sys: Path = SYS, pid: int | str = "self", *, where: str = "") -> OomKills:
     """The counters as of now, of a process's cgroup, or `where` an earlier answer is from: the dead have none."""
     machine = _table(proc / "vmstat").get("oom_kill")
-    for folder in [Path(where)] if where else [chain[0] for chain in _chains(proc, sys, pid)]:
+    for folder in [Path(where)] if where else [chain[0] for chain in cgroup_chains(proc, sys, pid)]:
         for name in ("memory.events", "memory.oom_control"):
             if (count := _table(folder / name).get("oom_kill")) is not None:
                 return OomKills(count, machine, str(folder))
@@ -152,7 +152,7 @@ class PressureWatch:
             self._call(now, why)
 
     def _why(self, now: MemoryRoom, stalled: bool) -> str:
-        before, self._held = self._held, _held(_chains(self._proc, self._sys, "self"))
+        before, self._held = self._held, _held(cgroup_chains(self._proc, self._sys, "self"))
         if now.share < self._share:
             return f"{now.available >> 20} MiB of {now.total >> 20} MiB are available ({now.where})"
         if before and self._held[1] > before[1]:
@@ -166,7 +166,7 @@ class PressureWatch:
     def _run(self, wake: int) -> None:
         poller = select.poll()
         poller.register(wake, select.POLLIN)
-        own = [chain[0] / "memory.pressure" for chain in _chains(self._proc, self._sys, "self")]
+        own = [chain[0] / "memory.pressure" for chain in cgroup_chains(self._proc, self._sys, "self")]
         stalls = _Stalls([*own, self._proc / "pressure" / "memory"], self._share, poller)
         ready: dict[int, int] = {}
         while wake not in ready:
@@ -259,18 +259,18 @@ def _of_cgroup(folder: Path) -> MemoryRoom | None:
     return MemoryRoom(max(0, min(limit - used + cache, limit)), limit, str(folder))
 
 
-def _chains(proc: Path, sys: Path, pid: int | str) -> list[list[Path]]:
+def cgroup_chains(proc: Path, sys: Path, pid: int | str, controller: str = "memory") -> list[list[Path]]:
     """The folders of the cgroups around a process, its own first and the mount's root last: of v1, and of v2."""
     paths = {}
     for line in _read(proc / str(pid) / "cgroup").splitlines():
         number, _, rest = line.partition(b":")
         controllers, _, path = rest.partition(b":")
-        if b"memory" in controllers.split(b","):
-            paths["memory"] = os.fsdecode(path)
+        if controller.encode() in controllers.split(b","):
+            paths[controller] = os.fsdecode(path)
         elif number == b"0" and not controllers:
             paths["unified"] = os.fsdecode(path)
     unified = sys / "unified" if os.path.isdir(sys / "unified") else sys
-    roots = {"memory": sys / "memory", "unified": unified}
+    roots = {controller: sys / controller, "unified": unified}
     return [_chain(root, paths.get(name, "/")) for name, root in roots.items() if name in paths or not paths]
 
 

@@ -9,11 +9,8 @@ that is acknowledged would begin at once.
 from __future__ import annotations
 
 import contextlib
-import http.client
-import io
 import json
 import os
-import socket
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -22,16 +19,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any, cast
-from urllib.parse import quote, urlsplit
+from typing import Any
+from urllib.parse import quote
 
-from ckpt.errors import UsageError
 from ckpt.events import log
+from ckpt.faults.metadata_service import BASE_URL, MetadataService, address_of
 from ckpt.triggers import OnDeadline, OnPreemption
 
-BASE_URL = "http://169.254.169.254"  # in all three clouds; by number, since a name would have to be looked up
 DMI = Path("/sys/class/dmi/id")
-MAX_ANSWER = 64 << 10
 MAX_PAUSE_S = 60.0
 TOKEN_S = 300  # how long an EC2 token is valid
 AZURE_FIRST_S = 150.0  # the first question turns the events on, which takes Azure up to two minutes
@@ -102,7 +97,7 @@ class NoticeWatch:
         self._reporting = threading.RLock()  # reentrant: on_notice may call stop()
         self._reported: set[Hashable] = set()
         self._threads: list[threading.Thread] = []
-        self._services: list[_Service] = []
+        self._services: list[MetadataService] = []
         self._deadlines: list[OnDeadline] = []
         self._clouds: dict[tuple[str, str], float] = {}  # source and address: how often to ask
         for trigger in triggers:
@@ -113,7 +108,7 @@ class NoticeWatch:
                 key = (source, BASE_URL if trigger.base_url is None else trigger.base_url)
                 self._clouds[key] = min(trigger.poll_s, self._clouds.get(key, trigger.poll_s))
         for _, base_url in self._clouds:
-            _address(base_url)
+            address_of(base_url)
 
     def start(self) -> None:
         """Begin to watch; no thread is started if there is nothing to watch."""
@@ -121,7 +116,7 @@ class NoticeWatch:
             return
         for (source, base_url), poll_s in self._clouds.items():
             for make in _FEEDS[source]:
-                self._services.append(_Service(base_url, self._timeout_s, self._hold_s, self._stopped))
+                self._services.append(MetadataService(base_url, self._timeout_s, self._hold_s, self._stopped))
                 self._spawn(f"ckpt-{source}", self._follow, make(self._services[-1], poll_s), poll_s)
         for at, before_s, what in dict.fromkeys(self._moments()):
             if at <= _wall():
@@ -182,70 +177,6 @@ class NoticeWatch:
                 log.exception("a notice could not be acted on: %s", notice.what)
 
 
-# -- one question --
-
-
-class _Service:
-    """Asks one address, one question at a time, by itself: it knows of no proxy and goes nowhere else."""
-
-    def __init__(self, base_url: str, timeout_s: float, hold_s: float, stopped: threading.Event) -> None:
-        self._host, self._port, self._prefix = _address(base_url)
-        self.timeout_s, self.hold_s, self._stopped = timeout_s, max(1, int(hold_s)), stopped
-        self._lock = threading.Lock()  # so that nobody cuts a descriptor that is another's by now
-        self._sock: socket.socket | None = None
-
-    def ask(
-        self, path: str, headers: dict[str, str], *, method: str = "GET", within_s: float | None = None
-    ) -> tuple[int, str, str]:
-        """Status, text and ETag. OSError, HTTPException or ValueError if there is no proper answer within the time."""
-        within_s = self.timeout_s if within_s is None else within_s
-        end = time.monotonic() + within_s
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=within_s)
-        try:
-            connection.connect()
-            with self._lock:
-                self._sock = connection.sock
-            if self._stopped.is_set():
-                raise ConnectionAbortedError("nobody wants to know any more")
-            connection.request(method, self._prefix + path, headers={**headers, "Connection": "close"})
-            response = http.client.HTTPResponse(cast(socket.socket, _Until(connection.sock, end)), method=method)
-            response.begin()
-            body = response.read(MAX_ANSWER + 1)
-        finally:
-            with self._lock:
-                self._sock = None
-                connection.close()
-        if len(body) > MAX_ANSWER:
-            raise ValueError(f"{path} answers with more than {MAX_ANSWER} bytes")
-        return response.status, body.decode(), response.getheader("ETag") or ""
-
-    def cut(self) -> None:
-        """End the question that is being asked."""
-        with self._lock, contextlib.suppress(OSError):
-            if self._sock is not None:
-                self._sock.shutdown(socket.SHUT_RDWR)
-
-
-class _Until(io.RawIOBase):
-    """A socket to read from until a moment of the monotonic clock; its own timeout would begin anew at every byte."""
-
-    def __init__(self, sock: socket.socket, end: float) -> None:
-        self._sock, self._end = sock, end
-
-    def makefile(self, mode: str) -> io.BufferedReader:
-        return io.BufferedReader(self)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        left = self._end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the answer takes too long")
-        self._sock.settimeout(left)
-        return self._sock.recv_into(buffer)
-
-
 # -- the clouds --
 
 
@@ -254,7 +185,7 @@ class _Feed(ABC):
 
     cloud = ""
 
-    def __init__(self, service: _Service, pause_s: float) -> None:
+    def __init__(self, service: MetadataService, pause_s: float) -> None:
         self._service, self.pause_s = service, pause_s
 
     @abstractmethod
@@ -298,7 +229,7 @@ class _Gce(_Feed):
     _key, _alarm, _what = "preempted", "TRUE", "GCE will preempt this instance within 30 s"
     _etag, _calm = "", 0  # `_calm`: how often the value was another one, so that an alarm after that is a new one
 
-    def __init__(self, service: _Service, pause_s: float) -> None:
+    def __init__(self, service: MetadataService, pause_s: float) -> None:
         super().__init__(service, min(pause_s, 1.0))  # the service holds the question; this is in case it does not
 
     def look(self) -> Iterator[Found]:
@@ -350,15 +281,6 @@ _FEEDS: dict[str, tuple[type[_Feed], ...]] = {"ec2": (_Ec2,), "gce": (_Gce, _Gce
 
 
 # -- words and numbers from outside --
-
-
-def _address(base_url: str) -> tuple[str, int, str]:
-    """Host, port and the start of every path."""
-    with contextlib.suppress(ValueError):
-        parts = urlsplit(base_url)
-        if parts.scheme == "http" and parts.hostname and not parts.query and not parts.username:
-            return parts.hostname, parts.port or 80, parts.path.rstrip("/")
-    raise UsageError(f"base_url is an address such as {BASE_URL!r}, not {base_url!r}")
 
 
 def _text(path: Path) -> str:

@@ -14,11 +14,12 @@ import re
 import socket
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from ckpt.errors import CorruptError
+from ckpt.format.typed_json import typed
 from ckpt.triggers import REPLACE_CODE, RESUBMIT_CODE, RETRY_CODE
 
 PREFIX = "faults/"
@@ -117,23 +118,10 @@ class Fault:
     def from_json(cls, data: Any) -> Fault:
         """CorruptError if it is not one."""
         try:
-            known = {f.name for f in fields(cls)}
-            given = {k: v for k, v in data.items() if k in known}
-            given["saved"] = [SavedStep(**one) for one in given.get("saved", [])]
-            fault = cls(**given)
+            fault = typed(cls, data)
             fault.when  # noqa: B018 - raises if it is no moment
-            like = cls("", "")
-            for one in fields(cls):
-                if one.name != "exit_code" and type(getattr(fault, one.name)) is not type(getattr(like, one.name)):
-                    raise TypeError(one.name)
-            if fault.exit_code is not None and type(fault.exit_code) is not int:
-                raise TypeError("exit_code")
-            for saved in fault.saved:
-                texts = {type(text) for text in (saved.tier, saved.how, saved.error)}
-                if type(saved.step) is not int or type(saved.seconds) not in (int, float) or texts != {str}:
-                    raise TypeError("saved")
             return fault
-        except (OverflowError, AttributeError, KeyError, TypeError, ValueError) as error:
+        except (OverflowError, ValueError) as error:
             raise CorruptError(f"this is not the account of a fault: {error}") from None
 
     @property

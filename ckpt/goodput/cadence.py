@@ -20,8 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt.errors import UsageError
+from ckpt.goodput.interval import best_interval, least_interval, nice_steps, steps_apart
 from ckpt.goodput.ledger import Account, Decision
-from ckpt.goodput.model import BUSY, BUSY_FAR, DAY_S, LEAST_FAR_S, best_interval, nice_steps
+from ckpt.goodput.model import DAY_S
 
 MEMORY = "memory"
 FIRST_MEMORY, FIRST_DURABLE = 4, 100  # steps, until something is known
@@ -32,6 +33,7 @@ SAMPLES = 4  # saves of a durable place that say enough
 SNAPSHOTS = 12
 UNSURE = 2.0  # standard errors, within which what is may be right
 SEVERAL = 2  # faults, from which on a run tells something about the time between them
+SLACK = 1.2  # a round number of steps may be below a bound by so much: costs are not known better
 CHANGE = 2.2  # a new cadence has to differ by this factor: the sum of both losses is flat around its least
 
 
@@ -229,8 +231,7 @@ def _memory(place: TierCadence, auto: Auto, step_s: float, cost: SaveCost | None
 
     def affordable(cost: SaveCost) -> int:
         steps = max(1, math.ceil(cost.save_s / (auto.budget * step_s) - 0.05))
-        every = nice_steps(steps * step_s, step_s)
-        return every if every >= steps / 1.2 else nice_steps(2 * steps * step_s, step_s)
+        return steps_apart(0.0, steps * step_s, step_s, SLACK)
 
     every, sure = affordable(cost), ""
     if affordable(cost.shifted(-UNSURE)) <= place.now <= affordable(cost.shifted(UNSURE)):
@@ -268,11 +269,9 @@ def _durable(
         if place.remote:
             return place.now, "until it is known what a checkpoint costs"
         return max(1, nice_steps(FIRST_S, step_s)), "to find out what a checkpoint costs"
-    least = max(BUSY_FAR * cost.write_s, LEAST_FAR_S) if place.remote else BUSY * cost.write_s
+    least = least_interval(cost.write_s, shared=place.remote)
     best = best_interval(max(cost.save_s, 1e-4), mtbf_s)
-    every = nice_steps(max(best, least), step_s)
-    if every * step_s < least / 1.2:
-        every = nice_steps(2 * least, step_s)
+    every = steps_apart(best, least, step_s, SLACK)
     low, high = (best_interval(max(cost.shifted(by).save_s, 1e-4), mtbf_s) for by in (-UNSURE, UNSURE))
     if nice_steps(max(low, least), step_s) <= place.now <= nice_steps(max(high, least), step_s):
         every = place.now

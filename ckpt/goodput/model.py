@@ -2,12 +2,12 @@
 
     effective = 1 - [perceive + restart + restore + recompute + saving, per fault] / time between faults
 
-    Costs, of each place -> predict() -> Forecast
+    Costs, of each tier -> predict() -> Forecast
 
 A whole job, and which costs it is expected to have, is in `ckpt.goodput.job_plan`.
 
-Faults come at any moment, as a Poisson process, also while the job recovers. For one place this is solved exactly (a
-renewal argument; Daly's complete model is the case of a save that blocks). With several places, how much of the farther
+Faults come at any moment, as a Poisson process, also while the job recovers. For one tier this is solved exactly (a
+renewal argument; Daly's complete model is the case of a save that blocks). With several tiers, how much of the farther
 one is lost is taken to first order; over 150,000 played faults, what is lost came out within 0.4 %, also where faults
 were as frequent as restarts. `tests/test_forecast.py` plays such jobs, step by step.
 
@@ -24,51 +24,13 @@ from ckpt.errors import UsageError
 
 MOST_S = 1e12  # seconds: more is a slip of the pen
 DAY_S = 86400.0
-BUSY = 2.0  # a folder may be written to for half of the time;
-BUSY_FAR, LEAST_FAR_S = 10.0, 60.0  # a shared place for a tenth, since others pay for it too, and once a minute at most
-
-# -- how often to save --
-
-
-def best_interval(cost_s: float, mtbf_s: float, least_s: float = 0.0) -> float:
-    """Seconds of training between saves, so that what saving costs and what faults undo is least in sum, but not under
-    `least_s`. `cost_s`: what a save takes from training; `mtbf_s`: between the faults for which it is needed. Young's
-    root of 2 x cost x MTBF where the cost is small, Daly's higher order elsewhere. Infinite if either is; UsageError if
-    one is negative, or no number."""
-    for name, value in (("cost_s", cost_s), ("mtbf_s", mtbf_s), ("least_s", least_s)):
-        if not value >= 0:
-            raise UsageError(f"{name}={value!r} is no number of seconds")
-    if math.isinf(mtbf_s):
-        return math.inf if cost_s > 0 else least_s
-    if cost_s >= 2 * mtbf_s:  # then a save is hardly ever done in time
-        return max(mtbf_s if cost_s < math.inf else math.inf, least_s)
-    half = cost_s / (2 * mtbf_s) if mtbf_s else 0.0
-    young = math.sqrt(2 * cost_s) * math.sqrt(mtbf_s)
-    return max(young * (1 + math.sqrt(half) / 3 + half / 9) - cost_s, least_s)
-
-
-def nice_steps(interval_s: float, step_s: float) -> int:
-    """The nearest of 1, 2, 5, 10, 20, … steps, by ratio; 0, which is never, for an infinite interval."""
-    if not step_s > 0 or math.isinf(step_s) or not interval_s >= 0:
-        raise UsageError(f"an interval of {interval_s!r} s, in steps of {step_s!r} s, makes no sense")
-    steps = interval_s / step_s
-    if math.isinf(steps):
-        return 0
-    if steps <= 1:
-        return 1
-    power: int = 10 ** int(math.log10(steps))
-    found = min((n * power for n in (1, 2, 5, 10)), key=lambda n: abs(math.log(steps / n)))
-    return int(found)
-
-
-# -- the equation --
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceCost:
-    """A place that is saved to. `cost_s`: what one save takes from training; `every_s`: seconds of training between
+class TierCost:
+    """A tier that is saved to. `cost_s`: what one save takes from training; `every_s`: seconds of training between
     saves, infinite for never; `restore_s`: how long a restore from it takes; `write_s`: from the end of the step that
-    is saved until it is safe there; `served`: of the faults, the share after which this place is restored from."""
+    is saved until it is safe there; `served`: of the faults, the share after which this tier is restored from."""
 
     name: str
     cost_s: float
@@ -81,16 +43,16 @@ class PlaceCost:
 @dataclass(frozen=True, slots=True)
 class Costs:
     """`perceive_s`: from a fault to when it is noticed, on average; `restart_s`: from there to the call of restore();
-    `places`: the nearest first. A farther one serves the faults that nearer ones do not survive."""
+    `tiers`: the nearest first. A farther one serves the faults that nearer ones do not survive."""
 
     perceive_s: float
     restart_s: float
-    places: Sequence[PlaceCost]
+    tiers: Sequence[TierCost]
 
 
 @dataclass(frozen=True, slots=True)
 class TierShare:
-    """Of one place, per fault of any kind. `recompute_s`: what is lost to one that it serves; `saving_s`: per fault."""
+    """Of one tier, per fault of any kind. `recompute_s`: what is lost to one that it serves; `saving_s`: per fault."""
 
     name: str
     served: float
@@ -116,7 +78,7 @@ class Forecast:
     recompute_s: float
     unfinished_s: float
     saving_s: float
-    places: tuple[TierShare, ...]
+    tiers: tuple[TierShare, ...]
 
     @property
     def parts(self) -> dict[str, float]:
@@ -132,27 +94,27 @@ def predict(costs: Costs, mtbf_s: float, step_s: float = 0.0, *, recovering: boo
     """What follows from costs. `mtbf_s`: mean time between faults, of a job that trains and, if `recovering`, of one
     that recovers as well: then what was noticed, started and read has to be so again. `step_s` only says how much of
     what is recomputed is the unfinished step. UsageError for what makes no sense."""
-    _check(costs, mtbf_s, step_s)
+    _check(costs, mtbf_s)
     rate = 1.0 / mtbf_s
-    used = [place for place in costs.places if place.served > 0]
-    slowing = sum(place.cost_s / place.every_s for place in costs.places)
+    used = [tier for tier in costs.tiers if tier.served > 0]
+    slowing = sum(tier.cost_s / tier.every_s for tier in costs.tiers)
     visits = _visits(used, costs, rate if recovering else 0.0)
     total = sum(visits)
     stages = [0.0, 0.0, 0.0]
-    ends = [0.0] * len(used)  # how often a recovery ends with this place
-    for i, (place, count) in enumerate(zip(used, visits, strict=True)):
+    ends = [0.0] * len(used)  # how often a recovery ends with this tier
+    for i, (tier, count) in enumerate(zip(used, visits, strict=True)):
         past = 0.0
-        for number, lasting in enumerate((costs.perceive_s, costs.restart_s, place.restore_s)):
+        for number, lasting in enumerate((costs.perceive_s, costs.restart_s, tier.restore_s)):
             stages[number] += count * _within(past, lasting, rate if recovering else 0.0)
             past += lasting
         ends[i] = count * (math.exp(-rate * past) if recovering else 1.0)
     # Until the next fault: a save comes after the steps that it saves, so that half a save more is work.
-    extra = sum(end * place.cost_s / 2 for end, place in zip(ends, used, strict=True))
+    extra = sum(end * tier.cost_s / 2 for end, tier in zip(ends, used, strict=True))
     work = min(mtbf_s, (mtbf_s + extra) / (1 + slowing))
-    lost = [_lost(place, rate * sum(ends[i:]), slowing) for i, place in enumerate(used)]
+    lost = [_lost(tier, rate * sum(ends[i:]), slowing) for i, tier in enumerate(used)]
     useful = max(0.0, work - sum(end * seconds for end, seconds in zip(ends, lost, strict=True)))
     wall = mtbf_s + sum(stages)
-    by_name = {place.name: seconds for place, seconds in zip(used, lost, strict=True)}
+    by_name = {tier.name: seconds for tier, seconds in zip(used, lost, strict=True)}
     saving, recompute = (mtbf_s - work) / total, (work - useful) / total
     shares = tuple(
         TierShare(
@@ -163,7 +125,7 @@ def predict(costs: Costs, mtbf_s: float, step_s: float = 0.0, *, recovering: boo
             by_name.get(one.name, 0.0),
             saving * (one.cost_s / one.every_s) / slowing if slowing else 0.0,
         )
-        for one in costs.places
+        for one in costs.tiers
     )
     effective = min(1.0, max(0.0, useful / wall))
     return Forecast(
@@ -176,19 +138,19 @@ def predict(costs: Costs, mtbf_s: float, step_s: float = 0.0, *, recovering: boo
         recompute_s=recompute,
         unfinished_s=min(step_s / 2, recompute),
         saving_s=saving,
-        places=shares,
+        tiers=shares,
     )
 
 
-def _visits(used: Sequence[PlaceCost], costs: Costs, rate: float) -> list[float]:
-    """How often, per series of faults that follow each other before training goes on, a recovery from each place is
-    begun. The farthest place that any fault of the series needs is what counts, so there is no way back."""
+def _visits(used: Sequence[TierCost], costs: Costs, rate: float) -> list[float]:
+    """How often, per series of faults that follow each other before training goes on, a recovery from each tier is
+    begun. The farthest tier that any fault of the series needs is what counts, so there is no way back."""
     found, nearer, began = [], 0.0, 0.0
-    for place in used:
-        lasting = costs.perceive_s + costs.restart_s + place.restore_s
+    for tier in used:
+        lasting = costs.perceive_s + costs.restart_s + tier.restore_s
         ends = math.exp(-rate * lasting)
-        nearer += place.served
-        count = place.served * (1 + began) / max(1 - min(1.0, nearer) * (1 - ends), 1e-100)
+        nearer += tier.served
+        count = tier.served * (1 + began) / max(1 - min(1.0, nearer) * (1 - ends), 1e-100)
         began += count * (1 - ends)
         found.append(count)
     return found
@@ -199,38 +161,32 @@ def _within(past: float, lasting: float, rate: float) -> float:
     return lasting if not rate else -math.exp(-rate * past) * math.expm1(-rate * lasting) / rate
 
 
-def _lost(place: PlaceCost, rate: float, slowing: float) -> float:
-    """Work that a fault undoes: from the newest step that is safe in this place. `rate`: of faults that need it.
+def _lost(tier: TierCost, rate: float, slowing: float) -> float:
+    """Work that a fault undoes: from the newest step that is safe in this tier. `rate`: of faults that need it.
 
     In the mean time between such faults, 1 / rate, every interval that is survived to its end, and until it is safe,
     is worth `every_s` of work.
     """
     if rate <= 0:
         return 0.0
-    done = (1 / rate + place.cost_s / 2) / (1 + slowing)
-    if math.isinf(place.every_s):
+    done = (1 / rate + tier.cost_s / 2) / (1 + slowing)
+    if math.isinf(tier.every_s):
         return done
-    lap, behind = place.every_s * (1 + slowing) * rate, place.write_s - place.cost_s
+    lap, behind = tier.every_s * (1 + slowing) * rate, tier.write_s - tier.cost_s
     if max(lap, rate * abs(behind)) < 1e-6:  # the limit of what is below, which is the difference of two huge numbers
-        return max(0.0, (place.cost_s / 2 + behind) / (1 + slowing) + place.every_s / 2)
+        return max(0.0, (tier.cost_s / 2 + behind) / (1 + slowing) + tier.every_s / 2)
     late = math.exp(-min(600.0, max(-50.0, rate * behind)))
-    return max(0.0, done - (place.every_s * late / math.expm1(lap) if lap < 600 else 0.0))
+    return max(0.0, done - (tier.every_s * late / math.expm1(lap) if lap < 600 else 0.0))
 
 
-def _check(costs: Costs, mtbf_s: float, step_s: float) -> None:
+def _check(costs: Costs, mtbf_s: float) -> None:
     positive("the mean time between faults", mtbf_s)
-    for name, value in (("perceive_s", costs.perceive_s), ("restart_s", costs.restart_s), ("step_s", step_s)):
-        positive(name, value, zero=True)
-    for place in costs.places:
-        for name in ("cost_s", "restore_s", "write_s", "served"):
-            positive(f"{name} of {place.name}", getattr(place, name), zero=True)
-        if not place.every_s > 0:
-            raise UsageError(f"every_s of {place.name} is {place.every_s!r}: it has to be above 0")
-        if place.served > 0 and math.isinf(place.every_s):
-            raise UsageError(f"{place.name} is never saved to, and {place.served:.0%} of the faults need it")
-    served = sum(place.served for place in costs.places)
+    for tier in costs.tiers:
+        if tier.served > 0 and math.isinf(tier.every_s):
+            raise UsageError(f"{tier.name} is never saved to, and {tier.served:.0%} of the faults need it")
+    served = sum(tier.served for tier in costs.tiers)
     if not abs(served - 1) < 1e-6:
-        raise UsageError(f"the shares of faults that places serve sum to {served:g}, and it has to be 1")
+        raise UsageError(f"the shares of faults that tiers serve sum to {served:g}, and it has to be 1")
 
 
 def positive(name: str, value: object, *, zero: bool = False, most: float = MOST_S) -> float:

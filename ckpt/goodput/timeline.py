@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ckpt.faults.report import TOGETHER_S, Fault
@@ -257,14 +257,20 @@ def is_sane(account: Account) -> bool:
 
 def _ordered(account: Account) -> Account:
     """The same, born before it opened, and with rows of one step at least."""
-    values = {f.name: getattr(account, f.name) for f in fields(account)}
     opened = max(account.opened, account.opening, account.born)
-    values["opening"] = min(account.opening, opened) or opened
-    values["opened"] = opened
-    values["born"] = min(account.born, values["opening"]) or values["opening"]
-    rows = [StepRow(r.at, r.step, max(1, r.steps), max(0.0, r.seconds), *_rest(r)) for r in account.rows]
-    values["rows"] = sorted(rows, key=lambda row: row.at)
-    return Account(**values)
+    opening = min(account.opening, opened) or opened
+    rows = [
+        replace(
+            row,
+            steps=max(1, row.steps),
+            seconds=max(0.0, row.seconds),
+            stalled=max(0.0, row.stalled),
+            paused=max(0.0, row.paused),
+        )
+        for row in account.rows
+    ]
+    born = min(account.born, opening) or opening
+    return replace(account, born=born, opening=opening, opened=opened, rows=sorted(rows, key=lambda row: row.at))
 
 
 def _until(account: Account, now: float, notes: list[str]) -> Account:
@@ -279,7 +285,3 @@ def _until(account: Account, now: float, notes: list[str]) -> Account:
         notes.append(note)
     end = replace(end, at=min(end.at, limit), gone=min(end.gone, limit)) if end else None
     return replace(account, kept=min(account.kept, limit), end=end)
-
-
-def _rest(row: StepRow) -> tuple[float, float, int, float, int, int]:
-    return max(0.0, row.stalled), row.slowed, row.quiet, max(0.0, row.paused), row.saves, row.skipped

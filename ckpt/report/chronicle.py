@@ -1,32 +1,25 @@
 """When a run did what, for pictures of it: what its incarnations did on one time line, put together to few figures.
 
-`ckpt.goodput.accounting` says what everything cost together; here is when. Both go by the same time line
-(`ckpt.goodput.timeline`), but a picture may be coarser: steps that are not done again yet are shown as what they were
-when they were done.
+`ckpt.goodput.accounting` says what everything cost together, and when; here is what a picture shows of it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from ckpt.faults.report import TOGETHER_S, Fault, SavedStep, incidents
+from ckpt.goodput.accounting import SettledRun
 from ckpt.goodput.ledger import Account, Decision, LandedSave, Restore, StepRow
-from ckpt.goodput.timeline import PlacedAccount, placed
+from ckpt.goodput.timeline import PlacedAccount
+from ckpt.goodput.walk import TimeSlice
 
+T = TypeVar("T")
 PARTS = ("trained", "saving", "recompute", "restore", "restart", "perceive", "paused", "other", "stopped")
 MOST_POINTS = 1600  # of the curve of steps
 BUCKETS = range(-56, 33)  # of stalls, see ckpt.goodput.ledger.stall_bucket
-
-
-@dataclass(frozen=True, slots=True)
-class TimeSlice:
-    """Some time, in seconds since 1970, and how many seconds of it went into what."""
-
-    start: float
-    stop: float
-    parts: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,24 +31,12 @@ class Happening:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class RestoreShown:
-    at: float
-    one: Restore
-
-
-@dataclass(frozen=True, slots=True)
-class CadenceShown:
-    at: float
-    one: Decision
-
-
-@dataclass(frozen=True, slots=True)
-class SaveLanded:
-    """A save that landed somewhere, and when."""
+@dataclass(frozen=True)
+class ShownEvent(Generic[T]):
+    """Something that the ledger has, and when it was, in seconds since 1970."""
 
     at: float
-    one: LandedSave
+    one: T
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,25 +63,22 @@ class Chronicle:
     pieces: list[TimeSlice] = field(default_factory=list)
     curve: list[tuple[float, int] | None] = field(default_factory=list)
     starts: list[Happening] = field(default_factory=list)
-    restores: list[RestoreShown] = field(default_factory=list)
-    decisions: list[CadenceShown] = field(default_factory=list)
-    landed: list[SaveLanded] = field(default_factory=list)
+    restores: list[ShownEvent[Restore]] = field(default_factory=list)
+    decisions: list[ShownEvent[Decision]] = field(default_factory=list)
+    landed: list[ShownEvent[LandedSave]] = field(default_factory=list)
     stalls: dict[int, int] = field(default_factory=dict)
     incidents: list[Incident] = field(default_factory=list)
     accounts: list[Account] = field(default_factory=list)
 
 
-def chronicle(accounts: Iterable[Account], faults: Iterable[Fault], slowed_s: float, now: float) -> Chronicle:
-    """Of a whole run. `slowed_s`: how much slower saving made all steps, as the statement of the run says."""
-    faults = list(faults)
-    line = placed(list(accounts), faults, [], now)
+def chronicle(run: SettledRun, faults: Sequence[Fault]) -> Chronicle:
+    """Of a whole run, whose reports these are."""
+    line = run.line
     found = Chronicle(incidents=_incidents(line, faults))
     if not line:
         return found
-    more = math.fsum(max(0.0, row.slowed) for one in line for row in one.rows)
-    share = min(1.0, slowed_s / more) if more > 0 else 0.0
     clock = line[0]
-    found.pieces = [TimeSlice(clock.wall(p.start), clock.wall(p.stop), p.parts) for p in _pieces(line, share)]
+    found.pieces = list(run.slices)
     found.begin = next((piece.start for piece in found.pieces), clock.account.wall(clock.account.opened))
     found.until = max([found.begin, *(piece.stop for piece in found.pieces[-1:])])
     found.accounts = [one.account for one in line]
@@ -109,11 +87,11 @@ def chronicle(accounts: Iterable[Account], faults: Iterable[Fault], slowed_s: fl
         _curve(found, clock, one, max(3, MOST_POINTS // len(line)))
         who = f"start {account.epoch}, {account.world} ranks, process {account.pid} on {account.host}"
         found.starts.append(Happening(clock.wall(one.t(account.opened)), None, who))
-        found.restores += [RestoreShown(clock.wall(one.t(each.at)), each) for each in account.restores]
+        found.restores += [ShownEvent(clock.wall(one.t(each.at)), each) for each in account.restores]
         found.decisions += [
-            CadenceShown(clock.wall(one.t(each.at or account.opened)), each) for each in account.decisions if each.every
+            ShownEvent(clock.wall(one.t(each.at or account.opened)), each) for each in account.decisions if each.every
         ]
-        found.landed += [SaveLanded(clock.wall(one.t(each.at)), each) for each in account.landed if _sound(each)]
+        found.landed += [ShownEvent(clock.wall(one.t(each.at)), each) for each in account.landed if _sound(each)]
         for name, count in account.stalls.items():
             if name.lstrip("-").isdecimal() and len(name) < 4 and int(name) in BUCKETS and 0 < count < 2**53:
                 found.stalls[int(name)] = found.stalls.get(int(name), 0) + count
@@ -125,54 +103,6 @@ def _sound(one: LandedSave) -> bool:
 
 
 # -- what the time went into --
-
-
-def _pieces(line: Sequence[PlacedAccount], share: float) -> Iterator[TimeSlice]:
-    """One behind the other, on the line. The first begins when the first incarnation was ready."""
-    cursor, high, gap = line[0].t(line[0].account.opened), -1, "restart"
-
-    def until(stop: float, name: str) -> Iterator[TimeSlice]:
-        nonlocal cursor
-        if stop > cursor:
-            yield TimeSlice(cursor, stop, {name: stop - cursor})
-            cursor = stop
-
-    for number, one in enumerate(line):
-        account = one.account
-        if number:
-            yield from until(one.t(account.opened), gap)
-        before = gap if number else "other"
-        for event in one.events():
-            if isinstance(event, Restore) and before == "other":  # the first start, which is counted nowhere
-                cursor = max(cursor, one.t(event.at + event.seconds))
-                continue
-            if isinstance(event, Restore):
-                yield from until(one.t(event.at), before)
-                yield from until(one.t(event.at + event.seconds), "stopped" if before == "stopped" else "restore")
-                continue
-            yield from until(one.t(event.at - event.seconds - event.paused), "other")
-            stop = one.t(event.at)
-            if stop > cursor:
-                yield TimeSlice(cursor, stop, _parts(event, stop - cursor, high, share))
-                cursor = stop
-            high, before = max(high, event.step), "recompute"
-        after = line[number + 1] if number + 1 < len(line) else None
-        noticed = one.noticed(cursor)[0] if one.failed or account.end is None else None
-        limit = one.ceiling if after is None else min(one.ceiling, after.t(after.account.opened))
-        ended = account.end is not None and not one.failed
-        if noticed is not None and not ended:
-            yield from until(min(noticed, limit), "perceive")
-        yield from until(min(one.t(one.last), limit), "other" if ended or after is None else "restart")
-        gap = "stopped" if ended or one.moved else "restart"
-
-
-def _parts(row: StepRow, span: float, high: int, share: float) -> dict[str, float]:
-    paused = min(span, row.paused)
-    saving = min(span - paused, row.stalled + max(0.0, row.slowed) * share)
-    again = min(1.0, max(0, high - (row.step - row.steps)) / row.steps)
-    rest = span - paused - saving
-    found = {"paused": paused, "saving": saving, "recompute": rest * again, "trained": rest * (1 - again)}
-    return {name: seconds for name, seconds in found.items() if seconds > 0}
 
 
 def columns(pieces: Sequence[TimeSlice], begin: float, until: float, count: int) -> list[dict[str, float]]:

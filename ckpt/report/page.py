@@ -16,7 +16,7 @@ from ckpt.goodput.breakdown import Statement, duration, moment
 from ckpt.report import saves, style, svg, tables
 from ckpt.report.chronicle import PARTS, Chronicle, columns
 from ckpt.report.svg import Plot, clock, esc, legend, linear, stacked
-from ckpt.report.words import NAMES, Subject, clip, percent, share
+from ckpt.report.words import NAMES, Subject, clip, inner_parts, percent, share
 
 COLUMNS = 150  # of the picture of time
 MOSTLY = 20.0  # per cent: if usually less is lost, only what is lost is shown in it
@@ -204,19 +204,6 @@ def _time(found: Statement) -> str:
     )
 
 
-_INNER = {
-    "restart": (
-        ("leave", "until the process was gone"), ("launch", "until the next was born"),
-        ("start", "imports, model, process group"), ("open", "opening the run"),
-        ("setup", "until restore() was called"), ("first_step", "first step, beyond a usual one"),
-        ("unknown", "not divided: nobody saw the end"),
-    ),
-    "recompute": (
-        ("unfinished", "the step that was cut off"), ("redone", "done once more"), ("undone", "not done again yet"),
-    ),
-}  # fmt: skip
-
-
 def _time_table(found: Statement) -> str:
     cost, lines = found.cost, list[tuple[str, tuple[str, ...]]]()
 
@@ -228,9 +215,8 @@ def _time_table(found: Statement) -> str:
     for name, seconds in (("perceive", cost.perceive), ("restart", cost.restart), ("restore", cost.restore),
                           ("recompute", cost.recompute)):  # fmt: skip
         add(NAMES[name], seconds, each=True)
-        for field, text in _INNER.get(name, ()):
-            if (some := getattr(cost, field)) > 0:
-                add(text, some, each=True, kind="in")
+        for text, some in inner_parts(name, cost):
+            add(text, some, each=True, kind="in")
     add("saving", found.saving_s)
     if found.saving_s > 0:
         add("training waited", found.stalled_s, kind="in")

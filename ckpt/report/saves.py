@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from ckpt.goodput.breakdown import decimal, duration, moment
-from ckpt.report.chronicle import BUCKETS, Chronicle, SaveLanded
+from ckpt.goodput.ledger import LandedSave
+from ckpt.report.chronicle import BUCKETS, Chronicle, ShownEvent
 from ckpt.report.svg import Plot, clock, count, decades, esc, legend, linear, rows, seconds, table
 from ckpt.report.words import STROKES, TIERS, StoredBytes, Subject, clip, share
 
@@ -49,8 +50,8 @@ def _quantile(stalls: dict[int, int], share: float) -> float:
     return 0.0
 
 
-def _tiers(landed: Iterable[SaveLanded]) -> dict[str, list[SaveLanded]]:
-    found: dict[str, list[SaveLanded]] = {}
+def _tiers(landed: Iterable[ShownEvent[LandedSave]]) -> dict[str, list[ShownEvent[LandedSave]]]:
+    found: dict[str, list[ShownEvent[LandedSave]]] = {}
     for done in landed:
         found.setdefault(done.one.url, []).append(done)
     return found
@@ -93,7 +94,7 @@ def lag(found: Chronicle) -> str:
     )
 
 
-def _none_landed(found: Chronicle, tiers: dict[str, list[SaveLanded]]) -> str:
+def _none_landed(found: Chronicle, tiers: dict[str, list[ShownEvent[LandedSave]]]) -> str:
     if tiers:
         return f"None of {sum(map(len, tiers.values())):,} saves was committed."
     saves = [(url, s) for account in found.accounts for url, s in account.saves.items()]
@@ -112,7 +113,7 @@ def _tier_legend(tiers: Iterable[str]) -> str:
     return legend(zip(TIERS, (clip(url, 60) for url in tiers), strict=False))
 
 
-def _fewer(saves: Sequence[SaveLanded], most: int) -> Sequence[SaveLanded]:
+def _fewer(saves: Sequence[ShownEvent[LandedSave]], most: int) -> Sequence[ShownEvent[LandedSave]]:
     return saves[:: max(1, math.ceil(len(saves) / most))]
 
 
@@ -180,7 +181,7 @@ def sizes(found: Chronicle) -> str:
     )
 
 
-def _rising(saves: Sequence[SaveLanded]) -> list[tuple[float, float] | None]:
+def _rising(saves: Sequence[ShownEvent[LandedSave]]) -> list[tuple[float, float] | None]:
     """A line over steps, broken where training went back."""
     found: list[tuple[float, float] | None] = []
     before = -1

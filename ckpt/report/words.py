@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ckpt.goodput.breakdown import Statement
+from ckpt.goodput.breakdown import InterruptionCost, Statement
 from ckpt.report.chronicle import Chronicle
 
 NEWEST, FIRST = 100, 15  # rows of a table: that are there at all, and that are seen at once
@@ -23,6 +23,25 @@ NAMES = {
     "other": "other",
     "stopped": "stopped on purpose",
 }
+
+
+INNER = {
+    "restart": (
+        ("leave", "until the process was gone"), ("launch", "until the next was born"),
+        ("start", "imports, model, process group"), ("open", "opening the run"),
+        ("setup", "until restore() was called"), ("first_step", "first step, beyond a usual one"),
+        ("unknown", "not divided: nobody saw the end"),
+    ),
+    "recompute": (
+        ("unfinished", "the step that was cut off"), ("redone", "steps done once more"),
+        ("undone", "steps not done again yet"),
+    ),
+}  # fmt: skip
+
+
+def inner_parts(name: str, cost: InterruptionCost) -> list[tuple[str, float]]:
+    """What the restart and the recomputation are made of, without what is 0."""
+    return [(text, some) for field, text in INNER.get(name, ()) if (some := getattr(cost, field)) > 0]
 
 
 @dataclass(frozen=True)

@@ -272,7 +272,7 @@ class FaultHandler:
             "rank": self._world.rank,
             "world": self._world.size,
             "signals": [int(number) for number in self._signals],
-            "hang": None if hang is None else [hang.action, hang.factor, hang.min_s, hang.probe],
+            "hang": None if hang is None else [hang.action, hang.factor, hang.min_s],
             "share": None if pressure is None else pressure.share,
             "echo": self._had_faulthandler,
         }
@@ -654,7 +654,6 @@ class FaultHandler:
                     **found[rank].to_json(),
                     "stack": list(frames),
                     "collective": probe.collective_of(frames),
-                    "flight": list(probe.flight_recorder()),
                 }
             )
         if max(self._world.nodes) > 0:

@@ -4,6 +4,5 @@ In: a Trainer and its events. Out: calls of `ckpt.Checkpointer`. It may not know
 """
 
 from ckpt.transformers.callback import CheckpointCallback as CheckpointCallback
-from ckpt.transformers.callback import export as export
 
-__all__ = ["CheckpointCallback", "export"]
+__all__ = ["CheckpointCallback"]

@@ -37,15 +37,13 @@ from ckpt.state.rng import RNG
 from ckpt.state.sharding import ModulePart, unwrap
 from ckpt.tiers import Memory, Tier
 from ckpt.transformers import trainer_internals
-from ckpt.transformers.pretrained import Pretrained, digest, export_pretrained, is_adapter, nbytes, pretrained, trained
+from ckpt.transformers.pretrained import Pretrained, digest, is_adapter, nbytes, pretrained, trained
 from ckpt.transformers.trainer_internals import say
 
 SETTLE_S = 600.0
 WATCHED = 8  # steps for which it is looked whether reading batches draws random numbers
 
-__all__ = ["CheckpointCallback", "export"]
-
-export = export_pretrained
+__all__ = ["CheckpointCallback"]
 
 
 class CheckpointCallback(TrainerCallback):

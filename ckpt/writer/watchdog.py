@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,7 +24,8 @@ from typing import Any
 from ckpt.errors import UsageError
 from ckpt.events import log
 from ckpt.faults import memory_pressure, probe
-from ckpt.faults.hang import Evidence, StepPace, still
+from ckpt.faults.hang import Evidence, still
+from ckpt.faults.pace import StepPace
 from ckpt.ipc.channel import Message
 from ckpt.ipc.heartbeat import Heartbeat
 from ckpt.ipc.process import Process
@@ -48,13 +48,11 @@ class Stall:
     limit_s: float
     usual_s: float
     evidence: Evidence
-    off_cpu_s: float | None = None  # of the main thread since the watch began, where bpftrace was asked for
 
     @property
     def timings(self) -> dict[str, float]:
         """For the account of it."""
-        found = {"idle_s": self.idle_s}
-        return found if self.off_cpu_s is None else {**found, "off_cpu_s": self.off_cpu_s}
+        return {"idle_s": self.idle_s}
 
 
 @dataclass
@@ -93,9 +91,6 @@ class Watchdog:
         if message["share"] is not None:
             self._pressure = memory_pressure.PressureWatch(float(message["share"]), self._on_pressure)
             self._pressure.start()
-        self._probe = probe.Probe(pid) if self.hang is not None and self.hang.probe else None
-        if self._probe is not None and not self._probe.start():
-            log.warning("on_hang(probe=True): bpftrace is not installed, or this is not root")
         self._pipe = fds[2]
         os.set_blocking(self._pipe, False)
         self._loop.add_reader(self._pipe, self._read_pipe)
@@ -108,8 +103,6 @@ class Watchdog:
             return
         self._stopped = True
         self._task.cancel()
-        if self._probe is not None:
-            threading.Thread(target=self._probe.stop, daemon=True).start()
         if self._pressure is not None:
             self._pressure.stop()
         self._loop.remove_reader(self._wakeup)
@@ -204,9 +197,7 @@ class Watchdog:
             except TimeoutError:
                 if len(self._text) > start:
                     break
-        # Of more than a hundred threads faulthandler leaves the main one out; py-spy sees it, where it is installed.
-        dump = self._text[start:]
-        return probe.parse_dump(dump) or probe.parse_dump(await asyncio.to_thread(probe.py_spy, self.pid))
+        return probe.parse_dump(self._text[start:])
 
     # -- hangs --
 
@@ -231,18 +222,9 @@ class Watchdog:
                 continue
             if samples and (still(samples) or idle_s > SURELY * limit_s):
                 told = beat.calls
-                off_s = await self._off_cpu()
-                self._eyes.on_stall(Stall(idle_s, limit_s, pace.usual_s or 0.0, samples[-1], off_s))
+                self._eyes.on_stall(Stall(idle_s, limit_s, pace.usual_s or 0.0, samples[-1]))
             elif samples:
                 patience = idle_s + limit_s / 2  # slow, and at work
-
-    async def _off_cpu(self) -> float | None:
-        """What bpftrace has counted of the main thread; it counts on from nothing afterwards."""
-        if self._probe is None:
-            return None
-        found = await asyncio.to_thread(self._probe.stop)
-        self._probe.start()
-        return found.get(self.pid)
 
     async def _samples(self, calls: int) -> list[Evidence]:
         """Several looks at one standstill; none if a step came between."""

@@ -231,7 +231,7 @@ class _Mover:
     def _note(self) -> None:
         names = {name for name, *_ in self._written}
         for file, path in zip(self._output.files, self._paths, strict=True):
-            if file.name in names:
+            if file.name in names and not self._output.staged:  # what is staged goes again: nobody waits for its disk
                 with _opened(path, os.O_RDONLY) as fd:
                     os.fdatasync(fd)
         if names:

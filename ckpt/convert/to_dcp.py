@@ -127,7 +127,7 @@ class _Writer(FileSystemWriter):
     """Adds further names to what it has written, and says nothing of this machine."""
 
     def __init__(self, folder: Path, places: Mapping[str, Place], aliases: Aliases) -> None:
-        super().__init__(folder)
+        super().__init__(folder, sync_files=False)  # before the folder appears, all of it is
         self._places, self._aliases = places, aliases
 
     def storage_meta(self) -> StorageMeta:

@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import zipfile
-import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,13 +29,13 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.utils._pytree import tree_leaves
 
 import ckpt
 from ckpt.convert import to_dcp, to_torch
 from ckpt.convert.output import Literal, Output, Run
 from ckpt.convert.source import DESCRIPTION, OriginEntry, RankView, canonical_names, described
-from ckpt.convert.torch_native import Builder, StandIns, container, fill, tensors_of
-from ckpt.errors import CheckpointError, CorruptError, UsageError
+from ckpt.errors import CorruptError, UsageError
 from ckpt.format.layout import BITS, TensorSpec
 from ckpt.format.manifest import canonical
 from ckpt.state.capture import Capture
@@ -75,23 +74,17 @@ def of_state(state: dict[str, Any]) -> tuple[Here, RankView, dict[str, str]]:
 
 
 def execute(output: Output, origin: Here, target: Path) -> Path:
-    """What the export engine does, with all in memory."""
-    sums: dict[str, dict[int, bytes]] = {}
+    """What the export engine does."""
+    assert output.staged
     if not output.single:
         target.mkdir()
     for file in output.files:
         file.check()
-        data = bytearray(file.size)
-        for part in file.parts:
-            data[part.at : part.at + part.size] = part.data if isinstance(part, Literal) else origin.bytes_of(part)
-        literal = {at for p in file.parts if isinstance(p, Literal) for at in range(p.at, p.at + p.size)}
-        found = {s.start: struct.pack("<I", zlib.crc32(data[s.start : s.stop])) for s in file.sums}
-        for at, value in [(at, found[s.start]) for s in file.sums for at in s.patch]:
-            assert literal.issuperset(range(at, at + 4))
-            data[at : at + 4] = value
-        (target if output.single else target / file.name).write_bytes(data)
-        sums[file.name] = found
-    output.finish(target.parent if output.single else target, sums)
+        path = output.staged_path(target, file)
+        path.parent.mkdir(exist_ok=True)
+        data = (part.data if isinstance(part, Literal) else origin.bytes_of(part) for part in file.parts)
+        path.write_bytes(b"".join(data))
+    output.finish(target, {})
     return target
 
 
@@ -114,9 +107,9 @@ def torch_file(state: dict[str, Any], target: Path) -> dict[Any, Any]:
     return found
 
 
-def dcp_folder(state: dict[str, Any], target: Path, **options: int) -> Path:
+def dcp_folder(state: dict[str, Any], target: Path) -> Path:
     origin, view, dtypes = of_state(state)
-    return execute(to_dcp.plan(origin, view, dtypes, **options), origin, target)
+    return execute(to_dcp.plan(origin, view, dtypes), origin, target)
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
@@ -313,7 +306,7 @@ def test_every_dtype(tmp_path: Path) -> None:
     tensors = every_dtype()
     assert tensors.keys() == BITS.keys()
     assert_equal(torch_file({"t": tensors}, tmp_path / "state.pt"), {"t": tensors})
-    folder = dcp_folder({"t": tensors}, tmp_path / "dcp", chunk=40)
+    folder = dcp_folder({"t": tensors}, tmp_path / "dcp")
     for name, expected in loaded_whole(folder)["t"].items():
         assert expected.dtype == tensors[name].dtype and same_bytes(expected, tensors[name]), name
 
@@ -391,7 +384,8 @@ def test_tensors_of_one_size_do_not_change_places(tmp_path: Path) -> None:
     assert made > 300
     assert_equal(torch_file(state, tmp_path / "state.pt"), state)
     got = loaded_whole(dcp_folder(state, tmp_path / "dcp"))
-    assert {int(t[0]) for t in tensors_of({k: got[k] for k in state})} == {int(t[0]) for t in tensors_of(state)}
+    numbers = [{int(t[0]) for t in tree_leaves(one)} for one in ({k: got[k] for k in state}, state)]
+    assert numbers[0] == numbers[1]
 
 
 def test_the_plan_is_the_same_each_time() -> None:
@@ -400,40 +394,6 @@ def test_the_plan_is_the_same_each_time() -> None:
     made = of_state({"model": net, "optim": optim, "cfg": PLAIN | {"keys": {1: 2}}})
     assert to_torch.plan(*made).files == to_torch.plan(*made).files
     assert to_dcp.plan(*made).files == to_dcp.plan(*made).files
-
-
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_every_record_is_as_torch_itself_writes_it(tmp_path: Path) -> None:
-    """The same names, checksums and bytes as in what torch makes of the tensors themselves. Two records are others: the
-    pickle, in which words are repeated, and what names the file for torch's statistics, which it makes of checksums."""
-    net, optim = trained("adamw")
-    origin, view, dtypes = of_state({"model": net, "optim": optim, "cfg": PLAIN, "every": every_dtype()})
-    stand_ins = StandIns(origin, dtypes)
-    root = Builder(view, stand_ins, numbered=True, text_keys=False).build().root
-
-    def real(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return origin.live[stand_ins.source(value).label].contiguous().clone()
-        return value
-
-    def swap(value: Any, made: dict[int, Any]) -> Any:
-        if isinstance(value, dict):
-            for key, one in value.items():
-                value[key] = swap(one, made)
-            return value
-        if isinstance(value, (list, tuple)):
-            return type(value)(swap(one, made) for one in value)
-        return made.setdefault(id(value), real(value)) if isinstance(value, Tensor) else value
-
-    theirs = io.BytesIO()
-    torch.save(swap(root, {}), theirs)
-    path = execute(to_torch.plan(origin, view, dtypes), origin, tmp_path / "state.pt")
-    with zipfile.ZipFile(path) as ours, zipfile.ZipFile(theirs) as other:
-        assert len(ours.infolist()) == len(other.infolist()) > 40
-        for a, b in zip(ours.infolist(), other.infolist(), strict=True):
-            assert (a.filename, a.flag_bits, a.compress_type) == (b.filename, b.flag_bits, b.compress_type)
-            if not a.filename.endswith(("data.pkl", "serialization_id")):
-                assert (a.CRC, ours.read(a)) == (b.CRC, other.read(b)), a.filename
 
 
 def test_a_flipped_byte_is_seen(tmp_path: Path) -> None:
@@ -457,38 +417,6 @@ def of_specs(*specs: TensorSpec) -> tuple[Here, RankView, dict[str, str]]:
     return Here({}, {t.name: t for t in specs}), RankView(entries, names, {}), {t.name: t.dtype for t in specs}
 
 
-def test_files_beyond_4_gib(tmp_path: Path) -> None:
-    """A sparse file of which only the literal bytes are there is a whole zip file to torch and to Python, and tensors
-    behind the 4 GiB are found."""
-    big, small = TensorSpec("a", "F32", (1500, 1 << 20)), TensorSpec("b", "I64", (3,))
-    origin, view, dtypes = of_specs(big, small, TensorSpec("c", "U8", (5 << 30,)), TensorSpec("d", "I64", (3,)))
-    (file,) = to_torch.plan(origin, view, dtypes).files
-    file.check()
-    with open(tmp_path / "big.pt", "wb") as out:
-        out.truncate(file.size)
-        for part in file.parts:
-            out.seek(part.at)
-            if isinstance(part, Literal):
-                out.write(part.data)
-            elif part.label in "bd":
-                out.write(torch.tensor([1, 2, ord(part.label)]).numpy().tobytes())
-    found = torch.load(tmp_path / "big.pt", weights_only=True, mmap=True)
-    assert found["a"].shape == (1500, 1 << 20) and found["c"].shape == (5 << 30,)
-    assert found["b"].tolist() == [1, 2, ord("b")] and found["d"].tolist() == [1, 2, ord("d")]
-    places = [part.at for part in file.parts if isinstance(part, Run)]
-    assert [each.start for each in file.sums] == places and places[1] > 4 << 30 and places[3] > 10 << 30
-    data = {at: part.data for part in file.parts if isinstance(part, Literal) for at in [part.at]}
-    with zipfile.ZipFile(tmp_path / "big.pt") as zipped:
-        records = [i for i in zipped.infolist() if "/data/" in i.filename]
-        assert [i.file_size for i in records] == [each.stop - each.start for each in file.sums]
-    last = max(data)
-    for record, each in zip(records, file.sums, strict=True):  # a checksum goes behind the bytes, and in the directory
-        behind, listed = each.patch
-        assert behind == each.stop + 4 and data[each.stop][:4] == b"PK\x07\x08"
-        line = data[last][listed - 16 - last :]
-        assert line[:4] == b"PK\x01\x02" and line[46 : 46 + len(record.filename)] == record.filename.encode()
-
-
 def test_plans_cost_no_memory() -> None:
     """A plan for a terabyte needs no more of it than the plan for a byte (in a process of its own)."""
     code = """
@@ -501,31 +429,14 @@ to_torch.plan(*small), to_dcp.plan(*small)
 before = peak()
 large = t.of_specs(*(TensorSpec(str(i), "BF16", (1 << 20, 1 << 16)) for i in range(8)))
 (file,) = to_torch.plan(*large).files
-folder = to_dcp.plan(*large, chunk=1 << 30)
-assert file.size > 1 << 40 and sum(f.size for f in folder.files) > 1 << 40
+folder = to_dcp.plan(*large)
+assert file.size >= 1 << 40 and sum(f.size for f in folder.files) >= 1 << 40
 print(peak() - before)
 """
     environment = {"PYTHONPATH": f"{REPO}:{REPO / 'backends'}:{REPO / 'tests'}", "PATH": "/usr/bin:/bin"}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr[-3000:]
     assert int(result.stdout) < 40 << 10  # KiB
-
-
-@pytest.mark.long
-def test_more_records_than_a_small_zip_file_has() -> None:
-    """70,000 tensors are more than the 65,535 records that a zip file without extensions can list."""
-    origin, view, dtypes = of_specs(*(TensorSpec(f"t{i}", "F32", (2,)) for i in range(70_000)))
-    (file,) = to_torch.plan(origin, view, dtypes).files
-    file.check()
-    assert len(file.sums) == 70_000
-    data = bytearray(file.size)
-    for part in file.parts:
-        if isinstance(part, Literal):
-            data[part.at : part.at + part.size] = part.data
-        else:
-            data[part.at : part.at + 8] = struct.pack("<2f", int(part.label[1:]), 0)
-    found = torch.load(io.BytesIO(data), weights_only=True)
-    assert all(found[f"t{i}"][0] == i for i in range(0, 70_000, 777))
 
 
 def test_what_cannot_be_planned() -> None:
@@ -535,7 +446,7 @@ def test_what_cannot_be_planned() -> None:
     origin, view, dtypes = of_state({"cfg": {"w": torch.ones(1)}})
     with pytest.raises(UsageError, match=r"cfg\.w is left out"):
         to_torch.plan(origin, RankView(view.entries, {}, {}), dtypes)
-    with pytest.raises(UsageError, match=r"get the name a\.b"):
+    with pytest.raises(UsageError, match=r"get one name.*a\.b"):
         to_dcp.plan(*of_state({"a.b": 1, "a": {"b": 2}}))
     net, optim = trained("adamw")
     origin, view, dtypes = of_state({"model": net, "optim": optim})
@@ -546,16 +457,6 @@ def test_what_cannot_be_planned() -> None:
     view.entries[1].facts["params"].pop()
     with pytest.raises(CorruptError, match="optim: not the state of an optimizer"):
         to_dcp.plan(origin, view, dtypes)
-
-
-def test_a_container_must_fit_what_goes_into_it() -> None:
-    """Negative control: a torch that wrote otherwise than expected would be found out."""
-    stand_ins = StandIns(*(of := of_specs(TensorSpec("a", "F32", (3,))))[:1], of[2])  # type: ignore[arg-type]
-    form = container(stand_ins.of_form("F32", (4,)))
-    with pytest.raises(CheckpointError, match="16 bytes for a"):
-        fill(form, 0, [stand_ins.source(stand_ins.tensor("a"))])
-    with pytest.raises(CheckpointError, match="1 records for 0 tensors"):
-        fill(form, 0, [])
 
 
 # -- folders of distributed checkpoints --
@@ -600,11 +501,10 @@ def test_metadata_is_what_torch_writes(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("flat", (False, True))
 @pytest.mark.parametrize("kind", ("adamw", "momentum", "tensor lr", "named"))
 def test_dcp_load(kind: str, flat: bool, tmp_path: Path) -> None:
-    """`dcp.load` into the state dicts of a fresh model and optimizer is bit-exact in both forms, from chunks of few
-    rows and several files, and training goes on bit-equal."""
+    """`dcp.load` into the state dicts of a fresh model and optimizer is bit-exact in both forms, and
+    training goes on bit-equal."""
     net, optim = trained(kind)
-    folder = dcp_folder({"model": net, "optim": optim, "n": 5}, tmp_path / "dcp", chunk=64, file_bytes=20_000)
-    assert len(list(folder.glob("*.distcp"))) > 2
+    folder = dcp_folder({"model": net, "optim": optim, "n": 5}, tmp_path / "dcp")
     torch.manual_seed(99)
     other, fresh = trained(kind)
     for group in fresh.param_groups:
@@ -640,7 +540,7 @@ def test_dcp_to_torch_save(tmp_path: Path) -> None:
     }
     del state["nets"]
     origin, view, dtypes = of_state(state)
-    folder = execute(to_dcp.plan(origin, view, dtypes, chunk=100), origin, tmp_path / "dcp")
+    folder = execute(to_dcp.plan(origin, view, dtypes), origin, tmp_path / "dcp")
     found = loaded_whole(folder)
     assert_equal(found["model"], dict(net.state_dict()))
     assert_equal(found["cfg"]["tuples"], PLAIN["tuples"])
@@ -751,8 +651,8 @@ os._exit(0)  # gloo's threads may abort an interpreter that ends
 
 @pytest.mark.parametrize("damaged", (False, True))
 def test_two_ranks_load_their_shards(tmp_path: Path, damaged: bool) -> None:
-    """Weights and optimizer state of a whole model, in chunks that are cut otherwise than FSDP2 cuts, arrive bit-exact
-    on two ranks in both forms. Negative control: damaged, they do not."""
+    """Weights and optimizer state of a whole model arrive bit-exact on two ranks in both forms. Negative control:
+    damaged, they do not."""
     net = parallel.whole()
     optim = torch.optim.AdamW(net.parameters(), lr=3e-3)
     torch.optim.lr_scheduler.CosineAnnealingLR(optim, 1000)
@@ -762,7 +662,7 @@ def test_two_ranks_load_their_shards(tmp_path: Path, damaged: bool) -> None:
         (net(x) - x).pow(2).mean().backward()
         optim.step()
     state = {"model": net, "optim": optim}
-    folder = dcp_folder(state, tmp_path / "dcp", chunk=1000, file_bytes=50_000)
+    folder = dcp_folder(state, tmp_path / "dcp")
     expected = parallel.gathered(state)
     torch.save(expected, tmp_path / "expected.pt")
     if damaged:

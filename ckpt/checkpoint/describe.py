@@ -131,9 +131,9 @@ class Reference(str):
 
 def tensors_of(saved: SavedState) -> dict[str, Tensor]:
     """All names, those that stand for another's memory included."""
-    first = {key: label for label, key in reversed(saved.labels.items()) if label in (key[0], f"{key[0]}#{key[1]}")}
     specs = {label: saved.tensors[key].spec for label, key in saved.labels.items()}
-    return all_names(specs, {label: first.get(key, label) for label, key in saved.labels.items()})
+    known_as = {key: label for label, key in reversed(saved.labels.items())}  # no alias, if it has another name
+    return all_names(specs, {label: known_as[key] for label, key in saved.labels.items()})
 
 
 def all_names(tensors: Mapping[str, TensorSpec], names: Mapping[str, str]) -> dict[str, Tensor]:

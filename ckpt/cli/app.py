@@ -26,7 +26,6 @@ from ckpt import __version__
 from ckpt.checkpoint import losses
 from ckpt.cli.terminal import (
     SAYING,
-    SHOWN,
     OnBytes,
     count_of,
     example,
@@ -34,6 +33,7 @@ from ckpt.cli.terminal import (
     json_option,
     opened,
     place_option,
+    print_few,
     print_json,
     print_table,
     progress,
@@ -64,7 +64,7 @@ NAMED = re.compile(r"\b(packs|parts|index)/[\w.-]+\.(safetensors|json)\b")  # a 
 
 ELSEWHERE = {  # commands, by the modules that have them
     "copy": "maintain",
-    "diff": "convert",
+    "diff": "diff",
     "doctor": "doctor",
     "gc": "maintain",
     "import": "convert",
@@ -402,9 +402,7 @@ def verify(url: str, step: int | None, every: bool, data: bool, as_json: bool) -
     else:
         print_table(("step", "attempt", "verdict"), [tuple(c.values())[:3] for c in found["checkpoints"]])
         for problems in (found["problems"], list(by_problem(found["checkpoints"]))):
-            print("".join(f"{safe(problem)}\n" for problem in problems[:SHOWN]), end="")
-            if len(problems) > SHOWN:
-                print(f"and {len(problems) - SHOWN} more; --json shows all")
+            print_few(problems)
         if any(c["problems"] for c in found["checkpoints"]) or any(map(mendable, found["problems"])):
             print(safe(f"`ckpt repair {found['url']}` may mend it"))
     return 1 if found["problems"] or any(c["problems"] for c in found["checkpoints"]) else 0

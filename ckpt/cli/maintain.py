@@ -8,15 +8,14 @@ what was done, null where nothing was.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpt.cli.terminal import (
-    SHOWN,
+    act,
     count_of,
     example,
     human,
@@ -24,11 +23,13 @@ from ckpt.cli.terminal import (
     opened,
     parse_options,
     place_option,
+    print_few,
     print_json,
     print_table,
     progress,
     safe,
     say,
+    yes_option,
 )
 from ckpt.errors import UsageError
 from ckpt.store import normalise, open_store, remember_options
@@ -38,13 +39,11 @@ if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
     from ckpt.maintain.prune import GcPlan, Item, PrunePlan
     from ckpt.runlog.log import Commit, RunLog
 
-T = TypeVar("T")
 Found = dict[str, Any]
 TITLES = ("step", "attempt", "files", "size", "what")
 Show = Callable[[Found], None]
 
 
-yes_option = click.option("--yes", is_flag=True, help="Do it. Without this, only the plan is shown.")
 grace_option = click.option(
     "--grace",
     "grace_s",
@@ -56,14 +55,6 @@ grace_option = click.option(
 
 def nothing(found: Found) -> None:
     """How a plan is shown to a program, which gets it with the rest."""
-
-
-def act(work: Coroutine[Any, Any, T]) -> T:
-    try:
-        return asyncio.run(work)
-    except KeyboardInterrupt:
-        say("stopped. Nothing is half done: call the same again, and it goes on from here")
-        raise click.Abort from None
 
 
 def show_end(found: Found, done: str) -> int:
@@ -233,7 +224,7 @@ def prune(
         print_json(found)
         return 1 if found["problems"] else 0
     if found["problems"]:
-        print("".join(f"{safe(problem)}\n" for problem in found["problems"][:SHOWN]), end="")
+        print_few(found["problems"])
         print(f"Nothing was done: step {found['check']} is damaged, and what is older may be needed")
         return 1
     if not (found["files"] or found["give_up"]):
@@ -335,10 +326,7 @@ def show_gc(found: Found) -> None:
         rows.append((*_cells(one), f"{'to end' if one['ending'] else 'stays, open'}: {one['why']}"))
     if rows:
         print_table(TITLES, rows)
-    for key in found["foreign"][:SHOWN]:
-        print(safe(f"not ours, stays: {key}"))
-    if len(found["foreign"]) > SHOWN:
-        print(f"and {len(found['foreign']) - SHOWN} more that are not ours; --json shows all")
+    print_few([f"not ours, stays: {key}" for key in found["foreign"]], " that are not ours")
     live, files = found["live"], count_of(found["files"], "file")
     print(f"needed by checkpoints: {count_of(live['files'], 'file')}, {human(live['bytes'])}")
     uploads = count_of(found["uploads"], "unfinished upload")

@@ -12,20 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt.cli.maintain import act, yes_option
 from ckpt.cli.terminal import (
     SHOWN,
+    act,
     count_of,
     example,
+    from_option,
     human,
     json_option,
     opened,
     place_option,
+    print_few,
     print_json,
     print_table,
     progress,
     safe,
     say,
+    yes_option,
 )
 from ckpt.store import normalise
 
@@ -44,13 +47,12 @@ NAMES = 2  # tensors of one damaged piece that a person gets to see
     )
 )
 @click.argument("url")
-@click.option("--from", "sources", metavar="URL", multiple=True,
-              help="Where sound bytes may be had besides: another place of the run; repeatable.")  # fmt: skip
+@from_option("Where sound bytes may be had besides: another place of the run")
 @click.option("--step", type=click.IntRange(min=0), help="Only what the checkpoint of this step needs.")
 @place_option
 @yes_option
 @json_option
-def repair(url: str, sources: Sequence[str], step: int | None, yes: bool, as_json: bool) -> int:
+def repair(url: str, others: Sequence[str], step: int | None, yes: bool, as_json: bool) -> int:
     """Put damaged or missing files right again, bit for bit. A job may be training there.
 
     Reads all that checkpoints need, and says what is damaged and where each piece can be had: in the same file of
@@ -58,7 +60,7 @@ def repair(url: str, sources: Sequence[str], step: int | None, yes: bool, as_jso
     verified on the way; until a file is complete the old one stays. Log records are not repaired. Exit code 1 if
     damage remains, or was found and --yes was not given.
     """
-    places = [normalise(source) for source in sources]
+    places = [normalise(other) for other in others]
     if normalise(url) in places or len(set(places)) != len(places):
         raise click.UsageError("URL and each --from are different places")
     found = act(_repair(url, places, step, yes, as_json))
@@ -194,10 +196,8 @@ def show(found: Found) -> None:
         print("nothing is damaged")
         return
     show_verdicts(found["verdicts"])
-    for record in found["damaged_records"][:SHOWN]:
-        print(f"log record {record} is damaged or missing, which cannot be repaired")
-    for one in found["unreadable"][:SHOWN]:
-        print(safe(f"step {one['step']} cannot be looked into as a whole: {one['why']}"))
+    print_few([f"log record {one} is damaged or missing, which cannot be repaired" for one in found["damaged_records"]])
+    print_few([f"step {one['step']} cannot be looked into as a whole: {one['why']}" for one in found["unreadable"]])
     files = [
         (f["key"], f["step"] if f["step"] is not None else "", f["problem"], f["from"] or "LOST")
         for f in found["files"]
@@ -231,10 +231,7 @@ def show_verdicts(verdicts: Sequence[Found]) -> None:
 
     bad = [one for one in verdicts if one["verdict"] != "sound"]
     sound = [one["step"] for one in verdicts if one["verdict"] == "sound"]
-    for one in bad[:SHOWN]:
-        print(f"step {one['step']}: {one['verdict']}")
-    if len(bad) > SHOWN:
-        print(f"and {len(bad) - SHOWN} more that are damaged; --json shows all")
+    print_few([f"step {one['step']}: {one['verdict']}" for one in bad], " that are damaged")
     if sound:
         print(f"step{'s' * (len(sound) > 1)} {some(sound)}: sound")
     print()
@@ -261,10 +258,8 @@ def show_done(found: Found) -> None:
     from ckpt.maintain.prune import some
 
     done = found["done"]
-    for key in done["given_up_meanwhile"][:SHOWN]:
-        print(safe(f"left out, since the run has given it up meanwhile: {key}"))
-    for one in done["failed"][:SHOWN]:
-        print(safe(f"failed, and is as it was: {one['key']}: {one['why']}"))
+    print_few([f"left out, since the run has given it up meanwhile: {key}" for key in done["given_up_meanwhile"]])
+    print_few([f"failed, and is as it was: {one['key']}: {one['why']}" for one in done["failed"]])
     if done["zeros"]:
         print(f"{done['zeros']} bytes that no checkpoint names could not be had, and are zeros now")
     if done["lost_zeros"]:

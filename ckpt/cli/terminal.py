@@ -7,14 +7,15 @@ cannot say (NaN, bytes) is text in it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
 import re
 import shutil
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
 
 import click
 
@@ -25,9 +26,7 @@ from ckpt.format.manifest import Attempt
 from ckpt.runlog.log import RunLog
 from ckpt.store import open_store, remember_options
 
-if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
-    pass
-
+T = TypeVar("T")
 OnBytes = Callable[[int], None] | None
 
 PATIENCE_S = 10.0  # somebody waits
@@ -92,6 +91,21 @@ place_option = click.option(
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 step_option = click.option("--step", type=click.IntRange(min=0), help="This step instead of the newest.")
+yes_option = click.option("--yes", is_flag=True, help="Do it. Without this, only the plan is shown.")
+
+
+def from_option(what: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Further places of a run."""
+    return click.option("--from", "others", metavar="URL", multiple=True, help=f"{what}; repeatable.")
+
+
+def act(work: Coroutine[Any, Any, T], so_far: str = "Nothing is half done") -> T:
+    """What a command does, which may be stopped."""
+    try:
+        return asyncio.run(work)
+    except KeyboardInterrupt:
+        say(f"stopped. {so_far}: call the same again, and it goes on from here")
+        raise click.Abort from None
 
 
 @contextlib.asynccontextmanager
@@ -151,6 +165,13 @@ def human(size: int) -> str:
 def print_json(found: dict[str, Any]) -> int:
     print(json.dumps(found, indent=2, allow_nan=False))
     return 0
+
+
+def print_few(lines: Sequence[object], what: str = "") -> None:
+    """As many lines as a person wants to read."""
+    print("".join(f"{safe(line)}\n" for line in lines[:SHOWN]), end="")
+    if len(lines) > SHOWN:
+        print(f"and {len(lines) - SHOWN} more{what}; --json shows all")
 
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

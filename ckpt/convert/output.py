@@ -48,28 +48,15 @@ class Run:
         return math.prod(self.box[1]) * BITS[self.dtype] // 8
 
 
-@dataclass(frozen=True, slots=True)
-class Sum:
-    """A checksum of bytes `start` to `stop` of the file as it was written (before patches).
-
-    `kind`: "crc32" (4 bytes, little-endian) or "digest" (`ckpt.format.digest.blob_digest`). With `patch`, it is put
-    there when it is known: at a place of the file that lies in literal bytes.
-    """
-
-    start: int
-    stop: int
-    kind: str
-    patch: tuple[int, ...] = ()
-
-
 @dataclass(frozen=True)
 class OutFile:
-    """`parts` lie one behind the other, in the order of their places, and leave no gap; `name` is relative."""
+    """`parts` lie one behind the other, in the order of their places, and leave no gap; `name` is relative. `sums`:
+    bytes (from, to) of which a digest is wanted."""
 
     name: str
     size: int
     parts: tuple[Literal | Run, ...]
-    sums: tuple[Sum, ...] = ()
+    sums: tuple[tuple[int, int], ...] = ()
 
     def check(self) -> None:
         """AssertionError if the parts leave a gap, overlap, or do not end at `size`."""
@@ -82,24 +69,29 @@ class OutFile:
 
 
 Sums = Mapping[str, Mapping[int, bytes]]
-"""Of each file, by where they start."""
+"""Digests of each file, by where their bytes start."""
 
 
 @dataclass(frozen=True)
 class Output:
     """All that an export makes. `single`: the target is that one file, else a folder that holds them.
 
-    `finish(folder, sums)` writes what can only be written now (small files: an index, a manifest), durably; it may be
-    called again after it was interrupted. `side_by_side`: the files have parts of the same tensors at about the same
-    places, and are written at the same time, so that each piece of the origin is read once.
+    `finish(out, sums)` writes what can only be written now (small files: an index, a manifest), durably; it may be
+    called again after it was interrupted. `staged`: the files are only what `finish` makes the target of; they lie at
+    `staged_path` then. `side_by_side`: the files have parts of the same tensors at about the same places, and are
+    written at the same time, so that each piece of the origin is read once.
     """
 
     kind: str  # for people: "safetensors", "torch.save", "DCP", "a run of 4 ranks"
     files: tuple[OutFile, ...]
     finish: Callable[[Path, Sums], None]
     single: bool = False
+    staged: bool = False
     side_by_side: bool = False
     notes: tuple[str, ...] = ()
+
+    def staged_path(self, out: Path, file: OutFile) -> Path:
+        return out.with_name("staged") / (file.name or "tensors")
 
 
 def local_path(target: str) -> Path:

@@ -1,58 +1,90 @@
 """A folder of torch's distributed checkpoints (DCP): `.metadata`, and files with everything that ranks have saved.
 
-`.metadata` is a pickle that says which box of which tensor is where. Each item in the other files is a torch.save
-archive of its own. Both are read by `ckpt.convert.safe_pickle`, so nothing in them runs. Items are looked into, one
-after the other, for where their bytes begin, and whether they are what `.metadata` says.
+`.metadata` is a pickle that says which box of which tensor is where. torch's own reader would run whatever is in it, so
+it is read through a list of what may be made: DCP's own descriptions, of plain data. Each item in the other files is a
+torch.save archive of its own, which `ckpt.convert.parse_torch` looks into.
 """
 
 from __future__ import annotations
 
+import io
 import os
+import pathlib
+import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
-from typing import Any
+from typing import IO, Any
 
-from ckpt.convert import safe_pickle
-from ckpt.convert.parse_entries import AnyTensor, Chunks, at_place, from_description, from_state
+import torch
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+
+from ckpt.convert.parse_entries import AnyTensor, Chunks, at_place, from_description
 from ckpt.convert.parse_safetensors import check_inside
-from ckpt.convert.parse_torch import Archive, FileSection, find_in, open_archive, opened, told
-from ckpt.convert.parse_values import ALLOWED, DTYPES, TensorRef, Values, dims, refuse
-from ckpt.convert.safe_pickle import Name, PickleNode
+from ckpt.convert.parse_state import from_state
+from ckpt.convert.parse_torch import load, opened, told
+from ckpt.convert.parse_values import TensorRef, Values
 from ckpt.convert.source import DESCRIPTION
-from ckpt.convert.source_files import Crc, Foreign
+from ckpt.convert.source_files import Foreign, refuse
 from ckpt.errors import CorruptError, FormatError, UsageError
 from ckpt.format.boxes import Dims
-from ckpt.format.values import Path
+from ckpt.format.values import MAX_DEPTH, Path
+from ckpt.state.tensors import DTYPE_NAME
 
 MAX_OBJECT = 64 << 20  # bytes of a plain value
-NEAR = 2048  # bytes at both ends of an item, which hold all of it but the tensor
 WHAT = "a distributed checkpoint of torch"
 
 _CHECKPOINT = "torch.distributed.checkpoint"
-_METADATA = ALLOWED | {
+_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
+_ALLOWED = {
     *(f"{_CHECKPOINT}.metadata.{name}" for name in (
         "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
         "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING",
     )),
-    f"{_CHECKPOINT}.filesystem._StorageInfo",
-    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
-    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
-    *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")),
-    *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("WindowsPath", "PureWindowsPath")),
+    f"{_CHECKPOINT}.filesystem._StorageInfo", f"{_SHARDED}.TensorProperties", f"{_SHARDED}.MEM_FORMAT_ENCODING",
+    "torch.Size", "torch.serialization._get_layout", "collections.OrderedDict",
+    *(str(one) for one in vars(torch).values() if isinstance(one, torch.dtype)),
 }  # fmt: skip
 
-_Place = tuple[str, int, int]  # file, byte, bytes
-_Key = tuple[str, Dims | None]
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes nothing but what is in the list: nothing else is imported, looked up or called. That we pickle nothing is
+    about what we write; this is what torch has written."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
+            return pathlib.PurePosixPath  # where it was written: of no use here
+        if full not in _ALLOWED:
+            raise FormatError(f"it names {full:.200}, which is nothing that torch writes there; nothing of it was run")
+        return super().find_class(module, name)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """As `.metadata` has it."""
+class _FileSection(io.RawIOBase):
+    """Some bytes of a file, as a file of its own."""
 
-    dtype: str
-    shape: Dims
-    boxes: tuple[tuple[Dims, Dims], ...]
+    def __init__(self, fd: int, start: int, length: int) -> None:
+        self._fd, self._start, self._length, self._at = fd, start, length, 0
+
+    def readinto(self, into: Any, /) -> int:
+        data = os.pread(self._fd, min(len(into), max(0, self._length - self._at)), self._start + self._at)
+        into[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        if at < 0:
+            raise OSError("before the start of the file")
+        self._at = at
+        return at
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
 
 
 def sniff(path: FilePath) -> bool:
@@ -67,86 +99,64 @@ def parse(path: FilePath, at: Path = ("model",)) -> Foreign:
     if something in it cannot be kept; the message says where.
     """
     folder = path.parent if path.name == ".metadata" else path
-    with opened(folder / ".metadata") as fd, told(folder / ".metadata"):
-        window = FileSection(fd, 0, os.fstat(fd).st_size)
-        if window.length > safe_pickle.MAX_BYTES:
-            raise FormatError(f"{window.length >> 20} MiB; at most {safe_pickle.MAX_BYTES >> 20} are read")
-        index = _Index(safe_pickle.load(window.take(0, window.length), _METADATA))
-    items = _Items(folder, index)
-    items.read()
-    root = nested(items.values, index.paths)
-    if DESCRIPTION in items.values:
+    with opened(folder / ".metadata") as file, told(folder / ".metadata"):
+        metadata = _metadata(file)
+        paths = paths_of(list(metadata.state_dict_metadata), metadata.planner_data)
+    items = _Items(folder, metadata, paths)
+    values = items.read()
+    root = nested(values, paths)
+    with told(folder):
+        if DESCRIPTION not in values:
+            return from_state(WHAT, folder, root, at, items.plain)
 
         def find(place: tuple[str | int, ...]) -> Any:
-            whole = items.values.get(str(place[0])) if len(place) == 1 else None
+            whole = values.get(str(place[0])) if len(place) == 1 else None
             return at_place(root, place) if whole is None else whole
 
-        with told(folder):
-            rest = {key: value for key, value in root.items() if key != DESCRIPTION}
-            found = from_description(WHAT, folder, items.values[DESCRIPTION], rest, find)
-    else:
-        with told(folder):
-            found = from_state(WHAT, folder, root, at, items.plain)
-    return replace(found, crcs=tuple(dict.fromkeys(items.crcs)))
+        rest = {key: value for key, value in root.items() if key != DESCRIPTION}
+        return from_description(WHAT, folder, values[DESCRIPTION], rest, find)
 
 
-class _Index:
-    """What `.metadata` says: `names`, some of them of `tensors`, `places` of the items, and `paths` in the state."""
-
-    def __init__(self, metadata: Any) -> None:
-        self.tensors: dict[str, _Tensor] = {}
-        self.names: list[str] = []
-        self.places: dict[_Key, _Place] = {}
-        try:
-            found = _fields(metadata, "Metadata")
-            for name, one in found["state_dict_metadata"].items():
-                if type(name) is not str:
-                    raise ValueError("a name that is no text")
-                self.names.append(name)
-                if not one.name.endswith(".BytesStorageMetadata"):
-                    self.tensors[name] = _tensor(name, _fields(one, "TensorStorageMetadata"))
-            for key, info in (found.get("storage_data") or {}).items():
-                self._place(_fields(key, "MetadataIndex"), _fields(info, "_StorageInfo"))
-            self.paths = paths_of(self.names, found.get("planner_data"))
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise CorruptError(f"not what torch writes: {str(error)[:200]}") from None
-
-    def _place(self, key: dict[str, Any], info: dict[str, Any]) -> None:
-        name, file, at, length = key["fqn"], info["relative_path"], info["offset"], info["length"]
-        if type(name) is not str or type(file) is not str or type(at) is not int or type(length) is not int:
-            raise ValueError("a place that is none")
-        if info.get("transform_descriptors"):
-            how = ", ".join(str(part)[:40] for part in info["transform_descriptors"])
-            raise UsageError(f"{name} was changed when it was written ({how}): save it without such extensions")
-        if at < 0 or length < 0 or at + length >= 2**63:
-            raise ValueError("an impossible place")
-        offset = key.get("offset")
-        self.places[name, None if offset is None else dims(offset)] = file, at, length
+def _metadata(file: IO[bytes]) -> Metadata:
+    """CorruptError unless all that is used of it is of the kind that it should be."""
+    try:
+        found = _MetadataUnpickler(file).load()
+        if type(found) is not Metadata:
+            raise ValueError("no Metadata")
+        for name, one in found.state_dict_metadata.items():
+            if type(name) is not str or type(one) not in (BytesStorageMetadata, TensorStorageMetadata):
+                raise ValueError("a name, or what is under it, of another kind")
+            if isinstance(one, TensorStorageMetadata):
+                _check_tensor(name, one)
+        for index, info in (found.storage_data or {}).items():
+            _check_place(index, info)
+        return found
+    except (FormatError, UsageError):
+        raise
+    except Exception as error:  # whatever a damaged pickle leads to
+        raise CorruptError(f"not what torch writes: {str(error)[:200]}") from None
 
 
-def _fields(node: Any, kind: str) -> dict[str, Any]:
-    if type(node) is not PickleNode or not node.name.endswith(f".{kind}"):
-        raise ValueError(f"a {kind} is missing")
-    state = {} if node.state is None else node.state
-    if type(state) is not dict:
-        raise ValueError(f"a {kind} of an unknown form")
-    return state
-
-
-def _tensor(name: str, found: dict[str, Any]) -> _Tensor:
-    properties = found["properties"]
-    if not properties.name.endswith(".TensorProperties"):
-        raise ValueError("properties that are none")
-    dtype, layout = properties.state[0], properties.state[1]
-    if type(dtype) is not Name or dtype.text.removeprefix("torch.") not in DTYPES:
-        raise refuse((name,), f"has dtype {dtype.text if type(dtype) is Name else '?'}, which cannot be stored")
-    if layout.args != ("torch.strided",):
+def _check_tensor(name: str, found: TensorStorageMetadata) -> None:
+    properties = found.properties
+    if properties.dtype not in DTYPE_NAME:
+        raise refuse((name,), f"has dtype {properties.dtype}, which cannot be stored")
+    if properties.layout != torch.strided:
         raise refuse((name,), "is not a plain dense tensor: convert it with .to_dense()")
-    boxes = []
-    for chunk in found["chunks"]:
-        box = _fields(chunk, "ChunkStorageMetadata")
-        boxes.append((dims(box["offsets"]), dims(box["sizes"])))
-    return _Tensor(DTYPES[dtype.text.removeprefix("torch.")], dims(found["size"]), tuple(boxes))
+    for dims in (found.size, *(box for chunk in found.chunks for box in (chunk.offsets, chunk.sizes))):
+        if not all(type(n) is int and 0 <= n < 2**62 for n in dims):
+            raise ValueError("not a shape")
+
+
+def _check_place(index: MetadataIndex, info: _StorageInfo) -> None:
+    file, at, length = info.relative_path, info.offset, info.length
+    if type(file) is not str or type(at) is not int or type(length) is not int:
+        raise ValueError("a place that is none")
+    if descriptors := getattr(info, "transform_descriptors", None):
+        how = ", ".join(str(part)[:40] for part in descriptors)
+        raise UsageError(f"{index.fqn} was changed when it was written ({how}): save it without such extensions")
+    if at < 0 or length < 0 or at + length >= 2**63:
+        raise ValueError("an impossible place")
 
 
 def paths_of(names: list[str], planner_data: Any) -> dict[str, Path]:
@@ -174,121 +184,88 @@ def paths_of(names: list[str], planner_data: Any) -> dict[str, Path]:
 
 def nested(values: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
     """The state as it was, of dicts and lists. Empty ones are lost: torch does not write them."""
-    root: dict[str | int, Any] = {}
-    for name, path in paths.items():
-        here: Any = root
-        for key in path[:-1]:
-            here = here.setdefault(key, _Branch())
-            if type(here) is not _Branch:
-                raise CorruptError(f"{name}: two entries of the state are at one place")
-        if path[-1] in here:
-            raise CorruptError(f"{name}: two entries of the state are at one place")
-        here[path[-1]] = values[name]
-    return _numbered({key: _grown(value, len(paths)) for key, value in root.items()})
+    numbers = [key for path in paths.values() for key in path if type(key) is int]
+    if any(len(path) > MAX_DEPTH for path in paths.values()) or not all(0 <= n < len(paths) + 1000 for n in numbers):
+        raise CorruptError("a state that is nested too deeply, or has impossibly long lists")
+    if len(set(paths.values())) != len(paths):
+        raise CorruptError("two entries of the state are at one place")
+    try:
+        return _numbered(unflatten_state_dict({name: values[name] for name in paths}, dict(paths)))
+    except (TypeError, ValueError, LookupError, AttributeError):
+        raise CorruptError("an entry of the state is at a place inside of another") from None
 
 
-class _Branch(dict[str | int, Any]):
-    """A dict or list, until all of it is known."""
-
-
-def _grown(value: Any, most: int, depth: int = 0) -> Any:
-    if type(value) is not _Branch:
-        return value
-    if depth > safe_pickle.MAX_DEPTH:
-        raise CorruptError("a state that is nested too deeply")
-    inner = {key: _grown(one, most, depth + 1) for key, one in value.items()}
-    if all(type(key) is int for key in inner):
-        if not all(0 <= int(key) < most + 1000 for key in inner):
-            raise CorruptError("a list with an impossible number of entries")
-        return [inner.get(i, {}) for i in range(int(max(inner)) + 1)]
-    return _numbered(inner)
-
-
-def _numbered(value: dict[str | int, Any]) -> Any:
+def _numbered(value: Any) -> Any:
     """torch turns the numbers of parameters, as keys of an optimizer's state, into text: back again."""
-    state, groups = value.get("state"), value.get("param_groups")
+    if type(value) is list:
+        return [_numbered(one) for one in value]
+    if type(value) is not dict:
+        return value
+    found = {key: _numbered(one) for key, one in value.items()}
+    state, groups = found.get("state"), found.get("param_groups")
     if type(state) is dict and type(groups) is list and all(type(group) is dict for group in groups):
         keys = {key for group in groups if type(group.get("params")) is list for key in group["params"]}
         if keys and all(type(key) is int for key in keys):
             texts = {str(key): key for key in keys}
-            return {**value, "state": {texts.get(str(key), key): one for key, one in state.items()}}
-    return value
+            found["state"] = {texts.get(str(key), key): one for key, one in state.items()}
+    return found
 
 
 class _Items:
-    """Looks into the items. `values`: tensors and plain values by name."""
+    """Looks into the items."""
 
-    def __init__(self, folder: FilePath, index: _Index) -> None:
-        self._folder, self._index = folder, index
-        self.values: dict[str, Any] = {}
-        self.plain = Values(_nowhere)
-        self.crcs: list[Crc] = []
-        self._pickles: dict[bytes, Any] = {}
+    def __init__(self, folder: FilePath, metadata: Metadata, paths: Mapping[str, Path]) -> None:
+        self._folder, self._metadata, self._paths = folder, metadata, paths
+        self.plain = Values()
 
-    def read(self) -> None:
-        wanted: list[tuple[_Place, _Key]] = []
-        for name in self._index.names:
-            tensor = self._index.tensors.get(name)
-            keys: list[_Key] = [(name, None)] if tensor is None else [(name, box[0]) for box in tensor.boxes]
-            for key in keys:
-                place = self._index.places.get(key)
-                if place is None:
+    def read(self) -> dict[str, Any]:
+        """Tensors and plain values by name."""
+        by_file: dict[str, list[MetadataIndex]] = {}
+        for name, one in self._metadata.state_dict_metadata.items():
+            places = [chunk.offsets for chunk in one.chunks] if isinstance(one, TensorStorageMetadata) else [None]
+            for index in (MetadataIndex(name, offset) for offset in places):
+                if (info := (self._metadata.storage_data or {}).get(index)) is None:
                     raise CorruptError(f"{self._folder}: .metadata does not say where {name} is")
-                wanted.append((place, key))
-        found: dict[_Key, Any] = {}
-        by_file: dict[str, list[tuple[_Place, _Key]]] = {}
-        for one in wanted:
-            by_file.setdefault(one[0][0], []).append(one)
+                by_file.setdefault(info.relative_path, []).append(index)
+        found: dict[MetadataIndex, Any] = {}
         for file, items in by_file.items():
-            self._read_file(file, items, found)
-        for name in self._index.names:
-            tensor = self._index.tensors.get(name)
-            self.values[name] = found[name, None] if tensor is None else self._assemble(name, tensor, found)
+            found |= self._read_file(file, items)
+        return {
+            name: found[MetadataIndex(name)]
+            if isinstance(one, BytesStorageMetadata)
+            else self._joined(name, one, found)
+            for name, one in self._metadata.state_dict_metadata.items()
+        }
 
-    def _read_file(self, file: str, items: list[tuple[_Place, _Key]], found: dict[_Key, Any]) -> None:
+    def _read_file(self, file: str, items: list[MetadataIndex]) -> dict[MetadataIndex, Any]:
         check_inside(self._folder, file)
         if not (self._folder / file).is_file():
             raise CorruptError(f"{self._folder}: {file} is missing")
-        with opened(self._folder / file) as fd:
-            size = os.fstat(fd).st_size
-            for (_, at, length), (name, offset) in items:
-                with told(self._folder / file, (name,)):
-                    if at + length > size:
+        found: dict[MetadataIndex, Any] = {}
+        size = (self._folder / file).stat().st_size
+        with opened(self._folder / file) as stream:
+            for index in items:
+                info = self._metadata.storage_data[index]
+                with told(self._folder / file, (index.fqn,)):
+                    if info.offset + info.length > size:
                         raise CorruptError("the file was cut off")
-                    archive = open_archive(FileSection(fd, at, length, NEAR))
-                    path = self._index.paths[name]
-                    found[name, offset] = self._value(archive, file, path, None if offset is None else name)
-
-    def _value(self, archive: Archive, file: str, path: Path, tensor: str | None) -> Any:
-        raw = archive.read("data.pkl", MAX_OBJECT)
-        value = self._pickles.get(raw)
-        if value is None:
-            value = safe_pickle.load(raw, ALLOWED, path)
-            if len(raw) < 4096:  # most items are alike
-                self._pickles[raw] = value
-        self.plain.find = find_in(archive, file)
-        self.crcs += archive.crcs(file)
-        found = self.plain.plain(value, path)
-        if tensor is not None and type(found) is not TensorRef:
-            raise CorruptError("not a tensor, as .metadata says")
+                    item = io.BufferedReader(_FileSection(stream.fileno(), info.offset, info.length))
+                    found[index] = self.plain.all_of(load(item, file, info.offset), self._paths[index.fqn])
         return found
 
-    def _assemble(self, name: str, tensor: _Tensor, found: dict[_Key, Any]) -> AnyTensor:
-        parts = []
-        for offsets, sizes in tensor.boxes:
-            ref = found[name, offsets]
-            if (ref.dtype, ref.shape) != (tensor.dtype, sizes):
+    def _joined(self, name: str, said: TensorStorageMetadata, found: Mapping[MetadataIndex, Any]) -> AnyTensor:
+        """A tensor of its pieces."""
+        dtype, shape, parts = DTYPE_NAME[said.properties.dtype], tuple(said.size), list[tuple[Dims, Dims, TensorRef]]()
+        for chunk in said.chunks:
+            ref, sizes = found[MetadataIndex(name, chunk.offsets)], tuple(chunk.sizes)
+            if type(ref) is not TensorRef or (ref.dtype, ref.shape) != (dtype, sizes):
+                is_there = f"{ref.dtype} of shape {list(ref.shape)}" if type(ref) is TensorRef else "no tensor"
                 raise CorruptError(
-                    f"{self._folder}: {name} is {tensor.dtype} of shape {list(sizes)} in .metadata, and {ref.dtype} of "
-                    f"shape {list(ref.shape)} in {ref.file}"
+                    f"{self._folder}: {name} is {dtype} of shape {list(sizes)} in .metadata, and {is_there} in its file"
                 )
-            parts.append((offsets, sizes, ref))
-        if len(parts) == 1 and parts[0][1] == tensor.shape and not any(parts[0][0]):
-            return found[name, parts[0][0]]  # type: ignore[no-any-return]
+            parts.append((tuple(chunk.offsets), sizes, ref))
         if not parts:
             raise CorruptError(f"{self._folder}: there is nothing of {name}")
-        return Chunks(tensor.dtype, tensor.shape, tuple(parts))
-
-
-def _nowhere(key: str) -> _Place:
-    raise KeyError(key)
+        if len(parts) == 1 and parts[0][1] == shape and not any(parts[0][0]):
+            return parts[0][2]
+        return Chunks(dtype, shape, tuple(parts))

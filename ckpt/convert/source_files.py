@@ -1,9 +1,8 @@
 """Files of other libraries as an origin: safetensors, `torch.save`, torch's distributed checkpoints.
 
 What such files say is parsed to a `Foreign` value first (`ckpt.convert.parse_safetensors`, `ckpt.convert.parse_torch`,
-`ckpt.convert.parse_dcp`): which bytes of which file are which box of which tensor. Nothing in them is ever run: pickles
-are read by `ckpt.convert.safe_pickle`, which builds nothing but plain data. Their bytes carry no digests of ours: that
-they are what was written, only whoever wrote them can say.
+`ckpt.convert.parse_dcp`): which bytes of which file are which box of which tensor. Nothing in them is ever run. Their
+bytes carry no digests of ours: that they are what was written, only whoever wrote them can say.
 """
 
 from __future__ import annotations
@@ -11,11 +10,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import threading
-import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.convert.source import Assembly, Bytes, Origin, OriginEntry, RankView, Want
-from ckpt.errors import CorruptError
+from ckpt.errors import CorruptError, UsageError
 from ckpt.format.boxes import Box, Dims, TangledError, times_covered
 from ckpt.format.digest import file_digest
 from ckpt.format.layout import BITS, TensorSpec, check_components, check_tensors
@@ -32,7 +29,6 @@ from ckpt.format.values import Json, show
 
 READ = 8 << 20  # bytes at once
 THREADS = 2
-OPEN_FILES = 64
 CLOSE = 16 << 10  # bytes: elements that lie within so many are read at once
 CHANGED = "{} changed while it was read: let whoever writes it finish, and repeat this"
 
@@ -68,16 +64,6 @@ class FilePiece:
         return (1 + sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True))) * item
 
 
-@dataclass(frozen=True, slots=True)
-class Crc:
-    """What the CRC-32 of some bytes of a file is, by the file."""
-
-    file: str
-    at: int
-    length: int
-    value: int
-
-
 @dataclass(frozen=True)
 class Foreign:
     """What files of another library hold. `what`: for people, such as "a torch.save file".
@@ -95,22 +81,28 @@ class Foreign:
     notes: tuple[str, ...] = ()
     step: int | None = None
     held: dict[str, bytes] = field(default_factory=dict)
-    crcs: tuple[Crc, ...] = ()
 
 
 class FilesOrigin:
     """Reads ranges of files. CorruptError if the pieces do not cover their tensors, or a file is too short.
 
-    `before`: stamps of the files from before they were parsed (`stamps_of`).
+    `before`: stamps of the files from before they were parsed (`stamps_of`). `elsewhere`: tensors that the entries
+    refer to, and that are not read here.
     """
 
-    def __init__(self, foreign: Foreign, before: Mapping[str, Stamp] | None = None) -> None:
-        self.title, self.about = foreign.what, {"path": str(foreign.folder), "step": foreign.step}
+    def __init__(
+        self,
+        foreign: Foreign,
+        before: Mapping[str, Stamp] | None = None,
+        elsewhere: Mapping[str, TensorSpec] | None = None,
+    ) -> None:
+        self.title, self.about = foreign.what, dict[str, Any](path=str(foreign.folder), step=foreign.step)
         self._foreign, self.keep = foreign, 0
         self._pieces: dict[str, list[int]] = {}
         for i, piece in enumerate(foreign.pieces):
             self._pieces.setdefault(piece.name, []).append(i)
-        self.tensors = {name: _whole([foreign.pieces[i] for i in found]) for name, found in self._pieces.items()}
+        here = {name: _whole([foreign.pieces[i] for i in found]) for name, found in self._pieces.items()}
+        self.tensors = {**(elsewhere or {}), **here}
         check_tensors(self.tensors.values())
         self.names = {**{name: name for name in self.tensors}, **foreign.aliases}
         if dangling := [a for a, name in foreign.aliases.items() if name not in self.tensors or a in self.tensors]:
@@ -119,13 +111,13 @@ class FilesOrigin:
             [{"path": list(e.path), "kind": e.kind, "facts": e.facts, "names": list(e.names)} for e in foreign.entries],
             self.tensors.keys() | foreign.aliases.keys(),
         )
-        self._files = _Files(foreign.folder, sorted({p.file for p in foreign.pieces} - foreign.held.keys()))
-        self._before = {**self._files.stamps, **(before or {})}
-        if any(self._before[name] != stamp for name, stamp in self._files.stamps.items()):
+        self._stamps = {name: self._stamp(name) for name in {p.file for p in foreign.pieces} - foreign.held.keys()}
+        self._before = {**self._stamps, **(before or {})}
+        if any(self._before[name] != stamp for name, stamp in self._stamps.items()):
             raise CorruptError(CHANGED.format(foreign.folder))
         held = {name: file_digest(data) for name, data in foreign.held.items()}
         self.identity = f"{foreign.folder.resolve()} {sorted(self._before.items())} {sorted(held.items())}"
-        sizes = {name: size for name, (size, *_) in self._files.stamps.items()}
+        sizes = {name: size for name, (size, *_) in self._stamps.items()}
         sizes |= {name: len(data) for name, data in foreign.held.items()}
         for piece in foreign.pieces:
             if piece.at < 0 or piece.at + piece.span > sizes[piece.file]:
@@ -194,34 +186,24 @@ class FilesOrigin:
         if piece.file in self._foreign.held:
             view[:] = self._foreign.held[piece.file][at : at + length]
         else:
-            self._files.read(piece.file, at, view)
+            self._read_file(piece.file, at, view)
         return view
 
-    async def check(self, on_bytes: Callable[[int], None] | None = None) -> None:
-        """CorruptError, with a tensor's name, if the files' own checksums say that bytes are damaged."""
-        await asyncio.to_thread(self._check, on_bytes)
+    def _stamp(self, name: str) -> Stamp:
+        with _opened(self._foreign.folder, name) as fd:
+            return stamp_of(os.fstat(fd))
 
-    @property
-    def checked_bytes(self) -> int:
-        """How many `check` reads."""
-        return sum(crc.length for crc in self._foreign.crcs)
-
-    def _check(self, on_bytes: Callable[[int], None] | None) -> None:
-        room = memoryview(bytearray(min(READ, max((c.length for c in self._foreign.crcs), default=1))))
-        for crc in self._foreign.crcs:
-            value = 0
-            for at in range(crc.at, crc.at + crc.length, READ):
-                view = room[: min(READ, crc.at + crc.length - at)]
-                self._files.read(crc.file, at, view)
-                value = zlib.crc32(view, value)
-                if on_bytes is not None:
-                    on_bytes(len(view))
-            if value != crc.value:
-                inside = (
-                    p.name for p in self._foreign.pieces if p.file == crc.file and 0 <= p.at - crc.at < crc.length
-                )
-                what = next(inside, "something in it")
-                raise CorruptError(f"{what} is damaged: bytes of {crc.file} do not match their CRC-32")
+    def _read_file(self, name: str, at: int, view: memoryview) -> None:
+        """CorruptError if the file has changed since."""
+        with _opened(self._foreign.folder, name) as fd:
+            if stamp_of(os.fstat(fd)) != self._stamps[name]:
+                raise CorruptError(CHANGED.format(self._foreign.folder / name))
+            done = 0
+            while done < len(view):
+                count = os.preadv(fd, [view[done:]], at + done)
+                if not count:
+                    raise CorruptError(f"{name} is shorter than it was: it changed while it was read")
+                done += count
 
     async def unchanged(self) -> None:
         """What was read is of one version of the files."""
@@ -234,7 +216,7 @@ class FilesOrigin:
             raise CorruptError(CHANGED.format(folder))
 
     async def aclose(self) -> None:
-        self._files.close()
+        """No file is open between readings."""
 
 
 Stamp = tuple[int, int, int]
@@ -254,44 +236,6 @@ def stamps_of(path: Path) -> dict[str, Stamp]:
     }
 
 
-class _Files:
-    """Files inside of a folder, some of them open. `stamps`: size and time of change of each, as they were at first."""
-
-    def __init__(self, folder: Path, names: Sequence[str]) -> None:
-        self._folder, self._lock = folder, threading.Lock()
-        self._open: OrderedDict[str, int] = OrderedDict()
-        self.stamps: dict[str, Stamp] = {}
-        for name in names:
-            fd = _open(folder, name)
-            self.stamps[name] = stamp_of(os.fstat(fd))
-            os.close(fd)
-
-    def read(self, name: str, at: int, view: memoryview) -> None:
-        """CorruptError if the file has changed since."""
-        with self._lock:  # while it reads, nobody closes the file
-            fd = self._fd(name)
-            done = 0
-            while done < len(view):
-                count = os.preadv(fd, [view[done:]], at + done)
-                if not count:
-                    raise CorruptError(f"{name} is shorter than it was: it changed while it was read")
-                done += count
-
-    def _fd(self, name: str) -> int:
-        if name not in self._open:
-            while len(self._open) >= OPEN_FILES:
-                os.close(self._open.popitem(last=False)[1])
-            self._open[name] = _open(self._folder, name)
-            if stamp_of(os.fstat(self._open[name])) != self.stamps[name]:
-                raise CorruptError(CHANGED.format(self._folder / name))
-        self._open.move_to_end(name)
-        return self._open[name]
-
-    def close(self) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
-
-
 def _whole(pieces: list[FilePiece]) -> TensorSpec:
     first = pieces[0]
     if any((p.dtype, p.whole) != (first.dtype, first.whole) for p in pieces):
@@ -307,12 +251,21 @@ def _whole(pieces: list[FilePiece]) -> TensorSpec:
     return spec
 
 
-def _open(folder: Path, name: str) -> int:
+def refuse(path: tuple[str | int, ...], problem: str) -> UsageError:
+    return UsageError(f"{show(path)}: this {problem}")
+
+
+@contextmanager
+def _opened(folder: Path, name: str) -> Iterator[int]:
     """Only files inside the folder: what a file says is not trusted. (A link that the user has put there may point
     anywhere: so do the caches of model hubs.)"""
     if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
         raise CorruptError(f"names a file outside its folder: {name!r}")
     try:
-        return open_regular(folder / name)
+        fd = open_regular(folder / name)
     except OSError as error:
         raise CorruptError(f"{folder / name} cannot be read: {error.strerror}") from None
+    try:
+        yield fd
+    finally:
+        os.close(fd)

@@ -15,16 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.checkpoint import read_repair
+from ckpt.checkpoint import read, read_repair
 from ckpt.checkpoint.describe import Entries, entries_of
 from ckpt.checkpoint.read import Manifest, Sink
 from ckpt.checkpoint.read_local import Room
 from ckpt.convert.source import Assembly, Origin, OriginEntry, RankView, Want, canonical_names
 from ckpt.errors import CorruptError
 from ckpt.format.manifest import Attempt
-from ckpt.format.merged import Key, SavedState
+from ckpt.format.merged import SavedState
 from ckpt.runlog.log import RunLog
 
+DCP = "dcp"  # the kind of the one entry of a checkpoint that torch's DCP has saved (`ckpt.dcp`)
 KEEP = 32 << 20  # bytes of pieces that the next readings are likely to want the rest of
 
 
@@ -37,9 +38,9 @@ class SavedOrigin(ABC):
         self.title = f"step {self.step} of {url}"
         self.identity = f"{url} {attempt}"
         self.about: dict[str, Any] = {"url": url, "step": self.step, "attempt": str(attempt)}
-        self._labels = labels_of(self.saved)
-        self.keys = {label: key for key, label in self._labels.items()}
-        self.names = names_of(self.saved, self._labels)
+        self._labels = {key: label for label, key in reversed(saved.labels.items())}  # no alias
+        self.keys = {label: key for key, label in sorted(self._labels.items())}
+        self.names = {label: self._labels[key] for label, key in saved.labels.items()}
         self.tensors = {label: self.saved.tensors[key].spec for label, key in self.keys.items()}
         self.repaired: list[str] = []
         self.keep = KEEP
@@ -182,31 +183,11 @@ class RunOrigin(SavedOrigin):
         await self._log.store.aclose()
 
 
-def labels_of(saved: SavedState) -> dict[Key, str]:
-    """What each tensor is called: `name#rank` where ranks have different ones of a name. One of equal ones has one."""
-    names = {name for name, _ in saved.tensors}
-    found: dict[Key, str] = {}
-    for name in sorted(names):
-        candidates = saved.instances(name)
-        if len(candidates) == 1 or saved.identical(name):
-            found[name, candidates[0]] = name
-            continue
-        for instance in candidates:
-            label = f"{name}#{instance}"
-            while label in names:  # somebody calls a tensor so
-                label += "#"
-            found[name, instance] = label
-    return found
+async def checkpoint_of(log: RunLog, step: int | None, others: Sequence[str] = ()) -> Origin:
+    """A checkpoint of a run whose log is open, the newest without `step`; what torch's DCP has saved, in our terms."""
+    run = RunOrigin(log, await read.manifest_of(log, step), others)
+    if {one["kind"] for view in run.saved.views for one in view.components} != {DCP}:
+        return run
+    from ckpt.convert.source_dcp_run import untangled  # which needs torch
 
-
-def names_of(saved: SavedState, labels: dict[Key, str]) -> dict[str, str]:
-    """Of every name, aliases too, the label."""
-    found = {label: label for label in labels.values()}
-    for view in saved.views:
-        for alias, name in view.aliases.items():
-            for (of, instance), label in labels.items() if len(saved.instances(name)) > 1 else ():
-                if of == name:
-                    found.setdefault(alias if label == name else f"{alias}#{instance}", label)
-            if (name, saved.instances(name)[0]) in labels and len(saved.instances(name)) == 1:
-                found.setdefault(alias, labels[name, saved.instances(name)[0]])
-    return found
+    return await untangled(run)

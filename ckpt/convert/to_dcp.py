@@ -1,4 +1,4 @@
-"""A folder as torch's distributed checkpoints are: `.metadata` and `__0_0.distcp`, `__0_1.distcp`, …
+"""A folder as torch's distributed checkpoints are: `.metadata` and `__0_0.distcp`, written by torch itself.
 
 What is in it is what `dcp.save({"model": get_model_state_dict(…), "optim": get_optimizer_state_dict(…), …})` would have
 put there; so `dcp.load` into such a state dict finds everything, however many ranks it is divided among. Settings of
@@ -8,111 +8,87 @@ optimizers are there in both forms that exist, as lists of groups and one by one
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Mapping, Set
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ckpt.convert.output import Literal, OutFile, Output, Run, Sum, Sums
+from ckpt.convert.output import Output, Sums
 from ckpt.convert.source import Origin, RankView
-from ckpt.convert.torch_native import (
-    Builder,
-    Container,
-    Native,
-    Place,
-    StandInFor,
-    StandIns,
-    container,
-    fill,
-    joined,
-    tensors_of,
-)
+from ckpt.convert.torch_state import Builder, Native, Place, Tensors, stage
 from ckpt.errors import UsageError
-from ckpt.format.boxes import Box
-from ckpt.format.layout import BITS
-from ckpt.state.tensors import DTYPE_NAME
 
-CHUNK = 64 << 20
-FILE = 4 << 30
 MANY = 50_000  # names that settings may have besides; .metadata has some 140 bytes for each, and converters read all
-ALIGN = 64  # bytes; where containers begin, so that elements lie at multiples of their size
+FILE = "__0_0.distcp"  # as torch calls the one of the only rank
+
+Aliases = dict[str, tuple[str, Place]]
+"""Further names: of what, and which keys lead there."""
 
 
-def plan(
-    origin: Origin, view: RankView, dtypes: Mapping[str, str], *, chunk: int = CHUNK, file_bytes: int = FILE
-) -> Output:
-    """`dtypes`: as what to write each tensor, by label. Larger tensors are cut into rows of about `chunk` bytes; a file
-    begins anew when it has `file_bytes`. UsageError if two values would get the same name."""
-    stand_ins = StandIns(origin, dtypes)
-    native = Builder(view, stand_ins, numbered=False, text_keys=True).build()
-    flat = flatten(native.root)
-    folder = _Folder(stand_ins, chunk, file_bytes)
-    for name, (_, value) in flat.items():
-        folder.add(name, value)
-    mappings: dict[str, Place] = {name: place for name, (place, _) in flat.items()}
+def plan(origin: Origin, view: RankView, dtypes: Mapping[str, str]) -> Output:
+    """`dtypes`: as what to write each tensor, by label. UsageError if two values would get the same name."""
+    native = Builder(view, Tensors(origin, dtypes), numbered=False, text_keys=True).build()
     notes = list(native.notes)
-    mappings |= _one_by_one(native, folder, mappings, notes)
-    metadata = Metadata(folder.known, planner_data=mappings)
-    results = [WriteResult(index, info.length, info) for index, info in folder.places.items()]
+    _, places = flatten(native)
+    _by_parameter(native, places, notes)
+    file = stage(origin, view, dtypes, FILE)
 
-    def finish(folder: Path, sums: Sums) -> None:
-        _Writer(folder).finish(metadata, [results])
-        _sync(folder)
+    def finish(out: Path, sums: Sums) -> None:
+        tensors = Tensors(origin, dtypes, output.staged_path(out, file), file)
+        native = Builder(view, tensors, numbered=False, text_keys=True).build()
+        flat, places = flatten(native)
+        aliases = _tied(flat, places) | _by_parameter(native, places, [])
+        own = {name: value for name, value in flat.items() if name not in aliases}
+        writer = _Writer(out, {name: place for name, place in places.items() if name in own}, aliases)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that there is one process
+            try:
+                save(own, storage_writer=writer, planner=_Planner(tensors))
+            except CheckpointException as error:  # around what has gone wrong, such as a full disk
+                raise next(iter(error.failures.values()))[0] from None
 
-    return Output("DCP", folder.files(), finish, notes=tuple(notes))
-
-
-def flatten(root: Mapping[Any, Any]) -> dict[str, tuple[Place, Any]]:
-    """What becomes an object of its own, by its name: (keys that lead there, value). As torch does it: all that is in
-    dicts, and what is in lists that hold tensors or dicts; tuples stay whole."""
-    found: dict[str, tuple[Place, Any]] = {}
-    for place, value in _leaves(root, ()):
-        name = _joined(place)
-        if name in found:
-            raise UsageError(f"two values of the state get the name {name}, so this format cannot tell them apart")
-        found[name] = place, value
-    return found
-
-
-def _leaves(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
-    if isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _leaves(one, (*place, str(key)))
-    elif isinstance(value, list) and _has_objects(value):
-        for i, one in enumerate(value):
-            yield from _leaves(one, (*place, i))
-    else:
-        yield place, value
+    output = Output("DCP", (file,), finish, staged=True, notes=tuple(notes))
+    return output
 
 
-def _has_objects(value: list[Any]) -> bool:
-    return any(isinstance(one, (Mapping, Tensor)) or (isinstance(one, list) and _has_objects(one)) for one in value)
+def flatten(native: Native) -> tuple[dict[str, Any], dict[str, Place]]:
+    """What becomes an object of its own by its name, and the keys that lead there, as torch does it."""
+    try:
+        flat, places = flatten_state_dict(cast(dict[str, Any], native.root))
+    except ValueError as error:
+        raise UsageError(
+            f"two values of the state get one name, so this format cannot tell them apart: {error}"
+        ) from None
+    return flat, places
 
 
-def _one_by_one(native: Native, folder: _Folder, taken: Mapping[str, Place], notes: list[str]) -> dict[str, Place]:
+def _tied(flat: Mapping[str, Any], places: Mapping[str, Place]) -> Aliases:
+    """Names of tensors that are there under another."""
+    first: dict[int, str] = {}
+    owners = {name: first.setdefault(id(value), name) for name, value in flat.items() if isinstance(value, Tensor)}
+    return {name: (owner, places[name]) for name, owner in owners.items() if owner != name}
+
+
+def _by_parameter(native: Native, taken: Mapping[str, Place], notes: list[str]) -> Aliases:
     """Settings of optimizers by parameter, as `flatten_optimizer_state_dict=True` names them: further names of what is
     there. An optimizer of which a name is taken has none, nor one that needs very many."""
     settings: dict[str, list[tuple[str, Place]]] = {}
     for name, place in taken.items():
         settings.setdefault(_joined(place[:-1]), []).append((name, place))
-    every: dict[str, Place] = {}
+    every: Aliases = {}
     for groups in native.optimizers:
-        found: dict[str, tuple[str, Place]] = {}
+        found: Aliases = {}
         for i, params in enumerate(groups.params):
             for name, place in settings.get(_joined((*groups.at, "param_groups", i)), ()):
                 for param in params if place[-1] != "params" else ():
@@ -120,10 +96,8 @@ def _one_by_one(native: Native, folder: _Folder, taken: Mapping[str, Place], not
                     found[_joined(further)] = name, further
         if reason := _reason_against(found, taken.keys() | every.keys()):
             notes.append(f"settings of {_joined(groups.at)} are there by group, and not by parameter: {reason}")
-            continue
-        for name, (of, place) in found.items():
-            folder.alias(name, of)
-            every[name] = place
+        else:
+            every |= found
     return every
 
 
@@ -137,118 +111,35 @@ def _joined(place: Place) -> str:
     return ".".join(map(str, place))
 
 
-@dataclass
-class _Folder:
-    """Files as they fill up. `known`: what `.metadata` says of each object; `places`: where its parts are."""
+class _Planner(DefaultSavePlanner):
+    """Of the tensors, what has been written need not be in memory."""
 
-    stand_ins: StandIns
-    chunk: int
-    most: int
-    known: dict[str, Any] = field(default_factory=dict)
-    places: dict[MetadataIndex, _StorageInfo] = field(default_factory=dict)
-    _parts: list[list[Literal | Run]] = field(default_factory=lambda: [[]])
-    _sums: list[list[Sum]] = field(default_factory=lambda: [[]])
-    _at: int = 0
-    _forms: dict[tuple[str, tuple[int, ...]], Container] = field(default_factory=dict)
-    _written: dict[int, str] = field(default_factory=dict)
+    def __init__(self, tensors: Tensors) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._tensors = tensors
 
-    def add(self, name: str, value: Any) -> None:
-        if not isinstance(value, Tensor):
-            self.known[name] = BytesStorageMetadata()
-            sources = [self.stand_ins.source(tensor) for tensor in tensors_of(value)]
-            self.places[MetadataIndex(name)] = self._write(container(value), sources)
-        elif id(value) in self._written:  # tied: their bytes are there
-            self.alias(name, self._written[id(value)])
-        else:
-            self._written[id(value)] = name
-            self._add_tensor(name, value)
-
-    def alias(self, name: str, of: str) -> None:
-        """A further name of what is there."""
-        found = self.known[name] = self.known[of]
-        if isinstance(found, BytesStorageMetadata):
-            self.places[MetadataIndex(name)] = self.places[MetadataIndex(of)]
-        else:
-            for i, one in enumerate(found.chunks):
-                self.places[MetadataIndex(name, one.offsets, i)] = self.places[MetadataIndex(of, one.offsets)]
-
-    def _add_tensor(self, name: str, tensor: Tensor) -> None:
-        dtype, shape, source = DTYPE_NAME[tensor.dtype], tuple(tensor.shape), self.stand_ins.source(tensor)
-        chunks = list[ChunkStorageMetadata]()
-        for offsets, sizes in rows(shape, BITS[dtype] // 8, self.chunk):
-            form = self._form(dtype, sizes)
-            part = _part_of(source, dtype, shape, (offsets, sizes))
-            index = MetadataIndex(name, offsets, len(chunks))
-            self.places[index] = self._write(form, [part] if form.holes else [])
-            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-        self.known[name] = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(shape), chunks)
-
-    def _form(self, dtype: str, sizes: tuple[int, ...]) -> Container:
-        """Containers of tensors of one dtype and shape are alike but for the bytes."""
-        if (dtype, sizes) not in self._forms:
-            self._forms[dtype, sizes] = container(self.stand_ins.of_form(dtype, sizes))
-        return self._forms[dtype, sizes]
-
-    def _write(self, form: Container, sources: list[StandInFor]) -> _StorageInfo:
-        at = -(-self._at // ALIGN) * ALIGN
-        if self._at and at + form.size > self.most:
-            self._parts.append([])
-            self._sums.append([])
-            self._at = at = 0
-        if at > self._at:
-            self._parts[-1].append(Literal(self._at, bytes(at - self._at)))
-        parts, sums = fill(form, at, sources)
-        self._parts[-1] += parts
-        self._sums[-1] += sums
-        self._at = at + form.size
-        return _StorageInfo(_name(len(self._parts) - 1), at, form.size)
-
-    def files(self) -> tuple[OutFile, ...]:
-        return tuple(
-            OutFile(_name(i), parts[-1].at + parts[-1].size, joined(parts), tuple(sums))
-            for i, (parts, sums) in enumerate(zip(self._parts, self._sums, strict=True))
-            if parts
-        )
-
-
-def _name(number: int) -> str:
-    return f"__0_{number}.distcp"
-
-
-def rows(shape: tuple[int, ...], item: int, most: int) -> Iterator[Box]:
-    """A tensor as boxes of whole rows of at most so many bytes, one row at least. One box if it has no elements."""
-    total = item
-    for n in shape:
-        total *= n
-    if not shape or total <= most:
-        yield (0,) * len(shape), shape
-        return
-    step = max(1, most * shape[0] // total)
-    for first in range(0, shape[0], step):
-        yield (first, *(0 for _ in shape[1:])), (min(step, shape[0] - first), *shape[1:])
-
-
-def _part_of(source: StandInFor, dtype: str, shape: tuple[int, ...], box: Box) -> StandInFor:
-    """The same box of what the tensor stands for: of an array, that is a row of bytes."""
-    if source.dtype == dtype and source.box[1] == shape:
-        return StandInFor(source.label, box, dtype)
-    inner = BITS[dtype] // 8
-    for n in shape[1:]:
-        inner *= n
-    first, count = (box[0][0], box[1][0]) if shape else (0, 1)
-    return StandInFor(source.label, ((first * inner,), (count * inner,)), source.dtype)
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        self._tensors.forget()
+        return super().resolve_data(write_item)
 
 
 class _Writer(FileSystemWriter):
-    """Says nothing of this machine in the files."""
+    """Adds further names to what it has written, and says nothing of this machine."""
+
+    def __init__(self, folder: Path, places: Mapping[str, Place], aliases: Aliases) -> None:
+        super().__init__(folder, sync_files=False)  # before the folder appears, all of it is
+        self._places, self._aliases = places, aliases
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()
 
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        known, further = dict(metadata.state_dict_metadata), list[WriteResult]()
+        written: dict[str, list[WriteResult]] = {}
+        for one in (one for each in results for one in each):
+            written.setdefault(one.index.fqn, []).append(one)
+        for name, (of, _) in self._aliases.items():
+            known[name] = known[of]
+            further += [replace(one, index=replace(one.index, fqn=name)) for one in written[of]]
+        places = {**self._places, **{name: place for name, (_, place) in self._aliases.items()}}
+        super().finish(replace(metadata, state_dict_metadata=known, planner_data=places), [*results, further])

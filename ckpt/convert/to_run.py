@@ -15,7 +15,7 @@ from pathlib import Path
 from ckpt.checkpoint import read
 from ckpt.checkpoint.commit import acquire, commit
 from ckpt.checkpoint.write import RankSnapshot, WrittenPart, build_table, finish_part
-from ckpt.convert.output import Literal, OutFile, Output, Run, Sum, Sums
+from ckpt.convert.output import Literal, OutFile, Output, Run, Sums
 from ckpt.convert.source import Origin, OriginEntry, RankView
 from ckpt.errors import UsageError
 from ckpt.format.boxes import Box, Dims
@@ -108,7 +108,7 @@ def _pack(layout: Layout, labels: list[str], attempt: Attempt) -> OutFile:
         spec = layout.tensors[i]
         if spec.nbytes:
             parts.append(Run(first + arrangement.offsets[i], labels[i], (spec.at, spec.shape), spec.dtype))
-    sums = (Sum(first + b.offset, first + b.offset + b.length, "digest") for b in arrangement.blobs)
+    sums = ((first + b.offset, first + b.offset + b.length) for b in arrangement.blobs)
     key = pack_key(attempt, layout.rank, 0)
     return OutFile(key, first + arrangement.data_size, tuple(parts), tuple(sums))
 

@@ -7,11 +7,28 @@ again.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, cast
 
-from ckpt.convert.output import OutFile, Output
+import torch
+
+from ckpt.convert.output import Output, Sums
 from ckpt.convert.source import Origin, RankView
-from ckpt.convert.torch_native import Builder, StandIns, save
+from ckpt.convert.torch_state import Builder, Tensors, stage
+
+
+class _Frugal(io.RawIOBase):
+    """A file; of the tensors, what has been written to it need not be in memory."""
+
+    def __init__(self, file: IO[bytes], tensors: Tensors) -> None:
+        self._file, self._tensors = file, tensors
+
+    def write(self, data: Any, /) -> int:
+        count = self._file.write(data)
+        self._tensors.forget()
+        return count
 
 
 def plan(origin: Origin, view: RankView, dtypes: Mapping[str, str]) -> Output:
@@ -20,8 +37,14 @@ def plan(origin: Origin, view: RankView, dtypes: Mapping[str, str]) -> Output:
     The file can be loaded with `weights_only=True` and with `mmap=True`; tensors that are tied share memory in it.
     UsageError if the state has no room for the description, or something was left out that other values need.
     """
-    stand_ins = StandIns(origin, dtypes)
-    native = Builder(view, stand_ins, numbered=True, text_keys=False).build()
-    size, parts, sums = save(native.root, 0, stand_ins.source)
-    file = OutFile("", size, tuple(parts), tuple(sums))
-    return Output("torch.save", (file,), lambda folder, sums: None, single=True, notes=native.notes)
+    notes = Builder(view, Tensors(origin, dtypes), numbered=True, text_keys=False).build().notes
+    file = stage(origin, view, dtypes)
+
+    def finish(out: Path, sums: Sums) -> None:
+        tensors = Tensors(origin, dtypes, output.staged_path(out, file), file)
+        with out.open("wb") as target:
+            root = Builder(view, tensors, numbered=True, text_keys=False).build().root
+            torch.save(root, cast(IO[bytes], _Frugal(target, tensors)))
+
+    output = Output("torch.save", (file,), finish, single=True, staged=True, notes=notes)
+    return output

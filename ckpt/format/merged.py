@@ -25,7 +25,7 @@ from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.partition import GLOBAL
 from ckpt.format.rank_index import Directory, RanksView, check_cover
 from ckpt.format.table import EMPTY, Shards, Table, merge
-from ckpt.format.values import Json, Path
+from ckpt.format.values import Json, Path, unlike
 
 Key = tuple[str, int]
 I64 = npt.NDArray[np.int64]
@@ -320,7 +320,7 @@ class SavedState:
         for name, of in [*((name, name) for name in self._instances), *aliases.items()]:
             candidates = self.instances(of) if name == of or name not in self._instances else []
             if len(candidates) > 1 and not self.identical(of):
-                found |= {f"{name}#{instance}": (of, instance) for instance in candidates}
+                found |= {unlike(f"{name}#{instance}", self._instances): (of, instance) for instance in candidates}
             elif candidates:
                 found[name] = (of, candidates[0])
         return found

@@ -15,7 +15,7 @@ import re
 import struct
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import CorruptError, StateError
@@ -45,6 +45,13 @@ def splitter(names: Iterable[str]) -> Callable[[str], tuple[str, str] | None]:
         return next(((text[:end], text[end + 1 :]) for end in ends), None)
 
     return split
+
+
+def unlike(text: str, taken: Container[str]) -> str:
+    """The text, or one that begins so and is not taken."""
+    while text in taken:
+        text += "#"
+    return text
 
 
 INSTEAD = {

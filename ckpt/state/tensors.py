@@ -47,14 +47,14 @@ def check(tensor: Tensor, path: Path) -> Tensor:
         problem = "is on the meta device: it has no values"
     elif tensor.dtype not in DTYPE_NAME:
         problem = f"has dtype {tensor.dtype}, which cannot be stored"
-    elif not tensor.is_contiguous() and _overlaps_itself(tensor):
+    elif not tensor.is_contiguous() and overlaps_itself(tensor):
         problem = "is expanded, so its elements share memory: use .contiguous()"
     if problem:
         raise StateError(f"{show(path)}: this tensor {problem}")
     return tensor
 
 
-def _overlaps_itself(tensor: Tensor) -> bool:
+def overlaps_itself(tensor: Tensor) -> bool:
     """Whether two elements may lie at one address: such a tensor cannot be written to."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

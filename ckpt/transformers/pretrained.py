@@ -19,11 +19,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from ckpt.convert.export import Exported, check_target, export
+from ckpt.checkpoint import read
+from ckpt.convert.export import Exported, export
 from ckpt.convert.output import Output, Sums, local_path
 from ckpt.convert.source import Origin, RankView
-from ckpt.convert.source_dcp_run import opened_run
+from ckpt.convert.source_run import checkpoint_of
 from ckpt.convert.to_safetensors import cast_to, plan, prefix_of, weights_of
+from ckpt.convert.workshop import check_target
 from ckpt.errors import UsageError
 from ckpt.events import log
 from ckpt.format.digest import blob_digest
@@ -168,7 +170,8 @@ def export_pretrained(
 async def _export(
     run: str, step: int, path: Path, files: dict[str, str], names: dict[str, str] | None, dtype: str | None
 ) -> Exported:
-    async with opened_run(run, step) as origin:
+    async with read.opened(run) as store:
+        origin = await checkpoint_of(await read.open_run(run, store), step)
         output = await asyncio.to_thread(_plan, origin, files, names, dtype)
         origin.keep = 2 * WINDOW
         return await export(origin, output, path, window=WINDOW)

@@ -1,62 +1,75 @@
-"""A state as torch itself would be given it to save, of tensors that have no memory; and the bytes around them.
+"""A state as torch itself would be given it to save: a nested dict of tensors and plain values.
 
-    view -> nested dict of stand-ins -> what torch.save writes, with holes where the tensors' bytes belong
-
-torch writes every container itself, so what is written here is what this version of torch writes and reads.
+It is made twice: first of tensors that have no memory, to find out what can be wrong, and again of tensors whose bytes
+lie in a file (`stage`), so that torch writes a state of any size without having it in memory.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-import os
-import struct
-import warnings
+import mmap
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ckpt.convert.output import Literal, Run, Sum
+from ckpt.convert.output import Literal, OutFile, Run
 from ckpt.convert.source import DESCRIPTION, MAX_DESCRIPTION, Origin, OriginEntry, RankView, describe, fingerprint
-from ckpt.errors import CheckpointError, CorruptError, UsageError
-from ckpt.format.boxes import Box
+from ckpt.errors import CorruptError, UsageError
 from ckpt.format.values import Json, decode, plain_dtype, show, splitter
 from ckpt.state.placement import references
 from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE
 
 WEIGHTS = ("module", "custom module")
 WIDEST_INT = 2032  # bits; longer integers are written in a way that torch.load refuses
+ALIGN = 64  # bytes; where tensors begin, so that elements lie at multiples of their size
 _NUMPY_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAME}
 
 Place = tuple[str | int, ...]
 
 
-# -- tensors without memory --
+# -- tensors --
 
 
-@dataclass(frozen=True, slots=True)
-class StandInFor:
-    """Whose bytes belong where a stand-in is. `box`: all of that tensor; `dtype`: as it is written."""
+def stage(origin: Origin, view: RankView, dtypes: Mapping[str, str], name: str = "") -> OutFile:
+    """A file of the bytes of all tensors of a view, one behind the other."""
+    parts, at = list[Literal | Run](), 0
+    for label in dict.fromkeys(view.tensors.values()):
+        shape = origin.tensors[label].shape
+        run = Run(at, label, ((0,) * len(shape), shape), dtypes[label])
+        gap = Literal(at + run.size, bytes(-run.size % ALIGN))
+        parts += [part for part in (run, gap) if part.size]
+        at += run.size + gap.size
+    return OutFile(name, at, tuple(parts))
 
-    label: str
-    box: Box
-    dtype: str
 
+class Tensors:
+    """The tensors of an origin. Asked twice for the same, the same. `staged`: where their bytes lie, and the file that
+    `stage` has planned; without it they have no memory."""
 
-class StandIns:
-    """Tensors that cost no memory, each standing for one of the origin. Asked twice for the same, the same."""
-
-    def __init__(self, origin: Origin, dtypes: Mapping[str, str]) -> None:
+    def __init__(
+        self, origin: Origin, dtypes: Mapping[str, str], staged: Path | None = None, file: OutFile | None = None
+    ) -> None:
         self._origin, self._dtypes = origin, dtypes
         self._made: dict[tuple[str, torch.dtype, tuple[int, ...]], Tensor] = {}
-        self._sources: dict[int, StandInFor] = {}
-        self._mode = FakeTensorMode()
+        self._bytes: dict[str, np.ndarray[Any, Any]] | None = None
+        self._mapped: mmap.mmap | None = None
+        if staged is not None and file is not None:
+            runs = [part for part in file.parts if isinstance(part, Run)]
+            if runs:  # torch wants memory that it could write to
+                with staged.open("rb") as stream:
+                    self._mapped = mmap.mmap(stream.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+            self._bytes = {run.label: np.frombuffer(self._mapped or b"", np.uint8, run.size, run.at) for run in runs}
+
+    def forget(self) -> None:
+        """What was read of the file need not be in this process's memory any more; it is read again when it is used."""
+        if self._mapped is not None:
+            self._mapped.madvise(mmap.MADV_DONTNEED)
 
     def tensor(self, label: str) -> Tensor:
         return self._make(label, TORCH_DTYPE[self._dtypes[label]], self._origin.tensors[label].shape)
@@ -75,21 +88,15 @@ class StandIns:
             raise CorruptError(f"{reference['name']} has another number of bytes than its shape says")
         return self._make(label, ours, shape)
 
-    def of_form(self, dtype: str, shape: tuple[int, ...]) -> Tensor:
-        """One that stands for nothing."""
-        with self._mode, warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # some dtypes are said to be experimental
-            return torch.empty(shape, dtype=TORCH_DTYPE[dtype])
-
-    def source(self, tensor: Tensor) -> StandInFor:
-        return self._sources[id(tensor)]
-
     def _make(self, label: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         key = label, dtype, shape
         if key not in self._made:
-            made = self._made[key] = self.of_form(DTYPE_NAME[dtype], shape)
-            full = self._origin.tensors[label].shape
-            self._sources[id(made)] = StandInFor(label, ((0,) * len(full), full), self._dtypes[label])
+            if self._bytes is None:
+                self._made[key] = torch.empty(shape, dtype=dtype, device="meta")
+            elif label not in self._bytes:
+                self._made[key] = torch.empty(shape, dtype=dtype)  # of no elements
+            else:
+                self._made[key] = torch.from_numpy(self._bytes[label]).view(dtype).reshape(shape)
         return self._made[key]
 
 
@@ -135,8 +142,8 @@ class Builder:
     `state_dict` does; else they call them by name, as `torch.distributed.checkpoint` does. `text_keys`: in places, keys
     of dicts are text, as in the latter's files."""
 
-    def __init__(self, view: RankView, stand_ins: StandIns, *, numbered: bool, text_keys: bool) -> None:
-        self._view, self._stand_ins, self._numbered, self._text_keys = view, stand_ins, numbered, text_keys
+    def __init__(self, view: RankView, tensors: Tensors, *, numbered: bool, text_keys: bool) -> None:
+        self._view, self._tensors, self._numbered, self._text_keys = view, tensors, numbered, text_keys
         self._places: dict[str, Place] = {}
         self._optimizers: list[Groups] = []
         self._changed: Counter[str] = Counter()
@@ -225,10 +232,10 @@ class Builder:
         return found if len(set(found.values())) == len(found) else {name: name for name in names}
 
     def _settle(self, value: Any, at: Place, *, text_keys: bool | None = None) -> Any:
-        """Stand-ins in the places of names, and nothing that `torch.load(weights_only=True)` would refuse."""
+        """Tensors in the places of names, and nothing that `torch.load(weights_only=True)` would refuse."""
         kind, text = type(value), self._text_keys if text_keys is None else text_keys
         if kind is _Named:
-            return self._stand_in(value, at)
+            return self._tensor(value, at)
         if kind in (dict, OrderedDict, Counter):
             for key, one in value.items():
                 value[key] = self._settle(one, (*at, str(key) if text else key), text_keys=text)
@@ -246,20 +253,20 @@ class Builder:
             return hex(value)
         return value
 
-    def _stand_in(self, named: _Named, at: Place) -> Tensor:
+    def _tensor(self, named: _Named, at: Place) -> Tensor:
         name = self._view.aliases.get(named.name, named.name)
         if name not in self._view.tensors:
             raise UsageError(f"{named.name} is left out, but the values beside it need it: leave out all of {show(at)}")
         self._places.setdefault(name, at)
         label = self._view.tensors[name]
         if named.reference is None:
-            return self._stand_ins.tensor(label)
-        found = self._stand_ins.array(label, named.reference)
+            return self._tensors.tensor(label)
+        found = self._tensors.array(label, named.reference)
         if found is not None:
             self._changed["numpy arrays became tensors"] += 1
             return found
         self._changed[f"numpy arrays of {named.reference['dtype']} became tensors of their bytes"] += 1
-        return self._stand_ins.tensor(label)
+        return self._tensors.tensor(label)
 
     def _number(self, value: np.generic) -> Any:
         kind = value.dtype.kind
@@ -308,163 +315,3 @@ def _grown(value: Any) -> Any:
     if list(value) == list(range(len(value))):
         return [_grown(one) for one in value.values()]
     return _rooted(value)
-
-
-# -- the bytes around tensors --
-
-
-@dataclass(frozen=True, slots=True)
-class TensorGap:
-    """Bytes `start` to `stop` of a container, for a tensor; their CRC-32 belongs to each of `crcs`."""
-
-    start: int
-    stop: int
-    crcs: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Container:
-    """What torch.save writes, but for the bytes of tensors. `literals`: (place, bytes); all in rising order."""
-
-    size: int
-    literals: tuple[tuple[int, bytes], ...]
-    holes: tuple[TensorGap, ...]
-
-
-def container(value: object) -> Container:
-    """What torch.save makes of stand-ins and plain values. No byte of a tensor is needed, or written."""
-    recorder = _Recorder()
-    with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(value, cast(Any, recorder))
-    return recorder.container()
-
-
-def fill(form: Container, at: int, sources: Sequence[StandInFor]) -> tuple[list[Literal | Run], list[Sum]]:
-    """A container at byte `at` of a file, with what belongs into its holes, in their order."""
-    if len(sources) != len(form.holes):
-        raise _unknown_format(f"{len(form.holes)} records for {len(sources)} tensors")
-    parts: list[Literal | Run] = [Literal(at + place, data) for place, data in form.literals]
-    sums = []
-    for hole, source in zip(form.holes, sources, strict=True):
-        run = Run(at + hole.start, source.label, source.box, source.dtype)
-        if run.size != hole.stop - hole.start:
-            raise _unknown_format(f"{hole.stop - hole.start} bytes for {source.label}, which has {run.size}")
-        parts.append(run)
-        sums.append(Sum(at + hole.start, at + hole.stop, "crc32", tuple(at + place for place in hole.crcs)))
-    return sorted(parts, key=lambda part: part.at), sums
-
-
-def joined(parts: Iterable[Literal | Run]) -> tuple[Literal | Run, ...]:
-    """The same bytes, in as few parts as can be."""
-    found: list[Literal | Run] = []
-    for literal, some in itertools.groupby(parts, lambda part: isinstance(part, Literal)):
-        each = list(some)
-        found += [Literal(each[0].at, b"".join(cast(Literal, one).data for one in each))] if literal else each
-    return tuple(found)
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors inside plain containers that have any bytes, each once, in the order in which torch.save meets and
-    writes them: a container's from its first to its last."""
-    found: dict[int, Tensor] = {}
-    _collect(value, found)
-    return list(found.values())
-
-
-def _collect(value: Any, found: dict[int, Tensor]) -> None:
-    if isinstance(value, Tensor):
-        if value.numel():
-            found.setdefault(id(value), value)
-    elif isinstance(value, dict):
-        for one in value.values():
-            _collect(one, found)
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            _collect(one, found)
-
-
-class _Recorder:
-    """A file that keeps what torch writes, and notes what it skips."""
-
-    def __init__(self) -> None:
-        self._size = 0
-        self._literals: list[tuple[int, bytearray]] = []
-        self._holes: list[tuple[int, int]] = []
-
-    def write(self, data: memoryview) -> int:
-        if not self._literals or self._literals[-1][0] + len(self._literals[-1][1]) != self._size:
-            self._literals.append((self._size, bytearray()))
-        self._literals[-1][1].extend(data)
-        self._size += len(data)
-        return len(data)
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        if whence != os.SEEK_CUR or offset <= 0:
-            raise _unknown_format("it goes back in the file")
-        self._holes.append((self._size, self._size + offset))
-        self._size += offset
-        return self._size
-
-    def flush(self) -> None:
-        pass
-
-    def container(self) -> Container:
-        literals = {at: bytes(data) for at, data in self._literals}
-        last = max(literals)
-        records = [(size, crc) for size, crc in _directory(literals[last], last) if size is not None]
-        holes = []
-        for (start, stop), (size, crc) in zip(self._holes, records, strict=True):
-            if size != stop - start or literals.get(stop, b"")[:4] != _DESCRIPTOR:
-                raise _unknown_format(f"no record of {stop - start} bytes")
-            holes.append(TensorGap(start, stop, (stop + 4, crc)))
-        return Container(self._size, tuple(literals.items()), tuple(holes))
-
-
-_DESCRIPTOR, _RECORD = b"PK\x07\x08", b"PK\x01\x02"  # behind the bytes of a record; its line in the directory
-
-
-def _directory(tail: bytes, base: int) -> Iterator[tuple[int | None, int]]:
-    """Of each record of a zip file: the size, None unless bytes of a tensor are in it, and where the file's directory
-    has its CRC-32. `tail`: the last bytes of the file, which begin at byte `base`, and have all of the directory."""
-    (at,) = struct.unpack_from("<I", tail, len(tail) - 6)
-    if at == 0xFFFFFFFF:  # beyond 4 GiB: the end says where the larger end is, and that where the directory is
-        (end,) = struct.unpack_from("<Q", tail, len(tail) - 34)
-        (at,) = struct.unpack_from("<Q", tail, end - base + 48)
-    at -= base
-    if at < 0 or tail[at : at + 4] != _RECORD:
-        raise _unknown_format("its directory is not at its end")
-    while tail[at : at + 4] == _RECORD:
-        size, name, extra, comment = struct.unpack_from("<IHHH", tail, at + 24)
-        if size == 0xFFFFFFFF:
-            size = _long_size(tail[at + 46 + name : at + 46 + name + extra])
-        of_tensor = size and tail[at + 46 : at + 46 + name].split(b"/")[1:2] == [b"data"]
-        yield size if of_tensor else None, base + at + 16
-        at += 46 + name + extra + comment
-
-
-def _long_size(extra: bytes) -> int:
-    """The size of a record beyond 4 GiB, which comes first of the numbers that had no room."""
-    at = 0
-    while at + 4 <= len(extra):
-        kind, length = struct.unpack_from("<HH", extra, at)
-        if kind == 1:
-            return int(struct.unpack_from("<Q", extra, at + 4)[0])
-        at += 4 + length
-    raise _unknown_format("a record without a size")
-
-
-def _unknown_format(detail: str) -> CheckpointError:
-    return CheckpointError(
-        f"torch {torch.__version__} writes torch.save files in a way that is not known here ({detail}): upgrade with "
-        "`pip install -U everystep`, or choose another format"
-    )
-
-
-Sourced = Callable[[Tensor], StandInFor]
-
-
-def save(value: object, at: int, source: Sourced) -> tuple[int, list[Literal | Run], list[Sum]]:
-    """torch.save of a value, at byte `at` of a file: its size, its parts, and the checksums it needs."""
-    form = container(value)
-    parts, sums = fill(form, at, [source(tensor) for tensor in tensors_of(value)])
-    return form.size, parts, sums

@@ -1,0 +1,127 @@
+"""The command that compares two checkpoints: diff. It needs no GPU and little memory: tensors pass by in windows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckpt.cli.origins import as_option, only_option, open_either
+from ckpt.cli.terminal import act, example, json_option, place_option, print_json, print_table, progress, short
+from ckpt.errors import UsageError
+
+if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
+    from ckpt.convert.source import Origin
+
+Found = dict[str, Any]
+
+
+@click.command(
+    epilog=example(
+        "ckpt diff runs/exp1@500 runs/exp1@600",
+        "ckpt diff runs/exp1 exports/hf --only 'model.*' --json",
+    )
+)
+@click.argument("a")
+@click.argument("b")
+@only_option
+@as_option
+@place_option
+@json_option
+def diff(a: str, b: str, only: tuple[str, ...], at: tuple[str, ...], as_json: bool) -> int:
+    """Compare two checkpoints, each given as URL or URL@STEP, or files as `ckpt import` takes them.
+
+    For each tensor that differs: how many elements do, the largest absolute difference, the largest one relative to
+    the larger of the two, and the cosine of the angle between both, also across dtypes. Exit code 1 if anything
+    differs. Only tensors whose digests differ are read, in pieces.
+    """
+    found = act(_diff(a, b, only, at))
+    if as_json:
+        print_json(found)
+    else:
+        if not found["equal"]:
+            print_table(("difference", "name", "A", "B", "relative", "cosine"), list(diff_rows(found)))
+        print("equal" if found["equal"] else "different")
+    return 0 if found["equal"] else 1
+
+
+async def _diff(a: str, b: str, only: Sequence[str], at: tuple[str, ...]) -> Found:
+    from ckpt.checkpoint import describe
+    from ckpt.checkpoint.describe import jsonable
+    from ckpt.convert import tensor_diff
+
+    async with open_either(a, at) as one, open_either(b, at) as two:
+        (here, entries_a), (there, entries_b) = (sides_of(origin, only) for origin in (one, two))
+        if only and not any((here, there, entries_a, entries_b)):
+            raise UsageError(
+                f"nothing matches {' or '.join(map(repr, only))}: `ckpt show` lists names; * stands for any"
+            )
+        shared = [t for name, t in here.items() if name in there]
+        alike = [
+            t for t in shared if t.shape == there[t.name].shape and tensor_diff.comparable(t.dtype, there[t.name].dtype)
+        ]
+        met = {(one.names[t.name], two.names[t.name]): t.name for t in reversed(alike)}  # tied ones once
+        pairs = [tensor_diff.Pair(n, a, b) for (a, b), n in reversed(met.items()) if not one.same(a, two, b)]
+        total = sum(here[p.name].bytes + there[p.name].bytes for p in pairs)
+        tied_a, tied_b = (tied_groups(origin, here.keys() & there.keys()) for origin in (one, two))
+        with progress("comparing", total) as on_bytes:
+            differing = await tensor_diff.differences(one, two, pairs, on_bytes=on_bytes)
+        found: Found = {
+            "only_in_a": [name for name in here if name not in there],
+            "only_in_b": [name for name in there if name not in here],
+            "changed": [
+                {"name": t.name, "a": asdict(t), "b": asdict(there[t.name])}
+                for t in shared
+                if (t.dtype, t.shape) != (there[t.name].dtype, there[t.name].shape)
+                or (t.alias_of != there[t.name].alias_of and tied_a[t.name] != tied_b[t.name])
+            ],
+            "tensors": [{key: jsonable(value) for key, value in asdict(d).items()} for d in differing],
+            "values": list(describe.differing_values(entries_a, entries_b)),
+        }
+        sides = {side: {"what": origin.title, **origin.about} for side, origin in (("a", one), ("b", two))}
+        return {**sides, "equal": not any(found.values()), **found}
+
+
+def tied_groups(origin: Origin, names: Iterable[str]) -> dict[str, frozenset[str]]:
+    """Of each of these names, those that stand for the same tensor."""
+    groups: dict[str, set[str]] = {}
+    for name in names:
+        groups.setdefault(origin.names[name], set()).add(name)
+    return {name: frozenset(groups[origin.names[name]]) for name in names}
+
+
+def sides_of(origin: Origin, only: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tensors by label, and plain values: those that are wanted."""
+    from ckpt.checkpoint import describe
+    from ckpt.convert.source import matches
+
+    tensors, entries = describe.all_names(origin.tensors, origin.names), origin.plain()
+    if only:
+        tensors = {n: t for n, t in tensors.items() if matches(n, only)}
+        entries = {n: e for n, e in entries.items() if matches(n, only) or matches(f"{n}.", only)}
+    return tensors, entries
+
+
+def diff_rows(found: Found) -> Iterator[tuple[object, ...]]:
+    """What a person reads: difference, name, A, B, and how much."""
+    yield from (("only in A", name, "", "", "", "") for name in found["only_in_a"])
+    yield from (("only in B", name, "", "", "", "") for name in found["only_in_b"])
+    for row in found["changed"]:
+        yield "changed", row["name"], *(f"{t['dtype']} {t['shape']}" + same_as(t) for t in (row["a"], row["b"])), "", ""
+    for row in found["tensors"]:
+        most = "" if row["max_abs_difference"] is None else f"by at most {row['max_abs_difference']}"
+        more = ("" if row[key] is None else row[key] for key in ("max_rel_difference", "cosine"))
+        yield "bytes", row["name"], f"{row['differing']} of {row['elements']} elements", most, *map(brief, more)
+    for row in found["values"]:
+        sides = ("" if row["only_in"] not in (None, side) else short(row[side]) for side in "ab")
+        yield "value", row["path"], *sides, "", ""
+
+
+def brief(number: object) -> str:
+    return f"{number:.6g}" if isinstance(number, float) else str(number)
+
+
+def same_as(tensor: dict[str, Any]) -> str:
+    return f", the same memory as {tensor['alias_of']}" if tensor["alias_of"] else ""

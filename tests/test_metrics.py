@@ -317,7 +317,7 @@ def test_a_look_crosses_to_other_versions() -> None:
             RankStatus.from_json(wrong)
     known = {"int", "float", "str", "int | None", "float | None"}
     for kind in (SlotStatus, TierStatus, DeviceStatus):
-        assert {str(f.type) for f in fields(kind)} <= known  # what `_fits` understands
+        assert {str(f.type) for f in fields(kind)} <= known  # plain values, which tools that read `--json` can hold
 
 
 def test_urls_have_no_secrets() -> None:

@@ -13,13 +13,14 @@ is in `ckpt.goodput.accounting`; who keeps it, in `ckpt.writer.bookkeeper`.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
+
+import msgspec
 
 from ckpt.errors import CorruptError, FormatError
 
@@ -31,6 +32,7 @@ MOST_ROWS = 600
 MOST_LANDED = 256
 MOST_EVENTS = 256  # restores, faults and decisions that are kept of each kind: the first half, and the last
 _NAME = re.compile(r"ledger/(\d+\.[0-9a-z]+)\.(\d+)\.json")
+_WRONG = (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError, msgspec.ValidationError)
 T = TypeVar("T")
 
 
@@ -239,29 +241,18 @@ class Account:
     def from_bytes(cls, raw: bytes | memoryview) -> Account:
         """CorruptError if it is cut off or is no account; FormatError if a newer version wrote it."""
         try:
-            data = json.loads(bytes(raw))
+            data = json.loads(bytes(raw), parse_float=_finite, parse_constant=_finite)
             if data.pop("version") > VERSION:
                 raise FormatError("this ledger was written by a newer version of everystep")
-            columns = data.pop("rows")
-            rows = [StepRow(*values) for values in zip(*(columns[name] for name in _COLUMNS), strict=True)]
-            columns = data.pop("landed", None) or dict.fromkeys(_OF_LANDED, ())
-            landed = [LandedSave(*values) for values in zip(*(columns[name] for name in _OF_LANDED), strict=True)]
-            account = _build(cls, {**data, "rows": [], "restores": [], "faults": [], "decisions": []})
-            account.rows = [_checked(row) for row in rows]
-            account.landed = [_checked(one) for one in landed]
-            account.restores = [_build(Restore, one) for one in data["restores"]]
-            account.faults = [_build(SeenFault, one) for one in data["faults"]]
-            account.decisions = [_build(Decision, one) for one in data["decisions"]]
-            account.saves = {str(url): _build(Saves, one) for url, one in data["saves"].items()}
-            account.end = None if data["end"] is None else _build(End, data["end"])
-            wall, mono = account.anchor
-            account.anchor = float(wall), float(mono)
+            data["rows"] = _by_row(data["rows"], _COLUMNS)
+            data["landed"] = _by_row(data.get("landed") or dict.fromkeys(_OF_LANDED, ()), _OF_LANDED)
+            account = msgspec.convert(data, cls)
             if not _NAME.fullmatch(account.key):
                 raise ValueError("its epoch makes no sense")
             return account
         except FormatError:
             raise
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        except _WRONG as error:
             raise CorruptError(f"this is not the account of an incarnation, or not all of it: {error!r}") from None
 
 
@@ -317,57 +308,13 @@ def _rounded(value: float | int) -> float | int:
     return round(value, 6) if isinstance(value, float) else value
 
 
-def _build(kind: type[T], data: Any) -> T:
-    """An object of that kind from plain values; unknown fields are left out, wrong ones a TypeError."""
-    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
-    return _checked(kind(**{name: value for name, value in data.items() if name in known}))
+def _finite(text: str) -> float:
+    """A number of a ledger: no sum of them makes sense with one that is infinite, or none."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not finite")
+    return value
 
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "float": (float, int),
-    "int": (int,),
-    "str": (str,),
-    "bool": (bool,),
-    "int | None": (int, type(None)),
-    "tuple[float, float]": (list, tuple),
-    "End | None": (dict, type(None)),
-}
-
-
-def _checked(one: T) -> T:
-    """Every field of the type that it says, and every number finite."""
-    of: type = type(one)
-    for name, right, inside in _fields_of(of):
-        value = getattr(one, name)
-        kind = type(value)
-        if kind is int and right == _TYPES["int"]:  # most of them are numbers, and there are many
-            continue
-        if kind in (int, float) and right == _TYPES["float"]:
-            if not math.isfinite(value):
-                raise ValueError(f"{name} is not finite")
-            continue
-        if not _is(value, right):
-            raise TypeError(f"{name} is {value!r}")
-        values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
-        if inside and not all(_is(each, inside) for each in values):
-            raise TypeError(f"{name} is {value!r}")
-        if any(isinstance(each, float) and not math.isfinite(each) for each in values):
-            raise ValueError(f"{name} is not finite")
-    return one
-
-
-@functools.cache
-def _fields_of(kind: type) -> tuple[tuple[str, tuple[type, ...], tuple[type, ...]], ...]:
-    """Of each field of a dataclass: its name, of which types it may be, and of which the values of a dict."""
-    found = []
-    for f in fields(kind):
-        text = str(f.type)
-        inside = text.removeprefix("dict[str, ").removesuffix("]") if text.startswith("dict") else ""
-        within = _TYPES.get(inside, (dict,)) if inside else ()
-        found.append((f.name, _TYPES.get(text, (dict,) if inside else (list,)), within))
-    return tuple(found)
-
-
-def _is(value: Any, right: tuple[type, ...]) -> bool:
-    """isinstance(), but a bool is no number."""
-    return isinstance(value, right) and (bool in right or not isinstance(value, bool))
+def _by_row(columns: dict[str, list[Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+    return [dict(zip(names, values, strict=True)) for values in zip(*(columns[name] for name in names), strict=True)]

@@ -143,8 +143,8 @@ def test_an_error_is_a_reply_too() -> None:
             reply_of(protocol.Incoming("reply", 7, fields, 10), requests.Whose())
 
 
-def test_what_is_too_long_is_not_sent() -> None:
-    """The request fails at once, by name, and the connection goes on."""
+def test_what_is_too_long_is_not_sent(caplog: pytest.LogCaptureFixture) -> None:
+    """The request fails at once, by name, which is said to those who do not look, and the connection goes on."""
     with pair() as (client, writer):
         future = client.send(requests.Successor("x" * (9 * MIB)))
         with pytest.raises(ProtocolError, match="'successor' has 9 MiB"):
@@ -154,6 +154,7 @@ def test_what_is_too_long_is_not_sent() -> None:
         assert incoming is not None and incoming.id is not None
         writer.reply(incoming.id, None)
         assert later.result(10) == (None, [])
+    assert "'successor' has 9 MiB" in caplog.text
 
 
 # -- a trainer that hears nonsense --

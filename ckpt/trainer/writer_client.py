@@ -130,7 +130,8 @@ class WriterClient:
             self._channel.send(request, number, fds)
         except OSError:
             self._channel.hang_up()  # the receiving thread notices, and fails the future
-        except ProtocolError as error:  # it is too long, and was not sent
+        except ProtocolError as error:  # it is too long, and was not sent; who asks may not look at the answer
+            log.warning("%s", error)
             if self._waiting.pop(number, None) is not None:
                 future.set_exception(error)
         return future
@@ -254,6 +255,8 @@ class WriterClient:
         try:
             future.set_result((reply_of(incoming, request), incoming.fds))
         except CheckpointError as error:
+            if isinstance(error, ProtocolError):  # who asks may not look at the answer
+                log.warning("%s", error)
             incoming.drop()
             future.set_exception(error)
 

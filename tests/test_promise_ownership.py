@@ -26,7 +26,7 @@ from ckpt.ipc import channel
 from ckpt.ipc.notes import GoneNote, SaidNote
 from ckpt.ipc.process import Process
 from ckpt.ipc.protocol import Note
-from ckpt.ipc.requests import Resume
+from ckpt.ipc.requests import Close, Resume
 from ckpt.trainer.writer_client import WriterClient
 
 LIFE = """
@@ -214,7 +214,7 @@ def test_a_trainer_waits_for_the_name_of_a_writer_that_goes(run_dir: str) -> Non
         first.process.send_signal(signal.SIGCONT)
         first.tell()
         time.sleep(2.0)
-        late.ask("close")
+        late.ask(Close())
         late.close()
         assert first.line() == "staged 5" and first.step() == "staged 6"
     assert start_of("memory:late") == ["start", "6", "6", "memory"]

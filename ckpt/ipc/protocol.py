@@ -12,6 +12,7 @@ and a writer of different numbers leave each other alone.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -35,6 +36,7 @@ N = TypeVar("N", bound="Message")
 T = TypeVar("T")
 
 
+@functools.cache
 def _op(name: str) -> str:
     """`WriteSlot` is called `write_slot` on the wire."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()

@@ -26,7 +26,6 @@ import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path += [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "backends")]  # if not installed
@@ -34,6 +33,7 @@ sys.path += [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent
 from ckpt.checkpoint import ledger_files
 from ckpt.checkpoint.open_tier import open_place
 from ckpt.ipc.heartbeat import Heartbeat
+from ckpt.ipc.watch_requests import KeepBooks
 from ckpt.tiers import Tier
 from ckpt.writer.bookkeeper import Bookkeeper
 from figures import goal, machine
@@ -60,8 +60,8 @@ async def writer_s(folder: str) -> tuple[float, float, int]:
     place = await open_place(Tier(folder).spec())
     books = Bookkeeper(lambda: [place], lambda message: None)
     heartbeat, now = Heartbeat.create(), time.monotonic()
-    facts: dict[str, Any] = {"epoch": "1.ab", "rank": 0, "world": 1, "url": place.url, "opening": now, "opened": now}
-    books.begin({**facts, "places": [], "decides": False, "cadence": None}, [os.dup(heartbeat.fd)], os.getpid())
+    facts = KeepBooks("1.ab", 0, 1, place.url, opening=now, opened=now, places=[], versions={})
+    books.begin(facts, [os.dup(heartbeat.fd)], os.getpid())
     books.look_by_hand()
     started = time.process_time()
     for step in range(STEPS):

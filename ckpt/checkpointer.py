@@ -48,6 +48,8 @@ from ckpt.goodput.cadence import Auto
 from ckpt.ipc import channel
 from ckpt.ipc.arena import Arena
 from ckpt.ipc.heartbeat import LEAVING, OPENING, PAUSED, RESTORING, Heartbeat
+from ckpt.ipc.notes import CadenceNote, DamagedNote
+from ckpt.ipc.watch_requests import KeepBooks, RestoreDone, Show
 from ckpt.metrics import as_metrics
 from ckpt.ranks.world import World
 from ckpt.restore.resume import Restored, gather, restore_first, together
@@ -207,7 +209,7 @@ class Checkpointer:
         self._cadence_sync = CadenceSync(
             self._world, self._supervisor, self._heartbeat, self._memory, self._tiers, self._ownership.cadence
         )
-        self._supervisor.on_damaged = self._on_damaged
+        self._supervisor.hear(DamagedNote, self._on_damaged)
         self._supervisor.on_failure = lambda error: self._note_error(error, None)
         self._fenced = self._supervisor.lost  # while it was opened
         self._hook = UpdateHook(self._wait_for_copy, self._capture.unguard, self._capture.concerns)
@@ -247,36 +249,30 @@ class Checkpointer:
 
     def _show(self) -> None:
         """Whoever wants to know what we do asks the writer: `ckpt top`, and metrics."""
-        fields = {
-            "place": self._place,
-            "rank": self._world.rank,
-            "world": self._world.size,
-            "local_rank": self._world.local_rank,
-            "opening": self._began,
-            "opened": time.monotonic(),
-            "metrics": None if self._metrics is None else self._metrics.to_json(),
-        }
-        self._supervisor.show(fields, (self._heartbeat.fd,))
+        seat = self._world.rank, self._world.size, self._world.local_rank
+        metrics = None if self._metrics is None else self._metrics.to_json()
+        request = Show(self._place, *seat, opening=self._began, opened=time.monotonic(), metrics=metrics)
+        self._supervisor.show(request, (self._heartbeat.fd,))
 
     def _keep_books(self) -> None:
         """The writer of the rank that speaks for the nearest place keeps the ledger, see `ckpt.writer.bookkeeper`."""
         if self._supervisor.roles[0].place > 0 if self._tiers else self._world.rank > 0:
             return
         owner = self._supervisor.owner
-        fields = {
-            "epoch": f"{owner.epoch}.{owner.nonce}",
-            "rank": self._world.rank,
-            "world": self._world.size,
-            "url": self._place,
-            "opening": self._began,
-            "opened": time.monotonic(),
-            "places": self._cadence_sync.places(),
-            "versions": {"everystep": __version__, "torch": torch.__version__, "python": platform.python_version()},
-            "decides": self._world.rank == 0,
-            "cadence": self._cadence_sync.began,
-        }
-        self._supervisor.on_cadence = self._cadence_sync.propose
-        self._supervisor.keep_books(fields, (self._heartbeat.fd,))
+        request = KeepBooks(
+            epoch=f"{owner.epoch}.{owner.nonce}",
+            rank=self._world.rank,
+            world=self._world.size,
+            url=self._place,
+            opening=self._began,
+            opened=time.monotonic(),
+            places=self._cadence_sync.places(),
+            versions={"everystep": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            decides=self._world.rank == 0,
+            cadence=self._cadence_sync.began,
+        )
+        self._supervisor.hear(CadenceNote, self._cadence_sync.propose)
+        self._supervisor.keep_books(request, (self._heartbeat.fd,))
 
     @property
     def writer_pid(self) -> int:
@@ -831,12 +827,12 @@ class Checkpointer:
             self._errors.append((error, save))
         log.warning("%s", error)
 
-    def _on_damaged(self, note: dict[str, Any]) -> None:
-        problems = "; ".join(note["problems"])
+    def _on_damaged(self, note: DamagedNote) -> None:
+        problems = "; ".join(note.problems)
         self._note_error(
             SaveError(
-                f"step {note['step']} in {note['tier']} is damaged on disk: {problems}. Training can go on: the next "
-                f"checkpoint does not build on it. `ckpt repair {note['tier']}` says what can be mended"
+                f"step {note.step} in {note.tier} is damaged on disk: {problems}. Training can go on: the next "
+                f"checkpoint does not build on it. `ckpt repair {note.tier}` says what can be mended"
             ),
             None,
         )
@@ -884,7 +880,7 @@ class Checkpointer:
     def _note_restore(self, began: float) -> None:
         """For the ledger."""
         result, owner = self.last_restore, self._supervisor.owner
-        self._supervisor.tell_restored(
+        request = RestoreDone(
             at=began,
             seconds=time.monotonic() - began,
             step=None if result is None else result.step,
@@ -899,6 +895,7 @@ class Checkpointer:
             passed_over=0 if result is None else len(result.skipped),
             why=_first_reason(result),
         )
+        self._supervisor.tell_restored(request)
         if result is not None and result.step is not None:
             facts = {"source": result.tier, "seconds": result.seconds, "repaired": len(result.repaired)}
             publish("restored", result.step, **facts)

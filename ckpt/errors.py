@@ -12,6 +12,7 @@
     │   └── SkippedError      a save was skipped because every slot was busy
     ├── WriterError           the writer process cannot be started
     │   └── NameTakenError    another writer of this run has started meanwhile
+    ├── ProtocolError         a message between two processes was not understood, or a writer is of another version
     ├── PeerError             another rank of the job failed, is gone, or disagrees
     ├── DeadlineError         a wait ran past its deadline (also a TimeoutError)
     ├── CorruptError          stored bytes do not match their digest
@@ -132,6 +133,15 @@ class WriterError(CheckpointError):
 
 class NameTakenError(WriterError):
     """Another writer of this run has started on this machine meanwhile."""
+
+
+class ProtocolError(CheckpointError):
+    """A message was not understood, or the writer that holds a run's memory is of another version of this library."""
+
+    advice = (
+        "Nothing was changed, and nobody was ended: a writer goes on with what it holds. Start with the version of "
+        "everystep that it has."
+    )
 
 
 class PeerError(CheckpointError):

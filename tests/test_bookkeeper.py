@@ -17,6 +17,7 @@ from ckpt.errors import StoreError
 from ckpt.faults.report import Fault
 from ckpt.goodput.ledger import Account
 from ckpt.ipc.heartbeat import Heartbeat
+from ckpt.ipc.watch_requests import KeepBooks, RestoreDone
 from ckpt.tiers import Tier
 from ckpt.writer import bookkeeper
 from ckpt.writer.bookkeeper import Bookkeeper
@@ -32,17 +33,16 @@ class Books:
         self.opened = time.monotonic()
 
     def begin(self, *, again: bool = False) -> None:
-        facts: dict[str, Any] = {"epoch": "1.ab", "rank": 0, "world": 1, "url": self.places[0].url}
-        facts |= {"opening": self.opened, "opened": self.opened, "places": [], "decides": False, "cadence": None}
-        self.keeper.begin({**facts, "again": again}, [os.dup(self.heartbeat.fd)], os.getpid())
+        url, opened = self.places[0].url, self.opened
+        facts = KeepBooks("1.ab", 0, 1, url, opening=opened, opened=opened, places=[], versions={}, again=again)
+        self.keeper.begin(facts, [os.dup(self.heartbeat.fd)], os.getpid())
 
     def beat(self, step: int, **cost: Any) -> None:
         self.heartbeat.beat(step, **cost)
 
     def restored(self, began: float, step: int, **cost: Any) -> None:
-        facts = {"at": began, "seconds": time.monotonic() - began, "step": step, "source": "memory", "attempt": "1.a-1"}
         known = {"stalled": 0.0, "saves": 0, "skipped": 0, "paused": self.heartbeat.paused_s, **cost}
-        self.keeper.restored({**facts, "epoch": "2.cd", **known})
+        self.keeper.restored(RestoreDone(began, time.monotonic() - began, step, "memory", "1.a-1", "2.cd", **known))
 
     def stored(self, number: int = 0) -> Account:
         path = self.places[number].url.removeprefix("file://")
@@ -78,11 +78,10 @@ def test_a_restore_is_no_part_of_the_step_after_it(tmp_path: Path) -> None:
         time.sleep(0.2)
         ended = time.monotonic()
         books.keeper.look(began)
-        facts = {"stalled": 5.0, "saves": 3}
         time.sleep(0.02)
         books.heartbeat.beat(11, 5.5, 4)
-        message = {"at": began, "seconds": ended - began, "step": 10, "source": "", "attempt": "", "epoch": ""}
-        books.keeper.restored({**message, **facts, "skipped": 0, "paused": 3.0})
+        cost = {"stalled": 5.0, "saves": 3, "skipped": 0, "paused": 3.0}
+        books.keeper.restored(RestoreDone(began, ended - began, 10, source="", attempt="", epoch="", **cost))
         books.keeper.look()
         first, second = books.account.rows
         assert (first.step, second.step) == (1, 11) and first.at < began
@@ -156,8 +155,8 @@ def test_what_is_said_late_of_a_death_belongs_to_who_died(tmp_path: Path) -> Non
         books.begin()
         first = books.account
         books.keeper.ended("died")
-        facts: dict[str, Any] = {"epoch": "2.cd", "rank": 0, "world": 1, "url": books.places[0].url}
-        facts |= {"opening": books.opened, "opened": books.opened, "places": [], "decides": False, "cadence": None}
+        url, opened = books.places[0].url, books.opened
+        facts = KeepBooks("2.cd", 0, 1, url, opening=opened, opened=opened, places=[], versions={})
         books.keeper.begin(facts, [os.dup(books.heartbeat.fd)], os.getppid())
         for pid in (os.getpid(), 1):
             books.keeper.fault(Fault("death", "died", by="writer", pid=pid))

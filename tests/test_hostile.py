@@ -58,6 +58,7 @@ from ckpt.format.merged import SavedState
 from ckpt.format.table import Shard, Table, merge
 from ckpt.format.values import decode
 from ckpt.ipc import channel as link
+from ckpt.ipc.protocol import MOST_BYTES
 from ckpt.ranks.world import World
 from ckpt.restore.resume import Restored, gather, restore_first
 from ckpt.restore.sources import RestoreSource
@@ -1460,7 +1461,7 @@ HOSTILE_MESSAGES: dict[str, bytes] = {
     "nothing": b"",
     "half a length": b"\x00\x00",
     "huge length": b"\xff\xff\xff\xff",
-    "largest length": struct.pack(">I", link.MAX_MESSAGE) + b"x",
+    "largest length": struct.pack(">I", MOST_BYTES) + b"x",
     "half a message": struct.pack(">I", 100) + b"{",
     "noise": bytes(range(256)) * 64,
     "empty message": message(b""),
@@ -1476,31 +1477,31 @@ HOSTILE_MESSAGES: dict[str, bytes] = {
     "op is dunder": message(b'{"op":"__class__","id":1}'),
     "unknown op": message(b'{"op":"of_another_version","id":1}'),
     "id is a list": message(b'{"op":"nothing","id":[]}'),
-    "descriptors that are not there": message(b'{"op":"attach","id":1,"fds":3}'),
-    "negative descriptors": message(b'{"op":"attach","id":1,"fds":-1}'),
-    "descriptors of text": message(b'{"op":"attach","id":1,"fds":"x"}'),
-    "attach nothing": message(b'{"op":"attach","id":1}'),
-    "negative arena": message(b'{"op":"arena","id":1,"slots":-1,"slot_size":-5}'),
-    "huge arena": message(b'{"op":"arena","id":1,"slots":3,"slot_size":1000000000000000}'),
-    "many slots": message(b'{"op":"arena","id":1,"slots":1000,"slot_size":4096}'),
-    "write of nothing": message(b'{"op":"write","id":1,"tier":0,"arena":"00","slot":0,"attempt":"x"}'),
-    "write of a far slot": message(b'{"op":"write","id":1,"tier":99,"arena":"00","slot":99999,"attempt":"x"}'),
-    "watch nothing": message(b'{"op":"watch","id":1,"arena":"00"}'),
-    "layout of nonsense": message(b'{"op":"layout","id":1,"layout":{"tensors":[["x","F32",[-1],false]]}}'),
-    "rollback to nonsense": message(b'{"op":"acquire","id":1,"nonce":"x","restored":"../x","floor":0,"tiers":[0]}'),
-    "acquire far places": message(b'{"op":"acquire","id":1,"nonce":"x","restored":null,"floor":0,"tiers":[99]}'),
-    "heir of nothing": message(b'{"op":"heir","id":1}'),
-    "own without fields": message(b'{"op":"own","id":1}'),
-    "own of nonsense": message(b'{"op":"own","id":1,"owner":[1,"x","../x"],"roles":[]}'),
-    "own of text": message(b'{"op":"own","id":1,"owner":"owner","roles":[]}'),
+    "descriptors that are not there": message(b'{"op":"attach_arena","id":1,"fds":3}'),
+    "negative descriptors": message(b'{"op":"attach_arena","id":1,"fds":-1}'),
+    "descriptors of text": message(b'{"op":"attach_arena","id":1,"fds":"x"}'),
+    "attach nothing": message(b'{"op":"attach_arena","id":1}'),
+    "negative arena": message(b'{"op":"make_arena","id":1,"slots":-1,"slot_size":-5,"least":1}'),
+    "huge arena": message(b'{"op":"make_arena","id":1,"slots":3,"slot_size":1000000000000000,"least":1}'),
+    "many slots": message(b'{"op":"make_arena","id":1,"slots":1000,"slot_size":4096,"least":1}'),
+    "write of nothing": message(b'{"op":"write_slot","id":1,"tier":0,"arena":"00","slot":0,"attempt":"x"}'),
+    "write of a far slot": message(b'{"op":"write_slot","id":1,"tier":99,"arena":"00","slot":99999,"attempt":"x"}'),
+    "watch nothing": message(b'{"op":"watch_arena","id":1,"arena":"00"}'),
+    "layout of nonsense": message(b'{"op":"know_layout","id":1,"layout":{"tensors":[["x","F32",[-1],false]]}}'),
+    "rollback to nonsense": message(b'{"op":"acquire_run","id":1,"nonce":"x","restored":"../x","floor":0,"tiers":[0]}'),
+    "acquire far places": message(b'{"op":"acquire_run","id":1,"nonce":"x","restored":null,"floor":0,"tiers":[99]}'),
+    "successor of nothing": message(b'{"op":"successor","id":1}'),
+    "own without fields": message(b'{"op":"own_run","id":1}'),
+    "own of nonsense": message(b'{"op":"own_run","id":1,"owner":[1,"x","../x"],"roles":[],"recover":[]}'),
+    "own of text": message(b'{"op":"own_run","id":1,"owner":"owner","roles":[]}'),
     "complete nonsense": message(b'{"op":"complete","id":1,"tier":0,"attempts":["../x"]}'),
     "complete what nobody holds": message(b'{"op":"complete","id":1,"tier":0,"attempts":["1.00000000-5"]}'),
     "complete far places": message(b'{"op":"complete","id":1,"tier":99,"attempts":["1.00000000-5"]}'),
-    "retract nonsense": message(b'{"op":"retract","id":1,"attempt":"../x"}'),
+    "retract nonsense": message(b'{"op":"retract","id":1,"attempt":"../x","reason":""}'),
     "partner of nothing": message(b'{"op":"partner","id":1}'),
     "push nothing": message(b'{"op":"push","id":1,"arena":"00","slot":0,"attempt":"x"}'),
-    "open without fields": message(b'{"op":"open","id":1}'),
-    "hello and nothing else": message(b'{"op":"hello","id":1}'),
+    "open without fields": message(b'{"op":"open_run","id":1}'),
+    "greeting and nothing else": message(b'{"op":"greeting","id":1}'),
 }
 
 
@@ -1541,24 +1542,24 @@ def test_a_writer_answers_nonsense_with_errors_of_ours(own_sockets: Path, run_di
         cp.restore(default=0)
         channel = link.connect(link.run_key(normalise(run_dir), 0))
         assert channel is not None
-        requests: list[Json] = [{"op": "nonsense"}, {"op": "layout", "layout": 5}, {"op": "watch", "arena": "x"}, {}]
+        requests: list[Json] = [{"op": "nonsense"}, {"op": "know_layout", "layout": 5}, {"op": "watch_arena"}, {}]
         for number, request in enumerate(requests):
-            channel.send({**request, "id": number})
+            channel.sock.sendall(message(json.dumps({**request, "id": number}).encode()))
             received = channel.receive()
-            assert received is not None and received[0]["id"] == number and "error" in received[0]
+            assert received is not None and received.id == number and "error" in received.fields
         channel.close()
 
 
 @pytest.mark.parametrize("raw", HOSTILE_MESSAGES.values(), ids=HOSTILE_MESSAGES)
 def test_a_channel_ends_where_messages_do(raw: bytes) -> None:
-    """Whatever comes, `receive` returns a dict with the descriptors it names, or None."""
+    """Whatever comes, `receive` returns an object with the descriptors it names, or None."""
     ours, theirs = socket.socketpair()
     with theirs:
         channel = link.Channel(ours)
         theirs.sendall(raw[: 1 << 16])
         theirs.shutdown(socket.SHUT_WR)
         received = channel.receive()
-        assert received is None or (type(received[0]) is dict and received[1] == [])
+        assert received is None or (type(received.fields) is dict and received.fds == [])
         channel.close()
 
 

@@ -41,6 +41,7 @@ from ckpt.errors import CorruptError, UsageError
 from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.manifest import Attempt
 from ckpt.ipc import channel
+from ckpt.ipc.watch_requests import Look
 from ckpt.metrics import Metrics, as_metrics
 from ckpt.store import normalise
 from ckpt.telemetry.exporter import families, tag_of
@@ -140,9 +141,9 @@ def scalars(folder: Path, tag: str, rank: int = 0) -> list[tuple[int, float]]:
 
 
 def look_at(run_dir: str, number: int = 0) -> RankStatus:
-    reply = channel.ask_once(channel.run_key(normalise(run_dir), number), "look", 30.0)
+    reply = channel.ask_once(channel.run_key(normalise(run_dir), number), Look(), 30.0)
     assert reply is not None
-    return RankStatus.from_json(reply["look"])
+    return RankStatus.from_json(reply)
 
 
 @contextmanager

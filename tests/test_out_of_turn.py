@@ -15,6 +15,7 @@ import ckpt
 from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.manifest import Attempt
 from ckpt.ipc.arena import EAGER, Arena, Label
+from ckpt.ipc.watch_requests import Report
 from ckpt.runlog.log import RunLog
 from ckpt.store import open_store
 from ckpt.writer.held_memory import HeldMemory
@@ -104,13 +105,13 @@ def test_the_newest_sound_step_is_made_durable_beside_the_newest(run_dir: str, t
 def test_who_stays_after_all_has_not_announced_its_end(run_dir: str, trained: Any) -> None:
     """A handler that came later decides to go on: the account says so, to the writer too, and no exit code is in it."""
     weight, optimizer = trained
-    told: list[dict[str, Any]] = []
+    told: list[Any] = []
     with ckpt.Checkpointer({"w": weight, "opt": optimizer}, run_dir) as cp:
         cp.restore(default=0)
         update(weight, optimizer, 1.0)
         cp.step(1)
         ask = cp._supervisor.client.ask
-        cp._supervisor.client.ask = lambda op, **f: (told.append({"op": op, **f}), ask(op, **f))[1]  # type: ignore
+        cp._supervisor.client.ask = lambda request, *a: (told.append(request), ask(request, *a))[1]  # type: ignore
         before = signal.getsignal(signal.SIGTERM)
         call = cp._fault_handler._new_call("signal", "SIGTERM came", how="test", grace_s=5.0)
         call.signal, call.leave = signal.SIGTERM, 143
@@ -118,8 +119,8 @@ def test_who_stays_after_all_has_not_announced_its_end(run_dir: str, trained: An
         cp._fault_handler._deal(call)
         signal.signal(signal.SIGTERM, before)
         assert call.leave is None and not cp._fault_handler._leaving
-    (report,) = [one for one in told if one["op"] == "report"]
-    assert report["ends"] is False and report["fault"]["exit_code"] is None
+    (report,) = [one for one in told if isinstance(one, Report)]
+    assert report.ends is False and report.fault["exit_code"] is None
 
 
 def test_what_fills_one_gap_does_not_count_for_another() -> None:

@@ -19,6 +19,8 @@ from parallel import free_port
 import ckpt
 from ckpt.ipc import channel
 from ckpt.ipc.process import Process
+from ckpt.ipc.requests import Greeting, Taken
+from ckpt.ipc.watch_requests import Look
 from ckpt.trainer.writer_client import WriterClient
 
 NAME = "handover"
@@ -230,8 +232,11 @@ def test_memory_that_is_let_go_of_late_is_free_then(own_sockets: Path) -> None:
             key = channel.run_key(f"memory:{NAME}", 0)
             assert eventually(
                 lambda: (
-                    (channel.ask_once(key, "look", 10.0) or {}).get("look", {}).get("pid") == second.process.pid
-                    or (channel.ask_once(key, "hello", 10.0, visit=True) or {}).get("trainer") == second.process.pid
+                    (channel.ask_once(key, Look(), 10.0) or {}).get("pid") == second.process.pid
+                    or (
+                        (there := channel.ask_once(key, Greeting(visit=True), 10.0)) is not None
+                        and there.trainer == second.process.pid
+                    )
                 )
             )
             assert first.do("") == "done 4"
@@ -281,8 +286,8 @@ def test_a_writer_goes_only_when_all_it_has_is_held_elsewhere(own_sockets: Path)
     with life(4) as first:
         first.trained()
     key = channel.run_key(f"memory:{NAME}", 0)
-    assert eventually(lambda: not (channel.ask_once(key, "hello", 10.0, visit=True) or {"alive": True})["alive"])
-    assert channel.ask_once(key, "taken", 10.0, arenas=["00" * 16]) is not None
+    assert eventually(lambda: (there := channel.ask_once(key, Greeting(visit=True), 10.0)) and not there.alive)
+    channel.ask_once(key, Taken(["00" * 16]), 10.0)
     assert start() == "start 4 4"
 
 

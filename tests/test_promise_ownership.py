@@ -23,7 +23,10 @@ from torch import nn
 
 import ckpt
 from ckpt.ipc import channel
+from ckpt.ipc.notes import GoneNote, SaidNote
 from ckpt.ipc.process import Process
+from ckpt.ipc.protocol import Note
+from ckpt.ipc.requests import Close, Resume
 from ckpt.trainer.writer_client import WriterClient
 
 LIFE = """
@@ -211,7 +214,7 @@ def test_a_trainer_waits_for_the_name_of_a_writer_that_goes(run_dir: str) -> Non
         first.process.send_signal(signal.SIGCONT)
         first.tell()
         time.sleep(2.0)
-        late.ask("close")
+        late.ask(Close())
         late.close()
         assert first.line() == "staged 5" and first.step() == "staged 6"
     assert start_of("memory:late") == ["start", "6", "6", "memory"]
@@ -308,14 +311,14 @@ def test_what_a_writer_says_before_anybody_listens_is_heard() -> None:
     """In turn, and once."""
     ours, theirs = socket.socketpair()
     client, writer = WriterClient(channel.Channel(ours), "none"), channel.Channel(theirs)
-    writer.send({"op": "gone"})
-    future = client.send("hello")
-    writer.send({"op": "reply", "id": 1})
+    writer.send(GoneNote())
+    future = client.send(Resume())
+    writer.reply(1, None)
     future.result(30)
-    heard: list[str] = []
-    client.listen(lambda note: heard.append(note["op"]), lambda: None)
-    writer.send({"op": "said"})
-    assert eventually(lambda: heard == ["gone", "said"])
+    heard: list[Note] = []
+    client.listen(heard.append, lambda: None)
+    writer.send(SaidNote("so"))
+    assert eventually(lambda: heard == [GoneNote(), SaidNote("so")])
     client.close()
     writer.close()
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import ckpt
 from ckpt.errors import SaveError
 from ckpt.format.layout import Layout
+from ckpt.ipc.requests import KnowGuarded
 from ckpt.state.capture import Capture, Reading
 from ckpt.state.fingerprint import ELEMENTS, SampledPlaces
 from ckpt.state.tensors import as_bytes, spec
@@ -427,12 +428,12 @@ def test_optimizers_that_take_turns(open_run: Any, monkeypatch: pytest.MonkeyPat
     for name in ("one", "other"):
         step_of(state, name)
     cp = open_run(state)
-    sent: list[dict[str, Any]] = []
+    sent: list[KnowGuarded] = []
     send = cp._supervisor.client.send
     monkeypatch.setattr(
         cp._supervisor.client,
         "send",
-        lambda op, *a, **fields: (sent.append(fields) if op == "guarded" else None, send(op, *a, **fields))[1],
+        lambda request, *a: (sent.append(request) if isinstance(request, KnowGuarded) else None, send(request, *a))[1],
     )
     layouts, lists = set(), set()
     for step in range(1, 13):
@@ -447,7 +448,7 @@ def test_optimizers_that_take_turns(open_run: Any, monkeypatch: pytest.MonkeyPat
         save.staged(30.0)
         assert differences(read_back(cp, step, twin), boundary) == []
     assert (len(layouts), len(lists)) == (1, 2)
-    assert len(sent) == 12 and sum("tensors" in fields for fields in sent) == 2
+    assert len(sent) == 12 and sum(one.tensors is not None for one in sent) == 2
 
 
 def test_a_writer_knows_lists_again_by_their_number() -> None:

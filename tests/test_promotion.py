@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 from test_log import attempt, committed, folded, new_log, reopened
 
 from ckpt.checkpoint import commit as commits
@@ -16,6 +17,9 @@ from ckpt.checkpoint.open_tier import OpenTier
 from ckpt.checkpoint.retention import Keep
 from ckpt.errors import AccessError, CorruptError, SaveError, SkippedError, StoreError
 from ckpt.format.manifest import Attempt
+from ckpt.ipc.notes import DamagedNote, StoredNote
+from ckpt.ipc.protocol import Note
+from ckpt.ipc.requests import OpenRun, OwnRun, WriteSlot
 from ckpt.runlog.log import Commit, Record, commit_body
 from ckpt.store import options_of
 from ckpt.writer.persist import Persister
@@ -57,7 +61,7 @@ class Writer:
     """A persister of rank 0 of two, with a near and a far place, and slots that hold whatever one says."""
 
     def __init__(self) -> None:
-        self.told: list[dict[str, Any]] = []
+        self.told: list[Note] = []
         self.holdings: Any = SimpleNamespace(arenas={}, layouts={}, digests={}, forget_old=set)
         self.persister = Persister(self.holdings, self.told.append, asyncio.create_task)
 
@@ -80,12 +84,12 @@ class Writer:
         stored = asyncio.get_running_loop().create_future()
         stored.set_result(True)
         self.persister._parts[self.near.url, one] = stored
-        await self.persister.write({"tier": 1, "slot": 0, "arena": "aa", "attempt": str(one)})
+        await self.persister.write(WriteSlot(tier=1, arena="aa", slot=0, attempt=str(one)))
 
     @property
     def freed(self) -> set[int]:
         """The steps whose memory is not needed any more."""
-        return {Attempt.parse(note["attempt"]).step for note in self.told if note["op"] == "stored"}
+        return {Attempt.parse(note.attempt).step for note in self.told if isinstance(note, StoredNote)}
 
 
 def scenario(work: Callable[[Writer], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -283,7 +287,7 @@ def test_not_being_let_in_is_not_damage() -> None:
         assert told == []
         store.error = None
         await place.sweep(mine, told.append)
-        assert [note["op"] for note in told] == ["damaged"]
+        assert [type(note) for note in told] == [DamagedNote]
 
     asyncio.run(main())
 
@@ -300,9 +304,8 @@ def test_new_credentials_reach_a_writer_that_is_there(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(open_tier, "open_store", open_store)
 
-    def message(key: str) -> dict[str, Any]:
-        spec = {"url": "s3://b/r", "last": 3, "every": None, "options": {"key": key}}
-        return {"linger_s": 1, "commit_s": 1, "acquires": [], "tiers": [spec]}
+    def message(key: str) -> OpenRun:
+        return OpenRun([{"url": "s3://b/r", "last": 3, "every": None, "options": {"key": key}}], 1.0, 1.0, [], [])
 
     async def main() -> None:
         writer = Writer().persister
@@ -329,17 +332,17 @@ def test_a_new_writer_does_not_need_every_bucket(monkeypatch: pytest.MonkeyPatch
 
     async def main() -> None:
         specs = [{"url": url, "last": 3, "every": None} for url in stores]
-        message = {"linger_s": 1, "commit_s": 1, "acquires": [], "tiers": specs}
+        message = OpenRun(specs, 1.0, 1.0, [], [])
         with pytest.raises(StoreError):
-            await Writer().persister.open(dict(message))
+            await Writer().persister.open(message)
         down[0] = False
         await new_log(stores["s3://far"])
         down[0] = True
         writer = Writer().persister
-        await writer.open({**message, "first_try": 1000})
+        await writer.open(structs.replace(message, first_try=1000))
         near, far = writer.tiers
         assert near.opened and not far.opened
-        await writer.own({"owner": [1, "0" * 8, None], "roles": [[[0], 0, 1]] * 2})
+        await writer.own(OwnRun((1, "0" * 8, None), [([0], 0, 1)] * 2, []))
         down[0] = False
         await far.prepare()
         assert far.opened and far.log.root

@@ -24,8 +24,11 @@ import toy
 from conftest import REPO, eventually, run_script, writers
 
 import ckpt
+from ckpt.errors import UsageError
 from ckpt.faults.report import Fault
 from ckpt.ipc import channel
+from ckpt.ipc.notes import PressureNote
+from ckpt.ipc.watch_requests import TriggerSave
 from ckpt.runlog.log import RunLog
 from ckpt.store import normalise, open_store
 
@@ -756,8 +759,8 @@ def test_a_run_without_triggers_cannot_be_asked(run_dir: str) -> None:
     """It says so, instead of promising a save."""
     with training(run_dir, triggers=[]) as run:
         run.go()
-        reply = channel.ask_once(channel.run_key(normalise(run_dir), 0), "trigger", 10.0, why="")
-        assert reply is not None and "takes no triggers" in reply["message"]
+        with pytest.raises(UsageError, match="takes no triggers"):
+            channel.ask_once(channel.run_key(normalise(run_dir), 0), TriggerSave(""), 10.0)
 
 
 def test_an_on_fault_that_raises_harms_nothing(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -893,7 +896,7 @@ def test_pressure_is_accounted_for(run_dir: str) -> None:
     """What the writer says of memory frees a slot, and the account says how much."""
     with training(run_dir) as run:
         run.go(5)
-        run.cp._fault_handler._on_alert({"op": "pressure", "why": "little is left", "available": 1, "total": 2})
+        run.cp._supervisor._on_note(PressureNote(1, 2, "little is left"))
         fault = run.fault("memory")
         assert "little is left" in fault.summary and "of snapshots back" in fault.summary
         assert fault.exit_code is None and saved_on_disk(fault)

@@ -21,6 +21,7 @@ from ckpt.errors import PeerError
 from ckpt.goodput.cadence import Change
 from ckpt.goodput.ledger import Decision
 from ckpt.ipc.heartbeat import Heartbeat
+from ckpt.ipc.notes import CadenceNote
 from ckpt.ranks.world import World
 from ckpt.runlog.log import Acquire
 from ckpt.trainer import cadence_sync
@@ -60,7 +61,7 @@ class Rank:
 class Ranks(list[Rank]):
     def propose(self, memory: int, tier: int) -> None:
         decision = Decision(0, {"memory": memory, URL: tier}, step_s=0.5)
-        self[0].cadence_sync.propose({"decision": asdict(decision)})
+        self[0].cadence_sync.propose(CadenceNote(asdict(decision)))
 
     def agree(self) -> bool:
         return eventually(lambda: len({rank.newest for rank in self}) == 1 and self[0].newest.step >= 0, 20)
@@ -181,5 +182,5 @@ def test_a_restore_settles_what_some_have_not_heard(ranks: Ranks, monkeypatch: p
 def test_one_rank_changes_at_its_next_step() -> None:
     """It has nobody to ask."""
     rank = Rank(World(0, 1))
-    rank.cadence_sync.propose({"decision": asdict(Decision(0, {"memory": 1, URL: 50}))})
+    rank.cadence_sync.propose(CadenceNote(asdict(Decision(0, {"memory": 1, URL: 50}))))
     assert eventually(lambda: rank.newest == Change(101, 1, (50,)))

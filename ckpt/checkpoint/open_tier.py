@@ -25,7 +25,8 @@ from ckpt.checkpoint.upload_stats import UploadStats
 from ckpt.errors import CheckpointError, FencedError
 from ckpt.format.manifest import Attempt
 from ckpt.format.manifest import owner as owner_of
-from ckpt.ipc.channel import Message
+from ckpt.ipc.notes import DamagedNote, SaidNote
+from ckpt.ipc.protocol import Note
 from ckpt.runlog.log import Acquire, RunLog
 from ckpt.store import Store, open_store, remember_options
 
@@ -68,7 +69,7 @@ class OpenTier:
     graces: set[asyncio.Task[None]] = field(default_factory=set)
     scrubbing: asyncio.Task[None] | None = None
     scrub_rate: float = 0.0  # bytes a second
-    tell: Callable[[Message], None] = lambda message: None
+    tell: Callable[[Note], None] = lambda message: None
     warned: set[Attempt] = field(default_factory=set)  # of what cannot be read the user has been told
     tidied: set[Attempt] = field(default_factory=set)  # aborted ones, of which nothing is left
 
@@ -134,7 +135,7 @@ class OpenTier:
         if dropped:
             events.log.info("aborted %d unfinished uploads to %s", dropped, self.url)
 
-    async def sweep(self, mine: Acquire, tell: Callable[[Message], None]) -> None:
+    async def sweep(self, mine: Acquire, tell: Callable[[Note], None]) -> None:
         """Retention. Errors are no reason to stop anything else: clean-up is tried again after the next checkpoint."""
         try:
             await self._sweep(mine, tell)
@@ -143,7 +144,7 @@ class OpenTier:
         except CheckpointError as error:
             events.log.warning("clean-up of %s has to wait: %s", self.url, error)
 
-    async def _sweep(self, mine: Acquire, tell: Callable[[Message], None]) -> None:
+    async def _sweep(self, mine: Acquire, tell: Callable[[Note], None]) -> None:
         await self._give_up_old(mine)
         state = self.log.state
         pinned = self.promoting.keys() | self.anchors.values()
@@ -164,7 +165,7 @@ class OpenTier:
             problems = await verify(self.store, newest, new=new, on_lost=lambda pack, at: lost.add((pack, at)))
             if problems:
                 self.encoder.distrusted.add(newest.attempt)
-                tell({"op": "damaged", "tier": self.url, "step": newest.step, "problems": problems[:10]})
+                tell(DamagedNote(self.url, newest.step, problems[:10]))
                 await commit.doubt(self.log, mine, newest.attempt, lost)  # which may fail: a disk may be full as well
                 return
             self.verified = {newest.attempt}
@@ -184,7 +185,7 @@ class OpenTier:
         if full:
             self.tidied |= left - self.in_flight
 
-    async def _warn(self, tell: Callable[[Message], None]) -> None:
+    async def _warn(self, tell: Callable[[Note], None]) -> None:
         """Once, of each checkpoint that cannot be read, since nothing is cleaned up while it stays."""
         commits = self.log.state.commits
         unread = commits.keys() - (await retention.files_of(self.log, commits.values())).keys()
@@ -217,7 +218,7 @@ class OpenTier:
             events.log.warning("%d files of %s could not be deleted now: %s", len(keys), self.url, error)
         self.leaving.difference_update(keys)
 
-    async def close(self, mine: Acquire | None, tell: Callable[[Message], None]) -> None:
+    async def close(self, mine: Acquire | None, tell: Callable[[Note], None]) -> None:
         """Tidy up once more, and let go of the store.
 
         A remote place is left as it is: to read a large checkpoint back could take longer than anybody waits at an end.
@@ -239,8 +240,8 @@ class OpenTier:
                 await store.aclose()
 
 
-def _say(tell: Callable[[Message], None], text: str) -> None:
-    tell({"op": "said", "text": text})
+def _say(tell: Callable[[Note], None], text: str) -> None:
+    tell(SaidNote(text))
 
 
 async def open_place(spec: dict[str, Any], *, later: bool = False) -> OpenTier:

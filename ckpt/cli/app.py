@@ -52,7 +52,7 @@ from ckpt.format.digest import file_digest
 from ckpt.format.manifest import MAX_JSON, REDO, Attempt, owner, part_key, rank_and_try, read_format
 from ckpt.format.typed_json import decoded
 from ckpt.runlog.log import Commit, RunLog
-from ckpt.store import Store, get_small, normalise
+from ckpt.store import Store, get_small
 
 if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
     pass
@@ -75,6 +75,7 @@ ELSEWHERE = {  # commands, by the modules that have them
     "report": "report",
     "restore": "convert",
     "top": "top",
+    "trigger": "trigger",
 }
 
 
@@ -539,35 +540,6 @@ async def _faults(url: str) -> dict[str, Any]:
                 say(f"WARNING: {info.key} cannot be read: {error}")
         found = [[one.to_json() for one in incident] for incident in incidents(accounts)]
         return {"url": log.store.url, "incidents": found}
-
-
-@cli.command(epilog=example("ckpt trigger runs/exp1 --why 'before the upgrade'", "ckpt trigger memory:exp1"))
-@click.argument("run")
-@click.option("--why", default="no reason given", help="Goes into the log and the report.")
-@json_option
-def trigger(run: str, why: str, as_json: bool) -> int:
-    """Have a running job save now, on all its ranks. Call it on a node of the job, as its user.
-
-    RUN is the first tier that the Checkpointer was given, or memory:NAME. Returns at once: `ckpt faults` and the job's
-    log say what became of it.
-    """
-    from ckpt.ipc import channel
-
-    place = run if run.startswith("memory:") else normalise(run)
-    keys = channel.siblings(channel.run_key(place, 0))
-    problem = "no writer of this run is on this machine"
-    for _, key in sorted(keys.items()):
-        reply = channel.ask_once(key, "trigger", 10.0, why=why)
-        if reply is not None and "error" not in reply:
-            heard = {name: reply[name] for name in ("rank", "pid", "step", "doing")}
-            if as_json:
-                return print_json(heard)
-            print(f"told rank {heard['rank']} (process {heard['pid']}), which is at step {heard['step']}")
-            return 0
-        problem = str(reply["message"]) if reply is not None else problem
-    raise click.ClickException(
-        f"{place}: {problem}. Give the first tier of a Checkpointer that trains here, and run this as the same user"
-    )
 
 
 # -- what commands share --

@@ -27,6 +27,7 @@ from ckpt.goodput import ledger
 from ckpt.goodput.accounting import settle
 from ckpt.goodput.ledger import Account
 from ckpt.ipc import channel as link
+from ckpt.ipc.watch_requests import Look
 from ckpt.runlog.log import RunLog
 from ckpt.store import get_small, open_store
 from ckpt.telemetry.status import RankStatus, shown
@@ -133,14 +134,8 @@ def _ask(key: str) -> RankStatus | str:
     if channel is None:
         return ""  # the socket of one that was killed
     try:
-        channel.sock.settimeout(ASK_S)
-        channel.send({"op": "look", "id": 0})
-        received = channel.receive()
-        if received is None:
-            return "does not answer"
-        return RankStatus.from_json(received[0]["look"])
-    except OSError:
-        return "does not answer"
+        look = channel.ask(Look(), ASK_S)
+        return "does not answer" if look is None else RankStatus.from_json(look)
     except (CheckpointError, KeyError, TypeError):
         return "is of another version"
     finally:

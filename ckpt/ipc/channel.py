@@ -1,6 +1,6 @@
 """The wire between trainer and writer: length-prefixed JSON and descriptors over a unix socket.
 
-No pickle crosses it. Each message is a dict with `op`; one with `id` expects a reply with the same `id`.
+No pickle crosses it. What the messages are is in `ckpt.ipc.protocol`.
 
 A writer is met by a name in the kernel's own list (an abstract socket), not by a file: no folder has to be agreed on,
 none can be cleaned away, and the kernel gives a name to one process at a time, for as long as it lives. Should another
@@ -14,7 +14,6 @@ import collections
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import socket
 import stat
@@ -23,14 +22,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from ckpt.errors import UsageError
 from ckpt.ipc.process import boot_id, namespace
+from ckpt.ipc.protocol import MOST_BYTES, Incoming, Message, Request, decode, encode, encode_reply, reply_of, too_long
 
-Message = dict[str, Any]
-MAX_MESSAGE = 256 << 20
+R = TypeVar("R")
 _MAX_FDS = 16
+_BEGIN = 128  # bytes of a message that is too long, which say what it is
 SEND_S = 10
 CONNECT_S = 2.0
 BIND_S = 1.0  # for a name that is in use to answer, or to become free
@@ -41,14 +41,8 @@ AT_WORK, LEAVING = "ckpt-writer", "ckpt-leaving"  # what a writer calls its proc
 _LISTENING = "00010000"  # the flags of such a socket in /proc/net/unix
 
 
-def pack(message: Message, fds: int = 0) -> bytes:
-    """A message as it is sent, with so many descriptors."""
-    body = json.dumps({**message, "fds": fds} if fds else message, separators=(",", ":")).encode()
-    return struct.pack(">I", len(body)) + body
-
-
 class Channel:
-    """One end. `send` may be called from any thread, `receive` from one."""
+    """One end. `send` and `reply` may be called from any thread, `receive` from one."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -57,26 +51,32 @@ class Channel:
         self._sending = threading.Lock()
         self._buffer = bytearray()
         self._fds: collections.deque[int] = collections.deque()
+        self._over = False  # what comes is not read any more
 
-    def send(self, message: Message, fds: tuple[int, ...] = ()) -> None:
-        """OSError when the other end is gone."""
-        self.transmit(pack(message, len(fds)), fds)
+    def send(self, message: Message, number: int | None = None, fds: tuple[int, ...] = ()) -> None:
+        """OSError when the other end is gone, ProtocolError for what it would not take."""
+        self.transmit(encode(message, number, len(fds)), fds)
 
-    def transmit(self, packed: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Send what `pack` has made, of a message with so many descriptors."""
-        data = memoryview(packed)
+    def reply(self, number: int, value: object, fds: tuple[int, ...] = ()) -> None:
+        """To the request of this number."""
+        self.transmit(encode_reply(value, number, len(fds)), fds)
+
+    def transmit(self, body: bytes, fds: tuple[int, ...] = ()) -> None:
+        """Send what was encoded, as a message with so many descriptors."""
+        data = memoryview(struct.pack(">I", len(body)) + body)
         with self._sending:
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
             sent = self.sock.sendmsg([data], ancillary)
             self.sock.sendall(data[sent:])
 
-    def receive(self) -> tuple[Message, list[int]] | None:
-        """The next message and its descriptors, None at the end, or where something comes that is not a message."""
-        while True:
+    def receive(self) -> Incoming | None:
+        """The next message, None at the end, or where something comes that is not a message."""
+        while not self._over:
             if len(self._buffer) >= 4:
                 size = struct.unpack_from(">I", self._buffer)[0]
-                if size > MAX_MESSAGE:
-                    return None
+                if size > MOST_BYTES and len(self._buffer) >= _BEGIN:
+                    self._over = True
+                    return too_long(size, bytes(self._buffer[4:_BEGIN]))
                 if len(self._buffer) >= 4 + size:
                     return self._take(size)
             try:
@@ -89,17 +89,27 @@ class Channel:
             if not data:
                 return None
             self._buffer += data
+        return None
 
-    def _take(self, size: int) -> tuple[Message, list[int]] | None:
-        try:
-            message = json.loads(self._buffer[4 : 4 + size])
-            del self._buffer[: 4 + size]
-            count = message.pop("fds", 0) if type(message) is dict else -1
-        except (ValueError, RecursionError):
-            return None
+    def _take(self, size: int) -> Incoming | None:
+        found = decode(self._buffer[4 : 4 + size])
+        del self._buffer[: 4 + size]
+        count = found.fields.get("fds", 0) if found is not None else -1
         if type(count) is not int or not 0 <= count <= len(self._fds):
+            return None  # nor can it be known what the descriptors of the next ones are
+        if found is not None:
+            found.fds += [self._fds.popleft() for _ in range(count)]
+        return found
+
+    def ask(self, request: Request[R], timeout_s: float) -> R | None:
+        """One question, where nobody else listens; None if it is not answered in time. Raises what is answered."""
+        try:
+            self.sock.settimeout(timeout_s)
+            self.send(request, 0)
+            received = self.receive()
+        except OSError:
             return None
-        return message, [self._fds.popleft() for _ in range(count)]
+        return None if received is None else reply_of(received, request)
 
     def hang_up(self) -> None:
         """End the connection in both directions; whoever is in `receive` gets the end."""
@@ -233,18 +243,13 @@ def _connect(sock: socket.socket, address: str) -> None:
             time.sleep(0.01)
 
 
-def ask_once(key: str, op: str, timeout_s: float, **fields: Any) -> Message | None:
+def ask_once(key: str, request: Request[R], timeout_s: float) -> R | None:
     """One question to the writer of a key, over a connection of its own; None if it does not answer in time."""
     channel = connect(key)
     if channel is None:
         return None
     try:
-        channel.sock.settimeout(timeout_s)
-        channel.send({"op": op, "id": 0, **fields})
-        received = channel.receive()
-        return received[0] if received is not None else None
-    except OSError:
-        return None
+        return channel.ask(request, timeout_s)
     finally:
         channel.close()
 

@@ -24,8 +24,9 @@ from ckpt.format.manifest import Attempt
 from ckpt.goodput import cadence
 from ckpt.goodput.cadence import MEMORY, Change, Schedule
 from ckpt.goodput.ledger import Decision
-from ckpt.ipc.channel import Message
 from ckpt.ipc.heartbeat import Heartbeat
+from ckpt.ipc.notes import CadenceNote
+from ckpt.ipc.watch_requests import CadenceOf
 from ckpt.ranks.world import Mailbox, World
 from ckpt.restore.resume import together
 from ckpt.subscribers import publish
@@ -49,7 +50,7 @@ class CadenceSync:
         heartbeat: Heartbeat,
         memory: Memory | None,
         tiers: list[Tier],
-        known: Message,
+        known: dict[str, Any],
     ) -> None:
         """`known`: by place, what an earlier incarnation saved by; see `ckpt.trainer.ownership`."""
         self._world, self._supervisor, self._heartbeat = world, supervisor, heartbeat
@@ -73,22 +74,22 @@ class CadenceSync:
     def stop(self) -> None:
         self._stopped.set()
 
-    def places(self) -> list[Message]:
+    def places(self) -> list[CadenceOf]:
         """What the writer is to decide about; see `ckpt.writer.bookkeeper`."""
         now = self.schedule.newest
-        found: list[Message] = []
+        found: list[CadenceOf] = []
         if self._memory is not None:
-            found.append({"name": MEMORY, "every": _wire(self._memory.every), "now": now.memory, "remote": False})
+            found.append(CadenceOf(MEMORY, _wire(self._memory.every), now.memory, False))
         for tier, every in zip(self._tiers, now.tiers, strict=True):
             remote = not tier.url.startswith("file://")
-            found.append({"name": tier.url, "every": _wire(tier.every), "now": every, "remote": remote})
+            found.append(CadenceOf(tier.url, _wire(tier.every), every, remote))
         return found
 
     # -- rank 0 --
 
-    def propose(self, note: Message) -> None:
+    def propose(self, note: CadenceNote) -> None:
         """From our writer; called by the thread that listens to it, which must not wait."""
-        threading.Thread(target=self._propose, args=(note["decision"],), name="ckpt-cadence-sync", daemon=True).start()
+        threading.Thread(target=self._propose, args=(note.decision,), name="ckpt-cadence-sync", daemon=True).start()
 
     def _propose(self, data: dict[str, Any]) -> None:
         if not self._proposing.acquire(blocking=False):
@@ -208,5 +209,5 @@ def _first(every: Any, known: Any, default: int) -> int:
     return known if type(known) is int and known >= 1 else default
 
 
-def _wire(every: Any) -> Any:
-    return [every.budget, every.mtbf_s] if isinstance(every, cadence.Auto) else int(every)
+def _wire(every: Any) -> int | tuple[float, float | None]:
+    return (every.budget, every.mtbf_s) if isinstance(every, cadence.Auto) else int(every)

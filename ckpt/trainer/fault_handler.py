@@ -32,8 +32,10 @@ from ckpt.faults.hang import Evidence, note_evidence
 from ckpt.faults.report import Fault, SavedStep, tell_launcher
 from ckpt.faults.signals import Wakeup
 from ckpt.format.manifest import Attempt
-from ckpt.ipc.channel import Message
+from ckpt.ipc import notes
 from ckpt.ipc.heartbeat import NEVER, OPENING, RESTORING, Heartbeat
+from ckpt.ipc.requests import Persist
+from ckpt.ipc.watch_requests import Arm, AskEvidence, Heard, Report
 from ckpt.ranks.save_rounds import Round, SaveRounds, step_ahead
 from ckpt.ranks.world import World
 from ckpt.save import Save
@@ -98,7 +100,7 @@ class FaultCall:
     leave: int | None = None
     far: bool = False  # the machine may go: to tiers beyond the nearest as well
     signal: int = 0
-    note: Message = field(default_factory=dict)
+    note: notes.HangNote | None = None  # of a hang
     seen: float = field(default_factory=time.monotonic)
 
     @property
@@ -174,7 +176,7 @@ class FaultHandler:
         self._wakeup.arm()
         self._enable_faulthandler()
         self._arm_writer()
-        self._supervisor.on_alert = self._on_alert
+        self._listen()
         self._excepthook.before, sys.excepthook = sys.excepthook, self._excepthook
         for name, target in (("ckpt-fault-handler", self._receive), ("ckpt-incident", self._deal_with_all)):
             thread = threading.Thread(target=target, name=name, daemon=True)
@@ -268,16 +270,16 @@ class FaultHandler:
         assert self._crash_pipe is not None
         hang = next((t for t in self._triggers if isinstance(t, OnHang)), None)
         pressure = next((t for t in self._triggers if isinstance(t, OnMemoryPressure)), None)
-        fields = {
-            "rank": self._world.rank,
-            "world": self._world.size,
-            "signals": [int(number) for number in self._signals],
-            "hang": None if hang is None else [hang.action, hang.factor, hang.min_s],
-            "share": None if pressure is None else pressure.share,
-            "echo": self._had_faulthandler,
-        }
+        request = Arm(
+            rank=self._world.rank,
+            world=self._world.size,
+            signals=[int(number) for number in self._signals],
+            hang=None if hang is None else (hang.action, hang.factor, hang.min_s),
+            share=None if pressure is None else pressure.share,
+            echo=self._had_faulthandler,
+        )
         stderr = 2 if self._had_faulthandler else self._stop_reader  # any descriptor, where nothing is to be echoed
-        self._supervisor.arm(fields, (self._heartbeat.fd, self._wakeup.reader.fileno(), self._crash_pipe[0], stderr))
+        self._supervisor.arm(request, (self._heartbeat.fd, self._wakeup.reader.fileno(), self._crash_pipe[0], stderr))
 
     # -- the main thread --
 
@@ -389,29 +391,35 @@ class FaultHandler:
             call.leave = RESUBMIT_CODE
         self._calls.put(call)
 
-    def _on_alert(self, note: Message) -> None:
-        """From the writer."""
-        op = note["op"]
-        if op == "peer":
-            self._dead_peers[int(note["rank"])] = str(note["summary"])
-            self._calls.put(lambda: self._relieve(str(note["writer"]), int(note["rank"])))
-        elif op == "signal":
-            self._supervisor.tell("heard")
-            self._on_signal(int(note["number"]), "writer")
-        elif op == "passed":
-            self._wakeup.pass_on(bytes(note["raw"]))
-        elif op == "trigger":
-            self._put("request", f"asked for at a shell: {note['why']}", how="ckpt trigger", grace_s=SOFT_S)
-        elif op == "hang":
-            self._supervisor.tell("heard")
-            call = self._new_call("hang", "", how="step counter", grace_s=SOFT_S - 1)
-            call.note = note
-            self._calls.put(call)
-        elif op == "pressure":
-            call = self._new_call("memory", f"{self._me}: {note['why']}", how="memory", grace_s=SOFT_S)
-            call.fault.advice = "none"
-            call.note = note
-            self._calls.put(call)
+    def _listen(self) -> None:
+        """To what the writer sees of us, or hears."""
+        hear = self._supervisor.hear
+        hear(notes.PeerDiedNote, self._on_peer_died)
+        hear(notes.SignalNote, self._on_signal_note)
+        hear(notes.PassedNote, lambda note: self._wakeup.pass_on(bytes(note.raw)))
+        shell = "asked for at a shell"
+        hear(notes.TriggerNote, lambda n: self._put("request", f"{shell}: {n.why}", how="ckpt trigger", grace_s=SOFT_S))
+        hear(notes.HangNote, self._on_hang)
+        hear(notes.PressureNote, self._on_pressure)
+
+    def _on_peer_died(self, note: notes.PeerDiedNote) -> None:
+        self._dead_peers[note.rank] = note.summary
+        self._calls.put(lambda: self._relieve(note.writer, note.rank))
+
+    def _on_signal_note(self, note: notes.SignalNote) -> None:
+        self._supervisor.tell(Heard())
+        self._on_signal(note.number, "writer")
+
+    def _on_hang(self, note: notes.HangNote) -> None:
+        self._supervisor.tell(Heard())
+        call = self._new_call("hang", "", how="step counter", grace_s=SOFT_S - 1)
+        call.note = note
+        self._calls.put(call)
+
+    def _on_pressure(self, note: notes.PressureNote) -> None:
+        call = self._new_call("memory", f"{self._me}: {note.why}", how="memory", grace_s=SOFT_S)
+        call.fault.advice = "none"
+        self._calls.put(call)
 
     @property
     def _me(self) -> str:
@@ -450,8 +458,8 @@ class FaultHandler:
                 self._levers.copy_live()
 
     def _deal(self, call: FaultCall) -> None:
-        if call.fault.kind == "hang":
-            self._look_around(call)
+        if call.note is not None:
+            self._look_around(call, call.note)
         if call.fault.kind == "memory" and self._can_save:
             with contextlib.suppress(CheckpointError):
                 freed = self._levers.give_memory_back()
@@ -605,20 +613,13 @@ class FaultHandler:
         deadline_s = min(call.left_s, PERSIST_S)
         try:
             with self._supervisor.holding_still(alone=self._world.size == 1) as attempts:
-                reply, _ = self._supervisor.client.ask(
-                    "persist",
-                    timeout_s=deadline_s + 1.0,
-                    deadline_s=deadline_s,
-                    far=call.far,
-                    attempts=[str(attempt) for attempt in attempts],
-                )
+                request = Persist(deadline_s, call.far, [str(attempt) for attempt in attempts])
+                saved = self._supervisor.client.ask(request, deadline_s + 1.0)
         except CheckpointError as error:
             log.warning("what is in memory is not durable: %s", error)
             return
-        for one in reply["saved"]:
-            call.fault.saved.append(
-                SavedStep(one["step"], one["tier"], "ring", before_s + one["seconds"], one["error"])
-            )
+        for one in saved:
+            call.fault.saved.append(SavedStep(one.step, one.tier, "ring", before_s + one.seconds, one.error))
         call.fault.timings["durable_s"] = call.passed_s
 
     def _note_memory(self, call: FaultCall) -> None:
@@ -636,12 +637,11 @@ class FaultHandler:
 
     # -- hangs --
 
-    def _look_around(self, call: FaultCall) -> None:
+    def _look_around(self, call: FaultCall, note: notes.HangNote) -> None:
         """What every rank that can be reached does, and whom they wait for."""
-        note, found = call.note, dict[int, Evidence]()
+        found = dict[int, Evidence]()
         try:
-            reply, _ = self._supervisor.client.ask("evidence", timeout_s=EVIDENCE_S)
-            for data in reply["evidence"]:
+            for data in self._supervisor.client.ask(AskEvidence(), EVIDENCE_S):
                 one = Evidence.from_json(data)
                 found[one.rank] = one
         except (CheckpointError, ValueError, KeyError) as error:
@@ -658,9 +658,9 @@ class FaultHandler:
             )
         if max(self._world.nodes) > 0:
             found |= self._ask_nodes(found)
-        what = f"no step for {note['idle_s']:.1f} s, where {note['usual_s']:.2f} s are usual"
+        what = f"no step for {note.idle_s:.1f} s, where {note.usual_s:.2f} s are usual"
         note_evidence(call.fault, list(found.values()), what)
-        call.fault.timings |= {name: float(seconds) for name, seconds in note["timings"].items()}
+        call.fault.timings |= note.timings
         if next((t.action for t in self._triggers if isinstance(t, OnHang)), "") == "exit":
             self._leaving = True
             call.leave = REPLACE_CODE if call.fault.suspects == [rank] and self._world.size > 1 else RETRY_CODE
@@ -695,14 +695,14 @@ class FaultHandler:
         if call.leave is not None:
             if call.signal and not self._ours(call.signal):
                 call.leave = None  # a handler that came later decides
-            if fault.kind == "hang" and self._heartbeat.read().calls != call.note["evidence"]["calls"]:
+            if call.note is not None and self._heartbeat.read().calls != call.note.evidence["calls"]:
                 call.leave = None  # it has come to itself
             self._leaving = ends = call.leave is not None  # else its death, should that come, is news
             fault.exit_code = call.leave
         fault.timings["total_s"] = call.passed_s
         log.warning("%s", fault.line)
         with contextlib.suppress(CheckpointError):
-            self._supervisor.client.ask("report", timeout_s=REPORT_S, fault=fault.to_json(), ends=ends)
+            self._supervisor.client.ask(Report(fault.to_json(), ends), REPORT_S)
         if ends:
             tell_launcher(fault, fault.stacks.get(str(fault.rank), ()))
         self._call_hook(fault)

@@ -11,11 +11,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from ckpt.checkpoint.commit import Role
 from ckpt.errors import CheckpointError, UsageError
 from ckpt.events import log, point
 from ckpt.format.manifest import Attempt, new_nonce
 from ckpt.format.partition import partner
+from ckpt.ipc.notes import HeldNote
 from ckpt.ranks.world import Mailbox, World
 from ckpt.restore.resume import together
 from ckpt.runlog.log import Acquire
@@ -64,7 +67,7 @@ class Ownership:
             for i, roots in enumerate(self.roots):
                 group = [rank for rank in range(world.size) if roots[rank] == roots[world.rank]]
                 self.supervisor.roles[i] = Role(tuple(group), group.index(world.rank), world.size)
-            self.supervisor.on_held = self._on_held
+            self.supervisor.hear(HeldNote, self._on_held)
             self.take_over(found["epoch"], None)
             self._find_partner()
         except BaseException:
@@ -103,7 +106,11 @@ class Ownership:
             nonce = self._agree_nonce()
         point("run.taken")
         owner = Acquire(epochs[0], nonce, restored)
-        complete = together(world, "own", partial(supervisor.own, owner, recover=restored is None), _complete)
+
+        def own() -> list[dict[str, Any]]:
+            return [msgspec.structs.asdict(one) for one in supervisor.own(owner, recover=restored is None)]
+
+        complete = together(world, "own", own, _complete)
         if restored is None:
             supervisor.resume()
         for i in range(len(self._tiers)):
@@ -111,8 +118,9 @@ class Ownership:
             if attempts and supervisor.roles[i].place == 0:
                 supervisor.complete(i, attempts)
 
-    def _on_held(self, tier: int, attempt: Attempt) -> None:
+    def _on_held(self, note: HeldNote) -> None:
         """The parts that belong on this node's disk are there: a checkpoint once those of all nodes are."""
+        tier, attempt = note.tier, Attempt.parse(note.attempt)
         if self.supervisor.roles[tier].place > 0:
             return
         roots = sorted(set(self.roots[tier]))

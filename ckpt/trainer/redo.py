@@ -8,21 +8,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from typing import Any
 
 from ckpt.errors import CheckpointError, FencedError, SaveError, WriterError
 from ckpt.events import log as logger
 from ckpt.format.manifest import Attempt
 from ckpt.goodput.breakdown import decimal, duration
 from ckpt.ipc.arena import Arena
-from ckpt.ipc.channel import Message
+from ckpt.ipc.requests import ForgetRedo, KnowRecipes, LogStep, LogStepReply
 from ckpt.redo.append import WORTH
 from ckpt.redo.optimizer_recipe import GroupWatch, find_recipes
 from ckpt.save import Save
 from ckpt.state.capture import Capture, Reading
 from ckpt.subscribers import publish
 from ckpt.trainer.stage import Stager
-from ckpt.trainer.writer_client import Reply, WriterClient
+from ckpt.trainer.writer_client import WriterClient
 from ckpt.trainer.writer_supervisor import WriterSupervisor
 
 OFTEN = 0.5  # of what has a recipe, that is to be predicted
@@ -38,7 +39,7 @@ class _Logging:
     slot: int
     tier: int
     url: str
-    settings: list[list[float] | None]
+    settings: list[list[Any] | None]
 
 
 class RedoClient:
@@ -58,7 +59,7 @@ class RedoClient:
         self._lock = threading.RLock()
         self._pending: list[_Logging] = []
         self._previous: dict[int, tuple[bytes, int]] = {}  # by tier: the slot that the next step is taken against
-        self._recipes: Message | None = None
+        self._recipes: KnowRecipes | None = None
         self._replies = 0
         self._failing: set[int] = set()  # tiers whose last step is missing in the log, which was said
         supervisor.on_new_writer = self._on_new_writer
@@ -73,21 +74,21 @@ class RedoClient:
     def urls(self) -> list[str]:
         return list(self._tiers.values())
 
-    def told(self) -> list[list[float] | None]:
+    def told(self) -> list[list[Any] | None]:
         """What optimizers were told at their last steps; to be asked for within step()."""
         return self.watch.told([optimizer for _, optimizer, _ in self._capture.stepping])
 
     def prepare(self, reading: Reading) -> None:
         """Before a step of this layout is logged."""
         layout = reading.layout
-        if self._recipes is not None and self._recipes["layout"] == layout.digest:
+        if self._recipes is not None and self._recipes.layout == layout.digest:
             return
         recipes = find_recipes(layout, reading.tensors, self._capture.stepping)
         with self._lock:
-            self._recipes = {"layout": layout.digest, "recipes": [one.to_json() for one in recipes]}
-            self._supervisor.tell("recipes", **self._recipes)
+            self._recipes = KnowRecipes(layout.digest, [astuple(one) for one in recipes])
+            self._supervisor.tell(self._recipes)
 
-    def log(self, save: Save, attempt: Attempt, place: tuple[Arena, int], settings: list[list[float] | None]) -> None:
+    def log(self, save: Save, attempt: Attempt, place: tuple[Arena, int], settings: list[list[Any] | None]) -> None:
         """A step was sealed."""
         for tier, url in self._tiers.items():
             one = _Logging(save, attempt, *place, tier, url, settings)
@@ -101,7 +102,7 @@ class RedoClient:
         with self._lock:
             if not self._pending:  # else the slot of the step before is still looked at
                 self._let_go()
-            self._supervisor.tell("redo_forget")
+            self._supervisor.tell(ForgetRedo())
 
     # -- between the processes --
 
@@ -109,17 +110,11 @@ class RedoClient:
         if self._supervisor.failure is not None:
             self._fail(one, self._supervisor.failure)
             return
-        future = self._supervisor.client.send(
-            "log",
-            tier=one.tier,
-            arena=one.arena.id.hex(),
-            slot=one.slot,
-            attempt=str(one.attempt),
-            settings=one.settings,
-        )
+        request = LogStep(one.tier, one.arena.id.hex(), one.slot, str(one.attempt), one.settings)
+        future = self._supervisor.client.send(request)
         future.add_done_callback(lambda future: self._on_logged(one, future))
 
-    def _on_logged(self, one: _Logging, future: Future[Reply]) -> None:
+    def _on_logged(self, one: _Logging, future: Future[tuple[LogStepReply, list[int]]]) -> None:
         error = future.exception()
         with self._lock:
             if one not in self._pending:
@@ -140,7 +135,7 @@ class RedoClient:
         if again:
             logger.warning("the redo log of %s goes on with step %d", one.url, one.save.step)
         one.save.set_logged(one.url)
-        facts = {"nbytes": reply["raw"], "stored": reply["stored"], "seconds": reply["seconds"]}
+        facts = {"nbytes": reply.raw, "stored": reply.stored, "seconds": reply.seconds}
         publish("logged", one.save.step, tier=one.url, **facts)
         self._say(one, reply)
 
@@ -166,7 +161,7 @@ class RedoClient:
         with self._lock:
             self._let_go()
             if self._recipes is not None:
-                client.send("recipes", **self._recipes)
+                client.send(self._recipes)
             for one in list(self._pending):
                 self._send(one)
 
@@ -185,15 +180,15 @@ class RedoClient:
         with self._lock:
             return {one.arena.id for one in self._pending}
 
-    def _say(self, one: _Logging, reply: Message) -> None:
+    def _say(self, one: _Logging, reply: LogStepReply) -> None:
         """Once: what the log is worth with the real optimizer."""
-        if reply["base"] is None or self._replies >= 2:
+        if reply.base is None or self._replies >= 2:
             return
         self._replies += 1
         if self._replies < 2:  # moments that begin with zeros tell little
             return
-        share = reply["stored"] / max(1, reply["raw"])
-        sizes = f"{decimal(reply['stored'])} of {decimal(reply['raw'])} a step, in {duration(reply['seconds'])}"
+        share = reply.stored / max(1, reply.raw)
+        sizes = f"{decimal(reply.stored)} of {decimal(reply.raw)} a step, in {duration(reply.seconds)}"
         if share > WORTH:
             logger.warning(
                 "the redo log in %s takes %s: it saves next to nothing with this optimizer. Without log_every_step "
@@ -201,7 +196,7 @@ class RedoClient:
                 one.url,
                 sizes,
             )
-        elif reply["known"] and reply["predicted"] < OFTEN * reply["known"]:
+        elif reply.known and reply.predicted < OFTEN * reply.known:
             logger.warning(
                 "the redo log in %s takes %s: steps of this optimizer are not what was predicted, so differences to the"
                 " step before are stored instead",
@@ -209,5 +204,5 @@ class RedoClient:
                 sizes,
             )
         else:
-            how = "" if reply["known"] else "; its optimizer has no formula here, differences are stored"
+            how = "" if reply.known else "; its optimizer has no formula here, differences are stored"
             logger.info("the redo log in %s takes %s%s", one.url, sizes, how)

@@ -15,19 +15,23 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 import ckpt
 import ckpt_backends
-from ckpt.errors import CheckpointError, DeadlineError, InUseError, WriterError, from_wire
+from ckpt.errors import CheckpointError, DeadlineError, InUseError, ProtocolError, UsageError, WriterError
 from ckpt.events import log
 from ckpt.ipc import channel as link
-from ckpt.ipc.channel import Channel, Message
+from ckpt.ipc.channel import Channel
+from ckpt.ipc.notes import FencedNote
 from ckpt.ipc.process import Process
+from ckpt.ipc.protocol import PROTOCOL, REPLY, Incoming, Note, Request, encode, message_of, reply_of, table
+from ckpt.ipc.requests import Greeting, GreetingReply
 
-Reply = tuple[Message, list[int]]
+R = TypeVar("R")
+NOTES = table(Note.__subclasses__())
 REQUEST_S = 120.0
 
 _BOOT = "import sys; sys.path[:0] = sys.argv[5:]; from ckpt.writer.main import main; main()"
@@ -48,13 +52,13 @@ class WriterClient:
         self._found = found  # as the kernel says it; one that was spawned says itself who it is
         self._process: Process | None = None  # once it is ours
         self._ids = itertools.count(1)
-        self._waiting: dict[int, Future[Reply]] = {}
+        self._waiting: dict[int, tuple[Request[Any], Future[Any]]] = {}
         self._lock = threading.RLock()  # a signal handler may come in
         self._outbox: queue.SimpleQueue[tuple[bytes, tuple[int, ...]] | None] = queue.SimpleQueue()
         self._lost = False
         self._closing = self._fenced = False
-        self._on_note: Callable[[Message], None] | None = None
-        self._early: list[Message] = []  # notes that came before
+        self._on_note: Callable[[Note], None] | None = None
+        self._early: list[Note] = []  # notes that came before
         self._on_lost: Callable[[], None] = lambda: None
         self._sender = threading.Thread(target=self._transmit, name="ckpt-send", daemon=True)
         self._sender.start()
@@ -110,7 +114,7 @@ class WriterClient:
         """Of the writer; 0 before it has said who it is, and of one that cannot be seen from here."""
         return 0 if self._process is None else self._process.pid
 
-    def listen(self, on_note: Callable[[Message], None], on_lost: Callable[[], None]) -> None:
+    def listen(self, on_note: Callable[[Note], None], on_lost: Callable[[], None]) -> None:
         """`on_note` gets its messages, `on_lost` is called when the connection ends."""
         self._on_lost = on_lost
         with self._lock:
@@ -120,37 +124,49 @@ class WriterClient:
 
     # -- asking --
 
-    def send(self, op: str, *, fds: tuple[int, ...] = (), **fields: Any) -> Future[Reply]:
-        """Ask without waiting. The future fails with the writer's error, or WriterError if the writer is gone."""
-        future: Future[Reply] = Future()
+    def send(self, request: Request[R], fds: tuple[int, ...] = ()) -> Future[tuple[R, list[int]]]:
+        """Ask without waiting. The future has the reply and its descriptors; it fails with the writer's error, or
+        WriterError if the writer is gone."""
+        future: Future[tuple[R, list[int]]] = Future()
         number = next(self._ids)
-        packed = link.pack({"op": op, "id": number, **fields}, len(fds))
+        try:
+            body = encode(request, number, len(fds))
+        except ProtocolError as error:  # it is too long; who asks may not look at the answer
+            log.warning("%s", error)
+            future.set_exception(error)
+            return future
         with self._lock:
             if self._lost:
                 future.set_exception(WriterError("the writer is gone"))
                 return future
-            self._waiting[number] = future
-            self._outbox.put((packed, tuple(map(os.dup, fds))))
+            self._waiting[number] = request, future
+            self._outbox.put((body, tuple(map(os.dup, fds))))
         return future
 
     def _transmit(self) -> None:
         while (one := self._outbox.get()) is not None:
-            packed, fds = one
+            body, fds = one
             try:
-                self._channel.transmit(packed, fds)
+                self._channel.transmit(body, fds)
             except OSError:
                 self._channel.hang_up()  # the receiving thread notices, and fails the futures
             for fd in fds:
                 os.close(fd)
 
-    def ask(self, op: str, *, timeout_s: float = REQUEST_S, fds: tuple[int, ...] = (), **fields: Any) -> Reply:
+    def ask(self, request: Request[R], timeout_s: float = REQUEST_S, fds: tuple[int, ...] = ()) -> R:
+        """Ask and wait, for what comes without descriptors."""
+        return self.ask_for_fds(request, timeout_s, fds)[0]
+
+    def ask_for_fds(
+        self, request: Request[R], timeout_s: float = REQUEST_S, fds: tuple[int, ...] = ()
+    ) -> tuple[R, list[int]]:
         """Ask and wait."""
         try:
-            return self.send(op, fds=fds, **fields).result(timeout_s)
+            return self.send(request, fds).result(timeout_s)
         except TimeoutError as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise DeadlineError(f"the writer did not answer {op!r} within {timeout_s:g} s") from None
+            raise DeadlineError(f"the writer did not answer {type(request).__name__} within {timeout_s:g} s") from None
 
     def greet(
         self,
@@ -160,24 +176,40 @@ class WriterClient:
         takeover: bool = False,
         visit: bool = False,
         losers: Sequence[int] = (),
-    ) -> Reply:
+    ) -> tuple[GreetingReply, list[int]]:
         """Introduce ourselves; longer than `timeout_s` is waited only for a writer that can run. One that was stopped
         is woken up. `takeover`: be its trainer, whoever was. To `visit` is only to look: it keeps its trainer.
-        `losers`: who has lost the run to us."""
-        future = self.send("hello", takeover=takeover, visit=visit, losers=list(losers))
-        began = time.monotonic()
+        `losers`: who has lost the run to us. ProtocolError for a writer of another version, which is left as it is."""
+        future, began = self.send(Greeting(takeover, visit, list(losers))), time.monotonic()
         while True:
             try:
                 hello, fds = future.result(timeout_s)
                 if not visit:
-                    self._process = self._found or Process.of(int(hello["pid"]))
+                    self._process = self._found or Process.of(hello.pid)
                 return hello, fds
+            except (ProtocolError, UsageError) as error:  # the latter of before there were versions
+                raise self._foreign(error) from None
             except TimeoutError as error:
                 if isinstance(error, CheckpointError):
                     raise
                 waited = time.monotonic() - began
                 if waited > patient_s or not self._wake():
                     raise DeadlineError(f"no answer within {waited:.0f} s") from None
+
+    def _foreign(self, error: CheckpointError) -> ProtocolError:
+        """What to do about a writer that does not understand us."""
+        if self._found is None:
+            return ProtocolError(
+                f"the writer process that was started is of another version: {error}. everystep was changed on disk "
+                "while this process ran: start it again"
+            )
+        pid = self._found.pid
+        return ProtocolError(
+            f"process {pid} holds memory of this run on this machine, perhaps its newest step, and is a writer of "
+            f"another version than everystep {ckpt.__version__}, protocol {PROTOCOL}: {error}. It is left alone. Start "
+            "with its version to go on from its memory; or wait until it has left, before which it writes that to the "
+            f"first tier, if there is one; or, to do without what it holds, end it: kill -9 {pid}"
+        )
 
     def _wake(self) -> bool:
         """Whether the writer that we found can run."""
@@ -219,25 +251,16 @@ class WriterClient:
         return False
 
     def _receive(self) -> None:
-        while (received := self._channel.receive()) is not None:
-            message, fds = received
-            if message.get("op") != "reply":
-                self._note(message)
-                continue
-            with self._lock:
-                future = self._waiting.pop(message["id"], None)
-            if future is None:
-                for fd in fds:
-                    os.close(fd)
-            elif "error" in message:
-                future.set_exception(from_wire(message))
+        while (incoming := self._channel.receive()) is not None:
+            if incoming.op == REPLY:
+                self._answered(incoming)
             else:
-                future.set_result((message, fds))
+                self._note(incoming)
         with self._lock:
             self._lost = True
             waiting, self._waiting = self._waiting, {}
             self._outbox.put(None)
-        for future in waiting.values():
+        for _, future in waiting.values():
             future.set_exception(WriterError("the writer died"))
         process = self._process
         ours = not (self._closing or self._fenced)
@@ -247,8 +270,28 @@ class WriterClient:
             log.warning("the writer is gone")
             self._on_lost()
 
-    def _note(self, note: Message) -> None:
-        self._fenced |= note.get("op") == "fenced"
+    def _answered(self, incoming: Incoming) -> None:
+        with self._lock:
+            request, future = self._waiting.pop(-1 if incoming.id is None else incoming.id, (None, None))
+        if request is None or future is None:
+            incoming.drop()
+            return
+        try:
+            future.set_result((reply_of(incoming, request), incoming.fds))
+        except CheckpointError as error:
+            if isinstance(error, ProtocolError):  # who asks may not look at the answer
+                log.warning("%s", error)
+            incoming.drop()
+            future.set_exception(error)
+
+    def _note(self, incoming: Incoming) -> None:
+        try:
+            note = message_of(incoming, NOTES)
+        except ProtocolError as error:
+            incoming.drop()
+            log.warning("the writer says what is not understood: %s", error)
+            return
+        self._fenced |= isinstance(note, FencedNote)
         with self._lock:
             heard = self._on_note
             if heard is None:
@@ -257,7 +300,7 @@ class WriterClient:
         try:
             heard(note)
         except Exception:  # must not end the thread that everybody's answers come through
-            log.exception("a note of the writer could not be dealt with: %r", note.get("op"))
+            log.exception("a note of the writer could not be dealt with: %r", incoming.op)
 
     def close(self) -> None:
         """Hang up. The writer goes on with whatever it was asked."""

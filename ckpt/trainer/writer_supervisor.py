@@ -16,6 +16,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
+
 from ckpt.checkpoint.commit import Role
 from ckpt.checkpoint.in_use import check_places
 from ckpt.checkpoint.read import run
@@ -35,20 +37,23 @@ from ckpt.faults.report import Fault
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt
 from ckpt.goodput.cadence import MEMORY, Auto
-from ckpt.ipc import channel
+from ckpt.ipc import channel, notes, requests
+from ckpt.ipc import watch_requests as watch
 from ckpt.ipc.arena import Arena
-from ckpt.ipc.channel import Message
 from ckpt.ipc.claim import Claim
+from ckpt.ipc.protocol import Note, Request
+from ckpt.ipc.requests import Json
 from ckpt.ranks.world import World
 from ckpt.restore.sources import HeldSnapshot
 from ckpt.runlog.log import Acquire, in_history
 from ckpt.tiers import Memory, Tier
 from ckpt.trainer.replica_rescue import MissingTensors
 from ckpt.trainer.stage import Stager
-from ckpt.trainer.writer_client import REQUEST_S, Reply, WriterClient
+from ckpt.trainer.writer_client import REQUEST_S, WriterClient
 
 OPEN_S = 300.0
 T = TypeVar("T")
+N = TypeVar("N", bound=Note)
 MEET_S = 60.0  # for the name of a run to be ours, or that of a writer that we can ask
 DYING_S = 3.0  # for a trainer that was killed to be seen as dead
 HELLO_S = 10.0  # for a writer that was left to answer; it may be stopped
@@ -126,7 +131,7 @@ class Opened:
     roots: tuple[str, ...]  # of every tier, the id of what is there; equal ids are one shared place
     epoch: int  # the highest that is known
     has_checkpoints: bool
-    cadence: Message  # what the last incarnation saved by, if that is to be found out; {} if nobody knows
+    cadence: Json  # what the last incarnation saved by, if that is to be found out; {} if nobody knows
 
 
 class WriterSupervisor:
@@ -162,30 +167,28 @@ class WriterSupervisor:
         self._asked_size = self._asked = self._asked_slots = 0
         self._said_short = False  # that memory is
         self._refused_size = float("inf")
-        self._preparing: Future[Reply] | None = None
-        self.on_damaged: Callable[[Message], None] = lambda note: None
+        self._preparing: Future[tuple[str, list[int]]] | None = None
+        self._hears: dict[type[Note], Callable[[Any], None]] = {}
+        self._hear_all()
         self.on_failure: Callable[[CheckpointError], None] = lambda error: None
-        self.on_alert: Callable[[Message], None] = lambda note: None  # what the writer sees of us, or hears
-        self.on_cadence: Callable[[Message], None] = lambda note: None  # another one would cost less
         self.on_new_writer: Callable[[WriterClient], None] = lambda client: None  # it knows nothing that others told
         self.on_no_writer: Callable[[CheckpointError], None] = lambda error: None  # there will be none any more
         self.also_in_use: Callable[[], set[bytes]] = set  # arenas that somebody else has something read from
         self._guarded: list[bool] | None = None
         self._told: list[list[bool]] = []  # what the writer knows by number, of one layout
         self._told_of = ""
-        self._arming: tuple[Message, tuple[int, ...]] | None = None
-        self._books: tuple[Message, tuple[int, ...]] | None = None
-        self._live: tuple[Message, tuple[int, ...]] | None = None
-        self._decision: Message | None = None
+        self._arming: tuple[watch.Arm, tuple[int, ...]] | None = None
+        self._books: tuple[watch.KeepBooks, tuple[int, ...]] | None = None
+        self._shown: tuple[watch.Show, tuple[int, ...]] | None = None
+        self._decision: watch.SetCadence | None = None
         self.faults: list[Fault] = []  # of earlier incarnations, that nobody was told yet
-        self.on_held: Callable[[int, Attempt], None] = lambda tier, attempt: None
         self.failure: CheckpointError | None = None  # why there is no writer any more
         self.lost: FencedError | None = None  # to whom this run was lost
         self.owner = Acquire(0, "", None)
         self._successor = ""
         self.roles: list[Role] = [Role((world.rank,), 0, world.size) for _ in tiers]
         self.inherited = Inherited()
-        self._contact: Message | None = None  # of the writer that keeps a copy of our memory
+        self._contact: Json | None = None  # of the writer that keeps a copy of our memory
         self.everyone = False  # whether every rank has sealed enough of them
         self._newer = 0  # snapshots sealed since the memory was inherited, outgrown or restored
         self._spares: list[Arena] = []  # inherited or outgrown, kept until a newer snapshot is sealed
@@ -208,7 +211,7 @@ class WriterSupervisor:
     def give_up(self) -> None:
         """The run could not be opened. Memory of an earlier run stays with its writer, for a better try."""
         self._closing = True
-        self.client.send("leave" if self.inherited.arenas else "close")
+        self.client.send(requests.Leave() if self.inherited.arenas else requests.Close())
         self.client.close()
         self._claim.drop()
         self._drop_prepared()
@@ -221,12 +224,18 @@ class WriterSupervisor:
         moment to be seen as dead."""
         end = time.monotonic() + DYING_S
         while (other := self._claim.take()) is not None and not self._takeover:
-            if other in (channel.ask_once(self._key, "whose", HELLO_S) or {}).get("losers", ()):
+            if (found := self._whose()) is not None and other in found.losers:
                 return  # it stands still, and has the name until it hears of that
             if time.monotonic() > end:
                 who = f"process {other}" if other else "a process that cannot be seen from here (another container)"
                 raise InUseError(f"{who} on this machine trains this run")
             time.sleep(0.1)
+
+    def _whose(self) -> requests.WhoseReply | None:
+        """Whose run it is, says the writer that has its name; None if there is none that can say it."""
+        with contextlib.suppress(CheckpointError):
+            return channel.ask_once(self._key, requests.Whose(), HELLO_S)
+        return None
 
     def _find_or_spawn(self) -> WriterClient:
         """The writer that has this run's name on this machine, or a new one, which takes the name."""
@@ -281,31 +290,31 @@ class WriterSupervisor:
         except BaseException:
             found.close()
             raise
-        if hello["lost"] and len(hello["lost"]) == len(self._tiers):
+        if hello.lost and len(hello.lost) == len(self._tiers):
             log.warning(
                 "%s: the run that was here is gone. What was held in memory of it is let go of, and a new run begins. "
                 "To keep it, put the folder back before you start",
-                " and ".join(hello["lost"]),
+                " and ".join(hello.lost),
             )
             for fd in fds:
                 os.close(fd)
-            found.ask("drop")
+            found.ask(requests.Drop())
             found.close()
             raise _Leaving("the run whose memory it held is gone")
-        self._losers = hello["losers"]
+        self._losers = hello.losers
         self._inherit(hello, fds)
         self._listen(found)
-        if hello["taken"]:
-            log.warning("process %d trained this run here: it is fenced off now", hello["trainer"])
+        if hello.taken:
+            log.warning("process %d trained this run here: it is fenced off now", hello.trainer)
         else:
-            log.info("took over the memory that process %d left", hello["trainer"])
+            log.info("took over the memory that process %d left", hello.trainer)
         self._adopted = True
-        self._stager.hold(0 if hello["gone"] else 1)
-        for arena, slot in hello["writing"]:
+        self._stager.hold(0 if hello.gone else 1)
+        for arena, slot in hello.writing:
             for mine in self.inherited.arenas:
                 if mine.id.hex() == arena:
                     self._stager.pin(mine, slot)
-        self._foreign = {bytes.fromhex(arena) for arena in hello["foreign"]}
+        self._foreign = {bytes.fromhex(arena) for arena in hello.foreign}
         usable = [arena for arena in self.inherited.arenas if arena.id not in self._foreign]
         # The newest arena goes on being used; the others are only read, as are those of other ranks, and of a trainer
         # that lives.
@@ -314,13 +323,13 @@ class WriterSupervisor:
             self._adopt(usable[-1], found)
         return found
 
-    def _greet(self, found: WriterClient) -> Reply:
+    def _greet(self, found: WriterClient) -> Greeted:
         """Introduce ourselves. A trainer that was killed just now may take a moment to be seen as dead; one that lives
         loses the run only if we take it over, and can use the places."""
         end = time.monotonic() + DYING_S
         while True:
             hello, fds = self._say_hello(found)
-            if not hello["alive"]:
+            if not hello.alive:
                 return hello, fds
             for fd in fds:
                 os.close(fd)
@@ -328,11 +337,11 @@ class WriterSupervisor:
                 run(check_places([tier.spec() for tier in self._tiers]))
                 return self._say_hello(found, takeover=True)
             if time.monotonic() > end:
-                since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(hello["since"]))
-                raise InUseError(f"process {hello['trainer']} on this machine trains this run, since {since}")
+                since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(hello.since))
+                raise InUseError(f"process {hello.trainer} on this machine trains this run, since {since}")
             time.sleep(0.1)
 
-    def _say_hello(self, found: WriterClient, *, takeover: bool = False) -> Reply:
+    def _say_hello(self, found: WriterClient, *, takeover: bool = False) -> Greeted:
         """A writer that does not answer is ended; not that of a trainer that lives, unless we take the run over."""
         try:
             return found.greet(HELLO_S, PATIENT_S, takeover=takeover)
@@ -348,10 +357,10 @@ class WriterSupervisor:
         client.listen(self._on_note, lambda: self._on_lost(client))
         return client
 
-    def _inherit(self, hello: Message, fds: list[int]) -> None:
+    def _inherit(self, hello: requests.GreetingReply, fds: list[int]) -> None:
         self.inherited = Inherited([Arena.attach(fd) for fd in fds], *_known(hello))
         self._layouts = dict(self.inherited.layouts)
-        for data in hello.get("faults", ()):
+        for data in hello.faults:
             with contextlib.suppress(CheckpointError):
                 self.faults.append(Fault.from_json(data))
 
@@ -384,7 +393,7 @@ class WriterSupervisor:
         for digest, layout in found.layouts.items():
             if digest not in self._layouts:
                 self._layouts[digest] = layout
-                self.client.send("layout", layout=layout.to_json())
+                self.client.send(requests.KnowLayout(layout.to_json()))
         held = {arena.id for arena in self.inherited.arenas}  # a start that was cut off has taken some before
         for arena in found.arenas:
             if arena.id in held:
@@ -393,7 +402,7 @@ class WriterSupervisor:
             self.inherited.arenas.append(arena)
             self._spares.append(arena)
             self._foreign.add(arena.id)
-            self.client.ask("attach", fds=(arena.fd,), foreign=True)
+            self.client.ask(requests.AttachArena(foreign=True), fds=(arena.fd,))
 
     def _learn(self, acquires: list[Acquire]) -> None:
         self.inherited.acquires += [a for a in acquires if a not in self.inherited.acquires]
@@ -404,7 +413,7 @@ class WriterSupervisor:
             client = WriterClient.find(key)
             if client is not None:
                 with contextlib.suppress(CheckpointError):
-                    client.ask("taken", timeout_s=10.0, arenas=arenas)
+                    client.ask(requests.Taken(arenas), 10.0)
                 client.close()
 
     def _visit_orphan(self, key: str) -> Visited | None:
@@ -429,7 +438,7 @@ class WriterSupervisor:
         client = WriterClient.find(key)
         if client is not None:
             try:
-                client.ask("lose", timeout_s=PATIENT_S)
+                client.ask(requests.Lose(), PATIENT_S)
             finally:
                 client.close()
 
@@ -443,9 +452,9 @@ class WriterSupervisor:
             hello, fds = client.greet(HELLO_S, PATIENT_S, visit=True)
             layouts, digests, acquires = _known(hello)
             if self._must_compare():
-                digests = _digests(client.ask("digests", all=True)[0])
+                digests = _digests(client.ask(requests.AskDigests(all=True)))
             arenas = [Arena.attach(fd) for fd in fds]
-            return Visited(arenas, layouts, digests, acquires, hello["alive"], hello["trainer"], hello["since"])
+            return Visited(arenas, layouts, digests, acquires, hello.alive, hello.trainer, hello.since)
         except WriterError as error:
             log.warning("a writer on this node is gone, with what it held: %s", error)
             return None
@@ -463,17 +472,16 @@ class WriterSupervisor:
         if client is None:
             return ""
         try:
-            found, fds = client.ask("gap", timeout_s=RELIEF_S)
-            if found["attempt"] is None:
+            gap, fds = client.ask_for_fds(requests.AskGap(), RELIEF_S)
+            if gap is None:
                 return ""
-            attempt, layout = Attempt.parse(found["attempt"]), Layout.from_json(found["layout"])
+            attempt, layout = Attempt.parse(gap.attempt), Layout.from_json(gap.layout)
             arena = Arena.attach(fds[0])
             try:
-                numbers = fill(MissingTensors(attempt, arena, int(found["slot"]), layout, tuple(found["missing"])))
+                numbers = fill(MissingTensors(attempt, arena, gap.slot, layout, tuple(gap.missing)))
             finally:
                 arena.close()
-            reply, _ = client.ask("filled", timeout_s=RELIEF_S, attempt=found["attempt"], tensors=numbers)
-            return str(attempt) if reply["whole"] else ""
+            return str(attempt) if client.ask(requests.Filled(gap.attempt, numbers), RELIEF_S) else ""
         finally:
             client.close()
 
@@ -483,9 +491,7 @@ class WriterSupervisor:
 
     def _open(self, client: WriterClient) -> Opened:
         """Have the durable places opened; nothing in them is changed."""
-        reply, _ = client.ask(
-            "open",
-            timeout_s=OPEN_S,
+        request = requests.OpenRun(
             tiers=[tier.spec() for tier in self._tiers],
             linger_s=self._linger_s,
             commit_s=self._commit_s,
@@ -493,13 +499,13 @@ class WriterSupervisor:
             check=not self._takeover and not self.owner.epoch and self._world.local_rank == 0,
             auto=[one for one, every in self._cadences() if isinstance(every, Auto)],
             successor=self._successor,
-            acquires=[[a.epoch, a.nonce, a.restored and str(a.restored)] for a in self.inherited.acquires],
+            acquires=[_row(acquire) for acquire in self.inherited.acquires],
         )
-        tiers = reply["tiers"]
-        epochs = [*(a.epoch for a in self.inherited.acquires), *(tier["epoch"] for tier in tiers)]
-        stored = any(tier["checkpoints"] or tier["damaged"] for tier in tiers)
+        reply = client.ask(request, OPEN_S)
+        epochs = [*(a.epoch for a in self.inherited.acquires), *(tier.epoch for tier in reply.tiers)]
+        stored = any(tier.checkpoints or tier.damaged for tier in reply.tiers)
         snapshots = any(arena.sealed() for arena in self.inherited.arenas)
-        return Opened(tuple(tier["root"] for tier in tiers), max([0, *epochs]), stored or snapshots, reply["cadence"])
+        return Opened(tuple(tier.root for tier in reply.tiers), max([0, *epochs]), stored or snapshots, reply.cadence)
 
     def _cadences(self) -> list[tuple[str, object]]:
         memory: list[tuple[str, object]] = [(MEMORY, self._memory.every)] if self._memory is not None else []
@@ -508,21 +514,17 @@ class WriterSupervisor:
     def announce(self, nonce: str) -> None:
         """Before any rank takes the run over by this nonce: our writer must not take us for another job."""
         self._successor = nonce
-        self._insist(lambda client: client.ask("successor", nonce=nonce))
+        self._insist(lambda client: client.ask(requests.Successor(nonce)))
 
     def acquire(self, nonce: str, floor: int, restored: Attempt | None) -> list[int]:
         """Take over the places that this rank speaks for; the epochs that they gave. All have to be the same."""
         mine = [i for i, role in enumerate(self.roles) if role.place == 0]
         if not mine and (self.roles or self._world.rank > 0):
             return []  # others speak for all of them
-        back = restored and str(restored)
-        # Asked again with the same nonce it is done at most once.
-        reply, _ = self._insist(
-            lambda client: client.ask("acquire", nonce=nonce, floor=floor, restored=back, tiers=mine)
-        )
-        return list(reply["epochs"])
+        request = requests.AcquireRun(nonce, floor, str(restored) if restored else None, mine)
+        return self._insist(lambda client: client.ask(request))  # again with the same nonce it is done at most once
 
-    def own(self, owner: Acquire, *, recover: bool) -> list[Message]:
+    def own(self, owner: Acquire, *, recover: bool) -> list[requests.PartsHere]:
         """All ranks agree on the owner. Of the tiers that this rank recovers: what only parts are here of."""
         with self._lock:
             self.owner = owner
@@ -541,55 +543,48 @@ class WriterSupervisor:
                 time.sleep(0.1)  # until the next writer is there
         raise AssertionError
 
-    def _own(self, client: WriterClient, *, recover: bool) -> list[Message]:
-        owner = self.owner
-        reply, _ = client.ask(
-            "own",
-            timeout_s=OPEN_S,
-            owner=[owner.epoch, owner.nonce, owner.restored and str(owner.restored)],
-            roles=[[list(role.ranks), role.place, role.world] for role in self.roles],
-            recover=[i for i, role in enumerate(self.roles) if role.place == 0] if recover else [],
-        )
-        return list(reply["parts"])
+    def _own(self, client: WriterClient, *, recover: bool) -> list[requests.PartsHere]:
+        roles = [(list(role.ranks), role.place, role.world) for role in self.roles]
+        mine = [i for i, role in enumerate(self.roles) if role.place == 0] if recover else []
+        return client.ask(requests.OwnRun(_row(self.owner), roles, mine), OPEN_S)
 
     def resume(self) -> None:
         """All ranks have taken the run over: what was on its way to further tiers can go on."""
-        self.client.send("resume")
+        self.client.send(requests.Resume())
 
     def complete(self, tier: int, attempts: list[Attempt]) -> None:
         """All places hold their parts of these."""
-        self.client.send("complete", tier=tier, attempts=[str(a) for a in attempts])
+        self.client.send(requests.Complete(tier, [str(a) for a in attempts]))
 
     def doubt(self, url: str, attempt: Attempt, ranges: Iterable[tuple[str, int]]) -> None:
         """These bytes of a place were found damaged: nothing is to be built on them."""
-        self.client.send("doubt", url=url, attempt=str(attempt), ranges=[list(one) for one in sorted(ranges)])
+        self.client.send(requests.Doubt(url, str(attempt), sorted(ranges)))
 
-    def _on_note(self, note: Message) -> None:
-        if note["op"] == "gone":
-            self._stager.hold(-1)
-        elif note["op"] == "unpinned":
-            self._stager.unpin(bytes.fromhex(note["arena"]), int(note["slot"]))
-        elif note["op"] == "stored":
-            self._on_stored(int(note["tier"]), Attempt.parse(note["attempt"]))
-        elif note["op"] == "held":
-            self.on_held(int(note["tier"]), Attempt.parse(note["attempt"]))
-        elif note["op"] == "damaged":
-            self.on_damaged(note)
-        elif note["op"] == "cadence":
-            self.on_cadence(note)
-        elif note["op"] == "said":
-            log.warning("%s", note["text"])
-        elif note["op"] == "fenced":
-            error = FencedError(str(note["text"]))
-            self._lose(error)
-            self.on_failure(error)
-        else:
-            self.on_alert(note)
+    def _hear_all(self) -> None:
+        """What the writer says of memory and of the run. Others listen to the rest, once they are there."""
+        self.hear(notes.GoneNote, lambda note: self._stager.hold(-1))
+        self.hear(notes.UnpinnedNote, lambda note: self._stager.unpin(bytes.fromhex(note.arena), note.slot))
+        self.hear(notes.StoredNote, self._on_stored)
+        self.hear(notes.SaidNote, lambda note: log.warning("%s", note.text))
+        self.hear(notes.FencedNote, self._on_fenced)
 
-    def _on_stored(self, tier: int, attempt: Attempt) -> None:
+    def hear(self, kind: type[N], handler: Callable[[N], None]) -> None:
+        """Who deals with a kind of notes; those that nobody does are passed over."""
+        self._hears[kind] = handler
+
+    def _on_note(self, note: Note) -> None:
+        if (handler := self._hears.get(type(note))) is not None:
+            handler(note)
+
+    def _on_fenced(self, note: notes.FencedNote) -> None:
+        error = FencedError(note.text)
+        self._lose(error)
+        self.on_failure(error)
+
+    def _on_stored(self, note: notes.StoredNote) -> None:
         with self._lock:
             for write in self._writes:
-                if (write.tier, write.attempt) == (tier, attempt) and not write.stored:
+                if (write.tier, str(write.attempt)) == (note.tier, note.attempt) and not write.stored:
                     write.stored = True
                     self._stager.unpin(write.arena.id, write.slot)
 
@@ -611,7 +606,7 @@ class WriterSupervisor:
             return
         with self._lock:
             if self._closing:
-                fresh.send("close")
+                fresh.send(requests.Close())
                 fresh.close()
                 return
             self.client = fresh
@@ -639,7 +634,7 @@ class WriterSupervisor:
                 self._own(fresh, recover=False)
         except (WriterError, StoreError, DeadlineError) as error:
             log.warning("%s", error)
-            fresh.send("close")
+            fresh.send(requests.Close())
             fresh.close()
             return None
         return fresh
@@ -661,31 +656,31 @@ class WriterSupervisor:
 
     def _check_mine(self) -> None:
         """FencedError if the writer that has the name serves an owner that is none of ours."""
-        found = channel.ask_once(self._key, "whose", HELLO_S) or {}
-        owner, trainer = found.get("owner"), found.get("trainer")
+        found = self._whose()
         ours = {(one.epoch, one.nonce) for one in (*self.inherited.acquires, self.owner)}
-        if owner is not None and tuple(owner) not in ours and owner[1] != self._successor:
-            raise FencedError(f"process {trainer} on this machine has opened this run")
+        owner = None if found is None else found.owner
+        if found is not None and owner is not None and owner not in ours and owner[1] != self._successor:
+            raise FencedError(f"process {found.trainer} on this machine has opened this run")
 
     def _hand_over(self, client: WriterClient) -> None:
         """All that a new writer needs to know; in this order, and without waiting for it."""
         self._guarded, self._told = None, []
         for layout in self._layouts.values():
-            client.send("layout", layout=layout.to_json())
+            client.send(requests.KnowLayout(layout.to_json()))
         for arena in self._arenas():
-            client.send("attach", fds=(arena.fd,), foreign=arena.id in self._foreign)
+            client.send(requests.AttachArena(foreign=arena.id in self._foreign), (arena.fd,))
         if (current := self._stager.arena) is not None:
-            client.send("watch", arena=current.id.hex())
+            client.send(requests.WatchArena(current.id.hex()))
         if self._contact is not None:
-            client.send("partner", contact=self._contact, rank=self._world.rank)
+            client.send(requests.Partner(self._contact, self._world.rank))
         if self._arming is not None:
-            client.send("arm", fds=self._arming[1], **self._arming[0])
+            client.send(*self._arming)
         if self._books is not None:
-            client.send("books", fds=self._books[1], **self._books[0])
+            client.send(*self._books)
         if self._decision is not None:
-            client.send("cadence", decision=self._decision)
-        if self._live is not None:
-            client.send("live", fds=self._live[1], **self._live[0])
+            client.send(self._decision)
+        if self._shown is not None:
+            client.send(*self._shown)
         for attempt, reason in list(self._retracts.items()):
             self._send_retract(client, attempt, reason)
         self._drop_prepared()
@@ -771,7 +766,7 @@ class WriterSupervisor:
             slots = self._asked_slots = self._ring + max(1, len(self._tiers)) + logged
             least = 1 if self._tiers and not logged else 2
             self._drop_prepared(self.client)
-            self._preparing = self.client.send("arena", slots=slots, slot_size=size, least=least)
+            self._preparing = self.client.send(requests.MakeArena(slots, size, least))
 
     def _drop_prepared(self, client: WriterClient | None = None) -> None:
         """Nobody takes what was prepared any more: its descriptor would hold all of that memory, and so would the
@@ -779,13 +774,13 @@ class WriterSupervisor:
         with self._lock:
             future, self._preparing = self._preparing, None
 
-        def drop(future: Future[Reply]) -> None:
+        def drop(future: Future[tuple[str, list[int]]]) -> None:
             if not future.cancelled() and future.exception() is None:
                 made, fds = future.result()
                 for fd in fds:
                     os.close(fd)
                 if client is not None:
-                    client.send("release", arena=made["arena"])
+                    client.send(requests.ReleaseArena(made))
 
         if future is not None:
             future.add_done_callback(drop)
@@ -819,7 +814,7 @@ class WriterSupervisor:
                 arena = Arena.attach(fds[0])
             except OSError as error:
                 os.close(fds[0])
-                self.client.send("release", arena=made["arena"])
+                self.client.send(requests.ReleaseArena(made))
                 self._refused_size = self._asked
                 refusal = SkippedError(f"the memory for snapshots cannot be mapped: {error}. See ulimit -v")
                 self._say_short(f"{refusal}. Training goes on, and steps are not saved")
@@ -859,7 +854,7 @@ class WriterSupervisor:
 
     def _adopt(self, arena: Arena, client: WriterClient) -> None:
         def watch() -> None:
-            client.send("watch", arena=arena.id.hex())
+            client.send(requests.WatchArena(arena.id.hex()))
 
         self._stager.use(arena, watch)
 
@@ -872,14 +867,14 @@ class WriterSupervisor:
         arena = self._stager.arena
         if self._contact is not None and arena is not None:
             for slot, label in arena.sealed()[:1]:
-                self.client.send("push", arena=arena.id.hex(), slot=slot, attempt=str(label.attempt))
+                self.client.send(requests.Push(arena.id.hex(), slot, str(label.attempt)))
         if (not self._spares and not self.inherited.arenas) or not self.superseded:
             return
         with self._lock:
             busy = {write.arena.id for write in self._writes} | self.also_in_use()
             old = {a.id: a for a in (*self._spares, *self.inherited.arenas) if a is not self._stager.arena}
             for arena in (a for key, a in old.items() if key not in busy):
-                self.client.send("release", arena=arena.id.hex())
+                self.client.send(requests.ReleaseArena(arena.id.hex()))
                 arena.close()
             self._spares = [a for a in self._spares if a.id in busy]
             self.inherited.arenas = []
@@ -894,40 +889,40 @@ class WriterSupervisor:
         """Whether what was in memory before is not needed any more: every rank has newer snapshots."""
         return self._newer >= 1 if self._world.size == 1 else self._newer >= 2 and self.everyone
 
-    def serve(self) -> Message:
+    def serve(self) -> Json:
         """Have the writer take copies of another rank's memory; how it is reached."""
-        return dict(self.client.ask("serve")[0]["contact"])
+        return self.client.ask(requests.Serve())
 
-    def copy_to(self, contact: Message) -> None:
+    def copy_to(self, contact: Json) -> None:
         """Have the writer send a copy of each snapshot to another one."""
         self._contact = contact
-        self.client.send("partner", contact=contact, rank=self._world.rank)
+        self.client.send(requests.Partner(contact, self._world.rank))
 
-    def arm(self, fields: Message, fds: tuple[int, ...]) -> None:
+    def arm(self, request: watch.Arm, fds: tuple[int, ...]) -> None:
         """Have the writer watch us, this one and those that follow; see `ckpt.writer.watchdog`."""
-        self._arming = fields, fds
-        self.client.send("arm", fds=fds, **fields)
+        self._arming = request, fds
+        self.client.send(request, fds)
 
-    def keep_books(self, fields: Message, fds: tuple[int, ...]) -> None:
+    def keep_books(self, request: watch.KeepBooks, fds: tuple[int, ...]) -> None:
         """Have the writer keep the ledger, this one and those that follow; see `ckpt.writer.bookkeeper`."""
-        self._books = {**fields, "again": True}, fds
-        self.client.send("books", fds=fds, **fields)
+        self._books = msgspec.structs.replace(request, again=True), fds
+        self.client.send(request, fds)
 
-    def show(self, fields: Message, fds: tuple[int, ...]) -> None:
+    def show(self, request: watch.Show, fds: tuple[int, ...]) -> None:
         """Let the writer be asked what we do, this one and those that follow; see `ckpt.writer.status`."""
-        self._live = fields, fds
-        self.client.send("live", fds=fds, **fields)
+        self._shown = request, fds
+        self.client.send(request, fds)
 
-    def tell_restored(self, **fields: Any) -> None:
+    def tell_restored(self, request: watch.RestoreDone) -> None:
         """For the ledger, and for those who look."""
-        if self._live is not None:
-            self._live = {**self._live[0], "restored": fields}, self._live[1]
-        self.client.send("restored", **fields)
+        if self._shown is not None:
+            self._shown = msgspec.structs.replace(self._shown[0], restored=request), self._shown[1]
+        self.client.send(request)
 
-    def tell_cadence(self, decision: Message) -> None:
+    def tell_cadence(self, decision: Json) -> None:
         """From some step on all ranks save by another cadence."""
-        self._decision = decision
-        self.client.send("cadence", decision=decision)
+        self._decision = watch.SetCadence(decision)
+        self.client.send(self._decision)
 
     @contextlib.contextmanager
     def one_writer(self) -> Iterator[None]:
@@ -935,9 +930,9 @@ class WriterSupervisor:
         with self._lock:
             yield
 
-    def tell(self, op: str, **fields: Any) -> None:
+    def tell(self, request: Request[Any]) -> None:
         """Something that needs no answer."""
-        self.client.send(op, **fields)
+        self.client.send(request)
 
     @property
     def has_memory(self) -> bool:
@@ -974,7 +969,7 @@ class WriterSupervisor:
             done(error)
 
     def _ask_to_keep(self, client: WriterClient, arena: Arena) -> None:
-        future = client.send("keep", arena=arena.id.hex())
+        future = client.send(requests.KeepArena(arena.id.hex()))
         future.add_done_callback(lambda future: self._on_keep(client, arena, future.exception()))
 
     def _on_keep(self, client: WriterClient, arena: Arena, error: BaseException | None) -> None:
@@ -1008,7 +1003,7 @@ class WriterSupervisor:
             if not known:
                 if len(self._layouts) > 64:
                     self._forget_layouts()
-                self.client.send("layout", layout=said)
+                self.client.send(requests.KnowLayout(said))
                 self._layouts[layout.digest] = layout  # last: Ctrl-C may come in between
 
     def _tell_guarded(self, layout: Layout, guarded: list[bool]) -> None:
@@ -1018,10 +1013,10 @@ class WriterSupervisor:
         number = next((i for i, one in enumerate(self._told) if one is guarded), len(self._told))
         if number == len(self._told):
             missing = [i for i, one in enumerate(guarded) if one]
-            self.client.send("guarded", layout=layout.digest, number=number, tensors=missing)
+            self.client.send(requests.KnowGuarded(layout.digest, number, missing))
             self._told.append(guarded)
         else:
-            self.client.send("guarded", layout=layout.digest, number=number)
+            self.client.send(requests.KnowGuarded(layout.digest, number))
         self._guarded = guarded
 
     def _forget_layouts(self) -> None:
@@ -1042,8 +1037,8 @@ class WriterSupervisor:
 
     def _snapshots(self, visited: list[Arena]) -> Iterator[HeldSnapshot]:
         with contextlib.suppress(CheckpointError):  # the writer digests what it writes, and the ring after a death
-            reply, _ = self.client.ask("digests", timeout_s=REQUEST_S, all=self._must_compare())
-            self.inherited.digests.update(_digests(reply))
+            rows = self.client.ask(requests.AskDigests(all=self._must_compare()), REQUEST_S)
+            self.inherited.digests.update(_digests(rows))
         arenas = {arena.id: arena for arena in (*self.inherited.arenas, *self._arenas())}
         known = {**self.inherited.layouts, **self._layouts}
         found = {
@@ -1073,17 +1068,11 @@ class WriterSupervisor:
 
     def _send(self, write: WriteInFlight) -> None:
         write.tries += 1
-        future = self.client.send(
-            "write",
-            tier=write.tier,
-            arena=write.arena.id.hex(),
-            slot=write.slot,
-            attempt=str(write.attempt),
-            stored=write.stored,
-        )
+        place = write.arena.id.hex(), write.slot
+        future = self.client.send(requests.WriteSlot(write.tier, *place, str(write.attempt), write.stored))
         future.add_done_callback(lambda f: self._on_written(write, f))
 
-    def _on_written(self, write: WriteInFlight, future: Future[Reply]) -> None:
+    def _on_written(self, write: WriteInFlight, future: Future[tuple[requests.WriteSlotReply, list[int]]]) -> None:
         error = future.exception()
         with self._lock:
             if isinstance(error, WriterError) and write.tries <= RESPAWN_LIMIT and not self._closing:
@@ -1094,7 +1083,7 @@ class WriterSupervisor:
             self._release(write)
         if error is None:
             reply, _ = future.result()
-            write.nbytes, write.nbytes_stored = int(reply.get("nbytes", 0)), int(reply.get("stored", 0))
+            write.nbytes, write.nbytes_stored = reply.nbytes, reply.stored
         elif not isinstance(error, CheckpointError):
             error = SaveError(str(error))
         write.done(error)
@@ -1111,11 +1100,11 @@ class WriterSupervisor:
             self._send_retract(self.client, attempt, reason)
 
     def _send_retract(self, client: WriterClient, attempt: Attempt, reason: str) -> None:
-        def done(future: Future[Reply]) -> None:
+        def done(future: Future[tuple[None, list[int]]]) -> None:
             if not isinstance(future.exception(), WriterError):
                 self._retracts.pop(attempt, None)
 
-        client.send("retract", attempt=str(attempt), reason=reason).add_done_callback(done)
+        client.send(requests.Retract(str(attempt), reason)).add_done_callback(done)
 
     # -- the end --
 
@@ -1128,7 +1117,7 @@ class WriterSupervisor:
         """Hang up, and let the writer treat that as our death: it keeps the memory and persists it."""
         with self._lock:
             self._closing = True
-        self.client.send("leave")
+        self.client.send(requests.Leave())
         self.client.close()
         self._claim.drop()
         self._forgo(WriterError("there was no writer when the trainer let go of its memory"))
@@ -1141,7 +1130,7 @@ class WriterSupervisor:
         try:
             if self.failure is None:
                 with contextlib.suppress(WriterError):  # it died; what it had to write was waited for before
-                    self.client.ask("close", timeout_s=max(timeout_s, 0.1), failed=failed)
+                    self.client.ask(requests.Close(failed), max(timeout_s, 0.1))
         finally:
             self.client.close()
             self._claim.drop()
@@ -1159,14 +1148,15 @@ class WriterSupervisor:
             arena.fd = -1
 
 
+Greeted = tuple[requests.GreetingReply, list[int]]
 Known = tuple[dict[str, Layout], dict[tuple[Attempt, int], bytes], list[Acquire]]
 
 
-def _known(hello: Message) -> Known:
+def _known(hello: requests.GreetingReply) -> Known:
     """What a writer says about the memory that it holds."""
-    layouts = {digest: Layout.from_json(layout) for digest, layout in hello["layouts"].items()}
-    acquires = [Acquire(e, n, None if r is None else Attempt.parse(r)) for e, n, r in hello["acquires"]]
-    return layouts, _digests(hello), acquires
+    layouts = {digest: Layout.from_json(layout) for digest, layout in hello.layouts.items()}
+    acquires = [Acquire(e, n, None if r is None else Attempt.parse(r)) for e, n, r in hello.acquires]
+    return layouts, _digests(hello.digests), acquires
 
 
 def _used_again(one: UnheldSlot) -> SaveError:
@@ -1176,8 +1166,12 @@ def _used_again(one: UnheldSlot) -> SaveError:
     )
 
 
-def _digests(reply: Message) -> dict[tuple[Attempt, int], bytes]:
-    return {(Attempt.parse(attempt), rank): bytes.fromhex(found) for attempt, rank, found in reply["digests"]}
+def _row(acquire: Acquire) -> requests.Owner:
+    return acquire.epoch, acquire.nonce, str(acquire.restored) if acquire.restored else None
+
+
+def _digests(rows: list[requests.Digest]) -> dict[tuple[Attempt, int], bytes]:
+    return {(Attempt.parse(attempt), rank): bytes.fromhex(found) for attempt, rank, found in rows}
 
 
 def _sealed(

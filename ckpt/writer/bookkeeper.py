@@ -18,7 +18,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ParamSpec
+from typing import ParamSpec
 from urllib.parse import unquote, urlsplit
 
 from ckpt.checkpoint.ledger_files import LedgerFiles, find, read_back
@@ -29,9 +29,11 @@ from ckpt.goodput import cadence, ledger
 from ckpt.goodput.cadence import MEMORY, Auto
 from ckpt.goodput.ledger import Account, Decision, End, LandedSave, Restore, Saves, SeenFault, StepRow
 from ckpt.goodput.overhead import Meter
-from ckpt.ipc.channel import Message
 from ckpt.ipc.heartbeat import Heartbeat, StepDone
+from ckpt.ipc.notes import CadenceNote
 from ckpt.ipc.process import Process, boot_id, namespace
+from ckpt.ipc.protocol import Note
+from ckpt.ipc.watch_requests import CadenceOf, KeepBooks, RestoreDone
 
 LOOK_S = 0.5  # between two looks at the heartbeat
 ROW_S = 10.0  # of a row, once the first ones are full
@@ -77,7 +79,7 @@ def harmless(event: Callable[P, None]) -> Callable[P, None]:
 class Bookkeeper:
     """Everything runs in the writer's event loop. `tiers`: the durable places as they are now; `tell`: the trainer."""
 
-    def __init__(self, tiers: Callable[[], list[OpenTier]], tell: Callable[[Message], None]) -> None:
+    def __init__(self, tiers: Callable[[], list[OpenTier]], tell: Callable[[Note], None]) -> None:
         self._tiers, self._tell = tiers, tell
         self.account: Account | None = None
         self._heartbeat: Heartbeat | None = None
@@ -100,40 +102,39 @@ class Bookkeeper:
     # -- an incarnation --
 
     @harmless
-    def begin(self, message: Message, fds: list[int], pid: int) -> None:
+    def begin(self, request: KeepBooks, fds: list[int], pid: int) -> None:
         """A trainer has opened the run; what is known of it. `fds`: its heartbeat."""
         self.ended("died")  # the one before, of which nobody has said so
         self.stop()
         self._previous = self.account
         wall, mono = time.time(), time.monotonic()
-        url = str(message["url"])
         self.account = Account(
-            epoch=str(message["epoch"]),
-            rank=int(message["rank"]),
-            world=int(message["world"]),
+            epoch=request.epoch,
+            rank=request.rank,
+            world=request.world,
             host=socket.gethostname(),
             boot=boot_id(),
             namespace=namespace("pid"),
             pid=pid,
-            url=url,
-            inode=inode_of(url),
+            url=request.url,
+            inode=inode_of(request.url),
             anchor=(wall, mono),
             born=Process.of(pid).born,
-            opening=float(message["opening"]),
-            opened=float(message["opened"]),
+            opening=request.opening,
+            opened=request.opened,
             kept=mono,
-            versions={str(name): str(text) for name, text in message.get("versions", {}).items()},
+            versions=request.versions,
         )
         self._heartbeat = Heartbeat.attach(fds[0])
         self._meter, self._row, self._writes = Meter(), _Open(), []
         self._calls, self._before, self._from, self._fresh = 0, None, self.account.opened, True
         self._taken_up = False
-        self._places = [_place(one) for one in message["places"]]
-        self._decides = bool(message["decides"]) and any(isinstance(one.every, Auto) for one in self._places)
+        self._places = [_place(one) for one in request.places]
+        self._decides = request.decides and any(isinstance(one.every, Auto) for one in self._places)
         self._decide_at, self._decide_s = mono + DECIDE_S, DECIDE_S
-        self._taking_up = bool(message.get("again"))
-        if message.get("cadence"):
-            self.account.decisions.append(Decision(**message["cadence"]))
+        self._taking_up = request.again
+        if request.cadence:
+            self.account.decisions.append(Decision(**request.cadence))
         self._task = asyncio.get_running_loop().create_task(self._look())
 
     def stop(self) -> None:
@@ -258,16 +259,16 @@ class Bookkeeper:
         self._row = _Open()
 
     @harmless
-    def restored(self, message: Message) -> None:
+    def restored(self, request: RestoreDone) -> None:
         """The trainer has called restore()."""
         if self.account is None:
             return
-        self.look(float(message["at"]))  # the steps after it may be done by now
+        self.look(request.at)  # the steps after it may be done by now
         self._finish_row()
-        restore = Restore(**{name: message[name] for name in Restore.__dataclass_fields__ if name in message})
+        restore = Restore(**{name: getattr(request, name) for name in Restore.__dataclass_fields__})
         self.account.restores = ledger.bounded([*self.account.restores, restore])
         self._from, self._fresh = restore.at + restore.seconds, True
-        cost = (float(message["stalled"]), int(message["saves"]), int(message["skipped"]), float(message["paused"]))
+        cost = (request.stalled, request.saves, request.skipped, request.paused)
         self._before = StepDone(0, self._from, *cost)  # what was before it is no part of the first step after it
         if restore.step is not None:
             self.account.step, self.account.beat = restore.step, max(self.account.beat, self._from)
@@ -383,11 +384,10 @@ class Bookkeeper:
     # -- how often to save --
 
     @harmless
-    def decided(self, message: Message) -> None:
+    def decided(self, decision: Decision) -> None:
         """The ranks have agreed on a cadence."""
         if self.account is None:
             return
-        decision = Decision(**message["decision"])
         decision.at = time.monotonic()
         self.account.decisions = ledger.bounded([*self.account.decisions, decision])
         self._places = [
@@ -409,7 +409,7 @@ class Bookkeeper:
         held = self.account.decisions[-1] if self.account.decisions else None
         decision = cadence.decide(self._places, self.account.step, step_s, costs, known, self.account.world, held)
         if cadence.differs(decision, self._places):
-            self._tell({"op": "cadence", "decision": asdict(decision)})
+            self._tell(CadenceNote(asdict(decision)))
 
     def _costs(self) -> dict[str, cadence.SaveCost]:
         meter, found = self._meter, dict[str, cadence.SaveCost]()
@@ -426,10 +426,10 @@ class Bookkeeper:
         return found
 
 
-def _place(data: dict[str, Any]) -> cadence.TierCadence:
-    every = data["every"]
-    wanted = Auto(*every) if isinstance(every, list) else int(every)
-    return cadence.TierCadence(str(data["name"]), wanted, int(data["now"]), bool(data["remote"]))
+def _place(one: CadenceOf) -> cadence.TierCadence:
+    return cadence.TierCadence(
+        one.name, one.every if isinstance(one.every, int) else Auto(*one.every), one.now, one.remote
+    )
 
 
 def inode_of(url: str) -> int:

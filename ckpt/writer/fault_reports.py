@@ -19,6 +19,7 @@ from ckpt.events import log
 from ckpt.faults.hang import Evidence, note_evidence
 from ckpt.faults.report import Fault, SavedStep
 from ckpt.ipc import channel
+from ckpt.ipc.watch_requests import PeerDied, Sample
 from ckpt.triggers import RETRY_CODE
 from ckpt.writer.held_memory import HeldMemory
 from ckpt.writer.persist import Persister
@@ -70,7 +71,7 @@ class FaultReporter:
         self.in_memory(fault, time.monotonic() - began)
         before = time.monotonic() - began
         for one in await self._persister.persist(deadline_s, far=far):
-            saved = SavedStep(one["step"], one["tier"], "ring", before + one["seconds"], one["error"])
+            saved = SavedStep(one.step, one.tier, "ring", before + one.seconds, one.error)
             fault.saved.append(saved)
         fault.timings["durable_s"] = time.monotonic() - began
 
@@ -88,10 +89,9 @@ class FaultReporter:
 
     async def tell_siblings(self, fault: Fault) -> None:
         """The other ranks of this node need not find out by themselves."""
-        about = {"rank": fault.rank, "summary": fault.summary, "writer": self.key}
-        await asyncio.gather(
-            *(asyncio.to_thread(channel.ask_once, key, "peer", ASK_S, **about) for key in self._others())
-        )
+        about = PeerDied(fault.rank, fault.summary, self.key)
+        asked = [asyncio.to_thread(channel.ask_once, key, about, ASK_S) for key in self._others()]
+        await asyncio.gather(*asked, return_exceptions=True)
 
     def _others(self) -> list[str]:
         return [key for key in channel.siblings(self.key).values() if key != self.key]
@@ -100,13 +100,13 @@ class FaultReporter:
 
     async def evidence(self, watchdog: Watchdog, own: Evidence | None = None) -> list[Evidence]:
         """Of every rank on this node."""
-        asked = [asyncio.to_thread(channel.ask_once, key, "sample", ASK_S) for key in self._others()]
-        replies = asyncio.gather(*asked)
+        asked = [asyncio.to_thread(channel.ask_once, key, Sample(), ASK_S) for key in self._others()]
+        replies = asyncio.gather(*asked, return_exceptions=True)
         found = [await watchdog.sample() if own is None else own]
         for reply in await replies:
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                if reply is not None and reply["evidence"] is not None:
-                    found.append(Evidence.from_json(reply["evidence"]))
+                if isinstance(reply, dict):  # else it is gone, refuses, or watches nobody
+                    found.append(Evidence.from_json(reply))
         return found
 
     async def hang(self, watchdog: Watchdog, stall: Stall) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
 
 from ckpt.checkpoint.write import digest_blobs
 from ckpt.errors import SkippedError
@@ -17,6 +16,7 @@ from ckpt.format.digest import blob_digest
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt
 from ckpt.ipc.arena import EAGER, SEALED, Arena, ArenaKeeper, Label
+from ckpt.ipc.requests import Digest
 from ckpt.writer.replicate import Replicator
 
 MAX_LAYOUTS = 256  # far more than a trainer believes us to have
@@ -135,8 +135,8 @@ class HeldMemory:
             recent = list(self.layouts)[-MAX_LAYOUTS // 2 :]
             self.layouts = {key: self.layouts[key] for key in self.layouts if key in used or key in recent}
 
-    def known_digests(self) -> list[list[Any]]:
-        return [[str(attempt), rank, digests.hex()] for (attempt, rank), digests in list(self.digests.items())]
+    def known_digests(self) -> list[Digest]:
+        return [(str(attempt), rank, digests.hex()) for (attempt, rank), digests in list(self.digests.items())]
 
     def forget_old(self) -> set[Attempt | None]:
         """Digests of what is not in memory any more; the attempts that are."""

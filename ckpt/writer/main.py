@@ -36,10 +36,10 @@ from ckpt.errors import (
     FencedError,
     InUseError,
     NameTakenError,
+    ProtocolError,
     SkippedError,
     UsageError,
     WriterError,
-    to_wire,
 )
 from ckpt.faults.memory_pressure import MemoryRoom, spare_from_oom
 from ckpt.faults.report import Fault, SavedStep
@@ -47,13 +47,17 @@ from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt
 from ckpt.goodput.ledger import Account, Decision
 from ckpt.ipc import channel as link
+from ckpt.ipc import notes, requests
+from ckpt.ipc import watch_requests as watch
 from ckpt.ipc.arena import Arena
-from ckpt.ipc.channel import Channel, Message
+from ckpt.ipc.channel import Channel
 from ckpt.ipc.mutex import Got
 from ckpt.ipc.process import Process, boot_id, namespace
+from ckpt.ipc.protocol import Incoming, Note, Request, failure, message_of
 from ckpt.metrics import Metrics
 from ckpt.telemetry.exporter import Exporter
 from ckpt.writer.bookkeeper import Bookkeeper
+from ckpt.writer.dispatch import HANDLERS, Answer, Caller, check_version, handles, known
 from ckpt.writer.fault_reports import FaultReporter, end
 from ckpt.writer.held_memory import HeldMemory, make_arena
 from ckpt.writer.persist import LOST_S, Persister
@@ -73,8 +77,6 @@ TOLD_S = 20.0  # after a death, for what is in memory to become durable before t
 KEEP_S = 1.0  # for another process that keeps an arena to let go of it
 LET_GO_S = 0.1  # between two looks whether a trainer that lives, and has left, has let go of its memory
 ECHO_S = 0.5  # for the rest of what faulthandler says, while a trainer crashes
-
-Answer = tuple[Message, tuple[int, ...]]
 
 
 class Writer:
@@ -149,8 +151,15 @@ class Writer:
             self.loop.call_soon_threadsafe(function, *arguments)
 
     def _read(self, channel: Channel) -> None:
-        while (received := channel.receive()) is not None:
-            self._post(self._on_message, channel, *received)
+        while (incoming := channel.receive()) is not None:
+            try:
+                request = message_of(incoming, REQUESTS)
+            except ProtocolError as error:
+                incoming.drop()
+                events.log.warning("refused: %s", error)
+                self._reply(channel, incoming.id, failure(error))
+                continue
+            self._post(self._on_request, channel, incoming, request)
         self._post(self._on_lost, channel)
 
     def _accept(self, listener: socket.socket) -> None:
@@ -190,8 +199,8 @@ class Writer:
 
     # -- events --
 
-    def _on_message(self, channel: Channel, message: Message, fds: list[int]) -> None:
-        self._spawn(self._handle(channel, message, fds))
+    def _on_request(self, channel: Channel, incoming: Incoming, request: Request[Any]) -> None:
+        self._spawn(self._handle(channel, incoming, request))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self.loop.create_task(work)
@@ -221,7 +230,7 @@ class Writer:
             self._on_death(self.persister.adoptions)
         elif not self.previous_gone:
             self.previous_gone = True
-            self._tell({"op": "gone"})
+            self._tell(notes.GoneNote())
 
     async def _drain_again(self, adoptions: int) -> None:
         await asyncio.to_thread(self.held_memory.digest_ring)
@@ -234,14 +243,14 @@ class Writer:
             self.books.ended("died")
             self._spawn(self._outlive(adoptions))
 
-    def _tell(self, message: Message, fds: tuple[int, ...] = ()) -> None:
+    def _tell(self, note: Note) -> None:
         if self.channel is not None:
             with contextlib.suppress(OSError):
-                self.channel.send(message, fds)
+                self.channel.send(note)
 
     def _say(self, text: str) -> None:
         events.log.warning("%s", text)
-        self._tell({"op": "said", "text": text})
+        self._tell(notes.SaidNote(text))
 
     def _serves(self, where: str) -> None:
         self.status_server.serves = where
@@ -266,72 +275,80 @@ class Writer:
 
     # -- requests --
 
-    async def _handle(self, channel: Channel, message: Message, fds: list[int]) -> None:
+    async def _handle(self, channel: Channel, incoming: Incoming, request: Request[Any]) -> None:
         try:
-            handler = getattr(self, f"do_{message['op']}", None)
-            if handler is None:
-                raise UsageError(f"the writer does not know {message['op']!r}: is it of another version?")
             if channel in self._losers:
                 raise FencedError(self._losers[channel])
-            reply, out = await handler(channel, message, fds)
+            value = await HANDLERS[type(request)](self, request, Caller(channel, incoming.fds))
         except Exception as error:
             if not isinstance(error, CheckpointError):
-                events.log.exception("the writer failed at %r", message.get("op"))
-            reply, out = to_wire(error), ()
-        if "id" in message:
-            with contextlib.suppress(OSError):
-                channel.send({**reply, "op": "reply", "id": message["id"]}, out)
+                events.log.exception("the writer failed at %r", incoming.op)
+            value = failure(error)
+        self._reply(channel, incoming.id, *(value if isinstance(value, Answer) else (value,)))
 
-    async def do_hello(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """A trainer introduces itself. It becomes ours unless it is only a `visit`, or the present one lives; that one
-        loses the run in a `takeover`, and it is as if it had died: the next trainer has all that it had, at once."""
-        visit = bool(message.get("visit"))
-        self._gone_by += [Process.of(int(pid)) for pid in message.get("losers", ())]
+    def _reply(self, channel: Channel, number: int | None, value: object, fds: tuple[int, ...] = ()) -> None:
+        """Whoever asked with a number gets an answer, if only that there is none."""
+        if number is not None:
+            with contextlib.suppress(OSError):
+                try:
+                    channel.reply(number, value, fds)
+                except (ProtocolError, TypeError, ValueError) as error:
+                    channel.reply(number, failure(error))
+
+    @handles(requests.Greeting)
+    async def do_greeting(self, request: requests.Greeting, caller: Caller) -> Answer:
+        check_version(request)
+        visit = request.visit
+        self._gone_by += map(Process.of, request.losers)
         lost = [] if visit else await self.persister.lost()  # before anything changes
         if self.leaving and not visit:
             raise WriterError("this writer is about to leave")
-        process = Process.of(link.peer_pid(channel.sock))
+        process = Process.of(link.peer_pid(caller.channel.sock))
         if process.started < 0 and not visit:
             raise InUseError(
                 "the memory of this run is held by a writer in another container, which cannot see this process"
             )
         lives = process != self.process and self.process.alive
-        taken = bool(message.get("takeover")) and lives and not self.left
+        taken = request.takeover and lives and not self.left
         if taken:
             self._dispossess(process.pid)
         copies = self.held_memory.mirror.arenas.values() if visit else ()  # no trainer goes on in them
         shown = [*self.held_memory.arenas.values(), *copies]
         alive = lives and not self.dead
-        reply: Message = {
-            "pid": os.getpid(),
-            "alive": alive,
-            "taken": taken,  # from one that lives
-            "trainer": self.trainer,
-            "since": self.since,
-            "gone": self.dispossessed or (self.previous_gone and (not lives or self._let_go())),
-            "lost": lost,
-            "arenas": [arena.id.hex() for arena in shown],
-            "foreign": list(self.held_memory.foreign),
-            "layouts": {digest: layout.to_json() for digest, layout in self.held_memory.layouts.items()},
-            "digests": self.held_memory.known_digests(),
-            "writing": [list(key) for key in self.persister.writing],
-            "acquires": [[a.epoch, a.nonce, a.restored and str(a.restored)] for a in self.persister.acquires],
-            "faults": [],
-        }
-        if not alive and channel is not self.channel and not visit:
-            self.persister.adoptions += 1
-            self.previous_gone = reply["gone"]
-            self.lingering = self.left or (self.lingering and not self.previous_gone)
-            if self.lingering and not self.previous_gone:
-                self._spawn(self._await_let_go(self.persister.adoptions))
-            self.channel, self.process, self.dead, self.announced = channel, process, False, False
-            self.since, self.left, self.dispossessed = time.time(), False, False
-            reply["faults"] = [fault.to_json() for fault in self.fault_reporter.faults]
-            self.fault_reporter.faults = []
-            self._end_watchdog()
-            self._start_thread(self._wait_gone, process)
-        reply["losers"] = self._still_there()
-        return reply, tuple(arena.fd for arena in shown)
+        adopts = not alive and caller.channel is not self.channel and not visit
+        reply = requests.GreetingReply(
+            pid=os.getpid(),
+            alive=alive,
+            taken=taken,
+            trainer=self.trainer,
+            since=self.since,
+            gone=self.dispossessed or (self.previous_gone and (not lives or self._let_go())),
+            lost=lost,
+            arenas=[arena.id.hex() for arena in shown],
+            foreign=list(self.held_memory.foreign),
+            layouts={digest: layout.to_json() for digest, layout in self.held_memory.layouts.items()},
+            digests=self.held_memory.known_digests(),
+            writing=list(self.persister.writing),
+            acquires=[(a.epoch, a.nonce, str(a.restored) if a.restored else None) for a in self.persister.acquires],
+            faults=[fault.to_json() for fault in self.fault_reporter.faults] if adopts else [],
+            losers=self._still_there(process),
+        )
+        if adopts:
+            self._adopted_by(process, caller.channel, reply.gone)
+        return Answer(reply, tuple(arena.fd for arena in shown))
+
+    def _adopted_by(self, process: Process, channel: Channel, gone: bool) -> None:
+        """This is our trainer from now on. `gone`: none before it can write to the arenas any more."""
+        self.persister.adoptions += 1
+        self.previous_gone = gone
+        self.lingering = self.left or (self.lingering and not self.previous_gone)
+        if self.lingering and not self.previous_gone:
+            self._spawn(self._await_let_go(self.persister.adoptions))
+        self.channel, self.process, self.dead, self.announced = channel, process, False, False
+        self.since, self.left, self.dispossessed = time.time(), False, False
+        self.fault_reporter.faults = []
+        self._end_watchdog()
+        self._start_thread(self._wait_gone, process)
 
     def _dispossess(self, taker: int) -> None:
         """Our trainer has lost the run: nothing is taken from it any more. It lives, and may go on writing where it
@@ -347,36 +364,32 @@ class Writer:
         self.status_server.ended()
         self.books.ended("left")
 
-    async def do_lose(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+    @handles(requests.Lose)
+    async def do_lose(self, request: requests.Lose, caller: Caller) -> None:
         """Another job takes the run over, and may have no rank in the place of our trainer. What that one had is kept
         for whoever comes, as after a death."""
         if not self.dead and not self.leaving:
-            self._dispossess(link.peer_pid(channel.sock))
+            self._dispossess(link.peer_pid(caller.channel.sock))
             self._spawn(self._outlive(self.persister.adoptions))
-        return {}, ()
 
-    async def do_whose(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """Whose run it is, as far as this writer knows: its trainer, the epoch that was opened, and who has lost it and
-        is still there."""
+    @handles(requests.Whose)
+    async def do_whose(self, request: requests.Whose, caller: Caller) -> requests.WhoseReply:
         owner = self.persister.owner
-        return {
-            "trainer": self.trainer,
-            "owner": None if owner is None else [owner.epoch, owner.nonce],
-            "losers": self._still_there(),
-        }, ()
+        opened = None if owner is None else (owner.epoch, owner.nonce)
+        return requests.WhoseReply(self.trainer, opened, self._still_there(self.process))
 
-    def _still_there(self) -> list[int]:
-        """Who has lost this run, and lives: each is told when it looks, and none trains it any more."""
+    def _still_there(self, trainer: Process) -> list[int]:
+        """Who has lost this run, and lives: each is told when it looks, and none trains it any more. `trainer`: the one
+        that has it, or is about to."""
         self._gone_by += [Process.of(link.peer_pid(loser.sock)) for loser in self._losers]
-        self._gone_by = [one for one in dict.fromkeys(self._gone_by) if one.alive and one != self.process]
+        self._gone_by = [one for one in dict.fromkeys(self._gone_by) if one.alive and one != trainer]
         return [one.pid for one in self._gone_by]
 
-    async def do_drop(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """The run whose memory we hold is not there any more, says the trainer that came for it."""
-        if channel is self.channel:
+    @handles(requests.Drop)
+    async def do_drop(self, request: requests.Drop, caller: Caller) -> None:
+        if caller.channel is self.channel:
             self.persister.adoptions += 1
             self._leave_soon()
-        return {}, ()
 
     def _let_go(self) -> bool:
         """Whether a trainer that lives, and has left, has locked none of its memory any more: it copies no further."""
@@ -399,22 +412,22 @@ class Writer:
         while adoptions == self.persister.adoptions and not self.previous_gone:
             if self._unlocked():
                 self.previous_gone = True
-                self._tell({"op": "gone"})
+                self._tell(notes.GoneNote())
             await asyncio.sleep(LET_GO_S)
 
     def _fenced(self, text: str) -> None:
         events.log.warning("%s", text)
-        self._tell({"op": "fenced", "text": text})
+        self._tell(notes.FencedNote(text))
 
-    async def do_open(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """Open the durable places, without changing anything in them."""
-        reply = await self.persister.open(message, self._has_ended)
-        decision = await self._last_cadence() if message["auto"] else None
+    @handles(requests.OpenRun)
+    async def do_open(self, request: requests.OpenRun, caller: Caller) -> requests.OpenRunReply:
+        tiers = await self.persister.open(request, self._has_ended)
+        decision = await self._last_cadence() if request.auto else None
         for tier in self.persister.tiers:
             every = None if decision is None else decision.every.get(tier.url)
-            if tier.url in message["auto"] and type(every) is int and every >= 1:
+            if tier.url in request.auto and type(every) is int and every >= 1:
                 tier.set_every(every)
-        return {**reply, "cadence": {} if decision is None else asdict(decision)}, ()
+        return requests.OpenRunReply(tiers, {} if decision is None else asdict(decision))
 
     def _has_ended(self, account: Account) -> bool:
         """Of a trainer that was this writer's, or is this very process."""
@@ -434,15 +447,15 @@ class Writer:
         ]
         return last_decision(known)
 
-    async def do_acquire(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """Take places over, for all ranks."""
-        return await self.persister.acquire(message), ()
+    @handles(requests.AcquireRun)
+    async def do_acquire(self, request: requests.AcquireRun, caller: Caller) -> list[int]:
+        return await self.persister.acquire(request)
 
-    async def do_own(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """All ranks have agreed who the owner is."""
+    @handles(requests.OwnRun)
+    async def do_own(self, request: requests.OwnRun, caller: Caller) -> list[requests.PartsHere]:
         if self._owning is None or self._owning.done():  # it ends when an earlier trainer has lost the run
             self._owning = self._spawn(self._look_at_owner())
-        return await self.persister.own(message), ()
+        return await self.persister.own(request)
 
     async def _look_at_owner(self) -> None:
         """Tell the trainer, soon, that another job has taken the run over, also if it saves nothing meanwhile."""
@@ -462,69 +475,64 @@ class Writer:
         """The places that this rank speaks for."""
         return [tier for tier in self.persister.tiers if tier.role.place == 0]
 
-    async def do_doubt(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """Damage that a restore has found."""
-        return await self.persister.doubt(message), ()
+    @handles(requests.Doubt)
+    async def do_doubt(self, request: requests.Doubt, caller: Caller) -> None:
+        await self.persister.doubt(request)
 
-    async def do_complete(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """The other places hold their parts too."""
-        return await self.persister.complete(message), ()
+    @handles(requests.Complete)
+    async def do_complete(self, request: requests.Complete, caller: Caller) -> None:
+        await self.persister.complete(request)
 
-    async def do_write(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """Make a checkpoint of a sealed slot in one tier; replies when it is durable."""
-        label = self.held_memory.arenas[message["arena"]].label(int(message["slot"]))
+    @handles(requests.WriteSlot)
+    async def do_write(self, request: requests.WriteSlot, caller: Caller) -> requests.WriteSlotReply:
+        label = self.held_memory.arenas[request.arena].label(request.slot)
         size = 0 if label is None else label.data_size
-        step = Attempt.parse(message["attempt"]).step
-        with self.books.saving(self.persister.tiers[int(message["tier"])].url, size, step) as write:
-            reply = await self.persister.write(message)
-            write.stored = int(reply["stored"])
-            return {**reply, "nbytes": size}, ()
+        step = Attempt.parse(request.attempt).step
+        with self.books.saving(self.persister.tiers[request.tier].url, size, step) as write:
+            write.stored = await self.persister.write(request)
+            return requests.WriteSlotReply(size, write.stored)
 
-    async def do_resume(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """All ranks have recovered."""
+    @handles(requests.Resume)
+    async def do_resume(self, request: requests.Resume, caller: Caller) -> None:
         self.persister.resume()
-        return {}, ()
 
-    async def do_retract(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """A snapshot must not be committed, or not stay so."""
-        return await self.persister.retract(message), ()
+    @handles(requests.Retract)
+    async def do_retract(self, request: requests.Retract, caller: Caller) -> None:
+        await self.persister.retract(request)
 
-    async def do_successor(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """By this nonce our trainer, or another rank, is about to take the run over: that is no other job."""
-        self.persister.successor = str(message["nonce"])
-        return {}, ()
+    @handles(requests.Successor)
+    async def do_successor(self, request: requests.Successor, caller: Caller) -> None:
+        self.persister.successor = request.nonce
 
-    async def do_arena(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """Make an arena, in the background, since touching its pages takes a while."""
-        wanted, begun = [int(message[name]) for name in ("slots", "slot_size", "least")], self.persister.adoptions
-        arena = await asyncio.to_thread(make_arena, *wanted)
+    @handles(requests.MakeArena)
+    async def do_arena(self, request: requests.MakeArena, caller: Caller) -> Answer:
+        begun = self.persister.adoptions
+        arena = await asyncio.to_thread(make_arena, request.slots, request.slot_size, request.least)
         if begun != self.persister.adoptions:  # whoever came meanwhile knows nothing of it
             arena.close()
             raise SkippedError("the trainer that asked for this memory has lost the run, or died")
         self.held_memory.add(arena)
         await self._kept(arena.id.hex())
-        return {"arena": arena.id.hex()}, (arena.fd,)
+        return Answer(arena.id.hex(), (arena.fd,))
 
-    async def do_keep(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """The trainer has seen that nobody keeps an arena which it gave us; it looks again when we do."""
-        await self._kept(message["arena"])
-        return {}, ()
+    @handles(requests.KeepArena)
+    async def do_keep(self, request: requests.KeepArena, caller: Caller) -> None:
+        await self._kept(request.arena)
 
     async def _kept(self, key: str) -> None:
         await asyncio.to_thread(self.held_memory.keeping[key].begun.wait, KEEP_S)
 
-    async def do_attach(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """The trainer gives a new writer the memory that its old one held."""
-        self.held_memory.add(Arena.attach(fds[0]), foreign=bool(message.get("foreign")))
-        return {}, ()
+    @handles(requests.AttachArena)
+    async def do_attach(self, request: requests.AttachArena, caller: Caller) -> None:
+        self.held_memory.add(Arena.attach(caller.fds[0]), foreign=request.foreign)
 
-    async def do_taken(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+    @handles(requests.Taken)
+    async def do_taken(self, request: requests.Taken, caller: Caller) -> None:
         """Another writer has these arenas as well, and goes on: nothing keeps us here if our trainer is dead, and these
         are all we have."""
-        if self.dead and {arena.id.hex() for arena in self.held_memory.all()} <= set(message["arenas"]):
+        if self.dead and {arena.id.hex() for arena in self.held_memory.all()} <= set(request.arenas):
             self.persister.adoptions += 1  # what we would do after its death is not ours to do any more
             self._leave_soon()
-        return {}, ()
 
     def _leave_soon(self) -> None:
         self.leaving = True
@@ -536,179 +544,161 @@ class Writer:
         await self.persister.finish_begun()
         self.finished.set()
 
-    async def do_watch(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """The staging thread holds the mutex of this arena from now on."""
-        self.watched[message["arena"]] = self.persister.adoptions
-        self._start_thread(self._watch, self.held_memory.arenas[message["arena"]], self.persister.adoptions)
-        return {}, ()
+    @handles(requests.WatchArena)
+    async def do_watch(self, request: requests.WatchArena, caller: Caller) -> None:
+        self.watched[request.arena] = self.persister.adoptions
+        self._start_thread(self._watch, self.held_memory.arenas[request.arena], self.persister.adoptions)
 
-    async def do_digests(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """The digests of snapshots that are known so far; of all, if told."""
-        if message.get("all"):
+    @handles(requests.AskDigests)
+    async def do_digests(self, request: requests.AskDigests, caller: Caller) -> list[requests.Digest]:
+        if request.all:
             await asyncio.to_thread(self.held_memory.digest_ring)
-        return {"digests": self.held_memory.known_digests()}, ()
+        return self.held_memory.known_digests()
 
-    async def do_release(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """This arena is not needed any more."""
-        self.held_memory.release(message["arena"])
-        self.watched.pop(message["arena"], None)
-        return {}, ()
+    @handles(requests.ReleaseArena)
+    async def do_release(self, request: requests.ReleaseArena, caller: Caller) -> None:
+        self.held_memory.release(request.arena)
+        self.watched.pop(request.arena, None)
 
-    async def do_layout(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        self.held_memory.keep_layout(Layout.from_json(message["layout"]))
-        return {}, ()
+    @handles(requests.KnowLayout)
+    async def do_layout(self, request: requests.KnowLayout, caller: Caller) -> None:
+        self.held_memory.keep_layout(Layout.from_json(request.layout))
 
-    async def do_guarded(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """Which tensors of a layout only optimizers change: they are copied last. Of a list that comes again only
-        the number is said."""
-        self.held_memory.know_guarded(str(message["layout"]), int(message["number"]), message.get("tensors"))
-        return {}, ()
+    @handles(requests.KnowGuarded)
+    async def do_guarded(self, request: requests.KnowGuarded, caller: Caller) -> None:
+        self.held_memory.know_guarded(request.layout, request.number, request.tensors)
 
-    async def do_recipes(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """What optimizers do with the tensors of a layout; see `ckpt.writer.redo`."""
-        self.redo.learn(message)
-        return {}, ()
+    @handles(requests.KnowRecipes)
+    async def do_recipes(self, request: requests.KnowRecipes, caller: Caller) -> None:
+        self.redo.learn(request)
 
-    async def do_log(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """A snapshot was sealed: append what it changed to the redo log of a place."""
-        return await self.redo.append(message), ()
+    @handles(requests.LogStep)
+    async def do_log(self, request: requests.LogStep, caller: Caller) -> requests.LogStepReply:
+        return await self.redo.append(request)
 
-    async def do_redo_forget(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """The training went back."""
+    @handles(requests.ForgetRedo)
+    async def do_redo_forget(self, request: requests.ForgetRedo, caller: Caller) -> None:
         self.redo.forget()
-        return {}, ()
 
-    async def do_gap(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """Another rank asks what our dead trainer could not copy any more; see `ckpt.trainer.replica_rescue`."""
+    @handles(requests.AskGap)
+    async def do_gap(self, request: requests.AskGap, caller: Caller) -> Answer | None:
         gap = self.held_memory.lend_gap() if self.dead else None
         if gap is None:
-            return {"attempt": None}, ()
+            return None
         arena, slot, label, missing = gap
         layout = self.held_memory.layouts[label.layout]
-        reply = {"attempt": str(label.attempt), "slot": slot, "layout": layout.to_json(), "missing": missing}
-        return reply, (arena.fd,)
+        return Answer(requests.FoundGap(str(label.attempt), slot, layout.to_json(), missing), (arena.fd,))
 
-    async def do_filled(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """It has copied these."""
-        attempt = Attempt.parse(message["attempt"])
-        whole = self.dead and self.held_memory.fill_gap(attempt, [int(number) for number in message["tensors"]])
+    @handles(requests.Filled)
+    async def do_filled(self, request: requests.Filled, caller: Caller) -> bool:
+        attempt = Attempt.parse(request.attempt)
+        whole = self.dead and self.held_memory.fill_gap(attempt, request.tensors)
         if whole:
             await asyncio.to_thread(self.held_memory.digest_ring)
             self._spawn(self._persist_filled(attempt))
-        return {"whole": whole}, ()
+        return whole
 
     async def _persist_filled(self, attempt: Attempt) -> None:
         await self.persister.persist(TOLD_S, attempts=[attempt])
 
-    async def do_serve(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """Be ready to keep a copy of another rank's memory."""
-        return {"contact": self.held_memory.mirror.serve()}, ()
+    @handles(requests.Serve)
+    async def do_serve(self, request: requests.Serve, caller: Caller) -> requests.Json:
+        return self.held_memory.mirror.serve()
 
-    async def do_partner(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """Who keeps a copy of ours."""
-        self.held_memory.mirror.send_to(message["contact"], int(message["rank"]))
-        return {}, ()
+    @handles(requests.Partner)
+    async def do_partner(self, request: requests.Partner, caller: Caller) -> None:
+        self.held_memory.mirror.send_to(request.contact, request.rank)
 
-    async def do_push(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """A snapshot was sealed: have it copied to the partner."""
-        arena, slot = self.held_memory.arenas[message["arena"]], int(message["slot"])
+    @handles(requests.Push)
+    async def do_push(self, request: requests.Push, caller: Caller) -> None:
+        arena, slot = self.held_memory.arenas[request.arena], request.slot
         label = arena.label(slot)
-        if label is not None and str(label.attempt) == message["attempt"] and label.layout in self.held_memory.layouts:
+        if label is not None and str(label.attempt) == request.attempt and label.layout in self.held_memory.layouts:
             self.held_memory.mirror.push(arena, slot, label, self.held_memory.layouts[label.layout])
-        return {}, ()
 
     # -- faults --
 
-    async def do_arm(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """Watch the trainer from now on."""
+    @handles(watch.Arm)
+    async def do_arm(self, request: watch.Arm, caller: Caller) -> None:
         self._end_watchdog()
         eyes = WatchdogCalls(self._on_crash, self._on_signals, self._on_stall, self._on_pressure)
-        self.watchdog = Watchdog(self.trainer, message, fds, eyes)
-        return {}, ()
+        self.watchdog = Watchdog(self.trainer, request, caller.fds, eyes)
 
-    async def do_books(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """Keep the ledger of our trainer from now on."""
-        self.books.begin(message, fds, self.trainer)
-        return {}, ()
+    @handles(watch.KeepBooks)
+    async def do_books(self, request: watch.KeepBooks, caller: Caller) -> None:
+        self.books.begin(request, caller.fds, self.trainer)
 
-    async def do_restored(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """The trainer has called restore()."""
-        self.books.restored(message)
-        self.status_server.restored(message)
-        return {}, ()
+    @handles(watch.RestoreDone)
+    async def do_restored(self, request: watch.RestoreDone, caller: Caller) -> None:
+        self.books.restored(request)
+        self.status_server.restored(request)
 
-    async def do_live(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """Our trainer can be looked at from now on; and which metrics it wants to be told."""
-        self.status_server.begin(message, fds, self.trainer)
-        wanted = message["metrics"]
-        metrics = None if wanted is None else Metrics(**wanted)
-        await self.exporter.begin(metrics, int(message["rank"]), int(message["local_rank"]))
-        return {}, ()
+    @handles(watch.Show)
+    async def do_live(self, request: watch.Show, caller: Caller) -> None:
+        self.status_server.begin(request, caller.fds, self.trainer)
+        metrics = None if request.metrics is None else Metrics(**request.metrics)
+        await self.exporter.begin(metrics, request.rank, request.local_rank)
 
-    async def do_look(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """What our trainer does, and what is on its way: for anybody of this user."""
-        return {"look": (await self.status_server.look()).to_json()}, ()
+    @handles(watch.Look)
+    async def do_look(self, request: watch.Look, caller: Caller) -> requests.Json:
+        return (await self.status_server.look()).to_json()
 
-    async def do_cadence(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """The ranks save by another cadence from some step on."""
+    @handles(watch.SetCadence)
+    async def do_cadence(self, request: watch.SetCadence, caller: Caller) -> None:
         for tier in self.persister.tiers:
-            tier.set_every(int(message["decision"]["every"].get(tier.url, tier.every)))
-        self.books.decided(message)
-        return {}, ()
+            tier.set_every(int(request.decision["every"].get(tier.url, tier.every)))
+        self.books.decided(Decision(**request.decision))
 
     def _end_watchdog(self) -> None:
         if self.watchdog is not None:
             self.watchdog.stop()
             self.watchdog = None
 
-    async def do_heard(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """The fault handler has taken up what it was told."""
+    @handles(watch.Heard)
+    async def do_heard(self, request: watch.Heard, caller: Caller) -> None:
         self.heard.set()
-        return {}, ()
 
-    async def do_persist(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """Make what is in memory durable, now."""
-        attempts = [Attempt.parse(text) for text in message["attempts"]]
-        saved = await self.persister.persist(float(message["deadline_s"]), far=bool(message["far"]), attempts=attempts)
-        return {"saved": saved}, ()
+    @handles(requests.Persist)
+    async def do_persist(self, request: requests.Persist, caller: Caller) -> list[requests.SavedInTier]:
+        attempts = [Attempt.parse(text) for text in request.attempts]
+        return await self.persister.persist(request.deadline_s, far=request.far, attempts=attempts)
 
-    async def do_report(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """The fault handler's account of a fault. If it `ends` the trainer, its death is no news."""
-        fault = Fault.from_json(message["fault"])
-        if message.get("ends"):
+    @handles(watch.Report)
+    async def do_report(self, request: watch.Report, caller: Caller) -> str:
+        fault = Fault.from_json(request.fault)
+        if request.ends:
             self.announced = True
         await self.fault_reporter.keep(fault, untold=False)
-        return {"key": fault.key}, ()
+        return fault.key
 
-    async def do_sample(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """What our trainer does, for another writer of the node."""
-        return {"evidence": None if self.watchdog is None else (await self.watchdog.sample()).to_json()}, ()
+    @handles(watch.Sample)
+    async def do_sample(self, request: watch.Sample, caller: Caller) -> requests.Json | None:
+        return None if self.watchdog is None else (await self.watchdog.sample()).to_json()
 
-    async def do_evidence(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """What all trainers of this node do, for the fault handler."""
+    @handles(watch.AskEvidence)
+    async def do_evidence(self, request: watch.AskEvidence, caller: Caller) -> list[requests.Json]:
         found = [] if self.watchdog is None else await self.fault_reporter.evidence(self.watchdog)
-        return {"evidence": [one.to_json() for one in found]}, ()
+        return [one.to_json() for one in found]
 
-    async def do_peer(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """Another rank of this node has died."""
-        self.books.peer(int(message["rank"]), str(message["summary"]))
-        note = {"op": "peer", "rank": int(message["rank"]), "writer": str(message["writer"])}
-        self._tell({**note, "summary": str(message["summary"])})
-        return {}, ()
+    @handles(watch.PeerDied)
+    async def do_peer(self, request: watch.PeerDied, caller: Caller) -> None:
+        self.books.peer(request.rank, request.summary)
+        self._tell(notes.PeerDiedNote(request.rank, request.summary, request.writer))
 
-    async def do_trigger(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """Somebody at a shell on this node wants a save."""
+    @handles(watch.TriggerSave)
+    async def do_trigger(self, request: watch.TriggerSave, caller: Caller) -> watch.TriggerSaveReply:
         if self.dead or self.channel is None or self.watchdog is None:
             raise UsageError("the trainer of this run does not live, or takes no triggers: nothing to save")
-        self._tell({"op": "trigger", "why": str(message["why"])[:200]})
-        return {"pid": self.trainer, **self.watchdog.describe()}, ()
+        self._tell(notes.TriggerNote(request.why[:200]))
+        beat = self.watchdog.heartbeat.read()
+        return watch.TriggerSaveReply(self.trainer, self.watchdog.rank, beat.step, beat.doing)
 
     def _on_crash(self, text: str) -> None:
         """It is dying; with a large process or a core dump that takes a while."""
         self._on_death(self.persister.adoptions)
 
     def _on_signals(self, numbers: list[int], raw: bytes) -> None:
-        self._tell({"op": "passed", "raw": list(raw)})  # others may wait for them too
+        self._tell(notes.PassedNote(list(raw)))  # others may wait for them too
         for number in numbers:
             self._spawn(self._signal(number))
 
@@ -719,7 +709,7 @@ class Writer:
             return
         fault = self.fault_reporter.signal(watchdog, number)
         self.heard.clear()
-        self._tell({"op": "signal", "number": number})
+        self._tell(notes.SignalNote(number))
         try:
             await asyncio.wait_for(self.heard.wait(), AWAKE_S)
         except TimeoutError:
@@ -734,8 +724,8 @@ class Writer:
         if watchdog is None or self.dead:
             return
         self.heard.clear()
-        fields = {"idle_s": stall.idle_s, "limit_s": stall.limit_s, "usual_s": stall.usual_s}
-        self._tell({"op": "hang", **fields, "timings": stall.timings, "evidence": stall.evidence.to_json()})
+        evidence = stall.evidence.to_json()
+        self._tell(notes.HangNote(stall.idle_s, stall.limit_s, stall.usual_s, stall.timings, evidence))
         try:
             await asyncio.wait_for(self.heard.wait(), HEARD_S)
         except TimeoutError:
@@ -747,7 +737,7 @@ class Writer:
                 end(watchdog, "it hangs, and did not leave")
 
     def _on_pressure(self, room: MemoryRoom, why: str) -> None:
-        self._tell({"op": "pressure", "available": room.available, "total": room.total, "why": why})
+        self._tell(notes.PressureNote(room.available, room.total, why))
 
     async def _record_death(self, fault: Fault, watchdog: Watchdog, began: float, drained: asyncio.Event) -> None:
         """Once what is in memory is durable; or not, if that takes too long or somebody takes the memory over."""
@@ -761,33 +751,33 @@ class Writer:
             fault.stacks[str(watchdog.rank)] = watchdog.crash.splitlines()
         await self.fault_reporter.keep(fault, untold=False)
 
-    async def do_leave(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
-        """The trainer lets go of everything, and may go on living: as if it had died."""
-        if self.channel not in (channel, None):
-            return {}, ()  # another one has come in its place
+    @handles(requests.Leave)
+    async def do_leave(self, request: requests.Leave, caller: Caller) -> None:
+        if self.channel not in (caller.channel, None):
+            return  # another one has come in its place
         self.announced = self.left = True
         self.books.ended("left")
         self._on_death(self.persister.adoptions)
-        return {}, ()
 
-    async def do_close(self, channel: Channel, message: Message, fds: list[int]) -> Answer:
+    @handles(requests.Close)
+    async def do_close(self, request: requests.Close, caller: Caller) -> None:
         """The trainer is done. Finish what was begun, clean up and leave.
 
         As long as something is unfinished it is dead to us: whoever opens the run finds its memory, and goes on with
         us.
         """
-        if self.channel not in (channel, None):
-            return {}, ()  # another one has come in its place
+        if self.channel not in (caller.channel, None):
+            return  # another one has come in its place
         adoptions, owed = self.persister.adoptions, self.persister.begun()
         self.announced = self.left = True
         self._end_watchdog()
         self.status_server.ended()
-        self.books.ended("left" if message.get("failed") else "closed")
+        self.books.ended("left" if request.failed else "closed")
         if owed:
             self.closing, self.dead = adoptions, True
             await self._see_out(adoptions, owed)
             if adoptions != self.persister.adoptions:
-                return {}, ()  # another one has come for it
+                return  # another one has come for it
         self.leaving = True
         self.exporter.stop_serving()
         self._give_name_up()
@@ -802,7 +792,6 @@ class Writer:
                 await self.persister.close()
         finally:
             self.loop.call_later(0.05, self.finished.set)  # after the reply has left
-        return {}, ()
 
     async def _see_out(self, adoptions: int, owed: set[Attempt]) -> None:
         """Have these made durable, which a trainer wanted to be before it closed. Until another one comes for them, or
@@ -864,6 +853,9 @@ class Writer:
                 self.finished.set()
 
 
+REQUESTS = known()
+
+
 def _be_modest() -> None:
     """Low priority: training comes first."""
     os.nice(NICE)
@@ -892,10 +884,9 @@ async def _main(fd: int, key: str, path: str, started: int) -> None:
 
 async def _refuse(channel: Channel) -> None:
     """Another writer has the name: say so to the first who asks."""
-    received = await asyncio.to_thread(channel.receive)
-    if received is not None:
-        error = NameTakenError("another writer of this run has started meanwhile")
-        channel.send({**to_wire(error), "op": "reply", "id": received[0].get("id")})
+    incoming = await asyncio.to_thread(channel.receive)
+    if incoming is not None and incoming.id is not None:
+        channel.reply(incoming.id, failure(NameTakenError("another writer of this run has started meanwhile")))
 
 
 def main() -> None:

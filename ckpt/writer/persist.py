@@ -36,8 +36,11 @@ from ckpt.format.manifest import Attempt, part_key, rank_and_try, table_key
 from ckpt.format.manifest import owner as owner_of
 from ckpt.format.table import Table
 from ckpt.goodput.ledger import Account
+from ckpt.ipc import requests
 from ckpt.ipc.arena import Arena, Label
-from ckpt.ipc.channel import Message
+from ckpt.ipc.notes import HeldNote, SaidNote, StoredNote, UnpinnedNote
+from ckpt.ipc.protocol import Note
+from ckpt.ipc.requests import SavedInTier, TierFound
 from ckpt.redo.append import holds_logs
 from ckpt.runlog.log import Acquire, Commit, RunLog, in_history
 from ckpt.writer.held_memory import HeldMemory
@@ -61,7 +64,7 @@ class Persister:
     def __init__(
         self,
         held_memory: HeldMemory,
-        tell: Callable[[Message], None],
+        tell: Callable[[Note], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         pace: Callable[[float], None] = lambda seconds: None,
     ) -> None:
@@ -95,17 +98,18 @@ class Persister:
 
     # -- taking the run over --
 
-    async def open(self, message: Message, ours: Callable[[Account], bool] = lambda account: False) -> Message:
+    async def open(
+        self, request: requests.OpenRun, ours: Callable[[Account], bool] = lambda account: False
+    ) -> list[TierFound]:
         """Open the durable places, without changing anything in them. With `check`: InUseError if somebody trains the
         run; `ours`: whether an account is of a trainer of this writer that has ended."""
-        self.linger_s, self.commit_s = float(message["linger_s"]), float(message["commit_s"])
-        self.first_try = int(message.get("first_try", 0))
-        self.successor = str(message.get("successor", ""))
-        self.acquires = [Acquire(e, n, None if r is None else Attempt.parse(r)) for e, n, r in message["acquires"]]
+        self.linger_s, self.commit_s = request.linger_s, request.commit_s
+        self.first_try, self.successor = request.first_try, request.successor
+        self.acquires = [_acquire(*row) for row in request.acquires]
         begun = self.adoptions
         known = {tier.url: tier for tier in self.tiers}  # one of them may be writing the ring at this moment
         tiers: list[OpenTier] = []
-        for spec in message["tiers"]:
+        for spec in request.tiers:
             tier = known.pop(spec["url"], None)
             if tier is not None and tier.url in await self.lost([tier]):
                 tier = None  # what was there was removed, and is no run or another one now
@@ -117,25 +121,14 @@ class Persister:
             else:
                 await renew(tier, spec)
             tiers.append(tier)
-        if message.get("check"):
+        if request.check:
             for tier in (tier for tier in tiers if tier.opened):
-                await check_free(tier.log, lambda text: self.tell({"op": "said", "text": text}), ours)
+                await check_free(tier.log, lambda text: self.tell(SaidNote(text)), ours)
         self._check_still(begun)
         self.tiers = tiers
         for tier in tiers:  # what was kept here for a place that is gone
             tier.anchors = {url: a for url, a in tier.anchors.items() if any(url == t.url for t in tiers[1:])}
-        reply: Message = {
-            "tiers": [
-                {
-                    "root": t.log.root,
-                    "epoch": t.log.state.epoch,
-                    "checkpoints": len(t.log.state.commits) + len(t.log.state.held) + holds_logs(t.url),
-                    "damaged": t.log.state.damaged,
-                }
-                for t in self.tiers
-            ],
-        }
-        return reply
+        return [_found(tier) for tier in tiers]
 
     def _check_still(self, begun: int) -> None:
         """FencedError if another trainer has come meanwhile: nothing of what it does must be undone."""
@@ -151,52 +144,49 @@ class Persister:
                     found.append(tier.url)
         return found
 
-    async def acquire(self, message: Message) -> Message:
+    async def acquire(self, request: requests.AcquireRun) -> list[int]:
         """Take the places numbered `tiers` over, for all ranks. With `restored` as a rollback of the present owner."""
         begun = self.adoptions
-        nonce, restored = str(message["nonce"]), message["restored"]
-        back = None if restored is None else Attempt.parse(restored)
-        tiers = [self.tiers[i] for i in message["tiers"]]
+        nonce, back = request.nonce, None if request.restored is None else Attempt.parse(request.restored)
+        tiers = [self.tiers[i] for i in request.tiers]
         for tier in tiers if back is not None else ():
             await tier.log.refresh()
             if all(acquire.nonce != nonce for acquire in tier.log.state.acquires):
                 tier.log.check_owner(self._mine())
         async with self.ownership:
             self._check_still(begun)
-            floor = max([int(message["floor"]), *(t.log.state.epoch for t in tiers)])
+            floor = max([request.floor, *(t.log.state.epoch for t in tiers)])
             taken = [await commit.acquire(t.log, nonce, restored=back, floor=floor) for t in tiers]
-        return {"epochs": sorted({a.epoch for a in taken} or {floor + 1})}
+        return sorted({a.epoch for a in taken} or {floor + 1})
 
-    async def own(self, message: Message) -> Message:
+    async def own(self, request: requests.OwnRun) -> list[requests.PartsHere]:
         """All ranks have agreed who the owner is, and this writer's part in committing."""
-        epoch, nonce, restored = message["owner"]
-        owner = Acquire(epoch, nonce, None if restored is None else Attempt.parse(restored))
-        begun = self.adoptions
+        owner, begun = _acquire(*request.owner), self.adoptions
         async with self.ownership:
             for tier in (tier for tier in self.tiers if tier.opened):
                 await tier.log.refresh()  # the writer of another rank appended it: by an older log we would be fenced
             self._check_still(begun)
             self._become(owner)
-        for tier, (ranks, place, world) in zip(self.tiers, message["roles"], strict=True):
+        for tier, (ranks, place, world) in zip(self.tiers, request.roles, strict=True):
             tier.role = commit.Role(tuple(ranks), place, world)
             if tier.opened:
                 await tier.log.refresh()  # another rank's writer has appended who the owner is
         for tier in (tier for tier in self.tiers if tier.opened):
             tier.scrub_slowly()
-        for i in message.get("recover", ()):
+        for i in request.recover:
             tier = self.tiers[i]
             wanted = self._to_promote(tier)
             spared = frozenset(tier.in_flight | wanted)
             await commit.recover(tier.log, self._mine(), spared, partial=tier.role.partial)
             await tier.drop_uploads(self._mine(), wanted)
         parts = []
-        for i in message.get("recover", ()):
+        for i in request.recover:
             state = self.tiers[i].log.state
             if self.tiers[i].role.partial:
                 for attempt, one in {**state.held, **state.commits}.items():
                     ranks = [rank for rank, _, _ in one.parts]
-                    parts.append({"tier": i, "attempt": str(attempt), "world": one.world, "ranks": ranks})
-        return {"parts": parts}
+                    parts.append(requests.PartsHere(i, str(attempt), one.world, ranks))
+        return parts
 
     def _mine(self) -> Acquire:
         if self.owner is None:
@@ -213,37 +203,34 @@ class Persister:
             self.owner = owner
             self.acquires.append(owner)
 
-    async def doubt(self, message: Message) -> Message:
+    async def doubt(self, request: requests.Doubt) -> None:
         """The trainer has found damage in a place when it restored."""
-        ranges = {(str(pack), int(offset)) for pack, offset in message["ranges"]}
-        for tier in (tier for tier in self.tiers if tier.url == message["url"]):
+        ranges = set(request.ranges)
+        for tier in (tier for tier in self.tiers if tier.url == request.url):
             tier.encoder.suspects |= ranges
             await tier.prepare()
-            await commit.doubt(tier.log, self._mine(), Attempt.parse(message["attempt"]), ranges)
-        return {}
+            await commit.doubt(tier.log, self._mine(), Attempt.parse(request.attempt), ranges)
 
-    async def complete(self, message: Message) -> Message:
+    async def complete(self, request: requests.Complete) -> None:
         """The other places hold their parts of these attempts too."""
-        tier = self.tiers[message["tier"]]
-        for attempt in message["attempts"]:
+        tier = self.tiers[request.tier]
+        for attempt in request.attempts:
             try:
                 await commit.complete(tier.log, self._mine(), Attempt.parse(attempt))
             except SaveError as error:  # what it builds on is gone: it has been ended
                 events.log.warning("%s: %s", tier.url, error)
-        return {}
 
     # -- writing --
 
-    async def write(self, message: Message) -> Message:
-        """Make a checkpoint of a sealed slot in one tier; replies when it is durable.
+    async def write(self, request: requests.WriteSlot) -> int:
+        """Make a checkpoint of a sealed slot in one tier; when it is durable, how many bytes were stored for it.
 
         The slot is free again once `stored` is told. A further tier that is busy, or fails, gets the step from the
         nearest one, so that memory does not wait for a network.
         """
-        number, slot = int(message["tier"]), int(message["slot"])
-        tier, attempt = self.tiers[number], Attempt.parse(message["attempt"])
-        arena = self.held_memory.arenas[message["arena"]]
-        told: Message = {"op": "stored", "tier": number, "attempt": message["attempt"]}
+        tier, attempt = self.tiers[request.tier], Attempt.parse(request.attempt)
+        arena, slot = self.held_memory.arenas[request.arena], request.slot
+        told = StoredNote(request.tier, request.attempt)
         near = self._near(tier)
         if near is not None and (near.url, attempt) not in self._parts and attempt not in near.log.state.commits:
             near = None  # not due there
@@ -254,7 +241,7 @@ class Persister:
         try:
             with self._settles():
                 label = arena.label(slot)
-                if message.get("stored") or label is None or label.attempt != attempt:
+                if request.stored or label is None or label.attempt != attempt:
                     # A predecessor stored it, and died before it was committed: the slot may be used again any time.
                     written = await self._stored_by_predecessor(tier, near, attempt, slot)
                 elif near is not None and (tier.busy.locked() or tier.waiting):
@@ -274,7 +261,7 @@ class Persister:
             if near is not None:
                 near.unpin(attempt)
         packs = () if written is None else written.part.packs
-        return {"stored": sum(pack.size for pack in packs if owner_of(pack.key) == attempt)}
+        return sum(pack.size for pack in packs if owner_of(pack.key) == attempt)
 
     async def _stored_by_predecessor(
         self, tier: OpenTier, near: OpenTier | None, attempt: Attempt, slot: int
@@ -475,7 +462,7 @@ class Persister:
             if not self.writing[key]:
                 del self.writing[key]
                 if adopted != self.adoptions:  # the new trainer was told that this slot is being written
-                    self.tell({"op": "unpinned", "arena": arena.id.hex(), "slot": slot})
+                    self.tell(UnpinnedNote(arena.id.hex(), slot))
 
     async def _store_slot(
         self, tier: OpenTier, arena: Arena, slot: int, label: Label, reason: str, last: bool
@@ -652,7 +639,7 @@ class Persister:
         role = (
             tier.role if part.world == tier.role.world else commit.Role(tuple(range(part.world)), part.rank, part.world)
         )
-        held: Message = {"op": "held", "tier": number, "attempt": part.attempt}
+        held = HeldNote(number, part.attempt)
         while True:
             mine = self._mine()
             try:
@@ -689,9 +676,9 @@ class Persister:
                 for key in [*keys, table_key(attempt, part.rank, part.number)]:
                     await tier.log.store.delete(key)
 
-    async def retract(self, message: Message) -> Message:
+    async def retract(self, request: requests.Retract) -> None:
         """A snapshot failed, or turned out not to be of one moment: it must not be committed, or not stay so."""
-        attempt, reason = Attempt.parse(message["attempt"]), str(message["reason"])
+        attempt, reason = Attempt.parse(request.attempt), request.reason
         self.retracted.add(attempt)
         self.held_memory.mirror.take_back(attempt)
         failures: list[CheckpointError] = []
@@ -705,7 +692,6 @@ class Persister:
                     failures.append(error)
         if failures:
             raise failures[0]
-        return {}
 
     def begun(self) -> set[Attempt]:
         """What is being made a checkpoint, somewhere, since the trainer wanted it."""
@@ -734,7 +720,7 @@ class Persister:
 
     async def persist(
         self, deadline_s: float, *, far: bool = False, attempts: list[Attempt] | None = None
-    ) -> list[Message]:
+    ) -> list[SavedInTier]:
         """Have what is in memory (or these attempts) written to the nearest tier, whether the trainer lives or not.
 
         Waits until the newest step is durable, or at most `deadline_s`: what it began goes on after that. With `far`
@@ -747,7 +733,7 @@ class Persister:
         finally:
             self.hurried -= 1
 
-    async def _persist(self, deadline_s: float, far: bool, attempts: list[Attempt] | None) -> list[Message]:
+    async def _persist(self, deadline_s: float, far: bool, attempts: list[Attempt] | None) -> list[SavedInTier]:
         began = time.monotonic()
         steps = self.wanted(attempts)
         tasks = [self.spawn(self._drain_alive(steps))]
@@ -766,7 +752,7 @@ class Persister:
             await asyncio.sleep(0.02)
         seconds = time.monotonic() - began
         return [
-            {"step": a.step, "tier": tier.url, "seconds": seconds, "error": self._missing(tier, a)}
+            SavedInTier(a.step, tier.url, seconds, self._missing(tier, a))
             for i, tier in enumerate(self.tiers[: None if far else 1])
             for a in (steps if i == 0 else steps[:1])
         ]
@@ -871,6 +857,16 @@ def _too_slow(tier: OpenTier, attempt: Attempt) -> SkippedError:
         f"step {attempt.step} {commit.LEFT_OUT} {tier.url}, which is slower than its steps come: raise its every=, or "
         "max_mib_s if it is throttled"
     )
+
+
+def _acquire(epoch: int, nonce: str, restored: str | None) -> Acquire:
+    return Acquire(epoch, nonce, None if restored is None else Attempt.parse(restored))
+
+
+def _found(tier: OpenTier) -> TierFound:
+    state = tier.log.state
+    checkpoints = len(state.commits) + len(state.held) + holds_logs(tier.url)
+    return TierFound(tier.log.root, state.epoch, checkpoints, state.damaged)
 
 
 def _resolve(future: asyncio.Future[bool], value: bool) -> None:

@@ -12,7 +12,7 @@ from ckpt.checkpoint.open_tier import OpenTier
 from ckpt.errors import SaveError
 from ckpt.format.digest import blob_digest
 from ckpt.format.manifest import Attempt
-from ckpt.ipc.channel import Message
+from ckpt.ipc.requests import KnowRecipes, LogStep, LogStepReply
 from ckpt.redo.adam import Settings
 from ckpt.redo.append import Appended, Sealed, StepLog
 from ckpt.redo.frame import Recipe
@@ -51,9 +51,9 @@ class RedoKeeper:
         self._recipes: dict[str, list[Recipe]] = {}  # by layout
         self._returns = 0  # how often a trainer went back
 
-    def learn(self, message: Message) -> None:
+    def learn(self, request: KnowRecipes) -> None:
         """What optimizers do with the tensors of a layout."""
-        self._recipes[str(message["layout"])] = [Recipe(*map(int, row)) for row in message["recipes"]]
+        self._recipes[request.layout] = [Recipe(*row) for row in request.recipes]
         for old in list(self._recipes)[:-8]:
             del self._recipes[old]
 
@@ -62,11 +62,11 @@ class RedoKeeper:
         its way into a log just now."""
         self._returns += 1
 
-    async def append(self, message: Message) -> Message:
+    async def append(self, request: LogStep) -> LogStepReply:
         """Log a sealed slot in one place; replies when it is durable there."""
-        tier, attempt = self._persister.tiers[int(message["tier"])], Attempt.parse(message["attempt"])
-        arena, slot = self._held_memory.arenas[message["arena"]], int(message["slot"])
-        settings = [None if row is None else _settings(row) for row in message["settings"]]
+        tier, attempt = self._persister.tiers[request.tier], Attempt.parse(request.attempt)
+        arena, slot = self._held_memory.arenas[request.arena], request.slot
+        settings = [None if row is None else _settings(row) for row in request.settings]
         label = arena.label(slot)
         if label is None or label.attempt != attempt:
             raise SaveError(f"slot {slot} does not hold {attempt} any more")
@@ -84,8 +84,7 @@ class RedoKeeper:
                     await self._persister.check_owner([tier])
                 committed = {**tier.log.state.held, **tier.log.state.commits}.keys() | set()
                 found = await asyncio.to_thread(self._append, kept.log, sealed, recipes, settings, committed)
-        return {"raw": found.raw, "stored": found.stored, "known": found.known, "predicted": found.predicted,
-                "base": found.base, "seconds": found.seconds}  # fmt: skip
+        return LogStepReply(found.raw, found.stored, found.known, found.predicted, found.base, found.seconds)
 
     def _append(
         self,

@@ -23,8 +23,8 @@ from ckpt.faults.memory_pressure import available_memory
 from ckpt.faults.report import Fault
 from ckpt.goodput.ledger import Account
 from ckpt.ipc.arena import EAGER, EMPTY, FILLING, SEALED, Arena
-from ckpt.ipc.channel import Message
 from ckpt.ipc.heartbeat import Beat, Heartbeat, StepDone
+from ckpt.ipc.watch_requests import RestoreDone, Show
 from ckpt.runlog.log import in_history
 from ckpt.telemetry import status
 from ckpt.telemetry.exporter import deferred
@@ -69,40 +69,40 @@ class StatusServer:
         self._held_memory, self._persister = held_memory, persister
         self._trainer, self._account = trainer, account
         self.serves = ""  # where metrics are served
-        self._told: Message = {}
+        self._told: Show | None = None
         self._heartbeat: Heartbeat | None = None
         self._pid = 0
         self._stretch = _Stretch()
         self._trained = 0.0  # in the stretches before
-        self._restored: Message | None = None
+        self._restored: RestoreDone | None = None
         self._ended: float | None = None
         self._faults, self._fault = 0, Fault("", "")
         self._devices, self._device_at = Devices(), float("-inf")
         self._device: DeviceStatus | None = None
         self._me = psutil.Process()
 
-    def begin(self, message: Message, fds: list[int], pid: int) -> None:
+    def begin(self, request: Show, fds: list[int], pid: int) -> None:
         """A trainer says who it is. `fds`: its heartbeat."""
         if self._heartbeat is not None:
             self._heartbeat.close()
-        self._heartbeat, self._told, self._pid = Heartbeat.attach(fds[0]), message, pid
-        self._stretch = _Stretch(float(message["opened"]))
+        self._heartbeat, self._told, self._pid = Heartbeat.attach(fds[0]), request, pid
+        self._stretch = _Stretch(request.opened)
         self._trained, self._restored, self._ended = 0.0, None, None
-        if message.get("restored"):  # before this writer began
-            self.restored(message["restored"])
+        if request.restored is not None:  # before this writer began
+            self.restored(request.restored)
 
-    def restored(self, message: Message) -> None:
+    def restored(self, request: RestoreDone) -> None:
         """The trainer has called restore()."""
         if self._heartbeat is None:
             return
-        at, seconds = float(message["at"]), float(message["seconds"])
+        at = request.at
         before = [one for one in self._done(self._heartbeat) if one.when <= at]
         if before:
             self._trained += self._stretch.trained(before[-1])
         calls, later = self._heartbeat.since(0)
         calls -= sum(one.when > at for one in later)
-        self._stretch = _Stretch(at + seconds, calls, float(message["stalled"]), float(message["paused"]))
-        self._restored = message
+        self._stretch = _Stretch(at + request.seconds, calls, request.stalled, request.paused)
+        self._restored = request
 
     def ended(self) -> None:
         """It has died, left or closed."""
@@ -131,19 +131,19 @@ class StatusServer:
             self.ended()
         account, owner = self._account(), self._persister.owner
         rows = None if account is None else account.rows
-        metrics = told.get("metrics") or {}
+        metrics = (told and told.metrics) or {}
         found = RankStatus(
-            run=shown(str(told.get("place", ""))),
+            run=shown(told.place) if told else "",
             at=time.time(),
-            rank=int(told.get("rank", 0)),
-            world=int(told.get("world", 1)),
+            rank=told.rank if told else 0,
+            world=told.world if told else 1,
             host=socket.gethostname(),
             pid=pid,
             writer=os.getpid(),
             epoch="" if owner is None else f"{owner.epoch}.{owner.nonce}",
             trainer=trainer,
             slowed_s=None if rows is None else sum(row.slowed for row in rows),
-            wall_s=max(0.0, (self._ended or now) - float(told.get("opening", now))),
+            wall_s=max(0.0, (self._ended or now) - (told.opening if told else now)),
             faults=self._faults,
             fault=self._fault.line[:MOST_TEXT] if self._faults else "",
             fault_at=self._fault.time if self._faults else "",
@@ -159,13 +159,9 @@ class StatusServer:
             slots=tuple(slot for arena in self._held_memory.arenas.values() for slot in _slots(arena)),
         )
         if self._restored is not None:
-            step = self._restored["step"]
-            found = replace(
-                found,
-                started=None if step is None else int(step),
-                restore_s=None if step is None else float(self._restored["seconds"]),
-                restored_from=shown(str(self._restored["source"])),
-            )
+            step, seconds = self._restored.step, self._restored.seconds
+            restore_s, source = None if step is None else seconds, shown(self._restored.source)
+            found = replace(found, started=step, restore_s=restore_s, restored_from=source)
         if self._heartbeat is None or pid != self._pid:  # a new one has not said yet what it does
             return found
         return self._with_steps(found, self._heartbeat, self._heartbeat.read(), now)
@@ -189,8 +185,8 @@ class StatusServer:
             stall_s=stall_s,
             stall_share=share,
             stalled_s=last.stalled if last is not None else self._stretch.stalled,
-            saves=last.saves if last is not None else int((self._restored or {}).get("saves", 0)),
-            skipped=last.skipped if last is not None else int((self._restored or {}).get("skipped", 0)),
+            saves=last.saves if last is not None else self._restored.saves if self._restored else 0,
+            skipped=last.skipped if last is not None else self._restored.skipped if self._restored else 0,
             trained_s=self._trained + self._stretch.trained(last),
             in_memory=(held := self._in_memory()),
             memory_lag=_lag(beat.step, held, found.started),

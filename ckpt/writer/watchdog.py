@@ -19,16 +19,14 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
-from ckpt.errors import UsageError
 from ckpt.events import log
 from ckpt.faults import memory_pressure, probe
 from ckpt.faults.hang import Evidence, still
 from ckpt.faults.pace import StepPace
-from ckpt.ipc.channel import Message
 from ckpt.ipc.heartbeat import Heartbeat
 from ckpt.ipc.process import Process
+from ckpt.ipc.watch_requests import Arm
 from ckpt.triggers import OnHang
 
 LOOK_S = 0.5
@@ -66,15 +64,13 @@ class WatchdogCalls:
 
 
 class Watchdog:
-    """Watches one trainer. Made in the event loop; `message` and `fds` as `ckpt.trainer.fault_handler` sends them."""
+    """Watches one trainer. Made in the event loop; `fds`: what comes with an `Arm`."""
 
-    def __init__(self, pid: int, message: Message, fds: list[int], eyes: WatchdogCalls) -> None:
-        if len(fds) != 4:
-            raise UsageError("a watch needs the pulse, the wakeup socket, the pipe and stderr")
+    def __init__(self, pid: int, request: Arm, fds: list[int], eyes: WatchdogCalls) -> None:
         self.process = Process.of(pid)
-        self.pid, self.rank, self.world = pid, int(message["rank"]), int(message["world"])
-        self.signals = [int(number) for number in message["signals"]]
-        self.hang = None if message["hang"] is None else OnHang(*message["hang"])
+        self.pid, self.rank, self.world = pid, request.rank, request.world
+        self.signals = request.signals
+        self.hang = None if request.hang is None else OnHang(*request.hang)
         self._eyes, self._loop = eyes, asyncio.get_running_loop()
         self._text = ""
         self._crashed = False
@@ -83,13 +79,13 @@ class Watchdog:
         self._asking = asyncio.Lock()
         self._stopped = False
         self._stderr = fds[3]
-        self._echo = bool(message["echo"])
+        self._echo = request.echo
         self.heartbeat = Heartbeat.attach(fds[0])
         self._wakeup = socket.socket(fileno=fds[1])
         self._kills = memory_pressure.oom_kills(pid=pid)
         self._pressure: memory_pressure.PressureWatch | None = None
-        if message["share"] is not None:
-            self._pressure = memory_pressure.PressureWatch(float(message["share"]), self._on_pressure)
+        if request.share is not None:
+            self._pressure = memory_pressure.PressureWatch(request.share, self._on_pressure)
             self._pressure.start()
         self._pipe = fds[2]
         os.set_blocking(self._pipe, False)
@@ -253,7 +249,3 @@ class Watchdog:
         if where := memory_pressure.oom_kills(pid="self", where=self._kills.where).since(self._kills):
             return "robust mutex", f"killed, probably by the kernel's OOM killer (it struck in this {where})"
         return "robust mutex", "died without a word, as of SIGKILL or os._exit"
-
-    def describe(self) -> dict[str, Any]:
-        beat = self.heartbeat.read()
-        return {"rank": self.rank, "pid": self.pid, "step": beat.step, "doing": beat.doing}

@@ -18,7 +18,7 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=40 --part $(PART) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=40 $(if $(PKG),tests/$(PKG) --part all,--part $(PART)) $(ARGS)
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -m long --timeout 7200

@@ -46,7 +46,7 @@ import psutil
 import torch
 
 REPO = Path(__file__).parent.parent
-sys.path.insert(0, str(REPO / "tests"))
+sys.path.insert(0, str(REPO / "tests" / "lib"))
 
 MIB, PART, AT_ONCE = 1 << 20, 16 << 20, 8
 TENSOR_MIB = 24
@@ -505,7 +505,7 @@ class Bench:
     def start(self, action: str, who: str = "", **more: Any) -> subprocess.Popen[str]:
         runtime = Path(tempfile.mkdtemp(dir=self.folder))
         asked = {"action": action, "who": who, **self.place, **more}
-        path = [REPO, REPO / "backends", REPO / "tests", self.folder / "peers"]
+        path = [REPO, REPO / "backends", REPO / "tests" / "lib", self.folder / "peers"]
         environment = {
             **os.environ,
             "PYTHONPATH": ":".join(map(str, path)),
@@ -666,8 +666,9 @@ def install_peers(folder: Path) -> str | None:
 
 @contextlib.contextmanager
 def serving(kind: str) -> Iterator[Any]:
-    from s3_server import MotoServer
     from servers import Rgw
+
+    from s3_server import MotoServer
 
     with MotoServer() if kind == "moto" else Rgw(size=14 << 30) as server:
         server.make_bucket(BUCKET)

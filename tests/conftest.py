@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-REPO = Path(__file__).parent.parent
-
+from processes import writers
 
 # Files of real jobs that are killed and continued, and of whole disks; about by how long they take, the longest first.
 SLOW = (
     "test_rank_faults", "test_random_faults", "test_transformers", "test_lightning", "test_ranks",
-    "test_kill", "test_redo", "test_redo_ranks", "test_nodes", "test_ladder", "test_sentinel", "test_accelerate",
+    "test_kill", "test_redo", "test_redo_ranks", "test_nodes", "test_ladder", "test_fault_handler", "test_accelerate",
     "test_loader", "test_resize", "test_increments", "test_object_storage", "test_faults_example", "test_dcp",
-    "test_full_disk", "test_ledger", "test_chaos", "test_jobs", "test_interleavings", "test_mirror", "test_power_cut",
-    "test_origin_redo", "test_promise_damage", "test_promise_trainers", "test_promise_state",
+    "test_full_disk", "test_ledger", "test_chaos", "test_jobs", "test_interleavings", "test_replicate",
+    "test_power_cut", "test_source_redo", "test_promise_damage", "test_promise_trainers", "test_promise_state",
 )  # fmt: skip
 # Of the others those that take long.
 LONGER = (
     "test_promise_ownership", "test_promise_handover", "test_promise_ends", "test_promise_stores",
     "test_promise_provenance", "test_s3", "test_stores", "test_lifecycle", "test_offline", "test_hostile",
-    "test_examples", "test_damage", "test_retry", "test_repair", "test_staging", "test_promises", "test_restore",
+    "test_examples", "test_damage", "test_retry", "test_repair", "test_stage", "test_promises", "test_restore",
     "test_export", "test_top",
 )  # fmt: skip
 
@@ -67,50 +60,7 @@ def own_sockets(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
         process.kill()
 
 
-def writers(folder: Path) -> list[psutil.Process]:
-    """The writer processes whose socket lies in a folder."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if any(str(folder) in word for word in process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
 @pytest.fixture
 def run_dir(tmp_path: Path) -> str:
     """A folder for one run, not made yet."""
     return str(tmp_path / "run")
-
-
-def run_script(
-    code: str, *arguments: object, fail: str = "", timeout_s: float = 120.0
-) -> subprocess.CompletedProcess[str]:
-    """Run Python code as a training process of its own; `fail` arms fail points (see ckpt/events.py)."""
-    # OpenMP's threads spin while they wait, which starves everything else on a machine with few cores.
-    path = f"{REPO}:{REPO / 'backends'}:{REPO / 'tests'}"
-    environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "CKPT_FAIL": fail, "PYTHONPATH": path}
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:
-    """Whether a condition comes true before the deadline."""
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return condition()
-
-
-def killed(result: subprocess.CompletedProcess[str]) -> bool:
-    return result.returncode == -signal.SIGKILL

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import REPO, eventually, run_script
 from torch import nn
 from torch.autograd import DeviceType
 
@@ -26,6 +25,7 @@ from ckpt.errors import SkippedError
 from ckpt.goodput.ledger import Account
 from ckpt.subscribers import Board, Event
 from ckpt.trainer import profiler
+from processes import REPO, eventually, run_script
 
 WAIT_S = 60.0
 

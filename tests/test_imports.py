@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import REPO
 
 import ckpt
+from processes import REPO
 
 PACKAGES = (REPO / "ckpt", REPO / "backends" / "ckpt_backends")
 MODULES = [path for package in PACKAGES for path in sorted(package.rglob("*.py"))]

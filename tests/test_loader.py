@@ -19,8 +19,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
-
-REPO = Path(__file__).parent.parent
+from processes import PYTHONPATH, REPO
 
 
 class Noisy(Dataset[tuple[int, float]]):
@@ -206,7 +205,7 @@ def test_killed_with_two_ranks_and_continued_by_three(run_dir: str, tmp_path: Pa
     """SIGKILL of all ranks in mid-epoch: what all incarnations were given up to their last step is each sample once."""
     script = tmp_path / "job.py"
     script.write_text(JOB)
-    path = f"{REPO}:{REPO / 'backends'}:{REPO / 'tests'}"
+    path = PYTHONPATH
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     given_out: list[int] = []
     for world, kill in ((2, 7), (3, 10), (1, 0)):

@@ -9,7 +9,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from conftest import REPO
+from processes import REPO
 
 MOST = {"file": 400, "class": 300, "function": 40}  # lines
 PACKAGES = (REPO / "ckpt", REPO / "backends" / "ckpt_backends")

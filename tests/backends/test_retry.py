@@ -1,0 +1,677 @@
+"""`Retry`: what is worth it is tried again, nothing is done twice that must be done once, and answers stay true."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from ckpt.errors import AccessError, CheckpointError, DeadlineError, ExistsError, FullError, NotFoundError, StoreError
+from ckpt.store import Buffer, ObjectInfo, Store, Upload, remember_options
+from ckpt.testing import in_virtual_time, keys, pieces
+from ckpt_backends.memory import MemoryStore
+from ckpt_backends.retry import Retry
+from ckpt_backends.s3 import S3Store
+from s3_server import FaultProxy, MotoServer, storage_options
+
+LOST = "the call is carried out, and its answer is lost"
+
+
+def busy(text: str = "slow down") -> StoreError:
+    return StoreError(text, retryable=True)
+
+
+class Scripted:
+    """A store in memory. To each call, and to each key listed, the next item of the script happens: nothing (None), an
+    error instead of the call, LOST, or a function that somebody else runs before an error."""
+
+    remote = True
+    url = "scripted://bucket"
+
+    def __init__(self, *script: object, resumable: bool = False) -> None:
+        self.inner = MemoryStore()
+        self.objects = self.inner.objects
+        self.script = deque(script)
+        self.resumable = resumable
+        self.calls: list[str] = []
+        self.closed = False
+
+    async def _do(self, name: str, call: Callable[[], Awaitable[Any]]) -> Any:
+        self.calls.append(name)
+        item = self.script.popleft() if self.script else None
+        if isinstance(item, CheckpointError):
+            raise item
+        if callable(item):
+            item()
+            raise busy("somebody was quicker")
+        result = await call()
+        if item is LOST:
+            raise busy("no answer")
+        return result
+
+    async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
+        await self._do("put", lambda: self.inner.put(key, data, create=create))
+
+    async def upload(self, key: str, *, size: int) -> ScriptedUpload:
+        inner = await self._do("upload", lambda: self.inner.upload(key, size=size))
+        return ScriptedUpload(self, inner)
+
+    async def get(self, key: str, **more: Any) -> Any:
+        return await self._do("get", lambda: self.inner.get(key, **more))
+
+    async def head(self, key: str) -> Any:
+        return await self._do("head", lambda: self.inner.head(key))
+
+    async def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
+        self.calls.append(f"list {after}")
+        async for info in self.inner.list(prefix, after=after):
+            item = self.script.popleft() if self.script else None
+            if isinstance(item, CheckpointError):
+                raise item
+            yield info
+
+    async def delete(self, key: str) -> None:
+        await self._do("delete", lambda: self.inner.delete(key))
+
+    async def delete_many(self, keys: Sequence[str]) -> None:
+        await self._do("delete_many", lambda: self.inner.delete_many(keys))
+
+    async def drop_uploads(self, wanted: Callable[[str], bool]) -> Any:
+        return await self._do("drop_uploads", lambda: self.inner.drop_uploads(wanted))
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+class ScriptedUpload:
+    part = 512
+
+    def __init__(self, store: Scripted, inner: Upload) -> None:
+        self._store, self._inner = store, inner
+        self.resumable = store.resumable
+
+    async def write_at(self, offset: int, view: memoryview) -> None:
+        await self._store._do("write_at", lambda: self._inner.write_at(offset, view))
+
+    async def finish(self) -> None:
+        await self._store._do("finish", self._inner.finish)
+
+    async def abort(self) -> None:
+        await self._store._do("abort", self._inner.abort)
+
+
+async def upload(store: Store) -> None:
+    target = await store.upload("packs/p", size=4)
+    await target.write_at(0, memoryview(b"data"))
+    await target.finish()
+
+
+CALLS: dict[str, Callable[[Store], Awaitable[object]]] = {
+    "put": lambda store: store.put("log/1", b"data"),
+    "create": lambda store: store.put("log/1", b"data", create=True),
+    "get": lambda store: store.get("log/0"),
+    "get a range": lambda store: store.get("log/0", start=1, length=2),
+    "head": lambda store: store.head("log/0"),
+    "list": lambda store: keys(store),
+    "delete": lambda store: store.delete("log/0"),
+    "delete_many": lambda store: store.delete_many(["log/0", "none"]),
+    "drop_uploads": lambda store: store.drop_uploads(lambda key: False),
+    "upload": lambda store: store.upload("packs/p", size=4),
+}
+
+
+@pytest.fixture(params=CALLS)
+def call(request: pytest.FixtureRequest) -> Callable[[Store], Awaitable[object]]:
+    return CALLS[request.param]
+
+
+def run(store: Store, call: Callable[[Store], Awaitable[Any]], **settings: float) -> tuple[Any, float]:
+    """What a call returned through Retry, and the seconds it took."""
+
+    async def main() -> tuple[Any, float]:
+        result = await call(Retry(store, **settings))
+        return result, asyncio.get_running_loop().time()
+
+    return in_virtual_time(main())
+
+
+def with_object(*script: object) -> Scripted:
+    store = Scripted(*script)
+    store.objects["log/0"] = b"there"
+    return store
+
+
+# -- what is tried again --
+
+
+def test_every_call_is_tried_again(call: Callable[[Store], Awaitable[object]]) -> None:
+    """After retryable errors each call does what it would have done at first, and has waited between."""
+    plain, failing = with_object(), with_object(busy(), DeadlineError("no answer"), busy())
+    expected, _ = run(plain, call)
+    result, took = run(failing, call)
+    assert result == expected or hasattr(result, "finish")
+    assert failing.objects == plain.objects
+    assert len(failing.calls) == len(plain.calls) + 3
+    assert 0 < took <= 0.2 + 0.4 + 0.8
+
+
+@pytest.mark.parametrize("error", [StoreError("no"), AccessError("no"), FullError("no"), NotFoundError("no")])
+def test_what_no_try_mends_passes_at_once(call: Callable[[Store], Awaitable[object]], error: StoreError) -> None:
+    """An error that is not retryable is raised as it is, without a second request or a wait."""
+    store = with_object(error, busy())
+    with pytest.raises(type(error)) as caught:
+        run(store, call)
+    assert caught.value is error and len(store.calls) == 1
+
+
+def test_pauses_grow_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is drawn between 0 and a bound, which doubles from `base_s` to `most_s`."""
+    drawn: list[tuple[float, float]] = []
+
+    def uniform(_: random.SystemRandom, low: float, high: float) -> float:
+        drawn.append((low, high))
+        return high / 2
+
+    monkeypatch.setattr(random.SystemRandom, "uniform", uniform)
+    _, took = run(Scripted(*[busy()] * 8), CALLS["put"], base_s=0.5, most_s=10.0)
+    assert drawn == [(0, bound) for bound in (0.5, 1, 2, 4, 8, 10, 10, 10)]
+    assert took == pytest.approx(sum(high for _, high in drawn) / 2)
+
+
+def test_a_call_is_given_up_in_the_end(call: Callable[[Store], Awaitable[object]]) -> None:
+    """When its time is over the last error is raised, still retryable, and says how long it was tried."""
+    store = with_object(*[busy("the store is on fire")] * 10_000)
+
+    async def main() -> None:
+        with pytest.raises(StoreError, match=r"on fire \(tried \d+ times in 300 s\)") as caught:
+            await call(Retry(store))
+        assert caught.value.retryable
+        assert asyncio.get_running_loop().time() == pytest.approx(300.0)
+
+    in_virtual_time(main())
+    assert 20 < len(store.calls) < 200
+
+
+def test_a_cancelled_call_ends_at_once() -> None:
+    """While it waits for its next try, too; and nothing is sent afterwards."""
+    store = Scripted(*[busy()] * 1000)
+
+    async def main() -> None:
+        retry = Retry(store, base_s=1000.0, most_s=1000.0)
+        task = asyncio.ensure_future(retry.put("log/0", b"x"))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert asyncio.get_running_loop().time() < 1
+        assert retry._waiting == 0
+
+    in_virtual_time(main())
+    assert len(store.calls) == 1
+
+
+def test_the_rest_is_passed_through() -> None:
+    """Place, kind, parts of uploads, and closing are the inner store's."""
+
+    async def main() -> None:
+        inner = Scripted(resumable=True)
+        retry = Retry(inner)
+        assert (retry.url, retry.remote) == (inner.url, True)
+        target = await retry.upload("packs/p", size=4)
+        assert (target.part, target.resumable, target.keeps) == (512, True, False)
+        await retry.aclose()
+        assert inner.closed
+
+    in_virtual_time(main())
+
+
+# -- create-if-absent --
+
+
+async def create(store: Store) -> None:
+    await store.put("log/0", b"ours", create=True)
+
+
+def taken_by(data: bytes) -> tuple[Scripted, Callable[[], None]]:
+    """A store, and how somebody else takes our name in it."""
+    store = Scripted()
+    return store, lambda: store.objects.update({"log/0": data})
+
+
+def creates_truthfully(retry: type[Retry]) -> None:
+    """After a lost answer our own object is a success, and one of somebody else's is not."""
+
+    async def main() -> None:
+        store = Scripted(LOST)
+        await create(retry(store))
+        assert store.objects["log/0"] == b"ours"
+        for other in (b"mine", b"ours, and more", b"our", b""):
+            store, take = taken_by(other)
+            store.script.extend([take])
+            with pytest.raises(ExistsError):
+                await create(retry(store))
+            assert store.objects["log/0"] == other
+
+    in_virtual_time(main())
+
+
+def test_our_own_object_is_a_success_and_no_other() -> None:
+    """Create-if-absent reads back what it finds after an attempt of which nobody knows how it ended."""
+    creates_truthfully(Retry)
+
+
+class BelievesItself(Retry):
+    async def _holds(self, key: str, data: Buffer) -> bool:
+        return True
+
+
+class DoesNotLook(Retry):
+    async def _holds(self, key: str, data: Buffer) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("wrong", [BelievesItself, DoesNotLook])
+def test_negative_control_not_reading_back(wrong: type[Retry]) -> None:
+    """The check sees a false success and a false failure."""
+    with pytest.raises((ExistsError, pytest.fail.Exception)):
+        creates_truthfully(wrong)
+
+
+def test_who_finds_it_at_once_did_not_make_it() -> None:
+    """An object of the same bytes that was there at the first try is somebody else's; nothing is read."""
+    store = Scripted()
+    store.objects["log/0"] = b"ours"
+    with pytest.raises(ExistsError):
+        run(store, create)
+    assert store.calls == ["put"]
+
+
+def test_a_deadline_may_be_over_after_it_was_done() -> None:
+    """Whatever retryable error came, the outcome counts as open."""
+    store, take = taken_by(b"ours")
+
+    def at_last() -> None:
+        take()
+        raise DeadlineError("no answer in time")
+
+    store.script.extend([at_last])
+    run(store, create)
+    assert store.calls == ["put", "put", "get"]
+
+
+def test_reading_back_is_tried_again_too() -> None:
+    """Trouble while looking whose object it is decides nothing."""
+    store = Scripted(LOST, None, busy(), busy())
+    run(store, create)
+    assert store.objects["log/0"] == b"ours"
+    assert store.calls == ["put", "put", "get", "put", "put", "get"]
+
+
+def test_an_object_deleted_meanwhile_is_not_made_again() -> None:
+    """If there is nothing to look at, it is not called ours."""
+    store, take = taken_by(b"ours")
+    store.script.extend([take, None, NotFoundError("gone")])
+    with pytest.raises(ExistsError):
+        run(store, create)
+
+
+# -- listings --
+
+
+def lists_once(retry: type[Retry]) -> Scripted:
+    """Through errors every key is given once, in order."""
+    store = Scripted(None, None, busy(), None, busy(), busy(), None, busy())
+    store.objects.update({f"log/{i}": b"x" for i in range(8)})
+    found, _ = in_virtual_time(_listed(retry(store)))
+    assert found == [f"log/{i}" for i in range(8)]
+    return store
+
+
+async def _listed(store: Store) -> tuple[list[str], float]:
+    return await keys(store, "log/"), asyncio.get_running_loop().time()
+
+
+def test_a_listing_goes_on_where_it_was() -> None:
+    """What was given is not asked for again."""
+    store = lists_once(Retry)
+    assert store.calls == ["list ", "list log/1", "list log/2", "list log/2", "list log/3"]
+
+
+def test_negative_control_a_listing_from_the_start() -> None:
+    """Keys given twice are seen."""
+
+    class FromTheStart(Retry):
+        async def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
+            while True:
+                try:
+                    async for info in self.store.list(prefix, after=after):
+                        yield info
+                    return
+                except StoreError:
+                    pass
+
+    with pytest.raises(AssertionError):
+        lists_once(FromTheStart)
+
+
+def test_a_listing_has_its_time_for_each_key() -> None:
+    """A long one is not given up while it gets on."""
+    store = Scripted(*([busy()] * 3 + [None]) * 400)
+    store.objects.update({f"log/{i:03d}": b"x" for i in range(400)})
+    found, took = in_virtual_time(_listed(Retry(store, budget_s=20.0)))
+    assert len(found) == 400 and took > 60.0
+
+
+# -- uploads --
+
+
+@pytest.mark.parametrize("resumable", [False, True])
+def test_only_some_uploads_go_on(resumable: bool) -> None:
+    """A range is sent again only by uploads that can take it; others fail at once, to be written by a new name."""
+    for script in ([None, busy()], [None, None, busy()]):
+        store = Scripted(*script, resumable=resumable)
+        if resumable:
+            run(store, upload)
+            assert store.objects["packs/p"] == b"data" and len(store.calls) == 4
+        else:
+            with pytest.raises(StoreError, match=r"(?m)slow down$"):
+                run(store, upload)
+            assert len(store.calls) == len(script)
+
+
+def test_abort_never_raises() -> None:
+    """Nor does it keep a failing save waiting."""
+
+    async def main() -> None:
+        for error in (busy(), AccessError("no"), NotFoundError("no such upload")):
+            store = Scripted(None, error)
+            target = await Retry(store).upload("packs/p", size=4)
+            await target.abort()
+            assert asyncio.get_running_loop().time() == 0.0
+
+    in_virtual_time(main())
+
+
+# -- what is said --
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.levelname for record in caplog.records]
+
+
+def test_an_outage_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """One warning with the reason when it begins, however many calls and tries; one line when it is over."""
+    caplog.set_level(logging.INFO, "ckpt")
+
+    async def main() -> None:
+        store = Scripted(*[busy("the disk is asleep")] * 40)
+        retry = Retry(store)
+        await asyncio.gather(*(retry.put(f"log/{i}", b"x") for i in range(5)))
+        assert messages(caplog) == ["WARNING", "INFO"]
+        assert "scripted://bucket" in caplog.text and "the disk is asleep" in caplog.text and "is back" in caplog.text
+        await retry.put("log/0", b"x")
+        assert len(caplog.records) == 2
+        store.script.extend([busy()])
+        await retry.put("log/0", b"x")
+        assert messages(caplog) == ["WARNING", "INFO"] * 2
+
+    in_virtual_time(main())
+
+
+def test_an_outage_that_outlasts_a_call(caplog: pytest.LogCaptureFixture) -> None:
+    """It is the same one for the calls that follow; that an object is not there is an answer."""
+    caplog.set_level(logging.INFO, "ckpt")
+
+    async def main() -> None:
+        store = Scripted(*[busy()] * 1000)
+        retry = Retry(store, budget_s=60.0)
+        for _ in range(2):
+            with pytest.raises(StoreError):
+                await retry.put("log/0", b"x")
+        assert messages(caplog) == ["WARNING"]
+        store.script.clear()
+        with pytest.raises(NotFoundError):
+            await retry.get("log/0")
+        assert messages(caplog) == ["WARNING", "INFO"]
+
+    in_virtual_time(main())
+
+
+def test_without_trouble_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither for success nor for answers that are errors."""
+    caplog.set_level(logging.INFO, "ckpt")
+    for name, call in CALLS.items():
+        run(with_object(), call)
+        with pytest.raises(NotFoundError):
+            run(with_object(NotFoundError(name)), call)
+    assert not caplog.records
+
+
+# -- for real: S3 behind a proxy that makes each kind of request fail in each way --
+
+TIMEOUT_S = 0.4
+FAULTS: dict[str, dict[str, Any]] = {
+    "500": {"kind": "status", "code": 500, "s3_code": "InternalError"},
+    "503": {"kind": "status", "code": 503, "s3_code": "SlowDown"},
+    "429": {"kind": "status", "code": 429, "s3_code": "TooManyRequests"},
+    "timeout": {"kind": "hang"},
+    "reset": {"kind": "reset"},
+    "lost reply": {"kind": "lost_reply"},
+    "late reply": {"kind": "late_reply", "s": TIMEOUT_S + 0.2},
+    "truncated": {"kind": "truncate", "after": 10},
+    "200 with an error": {"kind": "error_body"},
+}
+NO_BODY = FAULTS.keys() - {"truncated", "200 with an error"}  # of the answer
+DATA = b"0123456789" * 1000
+LARGE = bytes(range(256)) * 4 * (6 << 10)  # 6 MiB, in parts of 5 MiB
+
+Arm = Callable[[str, str], None]
+"""Make the next request with a method, and a regular expression in its path and query, fail."""
+
+
+async def _put(store: Store, key: str, arm: Arm) -> None:
+    arm("PUT", key)
+    await store.put(key, DATA)
+    assert bytes(await store.get(key)) == DATA
+
+
+async def _create(store: Store, key: str, arm: Arm) -> None:
+    arm("PUT", key)
+    await store.put(key, DATA, create=True)
+    assert bytes(await store.get(key)) == DATA
+
+
+async def _create_what_is_there(store: Store, key: str, arm: Arm) -> None:
+    await store.put(key, DATA)
+    arm("PUT", key)
+    with pytest.raises(ExistsError):
+        await store.put(key, b"other", create=True)
+    assert bytes(await store.get(key)) == DATA
+
+
+async def _get(store: Store, key: str, arm: Arm) -> None:
+    await store.put(key, DATA)
+    arm("GET", key)
+    assert bytes(await store.get(key)) == DATA
+
+
+async def _get_range(store: Store, key: str, arm: Arm) -> None:
+    await store.put(key, DATA)
+    arm("GET", key)
+    assert bytes(await store.get(key, start=5, length=5000)) == DATA[5:5005]
+
+
+async def _head(store: Store, key: str, arm: Arm) -> None:
+    await store.put(key, DATA)
+    arm("HEAD", key)
+    assert (await store.head(key)).size == len(DATA)
+
+
+async def _list(store: Store, key: str, arm: Arm) -> None:
+    names = [f"{key}/{i}" for i in range(3)]
+    for name in names:
+        await store.put(name, b"x")
+    arm("GET", "list-type=2")
+    assert await keys(store, f"{key}/") == names
+
+
+async def _delete(store: Store, key: str, arm: Arm) -> None:
+    await store.put(key, DATA)
+    arm("DELETE", key)
+    await store.delete(key)
+    assert await keys(store, key) == []
+
+
+async def _delete_many(store: Store, key: str, arm: Arm) -> None:
+    for i in range(3):
+        await store.put(f"{key}/{i}", b"x")
+    arm("POST", "delete")
+    await store.delete_many([f"{key}/{i}" for i in range(3)])
+    assert await keys(store, key) == []
+
+
+async def _write(store: Store, key: str, data: bytes) -> None:
+    """As the library does: what cannot go on is written again by a new name, as often as it takes."""
+    for name in (key, f"{key}-again", f"{key}-and-again"):
+        target = await store.upload(name, size=len(data))
+        try:
+            for a, b in pieces(target.part, len(data)):
+                await target.write_at(a, memoryview(data)[a:b])
+            await target.finish()
+        except StoreError as error:
+            assert error.retryable and not getattr(target, "resumable", False), error
+            await target.abort()
+        else:
+            assert await store.get(name) == data
+            return
+    raise AssertionError("each of three uploads failed")
+
+
+async def _upload_small(store: Store, key: str, arm: Arm) -> None:
+    arm("PUT", key)
+    await _write(store, key, DATA)
+
+
+async def _begin_upload(store: Store, key: str, arm: Arm) -> None:
+    arm("POST", f"{key}.*uploads")
+    await _write(store, key, LARGE)
+
+
+async def _upload_part(store: Store, key: str, arm: Arm) -> None:
+    arm("PUT", f"{key}.*partNumber=1")
+    await _write(store, key, LARGE)
+
+
+async def _complete_upload(store: Store, key: str, arm: Arm) -> None:
+    arm("POST", f"{key}.*uploadId=")
+    await _write(store, key, LARGE)
+
+
+async def _list_uploads(store: Store, key: str, arm: Arm) -> None:
+    arm("GET", "uploads")
+    assert await store.drop_uploads(lambda found: True) == 0
+
+
+async def _drop_an_upload(store: Store, key: str, arm: Arm) -> None:
+    target = await store.upload(key, size=len(LARGE))
+    await target.write_at(0, memoryview(LARGE)[: target.part])
+    arm("DELETE", f"{key}.*uploadId=")
+    await store.drop_uploads(lambda found: found != key)
+    assert await store.drop_uploads(lambda found: found != key) == 0
+    await target.abort()
+
+
+REQUESTS: list[tuple[Callable[[Store, str, Arm], Awaitable[None]], set[str]]] = [
+    (_put, NO_BODY),
+    (_create, NO_BODY),
+    (_create_what_is_there, NO_BODY),
+    (_get, FAULTS.keys() - {"200 with an error"}),  # which is an object like any other, for the digests to refuse
+    (_get_range, FAULTS.keys() - {"200 with an error"}),
+    (_head, NO_BODY),
+    (_list, set(FAULTS)),
+    (_delete, NO_BODY),
+    (_delete_many, set(FAULTS)),
+    (_upload_small, NO_BODY),
+    (_begin_upload, set(FAULTS)),
+    (_upload_part, NO_BODY),
+    (_complete_upload, set(FAULTS)),
+    (_list_uploads, set(FAULTS)),
+    (_drop_an_upload, NO_BODY),
+]
+PACKS = (_get_range, _upload_small, _begin_upload, _upload_part, _complete_upload)  # by obstore where it is installed
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[FaultProxy]:
+    with MotoServer() as server, FaultProxy(server.url) as proxy:
+        server.make_bucket("bucket")
+        yield proxy
+
+
+class TestFaults:
+    """Each kind of request, failing in each way, twice: what was asked for is done, once, and truthfully reported."""
+
+    @pytest.fixture(autouse=True)
+    def small_parts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ckpt_backends.s3.PART", 5 << 20)
+
+    def run(self, proxy: FaultProxy, engine: str, work: Callable[[Store], Awaitable[None]]) -> None:
+        url = f"s3://bucket/runs/{secrets.token_hex(8)}"
+        options = storage_options(proxy.url, read_timeout=TIMEOUT_S, connect_timeout=TIMEOUT_S)
+        remember_options(url, options | {"engine": engine})
+
+        async def main() -> None:
+            store = S3Store(url, writable=True)
+            try:
+                await store.put("log/warm", b"x")
+                await work(store)
+            finally:
+                await store.aclose()
+
+        asyncio.run(main())
+
+    @pytest.mark.parametrize(
+        ("engine", "number"),
+        [("s3fs", i) for i in range(len(REQUESTS))] + [("obstore", i) for i, r in enumerate(REQUESTS) if r[0] in PACKS],
+        ids=lambda value: value if isinstance(value, str) else REQUESTS[value][0].__name__.strip("_"),
+    )
+    def test_each_request_in_each_way(self, proxy: FaultProxy, engine: str, number: int) -> None:
+        """Errors that pass are not seen, and what was lost or late is neither done twice nor taken for a failure."""
+        request, faults = REQUESTS[number]
+
+        async def work(store: Store) -> None:
+            for fault in sorted(faults):
+                proxy.clear()
+                key = f"{request.__name__}/{fault}".replace(" ", "-").strip("_")
+                try:
+                    await request(Retry(store, base_s=0.02, budget_s=20.0), key, partial(self.arm, proxy, fault))
+                except Exception as error:
+                    raise AssertionError(f"{fault}: {error!r}, after {proxy.paths()}") from error
+                assert proxy.hits(), f"{fault} did not happen: {proxy.paths()}"
+
+        self.run(proxy, engine, work)
+
+    @staticmethod
+    def arm(proxy: FaultProxy, fault: str, method: str, match: str) -> None:
+        times = 1 if fault in ("timeout", "late reply") else 2  # they take long
+        proxy.fail(**FAULTS[fault], method=method, match=match, count=times)
+
+    def test_negative_control_without_retry(self, proxy: FaultProxy) -> None:
+        """Each fault is an error, and one that is worth a retry."""
+
+        async def work(store: Store) -> None:
+            for fault in sorted(FAULTS):
+                proxy.clear()
+                request = _create if fault in NO_BODY else _list
+                with pytest.raises(StoreError) as caught:
+                    await request(store, fault.replace(" ", "-"), partial(self.arm, proxy, fault))
+                assert caught.value.retryable and not isinstance(caught.value, ExistsError), fault
+
+        self.run(proxy, "s3fs", work)

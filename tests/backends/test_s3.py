@@ -1,0 +1,883 @@
+"""What the stores of objects promise, and what S3 adds to it, against a server here that can be made to fail.
+
+Where nothing else is said, each test runs for both things that carry packs: s3fs and obstore.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib.util
+import os
+import random
+import subprocess
+import sys
+import warnings
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+
+from ckpt.errors import AccessError, CorruptError, ExistsError, FullError, NotFoundError, StoreError, UsageError
+from ckpt.store import Store, open_store, remember_options
+from ckpt.testing import StoreTests, keys, pieces
+from ckpt_backends.remote import RemoteStore
+from ckpt_backends.retry import Retry
+from ckpt_backends.s3 import MAX_PARTS, PART, S3Store, part_size
+from processes import REPO
+from s3_server import REGION, FaultProxy, MotoServer, storage_options
+
+ENGINES = ("s3fs", "obstore")
+RUN = "s3://bucket/a/run1"
+SECRET = "a-very-secret-secret"
+SIZE = (40 << 20) + 7  # two parts and a half
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[MotoServer]:
+    with MotoServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def proxy_of_all(moto: MotoServer) -> Iterator[FaultProxy]:
+    with FaultProxy(moto.url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxy(proxy_of_all: FaultProxy, moto: MotoServer) -> FaultProxy:
+    """In front of an empty bucket, with no faults yet."""
+    moto.reset()
+    moto.make_bucket("bucket")
+    proxy_of_all.clear()
+    return proxy_of_all
+
+
+@pytest.fixture(autouse=True)
+def no_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing that this machine knows about S3 counts."""
+    for name in ("AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+Using = Callable[[Callable[[S3Store], Awaitable[None]]], None]
+
+
+def using(url: str, work: Callable[[Any], Awaitable[None]], options: dict[str, Any]) -> None:
+    """Run `work` with the bare store behind a URL."""
+    remember_options(url, options)
+
+    async def main() -> None:
+        store = S3Store(url)
+        try:
+            await work(store)
+        finally:
+            await store.aclose()
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def run(proxy: FaultProxy, engine: str) -> Using:
+    """Run something with the store of a run behind the proxy."""
+    options = storage_options(proxy.url) | {"engine": engine, "secret": SECRET}
+    return lambda work: using(RUN, work, options)
+
+
+def admin(moto: MotoServer) -> Any:
+    """The server as somebody else sees it."""
+    return boto3.client(
+        "s3", endpoint_url=moto.url, region_name=REGION, aws_access_key_id="other", aws_secret_access_key="other"
+    )
+
+
+async def upload(store: Store, key: str, data: bytes) -> None:
+    """As the library does, eight parts at a time."""
+    target = await store.upload(key, size=len(data))
+    window = asyncio.Semaphore(8)
+
+    async def write(a: int, b: int) -> None:
+        async with window:
+            await target.write_at(a, memoryview(data)[a:b])
+
+    try:
+        await asyncio.gather(*(write(a, b) for a, b in pieces(target.part, len(data))))
+        await target.finish()
+    except BaseException:
+        await target.abort()
+        raise
+
+
+async def raised(call: Awaitable[object]) -> Exception:
+    with pytest.raises(Exception) as caught:
+        await call
+    return caught.value
+
+
+# -- what every store promises --
+
+
+class TestS3(StoreTests):
+    """S3, by either engine. What fits one part is stored by one conditional request."""
+
+    many = 1100
+
+    @pytest.fixture(autouse=True, params=ENGINES)
+    def place(self, request: pytest.FixtureRequest, moto: MotoServer) -> None:
+        moto.reset()
+        moto.make_bucket("bucket")
+        remember_options(RUN, storage_options(moto.url) | {"engine": request.param})
+
+    def make(self) -> Store:
+        return S3Store(RUN, writable=True)
+
+
+class TestFsspec(StoreTests):
+    """Any other file system of fsspec, here a synchronous one."""
+
+    many = 200
+
+    @pytest.fixture(autouse=True)
+    def place(self, tmp_path: Path) -> None:
+        self.url = f"memory://{tmp_path.name}/run1"
+
+    def make(self) -> Store:
+        return RemoteStore(self.url, writable=True)
+
+
+# -- large objects --
+
+
+def test_parts_are_put_together_bit_for_bit(run: Using) -> None:
+    """An object of two parts and a half and some odd bytes comes back as it was, whole and in odd ranges."""
+    data = random.Random(1).randbytes(SIZE)
+
+    async def work(store: S3Store) -> None:
+        await upload(store, "packs/p", data)
+        assert (await store.head("packs/p")).size == SIZE
+        assert await store.get("packs/p") == data
+        for start, length in ((PART - 1, 2), (1, SIZE - 1), (SIZE - 5, 5), (12_345, 20 << 20)):
+            assert await store.get("packs/p", start=start, length=length) == data[start : start + length]
+        assert await store.unfinished() == []
+
+    run(work)
+
+
+def test_parts_grow_with_the_object() -> None:
+    """Sixteen MiB, until there would be more of them than S3 allows."""
+    assert part_size(0) == part_size(MAX_PARTS * PART) == PART
+    for size in (MAX_PARTS * PART + 1, 1 << 40, 5 << 40):
+        assert -(-size // part_size(size)) <= MAX_PARTS and part_size(size) % (1 << 20) == 0
+
+
+def test_ranges_out_of_turn_and_wrong_ones(run: Using) -> None:
+    """Later parts may come first; what is no part, is missing, or comes twice where it cannot, is refused."""
+
+    async def work(store: S3Store) -> None:
+        data = memoryview(bytes(SIZE))
+        target = await store.upload("packs/p", size=SIZE)
+        for offset, length in ((1, 5), (0, 5), (2 * PART, PART), (3 * PART, 1)):
+            assert isinstance(await raised(target.write_at(offset, data[:length])), StoreError)
+        with pytest.raises(StoreError, match="incomplete"):
+            await target.finish()
+        ranges = pieces(target.part, SIZE)[::-1]
+        await asyncio.gather(*(target.write_at(a, data[a:b]) for a, b in ranges))
+        await target.finish()
+        assert (await store.head("packs/p")).size == SIZE
+
+    run(work)
+
+
+def test_unfinished_uploads_are_dropped(run: Using, moto: MotoServer) -> None:
+    """Those of a dead process below our root, unless they are wanted; those of run10 beside it are not seen."""
+    client = admin(moto)
+    for key in ("a/run1/packs/old", "a/run1/packs/wanted", "a/run10/packs/x", "a/run1"):
+        client.create_multipart_upload(Bucket="bucket", Key=key)
+
+    async def work(store: S3Store) -> None:
+        target = await store.upload("packs/now", size=SIZE)
+        await target.write_at(0, memoryview(bytes(PART)))
+        seen: list[str] = []
+        wanted = {"packs/wanted", "packs/now"}
+        assert await store.drop_uploads(lambda key: seen.append(key) or key in wanted) == 1  # type: ignore[func-returns-value]
+        assert set(seen) <= {"packs/old", *wanted} and {"packs/old", "packs/wanted"} <= set(seen)
+        await target.abort()
+
+    run(work)
+    left = {found["Key"] for found in client.list_multipart_uploads(Bucket="bucket")["Uploads"]}
+    assert left == {"a/run1/packs/wanted", "a/run10/packs/x", "a/run1"}
+
+
+def test_an_aborted_upload_leaves_nothing_to_pay_for(run: Using, moto: MotoServer) -> None:
+    """Whether no part was written, some, or one is on its way; control: without abort there is something."""
+
+    async def work(store: S3Store) -> None:
+        data = memoryview(bytes(SIZE))
+        for written in (0, 1, 2):
+            target = await store.upload(f"packs/{written}", size=SIZE)
+            for i in range(written):
+                await target.write_at(i * PART, data[i * PART : (i + 1) * PART])
+            await target.abort()
+        target = await store.upload("packs/cancelled", size=SIZE)
+        writing = asyncio.ensure_future(target.write_at(0, data[:PART]))
+        await asyncio.sleep(0.01)
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
+        await target.abort()
+        assert await store.unfinished() == []
+
+    run(work)
+    client = admin(moto)
+    assert "Uploads" not in client.list_multipart_uploads(Bucket="bucket")
+    client.create_multipart_upload(Bucket="bucket", Key="a/run1/packs/forgotten")
+    assert "Uploads" in client.list_multipart_uploads(Bucket="bucket")
+
+
+def test_giving_up_beside_a_part_that_hangs(
+    run: Using, proxy: FaultProxy, moto: MotoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for it, and what was begun is taken back by the time `abort` has returned."""
+    monkeypatch.setattr("ckpt_backends.obstore.CLOSING_S", 0.2)
+    monkeypatch.setattr("ckpt_backends.obstore.IN_FLIGHT", 1)  # or obstore would wait for us, not for the part
+
+    async def work(store: S3Store) -> None:
+        proxy.fail("hang", method="PUT", match="partNumber=1", count=9)
+        target = await store.upload("packs/p", size=SIZE)
+        data = memoryview(bytes(SIZE))
+        writing = [asyncio.ensure_future(target.write_at(a, data[a:b])) for a, b in pieces(target.part, SIZE)]
+        while not proxy.hits():
+            await asyncio.sleep(0.05)
+        assert len(await store.unfinished()) == 1
+        for call in writing:
+            call.cancel()
+        await asyncio.gather(*writing, return_exceptions=True)
+        await target.abort()
+        assert await store.unfinished() == [] and await keys(store) == []
+
+    run(work)
+
+
+@pytest.mark.parametrize("size", [100, SIZE])
+def test_a_lost_answer_to_the_last_request_is_no_failure(run: Using, proxy: FaultProxy, size: int) -> None:
+    """The object was made, and the second try, which finds that, says so."""
+
+    async def work(store: S3Store) -> None:
+        data = random.Random(2).randbytes(size)
+        last = {"method": "POST", "match": "uploadId="} if size > PART else {"method": "PUT", "match": "packs/p"}
+        proxy.fail("lost_reply", **last)
+        await upload(Retry(store, base_s=0.01), "packs/p", data)
+        assert await store.get("packs/p") == data
+        assert [kind for _, _, kind in proxy.hits()] == ["lost_reply"]
+
+    run(work)
+
+
+def test_success_with_an_error_in_it_is_an_error(proxy: FaultProxy) -> None:
+    """Status 200 and a document that says the opposite; a try more, and it is well."""
+
+    async def work(store: S3Store) -> None:
+        proxy.fail("error_body", method="POST", match="uploadId=", s3_code="InternalError")
+        target = await store.upload("packs/p", size=SIZE)
+        for a, b in pieces(target.part, SIZE):
+            await target.write_at(a, memoryview(bytes(b - a)))
+        error = await raised(target.finish())
+        assert isinstance(error, StoreError) and error.retryable
+        assert await keys(store) == []
+        await target.finish()
+        assert await keys(store) == ["packs/p"]
+
+    using(RUN, work, storage_options(proxy.url) | {"engine": "s3fs"})
+
+
+@pytest.mark.parametrize("kind", ["status", "reset", "lost_reply"])
+def test_a_part_that_failed_is_sent_again(run: Using, proxy: FaultProxy, kind: str) -> None:
+    """By the decorator or by obstore itself; the object is what it should be."""
+
+    async def work(store: S3Store) -> None:
+        data = random.Random(3).randbytes(SIZE)
+        proxy.fail(kind, method="PUT", match="partNumber=2")
+        await upload(Retry(store, base_s=0.01), "packs/p", data)
+        assert await store.get("packs/p") == data
+        assert len(proxy.hits()) == 1
+
+    run(work)
+
+
+def test_an_upload_that_cannot_go_on_ends(run: Using, proxy: FaultProxy) -> None:
+    """Nobody waits for ever: each write and `finish` raise, the reason is named, and nothing is left."""
+
+    async def work(store: S3Store) -> None:
+        proxy.fail("status", method="PUT", match="partNumber=", count=1000, code=403, s3_code="AccessDenied")
+        error = await raised(upload(store, "packs/p", bytes(SIZE)))
+        assert isinstance(error, AccessError) and "AccessDenied" in str(error)
+        assert await keys(store) == [] and await store.unfinished() == []
+
+    run(work)
+
+
+# -- small objects, listing --
+
+
+def test_a_name_that_is_taken_stays_what_it_is(run: Using) -> None:
+    """Also for an empty body, which s3fs alone would let overwrite."""
+
+    async def work(store: S3Store) -> None:
+        await store.put("log/0", b"first", create=True)
+        for data in (b"", b"x", bytes(2 << 20)):
+            assert isinstance(await raised(store.put("log/0", data, create=True)), ExistsError)
+        assert bytes(await store.get("log/0")) == b"first"
+
+    run(work)
+
+
+def test_a_long_listing_goes_on_where_it_should(proxy: FaultProxy, moto: MotoServer) -> None:
+    """2,100 keys in order, in three requests; with `after` only the rest, in one."""
+    names = [f"log/{i:012d}.json" for i in range(2100)]
+
+    async def work(store: S3Store) -> None:
+        before = proxy.requests()["GET"]
+        assert await keys(store) == names
+        assert proxy.requests()["GET"] == before + 3
+        assert await keys(store, "log/", names[-600]) == names[-599:]
+        assert proxy.requests()["GET"] == before + 4
+
+    using(RUN, lambda store: store.in_parallel(lambda name: store.put(name, b""), names), storage_options(moto.url))
+    using(RUN, work, storage_options(proxy.url))
+
+
+def test_a_run_does_not_see_its_neighbours(run: Using, moto: MotoServer) -> None:
+    """`a/run1` is not `a/run10`, nor the object `a/run1`; a bucket itself is a root as well."""
+    client = admin(moto)
+    for key in ("a/run10/log/0", "a/run1", "a/run1/", "a/run1-log/0", "b/log/0"):
+        client.put_object(Bucket="bucket", Key=key, Body=b"")
+
+    async def work(store: S3Store) -> None:
+        await store.put("log/1", b"")
+        assert await keys(store) == ["log/1"]
+
+    run(work)
+
+    async def whole(store: S3Store) -> None:
+        assert "a/run10/log/0" in await keys(store) and "a/run1/log/1" in await keys(store)
+
+    using("s3://bucket", whole, storage_options(moto.url))
+
+
+def test_keys_of_others_are_listed_and_never_touched(run: Using, moto: MotoServer) -> None:
+    """What we would never have written has a name that no call but `list` takes."""
+    client = admin(moto)
+    for key in ("photos/my cat.jpg", ".hidden", "log/../x", "log/ä"):
+        client.put_object(Bucket="bucket", Key=f"a/run1/{key}", Body=b"theirs")
+
+    async def work(store: S3Store) -> None:
+        found = await keys(store)
+        assert len(found) == 4 and "photos/my cat.jpg" in found
+        for key in found:
+            for call in (store.delete(key), store.delete_many([key]), store.put(key, b""), store.get(key)):
+                assert isinstance(await raised(call), UsageError)
+        assert await keys(store) == found
+
+    run(work)
+
+
+def test_deleting_many_says_what_was_not_deleted(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error for one key inside an answer of 200 is raised; what is gone already is none."""
+
+    async def work(store: S3Store) -> None:
+        for code, kind in (("AccessDenied", AccessError), ("InternalError", StoreError), ("NoSuchKey", None)):
+
+            async def answer(*_: Any, code: str = code, **__: Any) -> Any:
+                return {"Errors": [{"Key": "a/run1/x", "Code": code, "Message": "no"}]}
+
+            monkeypatch.setattr(store, "call", answer)
+            if kind is None:
+                await store.delete_many(["x", "y"])
+            else:
+                error = await raised(store.delete_many(["x", "y"]))
+                assert type(error) is kind and code in str(error) and "run1/x" in str(error)
+            monkeypatch.undo()
+
+    using(RUN, work, storage_options(proxy.url))
+
+
+def test_deleting_many_where_only_one_at_a_time_is_known(proxy: FaultProxy) -> None:
+    """A server without that request gets single ones, and is not asked again."""
+
+    async def work(store: S3Store) -> None:
+        proxy.fail("status", method="POST", match="delete", count=9, code=501, s3_code="NotImplemented")
+        for i in range(5):
+            await store.put(f"x{i}", b"")
+        await store.delete_many(["x0", "x1"])
+        await store.delete_many(["x2", "x3", "missing"])
+        assert await keys(store) == ["x4"] and len(proxy.hits()) == 1
+
+    using(RUN, work, storage_options(proxy.url))
+
+
+# -- errors --
+
+REFUSALS = [
+    (403, "AccessDenied", "Allow"),
+    (403, "InvalidAccessKeyId", "access key"),
+    (403, "SignatureDoesNotMatch", "secret key"),
+    (400, "ExpiredToken", "Renew"),
+    (403, "RequestTimeTooSkewed", "clock"),
+    (301, "PermanentRedirect", "region"),
+    (400, "AuthorizationHeaderMalformed", "region"),
+    (404, "NoSuchBucket", "[Mm]ake the bucket"),
+    (403, "SomethingNew", "Allow"),
+]
+
+MEANINGS = [
+    (412, "PreconditionFailed", ExistsError, False),
+    (409, "ConditionalRequestConflict", StoreError, True),
+    (409, "OperationAborted", StoreError, True),
+    (409, "SomethingNew", StoreError, False),
+    (507, "InsufficientStorage", FullError, False),
+    (403, "QuotaExceeded", FullError, False),
+    (503, "SlowDown", StoreError, True),
+    (503, "SomethingNew", StoreError, True),
+    (500, "InternalError", StoreError, True),
+    (429, "TooManyRequests", StoreError, True),
+    (400, "RequestTimeout", StoreError, True),
+    (400, "BadDigest", StoreError, True),
+    (400, "SomethingNew", StoreError, False),
+    (404, "NoSuchKey", NotFoundError, False),
+]
+
+
+async def each_call(store: S3Store) -> list[Exception]:
+    """What every kind of request raises."""
+    calls = (
+        store.put("log/x", b"x", create=True),
+        store.get("log/x"),
+        store.get("log/x", start=0, length=5),
+        keys(store),
+        store.delete_many(["log/x"]),
+        upload(store, "packs/small", b"x"),
+    )
+    return [await raised(call) for call in calls]
+
+
+@pytest.mark.parametrize(("status", "code", "advice"), REFUSALS, ids=[code for _, code, _ in REFUSALS])
+def test_refusals_say_what_to_do(run: Using, proxy: FaultProxy, status: int, code: str, advice: str) -> None:
+    """Whatever was asked: AccessError, no retry, and a sentence that helps. One request each: nobody repeats it."""
+
+    async def work(store: S3Store) -> None:
+        proxy.fail("status", count=1000, code=status, s3_code=code)
+        for error in await each_call(store):
+            assert type(error) is AccessError and not error.retryable
+            with pytest.raises(AccessError, match=advice):
+                raise error
+            assert "bucket/a/run1" in str(error) and SECRET not in str(error)
+            assert error.__cause__ is None and error.__suppress_context__
+
+    run(work)
+
+
+@pytest.mark.parametrize(("status", "code", "kind", "retryable"), MEANINGS, ids=[f"{s}-{c}" for s, c, _, _ in MEANINGS])
+def test_errors_have_their_meaning(
+    run: Using, proxy: FaultProxy, status: int, code: str, kind: type[StoreError], retryable: bool
+) -> None:
+    """By code first, by status where the code is not known; and whether a retry may help."""
+
+    async def work(store: S3Store) -> None:
+        proxy.fail("status", method="PUT", count=1000, code=status, s3_code=code)
+        for call in (store.put("log/x", b"x", create=True), upload(store, "packs/small", b"x")):
+            error = await raised(call)
+            assert isinstance(error, kind) and error.retryable is retryable
+        assert len(proxy.hits()) == 2
+
+    run(work)
+
+
+@pytest.mark.parametrize("kind", ["reset", "truncate", "short", "status"])
+def test_one_request_is_one_attempt(run: Using, proxy: FaultProxy, kind: str) -> None:
+    """Neither s3fs, nor botocore, nor obstore repeats anything by itself, and what broke off is never given."""
+
+    async def work(store: S3Store) -> None:
+        await store.put("x", bytes(9000))
+        calls = (store.get("x"), store.get("x", start=10, length=5000))
+        for call in calls:
+            proxy.clear()
+            proxy.fail(kind, method="GET", count=1, after=100)
+            error = await raised(call)
+            assert isinstance(error, StoreError) and error.retryable, repr(error)
+            assert proxy.requests()["GET"] == 1
+
+    run(work)
+
+
+def test_a_server_that_is_not_there_may_come_back(engine: str) -> None:
+    """Connection refused is worth a retry."""
+
+    async def work(store: S3Store) -> None:
+        for call in (store.put("x", b""), store.get("x", start=0, length=5), upload(store, "p", b"x")):
+            error = await raised(call)
+            assert isinstance(error, StoreError) and error.retryable
+
+    using("s3://bucket/gone", work, storage_options("http://127.0.0.1:9") | {"engine": engine})
+
+
+def test_a_hang_ends(run: Using, proxy: FaultProxy, engine: str) -> None:
+    """After the time to read that the options set."""
+
+    async def work(store: S3Store) -> None:
+        await store.put("x", b"x" * 10)
+        proxy.fail("hang", method="GET", count=2)
+        for call in (store.get("x"), store.get("x", start=0, length=5)):
+            error = await raised(call)
+            assert isinstance(error, StoreError) and error.retryable
+
+    using(RUN, work, storage_options(proxy.url, read_timeout=0.5) | {"engine": engine})
+
+
+def test_a_bucket_that_is_missing(engine: str, moto: MotoServer) -> None:
+    """Is never made, and is not taken for an object that is missing."""
+
+    async def work(store: S3Store) -> None:
+        for call in (store.get("x"), store.get("x", start=0, length=5), store.put("x", b""), upload(store, "p", b"x")):
+            with pytest.raises(AccessError, match=r"[Mm]ake the bucket"):
+                await call
+
+    using("s3://no-such-bucket/run", work, storage_options(moto.url) | {"engine": engine})
+    assert "no-such-bucket" not in {found["Name"] for found in admin(moto).list_buckets()["Buckets"]}
+
+
+def test_no_credentials(engine: str, moto: MotoServer) -> None:
+    """Says which there could be; an anonymous caller needs none."""
+
+    async def refused(store: S3Store) -> None:
+        with pytest.raises(AccessError, match="AWS_ACCESS_KEY_ID"):
+            await store.put("x", b"")
+        with pytest.raises(AccessError, match="AWS_ACCESS_KEY_ID"):
+            await store.get("x", start=0, length=5)
+
+    moto.reset()
+    moto.make_bucket("bucket")
+    options: dict[str, Any] = {"endpoint_url": moto.url, "engine": engine}
+    using(RUN, refused, options)
+
+    async def anonymous(store: S3Store) -> None:
+        with pytest.raises((NotFoundError, AccessError), match=r"NoSuchKey|AccessDenied"):
+            await store.get("x", start=0, length=5)
+
+    using(RUN, anonymous, options | {"anon": True})
+
+
+def test_a_profile_that_is_missing(moto: MotoServer) -> None:
+    """botocore's own words, as an AccessError."""
+
+    async def work(store: S3Store) -> None:
+        with pytest.raises(AccessError, match="profile"):
+            await store.put("x", b"")
+
+    using(RUN, work, {"profile": "nobody"})
+
+
+def test_messages_have_no_secrets() -> None:
+    """Neither what options or environment call a secret, nor queries of signed URLs, nor passwords; the rest stays."""
+    url = f"s3://bucket/{random.random()}"
+    remember_options(url, {"key": "my-access-key", "secret": SECRET, "client_kwargs": {"aws_session_token": "t" * 40}})
+    text = f"PUT https://me:hunter22@host/b/k?X-Amz-Signature=abc&x=1 with {SECRET} and {'t' * 40}, status 403"
+    assert S3Store(url).clean(text) == "PUT https://host/b/k with *** and ***, status 403"
+    for secret in (SECRET, "hunter22", "Signature=abc", "t" * 40):
+        assert secret in text
+
+
+def test_errors_of_other_drivers() -> None:
+    """By their type, their errno or the status they carry; the 412 of s3fs in its two spellings."""
+
+    class Answer(Exception):
+        def __init__(self, status: int) -> None:
+            super().__init__(f"status {status}")
+            self.status = status
+
+    store = RemoteStore("memory://errors")
+    cases: list[tuple[Exception, type[StoreError], bool]] = [
+        (FileExistsError("x"), ExistsError, False),
+        (OSError(22, "PreconditionFailed: at least one"), ExistsError, False),
+        (PermissionError("no"), AccessError, False),
+        (OSError(28, "full"), FullError, False),
+        (TimeoutError(), StoreError, True),
+        (ConnectionResetError(), StoreError, True),
+        (Answer(404), NotFoundError, False),
+        (Answer(401), AccessError, False),
+        (Answer(412), ExistsError, False),
+        (Answer(503), StoreError, True),
+        (Answer(501), StoreError, False),
+        (ValueError("what?"), StoreError, False),
+    ]
+    for error, kind, retryable in cases:
+        found = store.translated(error, "cannot")
+        assert isinstance(found, kind) and found.retryable is retryable, error
+
+
+# -- settings --
+
+
+def test_encryption_reaches_every_request(proxy: FaultProxy, moto: MotoServer) -> None:
+    """`s3_additional_kwargs` go with small objects and large ones, and are no hindrance where they mean nothing."""
+    extra = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "some-key", "ChecksumAlgorithm": "SHA256"}
+
+    async def work(store: S3Store) -> None:
+        assert store.engine == "s3fs"
+        await store.put("small", b"x")
+        await upload(store, "packs/one", b"x")
+        await upload(store, "packs/many", bytes(SIZE))
+        assert await store.get("packs/many", start=PART, length=9) == bytes(9)
+        await store.delete_many(["small"])
+
+    using(RUN, work, storage_options(proxy.url) | {"s3_additional_kwargs": extra, "requester_pays": True})
+    client = admin(moto)
+    for key in ("packs/one", "packs/many"):
+        assert client.head_object(Bucket="bucket", Key=f"a/run1/{key}")["ServerSideEncryption"] == "aws:kms"
+
+    async def plain(store: S3Store) -> None:
+        await store.put("plain", b"x")
+
+    using(RUN, plain, storage_options(proxy.url))
+    assert client.head_object(Bucket="bucket", Key="a/run1/plain").get("ServerSideEncryption") != "aws:kms"
+
+
+def test_which_engine_carries_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """obstore where it is installed and knows what the options ask for; a choice that cannot be is refused."""
+
+    def chosen(**options: Any) -> str:
+        remember_options(RUN, options)
+        return S3Store(RUN).engine
+
+    assert chosen() == chosen(key="a", secret="b") == "obstore"
+    assert chosen(engine="s3fs") == "s3fs"
+    hindrances: dict[str, dict[str, Any]] = {
+        "s3_additional_kwargs": {"s3_additional_kwargs": {"ServerSideEncryption": "AES256"}},
+        "requester_pays": {"requester_pays": True},
+        "proxies": {"config_kwargs": {"proxies": {"https": "http://proxy:3128"}}},
+    }
+    for name, options in hindrances.items():
+        assert chosen(**options) == "s3fs"
+        with pytest.raises(UsageError, match=name):
+            chosen(engine="obstore", **options)
+    with pytest.raises(UsageError, match="engine"):
+        chosen(engine="rocket")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "obstore" else find(name, *more)
+    )
+    assert chosen() == "s3fs"
+    with pytest.raises(UsageError, match=r"everystep\[obstore\]"):
+        chosen(engine="obstore")
+
+
+def test_the_environment_says_where(
+    monkeypatch: pytest.MonkeyPatch, proxy: FaultProxy, moto: MotoServer, engine: str
+) -> None:
+    """Endpoint and credentials as botocore finds them, for both engines; a bucket in the host's name as well."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+
+    async def work(store: S3Store) -> None:
+        await upload(store, "packs/p", bytes(SIZE))
+        assert await store.get("packs/p", start=5, length=9) == bytes(9)
+
+    using(RUN, work, {"engine": engine})
+    assert proxy.requests()["PUT"] == 3
+
+
+def test_where_obstore_is_sent() -> None:
+    """To the host that botocore would ask: the bucket in its name, or in the path."""
+    from ckpt_backends.obstore import _endpoint
+
+    async def endpoint(bucket: str, **options: Any) -> tuple[str, bool]:
+        remember_options(RUN, {"key": "k", "secret": "s"} | options)
+        store = S3Store(RUN)
+        await store._connected()
+        found = await _endpoint(store._s3, bucket)
+        await store.aclose()
+        return found
+
+    async def main() -> None:
+        region = {"client_kwargs": {"region_name": "eu-west-1"}}
+        assert await endpoint("bucket", **region) == ("https://bucket.s3.eu-west-1.amazonaws.com", True)
+        assert await endpoint("dotted.name", **region) == ("https://s3.eu-west-1.amazonaws.com", False)
+        assert await endpoint("bucket", endpoint_url="http://host:81/base") == ("http://host:81/base", False)
+        virtual = {"config_kwargs": {"s3": {"addressing_style": "virtual"}}}
+        assert await endpoint("bucket", endpoint_url="https://host", **virtual) == ("https://bucket.host", True)
+
+    asyncio.run(main())
+
+
+def test_credentials_are_renewed_while_packs_are_written(proxy: FaultProxy) -> None:
+    """obstore asks for those of the moment, not for those of the start."""
+
+    async def work(store: S3Store) -> None:
+        await store.put("x", b"x" * 9)
+        assert store._data is not None
+        asked = 0
+
+        class Credentials:
+            async def get_frozen_credentials(self) -> Any:
+                nonlocal asked
+                asked += 1
+                return await given.get_frozen_credentials()
+
+        given, store._data._credentials = store._data._credentials, Credentials()
+        await store.get("x", start=0, length=5)
+        assert asked == 1
+        await upload(store, "packs/p", bytes(SIZE))
+        assert asked >= 4
+
+    using(RUN, work, storage_options(proxy.url) | {"engine": "obstore"})
+
+
+def test_ranges_with_the_wrong_status(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that answers 200 to a range is read by s3fs, and obstore is not asked again; uploads stay with it."""
+    from obstore.exceptions import GenericError
+
+    asked = 0
+
+    async def not_partial(*_: Any, **__: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        raise GenericError("Generic S3 error: Received non-partial response when range requested")
+
+    async def work(store: S3Store) -> None:
+        await store.put("x", b"0123456789")
+        monkeypatch.setattr("obstore.get_range_async", not_partial)
+        for _ in range(3):
+            assert bytes(await store.get("x", start=2, length=3)) == b"234"
+        assert asked == 1
+        await upload(store, "packs/p", bytes(SIZE))
+        assert (await store.head("packs/p")).size == SIZE
+
+    using(RUN, work, storage_options(proxy.url) | {"engine": "obstore"})
+
+
+def test_nothing_is_left_open(run: Using, engine: str, moto: MotoServer) -> None:
+    """No warning about a session or a connection after `aclose`, also after errors; without it there is one."""
+
+    def warned(work: Callable[[], None]) -> list[str]:
+        gc.collect()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            work()
+            gc.collect()
+        return [str(one.message) for one in caught if "nclosed" in str(one.message)]
+
+    async def work(store: S3Store) -> None:
+        await store.put("x", bytes(9000))
+        await raised(store.get("missing"))
+        await store.get("x", start=0, length=5)
+        assert isinstance(await raised(store.get("x", limit=5)), CorruptError)
+        await store.aclose()
+        await store.aclose()
+
+    assert warned(lambda: run(work)) == []
+
+    def careless() -> None:
+        async def forget() -> None:
+            await S3Store(RUN).put("x", b"")
+
+        asyncio.run(forget())
+
+    assert warned(careless)
+
+
+def test_making_a_store_asks_nothing() -> None:
+    """No request, no event loop: wrong settings show at the first use."""
+    remember_options("s3://bucket/lazy", storage_options("http://127.0.0.1:9"))
+    assert S3Store("s3://bucket/lazy").bucket == "bucket" and S3Store("s3a://bucket/lazy").prefix == "lazy/"
+
+
+# -- other file systems --
+
+
+def test_any_file_system_of_fsspec(tmp_path: Path) -> None:
+    """By its scheme, with retries around it; large objects go through its own files, in turn."""
+
+    async def main() -> None:
+        store = open_store(f"memory://{tmp_path.name}/a/run1", writable=True)
+        other = open_store(f"memory://{tmp_path.name}/a/run10", writable=True)
+        assert isinstance(store, Retry) and type(store.store) is RemoteStore
+        data = random.Random(4).randbytes(SIZE)
+        await upload(store, "packs/p", data)
+        await other.put("log/0", b"theirs", create=True)
+        assert await store.get("packs/p", start=PART - 1, length=9) == data[PART - 1 : PART + 8]
+        assert await keys(store) == ["packs/p"] and await keys(other) == ["log/0"]
+        target = await store.upload("packs/q", size=SIZE)
+        await target.write_at(0, memoryview(data)[:PART])
+        await target.abort()
+        assert await keys(store) == ["packs/p"]
+        for place in (store, other):
+            await place.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_file_system_that_cannot_create_atomically() -> None:
+    """Is refused by name where something would have to be committed to it; other writes work."""
+
+    class Simple(RemoteStore):
+        async def _connect(self) -> Any:
+            fs = await super()._connect()
+            put = fs._pipe_file
+
+            async def pipe_file(path: str, value: bytes, **more: Any) -> None:
+                await put(path, value)
+
+            fs._pipe_file = pipe_file
+            return fs
+
+    async def main() -> None:
+        store = Simple("memory://simple/run")
+        await store.put("x", b"y")
+        with pytest.raises(StoreError, match="MemoryFileSystem, cannot create") as caught:
+            await store.put("x", b"y", create=True)
+        assert not caught.value.retryable
+
+    asyncio.run(main())
+
+
+def test_a_package_that_is_missing() -> None:
+    """Is named."""
+    if importlib.util.find_spec("gcsfs") is not None:
+        pytest.skip("gcsfs is installed")
+    with pytest.raises(UsageError, match="gcsfs"):
+        open_store("gs://bucket/run")
+
+
+PRIORITIES = """
+import asyncio, os, sys
+from ckpt_backends.obstore import start_threads
+
+os.nice(int(sys.argv[1]))
+asyncio.run(start_threads())
+found = set()
+for thread in os.listdir("/proc/self/task"):
+    name, _, rest = open(f"/proc/self/task/{thread}/stat").read().rpartition(")")
+    if "tokio" in name:
+        found.add(int(rest.split()[16]))
+print(*found)
+"""
+
+
+@pytest.mark.parametrize("nice, expected", [(10, ["19"]), (0, [])])
+def test_uploads_of_a_modest_process_are_more_modest_still(nice: int, expected: list[str]) -> None:
+    """obstore's threads give way to the training in the writer; where somebody waits for a restore they do not."""
+    command = [sys.executable, "-c", PRIORITIES, str(nice)]
+    environment = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}
+    found = subprocess.run(command, env=environment, capture_output=True)
+    assert found.stdout.decode().split() == expected, found.stderr

@@ -1,0 +1,598 @@
+"""Object storage on real servers: Ceph's gateway, rclone, which ignores conditions, moto, Azurite, and what is refused.
+
+Google's testbench is no package: whoever has started one says so in STORAGE_EMULATOR_HOST.
+
+Servers are started by the tests. One that is not installed is a failure, as `make test-s3` installs them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from servers import Azurite, NotInstalledError, Rclone, Rgw, Server
+from servers.misfits import Ftp, Misfit, S3rver, Sftp, ToyGcs, WebDav
+from servers.process import find
+
+import ckpt
+import toy
+from ckpt.checkpoint import commit as commits
+from ckpt.checkpoint import read, retention
+from ckpt.checkpoint.read import load_manifest, verify
+from ckpt.checkpoint.retention import Keep
+from ckpt.checkpoint.write import RankSnapshot, WrittenPart, write_part
+from ckpt.errors import CorruptError, ExistsError, FencedError, StoreError
+from ckpt.format.layout import Layout, TensorSpec
+from ckpt.format.manifest import Attempt, new_nonce, owner
+from ckpt.runlog.log import Acquire, RunLog
+from ckpt.store import Store, open_store, options_of, remember_options
+from ckpt.testing import StoreTests, keys, upload
+from ckpt_backends.remote import RemoteStore
+from ckpt_backends.s3 import S3Store
+from processes import PYTHONPATH, eventually, killed, run_script
+from s3_server import FaultProxy, MotoServer, storage_options
+
+pytestmark = pytest.mark.s3
+
+ENGINES = ("obstore", "s3fs")
+MISFITS = (Ftp, Sftp, WebDav, S3rver, ToyGcs)
+MIB = 1 << 20
+_names = itertools.count()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def only_this_machine() -> Iterator[None]:
+    """gcsfs would ask Google itself, by another protocol, what kind of bucket an emulator's is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+        yield
+
+
+@pytest.fixture(scope="module")
+def rgw() -> Iterator[Rgw]:
+    with Rgw() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def rclone() -> Iterator[Rclone]:
+    with Rclone() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[MotoServer]:
+    with MotoServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def azurite() -> Iterator[Azurite]:
+    with Azurite() as server:
+        yield server
+
+
+def new_place(server: Server | MotoServer, engine: str | None = None, *, url: str = "") -> str:
+    """A run's URL in a bucket of its own; `url`: of a proxy before the server."""
+    bucket = server.make_bucket(f"bucket-{next(_names)}")
+    options = storage_options(url or server.url)
+    remember_options(f"s3://{bucket}/some/run", options if engine is None else options | {"engine": engine})
+    return f"s3://{bucket}/some/run"
+
+
+# -- the contract of a store --
+
+
+class OverS3(StoreTests):
+    server: str
+    engine: str
+    has_unfinished = True
+    creates_uploads = False  # names of packs are never used twice, and nobody looks first
+
+    @pytest.fixture(autouse=True)
+    def place(self, request: pytest.FixtureRequest) -> None:
+        self.url = new_place(request.getfixturevalue(self.server), self.engine)
+
+    def make(self) -> Store:
+        return S3Store(self.url, writable=True)
+
+
+class TestRgwByObstore(OverS3):
+    server, engine = "rgw", "obstore"
+
+
+class TestRgwByS3fs(OverS3):
+    server, engine = "rgw", "s3fs"
+
+
+class TestMotoByObstore(OverS3):
+    server, engine = "moto", "obstore"
+
+
+class TestMotoByS3fs(OverS3):
+    server, engine = "moto", "s3fs"
+
+
+def on_azure(server: Azurite) -> str:
+    """A run's URL in a container of its own."""
+    place = f"az://{server.make_bucket(f'bucket-{next(_names)}')}/some/run"
+    remember_options(place, server.storage_options)
+    return place
+
+
+def on_google() -> str:
+    """A run's URL in a bucket of its own, on the testbench that somebody has started."""
+    from google.auth.credentials import AnonymousCredentials
+    from google.cloud.storage import Client
+
+    where = os.environ.get("STORAGE_EMULATOR_HOST")
+    if not where:
+        pytest.skip("Google's storage testbench is no package: start one, and name it in STORAGE_EMULATOR_HOST")
+    bucket = f"bucket-{os.getpid()}-{next(_names)}"
+    Client(project="test", credentials=AnonymousCredentials()).create_bucket(bucket)
+    remember_options(f"gs://{bucket}/some/run", {"endpoint_url": where, "token": "anon", "project": "test"})
+    return f"gs://{bucket}/some/run"
+
+
+class ByDriver(StoreTests):
+    """fsspec's driver of a cloud, which knows how to create only what is absent."""
+
+    many = 300
+
+    def make(self) -> Store:
+        return RemoteStore(self.url, writable=True)
+
+
+class TestAzure(ByDriver):
+    @pytest.fixture(autouse=True)
+    def place(self, azurite: Azurite) -> None:
+        self.url = on_azure(azurite)
+
+
+class TestGoogle(ByDriver):
+    @pytest.fixture(autouse=True)
+    def place(self) -> None:
+        self.url = on_google()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_everybody_opens_keeps_the_contract(rgw: Rgw, engine: str) -> None:
+    """The store behind the URL, which tries again, is the one that was asked for, and passes on what it is told."""
+
+    class Opened(StoreTests):
+        def make(self) -> Store:
+            return open_store(place, writable=True)
+
+    for test in ("test_put_and_get", "test_upload_in_ranges", "test_list_after", "test_what_is_not_there"):
+        place = new_place(rgw, engine)
+        getattr(Opened(), test)()
+
+
+# -- one name, one creator --
+
+RACE = """
+import asyncio, json, sys
+from ckpt.errors import ExistsError
+from ckpt.store import open_store, remember_options
+
+async def main(url, options, who):
+    remember_options(url, json.loads(options))
+    store = open_store(url, writable=True)
+    won = []
+
+    async def one(turn, number):
+        try:
+            await store.put(f"log/{turn}.json", b"%d" % number * 200, create=True)
+            won.append([turn, number])
+        except ExistsError:
+            pass
+
+    for turn in range(10):
+        await store.put(f"ready/{turn}/{who}", b"")
+        while len([info async for info in store.list(f"ready/{turn}/")]) < 4:
+            await asyncio.sleep(0.005)
+        await asyncio.gather(*(one(turn, who * 4 + i) for i in range(4)))
+    await store.aclose()
+    print(json.dumps(won))
+
+asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+"""
+
+
+def test_races_to_create(rgw: Rgw) -> None:
+    """Of sixteen that create one name at the same moment, four in each of four processes, one wins, each time, and
+    its bytes are there."""
+    place = new_place(rgw)
+    won = [tuple(each) for result in side_by_side(RACE, place, 4) for each in result]
+    assert sorted(turn for turn, _ in won) == list(range(10))
+
+    async def look(store: Store) -> None:
+        for turn, number in won:
+            assert bytes(await store.get(f"log/{turn}.json")) == b"%d" % number * 200
+
+    using(place, look)
+
+
+def test_negative_control_a_store_that_lies_has_many_winners(rclone: Rclone) -> None:
+    """The race above would be seen to have several winners on a store that ignores conditions."""
+
+    async def work(store: Store) -> None:
+        tries = [store.put("log/0.json", b"%d" % i * 200, create=True) for i in range(16)]
+        results = await asyncio.gather(*tries, return_exceptions=True)
+        assert sum(result is None for result in results) > 1
+
+    using(new_place(rclone), work)
+
+
+def test_a_store_that_lies_is_refused(rclone: Rclone) -> None:
+    """A run on a server that ignores conditions is refused each time, with a message that says why; what was there
+    stays as it was."""
+    empty, used = new_place(rclone), new_place(rclone)
+
+    async def refused(store: Store) -> None:
+        with pytest.raises(StoreError, match="lets an object be created twice") as caught:
+            await commits.create_run(store)
+        assert store.url in str(caught.value) and not caught.value.retryable
+
+    async def fresh(store: Store) -> None:
+        await refused(store)
+        await refused(store)
+        assert await keys(store) == []
+
+    async def old(store: Store) -> None:
+        """A run that was copied there."""
+        await store.put("FORMAT.json", commits.new_format("0" * 32))
+        await store.put("log/000000000000.json", b"a record")
+        before = {key: bytes(await store.get(key)) for key in await keys(store)}
+        await refused(store)
+        assert {key: bytes(await store.get(key)) for key in await keys(store)} == before
+
+    using(empty, fresh)
+    using(used, old)
+
+
+@pytest.mark.parametrize("kind", MISFITS)
+def test_what_cannot_hold_a_run_is_refused_by_name(kind: type[Misfit]) -> None:
+    """Real servers that cannot create an object only if it is absent, or ignore ranges: a training that wants to save
+    there is told so when it opens the place, with its URL and what it did, and nothing is left there."""
+    with kind() as server:
+        before = server.left()
+        place = f"{server.scheme}://{server.bucket}/run"
+        tier = ckpt.Tier(place, every=1, storage_options=server.storage_options)
+        with pytest.raises(StoreError, match=f"^{place}.* cannot hold a run: ") as caught:
+            with ckpt.Checkpointer(toy.build(), [ckpt.Memory(linger_s=0), tier], triggers=[]) as cp:
+                cp.restore(default=0)
+        assert not caught.value.retryable
+        assert server.left() == before
+
+
+def test_negative_control_honest_servers_are_accepted(rgw: Rgw, moto: MotoServer) -> None:
+    """The same call passes, twice, where conditions are honoured."""
+    for server in (rgw, moto):
+
+        async def work(store: Store) -> None:
+            await commits.create_run(store)
+            await commits.create_run(store)
+
+        using(new_place(server), work)
+
+
+# -- a run --
+
+
+SIZES = {"w": 40 * MIB // 4, "m": 9 * MIB // 4 + 77, "step": 1}
+"""Numbers in each tensor: several parts of an upload and an odd rest."""
+
+
+def layout(sizes: dict[str, int] = SIZES) -> Layout:
+    tensors = tuple(TensorSpec(name, "F32", (count,)) for name, count in sizes.items())
+    return Layout(tensors, {}, [{"path": [], "kind": "x", "facts": {}, "names": list(sizes)}])
+
+
+def content(of: Layout, step: int) -> bytes:
+    return random.Random(step).randbytes(of.arrangement.data_size)
+
+
+async def opened_run(store: Store) -> tuple[RunLog, Acquire]:
+    await commits.create_run(store)
+    log = RunLog(store)
+    await log.open()
+    return log, await commits.acquire(log, new_nonce())
+
+
+async def save(log: RunLog, mine: Acquire, step: int, of: Layout) -> WrittenPart:
+    snapshot = RankSnapshot(Attempt(mine.epoch, step, mine.nonce), of, memoryview(content(of, step)), [None])
+    written = await write_part(log.store, snapshot)
+    await commits.commit(log, mine, [written])
+    return written
+
+
+async def restored(store: Store, log: RunLog, step: int) -> bytes:
+    manifest = await load_manifest(store, read.choose(log, step))
+    table, pack = manifest.table, manifest.parts[0].packs[0]
+    found = bytearray(manifest.layout().arrangement.data_size)
+
+    def sink(blob: int, data: memoryview) -> None:
+        at = int(table.offset[blob]) - pack.header_size
+        found[at : at + len(data)] = data
+
+    await read.fetch(store, table, read.plan_reads(table, range(len(table.length))), sink)
+    return bytes(found)
+
+
+DIE = """
+import asyncio, json, os, signal, sys
+from ckpt.store import remember_options
+from ckpt_backends.s3 import S3Store
+
+async def main(url, options):
+    remember_options(url, json.loads(options))
+    store = S3Store(url, writable=True)
+    target = await store.upload("packs/9.00000000-50.0.0.safetensors", size=64 << 20)
+    await target.write_at(0, memoryview(bytes(target.part)))
+    while not await store.unfinished():
+        await asyncio.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main(sys.argv[1], sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_run_from_start_to_end(rgw: Rgw, engine: str) -> None:
+    """Write, commit, read back bit by bit as somebody else, retire; an upload left by the dead is dropped, and then
+    nothing is in the bucket but what the checkpoints need."""
+    place, of = new_place(rgw, engine), layout()
+
+    async def train(store: Store) -> None:
+        log, mine = await opened_run(store)
+        for step in (10, 20, 30, 40):
+            await save(log, mine, step, of)
+
+    async def come_back(store: Store) -> None:
+        log = await read.open_run(place, store)
+        assert [commit.step for commit in log.state.lineage()] == [40, 30, 20, 10]
+        for step in (40, 20):
+            assert await restored(store, log, step) == content(of, step)
+            assert await verify(store, read.choose(log, step)) == []
+
+    async def tidy(store: Store) -> None:
+        log, mine = await opened_run(store)
+        newest = read.choose(log).attempt
+        gone = await retention.retire(log, mine, Keep(last=2), [newest])
+        assert sorted(attempt.step for attempt in gone) == [10, 20]
+        held = {owner(key) for key in await keys(store) if not key.startswith("log/") and key != "FORMAT.json"}
+        assert {attempt.step for attempt in held if attempt is not None} == {30, 40}
+        assert await restored(store, log, 30) == content(of, 30)
+
+    async def sweep(store: Store) -> None:
+        assert await store.drop_uploads(lambda key: True) == 0
+        assert await store.drop_uploads(lambda key: False) == 1
+
+    using(place, train)
+    using(place, come_back)
+    assert killed(run_script(DIE, place, json.dumps(options_of(place))))
+    assert unfinished(rgw, place) == 1
+    using(place, tidy)
+    assert unfinished(rgw, place) == 1, "retention does not drop uploads, which others may be writing"
+    using(place, sweep)
+    assert unfinished(rgw, place) == 0
+
+
+def test_negative_control_a_changed_byte_is_seen(rgw: Rgw) -> None:
+    """One bit of a pack, changed in the bucket: restoring fails, and says which file."""
+    place, of = new_place(rgw), layout({"w": 3 * MIB})
+
+    async def work(store: Store) -> None:
+        log, mine = await opened_run(store)
+        pack = (await save(log, mine, 1, of)).part.packs[0]
+        assert await restored(store, log, 1) == content(of, 1)
+        data = bytearray(await store.get(pack.key))
+        data[-5] ^= 1
+        await store.put(pack.key, data)
+        with pytest.raises(CorruptError, match=pack.key):
+            await restored(store, log, 1)
+        assert await verify(store, read.choose(log)) != []
+
+    using(place, work)
+
+
+def test_two_owners_of_one_run(rgw: Rgw) -> None:
+    """The older one is fenced by the log, however real the server: it can write, and commit nothing."""
+    place, of = new_place(rgw), layout({"w": 1000})
+
+    async def work(store: Store) -> None:
+        log, old = await opened_run(store)
+        await save(log, old, 1, of)
+        other, new = await opened_run(store)
+        assert new.epoch > old.epoch
+        with pytest.raises(FencedError):
+            await save(log, old, 2, of)
+        await save(other, new, 2, of)
+        await other.refresh()
+        assert [commit.attempt.epoch for commit in other.state.commits.values()] == [old.epoch, new.epoch]
+
+    using(place, work)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_faults_before_a_real_server(rgw: Rgw, engine: str) -> None:
+    """503, resets and lost replies on the way to the server: the run is written all the same, each commit once."""
+    of = layout({"w": 40 * MIB // 4})
+    with FaultProxy(rgw.url) as proxy:
+        place = new_place(rgw, engine, url=proxy.url)
+
+        async def work(store: Store) -> None:
+            log, mine = await opened_run(store)
+            proxy.fail("status", method="PUT", match="packs/", skip=1, count=1)
+            proxy.fail("reset", method="PUT", match="packs/", skip=1, count=1)
+            proxy.fail("lost_reply", method="PUT", match="log/", count=1)
+            proxy.fail("lost_reply", method="PUT", match="parts/", count=1)
+            await save(log, mine, 1, of)
+            assert {kind for _, _, kind in proxy.hits()} == {"status", "reset", "lost_reply"}
+            assert len(log.state.commits) == 1
+            proxy.fail("truncate", method="GET", match="packs/", count=1, after=1000)
+            proxy.fail("status", method="GET", match="packs/", count=1)
+            assert await restored(store, log, 1) == content(of, 1)
+
+        using(place, work)
+
+
+@pytest.mark.parametrize("engine", ["obstore", "s3fs"])
+def test_training_comes_back_from_the_bucket_alone(rgw: Rgw, engine: str, tmp_path: Path) -> None:
+    """Trained into a folder and a bucket; the folder and all processes are gone. By the URL alone every
+    bit of the newest step is back; the older ones were given up, and no upload is left unfinished."""
+    place = new_place(rgw, engine)
+    state, folder = toy.build(), tmp_path / "run"
+    far = ckpt.Tier(place, every=2, keep=2, storage_options=options_of(place), reader_grace_s=0)
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(str(folder), every=1), far]) as cp:
+        cp.restore(default=0)
+        for step in range(1, 13):
+            toy.train_step(state)
+            save = cp.step(step)
+            assert save is not None
+            save.promoted(60)
+    expected = toy.digest(state)
+    shutil.rmtree(folder)
+    again = toy.build(seed=9)
+    with ckpt.Checkpointer(again, [ckpt.Memory(), far]) as cp:
+        assert cp.restore() == 12
+        assert cp.last_restore is not None and cp.last_restore.tier == place
+        assert toy.digest(again) == expected
+    assert unfinished(rgw, place) == 0
+    assert len(read.run(keys_of(place, "packs/"))) <= 3
+
+
+async def keys_of(place: str, prefix: str) -> list[str]:
+    async with read.opened(place) as store:
+        return await keys(store, prefix)
+
+
+@pytest.mark.parametrize("cloud", ["azure", "google"])
+def test_training_comes_back_from_other_clouds(cloud: str, request: pytest.FixtureRequest) -> None:
+    """Memory and a container is all there is, and the memory is gone: by the URL alone every bit of the newest step is
+    back, what `keep` gives up is gone, and what stays is sound."""
+    place = on_azure(request.getfixturevalue("azurite")) if cloud == "azure" else on_google()
+    state = toy.build()
+    far = ckpt.Tier(place, every=2, keep=2, storage_options=options_of(place), reader_grace_s=0, incremental=False)
+    for first, last in ((1, 6), (7, 12)):
+        with ckpt.Checkpointer(state, [ckpt.Memory(linger_s=0), far]) as cp:
+            assert cp.restore(default=0) == first - 1
+            for step in range(first, last + 1):
+                toy.train_step(state)
+                save = cp.step(step)
+                if step % 2 == 0:
+                    assert save is not None
+                    save.committed(60)
+        expected, state = toy.digest(state), toy.build(seed=last)
+    with ckpt.Checkpointer(state, [ckpt.Memory(linger_s=0), far]) as cp:
+        assert cp.restore() == 12
+        assert cp.last_restore is not None and cp.last_restore.tier == place
+    assert toy.digest(state) == expected
+
+    async def look(store: Store) -> None:
+        log = await read.open_run(place, store)
+        assert [commit.step for commit in log.state.lineage()][:2] == [12, 10]
+        assert len(log.state.commits) < 6
+        for commit in log.state.lineage():
+            assert await verify(store, commit) == []
+        assert not [key for key in await keys(store) if key.startswith("doctor-")]
+
+    using(place, look)
+
+
+def test_the_end_of_a_multipart_upload_is_not_a_condition(rgw: Rgw) -> None:
+    """Why a commit is a small object: this server lets a large one replace another, and says nothing."""
+    place = new_place(rgw)
+
+    async def work(store: Store) -> None:
+        big = bytes(20 * MIB)
+        await upload(store, "packs/p", big)
+        await upload(store, "packs/p", b"\1" + big)
+        assert (await store.head("packs/p")).size == len(big) + 1
+        with pytest.raises(ExistsError):
+            await store.put("packs/p", b"x", create=True)
+
+    using(place, work)
+
+
+# -- the servers themselves --
+
+
+def test_servers_end_with_whoever_started_them() -> None:
+    """However it ends: a killed test leaves no daemon behind, and its folder goes when the next server starts. What
+    stops in good order leaves no folder either."""
+    code = """
+import os, signal
+from servers import Rclone
+server = Rclone()
+print(server.folder, *server.pids(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    result = run_script(code)
+    assert killed(result), result.stderr
+    left, *words = result.stdout.split()
+    pids = [int(word) for word in words]
+    assert pids and eventually(lambda: not any(map(psutil.pid_exists, pids)))
+    with Rclone() as server:
+        assert not Path(left).exists()
+        pids = server.pids()
+        assert all(map(psutil.pid_exists, pids)) and server.folder.exists()
+    assert not any(map(psutil.pid_exists, pids)) and not server.folder.exists()
+
+
+def test_a_missing_server_is_an_error() -> None:
+    """Not a skip: it says what to do."""
+    with pytest.raises(NotInstalledError, match="make test-s3"):
+        find("no-such-server")
+
+
+# -- helpers --
+
+
+def using(place: str, work: Callable[[Store], Awaitable[None]]) -> None:
+    async def main() -> None:
+        store = open_store(place, writable=True)
+        try:
+            await work(store)
+        finally:
+            await store.aclose()
+
+    asyncio.run(main())
+
+
+def unfinished(server: Server, place: str) -> int:
+    """Uploads that the server still holds parts of, by its own word."""
+    bucket = place.removeprefix("s3://").partition("/")[0]
+    return len(server.client.list_multipart_uploads(Bucket=bucket).get("Uploads", ()))
+
+
+def side_by_side(code: str, place: str, count: int) -> list[list[list[int]]]:
+    """What each of several processes prints, as JSON."""
+    path = PYTHONPATH
+    options = json.dumps(options_of(place))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, place, options, str(who)],
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for who in range(count)
+    ]
+    try:
+        said = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [json.loads(text) for text in said]

@@ -1,0 +1,525 @@
+"""What every store promises (`ckpt.store.Store`), over each that there is; and what the local one adds to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import secrets
+import stat
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt.errors import CheckpointError, ExistsError, NotFoundError, StoreError, UsageError
+from ckpt.store import PAGE, Buffer, ObjectInfo, Store, check_key, normalise, open_store, remember_options
+from ckpt.testing import BLOB, StoreTests, keys, upload
+from ckpt_backends.disk import Disk
+from ckpt_backends.limit import Limit
+from ckpt_backends.local import LocalStore
+from ckpt_backends.memory import MemoryStore
+from ckpt_backends.remote import RemoteStore
+from ckpt_backends.retry import Retry
+from ckpt_backends.s3 import S3Store
+from model_disk import volume
+from s3_server import MotoServer, storage_options
+
+Open = Callable[[], Store]
+
+
+class TinyWrites(Disk):
+    """A disk that takes a page, or half of less, at a time."""
+
+    def pwrite(self, fd: int, view: memoryview, offset: int) -> int:
+        return super().pwrite(fd, view[: PAGE if len(view) > PAGE else max(1, len(view) // 2)], offset)
+
+
+class TinyReads(Disk):
+    """A disk that gives a thousand bytes at a time, as after a signal."""
+
+    def preadv(self, fd: int, view: memoryview, offset: int) -> int:
+        return super().preadv(fd, view[: min(len(view), PAGE if len(view) >= PAGE else 1000)], offset)
+
+
+STORES: dict[str, Callable[[str], Store]] = {
+    "memory": lambda url: MemoryStore(),
+    "local": lambda url: LocalStore(url, writable=True),
+    "local, through the page cache": lambda url: LocalStore(url, writable=True, direct=False),
+    "local, tiny writes": lambda url: LocalStore(url, writable=True, disk=TinyWrites()),
+    "local, tiny reads": lambda url: LocalStore(url, writable=True, disk=TinyReads()),
+}
+
+
+DECORATORS: dict[str, Callable[[Store], Store]] = {
+    "bare": lambda store: store,
+    "retried": Retry,
+    "limited": lambda store: Limit(store, in_flight=30_000, requests=4),
+    "retried and limited": lambda store: Retry(Limit(store, bytes_per_s=1e9)),
+}
+
+
+class TestStores(StoreTests):
+    """Every store of this machine, bare and decorated."""
+
+    @pytest.fixture(autouse=True, params=STORES)
+    def place(self, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+        self.open = partial(STORES[request.param], f"file://{tmp_path}/store")
+        self.rare = "," in request.param
+
+    @pytest.fixture(autouse=True, params=["bare", "retried and limited"])
+    def decorated(self, request: pytest.FixtureRequest, place: None) -> None:
+        self.decorate = DECORATORS[request.param]
+        self.many = 50 if self.rare or request.param != "bare" else 1500
+
+    def make(self) -> Store:
+        return self.decorate(self.open())
+
+    def reopen(self, store: Store) -> Store:
+        inner = undecorated(store)
+        if isinstance(inner, MemoryStore):
+            return self.decorate(MemoryStore(objects=inner.objects))
+        return self.make()
+
+
+def undecorated(store: Store) -> Store:
+    while isinstance(store, (Retry, Limit)):
+        store = store.store
+    return store
+
+
+@pytest.fixture(scope="session")
+def bucket() -> Iterator[Callable[[str], str]]:
+    """Gives the URL of an empty place in an S3 on this machine, reached with an engine."""
+    with MotoServer() as server:
+        name = server.make_bucket("bucket")
+        number = itertools.count()
+
+        def place(engine: str) -> str:
+            url = f"s3://{name}/runs/run-{next(number)}"
+            remember_options(url, storage_options(server.url) | {"engine": engine})
+            return url
+
+        yield place
+
+
+class TestS3(StoreTests):
+    """S3, with each of the two libraries that can carry the packs."""
+
+    has_unfinished = True
+    creates_uploads = False
+
+    @pytest.fixture(autouse=True, params=["s3fs", "obstore"])
+    def place(self, request: pytest.FixtureRequest, bucket: Callable[[str], str]) -> None:
+        self.url = bucket(request.param)
+        self.engine = request.param
+
+    @pytest.fixture(autouse=True, params=["bare", "retried and limited"])
+    def decorated(self, request: pytest.FixtureRequest, place: None) -> None:
+        self.decorate = DECORATORS[request.param]
+        self.many = 1500 if request.param == "bare" and self.engine == "s3fs" else 50
+
+    def make(self) -> Store:
+        return self.decorate(S3Store(self.url, writable=True))
+
+
+class TestFsspec(StoreTests):
+    """Any other file system that fsspec knows: its own one in memory, for example."""
+
+    creates_uploads = False
+
+    @pytest.fixture(autouse=True, params=["bare", "retried and limited"])
+    def place(self, request: pytest.FixtureRequest) -> None:
+        self.decorate = DECORATORS[request.param]
+        self.url = f"memory://{secrets.token_hex(8)}"
+
+    def make(self) -> Store:
+        return self.decorate(RemoteStore(self.url, writable=True))
+
+
+# -- negative controls: a store that breaks one promise is seen --
+
+
+class Overwrites(MemoryStore):
+    async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
+        await super().put(key, data)
+
+
+class LooksFirst(MemoryStore):
+    async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
+        there = key in self.objects
+        await asyncio.sleep(0)
+        if create and there:
+            raise ExistsError(f"{key} exists")
+        await super().put(key, data)
+
+
+class GivesLess(MemoryStore):
+    async def get(self, key: str, *, start: int = 0, length: int | None = None, **more: Any) -> memoryview:
+        return (await super().get(key))[start : None if length is None else start + length]
+
+
+class ListsAll(MemoryStore):
+    def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
+        return super().list(prefix)
+
+
+class ListsAPage(MemoryStore):
+    async def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
+        for info in [info async for info in super().list(prefix, after=after)][:1000]:
+            yield info
+
+
+class DeletesAPage(MemoryStore):
+    async def delete_many(self, keys: Sequence[str]) -> None:
+        await super().delete_many(keys[:1000])
+
+
+class ShowsEarly(MemoryStore):
+    async def upload(self, key: str, *, size: int) -> Any:
+        target = await super().upload(key, size=size)
+        await target.finish()
+        return target
+
+
+BROKEN: dict[type[MemoryStore], str] = {
+    Overwrites: "test_put_replaces_and_create_does_not",
+    LooksFirst: "test_one_of_many_creators_wins",
+    GivesLess: "test_from_somewhere_to_the_end",
+    ListsAll: "test_list_after",
+    ListsAPage: "test_many_objects_are_listed",
+    DeletesAPage: "test_delete_many",
+    ShowsEarly: "test_abort_leaves_nothing",
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_negative_control_a_broken_promise_is_seen(broken: type[MemoryStore]) -> None:
+    """The test for it fails, and passes for the store that keeps it."""
+
+    class Checked(StoreTests):
+        kind = MemoryStore
+
+        def make(self) -> Store:
+            return self.kind()
+
+        def reopen(self, store: Store) -> Store:
+            return self.kind(objects=cast(MemoryStore, store).objects)
+
+    suite = Checked()
+    getattr(suite, BROKEN[broken])()
+    suite.kind = broken
+    with pytest.raises((AssertionError, CheckpointError, pytest.fail.Exception)):
+        getattr(suite, BROKEN[broken])()
+
+
+@contextlib.asynccontextmanager
+async def opened(make: Open) -> AsyncIterator[Store]:
+    store = make()
+    try:
+        yield store
+    finally:
+        await store.aclose()
+
+
+def using(make: Open, work: Callable[[Store], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with opened(make) as store:
+            await work(store)
+
+    asyncio.run(main())
+
+
+@given(st.text(max_size=60))
+@settings(max_examples=300, deadline=None)
+def test_a_key_that_passes_stays_below_the_root(key: str) -> None:
+    """Whatever passes the check is the name of something below the folder, and hides nothing."""
+    try:
+        check_key(key)
+    except UsageError:
+        return
+    path = os.path.normpath(f"/root/of/store/{key}")
+    assert path == f"/root/of/store/{key}" and path.startswith("/root/of/store/")
+    assert not any(piece.startswith(".") for piece in key.split("/"))
+
+
+# -- the local store --
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+def writable(root: Path) -> Open:
+    return lambda: LocalStore(f"file://{root}", writable=True)
+
+
+def test_temporary_and_foreign_names_are_not_listed(root: Path) -> None:
+    """What a crash left half-written, hidden files, links, pipes: nothing but whole objects is listed."""
+
+    async def work(store: Store) -> None:
+        await store.put("log/0.json", b"x")
+        (root / "log" / ".0123456789abcdef.tmp").write_bytes(b"half")
+        (root / ".reserve").write_bytes(b"")
+        (root / ".hidden").mkdir()
+        (root / ".hidden" / "file").write_bytes(b"")
+        (root / "link").symlink_to(root / "log" / "0.json")
+        (root / "linked").symlink_to(root / "log")
+        os.mkfifo(root / "log" / "1.json")
+        assert await keys(store) == ["log/0.json"]
+
+    using(writable(root), work)
+
+
+def test_nothing_temporary_is_left(root: Path) -> None:
+    """After puts that succeeded and puts that were refused, only the objects are in the folder."""
+
+    async def work(store: Store) -> None:
+        for _ in range(2):
+            with contextlib.suppress(ExistsError):
+                await store.put("parts/p.json", b"x", create=True)
+        await store.put("parts/p.json", b"y")
+        assert os.listdir(root / "parts") == ["p.json"]
+
+    using(writable(root), work)
+
+
+def test_links_are_not_followed(root: Path, tmp_path: Path) -> None:
+    """A link with an object's name leads nowhere: what lies behind it is neither read nor written."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"secret" * 1000)
+
+    async def work(store: Store) -> None:
+        await store.put("packs/other", b"x")
+        (root / "packs" / "p").symlink_to(secret)
+        for call in (store.get("packs/p"), store.get("packs/p", start=0, length=6), store.upload("packs/p", size=1)):
+            with pytest.raises(StoreError):
+                await call
+        with pytest.raises(ExistsError):
+            await store.put("packs/p", b"x", create=True)
+        await store.put("packs/p", b"mine")  # replaces the link itself
+        assert secret.read_bytes() == b"secret" * 1000
+        assert bytes(await store.get("packs/p")) == b"mine"
+
+    using(writable(root), work)
+
+
+def test_a_linked_folder_is_not_written_into(root: Path, tmp_path: Path) -> None:
+    """A folder of the run that is a link to somewhere else takes no files."""
+    (tmp_path / "elsewhere").mkdir()
+    root.mkdir()
+    (root / "packs").symlink_to(tmp_path / "elsewhere")
+
+    async def work(store: Store) -> None:
+        with pytest.raises(StoreError):
+            await store.put("packs/p", b"x")
+        with pytest.raises(StoreError):
+            await store.upload("packs/p", size=1)
+
+    using(writable(root), work)
+    assert os.listdir(tmp_path / "elsewhere") == []
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_the_umask_says_who_may_look(tmp_path: Path, umask: int) -> None:
+    """Files have mode 0666 and folders 0777 less the umask, folders above the run among them."""
+    root = tmp_path / "new" / "run"
+
+    async def work(store: Store) -> None:
+        await store.put("log/0.json", b"x", create=True)
+        await store.put("index/i", b"x")
+        await upload(store, "packs/p", BLOB)
+
+    before = os.umask(umask)
+    try:
+        using(writable(root), work)
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in [root.parent, root, *root.rglob("*")]}
+    folders = {"new", "run", "log", "index", "packs"}
+    assert modes == {name: (0o777 if name in folders else 0o666) & ~umask for name in modes}
+    assert folders | {"0.json", "i", "p"} <= modes.keys()
+
+
+def test_a_folder_that_may_not_be_written(root: Path) -> None:
+    """It can be read all the same; writing is a StoreError that says what to check."""
+    if os.geteuid() == 0:
+        pytest.skip("root may write anywhere; see the read-only mount")
+    using(writable(root), lambda store: store.put("log/0.json", b"x"))
+    for folder in (root / "log", root):
+        folder.chmod(0o500)
+    try:
+        using(lambda: LocalStore(f"file://{root}"), _refused)
+    finally:
+        for folder in (root, root / "log"):
+            folder.chmod(0o700)
+
+
+def test_a_read_only_file_system(tmp_path: Path) -> None:
+    """The same, on a mount that is read-only."""
+    with volume(tmp_path, "tmpfs", 4) as place:
+        root = place.path / "store"
+        using(writable(root), lambda store: store.put("log/0.json", b"x"))
+        subprocess.run(["mount", "-o", "remount,ro", str(place.path)], check=True)
+        using(lambda: LocalStore(f"file://{root}"), _refused)
+        using(writable(root), _refused)  # the folder is there: opening it for writing changes nothing yet
+        with pytest.raises(StoreError, match="read-only"):
+            LocalStore(f"file://{place.path}/another", writable=True)
+
+
+async def _refused(store: Store) -> None:
+    assert await keys(store) == ["log/0.json"]
+    assert bytes(await store.get("log/0.json")) == b"x"
+    calls: list[Awaitable[object]] = [
+        store.put("log/1.json", b"x", create=True),
+        store.put("packs/p", b"x"),
+        store.upload("log/p", size=1),
+        store.delete("log/0.json"),
+    ]
+    for call in calls:
+        with pytest.raises(StoreError, match="not allowed"):
+            await call
+
+
+def test_a_url_that_is_a_file(tmp_path: Path) -> None:
+    """A place that is a file, or lies below one, is refused for writing, and is no run when read."""
+    (tmp_path / "file").write_bytes(b"x")
+    for name in ("file", "file/below"):
+        with pytest.raises(StoreError):
+            open_store(tmp_path / name, writable=True)
+
+        async def work(store: Store) -> None:
+            for call in (store.get("FORMAT.json"), store.head("FORMAT.json")):
+                with pytest.raises(StoreError):
+                    await call
+
+        using(partial(open_store, tmp_path / name), work)
+    assert (tmp_path / "file").read_bytes() == b"x"
+
+
+def test_a_store_opened_for_reading_makes_nothing(root: Path) -> None:
+    """Looking at a place that is not there leaves it so."""
+
+    async def work(store: Store) -> None:
+        assert await keys(store) == []
+        with pytest.raises(NotFoundError):
+            await store.get("FORMAT.json")
+
+    using(partial(open_store, root), work)
+    assert not root.exists()
+
+
+def test_a_folder_made_at_the_same_time(root: Path) -> None:
+    """Two stores that make the same place, and the same folders in it, do not get in each other's way."""
+
+    async def main() -> None:
+        async with opened(writable(root)) as a, opened(writable(root)) as b:
+            await asyncio.gather(*(s.put(f"log/{n}-{i}", b"x") for n, s in enumerate((a, b)) for i in range(10)))
+            assert len(await keys(a)) == 20
+
+    asyncio.run(main())
+
+
+def test_descriptors_are_given_back(root: Path) -> None:
+    """After closing, the process has as many open files as before, also when calls failed on the way."""
+
+    async def work(store: Store) -> None:
+        for i in range(30):
+            await upload(store, f"packs/{i}", BLOB)
+            await store.get(f"packs/{i}", start=0, length=len(BLOB))
+            with pytest.raises(StoreError):
+                await store.get(f"packs/{i}", start=0, length=len(BLOB) + 1)
+            with pytest.raises(ExistsError):
+                await store.upload(f"packs/{i}", size=1)
+            target = await store.upload(f"packs/{i}x", size=10)
+            await target.abort()
+
+    using(writable(root), work)  # imports and pools first
+    for path in (root / "packs").iterdir():
+        path.unlink()
+    before = len(os.listdir("/proc/self/fd"))
+    using(writable(root), work)
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+# -- URLs --
+
+
+def test_unknown_schemes_name_what_there_is() -> None:
+    """The message says which scheme is unknown, and which are known."""
+    with pytest.raises(UsageError, match=r"no store is installed for gopher://.*file.*s3"):
+        open_store("gopher://old/run")
+
+
+@pytest.mark.parametrize("url", ["", "file://", "memory://", "s3://"])
+def test_a_url_without_a_place(url: str) -> None:
+    """Nothing after the scheme is a mistake, and the message says what to write."""
+    with pytest.raises(UsageError, match="file:///"):
+        normalise(url)
+
+
+def test_paths_and_urls_of_one_folder_are_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path, an absolute one, a Path and a URL give the same URL."""
+    monkeypatch.chdir(tmp_path)
+    expected = f"file://{tmp_path}/run"
+    assert {normalise(x) for x in ("run", "./run", f"{tmp_path}/run", tmp_path / "run", expected, f"{expected}/")} == {
+        expected
+    }
+
+
+def test_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`~` is the user's folder, with and without a scheme."""
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert normalise("~/run") == normalise("file://~/run") == "file:///home/someone/run"
+
+
+def test_errors_are_ours(root: Path) -> None:
+    """No call lets the operating system's own error through."""
+
+    class Broken(Disk):
+        def open(self, path: str, flags: int, mode: int = 0o666) -> int:
+            raise OSError(5, "broken")
+
+        def unlink(self, path: str) -> None:
+            raise OSError(5, "broken")
+
+    async def work(store: Store) -> None:
+        calls: list[Awaitable[object]] = [
+            store.put("a", b"x"),
+            store.put("log/a", b"x", create=True),
+            store.upload("b", size=1),
+            store.get("a"),
+            store.get("a", start=0, length=1),
+            store.delete("a"),
+        ]
+        for call in calls:
+            with pytest.raises(CheckpointError) as caught:
+                await call
+            assert isinstance(caught.value, StoreError) and caught.value.retryable
+
+    using(lambda: LocalStore(f"file://{root}", writable=True, disk=Broken()), work)
+
+
+@pytest.mark.parametrize("text", ["s3:/bucket/run", "s3:bucket/run", "s3//bucket/run", "S3:/bucket/run", "file:/data"])
+def test_what_is_nearly_a_url_is_no_folder(text: str) -> None:
+    """pathlib takes a slash away; whoever believes that he has a bucket must not get a folder."""
+    with pytest.raises(UsageError, match="two slashes"):
+        normalise(text)
+    assert normalise("S3://bucket/run/") == "s3://bucket/run"
+    assert normalise("s3run").startswith("file:///")
+
+
+def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
+    """It would be in logs, ledgers and reports; a user's name alone is fine."""
+    for url in ("s3://key:secret@bucket/run", "SFTP://me:secret@host/run"):
+        with pytest.raises(UsageError, match="storage_options") as told:
+            normalise(url)
+        assert "secret" not in str(told.value)
+    assert normalise("sftp://me@host/a:b") == "sftp://me@host/a:b"

@@ -1,0 +1,300 @@
+"""What the benchmark says is what happened: restores are compared, failures are told, goals are judged."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from processes import REPO
+
+sys.path.insert(0, str(REPO / "benchmarks"))
+
+import figures
+import picture
+import usage
+
+Json = dict[str, Any]
+
+SAVED = ["torch.save", "safetensors", "everystep"]
+
+CONTEST = """
+import json, sys, contest
+
+for what, name, folder in json.loads(sys.argv[1]):
+    print(json.dumps({"kind": "library", "name": name}), flush=True)
+    sys.argv[1:] = [what, name, "--folder", folder, "--size", "small", "--cycles", "1"]
+    contest.main()
+"""
+
+
+def contest(*asked: tuple[str, str, Path]) -> dict[str, list[Json]]:
+    """Run `contest.py` for each, in one process, since importing torch takes most of the time."""
+    arguments = json.dumps([(what, name, str(folder)) for what, name, folder in asked])
+    found: dict[str, list[Json]] = {}
+    said: list[Json] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_WAIT_POLICY", "passive")  # threads that spin starve everything else on few cores
+        assert figures.child(["-c", CONTEST, arguments], {}, keep=said.append), said
+    for line in said:
+        if line["kind"] == "library":
+            mine = found.setdefault(line["name"], [])
+        else:
+            mine.append(line)
+    return found
+
+
+@pytest.fixture(scope="module")
+def contested(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Json]]]:
+    """A folder with a run of each library, and what was said while it was made."""
+    folder = tmp_path_factory.mktemp("contest")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CKPT_RUNTIME_DIR", str(tmp_path_factory.mktemp("xdg")))
+        return folder, contest(*(("save", name, folder / name) for name in SAVED))
+
+
+def test_every_library_says_all_of_a_save(contested: tuple[Path, dict[str, list[Json]]]) -> None:
+    """Each save has a start, a cycle with all its times, memory that was looked at, and an end."""
+    for name in SAVED:
+        said = {line["kind"]: line for line in contested[1][name]}
+        assert {"start", "cycle", "memory", "end"} <= said.keys()
+        assert said["cycle"]["durable_s"] >= said["cycle"]["blocks_s"] > 0
+        assert said["memory"]["most"] >= said["memory"]["before"] > 64 * figures.MIB  # the state alone has that
+        assert said["end"]["written"] > 64 * figures.MIB
+    assert [line["equal"] for line in contested[1]["everystep"] if line["kind"] == "restored"] == [True] * 3
+
+
+def test_restores_in_a_new_process_are_equal_unless_bytes_were_damaged(
+    contested: tuple[Path, dict[str, list[Json]]],
+) -> None:
+    """Whole checkpoints restore equal. Those with a few flipped bytes do not: the comparison sees them."""
+    folder, _ = contested
+    whole = contest(*(("restore", name, folder / name) for name in SAVED))
+    for name in SAVED:
+        assert [line["equal"] for line in whole[name] if line["kind"] == "restored"] == [True] * 3
+    damaged = ["torch.save", "safetensors"]  # ours would not hand such bytes over
+    for name in damaged:
+        flip(max((folder / name).glob("step-*")))
+    broken = contest(*(("restore", name, folder / name) for name in damaged))
+    for name in damaged:
+        assert [line["equal"] for line in broken[name] if line["kind"] == "restored"] == [False] * 3
+
+
+def flip(path: Path) -> None:
+    """Eight bytes in the middle, where tensors are."""
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        found = file.read(8)
+        file.seek(-8, 1)
+        file.write(bytes(byte ^ 0x55 for byte in found))
+
+
+def test_a_child_that_fails_says_why() -> None:
+    """Lines before the failure are kept, with tags; what is not JSON is passed over; the end of stderr is told."""
+    said: list[Json] = []
+    code = "print('{\"kind\": \"start\"}'); print('hello'); print('[1]'); raise SystemExit('no such thing')"
+    assert not figures.child(["-c", code], {"library": "x", "part": "save"}, keep=said.append)
+    assert [line["kind"] for line in said] == ["start", "failed"]
+    assert all(line["library"] == "x" for line in said)
+    assert figures.reason(said[1]) == "save ended with 1: no such thing"
+
+
+def test_a_child_that_takes_too_long_is_ended_with_what_it_started() -> None:
+    """A grandchild that holds the output open does not hold the benchmark up."""
+    said: list[Json] = []
+    late = 'import time; time.sleep(20); print(\'{"kind": "late"}\')'
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {late!r}])"
+    assert not figures.child(["-c", code], {}, keep=said.append, limit_s=0.5)
+    assert [line["kind"] for line in said] == ["failed"]
+    assert said[0]["why"] == "not done after 0.5 s"
+
+
+def test_memory_of_a_child_is_seen() -> None:
+    """What a process's child holds counts; the same without that memory is the control."""
+    processes = [holding(64), holding(1)]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            process.stdout.readline()
+        large, small = (usage.memory(process.pid) for process in processes)
+        assert large - small > 56 * figures.MIB
+    finally:
+        for process in processes:
+            process.communicate(b"end\n")
+
+
+def holding(mib: int) -> subprocess.Popen[bytes]:
+    """A process with a child that has so much memory."""
+    child = f"held = bytes([1]) * ({mib} << 20); print('ready', flush=True); input()"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    return subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+# -- the summary, from lines made by hand --
+
+NBYTES = 1_000_000_000
+
+
+def library(
+    name: str,
+    *,
+    lost: list[float],
+    durable: float = 1.0,
+    cold: float = 1.0,
+    blocks: float = 0.002,
+    equal: bool = True,
+    fsync: bool = True,
+    held: int = 0,
+    slots: int = 0,
+    number: int = 0,
+) -> list[Json]:
+    """The lines of one round."""
+    cycle = {"kind": "cycle", "blocks_s": blocks, "durable_s": durable, "cpu_s": {"compute": [0.1, 0.2]}}
+    told: list[Json] = [
+        {"kind": "alone", "memory": 500, "nbytes": NBYTES, "step_s": 0.1},
+        {"kind": "start", "step_s": 0.1, "open_s": 0.5, "first_blocks_s": 1.0, "first_durable_s": 1.0, "fsync": fsync},
+        *({**cycle, "lost_s": one} for one in lost),
+        {"kind": "memory", "before": 400 + held, "most": 500 + held, "slots": slots},
+        {"kind": "end", "written": NBYTES},
+        *(
+            {"kind": "restored", "source": source, "seconds": cold, "open_s": 0.25, "equal": equal}
+            for source in ("cold", "warm", "warm")
+        ),
+        {"kind": "end"},
+    ]
+    return [{**line, "library": name, "round": number} for line in told]
+
+
+def limit(name: str, gb_s: float) -> Json:
+    return {"kind": "limit", "name": name, "gb_s": gb_s, "cpu_s_per_gb": 0.1}
+
+
+def verdicts(found: Json) -> dict[str, bool | None]:
+    return {one["what"]: one["met"] for one in found["goals"]}
+
+
+GIB = figures.GIB
+OURS = library("everystep", lost=[0.1, 0.3, 0.2], durable=0.3, cold=0.5, held=4 * GIB, slots=4 * GIB - NBYTES // 20)
+SLOW = library("slow", lost=[0.9], durable=0.9, cold=2.0)
+QUICK = library("quick", lost=[0.5], durable=0.8, cold=0.9)
+FAILED: list[Json] = [
+    {"kind": "cycle", "blocks_s": 0.0, "lost_s": 0.001, "durable_s": 0.001, "cpu_s": {}, "library": "bad", "round": 0},
+    {"kind": "failed", "library": "bad", "round": 0, "part": "save", "why": "ended with 1", "said": ["a", "no module"]},
+]
+
+
+def test_the_best_peer_is_the_least_of_those_that_came_to_an_end() -> None:
+    """A library that failed is named with the reason, and its figures are nobody's measure."""
+    found = figures.summary([*OURS, *SLOW, *QUICK, *FAILED])
+    assert found["libraries"]["everystep"]["figures"]["lost_s"] == 0.2
+    assert found["best"]["lost_s"] == {"peer": "quick", "value": 0.5, "ratio": 0.4}
+    assert found["best"]["cold_s"]["peer"] == "quick"
+    assert "memory_s" not in found["best"]
+    assert found["libraries"]["bad"]["failures"] == ["save ended with 1: no module"]
+    assert found["wrong"] == []
+    shown = figures.library_table(found)
+    assert "bad failed: save ended with 1: no module" in shown and "0.40 x" in shown
+
+
+def test_a_round_that_failed_does_not_spoil_the_others() -> None:
+    """Figures come from the rounds that ended; the failure is still told."""
+    again = [{**line, "library": "quick", "round": 1} for line in FAILED]
+    found = figures.summary([*OURS, *QUICK, *again])
+    assert found["best"]["lost_s"]["value"] == 0.5
+    assert found["libraries"]["quick"]["failures"] and found["libraries"]["quick"]["rounds"] == 1
+
+
+def test_a_peer_that_restores_something_else_is_never_the_best() -> None:
+    """And the exit status says so."""
+    found = figures.summary([*OURS, *SLOW, *library("liar", lost=[0.01], equal=False)])
+    assert found["best"]["lost_s"]["peer"] == "slow"
+    assert found["wrong"] == ["liar restored something else than was saved"]
+    assert "NO" in figures.library_table(found)
+
+
+def test_ours_failing_is_wrong_whoever_else_succeeds() -> None:
+    """Also in one round of two, and if `own.py` fails."""
+    again = [{**line, "library": "everystep", "round": 1} for line in FAILED]
+    assert figures.summary([*OURS, *again, *QUICK])["wrong"] == ["everystep failed"]
+    own = {"kind": "failed", "part": "own", "why": "ended with 1", "said": []}
+    found = figures.summary([*OURS, own])
+    assert found["wrong"] == ["own.py failed"] and found["failed"] == ["own ended with 1"]
+
+
+def test_goals_are_met_or_missed_by_what_was_measured() -> None:
+    """Each bound from its own side, and what was not measured is neither."""
+    limits = [limit("O_DIRECT read", 2.5), limit("O_DIRECT write", 2.0), limit("populate a memfd", 4.0)]
+    own: list[Json] = [
+        {"figure": "every step", "blocks_p99_s": 0.02, "ratio": 1.2},
+        {"figure": "alone", "nbytes": NBYTES, "written_s": 0.6},
+        {"figure": "start", "arena_bytes": 4 * NBYTES, "ready_s": 4.0},
+        {"figure": "tensors", "count": 1_000, "blocks_s": 1.0, "staged_s": 1.0, "committed_s": 1.0, "restore_s": 1.0},
+        {"figure": "tensors", "count": 10_000, "blocks_s": 9.0, "staged_s": 9.0, "committed_s": 9.0, "restore_s": 30.0},
+    ]
+    own_lines = [{"kind": "own", **line} for line in own]
+    found = figures.summary([*limits, *OURS, *SLOW, *QUICK, *own_lines])
+    met = verdicts(found)
+    assert met["blocks, median"] is True
+    assert met["blocks, 99th percentile"] is False
+    assert met["lost / best peer"] is True  # 0.2 of 0.5
+    assert met["durable / best peer"] is True  # 0.3 of 0.8
+    assert met["staged to durable, rate / raw O_DIRECT write"] is True
+    assert met["memory beyond slots / state"] is True  # a twentieth
+    assert met["restore, cold, rate / raw O_DIRECT read"] is True  # 2 of 2.5 GB/s
+    assert met["arena ready, rate / populating a memfd"] is False
+    assert met["restore, cold / best peer"] is True
+    assert met["restore from memory / best peer"] is None
+    assert met["every step to memory, time / a step without saves"] is True
+    assert met["10,000 small tensors, cost of one / among 1,000"] is False  # restores
+    assert met["restore from memory, time / memcpy by 2 threads"] is None
+    shown = figures.goal_table(found)
+    assert "not measured" in shown and "missed" in shown and "0.40 x" in shown
+    worse = library("everystep", lost=[0.3], durable=0.5, cold=1.5, blocks=0.004, held=4 * GIB)
+    met = verdicts(figures.summary([*limits, *worse, *SLOW, *QUICK]))
+    for what in (
+        "blocks, median", "lost / best peer", "durable / best peer", "memory beyond slots / state",
+        "restore, cold, rate / raw O_DIRECT read", "restore, cold / best peer",
+    ):  # fmt: skip
+        assert met[what] is False, what
+
+
+def test_durable_is_also_held_against_the_best_that_fsyncs() -> None:
+    """One that says complete before it is on the disk is marked, and does not hide the others."""
+    loose = library("loose", lost=[0.6], durable=0.1, fsync=False)
+    found = figures.summary([*OURS, *QUICK, *loose])
+    met = verdicts(found)
+    assert met["durable / best peer"] is False and met["durable / best peer that fsyncs"] is True
+    assert "loose, which does not fsync" in figures.goal_table(found)
+
+
+def test_a_peer_that_loses_nothing_by_noise_is_no_measure() -> None:
+    """A time that is not above 0 gives no ratio, and no goal is met by it."""
+    found = figures.summary([*OURS, *library("quiet", lost=[-0.1])])
+    assert found["best"]["lost_s"]["ratio"] is None
+    assert verdicts(found)["lost / best peer"] is None
+
+
+def test_tables_and_picture_are_made_of_what_there_is() -> None:
+    """Markdown has a cell for each column; the picture is an SVG with every library that came to an end, once."""
+    found = figures.summary([*OURS, *QUICK, *FAILED, limit("O_DIRECT read", 2.5)])
+    for make in (figures.library_table, figures.goal_table, figures.cpu_table, figures.limit_table):
+        assert make(found)
+        rows = [line for line in make(found, markdown=True).splitlines() if line.startswith("|")]
+        assert len({row.count("|") for row in rows}) == 1
+    texts = [node.text for node in ElementTree.fromstring(picture.draw(found)).iter("{http://www.w3.org/2000/svg}text")]
+    assert texts.count("everystep") == texts.count("quick") == 1
+    assert "bad" not in texts
+
+
+def test_waits_at_a_prompt() -> None:
+    """`import ckpt` and `ckpt ls` are timed as processes, and what is printed for programs has all of them."""
+    command = [sys.executable, str(REPO / "benchmarks" / "waits.py"), "--checkpoints", "3", "--rounds", "1", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    said = json.loads(done.stdout)
+    assert said["checkpoints"] == 3 and set(said["seconds"]) == {"python -c pass", "import ckpt", "ckpt ls"}
+    assert said["seconds"]["ckpt ls"]["median"] > said["seconds"]["python -c pass"]["median"] > 0

@@ -1,0 +1,276 @@
+"""What the benchmark of faults says is what happened: every second has one owner, and everybody's weights are equal."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from processes import REPO
+
+sys.path.insert(0, str(REPO / "benchmarks"))
+
+import chaos
+
+Json = dict[str, Any]
+
+NAMES = ["torch.save", "everystep"]
+
+
+# -- the schedule and the cadence --
+
+
+def test_the_schedule_depends_on_the_seed_alone() -> None:
+    """The same seed gives the same faults, another one others; each kind as often, the mean as asked for, no interval
+    under the floor."""
+    plan = chaos.Plan(mtbf=20.0, faults=40, seed=3)
+    faults = chaos.schedule(plan)
+    assert faults == chaos.schedule(plan)
+    assert faults != chaos.schedule(chaos.Plan(mtbf=20.0, faults=40, seed=4))
+    assert {kind: sum(kind == one for _, one in faults) for kind in chaos.KINDS} == dict.fromkeys(chaos.KINDS, 10)
+    assert min(interval for interval, _ in faults) >= plan.floor
+    assert 18.0 < statistics.mean(interval for interval, _ in faults) < 22.0
+
+
+def test_intervals_are_exponential() -> None:
+    """As many as an exponential distribution has lie under its mean, and over three times its mean."""
+    intervals = [interval for interval, _ in chaos.schedule(chaos.Plan(mtbf=100.0, faults=1000))]
+    assert abs(sum(interval < 100.0 for interval in intervals) - 632) <= 1
+    assert abs(sum(interval > 300.0 for interval in intervals) - 50) <= 1
+
+
+def test_the_cadence_is_youngs() -> None:
+    """The root of 2 x 0.5 s x 100 s is 10 s: 100 steps of 0.1 s. At least one step, whatever noise says of the cost."""
+    assert chaos.best_every(0.5, 100.0, 0.1) == 100
+    assert chaos.best_every(0.5, 100.0, 3.0) == 3
+    assert chaos.best_every(0.5, 100.0, 60.0) == 1
+    assert chaos.best_every(-0.1, 100.0, 0.1) == 1
+
+
+# -- whose second it is: lines made by hand, a usual step is 1 s --
+
+
+def started(born: float, began: float, restored: float, step: int) -> list[Json]:
+    where = "folder" if step else ""
+    return [
+        {"what": "born", "at": born, "born": born, "pid": 1},
+        {"what": "restored", "at": restored, "began": began, "step": step, "source": where},
+    ]
+
+
+def stepped(step: int, begin: float, done: float, load: str = "quiet", *, due: bool = False) -> Json:
+    return {"what": "step", "at": done, "step": step, "begin": begin, "done": done, "load": load, "due": due}
+
+
+FIRST = [
+    *started(0.0, 0.9, 1.0, 0),
+    stepped(1, 1.0, 2.5, "warm"),  # other 0.5
+    stepped(2, 2.5, 3.5, due=True),
+    {"what": "called", "at": 3.75, "step": 2},  # saving 0.25
+    stepped(3, 3.75, 5.0, "busy"),  # saving 0.25
+    stepped(4, 5.0, 6.125),  # other 0.125
+]
+SECOND = [
+    *started(8.0, 9.0, 9.25, 2),  # restore 0.25
+    stepped(3, 9.5, 11.0, "warm"),  # recompute 1, restart 0.5
+    stepped(4, 11.0, 12.25, "warm"),  # recompute 1, other 0.25
+    stepped(5, 12.25, 13.25),
+]
+KILLED = chaos.Hit("SIGKILL", 6.5, 7.0)  # recompute 0.375, perceive 0.5; then restart 2 + 0.25
+
+
+def test_every_second_belongs_to_one_part() -> None:
+    """A kill in the middle of a step, all parts worked out by hand."""
+    bill = chaos.bill_of([*FIRST, *SECOND], [KILLED], 1.0)
+    parts = {"perceive": 0.5, "restart": 2.75, "restore": 0.25, "recompute": 2.375, "saving": 0.5, "other": 0.875}
+    assert bill.parts == parts
+    assert bill.training == 5.0 and bill.steps == 5
+    assert bill.wall == 12.25 == bill.training + sum(parts.values())
+    assert bill.invalid == 6.375 and bill.effective == 1 - 6.375 / 12.25
+    assert bill.figure == 3.125
+    assert (bill.saves, bill.quiet, bill.own_s, bill.first_start_s) == (1, 3, 1.0, 1.0)
+    only = bill.interruptions[0]
+    assert (only.kind, only.step, only.restored, only.lost, only.source) == ("SIGKILL", 4, 2, 2, "folder")
+    assert (only.perceive, only.restart, only.restore, only.recompute) == (0.5, 2.75, 0.25, 2.375)
+
+
+def test_killed_again_before_everything_was_done_again() -> None:
+    """Steps that are done a third time are lost to the second fault; no second counts twice."""
+    second = SECOND[:3]  # step 3 again, done at 11
+    third = [
+        *started(12.0, 12.5, 13.0, 2),
+        stepped(3, 13.0, 14.0, "warm"),
+        stepped(4, 14.0, 15.0, "warm"),
+        stepped(5, 15.0, 16.0),
+    ]
+    bill = chaos.bill_of([*FIRST, *second, *third], [KILLED, chaos.Hit("OOM", 11.5, 11.5)], 1.0)
+    assert [one.recompute for one in bill.interruptions] == [0.375 + 1.0, 0.5 + 2.0]
+    assert [one.lost for one in bill.interruptions] == [2, 2]
+    assert bill.training == 5.0
+    assert bill.wall == 15.0 == bill.training + sum(bill.parts.values())
+
+
+def test_a_fault_in_the_middle_of_a_save_costs_saving() -> None:
+    """The call to save never came back: what it had taken until then is no lost step."""
+    first = [*FIRST[:-1], stepped(4, 5.0, 6.125, due=True)]
+    bill = chaos.bill_of([*first, *SECOND], [KILLED], 1.0)
+    assert bill.parts["saving"] == 0.5 + 0.375
+    assert bill.parts["recompute"] == 2.0
+
+
+def test_a_step_that_is_finished_after_the_fault_is_not_lost() -> None:
+    """SIGTERM lets a job finish its step: what it takes to leave counts from the end of that."""
+    bill = chaos.bill_of([*FIRST, *SECOND], [chaos.Hit("SIGTERM", 5.5, 7.0)], 1.0)
+    assert bill.parts["perceive"] == 7.0 - 6.125
+    assert bill.interruptions[0].recompute == 2.0
+
+
+@pytest.mark.parametrize("spoil", ["a step", "the restore", "a process", "a fault", "what was lost"])
+def test_lines_that_do_not_fit_are_refused(spoil: str) -> None:
+    """The control: a line too few, or a step restored that nobody had done, is no bill."""
+    events, hits = copy.deepcopy([*FIRST, *SECOND]), [KILLED]
+    if spoil == "a step":
+        del events[4]
+        events = [event for event in events if event.get("step") != 3 or event["what"] != "step"]
+    elif spoil == "the restore":
+        events = [event for event in events if event["what"] != "restored"]
+    elif spoil == "a process":
+        events = FIRST
+    elif spoil == "a fault":
+        hits = []
+    else:
+        for event in events[len(FIRST) :]:
+            event["step"] = event.get("step", 0) + 3
+    with pytest.raises(chaos.Failed):
+        chaos.bill_of(events, hits, 1.0)
+
+
+# -- the summary --
+
+
+def told(**figures: float) -> Json:
+    """A run of each contender, with so many seconds of restores; all have the weights that are expected."""
+    found: Json = {}
+    for name, restore_s in figures.items():
+        parts = {**dict.fromkeys(chaos.PARTS, 0.0), "restart": 50.0, "restore": restore_s}
+        bill = {"steps": 7, "wall": 160.0, "training": 100.0, "parts": parts, "interruptions": []}
+        found[name.replace("_", " ").replace("ours", "everystep")] = {"bill": bill, "digest": "right"}
+    return {"plan": {"faults": 10}, "contenders": found, "reference": {"digests": {"7": "right"}}}
+
+
+def test_ours_is_held_to_the_best_peer_with_the_right_weights() -> None:
+    """The ratio of what the way of saving answers for. A peer with other weights is named, and no measure for us."""
+    lines = told(ours=2.0, torch_save=10.0, DCP_async=5.0)
+    lines["contenders"] = {
+        {"torch save": "torch.save"}.get(name, name): one for name, one in lines["contenders"].items()
+    }
+    found = chaos.summary(lines)
+    assert found["best"] == "DCP async" and not found["wrong"]
+    assert found["goals"][0]["ours"] == 0.4 and found["goals"][0]["met"] is False
+    lines["contenders"]["DCP async"]["digest"] = "other"
+    found = chaos.summary(lines)
+    assert found["best"] == "torch.save" and found["wrong"] == ["DCP async ended with other weights"]
+    assert found["goals"][0]["ours"] == 0.2 and found["goals"][0]["met"] is True
+
+
+def test_the_ledger_is_held_to_the_stopwatch() -> None:
+    """2 % of the invalid time, which is 52 s, in either direction."""
+    for said, met in ((52.0, True), (53.0, True), (53.1, False), (51.0, True), (50.9, False)):
+        lines = told(ours=2.0)
+        lines["contenders"]["everystep"]["statement"] = {"invalid_s": said}
+        goals = {one["what"]: one["met"] for one in chaos.summary(lines)["goals"]}
+        assert goals["everystep: invalid time by its ledger, off by"] is met
+
+
+def test_noise_is_told() -> None:
+    """Over 5 %, in what is left over or in quiet steps; the control: a calm run says nothing."""
+    lines = told(ours=2.0)
+    one = lines["contenders"]["everystep"]
+    one |= {"head_s": 0.1, "tail_s": 0.103}
+    one["bill"]["own_s"] = None
+    assert chaos.noisy(lines, chaos.summary(lines)) == []
+    one["tail_s"] = 0.106
+    assert "100 to 106 ms" in chaos.noisy(lines, chaos.summary(lines))[0]
+    one["bill"]["parts"]["other"] = -16.0
+    assert "10% of the wall-clock" in chaos.noisy(lines, chaos.summary(lines))[0]
+
+
+# -- all of it, with real processes --
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Json:
+    """A run of two contenders, a minute long."""
+    folder = tmp_path_factory.mktemp("chaos")
+    path = os.pathsep.join([str(REPO), str(REPO / "backends")])
+    command = [sys.executable, str(REPO / "benchmarks" / "chaos.py"), "--quick", "--only", *NAMES]
+    done = subprocess.run(
+        [*command, "--folder", str(folder), "--json", str(folder / "found.json")],
+        env={**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"},
+        capture_output=True,
+        text=True,
+        timeout=280.0,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [entry.name for entry in folder.iterdir()] == ["found.json"]
+    left = [one for one in psutil.process_iter() if str(folder) in " ".join(cmdline(one))]
+    assert not left
+    found: Json = json.loads((folder / "found.json").read_text())
+    return {**found, "shown": done.stdout}
+
+
+def cmdline(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def test_each_fault_of_the_schedule_happened_to_everybody(quick: Json) -> None:
+    """One interruption for each, in order, and training went on after the last one."""
+    for name in NAMES:
+        bill = quick["contenders"][name]["bill"]
+        assert [one["kind"] for one in bill["interruptions"]] == [kind for _, kind in quick["schedule"]]
+        assert all(0 <= one["restored"] <= one["step"] < bill["steps"] for one in bill["interruptions"])
+
+
+def test_the_parts_of_a_real_run_add_up(quick: Json) -> None:
+    """To the wall-clock, to the millisecond; what cannot be negative is not."""
+    for name in NAMES:
+        bill = quick["contenders"][name]["bill"]
+        assert abs(bill["training"] + sum(bill["parts"].values()) - bill["wall"]) < 1e-3
+        assert all(bill["parts"][part] >= 0 for part in ("perceive", "restore", "recompute"))
+        assert 0 < bill["training"] < bill["wall"]
+
+
+def test_everybody_ends_with_the_weights_of_an_undisturbed_run(quick: Json) -> None:
+    """Bit for bit. The control: a digest that differs is named, and its contender is no measure."""
+    assert quick["summary"]["wrong"] == []
+    assert all(quick["summary"]["rows"][name]["equal"] for name in NAMES)
+    spoilt = copy.deepcopy(quick)
+    spoilt["contenders"]["torch.save"]["digest"] = "0" * 32
+    assert chaos.summary(spoilt)["wrong"] == ["torch.save ended with other weights"]
+
+
+def test_the_tables_say_who_was_measured(quick: Json) -> None:
+    """As text, and as Markdown from what was written."""
+    markdown = chaos.report(quick, quick["summary"], markdown=True)
+    for name in NAMES:
+        assert f"\n{name} " in quick["shown"] and f"| {name} |" in markdown
+
+
+def test_what_is_unknown_is_refused(tmp_path: Path) -> None:
+    """Names and plans that make no sense end before anything is started."""
+    for given in (["--only", "nobody"], ["--mtbf", "0"], ["--mtbf", "nan"], ["--faults", "0"], ["--watchdog", "1"]):
+        with pytest.raises(SystemExit):
+            chaos.main([*given, "--folder", str(tmp_path)])
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,1176 @@
+"""Increments, without processes: what is planned, what a table may say, and that what is fetched is what was saved.
+
+A job here saves states into a place in memory, by the library's own encoder, log and retention, with small blobs and
+small packs, so that a few kilobytes have all that gigabytes have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ckpt.checkpoint import byte_source, encode, incremental, packs, read, retention, write
+from ckpt.checkpoint import commit as commits
+from ckpt.checkpoint.byte_source import InMemory, bases_in
+from ckpt.checkpoint.encode import Encoder
+from ckpt.checkpoint.incremental import BlobPlan, Policy, Previous, find_masters, plan_blobs
+from ckpt.checkpoint.packs import Encoded, Packer
+from ckpt.checkpoint.retention import Keep
+from ckpt.checkpoint.write import RankSnapshot, WrittenPart, digest_blobs
+from ckpt.errors import CheckpointError, CorruptError, FormatError, FullError, SaveError
+from ckpt.format import layout as plan
+from ckpt.format import table as tables
+from ckpt.format.codec import BF16, CODECS, DELTA, FLOAT_DELTA, PLANES, RAW, ROTATED, word_of
+from ckpt.format.codec import encode as coded
+from ckpt.format.digest import blob_digest
+from ckpt.format.layout import BITS, Layout, TensorSpec
+from ckpt.format.manifest import Attempt, PackInfo, Part, new_nonce, owner
+from ckpt.format.table import Shard, Table, merge
+from ckpt.runlog.log import Acquire, Commit, RunLog, RunState
+from ckpt_backends.memory import MemoryStore
+from suspects import suspect
+
+BLOB = 8192
+QUICK = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+PURE = settings(QUICK, max_examples=150)
+State = dict[str, tuple[str, int, bytes]]  # of each tensor: its dtype, how many elements, and what they are
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blobs, packs, windows and reads that are a few kilobytes."""
+    for module in (plan, incremental, write):
+        monkeypatch.setattr(module, "BLOB", BLOB)
+    monkeypatch.setattr(encode, "SMALL", 64)
+    monkeypatch.setattr(encode, "LITTLE", 64)
+    monkeypatch.setattr(encode, "LEAST", 0)
+    monkeypatch.setattr(packs, "PACK", (2 * BLOB, 8 * BLOB))
+    monkeypatch.setattr(encode, "WINDOW", 3 * BLOB)
+    monkeypatch.setattr(encode, "SELF_CHECK", 3)
+    monkeypatch.setattr(read, "READ", 3 * BLOB)
+    monkeypatch.setattr(read, "GAP", 300)
+
+
+# -- a job --
+
+
+def layout_of(state: State, rank: int = 0, world: int = 1) -> Layout:
+    names = sorted(state)
+    tensors = tuple(TensorSpec(n, state[n][0], (state[n][1],)) for i, n in enumerate(names) if i % world == rank)
+    elsewhere = {n: (state[n][0], (state[n][1],)) for i, n in enumerate(names) if i % world != rank}
+    return Layout(tensors, {}, [], rank=rank, world=world, elsewhere=elsewhere)
+
+
+def data_of(layout: Layout, state: State) -> memoryview:
+    return memoryview(b"".join(state[layout.tensors[i].name][2] for i in layout.arrangement.order))
+
+
+@dataclass
+class Job:
+    """Ranks that save into one place, one after the other. `saved`: what each checkpoint has to be."""
+
+    log: RunLog
+    mine: Acquire
+    encoders: list[Encoder]
+    saved: dict[Attempt, State] = field(default_factory=dict)
+
+    @classmethod
+    async def open(cls, policy: Policy = Policy(), world: int = 1) -> Job:  # noqa: B008
+        store = MemoryStore()
+        await commits.create_run(store)
+        log = RunLog(store)
+        await log.open()
+        return cls(log, await commits.acquire(log, new_nonce()), [Encoder(policy) for _ in range(world)])
+
+    async def write(self, step: int, state: State, rank: int = 0, number: int = 0) -> WrittenPart:
+        attempt = Attempt(self.mine.epoch, step, self.mine.nonce)
+        layout = layout_of(state, rank, len(self.encoders))
+        data = data_of(layout, state)
+
+        async def begin(built_on: Attempt) -> bool:
+            try:
+                await commits.begin(self.log, self.mine, attempt, (built_on,))
+            except SaveError:
+                return False
+            return True
+
+        encoder = self.encoders[rank]
+        previous = await encoder.previous(self.log, attempt, layout)
+        return await encoder.write(
+            self.log.store,
+            RankSnapshot(attempt, layout, data, []),
+            InMemory(layout, data),
+            previous,
+            number=number,
+            on_needs=begin,
+            bases=bases_in(self.log.store),
+        )
+
+    async def save(self, step: int, state: State) -> Commit:
+        written = [await self.write(step, state, rank) for rank in range(len(self.encoders))]
+        found = await commits.commit(self.log, self.mine, written)
+        self.saved[found.attempt] = dict(state)
+        return found
+
+    async def retire(self, last: int) -> None:
+        newest = self.log.state.lineage()[0].attempt
+        await retention.retire(self.log, self.mine, Keep(last), {newest})
+
+    async def table(self, commit: Commit) -> Table:
+        return (await read.load_manifest(self.log.store, commit)).table
+
+
+async def fetched(store: MemoryStore, table: Table, blobs: Iterable[int]) -> dict[int, bytes]:
+    found: dict[int, bytes] = {}
+
+    def sink(blob: int, data: memoryview) -> None:
+        assert blob not in found, "handed over twice"
+        found[blob] = bytes(data)
+
+    await read.fetch(store, table, read.plan_reads(table, blobs), sink)
+    return found
+
+
+def expected(table: Table, state: State) -> dict[int, bytes]:
+    """What every blob of the shards has to be."""
+    found: dict[int, bytes] = {}
+    for i, shard in enumerate(table.shards):
+        at = 0
+        for blob in table.blobs(i):
+            length = int(table.length[blob])
+            found[blob] = state[shard.name][2][at : at + length]
+            at += length
+        assert at == len(state[shard.name][2])
+    return found
+
+
+async def check(job: Job, pick: Callable[[int], list[int]]) -> None:
+    """All that is live is what was saved, read whole, and by the blobs that `pick` takes of so many."""
+    for commit in job.log.state.lineage():
+        table = await job.table(commit)
+        assert {s.name for s in table.shards} == set(job.saved[commit.attempt])
+        wanted = expected(table, job.saved[commit.attempt])
+        assert await fetched(job.log.store, table, range(table.owned)) == wanted  # type: ignore[arg-type]
+        some = pick(table.owned)
+        assert await fetched(job.log.store, table, some) == {b: wanted[b] for b in some}  # type: ignore[arg-type]
+        bases = await fetched(job.log.store, table, range(table.owned, len(table.length)))  # type: ignore[arg-type]
+        assert all(blob_digest(data) == table.digest[blob].tobytes() for blob, data in bases.items())
+        assert await read.verify(job.log.store, commit) == []
+
+
+async def check_files(job: Job) -> None:
+    """Every pack that a live table names is there, and after a clean-up no other is."""
+    named = {key for commit in job.log.state.commits.values() for key in (await job.table(commit)).packs}
+    there = {info.key async for info in job.log.store.list("packs/")}
+    assert named <= there, f"gone: {named - there}"
+    assert there <= named, f"nobody needs {there - named}"
+
+
+# -- states that change --
+
+DTYPES = sorted(BITS)
+COUNTS = [0, 1, 7, 100, BLOB // 4, BLOB // 4 + 1, 5000]
+
+
+def content(dice: np.random.Generator, dtype: str, count: int) -> bytes:
+    """Noise, numbers, zeros, or bits where mistakes hide: every NaN, denormals, both zeros, infinities."""
+    nbytes, word = count * BITS[dtype] // 8, word_of(dtype)
+    match dice.integers(4):
+        case 0:
+            return dice.bytes(nbytes)
+        case 1:
+            kind = {8: np.float64, 4: np.float32, 2: np.float16, 1: np.int8}[word]
+            return (dice.normal(size=nbytes // word) * 3).astype(kind).tobytes()
+        case 2:
+            return bytes(nbytes)
+    top = 1 << (8 * word - 1)
+    odd = np.array([0, 1, top, top + 1, top - 1, 2 * top - 1, top // 2, 3 * (top // 2)], dtype=object) % (2 * top)
+    return np.array(dice.choice(odd, nbytes // word), dtype=f"<u{word}").tobytes()
+
+
+def changed(dice: np.random.Generator, state: State, history: list[State], name: str) -> bytes:
+    """What becomes of a tensor in a step."""
+    dtype, count, data = state[name]
+    word, alike = word_of(dtype), [n for n in state if len(state[n][2]) == len(data)]
+    match int(dice.choice([0, 0, 0, 1, 1, 2, 3, 4, 5])) if data else 0:
+        case 1:  # a few words
+            words = np.frombuffer(data, f"<u{word}").copy()
+            words[dice.integers(len(words), size=3)] += 1
+            return words.tobytes()
+        case 2:  # every word a little
+            words = np.frombuffer(data, f"<u{word}").copy()
+            words += dice.integers(0, 100, size=len(words)).astype(words.dtype)
+            return words.tobytes()
+        case 3:
+            return content(dice, dtype, count)
+        case 4:
+            return state[str(dice.choice(alike))][2]
+        case 5:
+            older = history[int(dice.integers(len(history)))].get(name)
+            return older[2] if older is not None and older[:2] == (dtype, count) else data
+    return data
+
+
+def rounded(dice: np.random.Generator, state: State) -> None:
+    """Most bf16 tensors become the rounding of one in fp32, if there is one of their size."""
+    for name, (dtype, count, _) in state.items():
+        masters = sorted(n for n, (d, c, _) in state.items() if (d, c) == ("F32", count) and c)
+        if dtype == "BF16" and masters and dice.integers(4):
+            master = torch.frombuffer(bytearray(state[str(dice.choice(masters))][2]), dtype=torch.float32)
+            state[name] = (dtype, count, master.to(torch.bfloat16).view(torch.uint8).numpy().tobytes())
+
+
+def next_state(dice: np.random.Generator, history: list[State]) -> State:
+    state = dict(history[-1])
+    for name in state:
+        state[name] = (*state[name][:2], changed(dice, state, history, name))
+    if not dice.integers(6):
+        del state[str(dice.choice(sorted(state)))]
+    if not dice.integers(6) or not state:
+        add(dice, state, f"model.more{len(history)}.{dice.integers(3)}.weight")
+    rounded(dice, state)
+    return state
+
+
+def add(dice: np.random.Generator, state: State, name: str) -> None:
+    dtype = str(dice.choice(["F32", "F32", "BF16", "BF16", *DTYPES]))
+    count = int(dice.choice(COUNTS))
+    state[name] = (dtype, count, content(dice, dtype, count))
+
+
+def first_state(dice: np.random.Generator) -> State:
+    state: State = {}
+    for i in range(int(dice.integers(1, 7))):
+        add(dice, state, f"model.{i}.{dice.choice(['weight', 'bias', 'exp_avg'])}")
+    state["model.copy"] = state[sorted(state)[0]]
+    count = int(dice.choice(COUNTS))  # a mixed pair
+    state["model.half"] = ("BF16", count, dice.bytes(2 * count))
+    state["optim.master"] = ("F32", count, dice.normal(size=count).astype(np.float32).tobytes())
+    rounded(dice, state)
+    return state
+
+
+policies = st.builds(
+    Policy,
+    incremental=st.sampled_from([True, True, True, False]),
+    compression=st.sampled_from(["none", "zstd", "zstd", "auto"]),
+    full_every=st.integers(1, 8),
+)
+
+
+async def live(seed: int, policy: Policy, world: int, steps: int, keep: int, owners: int) -> Job:
+    """A life of a run, with everything looked at after every checkpoint."""
+    dice = np.random.default_rng(seed)
+    job = await Job.open(policy, world)
+    history = [first_state(dice)]
+    for encoder in job.encoders:
+        encoder.sink = float(dice.choice([1e3, 1e15]))  # what "auto" goes by
+    with mock.patch.object(incremental, "MAX_OWNERS", owners):
+        for step in range(1, steps + 1):
+            history.append(next_state(dice, history))
+            await job.save(step, history[-1])
+            if dice.integers(2):
+                await job.retire(keep)
+                await check_files(job)
+            await check(job, lambda n: sorted(dice.choice(n, size=min(n, 3), replace=False).tolist()) if n else [])
+    full = [c for c in job.log.state.lineage() if c.full]
+    assert len(full) >= min(2, steps)
+    return job
+
+
+@QUICK
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    policy=policies,
+    world=st.sampled_from([1, 1, 2]),
+    steps=st.integers(2, 8),
+    keep=st.integers(1, 4),
+    owners=st.sampled_from([1, 2, 32]),
+)
+def test_what_is_fetched_is_what_was_saved(
+    seed: int, policy: Policy, world: int, steps: int, keep: int, owners: int
+) -> None:
+    """Whatever the state consists of, however it changes, and whichever checkpoints have gone meanwhile: all blobs,
+    and any of them alone, have every bit; every pack that is named is there, and no other after a clean-up."""
+    asyncio.run(live(seed, policy, world, steps, keep, owners))
+
+
+@pytest.mark.long
+@settings(QUICK, max_examples=2000)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    policy=policies,
+    world=st.sampled_from([1, 1, 2, 3]),
+    steps=st.integers(2, 30),
+    keep=st.integers(1, 4),
+    owners=st.sampled_from([1, 2, 32]),
+)
+def test_what_is_fetched_is_what_was_saved_long(
+    seed: int, policy: Policy, world: int, steps: int, keep: int, owners: int
+) -> None:
+    """The same for longer lives."""
+    asyncio.run(live(seed, policy, world, steps, keep, owners))
+
+
+def test_lives_have_all_that_they_are_about() -> None:
+    """The states of the test above do make references, deltas, whole codecs, derived blobs and bases of old packs."""
+    seen: set[int] = set()
+    referred = based = shared = 0
+
+    async def look(seed: int) -> None:
+        nonlocal referred, based, shared
+        job = await live(seed, Policy(compression="zstd", full_every=6), 1, 8, 3, 32)
+        for commit in job.log.state.lineage():
+            table = await job.table(commit)
+            seen.update(table.codec.tolist())
+            referred += any(owner(key) != commit.attempt for key in table.packs)
+            based += len(table.length) > table.owned
+            places = list(zip(table.pack.tolist(), table.offset.tolist(), table.stored.tolist(), strict=True))
+            places = [p for p in places if p[2]]
+            shared += len(set(places)) < len(places)
+
+    for seed in range(8):
+        asyncio.run(look(seed))
+    assert seen == set(CODECS)
+    assert referred and based and shared
+
+
+def test_negative_control_rows_of_another_tensor_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """References that are planned by rows in the wrong order, without a look at digests, do not pass."""
+    right = plan_blobs
+
+    def wrong(layout: Layout, digests: Any, previous: Previous | None, **more: Any) -> BlobPlan:
+        found = right(layout, digests, previous, **more)
+        taken = found.taken.copy()
+        here = np.flatnonzero(taken >= 0)
+        taken[here] = np.roll(taken[here], 1)
+        return replace(found, taken=taken)
+
+    monkeypatch.setattr(encode, "plan_blobs", wrong)
+    failures = 0
+    for seed in range(8):
+        try:
+            asyncio.run(live(seed, Policy(full_every=8), 1, 6, 3, 32))
+        except (AssertionError, CheckpointError):
+            failures += 1
+    assert failures >= 4
+
+
+def test_negative_control_a_clean_up_that_forgets_references_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If only a checkpoint's own files counted as used, packs would go that live tables name."""
+    right = retention.files_of
+
+    async def wrong(log: RunLog, of: Iterable[Commit]) -> dict[Attempt, set[str]]:
+        return {a: {k for k in keys if owner(k) == a} for a, keys in (await right(log, of)).items()}
+
+    monkeypatch.setattr(retention, "files_of", wrong)
+
+    async def run() -> None:
+        job = await Job.open(Policy(compression="none", full_every=50))
+        state: State = {"frozen": ("F32", 5000, np.random.default_rng(0).bytes(20000)), "x": ("F32", 5000, b"")}
+        for step in range(1, 9):
+            state["x"] = ("F32", 5000, np.random.default_rng(step).bytes(20000))
+            await job.save(step, state)
+            await job.retire(2)
+            await check_files(job)
+
+    monkeypatch.setattr(retention, "ALWAYS", 1)
+    with pytest.raises((AssertionError, CheckpointError)):
+        asyncio.run(run())
+    monkeypatch.setattr(retention, "files_of", right)
+    asyncio.run(run())  # it is the forgetting that was seen
+
+
+# -- plans --
+
+pieces = st.lists(
+    st.tuples(st.sampled_from(["F32", "BF16", "I64", "U8", "C128"]), st.sampled_from(COUNTS)), min_size=1, max_size=5
+)
+
+
+def noise(layout: Layout, seed: int) -> bytes:
+    return np.random.default_rng(seed).bytes(layout.arrangement.data_size)
+
+
+def digests_of(layout: Layout, data: bytes) -> Any:
+    return np.frombuffer(digest_blobs(layout, memoryview(data)), np.uint8).reshape(-1, 16)
+
+
+def previous_of(layout: Layout, digests: Any, *, step: int = 1, size: int | None = None) -> Previous:
+    """As if it had been stored raw in one pack; `size`: what the pack is said to hold."""
+    attempt = Attempt(1, step, "0badcafe")
+    key = f"packs/{attempt}.{layout.rank}.0.safetensors"
+    table = write.build_table(layout, key, np.ascontiguousarray(digests).tobytes())
+    return Previous(part_of(attempt, [PackInfo(key, size or 8192 + layout.arrangement.data_size, 8192, "")]), table)
+
+
+def part_of(attempt: Attempt, packs: list[PackInfo]) -> Part:
+    return Part(str(attempt), 0, 0, 1, {}, [], "", packs, 0.0)
+
+
+@PURE
+@given(before=pieces, after=pieces, data=st.data())
+def test_a_plan_takes_only_what_is_the_same(before: Any, after: Any, data: st.DataObject) -> None:
+    """A blob is taken from the previous checkpoint only where name, dtype, shape and digest agree, stands for an
+    earlier one only of the same bytes, and a base is of the same length and stored whole; all blobs are accounted for,
+    and nothing that is suspected is used."""
+
+    def named(found: Any) -> Layout:
+        return Layout(tuple(TensorSpec(f"t{i}", d, (n,)) for i, (d, n) in enumerate(found)), {}, [])
+
+    old, new = named(before), named(after)
+    was = digests_of(old, noise(old, 0))
+    now = digests_of(new, noise(new, 1)).copy()
+    lengths = np.array([b.length for b in new.arrangement.blobs])
+    if len(now):
+        for blob in data.draw(st.sets(st.integers(0, len(now) - 1))):
+            alike = [row for row in range(len(was)) if old.arrangement.blobs[row].length == lengths[blob]]
+            if alike:
+                now[blob] = was[data.draw(st.sampled_from(alike))]
+    previous = previous_of(old, was)
+    rows = range(data.draw(st.integers(0, len(was)))) if data.draw(st.booleans()) else ()
+    suspects = {suspect(previous.table, row) for row in rows}
+    found = plan_blobs(new, now, previous, suspects=suspects)
+    here = previous.rows(new)
+    shard_of = np.repeat(np.arange(len(previous.table.shards)), np.diff(previous.table.starts))
+    for blob, spec in enumerate(new.tensors[b.tensor] for b in new.arrangement.blobs):
+        taken, same, base = int(found.taken[blob]), int(found.same[blob]), int(found.base[blob])
+        assert taken < 0 or same < 0
+        if here[blob] >= 0:
+            shard = previous.table.shards[shard_of[here[blob]]]
+            assert (shard.name, shard.dtype, shard.sizes) == (spec.name, spec.dtype, spec.shape)
+        if taken >= 0:
+            assert taken == here[blob] and (was[taken] == now[blob]).all()
+            assert suspect(previous.table, taken) not in suspects
+        if same >= 0:
+            assert same < blob and (now[same] == now[blob]).all() and found.same[same] < 0 and found.taken[same] < 0
+        if base >= 0:
+            assert previous.table.length[base] == lengths[blob] and base == here[blob]
+            assert suspect(previous.table, base) not in suspects
+    stored = set(found.anew)
+    assert stored == {b for b in range(len(now)) if found.taken[b] < 0 and found.same[b] < 0}
+
+
+def test_a_tensor_in_another_form_is_not_the_same_tensor() -> None:
+    """Another shape, dtype, instance, place in the whole or rank: nothing is taken, though all bytes agree."""
+    one = TensorSpec("w", "F32", (100, 100))
+    base = Layout((one,), {}, [])
+    data = noise(base, 0)
+    previous = previous_of(base, digests_of(base, data))
+    assert (plan_blobs(base, digests_of(base, data), previous).taken >= 0).all()
+    for other in (
+        replace(one, shape=(10, 1000)),
+        replace(one, dtype="I32"),
+        replace(one, instance=0),
+        replace(one, name="v"),
+        replace(one, whole=(200, 100), offsets=(100, 0)),
+    ):
+        layout = Layout((other,), {}, [])
+        found = plan_blobs(layout, digests_of(layout, data), previous)
+        assert (found.taken < 0).all() and (found.base < 0).all(), other
+    cut = previous.table.length.copy()
+    cut[:2] += [-4, 4]  # as another version might cut it
+    elsewhere = Previous(previous.part, replace(previous.table, length=cut))
+    found = plan_blobs(base, digests_of(base, noise(base, 1)), elsewhere)
+    assert (found.taken < 0).all() and (found.base < 0).all()
+    second = Layout((one,), {}, [], rank=1, world=2)
+    assert (plan_blobs(second, digests_of(second, data), previous).taken < 0).all()
+
+
+def test_a_pack_that_is_mostly_dead_is_left() -> None:
+    """Of a pack of which less than a quarter is needed, what is needed is stored anew; not of the newest one's own."""
+    layout = Layout(tuple(TensorSpec(f"t{i}", "U8", (1000,)) for i in range(10)), {}, [])
+    data = bytearray(noise(layout, 0))
+    was = digests_of(layout, bytes(data))
+    old = previous_of(layout, was)
+    newer = Previous(replace(old.part, attempt="1.0badcafe-2"), old.table)
+    for count in range(11):
+        now = digests_of(layout, noise(layout, 9)).copy()
+        now[:count] = was[:count]
+        assert (plan_blobs(layout, now, old).taken >= 0).sum() == count
+        assert (plan_blobs(layout, now, newer).taken >= 0).sum() == (count if count >= 5 else 0), count
+
+
+def test_a_delta_keeps_its_base_or_goes_with_it() -> None:
+    """A blob that is a delta is not taken if the pack of its base is left."""
+    layout = Layout((TensorSpec("t", "U8", (1000,)),), {}, [])
+    now = digests_of(layout, noise(layout, 0))
+    keys = ["packs/1.0badcafe-1.0.0.safetensors", "packs/1.0badcafe-2.0.0-0.safetensors"]
+    whole = previous_of(layout, now).table
+    table = replace(
+        whole,
+        pack=np.array([1, 0]),
+        offset=np.array([64, 8192]),
+        stored=np.array([50, 1000]),
+        length=np.array([1000, 1000]),
+        codec=np.array([DELTA, RAW]),
+        base=np.array([1, -1]),
+        digest=np.concatenate([now, now ^ 1]),
+        stored_digest=np.concatenate([now ^ 2, now ^ 1]),
+        packs=tuple(keys),
+    )
+    for size, taken in ((10_000, -1), (3_000, 0)):
+        packs = [PackInfo(keys[0], size, 64, ""), PackInfo(keys[1], 114, 64, "")]
+        found = plan_blobs(layout, now, Previous(part_of(Attempt(1, 3, "0badcafe"), packs), table))
+        assert found.taken.tolist() == [taken]
+        assert found.base.tolist() == [-1]
+    changed = plan_blobs(layout, now ^ 3, Previous(part_of(Attempt(1, 3, "0badcafe"), packs), table))
+    assert changed.base.tolist() == [1], "what the delta was against, never the delta"
+
+
+def test_old_owners_are_left_when_they_are_too_many() -> None:
+    """What would need packs of more checkpoints than a limit takes the newest, and stores the rest anew."""
+    count = incremental.MAX_OWNERS + 5
+    layout = Layout(tuple(TensorSpec(f"t{i:02}", "U8", (100,)) for i in range(count)), {}, [])
+    now = digests_of(layout, noise(layout, 0))
+    keys = [f"packs/1.0badcafe-{i + 1}.0.0.safetensors" for i in range(count)]
+    table = replace(previous_of(layout, now).table, pack=np.arange(count), offset=np.full(count, 64), packs=tuple(keys))
+    previous = Previous(part_of(Attempt(1, 99, "0badcafe"), [PackInfo(k, 164, 64, "") for k in keys]), table)
+    taken = plan_blobs(layout, now, previous).taken
+    assert (taken >= 0).sum() == incremental.MAX_OWNERS
+    assert (taken[:5] < 0).all()
+
+
+@PURE
+@given(data=st.data())
+def test_masters_are_found_where_bf16_is_rounded(data: st.DataObject) -> None:
+    """Every blob of a bf16 tensor of the form of an fp32 one whose rounding it begins with is told its two blobs; a
+    tensor of another form, or of other values, none."""
+    counts = data.draw(st.lists(st.sampled_from([1, 7, BLOB // 2, BLOB // 2 + 1, 3 * BLOB]), min_size=1, max_size=3))
+    dice = np.random.default_rng(data.draw(st.integers(0, 99)))
+    state: State = {}
+    wanted: dict[str, str] = {}
+    for i, count in enumerate(counts):
+        master = dice.normal(size=count).astype(np.float32)
+        half = torch.from_numpy(master).to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
+        kind = data.draw(st.sampled_from(["rounded", "other", "shorter"]))
+        if kind == "other":
+            half = bytes([half[0] ^ 1]) + half[1:]
+        if kind == "shorter":
+            half = half[:-2]
+        state[f"m{i}"] = ("F32", count, master.tobytes())
+        state[f"h{i}"] = ("BF16", len(half) // 2, half)
+        if kind == "rounded" and half:
+            wanted[f"h{i}"] = f"m{i}"
+    layout = layout_of(state)
+    source = InMemory(layout, data_of(layout, state))
+    found = find_masters(layout, source.peek)
+    blobs = layout.arrangement.blobs
+    for number, blob in enumerate(blobs):
+        name = layout.tensors[blob.tensor].name
+        if name not in wanted:
+            assert found[number] == -1 or name.startswith("h")
+            continue
+        first = next(i for i, b in enumerate(blobs) if layout.tensors[b.tensor].name == name)
+        master = layout.tensors[blobs[int(found[number])].tensor].name
+        assert state[master][2][: len(state[name][2]) * 2] == state[wanted[name]][2] or master == wanted[name]
+        start = next(i for i, b in enumerate(blobs) if layout.tensors[b.tensor].name == master)
+        assert int(found[number]) == start + 2 * (number - first)
+
+
+def run_state(*commits_: tuple[int, bool]) -> RunState:
+    """Checkpoints by step, and whether they are full."""
+    state = RunState(acquires=[Acquire(1, "0badcafe", None)])
+    last = None
+    for step, full in commits_:
+        attempt = Attempt(1, step, "0badcafe")
+        state.commits[attempt] = Commit(attempt, 1, ((0, 0, "0" * 64),), "0" * 64, needs=() if full else (last,))  # type: ignore[arg-type]
+        last = attempt
+    return state
+
+
+def test_when_a_checkpoint_has_to_be_full() -> None:
+    """The first two; every so many of the cadence, so that all ranks agree; after a long chain; always where nothing
+    may be incremental."""
+    policy = Policy(full_every=10, cadence=100)
+
+    def full(policy: Policy, step: int, state: RunState, chain: int = 0) -> bool:
+        return policy.full(state, Attempt(1, step, "0badcafe"), chain)
+
+    two = run_state((100, True), (200, True))
+    assert full(policy, 100, run_state()) and full(policy, 200, run_state((100, True)))
+    assert not full(policy, 300, two)
+    assert full(policy, 1000, two) and full(policy, 2000, two)
+    assert not full(policy, 1001, two) and not full(policy, 210, two)
+    assert full(policy, 1234, two, chain=19) and not full(policy, 1234, two, chain=18)
+    assert full(Policy(full_every=1000), 7, two, chain=incremental.MAX_CHAIN - 1)
+    assert full(replace(policy, incremental=False), 300, two)
+    assert full(Policy(full_every=1), 7, two)
+    assert full(policy, 300, run_state((100, True), (200, False))), "one is not enough"
+    assert full(policy, 150, two), "what comes after it does not count"
+
+
+def test_two_full_ones_stay_whatever_is_kept() -> None:
+    """With the smallest retention and increments between, the two newest full ones are never chosen to go."""
+    steps = [(step, step % 5 == 0 or step < 3) for step in range(1, 30)]
+    for end in range(2, 30):
+        state = run_state(*steps[:end])
+        gone = retention.choose(state, Keep(1), {Attempt(1, end, "0badcafe")})
+        newest = sorted((a for a, c in state.commits.items() if c.full), reverse=True)[:2]
+        assert not gone & set(newest), end
+
+
+# -- packs --
+
+
+def packed(state: State, encoded: Callable[[Layout, InMemory], list[Encoded]]) -> tuple[MemoryStore, Packer]:
+    layout = layout_of(state)
+    source = InMemory(layout, data_of(layout, state))
+    store = MemoryStore()
+
+    async def work() -> Packer:
+        packer = Packer(store, RankSnapshot(Attempt(1, 1, "0badcafe"), layout, source.data, []), 0, 1 << 20)
+        for one in encoded(layout, source):
+            await packer.add(one)
+        await packer.finish()
+        return packer
+
+    return store, asyncio.run(work())
+
+
+def test_packs_are_safetensors_files() -> None:
+    """What we pack, any safetensors reader opens: tensors that are all raw by name and dtype, other blobs as bytes."""
+    dice = np.random.default_rng(0)
+    state: State = {
+        "a": ("F32", 5000, dice.bytes(20000)),
+        "b": ("I16", 100, dice.bytes(200)),
+        "c": ("C128", 3, dice.bytes(48)),
+        "d": ("F32", 5000, bytes(20000)),
+    }
+
+    def some(layout: Layout, source: InMemory) -> list[Encoded]:
+        found = []
+        for i, blob in enumerate(layout.arrangement.blobs):
+            plain = source.peek(i)
+            encoded = layout.tensors[blob.tensor].name == "d" and i % 2
+            data = coded(PLANES, plain, 4) if encoded else plain
+            found.append(Encoded(i, PLANES if encoded else RAW, data))
+        return found
+
+    store, packer = packed(state, some)
+    (info,) = packer.packs
+    tensors = safetensors.numpy.load(store.objects[info.key])
+    assert tensors["a"].tobytes() == state["a"][2] and tensors["a"].dtype == np.float32
+    assert tensors["c[0]"].tobytes() == state["c"][2] and tensors["c[0]"].dtype == np.uint8
+    assert {name for name in tensors if name.startswith("d")} == {"d[0]", "d[1]", "d[2]"}
+
+
+def test_names_that_look_like_blobs_do_not_collide() -> None:
+    """A tensor that is called as a blob of another would be: every byte of the pack still has its entry."""
+    dice = np.random.default_rng(0)
+    for names in (("a", "a[0]"), ("a[0]", "a")):
+        state: State = {names[0]: ("U8", 9000, dice.bytes(9000)), names[1]: ("U8", 100, dice.bytes(100))}
+
+        def first_only(layout: Layout, source: InMemory) -> list[Encoded]:
+            """One blob of the long tensor, and all of the short one."""
+            blobs = layout.arrangement.blobs
+            keep = [i for i, b in enumerate(blobs) if b.length in (100, BLOB)]
+            return [Encoded(i, RAW, source.peek(i)) for i in keep]
+
+        store, packer = packed(state, first_only)
+        tensors = safetensors.numpy.load(store.objects[packer.packs[0].key])
+        assert sum(t.nbytes for t in tensors.values()) == BLOB + 100, names
+
+
+# -- what a table may say --
+
+KEY = "packs/1.0badcafe-1.0.0-0.safetensors"
+COUNT, HALF = 1024, 2048  # elements of a tensor, bytes of half of one in fp32
+
+
+def genuine() -> tuple[MemoryStore, Table, dict[int, bytes]]:
+    """A table by hand: two fp32 tensors, a delta and a whole one; their bf16 roundings, derived; a base behind them."""
+    dice = np.random.default_rng(0)
+    old = dice.normal(size=COUNT).astype(np.float32)
+    one, two = old + np.float32(1e-3), dice.normal(size=COUNT).astype(np.float32)
+    halves = [torch.from_numpy(x).to(torch.bfloat16).view(torch.uint8).numpy().tobytes() for x in (one, two)]
+    plain = [one.tobytes()[:HALF], one.tobytes()[HALF:], two.tobytes(), halves[0], halves[1]]
+    bases = [old.tobytes()[:HALF], old.tobytes()[HALF:]]
+    rows = [
+        (FLOAT_DELTA, coded(FLOAT_DELTA, plain[0], 4, bases[0]), 5),
+        (RAW, plain[1], -1),
+        (ROTATED, coded(ROTATED, plain[2], 4), -1),
+        (BF16, b"", 0),
+        (BF16, b"", 2),
+        (RAW, bases[0], -1),
+        (RAW, bases[1], -1),
+    ]
+    store, offset, offsets = MemoryStore(), 64, []
+    for _, data, _ in rows:
+        offsets.append(offset)
+        offset += len(data)
+    store.objects[KEY] = bytes(64) + b"".join(data for _, data, _ in rows)
+    shards = [("one", "F32", COUNT, 2), ("two", "F32", COUNT, 1), ("h1", "BF16", COUNT, 1), ("h2", "BF16", COUNT, 1)]
+    table = Table(
+        shards=tuple(Shard(name, dtype, (n,), (0,), (n,)) for name, dtype, n, _ in shards),
+        starts=np.cumsum([0, *(n for *_, n in shards)]),
+        pack=np.zeros(7, np.int64),
+        offset=np.array(offsets, np.int64),
+        stored=np.array([len(data) for _, data, _ in rows], np.int64),
+        length=np.array([len(p) for p in (*plain, *bases)], np.int64),
+        codec=np.array([codec for codec, *_ in rows], np.int64),
+        base=np.array([base for *_, base in rows], np.int64),
+        digest=as_digests([*plain, *bases]),
+        stored_digest=as_digests([data for _, data, _ in rows]),
+        packs=(KEY,),
+    )
+    return store, table, dict(enumerate([*plain, *bases]))
+
+
+def as_digests(data: list[bytes]) -> Any:
+    return np.frombuffer(b"".join(blob_digest(d) for d in data), np.uint8).reshape(-1, 16)
+
+
+def at(column: str, row: int, value: int) -> Callable[[Table], Table]:
+    def change(table: Table) -> Table:
+        found = getattr(table, column).copy()
+        found[row] = value
+        return replace(table, **{column: found})
+
+    return change
+
+
+def both(*changes: Callable[[Table], Table]) -> Callable[[Table], Table]:
+    def change(table: Table) -> Table:
+        for one in changes:
+            table = one(table)
+        return table
+
+    return change
+
+
+def as_dtype(shard: int, dtype: str) -> Callable[[Table], Table]:
+    def change(table: Table) -> Table:
+        shards = list(table.shards)
+        shards[shard] = replace(shards[shard], dtype=dtype)
+        return replace(table, shards=tuple(shards))
+
+    return change
+
+
+CUT = [("F32", COUNT // 2), ("F32", COUNT // 2), ("F32", COUNT), ("BF16", COUNT), ("BF16", COUNT)]
+IMPOSSIBLE: dict[str, Callable[[Table], Table]] = {
+    "a delta against itself": at("base", 0, 0),
+    "a delta against a blob of a shard": at("base", 0, 1),
+    "a delta against a derived blob": at("base", 0, 3),
+    "a delta against nothing": at("base", 0, -1),
+    "a delta against a blob of another length": at("length", 5, HALF - 4),
+    "a base behind the end": at("base", 0, 7),
+    "a base far behind the end": at("base", 0, 2**40),
+    "a base before the start": at("base", 0, -2),
+    "a base that is a delta": both(at("codec", 5, FLOAT_DELTA), at("base", 5, 6)),
+    "bases in a circle": both(
+        at("codec", 5, FLOAT_DELTA), at("codec", 6, FLOAT_DELTA), at("base", 5, 6), at("base", 6, 5)
+    ),
+    "a base against itself": both(at("codec", 5, FLOAT_DELTA), at("base", 5, 5)),
+    "a base that is derived": both(at("codec", 5, BF16), at("stored", 5, 0), at("base", 5, 2)),
+    "raw with a base": at("base", 1, 5),
+    "planes with a base": at("base", 2, 5),
+    "derived from nothing": at("base", 3, -1),
+    "derived from a base": at("base", 3, 5),
+    "derived from itself": at("base", 3, 3),
+    "derived from what is derived": at("base", 3, 4),
+    "derived from half of another shard": at("base", 3, 1),
+    "derived from two shards": lambda table: replace(
+        table,
+        starts=np.arange(6),
+        shards=tuple(Shard(str(i), dt, (n,), (0,), (n,)) for i, (dt, n) in enumerate(CUT)),
+    ),
+    "derived from bytes that are no fp32": as_dtype(1, "I32"),
+    "derived from bf16": both(as_dtype(0, "BF16"), at("base", 3, 0)),
+    "derived, and stored": at("stored", 3, 10),
+    "derived, of another length": at("length", 3, HALF // 2),
+    "stored in more than it is": at("stored", 2, 2 * HALF + 1),
+    "raw, in less than it is": at("stored", 1, HALF - 1),
+    "a negative length": at("length", 5, -1),
+    "stored in a negative number of bytes": at("stored", 2, -1),
+    "a pack that is not there": at("pack", 0, 1),
+    "an offset before the pack": at("offset", 0, -1),
+    "a blob larger than any": both(at("length", 5, tables.MAX_BLOB + 1), at("length", 0, tables.MAX_BLOB + 1)),
+    "starts behind the end": lambda table: replace(table, starts=np.array([0, 2, 3, 4, 9])),
+    "starts that go back": lambda table: replace(table, starts=np.array([0, 3, 2, 4, 5])),
+}
+
+
+def test_a_table_says_the_same_when_it_is_read_again() -> None:
+    """The table that the others are made of is taken, in every column, and gives what was stored, in any order."""
+    store, table, plain = genuine()
+    again = Table.from_bytes(table.to_bytes(), "a table")
+    for name in ("starts", "pack", "offset", "stored", "length", "codec", "base", "digest", "stored_digest"):
+        assert (getattr(again, name) == getattr(table, name)).all(), name
+    assert (again.shards, again.packs) == (table.shards, table.packs)
+    for count in range(1, 8):
+        for blobs in itertools.combinations(range(7), count):
+            assert asyncio.run(fetched(store, again, blobs)) == {b: plain[b] for b in blobs}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_an_impossible_table_is_refused(name: str) -> None:
+    """What cannot be, or would go round in circles, is a CorruptError before anything is read by it."""
+    with pytest.raises(CorruptError):
+        Table.from_bytes(IMPOSSIBLE[name](genuine()[1]).to_bytes(), "a table")
+
+
+def test_a_codec_of_a_later_version_is_said() -> None:
+    """It is no damage: the error says what to do about it."""
+    for row, codec in ((2, 77), (5, 255), (0, 6)):
+        with pytest.raises(FormatError, match=rf"codec {codec}, .*pip install -U everystep"):
+            Table.from_bytes(at("codec", row, codec)(genuine()[1]).to_bytes(), "a table")
+
+
+def columns_of(raw: bytes) -> dict[str, Any]:
+    return dict(safetensors.numpy.load(raw))
+
+
+@PURE
+@given(data=st.data())
+def test_no_table_makes_wrong_bytes(data: st.DataObject) -> None:
+    """Whatever numbers are changed: an error of ours, or every blob that comes is what its digest says."""
+    store, table, _ = genuine()
+    columns = columns_of(table.to_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        name = data.draw(st.sampled_from(["pack", "offset", "stored", "length", "codec", "base", "blob_ends"]))
+        column = columns[name].copy()
+        info = np.iinfo(column.dtype)
+        value = data.draw(
+            st.sampled_from([-1, 0, 1, 2, 3, 4, 5, 6, 7, 64, HALF, 2 * HALF]) | st.integers(info.min, info.max)
+        )
+        column[data.draw(st.integers(0, len(column) - 1))] = min(max(value, info.min), info.max)
+        columns[name] = column
+    if data.draw(st.booleans()):
+        columns["digest"] = columns["digest"][np.random.default_rng(0).permutation(len(columns["digest"]))].copy()
+    try:
+        found = Table.from_bytes(safetensors.numpy.save(columns), "a table")
+        got = asyncio.run(fetched(store, found, range(len(found.length))))
+    except CheckpointError:
+        return
+    assert all(blob_digest(d) == found.digest[b].tobytes() for b, d in got.items())
+
+
+def test_damage_is_told_of_those_who_need_it() -> None:
+    """A flipped bit in a base is the loss of the delta and of what is derived from that, and of nothing else."""
+    store, table, plain = genuine()
+    raw = bytearray(store.objects[KEY])
+    raw[int(table.offset[5]) + 3] ^= 1
+    store.objects[KEY] = bytes(raw)
+    lost: dict[int, str] = {}
+    got: dict[int, bytes] = {}
+
+    def note(blobs: Any, error: Exception) -> None:
+        lost.update(dict.fromkeys(blobs, str(error)))
+
+    batches = read.plan_reads(table, range(5))
+    asyncio.run(read.fetch(store, table, batches, lambda b, d: got.update({b: bytes(d)}), on_damage=note))
+    assert lost.keys() == {0, 3} and got == {b: plain[b] for b in (1, 2, 4)}
+    assert all("what one is based on is damaged" in text for text in lost.values())
+    with pytest.raises(CorruptError, match="what one is based on"):
+        asyncio.run(fetched(store, table, range(5)))
+
+
+def test_what_decodes_to_something_else_is_seen() -> None:
+    """Stored bytes that are as they should be, and a base that is not: the digest of the plain bytes does not agree."""
+    store, table, _ = genuine()
+    swapped = at("base", 0, 6)(table)
+    with pytest.raises(CorruptError, match="what is decoded does not match its digest"):
+        asyncio.run(fetched(store, swapped, [0]))
+
+
+def test_a_bomb_takes_no_memory() -> None:
+    """Tens of bytes that claim to be 64 MiB are refused by their header; what asks for much, one by one, is read piece
+    by piece, never all at once."""
+    store = MemoryStore()
+    count = 40
+    length = tables.MAX_BLOB
+    bomb = coded(PLANES, bytes(1 << 20), 1)
+    store.objects[KEY] = bytes(64) + bomb
+    wide = Table(
+        shards=tuple(Shard(f"s{i}", "U8", (length,), (0,), (length,)) for i in range(count)),
+        starts=np.arange(count + 1),
+        pack=np.zeros(count, np.int64),
+        offset=np.full(count, 64),
+        stored=np.full(count, len(bomb)),
+        length=np.full(count, length),
+        codec=np.full(count, PLANES),
+        base=np.full(count, -1),
+        digest=np.zeros((count, 16), np.uint8),
+        stored_digest=as_digests([bomb] * count),
+        packs=(KEY,),
+    )
+    found = Table.from_bytes(wide.to_bytes(), "a table")
+    assert max(len(batch.blobs) for batch in read.plan_reads(found, range(count))) == 1
+    Path("/proc/self/clear_refs").write_text("5")  # the most that was ever resident counts from here
+    before = most_resident()
+    with pytest.raises(CorruptError, match="damaged"):
+        asyncio.run(fetched(store, found, range(count)))
+    assert most_resident() - before < 32 << 20
+
+
+def most_resident() -> int:
+    """Bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_what_is_derived_from_thousands_is_no_hang(empty: bool) -> None:
+    """Tiny blobs, thousands of them, from all of which as many others are derived: no work that grows with the
+    square."""
+    many, size = 2000, 0 if empty else 4
+    words = many * size // 4 + 1
+    shards = (Shard("m", "F32", (words,), (0,), (words,)), Shard("h", "BF16", (many * words,), (0,), (many * words,)))
+    length = np.array([size] * (many - 1) + [size + 4] + [2 * words] * many, np.int64)
+    table = Table(
+        shards=shards,
+        starts=np.array([0, many, 2 * many]),
+        pack=np.zeros(2 * many, np.int64),
+        offset=np.zeros(2 * many, np.int64),
+        stored=np.where(np.arange(2 * many) < many, length, 0),
+        length=length,
+        codec=np.array([RAW] * many + [BF16] * many, np.int64),
+        base=np.array([-1] * many + [0] * many, np.int64),
+        digest=np.zeros((2 * many, 16), np.uint8),
+        stored_digest=np.zeros((2 * many, 16), np.uint8),
+        packs=(KEY,),
+    )
+    with pytest.raises(CorruptError):
+        Table.from_bytes(table.to_bytes(), "a table")
+
+
+@PURE
+@given(seed=st.integers(0, 2**32 - 1), wanted=st.data())
+def test_reads_are_bounded_and_cover_what_is_wanted(seed: int, wanted: st.DataObject) -> None:
+    """Every blob is in one batch, with all that it needs; a read is no longer than its limit unless one blob is."""
+    dice = np.random.default_rng(seed)
+    state = first_state(dice)
+
+    async def made() -> Table:
+        job = await Job.open(Policy(compression="zstd", full_every=100))
+        for step in range(1, 5):
+            commit = await job.save(step, state)
+            for name in state:
+                state[name] = (*state[name][:2], changed(dice, state, [state], name))
+        return await job.table(commit)
+
+    table = asyncio.run(made())
+    blobs = wanted.draw(st.sets(st.integers(0, len(table.length) - 1))) if len(table.length) else set()
+    batches = read.plan_reads(table, blobs)
+    assert sorted(b for batch in batches for b in batch.blobs) == sorted(blobs)
+    for batch in batches:
+        inside = {b for r in batch.reads for b in r.blobs}
+        assert {b for b in read.closure(table, batch.blobs) if table.stored[b]} == inside
+        for r in batch.reads:
+            assert r.length <= read.READ or len(r.blobs) == 1
+            for b in r.blobs:
+                assert r.pack == table.packs[table.pack[b]]
+                assert r.start <= table.offset[b] and table.offset[b] + table.stored[b] <= r.start + r.length
+    order = read.closure(table, sorted(blobs))
+    assert set(order) >= blobs and len(set(order)) == len(order)
+    assert all(order.index(n) < order.index(b) for b in order for n in table.needed(b))
+
+
+def test_tables_of_ranks_become_one() -> None:
+    """Merged, every base is where it was, behind all blobs of all ranks; and what is merged is possible."""
+    store, table, plain = genuine()
+    second = replace(table, shards=tuple(replace(s, name=f"other.{s.name}", rank=1) for s in table.shards))
+    found = Table.from_bytes(merge([table, second, table]).to_bytes(), "an index")
+    assert found.owned == 15 and len(found.length) == 21 and found.packs == (KEY,)
+    got = asyncio.run(fetched(store, found, range(21)))
+    assert [got[b] for b in range(21)] == [plain[b % 5] for b in range(15)] + [plain[5 + b % 2] for b in range(6)]
+
+
+def test_a_part_that_is_built_on_says_so_in_its_file() -> None:
+    """The part names the one checkpoint it was built on, its place in the chain, and all packs, old ones too."""
+
+    async def run() -> None:
+        job = await Job.open(Policy(compression="none", full_every=50))
+        dice = np.random.default_rng(0)
+        state: State = {f"t{i}": ("F32", 5000, dice.bytes(20000)) for i in range(3)}
+        for step in range(1, 7):
+            state["t0"] = ("F32", 5000, dice.bytes(20000))
+            commit = await job.save(step, state)
+            ((rank, number, _),) = commit.parts
+            part = (await commits.load_part(job.log.store, commit.attempt, rank, number)).part
+            assert part.needs == [str(a) for a in commit.needs]
+            assert [a.step for a in commit.needs] == ([step - 1] if step > 2 else [])
+            assert part.chain == max(0, step - 2)
+            owners = {owner(pack.key) for pack in part.packs}
+            assert {a.step for a in owners if a} == ({step, 2} if step > 2 else {step})
+            raw = json.loads(job.log.store.objects[f"parts/{commit.attempt}.0.0.json"])  # type: ignore[attr-defined]
+            assert len(raw["packs"]) == len(part.packs)
+
+    asyncio.run(run())
+
+
+def test_what_is_suspected_is_stored_anew() -> None:
+    """A blob that scrubbing found damaged is in a pack of the next checkpoint's own, and no delta is against it; the
+    one after that takes it from there."""
+
+    async def run(compression: str) -> None:
+        job = await Job.open(Policy(compression=compression, full_every=50))
+        dice = np.random.default_rng(0)
+        state: State = {f"t{i}": ("F32", 5000, dice.normal(size=5000).astype(np.float32).tobytes()) for i in range(4)}
+        for step in (1, 2, 3):
+            await job.save(step, state)
+        before = await job.table(job.log.state.lineage()[0])
+        victim = next(iter(before.blobs(1)))
+        job.encoders[0].suspects.add(suspect(before, victim))
+        words = np.frombuffer(state["t0"][2], np.float32) * np.float32(1.0001)
+        state["t0"] = ("F32", 5000, words.tobytes())
+        commit = await job.save(4, state)
+        after = await job.table(commit)
+        name = before.shards[1].name
+        shard = next(i for i, s in enumerate(after.shards) if s.name == name)
+        blob = after.blobs(shard)[0]
+        assert owner(after.packs[after.pack[blob]]) == commit.attempt
+        others = [b for b in range(after.owned) if b != blob and after.shards[1].name != "t0"]
+        assert any(owner(after.packs[after.pack[b]]) != commit.attempt for b in others)
+        old = before.packs[before.pack[victim]], int(before.offset[victim])
+        assert old not in {(after.packs[p], int(o)) for p, o in zip(after.pack, after.offset, strict=True)}
+        last = await job.table(await job.save(5, state))
+        assert (last.packs[last.pack[blob]], last.offset[blob]) == (after.packs[after.pack[blob]], after.offset[blob])
+
+    for compression in ("none", "zstd"):
+        asyncio.run(run(compression))
+
+
+# -- what fails --
+
+
+class Failing(MemoryStore):
+    """The operation number `at` of those that change anything fails, and all that come after it while `stuck`."""
+
+    at, count, stuck = -1, 0, False
+
+    def step(self) -> None:
+        self.count += 1
+        if self.count == self.at or (self.stuck and 0 < self.at < self.count):
+            raise FullError("no space left")
+
+    async def put(self, key: str, data: Any, *, create: bool = False) -> None:
+        self.step()
+        await super().put(key, data, create=create)
+
+    async def upload(self, key: str, *, size: int, replace: bool = False) -> Any:
+        self.step()
+        found = await super().upload(key, size=size, replace=replace)
+        write_at = found.write_at
+
+        async def counted(offset: int, view: memoryview) -> None:
+            self.step()
+            await write_at(offset, view)
+
+        found.write_at = counted  # type: ignore[method-assign]
+        return found
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_every_operation_of_an_increment_may_fail(compression: str, stuck: bool) -> None:
+    """Whichever one fails: an error of ours, no pack is left of it unless its part may be there, what was saved before
+    is whole, and the same step is saved by the next try."""
+
+    async def once(at: int) -> int:
+        dice = np.random.default_rng(0)
+        state: State = {f"t{i}.w": ("F32", 5000, dice.normal(size=5000).astype(np.float32).tobytes()) for i in range(6)}
+        job = await Job.open(Policy(compression=compression, full_every=50))
+        store = job.log.store = Failing(objects=job.log.store.objects)  # type: ignore[attr-defined]
+        for step in (1, 2, 3):
+            await job.save(step, state)
+        for i in range(4):
+            words = np.frombuffer(state[f"t{i}.w"][2], np.float32) + np.float32(1e-5)
+            state[f"t{i}.w"] = ("F32", 5000, words.tobytes())
+        store.at, store.count, store.stuck = at, 0, stuck
+        try:
+            await job.write(4, state)
+            failed = False
+        except CheckpointError:
+            failed = True
+        count, store.at = store.count, -1
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1, "something goes on"
+        if failed:
+            attempt = Attempt(job.mine.epoch, 4, job.mine.nonce)
+            left = [key for key in store.objects if owner(key) == attempt]
+            assert not left or any("parts/" in key for key in left), left
+            written = await job.write(4, state, number=1)
+            commit = await commits.commit(job.log, job.mine, [written])
+            job.saved[commit.attempt] = dict(state)
+        assert failed == (0 < at <= count)
+        await check(job, lambda n: [n - 1])
+        return count
+
+    operations = asyncio.run(once(-1))
+    assert operations >= 5
+    for at in range(1, operations + 1):
+        asyncio.run(once(at))
+
+
+def test_a_promotion_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many tensors there are in two precisions, what is read from the nearer place at once is some windows."""
+    most: list[int] = []
+    right = byte_source.InStore.load
+
+    async def counted(self: byte_source.InStore, blobs: Any) -> Any:
+        most.append(sum(int(self.table.length[b]) for b in blobs))
+        return await right(self, blobs)
+
+    monkeypatch.setattr(byte_source.InStore, "load", counted)
+
+    async def run() -> None:
+        dice = np.random.default_rng(0)
+        near, far = await Job.open(Policy(compression="none")), await Job.open(Policy(compression="zstd"))
+        state: State = {}
+        for i in range(40):
+            state[f"m{i}"] = ("F32", BLOB // 4, dice.normal(size=BLOB // 4).astype(np.float32).tobytes())
+            state[f"h{i}"] = ("BF16", BLOB // 4, bytes(BLOB // 2))
+        rounded(dice, state)
+        written = await near.write(1, state)
+        layout = layout_of(state)
+        snapshot = RankSnapshot(Attempt(1, 1, "0badcafe"), layout, memoryview(b""), [])
+        source = byte_source.InStore(near.log.store, written.table)
+        there = await far.encoders[0].write(far.log.store, snapshot, source, None)
+        wanted = expected(there.table, state)
+        assert await fetched(far.log.store, there.table, range(there.table.owned)) == wanted  # type: ignore[arg-type]
+
+    asyncio.run(run())
+    assert 0 < max(most) <= 4 * encode.WINDOW, f"{max(most)} bytes"
+
+
+def test_what_a_newer_version_saved_is_not_built_on() -> None:
+    """Its codecs are not known here: the next checkpoint is whole, instead of none at all."""
+
+    async def run() -> None:
+        job = await Job.open(Policy(compression="zstd", full_every=50))
+        state: State = {"w": ("F32", 5000, np.random.default_rng(0).bytes(20000))}
+        for step in (1, 2, 3):
+            await job.save(step, state)
+        newer = replace(CODECS[PLANES], id=77, name="newer")
+        right = Table.to_bytes
+        with mock.patch.object(Table, "to_bytes", lambda t: right(replace(t, codec=np.full_like(t.codec, 77)))):
+            with mock.patch.dict(CODECS, {77: newer}):
+                await job.save(4, state)
+        fresh = replace_encoders(job)
+        commit = await fresh.save(5, state)
+        assert commit.full
+        wanted = expected(await fresh.table(commit), state)
+        assert await fetched(fresh.log.store, await fresh.table(commit), [0, 1, 2]) == wanted  # type: ignore[arg-type]
+
+    asyncio.run(run())
+
+
+def replace_encoders(job: Job) -> Job:
+    """The same run, by processes that remember nothing."""
+    return Job(job.log, job.mine, [Encoder(e.policy) for e in job.encoders], job.saved)

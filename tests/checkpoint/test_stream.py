@@ -1,0 +1,193 @@
+"""Reading a folder's blobs straight to where they belong: the same bytes as by `read.fetch`, and nothing unverified."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from test_incremental import HALF, KEY, columns_of, genuine
+
+from ckpt.checkpoint import read, read_local, read_repair
+from ckpt.errors import CheckpointError, CorruptError
+from ckpt.format.digest import blob_digest
+from ckpt.format.manifest import Attempt
+from ckpt.format.table import Table
+from ckpt_backends.local import LocalStore
+from ckpt_backends.memory import MemoryStore
+
+EVERY = range(5)  # blobs of `genuine` that are of shards; two bases are behind them
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blobs are small here, and are given places all the same."""
+    monkeypatch.setattr(read_local, "LEAST", 1)
+
+
+class Taken:
+    """What was read: into places (with a guard before and behind each), to the sink, and what was reported lost."""
+
+    def __init__(self, table: Table, placed: Sequence[int]) -> None:
+        self.memory = {blob: np.full(int(table.length[blob]) + 64, 0xEE, np.uint8) for blob in placed}
+        self.sunk: dict[int, bytes] = {}
+        self.lost: dict[int, str] = {}
+
+    def room(self, blob: int) -> memoryview | None:
+        found = self.memory.get(blob)
+        return None if found is None else found[32:-32].data
+
+    def sink(self, blob: int, data: memoryview) -> None:
+        assert blob not in self.sunk, "handed over twice"
+        self.sunk[blob] = bytes(data)
+
+    def note(self, blobs: Sequence[int], error: Exception) -> None:
+        self.lost.update(dict.fromkeys(blobs, str(error)))
+
+    def all(self) -> dict[int, bytes]:
+        for memory in self.memory.values():
+            assert set(memory[:32].tolist()) == set(memory[-32:].tolist()) == {0xEE}, "written outside of a place"
+        placed = {blob: memory[32:-32].tobytes() for blob, memory in self.memory.items() if blob not in self.lost}
+        return {**placed, **self.sunk}  # what several share is handed over all the same
+
+
+def read_all(store: Any, table: Table, placed: Sequence[int], blobs: Sequence[int] = EVERY) -> Taken:
+    taken = Taken(table, placed)
+    batches = read.plan_reads(table, blobs, far=True)
+    asyncio.run(read_local.fetch(store, table, batches, taken.sink, taken.note, taken.room))
+    return taken
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_every_choice_of_places_gives_the_same_bytes(streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raw, encoded, deltas whose base has a place of its own, and what is derived: whichever of them have places."""
+    monkeypatch.setattr(read_local, "STREAMS", streams)
+    store, table, plain = genuine()
+    for chosen in range(1 << len(EVERY)):
+        placed = [blob for blob in EVERY if chosen >> blob & 1]
+        taken = read_all(store, table, placed)
+        assert taken.all() == {blob: plain[blob] for blob in EVERY}
+        assert taken.sunk.keys() == set(EVERY) - set(placed) and not taken.lost
+
+
+def test_bases_may_be_wanted_and_placed_as_well() -> None:
+    """What a delta is taken against is not overwritten before it was used, wherever it lies."""
+    store, table, plain = genuine()
+    for blobs in ([5, 0], [0, 5], [0, 3, 5, 6]):
+        assert read_all(store, table, [0, 5], blobs).all() == {blob: plain[blob] for blob in blobs}
+
+
+@pytest.mark.parametrize("placed", [(), (0, 1, 2, 3, 4)])
+def test_a_flipped_bit_is_told_of_those_who_need_it(placed: tuple[int, ...]) -> None:
+    """In a base, a raw blob, an encoded one: those who need it are lost, and all others come."""
+    for hit, lost in [(5, {0, 3}), (1, {1, 3}), (2, {2, 4})]:
+        store, table, plain = genuine()
+        raw = bytearray(store.objects[KEY])
+        raw[int(table.offset[hit]) + 3] ^= 1
+        store.objects[KEY] = bytes(raw)
+        taken = read_all(store, table, placed)
+        assert taken.lost.keys() == lost
+        assert taken.all() == {blob: plain[blob] for blob in EVERY if blob not in lost}
+
+
+def test_no_table_puts_wrong_bytes_into_a_place() -> None:
+    """Whatever numbers of a table are changed: an error of ours, or what came is what its digest says."""
+    store, table, _ = genuine()
+    whole = columns_of(table.to_bytes())
+    dice = random.Random(0)
+    held = 0
+    for _ in range(2000):
+        columns = dict(whole)
+        for _ in range(dice.randint(1, 3)):
+            name = dice.choice(["pack", "offset", "stored", "length", "codec", "base", "blob_ends"])
+            column = columns[name].copy()
+            value = dice.choice([-1, 0, 1, 2, 5, 64, HALF, 2 * HALF, dice.randrange(3 * HALF)])
+            info = np.iinfo(column.dtype)
+            column[dice.randrange(len(column))] = min(max(value, info.min), info.max)
+            columns[name] = column
+        try:
+            found = Table.from_bytes(safetensors.numpy.save(columns), "a table")
+            taken = read_all(store, found, dice.sample(EVERY, dice.randint(0, 5)), range(len(found.length)))
+        except CheckpointError:
+            continue
+        held += 1
+        for blob, data in taken.all().items():
+            assert blob_digest(data) == found.digest[blob].tobytes()
+    assert held > 100  # many of these tables are still tables
+
+
+def test_negative_control_without_digests_damage_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the digest that finds it."""
+    store, table, _ = genuine()
+    raw = bytearray(store.objects[KEY])
+    raw[int(table.offset[1]) + 3] ^= 1
+    store.objects[KEY] = bytes(raw)
+    monkeypatch.setattr(read, "blob_digest", lambda data: _Anything())
+    assert not read_all(store, table, [1]).lost
+
+
+class _Anything(bytes):
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
+def test_what_is_damaged_comes_from_elsewhere_into_its_place(tmp_path: Path) -> None:
+    """`mend` hands the sound bytes to the sink, which overwrites what was read into the place; or raises."""
+    memory, table, plain = genuine()
+    store = LocalStore(f"file://{tmp_path}", writable=True)
+    raw = bytearray(memory.objects[KEY])
+    raw[int(table.offset[1])] ^= 0x80
+    asyncio.run(store.put(KEY, bytes(raw)))
+    taken = Taken(table, [1])
+
+    async def work() -> None:
+        await read_repair.fetch(store, Attempt(1, 1, "abcdefgh"), table, list(EVERY), taken.sink, room=taken.room)
+
+    with pytest.raises(CorruptError, match="do not match their digest"):
+        asyncio.run(work())
+    assert taken.sunk == {blob: plain[blob] for blob in (0, 2, 4)}
+
+
+def test_a_file_that_ends_early_or_is_gone_loses_what_is_behind_it(tmp_path: Path) -> None:
+    """Nothing is made up for bytes that are not there, and no other error than ours comes of it."""
+    memory, table, _ = genuine()
+    store = LocalStore(f"file://{tmp_path}", writable=True)
+    whole = memory.objects[KEY]
+    for size in (0, 1, len(whole) // 2, len(whole) - HALF - 1):  # the last base is not needed
+        (tmp_path / "packs").mkdir(exist_ok=True)
+        (tmp_path / KEY).write_bytes(whole[:size])
+        taken = read_all(LocalStore(f"file://{tmp_path}"), table, [0, 1, 2])
+        assert taken.lost and taken.lost.keys() | taken.all().keys() == set(EVERY)
+    (tmp_path / KEY).unlink()
+    assert read_all(store, table, [0]).lost.keys() == set(EVERY)
+
+
+def test_scatter_fills_views_of_any_number_and_size(tmp_path: Path) -> None:
+    """More views than one system call takes, empty ones, odd offsets, short reads: the bytes are in order."""
+    dice = random.Random(0)
+    data = dice.randbytes(300_000)
+    folder = LocalStore(f"file://{tmp_path}", writable=True)
+    asyncio.run(folder.put("packs/x", data))
+    pure = MemoryStore(objects={"packs/x": data})
+
+    class Short(type(folder.disk)):  # type: ignore[misc]
+        def scatter(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+            return int(super().scatter(fd, [views[0][: max(1, len(views[0]) // 2)]], offset))
+
+    halting = LocalStore(f"file://{tmp_path}", disk=Short())
+    for store in (folder, pure, halting):
+        for count in (0, 1, 7, 3000):
+            sizes = [dice.randrange(60) for _ in range(count)]
+            views = [memoryview(bytearray(size)) for size in sizes]
+            start = dice.randrange(1000)
+            store.scatter("packs/x", start, views)
+            assert b"".join(views) == data[start : start + sum(sizes)]
+        with pytest.raises(CheckpointError):
+            store.scatter("packs/x", len(data) - 5, [memoryview(bytearray(3)), memoryview(bytearray(3))])
+        with pytest.raises(CheckpointError):
+            store.scatter("packs/y", 0, [memoryview(bytearray(3))])

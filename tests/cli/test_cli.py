@@ -1,0 +1,570 @@
+"""The command line, on real runs: what it says, in which form, and with which exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+import toy
+from ckpt.checkpoint.commit import acquire
+from ckpt.cli import app, terminal
+from ckpt.format.manifest import Attempt, canonical, new_nonce, seal
+from ckpt.runlog.log import Record, RunLog
+from ckpt.store import open_store
+from commands import attempt_of, call, flip, increments, save, spawn
+from processes import REPO
+
+__all__ = ["call", "increments"]  # fixtures
+
+COMMANDS = ("ls", "show", "verify", "diff")
+HOSTILE = "[red]\x1b[31mworm\x9b\r\u202e[/nosuchtag]"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with the steps 2, 4 and 6. Tests that damage it copy it first."""
+    folder = tmp_path_factory.mktemp("made")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("CKPT_RUNTIME_DIR", str(folder))
+    state = toy.build()
+    state |= {"tied": state["model"][0].weight, "odd": {"nan": float("nan"), "raw": b"\x00", "big": 10**30}}
+    save(folder / "run", state, range(1, 7))
+    patch.undo()
+    return folder / "run"
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    """A copy of that run, to be changed."""
+    return Path(shutil.copytree(made, tmp_path / "copy"))
+
+
+def arguments_of(command: str, run: Path) -> list[str]:
+    return [command, str(run)] if command != "diff" else [command, f"{run}@4", f"{run}@6"]
+
+
+# -- what each says --
+
+
+def test_ls_lists_newest_first(made: Path, call: Any) -> None:
+    """Every checkpoint with its step, attempt, time, size, ranks and reason; the newest is marked."""
+    found = call("ls", made, "--json")
+    rows = found.json["checkpoints"]
+    assert (found.code, [r["step"] for r in rows], found.json["url"]) == (0, [6, 4, 2], f"file://{made}")
+    assert [r["newest"] for r in rows] == [True, False, False] and all(r["in_history"] for r in rows)
+    for row in rows:
+        own = sum(pack.stat().st_size for pack in (made / "packs").glob(f"{row['attempt']}.*"))
+        part = json.loads((made / "parts" / f"{row['attempt']}.0.0.json").read_text())
+        assert (row["bytes"], row["ranks"], row["reason"]) == (own, 1, "due")
+        assert row["full"] == (not part.get("needs"))
+        assert app.datetime.fromisoformat(row["created"]).timestamp() == int(part["created"])
+    lines = call("ls", made).out.splitlines()
+    assert lines[0] == f"file://{made}" and re.match(r" +6 .* newest$", lines[2]) and len(lines) == 7
+
+
+def test_ls_tells_undone_from_present_and_leaves_out_retired(run: Path, call: Any) -> None:
+    """After a rollback to step 4, step 6 is said to be undone; what a PLAN retired is not shown."""
+    two, four = (Attempt.parse(attempt_of(run, step)) for step in (2, 4))
+
+    async def roll_back() -> None:
+        log = RunLog(open_store(run))
+        await log.open()
+        mine = await acquire(log, new_nonce(), restored=four)
+        await log.append(lambda _: Record("PLAN", {"retire": [str(two)], "delete": []}, "plan"), owner=mine)
+        await log.store.aclose()
+
+    asyncio.run(roll_back())
+    rows = {r["step"]: r for r in call("ls", run, "--json").json["checkpoints"]}
+    assert rows.keys() == {4, 6}
+    assert rows[4]["newest"] and not rows[6]["in_history"]
+    assert "undone by a rollback" in call("ls", run).out.splitlines()[2]
+
+
+def test_show_says_what_is_inside(made: Path, call: Any) -> None:
+    """Tensors with dtype, shape and bytes, tied ones as such, plain values decoded, packs and totals."""
+    found = call("show", made, "--step", 4, "--json").json
+    tensors = {t["name"]: t for t in found["tensors"]}
+    own = [t for t in tensors.values() if t["alias_of"] is None]
+    assert tensors["model.0.weight"] == {
+        "name": "model.0.weight", "dtype": "F32", "shape": [64, 64], "bytes": 16384, "alias_of": None,
+        "stored": 16384, "held": {"raw": 1}, "depth": 0, "reads": 16384,
+    }  # fmt: skip
+    assert tensors["tied"]["alias_of"] == "model.0.weight"
+    assert (found["step"], found["distinct_tensors"]) == (4, len(own))
+    assert found["tensor_bytes"] == sum(t["bytes"] for t in own)
+    values = {v["path"]: (v["type"], v["value"]) for v in found["values"]}
+    assert values["sched.last_epoch"] == ("int", 4) and len(values["meta.losses"][1]) == 4
+    assert values["odd.nan"] == ("float", "nan") and values["odd.big"] == ("int", hex(10**30))
+    assert {c["path"]: c["kind"] for c in found["components"]}["optim"] == "optimizer"
+    assert [p["size"] for p in found["packs"]] == [(made / found["packs"][0]["key"]).stat().st_size]
+    assert (found["full"], found["needs"], found["older_packs"]) == (True, [], 0)
+    assert found["stored_bytes"] == found["packs"][0]["size"]
+    assert found["packs"][0]["used"] == found["restore_bytes"] <= found["tensor_bytes"]
+    text = call("show", made, "--step", 4).out
+    assert re.search(r"^tied +F32 +\(64, 64\) .* model\.0\.weight$", text, re.MULTILINE)
+    assert re.search(r"^sched\.last_epoch +int +4$", text, re.MULTILINE)
+
+
+def test_ls_says_which_are_increments(increments: Path, call: Any) -> None:
+    """And how much each has written itself, in however many files; that is less for an increment."""
+    rows = {row["step"]: row for row in call("ls", increments, "--json").json["checkpoints"]}
+    assert {step: row["full"] for step, row in rows.items()} == {1: True, 2: True, 3: False, 4: False, 5: True}
+    for row in rows.values():
+        own = [pack.stat().st_size for pack in (increments / "packs").glob(f"{row['attempt']}.*")]
+        assert row["bytes"] == sum(own) > 0
+    assert max(rows[3]["bytes"], rows[4]["bytes"]) < 0.7 * rows[5]["bytes"]
+    lines = call("ls", increments).out.splitlines()
+    assert [line.split()[6] for line in lines[2:7]] == ["full", "increment", "increment", "full", "full"]
+    assert re.fullmatch(r"5 checkpoints, [0-9.]+ [kM]B written, [0-9.]+ [kM]B in files", lines[-1])
+
+
+def test_ls_says_where_a_full_one_has_lost_its_file(increments: Path, tmp_path: Path, call: Any) -> None:
+    """Instead of a size that is none. Control: in a sound run nothing is gone."""
+    run = Path(shutil.copytree(increments, tmp_path / "copy"))
+    for pack in (run / "packs").glob(f"{attempt_of(run, 2)}.*"):
+        pack.unlink()
+    rows = {row["step"]: row for row in call("ls", run, "--json").json["checkpoints"]}
+    assert {step for step, row in rows.items() if row["gone"]} == {2} and rows[2]["bytes"] == 0
+    assert [line.split()[4] == "gone" for line in call("ls", run).out.splitlines()[2:7]] == [False] * 3 + [True, False]
+    assert " gone " not in call("ls", increments).out
+
+
+def test_verify_says_the_same_once(increments: Path, tmp_path: Path, call: Any) -> None:
+    """What several checkpoints suffer from, for all of them; and what may be done. A sound run has no such line."""
+    run = Path(shutil.copytree(increments, tmp_path / "copy"))
+    (pack,) = (run / "packs").glob(f"{attempt_of(run, 2)}.*")
+    pack.unlink()
+    found = call("verify", run, "--all")
+    tail = [f"steps 4, 3, 2: packs/{pack.name} is gone", f"`ckpt repair file://{run}` may mend it"]
+    assert found.code == 1 and found.out.splitlines()[-2:] == tail
+    assert "ckpt repair" not in call("verify", increments, "--all").out
+
+
+@pytest.mark.parametrize("command", ["show", "verify", "repair"])
+def test_a_step_behind_the_url_is_told_how_it_is_given(command: str, made: Path, call: Any) -> None:
+    """Only `diff` takes URL@STEP."""
+    assert "(use --step 4)" in call(command, f"{made}@4").err
+    assert "use --step" not in call(command, f"{made}-none").err
+
+
+def test_show_says_what_is_stored_for_another(tmp_path: Path, call: Any) -> None:
+    """Of tensors with the same bytes one is stored, where the pieces are stored one by one."""
+    run, same = tmp_path / "run", torch.randn(9000)
+    state = {"a": same, "b": same.clone(), "c": torch.randn(9000)}
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(str(run), every=1, compression="zstd")]) as cp:
+        cp.restore(default=0)
+        cp.save(1).committed(60.0)
+    tensors = {t["name"]: t for t in call("show", run, "--json").json["tensors"]}
+    assert tensors["b"]["held"] == {"as another": 1} and not tensors["b"]["stored"]
+    assert tensors["a"]["held"].keys() == tensors["c"]["held"].keys() and "as another" not in tensors["a"]["held"]
+    assert "as another" in call("show", run).out
+
+
+def test_show_says_how_tensors_are_held(increments: Path, call: Any) -> None:
+    """Of each tensor: what was stored for it, in which form, what must be decoded first, what a restore reads; of all:
+    what it is built on, the older files it uses, and bytes that add up."""
+    found = call("show", increments, "--step", 4, "--json").json
+    tensors = {t["name"]: t for t in found["tensors"]}
+    held = {name: (t["held"], t["depth"]) for name, t in tensors.items()}
+    assert held["frozen"] == ({"reference": 1}, 0) and tensors["frozen"]["stored"] == 0
+    assert held["tiny"] == ({"raw": 1}, 0) and tensors["tiny"]["stored"] == 12
+    assert held["noise"] == ({"planes": 1}, 0)
+    assert held["master"] == ({"delta": 1}, 1) and held["rounded"] == ({"derived": 1}, 2)
+    assert 0 < tensors["master"]["stored"] < 0.1 * tensors["master"]["bytes"] < tensors["master"]["reads"]
+    assert tensors["rounded"]["stored"] == 0 and tensors["rounded"]["reads"] == tensors["master"]["reads"]
+    assert (found["full"], found["chain"], len(found["needs"])) == (False, 2, 1)
+    assert found["older_packs"] == sum(not pack["own"] for pack in found["packs"]) > 0
+    assert found["stored_bytes"] == sum(pack["size"] for pack in found["packs"] if pack["own"])
+    assert found["restore_bytes"] == sum(pack["used"] for pack in found["packs"])
+    assert found["restore_bytes"] == sum(t["reads"] for name, t in tensors.items() if name != "rounded")
+    assert sum(t["stored"] for t in tensors.values()) == sum(p["used"] for p in found["packs"] if p["own"])
+    whole = call("show", increments, "--step", 5, "--json").json
+    assert whole["full"] and not whole["needs"] and not whole["older_packs"]
+    assert {t["name"]: t["depth"] for t in whole["tensors"]}["rounded"] == 1
+    text = call("show", increments, "--step", 4).out
+    assert (
+        re.search(r"^master +F32 +\(64, 128\) .* delta$", text, re.MULTILINE)
+        and "an increment, built on step 3" in text
+    )
+    gone = "\n".join(app.storage_lines({**found, "needs_there": False}))
+    assert found["needs_there"] and "an increment, refers to files of step 2, number 2 after" in gone
+    assert all(len(line) <= 100 for line in text.splitlines()[1:]), "but for the URL, which may be long"
+
+
+def test_verify_reads_older_files_too_unless_it_is_told_not_to(increments: Path, tmp_path: Path, call: Any) -> None:
+    """A flipped bit in a file of step 2 damages what builds on it; --no-data sees headers and sizes only. What progress
+    is told beforehand is what is read then."""
+    run = Path(shutil.copytree(increments, tmp_path / "copy"))
+    assert call("verify", run, "--all", "--no-data", "--json").json["data"] is False
+    (pack,) = (run / "packs").glob(f"{attempt_of(run, 2)}.*")
+    found = json.loads(call("show", run, "--step", 3, "--json").out)
+    assert pack.name in {Path(p["key"]).name for p in found["packs"]}
+    size = int.from_bytes(pack.read_bytes()[:8], "little") + 8
+    entries = json.loads(pack.read_bytes()[8:size])
+    flip(pack, size + next(e for n, e in entries.items() if n.startswith("frozen"))["data_offsets"][0] + 9)
+    verdicts = {c["step"]: c["verdict"] for c in call("verify", run, "--all", "--json").json["checkpoints"]}
+    assert verdicts == {1: "sound", 2: "damaged", 3: "damaged", 4: "damaged", 5: "sound"}
+    assert call("verify", run, "--all", "--no-data").code == 0
+    os.truncate(pack, pack.stat().st_size - 1)
+    assert call("verify", run, "--all", "--no-data").code == 1
+
+    async def counted() -> tuple[int, int]:
+        log = RunLog(open_store(increments))
+        await log.open()
+        commits, seen = app.newest_first(log), list[int]()
+        for commit in commits:
+            await app.examine(log, commit, seen.append)
+        total = await app.bytes_to_read(log, commits)
+        await log.store.aclose()
+        return sum(seen), total
+
+    seen, total = asyncio.run(counted())
+    assert seen == total > 0
+
+
+def test_show_only_filters_tensors(made: Path, call: Any) -> None:
+    """A shell pattern picks tensors by name; a pattern that picks none is wrong usage."""
+    names = [t["name"] for t in call("show", made, "--only", "model.*.weight", "--json").json["tensors"]]
+    assert names == ["model.0.weight", "model.1.weight", "model.3.weight"]
+    found = call("show", made, "--only", "nothing*")
+    assert found.code == 2 and "nothing*" in found.err
+
+
+def test_verify_of_a_sound_run(made: Path, call: Any) -> None:
+    """Exit code 0 and the verdict for the newest, a given step, or all."""
+    for options, steps in (([], [6]), (["--step", 2], [2]), (["--all"], [6, 4, 2])):
+        found = call("verify", made, *options, "--json")
+        assert (found.code, found.json["problems"]) == (0, [])
+        assert [(c["step"], c["verdict"]) for c in found.json["checkpoints"]] == [(s, "sound") for s in steps]
+    assert re.search(r"^ +6 +\S+ +sound$", call("verify", made).out, re.MULTILINE)
+
+
+def test_verify_names_the_damaged_tensor(run: Path, call: Any) -> None:
+    """One flipped byte in a pack: exit code 1, and the tensor it lies in; the other checkpoints stay sound."""
+    pack = run / "packs" / f"{attempt_of(run, 4)}.0.0.safetensors"
+    header = json.loads(pack.read_bytes()[8:4096])
+    flip(pack, 4096 + header["model.3.bias"]["data_offsets"][0] + 5)
+    found = call("verify", run, "--all", "--json")
+    verdicts = {c["step"]: c for c in found.json["checkpoints"]}
+    assert (found.code, [verdicts[s]["verdict"] for s in (6, 4, 2)]) == (1, ["sound", "damaged", "sound"])
+    assert [p.split()[0] for p in verdicts[4]["problems"]] == ["model.3.bias"]
+    told = call("verify", run, "--step", 4)
+    assert told.code == 1 and "model.3.bias is damaged" in told.out
+    assert call("verify", run).code == 0
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["packs/*-6.0*", "parts/*-6.0*.json", "parts/*-6.0*.safetensors", "index/*-6-*", "log/*2.json", "FORMAT.json"],
+)
+def test_verify_notices_one_flipped_bit_in_any_kind_of_file(run: Path, call: Any, file: str) -> None:
+    """In the first, a middle and the last byte of packs, parts, tables, the index, the log and FORMAT.json."""
+    (path,) = run.glob(file)
+    for at in (0, path.stat().st_size // 2, -1):
+        flip(path, at)
+        found = call("verify", run, "--all", "--json")
+        assert found.code == 1, (file, at)
+        problems = [*found.json["problems"], *(p for c in found.json["checkpoints"] for p in c["problems"])]
+        assert problems, (file, at)
+        flip(path, at)
+        assert call("verify", run, "--all").code == 0
+
+
+def test_a_damaged_log_is_said_loudly(run: Path, call: Any) -> None:
+    """Each command that still can answers, and warns on stderr; if no checkpoint is left, verify still says why."""
+    flip(sorted((run / "log").iterdir())[-1], 40)
+    for command in ("ls", "show", "verify"):
+        found = call(command, run, "--json")
+        assert "WARNING: " in found.err and "damaged or missing" in found.err and found.json["url"]
+        assert found.code == (1 if command == "verify" else 0)
+    for path in sorted((run / "log").iterdir())[1:-1]:
+        flip(path, 40)
+    assert call("verify", run).code == 1
+    assert call("verify", run, "--all").code == 1
+
+
+def test_what_is_retired_meanwhile_is_not_called_damaged(run: Path) -> None:
+    """A job that cleans up while we look is no damage; the same missing file in a live checkpoint is."""
+
+    async def look(plan: bool) -> str:
+        log, other = RunLog(open_store(run)), RunLog(open_store(run))
+        await log.open()
+        await other.open()
+        (commit,) = [c for c in log.state.commits.values() if c.step == 2]
+        if plan:
+            record = Record("PLAN", {"retire": [str(commit.attempt)], "delete": []}, "plan")
+            await other.append(lambda _: record, owner=other.state.acquires[-1])
+        await other.store.delete(f"packs/{commit.attempt}.0.0.safetensors")
+        verdict = (await app.examine(log, commit))["verdict"]
+        await log.store.aclose()
+        await other.store.aclose()
+        return str(verdict)
+
+    assert asyncio.run(look(plan=False)) == "damaged"
+    assert asyncio.run(look(plan=True)) == "retired"
+
+
+# -- diff --
+
+
+def test_diff_of_equal_checkpoints_reads_no_tensor(run: Path, call: Any) -> None:
+    """A copy of a run is equal, which the digests alone can tell: even with the packs' bytes gone."""
+    for pack in (run / "packs").iterdir():
+        size = pack.stat().st_size
+        os.truncate(pack, 0)
+        os.truncate(pack, size)
+    found = call("diff", f"{run}@4", f"{run}@4", "--json")
+    assert (found.code, found.json["equal"], found.json["a"]["step"]) == (0, True, 4)
+    assert call("diff", run, run).out == "equal\n"
+    assert call("diff", f"{run}@4", run).code == 2  # where they differ, the bytes are needed, and are damaged
+
+
+def test_diff_of_two_steps(made: Path, call: Any) -> None:
+    """Tensors that differ with the largest difference, as torch computes it, and plain values by path."""
+    found = call("diff", f"{made}@4", f"{made}@6", "--json")
+    tensors = {t["name"]: t for t in found.json["tensors"]}
+    a, b = ckpt.load(made, step=4), ckpt.load(made, step=6)
+    same = {name for name in a if torch.equal(a[name], b[name])} | {"tied"}
+    assert found.code == 1 and not found.json["equal"] and tensors.keys() == a.keys() - same
+    for name, row in tensors.items():
+        if a[name].is_floating_point():
+            most = (a[name].double() - b[name].double()).abs().max().item()
+            assert row["max_abs_difference"] == most and row["differing"] == (a[name] != b[name]).sum().item()
+    values = {v["path"]: (v["a"], v["b"], v["only_in"]) for v in found.json["values"]}
+    assert values["sched.last_epoch"] == (4, 6, None) and values["meta.losses.5"][2] == "b"
+    assert "odd.nan" not in values and "meta.losses.0" not in values
+    text = call("diff", f"{made}@4", f"{made}@6").out
+    assert re.search(r"^value +sched\.last_epoch +4 +6$", text, re.MULTILINE) and text.endswith("different\n")
+
+
+def test_diff_of_other_layouts_and_dtypes(tmp_path: Path, call: Any) -> None:
+    """Names in one only, changed dtype or shape, untied weights, and differences in bf16, f16, integers and NaN."""
+    t = torch.tensor
+    shared = torch.ones(3)
+    one = {
+        "bf": t([1.0, 2.0], dtype=torch.bfloat16), "half": t([1.0, float("nan")], dtype=torch.float16), "n": t([1, 2]),
+        "z": t([1 + 1j]), "shape": torch.ones(2), "dtype": torch.ones(2), "left": torch.ones(1), "same": torch.ones(9),
+        "x": shared, "y": shared, "v": {"kind": (1, 2), "n": 1, "gone": None},
+    }  # fmt: skip
+    two = {
+        "bf": t([1.0, 2.5], dtype=torch.bfloat16), "half": t([1.0, 1.0], dtype=torch.float16), "n": t([1, 3]),
+        "z": t([1 + 4j]), "shape": torch.ones(3), "dtype": torch.ones(2).double(), "right": torch.ones(1),
+        "same": torch.ones(9), "x": torch.ones(3), "y": torch.ones(3), "v": {"kind": [1, 2], "n": True},
+    }  # fmt: skip
+    for name, state in (("one", one), ("two", two)):
+        save(tmp_path / name, state, range(1, 2), every=1)
+    found = call("diff", tmp_path / "one", tmp_path / "two", "--json").json
+    assert (found["only_in_a"], found["only_in_b"]) == (["left"], ["right"])
+    assert sorted(row["name"] for row in found["changed"]) == ["dtype", "shape", "y"]
+    assert {row["name"]: (row["differing"], row["max_abs_difference"]) for row in found["tensors"]} == {
+        "bf": (1, 0.5), "half": (1, "nan"), "n": (1, 1.0), "z": (1, 3.0),
+    }  # fmt: skip
+    values = {row["path"]: row["only_in"] for row in found["values"]}
+    assert values.items() >= {"v.n": None, "v.gone": "a"}.items()
+    text = call("diff", tmp_path / "one", tmp_path / "two").out
+    assert re.search(r"^changed +dtype +F32 \(2,\) +F64 \(2,\)$", text, re.MULTILINE)
+
+
+def test_diff_notices_another_kind_of_container(tmp_path: Path, call: Any) -> None:
+    """A tuple in place of an equal list is a difference, though every value in them is the same."""
+    for name, value in (("one", [1, [2]]), ("two", (1, [2])), ("three", [1, [2]])):
+        save(tmp_path / name, {"v": {"x": value}}, range(1, 2), every=1)
+    assert call("diff", tmp_path / "one", tmp_path / "two").code == 1
+    assert call("diff", tmp_path / "one", tmp_path / "three").code == 0
+
+
+# -- what may go wrong --
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example(command: str, call: Any) -> None:
+    """`--help` of each command shows a line that one can copy."""
+    found = call(command, "--help")
+    assert found.code == 0 and re.search(rf"Example:\n +ckpt {command} runs/exp1", found.out)
+
+
+def test_version(call: Any) -> None:
+    """`--version` says which."""
+    assert ckpt.__version__ in call("--version").out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_cannot_be_read_is_two_lines_and_code_2(command: str, made: Path, tmp_path: Path, call: Any) -> None:
+    """Not a run, somebody else's folder, no such place, no such step, an unknown scheme: never a traceback."""
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "FORMAT.json").write_text("{}")
+    for place in (tmp_path, tmp_path / "none", tmp_path / "file", tmp_path / "other", "nosuch://place"):
+        found = call(command, place, *([made] if command == "diff" else []))
+        assert (found.code, found.out, len(found.err.splitlines())) == (2, "", 2), (place, found.err)
+        assert all(line.startswith("ckpt: ") for line in found.err.splitlines())
+    if command != "ls":
+        missing = [command, f"{made}@5", made] if command == "diff" else [command, made, "--step", 5]
+        found = call(*missing)
+        assert (found.code, found.out) == (2, "") and "6, 4, 2" in found.err
+
+
+def test_wrong_usage_is_code_2(made: Path, call: Any) -> None:
+    """Unknown commands and options, missing arguments, and options that exclude each other."""
+    for words in (
+        ["nosuch"],
+        ["ls"],
+        ["ls", made, "--nosuch"],
+        ["verify", made, "--step", "1", "--all"],
+        ["diff", made],
+    ):
+        assert call(*words).code == 2
+
+
+def test_a_newer_format_is_refused(run: Path, call: Any) -> None:
+    """A run of a later major version is code 2, and the message says to upgrade."""
+    path = run / "FORMAT.json"
+    fields = {k: v for k, v in json.loads(path.read_text()).items() if k != "digest"}
+    path.write_bytes(seal({**fields, "major": 2}))
+    for command in COMMANDS:
+        found = call(*arguments_of(command, run))
+        assert found.code == 2 and "upgrade" in found.err
+
+
+def test_a_damaged_checkpoint_is_code_2_where_it_is_needed(run: Path, call: Any) -> None:
+    """`show` and `diff` say what is damaged; `ls` warns and lists the rest."""
+    flip(run / "parts" / f"{attempt_of(run, 6)}.0.0.json", 100)
+    for words in (["show", run], ["diff", f"{run}@4", run]):
+        found = call(*words)
+        assert (found.code, found.out) == (2, "") and "step 6 is damaged" in found.err
+    found = call("ls", run, "--json")
+    assert [r["created"] is None for r in found.json["checkpoints"]] == [True, False, False]
+    assert found.code == 0 and "step 6 is damaged" in found.err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_json_is_one_document_with_stable_keys(command: str, made: Path, call: Any) -> None:
+    """The same keys every time, ASCII only, and no tensor's data."""
+    keys = {
+        "ls": {"url", "damaged_records", "may_be_lost", "bytes_in_files", "checkpoints", "redo"},
+        "show": {
+            "url", "damaged_records", "step", "attempt", "ranks", "tensors", "distinct_tensors", "tensor_bytes",
+            "components", "values", "packs", "full", "needs", "needs_there", "chain", "stored_bytes",
+            "older_packs", "restore_bytes", "cadence", "redo",
+        },
+        "verify": {"url", "data", "problems", "checkpoints"},
+        "diff": {"a", "b", "equal", "only_in_a", "only_in_b", "changed", "tensors", "values"},
+    }  # fmt: skip
+    found = call(*arguments_of(command, made), "--json")
+    assert found.json.keys() == keys[command] and found.out.isascii()
+
+
+def test_hostile_names_stay_text(tmp_path: Path, call: Any) -> None:
+    """Markup, escapes and direction overrides in names and values reach no terminal, in no command and no error."""
+    for name, scale in (("one", 1.0), ("two", 2.0)):
+        weight = nn.ParameterDict({"w": nn.Parameter(torch.ones(3) * scale)})
+        save(tmp_path / name, {HOSTILE: weight, "v": {HOSTILE: HOSTILE + name}}, range(1, 2), every=1)
+    one, two = tmp_path / "one", tmp_path / "two"
+    outputs = [call("show", one), call("diff", one, two), call("show", one, "--json"), call("diff", one, two, "--json")]
+    (pack,) = (one / "packs").iterdir()
+    flip(pack, -1)
+    outputs += [call("verify", one), call("diff", one, two)]
+    for found in outputs:
+        text = found.out + found.err
+        assert "[red]" in text and "worm" in text and "[/nosuchtag]" in text
+        assert not set(text) & set("\x1b\x9b\r\u202e")
+    assert [found.code for found in outputs] == [0, 1, 0, 1, 1, 2]
+
+
+def test_negative_control_raw_names_would_reach_the_terminal(
+    tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without `safe`, the very characters looked for above are printed."""
+    save(tmp_path / "one", {"v": {HOSTILE: 1}}, range(1, 2), every=1)
+    monkeypatch.setattr(terminal, "safe", str)
+    assert "\x1b" in call("show", tmp_path / "one").out
+
+
+def test_hostile_parts_raise_no_traceback(run: Path, call: Any) -> None:
+    """Parts that are sealed well and say nonsense are damaged, not a crash."""
+    path = run / "parts" / f"{attempt_of(run, 6)}.0.0.json"
+    log = sorted((run / "log").iterdir())[-1]
+    whole = {k: v for k, v in json.loads(path.read_text()).items() if k != "digest"}
+    layout = whole["layout"]
+    for change in (
+        {"created": 1e300},
+        {"created": -1e18},
+        {"values": []},
+        {"values": [{"$": "nosuch"}] * len(whole["values"])},
+        {"values": [{"$": "tensor"}] * len(whole["values"])},
+        {"layout": {**layout, "components": [1] * len(layout["components"])}},
+        {"layout": {**layout, "tensors": [*layout["tensors"], ["more", "F32", [2**40], False]]}},
+    ):
+        changed = {**whole, **change}
+        changed["layout_digest"] = app.file_digest(canonical(changed["layout"]))
+        path.write_bytes(seal(changed))
+        record = {k: v for k, v in json.loads(log.read_text()).items() if k != "digest"}
+        record["body"]["parts"] = [[0, 0, app.file_digest(path.read_bytes())]]
+        log.write_bytes(seal(record))
+        for command in COMMANDS:
+            found = call(*arguments_of(command, run))
+            assert found.code in (0, 1, 2) and "Traceback" not in found.err, (command, change)
+
+
+# -- as a process --
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_torch_is_needed(command: str, made: Path) -> None:
+    """Every command works where torch cannot be imported, and `ls` not even needs numpy."""
+    absent = "sys.modules['torch'] = None" + ("; sys.modules['numpy'] = None" if command == "ls" else "")
+    result = spawn(*arguments_of(command, made), code=absent)
+    assert (result.returncode, result.stderr) == (1 if command == "diff" else 0, "")
+
+
+def test_torch_is_not_imported(made: Path) -> None:
+    """With torch installed it still is not touched."""
+    check = "import atexit; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))"
+    for command in COMMANDS:
+        assert spawn(*arguments_of(command, made), code=check).stderr == "False\n"
+    assert spawn("--version", code=f"{check}; import torch").stderr == "True\n"  # the check does see it
+
+
+def test_a_closed_pipe_is_quiet(made: Path) -> None:
+    """`ckpt show … | head -1` prints its line and nothing on stderr, however much was left to say."""
+    environment = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}
+    command = f"{sys.executable} -m ckpt.cli show {made} --json | head -c 1; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=60)
+    assert (result.stdout, result.stderr) == ("{", "") and result.returncode in (0, 141)
+
+
+def test_a_reader_that_is_gone_already_is_quiet(made: Path) -> None:
+    """A pipe whose reader left before the first byte: exit code 141, and not a word."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}
+    words = [sys.executable, "-m", "ckpt.cli", "show", str(made)]
+    result = subprocess.run(words, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (141, "")
+
+
+def test_options_of_places() -> None:
+    """Options may lie inside others; what looks like JSON is, but keys and secrets are text; what cannot be parsed is
+    refused without being repeated."""
+    context: Any = None
+    given = ["a.b=5", "a.c=x", "anon=true", "secret=123", "url=http://x?y=z", 'config_kwargs={"read_timeout": 5}']
+    expected = {"a": {"b": 5, "c": "x"}, "anon": True, "secret": "123", "url": "http://x?y=z"}
+    assert terminal.parse_options(context, context, given) == expected | {"config_kwargs": {"read_timeout": 5}}
+    for wrong in (["hidden-without-key"], ["=hidden"], ["a=hidden", "a.b=hidden"]):
+        with pytest.raises(click.BadParameter) as caught:
+            terminal.parse_options(context, context, wrong)
+        assert "hidden" not in str(caught.value)

@@ -1,0 +1,562 @@
+"""`ckpt top`: what is shown of a run that trains, died, has ended or never was; in any terminal, whatever names say."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+import ckpt
+import toy
+from ckpt.cli import top as cli_top
+from ckpt.cli import top_data
+from ckpt.cli.top_data import RunWatch
+from ckpt.cli.top_view import PLAIN, Glyphs, RunStored, TopView, lines, plain
+from ckpt.store import normalise, open_store
+from ckpt.telemetry.status import DeviceStatus, RankStatus, SlotStatus, TierStatus
+from processes import PYTHONPATH, eventually, writers
+
+PATIENCE_S = 60.0
+RUN = "file:///data/runs/exp1"
+FAR = "s3://bucket/exp1"
+
+CHILD = """
+import os, sys
+import torch
+if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+import toy, ckpt
+
+state = toy.build()
+cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(sys.argv[1], every=10)])
+step = cp.restore(default=0)
+for line in sys.stdin:
+    for _ in range(int(line)):
+        toy.train_step(state)
+        step += 1
+        save = cp.step(step)
+    save.staged(30.0)
+    cp.wait(30.0)
+    os.write(1, f"{step}\\n".encode())
+cp.close()
+os._exit(0)
+"""
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": PYTHONPATH, "PYTHONUTF8": "1", **more}
+
+
+def top(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ckpt.cli", "top", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment(**more), check=False
+    )
+
+
+def seen(run: str, **more: str) -> dict[str, Any]:
+    """As programs see it."""
+    done = top(run, "--once", "--json", **more)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+@contextmanager
+def child(run: str, **more: str) -> Iterator[tuple[subprocess.Popen[str], Callable[[int], int]]]:
+    """A trainer in a process of its own, and how to have it do steps."""
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", CHILD, run], env=environment(**more), **pipes) as process:
+
+        def go(steps: int) -> int:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(f"{steps}\n")
+            process.stdin.flush()
+            return int(process.stdout.readline())
+
+        try:
+            yield process, go
+        finally:
+            process.kill()
+
+
+@contextmanager
+def training(run: str, steps: int = 12) -> Iterator[ckpt.Checkpointer]:
+    """A trainer in this process that has done so many steps."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=10)]) as cp:
+        for step in range(cp.restore(default=0), steps):
+            toy.train_step(state)
+            cp.step(step + 1)
+        cp.wait(PATIENCE_S)
+        yield cp
+
+
+# -- pictures --
+
+
+def look(rank: int = 0, **more: Any) -> RankStatus:
+    """One of eight ranks that fares well."""
+    fields: dict[str, Any] = {
+        "run": RUN,
+        "rank": rank,
+        "world": 8,
+        "host": "node1",
+        "trainer": "alive",
+        "doing": "training",
+        "step": 1234,
+        "calls": 1234,
+        "usual_s": 0.1,
+        "step_s": 0.1,
+        "stall_s": 0.0001,
+        "stall_share": 0.001,
+        "in_memory": 1234,
+        "snapshots": 10**9,
+        "trainer_rss": 3 * 10**9,
+        "slots": (SlotStatus("sealed", 1234), SlotStatus("eager", 1235), SlotStatus("filling"), SlotStatus("empty")),
+        "tiers": (
+            TierStatus(RUN, 10, 1230, 1234, 50, 100, 1e9, 1, 4, 0.4, 123, raw=10**9, stored=10**8),
+            TierStatus(FAR, 100, 1200, rate=1e7, lag_steps=34, lag_s=3.4),
+        ),
+    }
+    return RankStatus(**{**fields, **more})
+
+
+def picture(view: TopView, width: int = 200, height: int | None = None, glyphs: Glyphs = PLAIN) -> str:
+    return "\n".join(plain(line) for line in lines(view, width, height, glyphs))
+
+
+def test_what_matters_is_in_the_picture() -> None:
+    """Steps, rates, slots, what saving costs, how far each tier is and how fast it goes, devices, faults, others."""
+    stored = RunStored(RUN, at=1.0, newest=1230, checkpoints=3, ranks=8, effective=0.9871, fault="", starts=2)
+    ranks = [look(rank, device=DeviceStatus("H100", 0.87, 1, 40 * 10**9, 80 * 10**9)) for rank in (0, 1)]
+    ranks[1] = replace(
+        ranks[1], fault="rank 1 was told to leave [step 7 is durable]", fault_at="2026-01-02T03:04:05+00:00"
+    )
+    text = picture(TopView(RUN, ranks, stored=stored))
+    for words in (RUN, "training", "step 1,234", "world 8 (2 here)", "10 steps/s", "effective 98.71 %", "#+~.",
+                  "100 ms/step", "stall 0.1 ms 0.1 %", "#####..... 50 %", "2.0 GB/s", "4 behind (400 ms)",
+                  "34 behind (3.4 s)", "behind 0/4/34", "GPU 87 %", "40.0 GB of 80.0 GB", "r2-7 elsewhere",
+                  "all ranks are in the place with step 1,230",
+                  "last fault 2026-01-02 03:04:05Z: rank 1 was told to leave"):  # fmt: skip
+        assert words in text, words
+    assert "■◧□·" in picture(TopView(RUN, ranks), glyphs=Glyphs()) and "█████░░░░░" in picture(
+        TopView(RUN, ranks), glyphs=Glyphs()
+    )
+
+
+def test_what_is_wrong_is_in_the_picture() -> None:
+    """A dead trainer, a frozen one, one that is silent, a tier that fails or is slow, a writer that does not answer."""
+    assert "nobody trains: the trainer is dead" in picture(TopView(RUN, [look(trainer="dead", world=1)]))
+    assert "frozen" in picture(TopView(RUN, [look(trainer="frozen")]))
+    assert "silent for 30 s" in picture(TopView(RUN, [look(idle_s=30.0)]))
+    assert "silent" not in picture(TopView(RUN, [look(idle_s=30.0, usual_s=10.0)]))  # that is how long its steps take
+    assert "silent" not in picture(TopView(RUN, [look(idle_s=30.0, doing="paused")]))
+    failing = TierStatus(FAR, 10, failed=3, error="access denied", waiting=3)
+    text = picture(TopView(RUN, [look(tiers=(failing,))]))
+    assert "nothing yet" in text and "3 failed: access denied" in text and "3 on their way" in text
+    assert "no whole snapshot" in picture(TopView(RUN, [look(in_memory=None)]))
+    text = picture(TopView(RUN, [look()], {3: "does not answer"}))
+    assert "local rank 3" in text and "does not answer" in text and "elsewhere" not in text  # it may be one of those
+    text = picture(TopView(RUN, stored=RunStored(RUN, error="no route to host")))
+    assert "nobody trains on this machine" in text and "cannot be read: no route to host" in text
+
+
+@pytest.mark.parametrize("width", [10, 40, 80, 200])
+@pytest.mark.parametrize("height", [1, 5, 24])
+def test_it_fits_into_any_terminal(width: int, height: int) -> None:
+    """No line is wider than it, and there are not more of them; the step is seen in 40 columns."""
+    ranks = [look(rank, fault="x" * 500, fault_at="2026", doing="tränen語語") for rank in range(8)]
+    for view in (
+        TopView(RUN, ranks, stored=RunStored(RUN * 5, 1.0)),
+        TopView(RUN * 20, (), {0: "語" * 50}),
+        TopView("語" * 99),
+    ):
+        for glyphs in (PLAIN, Glyphs()):
+            found = lines(view, width, height, glyphs)
+            assert 0 < len(found) <= height and all(cell_len(plain(line)) <= width for line in found)
+    assert width < 40 or height < 2 or "1,234" in picture(TopView(RUN, ranks), width, height)
+
+
+def test_of_a_name_that_is_too_long_the_end_is_seen() -> None:
+    """Which tells runs apart; signs that are two cells wide count as two."""
+    for name in ("x" * 99 + "/seed1", "語" * 99 + "/seed1", "語" * 99):
+        for width in (10, 20, 21):
+            shown = picture(TopView(name), width).splitlines()[0]
+            assert shown.endswith(name[-3:]) and width - 1 <= cell_len(shown) <= width
+
+
+def test_of_many_ranks_the_worst_are_seen() -> None:
+    """A dead one, one that is behind and one that stalls are shown; the others are summed up in a line."""
+    ranks = [look(rank, world=64) for rank in range(64)]
+    ranks[40] = replace(ranks[40], trainer="dead")
+    ranks[50] = replace(ranks[50], step=1200)
+    ranks[60] = replace(ranks[60], stall_share=0.2)
+    text = picture(TopView(RUN, ranks), height=12)
+    assert len(text.splitlines()) == 12
+    order = [int(rank) for rank in re.findall(r"^r(\d+) ", text, re.MULTILINE)]
+    assert order[:3] == [40, 50, 60] and len(order) < 12
+    assert f"{64 - len(order)} more ranks, none worse" in text and "stall at most 0.1 %" in text
+    assert (
+        len(re.findall(r"^r\d+ ", picture(TopView(RUN, ranks)), re.MULTILINE)) == 64
+    )  # negative control: room for all
+
+
+HOSTILE = "[red]ha[/red] \x1b[2J\x1b]0;owned\x07 \x9b31m \u202egnp.exe \r\n[link=x]"
+
+
+def test_names_cannot_do_anything() -> None:
+    """Escape sequences and markup in whatever a run says come out as text, also through rich."""
+    bad = look(
+        doing=HOSTILE, host=HOSTILE, fault=HOSTILE, fault_at=HOSTILE, trainer=HOSTILE, slots=(SlotStatus(HOSTILE),),
+        tiers=(TierStatus(HOSTILE, error=HOSTILE),), device=DeviceStatus(HOSTILE, 0.5),
+    )  # fmt: skip
+    stored = RunStored(
+        HOSTILE, 1.0, HOSTILE, seen_step=1, seen_host=HOSTILE, ended=HOSTILE, fault=HOSTILE, fault_at="9"
+    )
+    for view in (TopView(HOSTILE, [bad, look(1)], {7: HOSTILE}, stored), TopView(HOSTILE, (), {}, stored)):
+        for line in lines(view, 400):
+            assert plain(line).isprintable()
+        output = io.StringIO()
+        console = Console(file=output, width=400, force_terminal=True, color_system="standard")
+        for line in lines(view, 400):
+            console.print(cli_top._text(line))
+        assert "[red]ha[/red]" in output.getvalue() and "owned\x07" not in output.getvalue()
+        assert "\x1b[2J" not in output.getvalue() and "\x1b]" not in output.getvalue()
+    assert Text.from_markup("[red]ha[/red]").plain == "ha"  # negative control: markup would have vanished
+
+
+# -- runs --
+
+
+def test_a_run_from_its_first_step_to_long_after_its_end(run_dir: str) -> None:
+    """While it trains, when it was killed and its writer holds the memory, when another has ended it, and never."""
+    never = top(run_dir, "--once")
+    assert never.returncode == 2 and "no run at" in never.stderr and "that a Checkpointer saves to" in never.stderr
+    nowhere = top("memory:nobody")
+    assert nowhere.returncode == 2 and "no writer of this run is on this machine" in nowhere.stderr
+    with child(run_dir) as (process, go):
+        assert go(25) == 25
+        found = seen(run_dir)
+        (rank,) = found["ranks"]
+        assert found["trains"] and found["run"] == normalise(run_dir) and found["world"] == 1 and not found["elsewhere"]
+        assert (rank["step"], rank["pid"], rank["trainer"], rank["in_memory"]) == (25, process.pid, "alive", 25)
+        assert rank["tiers"][0]["committed"] == 20 and rank["tiers"][0]["lag_steps"] == 5
+        assert found["place"]["newest"] == 20 and found["place"]["checkpoints"] == 2 and not found["place"]["error"]
+        process.send_signal(signal.SIGSTOP)
+        assert seen(run_dir)["ranks"][0]["trainer"] == "frozen"
+        process.kill()
+        process.wait()
+        assert eventually(lambda: seen(run_dir)["ranks"][0]["tiers"][0]["committed"] == 25, PATIENCE_S)
+        assert eventually(lambda: seen(run_dir)["place"]["fault"] != "", PATIENCE_S)
+        found = seen(run_dir)
+        assert not found["trains"] and found["ranks"][0]["trainer"] == "dead" and found["place"]["newest"] == 25
+        assert "after step 25" in found["ranks"][0]["fault"] and found["place"]["ended"] == "died"
+        text = top(run_dir)
+        assert text.returncode == 0 and "\x1b" not in text.stdout
+        assert "nobody trains: the trainer is dead, its writer holds the memory" in text.stdout
+        assert "step 25" in text.stdout and "last fault" in text.stdout
+    with training(run_dir, 31):
+        assert seen(run_dir)["ranks"][0]["started"] == 25
+        assert "training" in top(run_dir, "--once").stdout
+    assert eventually(lambda: not seen(run_dir)["ranks"], PATIENCE_S)
+    found = seen(run_dir)
+    assert not found["trains"] and found["place"]["newest"] == 31 and found["place"]["ended"] == "closed"
+    assert found["place"]["seen_step"] == 31 and 0 < found["place"]["effective"] < 1
+    text = top(run_dir, "--once", COLUMNS="40")
+    assert text.returncode == 0 and "nobody trains on this machine" in text.stdout and "step 31" in text.stdout
+    assert all(len(line) <= 40 for line in text.stdout.splitlines())
+
+
+def test_hostile_folders_are_shown_as_they_are(tmp_path: Path) -> None:
+    """Of a run whose folder's name has escapes and markup in it, live and from what it left."""
+    run = str(tmp_path / "[red]x[/red]\x1b[2J\x1b]0;owned\x07")
+    with training(run):
+        live = top(run, "--once")
+    after = top(run, "--once")
+    for done in (live, after):
+        assert done.returncode == 0 and "[red]x[/red]" in done.stdout and "\x1b" not in done.stdout
+        assert "\\x1b[2J" in done.stdout
+
+
+def test_ranks_on_other_machines_are_told_apart(run_dir: str, own_sockets: Path, tmp_path: Path) -> None:
+    """Of two nodes each sees its own rank live, and of the other what the place holds; --json says which is which."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    other = own_sockets / "other"
+    other.mkdir(mode=0o700)
+    with child(run_dir, RANK="0", **world) as (_, go0):
+        with child(run_dir, RANK="1", CKPT_RUNTIME_DIR=str(other), **world) as (_, go1):
+            threads = [threading.Thread(target=go, args=(12,)) for go in (go0, go1)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(PATIENCE_S)
+            here, there = seen(run_dir), seen(run_dir, CKPT_RUNTIME_DIR=str(other))
+            assert ([one["rank"] for one in here["ranks"]], here["elsewhere"], here["world"]) == ([0], [1], 2)
+            assert ([one["rank"] for one in there["ranks"]], there["elsewhere"]) == ([1], [0])
+            assert here["place"]["newest"] == there["place"]["newest"] == 10 and here["place"]["ranks"] == 2
+            assert there["ranks"][0]["step"] == 12 and there["place"]["seen_rank"] == 0
+            text = top(run_dir, "--once").stdout
+            assert "world 2 (1 here)" in text and "r1 elsewhere" in text
+            assert "all ranks are in the place with step 10" in text
+
+
+def test_a_writer_that_stands_still_is_said(run_dir: str, own_sockets: Path) -> None:
+    """It does not answer: that is what is shown, instead of nothing."""
+    with training(run_dir):
+        (writer,) = writers(own_sockets)
+        writer.suspend()
+        try:
+            found = seen(run_dir)
+            assert found["silent"] == {"0": "does not answer"} and not found["ranks"]
+            assert found["place"]["newest"] == 10
+        finally:
+            writer.resume()
+        assert eventually(lambda: bool(seen(run_dir)["ranks"]), PATIENCE_S)
+
+
+def test_memory_and_further_tiers(run_dir: str, tmp_path: Path) -> None:
+    """A run in memory only is seen by its name; one that is asked for by a further tier says which is its first."""
+    with ckpt.Checkpointer(toy.build(), name="alone") as cp:
+        cp.restore(default=0)
+        cp.step(5)
+        found = seen("memory:alone")
+        assert found["run"] == "memory:alone" and found["ranks"][0]["step"] == 5 and found["place"] is None
+        assert not found["ranks"][0]["tiers"]
+    far = str(tmp_path / "far")
+    with ckpt.Checkpointer(toy.build(), [ckpt.Memory(), ckpt.Tier(run_dir, every=1), ckpt.Tier(far, every=1)]) as cp:
+        cp.restore(default=0)
+        cp.step(5)
+        cp.wait(PATIENCE_S)
+        assert [tier["committed"] for tier in seen(run_dir)["ranks"][0]["tiers"]] == [5, 5]
+    text = top(far, "--once", COLUMNS="200").stdout
+    assert "step 5" in text and f"its first tier, by which it may be seen live:\n{normalise(run_dir)}\n" in text
+
+
+# -- places that hang --
+
+
+class Hanging:
+    """A store that does not list any more, once it is told so."""
+
+    def __init__(self, url: str, hang: Callable[[], Any]) -> None:
+        self._store, self._hang, self.hangs = open_store(url), hang, False
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._store, name)
+        return self._hang if name == "list" and self.hangs else found
+
+
+def test_a_place_that_hangs_holds_nothing_up(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are seen live all the same; what was known of the place is said to be old; nobody waits at the end."""
+    made: list[Hanging] = []
+
+    async def never(*arguments: Any, **options: Any) -> AsyncIterator[Any]:
+        await asyncio.sleep(3600)
+        yield
+
+    def opens(url: str, **options: Any) -> Any:
+        made.append(Hanging(url, never))
+        return made[-1]
+
+    monkeypatch.setattr(top_data, "open_store", opens)
+    monkeypatch.setattr(top_data, "PLACES_S", 0.05)
+    monkeypatch.setattr(top_data, "PLACE_WAIT_S", 0.5)
+    with training(run_dir), RunWatch(normalise(run_dir)) as sources:
+        view = sources.first(patient=True)
+        assert view.looks[0].step == 12 and view.stored is not None and view.stored.newest == 10
+        made[0].hangs = True
+
+        def old() -> bool:
+            stored = sources.view().stored
+            return stored is not None and stored.error == "it does not answer"
+
+        assert eventually(old, PATIENCE_S)
+        sources.ask()
+        view = sources.view()
+        assert view.looks[0].step == 12 and view.stored is not None and view.stored.newest == 10
+        assert "it does not answer" in picture(view)
+
+
+def test_a_place_that_never_answered_is_no_reason_to_wait(run_dir: str) -> None:
+    """A bucket behind an address that says nothing: after a while that is said, with nothing to show otherwise."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        keys = {
+            "AWS_ACCESS_KEY_ID": "AKIASECRET",
+            "AWS_SECRET_ACCESS_KEY": "hidden",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+        began = time.monotonic()
+        done = top("s3://bucket/run", "--once", "--option", f"endpoint_url={address}", **keys)
+        assert done.returncode == 2 and "cannot be read" in done.stderr and "SECRET" not in done.stderr
+        assert time.monotonic() - began < PATIENCE_S
+
+
+STUCK = """
+import sys, time
+from ckpt import cli; from ckpt.cli import top_data as survey
+survey.FIRST_S, survey.LEAVE_S = 0.3, 0.1
+survey.open_store = lambda *arguments, **options: time.sleep(600)  # a driver that nobody can stop
+sys.exit(cli.main(["top", sys.argv[1], "--once"]))
+"""
+
+
+def test_why_it_gives_up_is_said_also_where_nothing_can_be_stopped(tmp_path: Path) -> None:
+    """The process ends at once then, with exit code 2, and not without a word."""
+    command = [sys.executable, "-c", STUCK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment(), check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "cannot be read: it has not answered in time" in done.stderr and "Nothing was done" in done.stderr
+
+
+# -- terminals --
+
+
+COLOUR = r"\x1b\[[\d;]*3[1-6]m"
+
+
+def plain_of(text: str) -> str:
+    """Without what moves the cursor and gives colours."""
+    return re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", text)
+
+
+class Terminal:
+    """`ckpt top` in a terminal of its own."""
+
+    def __init__(self, *arguments: str, columns: int = 100, rows: int = 24, **more: str) -> None:
+        self.master, self.slave = pty.openpty()
+        self.resize(columns, rows)
+        self.before = termios.tcgetattr(self.slave)
+        command = [sys.executable, "-m", "ckpt.cli", "top", *arguments]
+        settings = environment(**{"TERM": "xterm", "LANG": "C.UTF-8", **more})
+        settings.pop("COLUMNS", None)
+        settings.pop("LINES", None)
+        if "NO_COLOR" not in more:
+            settings.pop("NO_COLOR", None)
+        self.process = subprocess.Popen(
+            command, stdin=self.slave, stdout=self.slave, stderr=self.slave, env=settings, start_new_session=True
+        )
+        self.output = ""
+
+    def resize(self, columns: int, rows: int) -> None:
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("4H", rows, columns, 0, 0))
+
+    def read(self) -> str:
+        while select.select([self.master], [], [], 0)[0]:
+            self.output += os.read(self.master, 1 << 16).decode("utf-8", "replace")
+        return self.output
+
+    def shows(self, text: str) -> bool:
+        return eventually(lambda: text in self.read(), PATIENCE_S)
+
+    def type(self, keys: bytes) -> None:
+        os.write(self.master, keys)
+
+    def ended(self) -> int:
+        assert eventually(lambda: self.read() is not None and self.process.poll() is not None, PATIENCE_S)
+        self.read()
+        return int(self.process.returncode)
+
+    def is_restored(self) -> bool:
+        """The picture is gone, the cursor is seen, and keys do what they did before."""
+        output, now = self.output, termios.tcgetattr(self.slave)
+        gone = output.rfind("\x1b[?1049l") > output.rfind("\x1b[?1049h") >= 0
+        return gone and output.rfind("\x1b[?25h") > output.rfind("\x1b[?25l") and now == self.before
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+        os.close(self.slave)
+
+
+@contextmanager
+def terminal(*arguments: str, **options: Any) -> Iterator[Terminal]:
+    made = Terminal(*arguments, **options)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_it_is_live_until_somebody_leaves(run_dir: str) -> None:
+    """Steps are seen when they are done, also after the terminal became another size; then q, Ctrl-C or SIGTERM end it,
+    and the terminal is as it was."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, run_dir) as cp:
+        cp.restore(default=0)
+        toy.train_step(state)
+        cp.step(77001)
+        with terminal(run_dir, "--interval", "0.2") as shell:
+            assert shell.shows("step 77,001") and shell.shows("q leaves") and shell.shows("■")
+            assert "\x1b[?1049h" in shell.output and re.search(COLOUR, shell.output)
+            toy.train_step(state)
+            cp.step(88002)
+            assert shell.shows("step 88,002")
+            shell.resize(30, 10)
+            os.killpg(shell.process.pid, signal.SIGWINCH)
+            start = len(shell.read())
+            assert eventually(lambda: shell.read()[start:].count("\x1b[H") > 3, PATIENCE_S)
+            last = shell.output[start:].split("\x1b[H")[-2]
+            drawn = [plain_of(one) for one in re.split(r"[\r\n]+", last)]
+            assert "step 88,002" in "".join(drawn) and max(map(cell_len, drawn)) <= 30
+            shell.type(b"xyq")
+            assert shell.ended() == 0 and shell.is_restored(), shell.output
+        for leave in (signal.SIGINT, signal.SIGTERM):
+            with terminal(run_dir, "--interval", "0.2", NO_COLOR="1") as shell:
+                assert shell.shows("step 88,002")
+                assert not re.search(COLOUR, shell.output)
+                shell.process.send_signal(leave)
+                assert shell.ended() == 0 and shell.is_restored(), shell.output
+
+
+def test_a_terminal_that_can_nothing_gets_text(run_dir: str) -> None:
+    """TERM=dumb: one look, no escapes, and out; with --interval looks follow each other, in a pipe as well."""
+    with training(run_dir):
+        with terminal(run_dir, TERM="dumb", columns=40) as shell:
+            assert shell.ended() == 0 and "step 12" in shell.output and "\x1b" not in shell.output
+            assert all(cell_len(line) <= 40 for line in shell.output.splitlines())
+        command = [sys.executable, "-m", "ckpt.cli", "top", run_dir, "--interval", "0.1"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(LANG="C.UTF-8")) as process:
+            assert process.stdout is not None
+            looks = 0
+            for line in process.stdout:
+                looks += line.startswith("training")
+                if looks == 3:
+                    break
+            process.send_signal(signal.SIGINT)
+            assert process.wait(PATIENCE_S) == 0
+        ascii_only = top(run_dir, "--once", PYTHONUTF8="0", PYTHONIOENCODING="ascii")
+        assert ascii_only.returncode == 0 and ascii_only.stdout.isascii() and "####" in ascii_only.stdout
+    assert not psutil.pid_exists(process.pid)

@@ -1,0 +1,634 @@
+"""Checkpoints in other forms: what `ckpt restore` makes, whatever happens on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from torch import nn
+
+import ckpt
+from ckpt.convert import export, to_run, workshop
+from ckpt.convert.output import Literal, OutFile, Output, Run
+from ckpt.convert.source import RankView
+from ckpt.errors import CheckpointError, FullError, StoreError, UsageError
+from ckpt.format.layout import TensorSpec
+from commands import call, flip, increments
+from peak import PEAK
+from processes import killed, run_script
+
+__all__ = ["call", "increments"]  # fixtures
+
+MIB = 1 << 20
+
+
+class Model(nn.Module):
+    """Two layers that are tied, buffers of whole numbers, an embedding of several megabytes, and dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(3000, 500)
+        self.norm = nn.BatchNorm1d(500)
+        self.head = nn.Linear(500, 3000, bias=False)
+        self.head.weight = self.embed.weight
+        self.narrow = nn.Parameter(torch.randn(33, 7).half())
+        self.brain = nn.Parameter(torch.randn(5).bfloat16())
+        self.register_buffer("flags", torch.tensor([True, False]))
+        self.register_buffer("empty", torch.empty(0, 3))
+        self.register_buffer("scalar", torch.tensor(3, dtype=torch.int64))
+
+
+def state_of(seed: int = 0) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = Model()
+    optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optim.step()
+    sched = torch.optim.lr_scheduler.StepLR(optim, 2)
+    return {"model": model, "optim": optim, "sched": sched, "rng": ckpt.RNG(), "meta": {"seen": (1, [2.5, None])}}
+
+
+def save(run: Path, steps: int = 2) -> None:
+    state = state_of()
+    with ckpt.Checkpointer(state, [ckpt.Tier(str(run), every=1, keep=9)]) as cp:
+        for step in range(1, steps + 1):
+            with torch.no_grad():
+                state["model"].narrow += 1
+            cp.save(step).committed()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CKPT_RUNTIME_DIR", str(folder))
+        save(folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    """A copy of that run, to be damaged."""
+    return Path(shutil.copytree(made, tmp_path / "run"))
+
+
+def left_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# -- safetensors --
+
+
+def test_one_file_that_safetensors_reads(made: Path, tmp_path: Path, call: Any) -> None:
+    """Every weight bit for bit, by the names that the model has; of tied ones one copy, and a word about the other."""
+    found = call("restore", made, "--to", tmp_path / "w.safetensors", "--json")
+    assert found.code == 0 and found.json["done"]["nbytes"] == (tmp_path / "w.safetensors").stat().st_size
+    there, whole = safetensors.torch.load_file(tmp_path / "w.safetensors"), ckpt.load(made, only="model.*")
+    assert there.keys() | {"head.weight"} == {name.removeprefix("model.") for name in whole}
+    assert all(torch.equal(tensor, whole[f"model.{name}"]) for name, tensor in there.items())
+    with safetensors.safe_open(tmp_path / "w.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
+    fresh = Model()
+    assert safetensors.torch.load_model(fresh, tmp_path / "w.safetensors") == (set(), [])
+    assert torch.equal(fresh.head.weight, whole["model.embed.weight"]) and fresh.head.weight is fresh.embed.weight
+    assert left_in(tmp_path) == ["w.safetensors"]
+
+
+def test_several_files_with_an_index(made: Path, tmp_path: Path, call: Any) -> None:
+    """No file is larger than asked for unless a tensor is, and the index says where each is."""
+    assert call("restore", made, "--to", tmp_path / "hf", "--shard-size", "1MB").code == 0
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    whole, there = ckpt.load(made, only="model.*"), dict[str, torch.Tensor]()
+    for name, file in index["weight_map"].items():
+        there[name] = safetensors.torch.load_file(tmp_path / "hf" / file)[name]
+    assert all(torch.equal(tensor, whole[f"model.{name}"]) for name, tensor in there.items())
+    assert len(there) == len(whole) - 1 and index["metadata"]["total_size"] == sum(t.nbytes for t in there.values())
+    files = sorted(set(index["weight_map"].values()))
+    assert left_in(tmp_path / "hf") == [*files, "model.safetensors.index.json"]
+    assert (
+        files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)] and len(files) > 1
+    )
+
+
+def test_casting_and_choosing(made: Path, tmp_path: Path, call: Any) -> None:
+    """Weights become bf16 as torch rounds them, integers stay; only what matches is written, with names in full."""
+    assert call("restore", made, "--to", tmp_path / "a", "--dtype", "bf16").code == 0
+    whole = ckpt.load(made)
+    for name, tensor in safetensors.torch.load_file(tmp_path / "a" / "model.safetensors").items():
+        expected = whole[f"model.{name}"]
+        assert torch.equal(tensor, expected.bfloat16() if expected.is_floating_point() else expected)
+    names = ["--only", "optim.*exp_avg", "--only", "model.narrow"]
+    assert call("restore", made, "--to", tmp_path / "b.safetensors", *names).code == 0
+    there = safetensors.torch.load_file(tmp_path / "b.safetensors")
+    assert "model.narrow" in there and any(name.endswith("exp_avg") for name in there)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in there.items())
+
+
+# -- runs for other numbers of ranks --
+
+
+@pytest.mark.parametrize("world", [1, 3, 64])
+def test_a_run_for_other_ranks(made: Path, tmp_path: Path, call: Any, world: int) -> None:
+    """It holds the same to the bit, plain values too, each rank's file a part of it, and a training goes on from it."""
+    assert call("restore", made, "--to", tmp_path / "new", "--world-size", world).code == 0
+    assert call("diff", made, tmp_path / "new").out == "equal\n"
+    assert call("verify", tmp_path / "new").code == 0
+    shown = call("show", tmp_path / "new", "--json").json
+    assert (shown["ranks"], shown["step"]) == (world, 2)
+    state = state_of(seed=5)
+    with ckpt.Checkpointer(state, str(tmp_path / "new")) as cp:
+        assert cp.restore() == 2
+        cp.save(3).committed()
+    whole = ckpt.load(made)
+    assert all(torch.equal(t, whole[f"model.{n}"]) for n, t in state["model"].state_dict().items())
+    assert state["meta"] == {"seen": (1, [2.5, None])}
+    assert torch.equal(
+        state["optim"].state[state["model"].narrow]["exp_avg"], whole["optim.state.model.narrow.exp_avg"]
+    )
+
+
+def test_what_is_chosen_and_cast_is_a_run_too(made: Path, tmp_path: Path, call: Any) -> None:
+    """Only the model, in bf16: what a fine-tuning starts from."""
+    words = ["--format", "run", "--only", "model.*", "--dtype", "bf16"]
+    assert call("restore", made, "--to", tmp_path / "new", *words).code == 0
+    model = Model().bfloat16()
+    with ckpt.Checkpointer({"model": model}, str(tmp_path / "new")) as cp:
+        assert cp.restore() == 2
+    expected = ckpt.load(made)["model.embed.weight"].bfloat16()
+    assert torch.equal(model.embed.weight, expected) and torch.equal(
+        model.narrow, ckpt.load(made)["model.narrow"].bfloat16()
+    )
+
+
+# -- interruptions --
+
+RESTORE = """
+import sys
+from ckpt import cli; from ckpt.cli import convert as cli_offline; from ckpt.convert import export, to_run, workshop
+export.SYNC, cli_offline.WINDOW = 1, 1 << 20
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--format", "safetensors"), ("--world-size", "3"), ("--format", "torch"), ("--format", "dcp")],
+    ids=["safetensors", "run", "torch", "dcp"],
+)
+def test_killed_at_any_moment(made: Path, tmp_path: Path, call: Any, words: tuple[str, ...]) -> None:
+    """Nothing has its name before all is there; the next call goes on, and what comes out is what comes out at once."""
+    assert call("restore", made, "--to", tmp_path / "whole", *words).code == 0
+    fails = [
+        *(f"export.window:kill:{n}" for n in (1, 2, 4)),
+        "export.whole:kill",
+        "log.linked:kill",
+        "part.stored:kill",
+    ]
+    for number, fail in enumerate(fails if "--world-size" in words else fails[:4]):
+        target = tmp_path / str(number)
+        result = run_script(RESTORE, "restore", made, "--to", target, *words, fail=fail)
+        assert killed(result) and not target.exists(), result.stderr
+        result = run_script(RESTORE, "restore", made, "--to", target, *words, "--json")
+        done = json.loads(result.stdout)["done"]
+        assert done["resumed"] > 0 or fail in fails[: 2 if "--world-size" in words else 1]
+        assert same_files(target, tmp_path / "whole") and not workshop.partial_of(target).exists()
+    target = tmp_path / "late"
+    assert killed(run_script(RESTORE, "restore", made, "--to", target, *words, fail="export.appeared:kill"))
+    assert same_files(target, tmp_path / "whole") and call("restore", made, "--to", target, *words).code == 2
+
+
+def same_files(a: Path, b: Path) -> bool:
+    """Whether two folders hold the same; of runs, what was written when and under which id may differ."""
+    if a.is_file():
+        return a.read_bytes() == b.read_bytes()
+    some = ("*.safetensors", "*.distcp")
+    names = [
+        sorted(str(p.relative_to(f)) for one in some for p in f.rglob(one) if "index" not in p.parts) for f in (a, b)
+    ]
+    return names[0] == names[1] and all((a / n).read_bytes() == (b / n).read_bytes() for n in names[0])
+
+
+def interrupted(made: Path, target: Path) -> Path:
+    """What a restore that was killed half-way has left: the file with the most bytes."""
+    fail = "export.window:kill:5"
+    assert killed(run_script(RESTORE, "restore", made, "--to", target, "--format", "safetensors", fail=fail))
+    return max((p for p in workshop.partial_of(target).rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def test_what_was_written_before_is_not_trusted(made: Path, tmp_path: Path, call: Any) -> None:
+    """A byte that was flipped in between is written anew, and so is what the journal does not know."""
+    call("restore", made, "--to", tmp_path / "whole")
+    file = interrupted(made, tmp_path / "a")
+    flip(file, 2 * MIB)
+    journal = workshop.partial_of(tmp_path / "a") / "journal"
+    journal.write_bytes(journal.read_bytes() + b'["mod')
+    found = run_script(RESTORE, "restore", made, "--to", tmp_path / "a", "--json")
+    assert json.loads(found.stdout)["done"]["resumed"] == 3 * MIB  # four were noted
+    assert same_files(tmp_path / "a", tmp_path / "whole")
+
+
+def test_negative_control_trust_would_keep_the_flipped_byte(made: Path, tmp_path: Path, call: Any) -> None:
+    """If what is noted were taken for granted, the comparison above would see it."""
+    call("restore", made, "--to", tmp_path / "whole")
+    flip(interrupted(made, tmp_path / "a"), 2 * MIB)
+    trusting = RESTORE.replace("sys.exit", "export.blob_digest = lambda data: Same()\nsys.exit").replace(
+        "export.SYNC", "\nclass Same:\n    def hex(self):\n        return self\n    def __eq__(self, other):\n"
+        "        return True\nexport.SYNC", 1
+    )  # fmt: skip
+    result = run_script(trusting, "restore", made, "--to", tmp_path / "a")
+    assert "not JSON serializable" in result.stderr or not same_files(tmp_path / "a", tmp_path / "whole")
+
+
+def test_an_unfinished_export_of_something_else_is_left_alone(made: Path, tmp_path: Path, call: Any) -> None:
+    """Other options, another step, a folder that is not ours, another process at work: refused, and nothing is lost."""
+    file = interrupted(made, tmp_path / "a")
+    before = file.read_bytes()
+    for words in (["--dtype", "bf16"], ["--step", "1"], ["--shard-size", "1MB"]):
+        found = call("restore", made, "--to", tmp_path / "a", *words)
+        assert found.code == 2 and "unfinished export of something else" in found.err
+    with open(workshop.partial_of(tmp_path / "a") / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = call("restore", made, "--to", tmp_path / "a")
+    assert found.code == 2 and "another process" in found.err and file.read_bytes() == before
+    (tmp_path / "b.partial").mkdir()
+    (tmp_path / "b.partial" / "thesis.txt").write_text("years of work")
+    assert "not ours" in call("restore", made, "--to", tmp_path / "b").err
+    assert left_in(tmp_path / "b.partial") == ["lock", "thesis.txt"]
+
+
+def test_an_interrupt_is_one_line(made: Path, tmp_path: Path) -> None:
+    """Ctrl-C in the middle: no traceback, and the next call goes on."""
+    code = RESTORE.replace(
+        "sys.exit", "real = export._write\n"
+        "import os, signal\n"
+        "export._write = lambda *a, **k: (os.kill(os.getpid(), signal.SIGINT), real(*a, **k))\nsys.exit"
+    )  # fmt: skip
+    result = run_script(code, "restore", made, "--to", tmp_path / "a")
+    assert (result.returncode, len(result.stderr.splitlines())) == (130, 1) and "goes on from here" in result.stderr
+    assert run_script(RESTORE, "restore", made, "--to", tmp_path / "a").returncode == 0
+
+
+# -- targets --
+
+
+def test_nothing_is_ever_replaced(made: Path, tmp_path: Path, call: Any) -> None:
+    """A file, a folder with something in it, a link to nowhere: refused. An empty folder is as good as none."""
+    (tmp_path / "file.safetensors").write_text("x")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "x").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("file.safetensors", "folder", "link"):
+        found = call("restore", made, "--to", tmp_path / name)
+        assert (found.code, found.out) == (2, "") and "exists" in found.err, name
+    assert (tmp_path / "file.safetensors").read_text() == "x" and left_in(tmp_path) == [
+        "file.safetensors", "folder", "link",
+    ]  # fmt: skip
+    (tmp_path / "empty").mkdir()
+    assert call("restore", made, "--to", tmp_path / "empty").code == 0
+    assert left_in(tmp_path / "empty") == ["model.safetensors"]
+    assert call("restore", made, "--to", tmp_path / "some" / "where" / "new").code == 0
+
+
+def test_a_target_that_appears_meanwhile_is_not_replaced(
+    made: Path, tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What somebody else has put there stays, and what was made is not lost."""
+    real = workshop._sync_tree
+
+    def meanwhile(path: Path) -> None:
+        (tmp_path / "w.safetensors").write_text("theirs")
+        real(path)
+
+    monkeypatch.setattr(workshop, "_sync_tree", meanwhile)
+    assert call("restore", made, "--to", tmp_path / "w.safetensors").code == 2
+    assert (tmp_path / "w.safetensors").read_text() == "theirs"
+    (tmp_path / "w.safetensors").unlink()
+    monkeypatch.undo()
+    assert call("restore", made, "--to", tmp_path / "w.safetensors", "--json").json["done"]["resumed"] > 0
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, mib: int) -> Iterator[Path]:
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_disk_that_is_too_small(made: Path, tmp_path: Path, call: Any) -> None:
+    """Said before a byte is written, with what is needed and what is free; nothing is left, and it works with room."""
+    with small_disk(tmp_path / "disk", 4) as disk:
+        found = call("restore", made, "--to", disk / "out")
+        assert found.code == 2 and "needs 5 MiB" in found.err and "are free" in found.err
+        assert left_in(disk) == []
+        subprocess.run(["mount", "-o", "remount,size=40m", disk], check=True)
+        assert call("restore", made, "--to", disk / "out").code == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+@pytest.mark.parametrize("name", ["out.pt", "out"])
+def test_a_disk_that_is_too_small_for_what_torch_writes(made: Path, tmp_path: Path, call: Any, name: str) -> None:
+    """Which takes the room of the state twice: said before, too; and if the room goes meanwhile, it is an error of
+    ours and the next call goes on."""
+    words = ["restore", made, "--to", tmp_path / "disk" / name, "--format", "torch" if name == "out.pt" else "dcp"]
+    with small_disk(tmp_path / "disk", 12) as disk:
+        found = call(*words)
+        assert found.code == 2 and "are free" in found.err and left_in(disk) == []
+        subprocess.run(["mount", "-o", "remount,size=40m", disk], check=True)
+        real = workshop.Workshop.note
+
+        def filled(self: workshop.Workshop, done: Any) -> None:
+            real(self, done)
+            with contextlib.suppress(OSError), open(disk / "filler", "wb") as file:
+                while True:
+                    file.write(b"x" * 4096)
+                    file.flush()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(workshop.Workshop, "note", filled)
+            found = call(*words)
+        assert found.code == 2 and not (disk / name).exists() and "Traceback" not in found.err
+        assert "goes on from there" in found.err
+        (disk / "filler").unlink()
+        again = call(*words, "--json")
+        assert again.json["done"]["resumed"] > 5 * MIB and call("import", disk / name, tmp_path / "run").code == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_disk_that_fills_up_at_the_end(made: Path, tmp_path: Path, call: Any) -> None:
+    """All that was written stays, and counts when there is room again."""
+    with small_disk(tmp_path / "disk", 40) as disk:
+        real, fill = to_run._finish, disk / "filler"
+
+        async def fuller(*arguments: Any) -> None:
+            with contextlib.suppress(OSError), open(fill, "wb") as file:
+                while True:
+                    file.write(b"x" * 4096)
+                    file.flush()
+            await real(*arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(to_run, "_finish", fuller)
+            found = call("restore", made, "--to", disk / "out", "--format", "run")
+        assert found.code == 2 and not (disk / "out").exists() and "Traceback" not in found.err
+        fill.unlink()
+        again = call("restore", made, "--to", disk / "out", "--format", "run", "--json")
+        assert again.json["done"]["resumed"] > 5 * MIB and call("diff", made, disk / "out").code == 0
+
+
+# -- sources --
+
+
+def packs_of(run: Path) -> list[Path]:
+    return sorted((run / "packs").iterdir())
+
+
+def test_damage_is_mended_from_another_place(run: Path, made: Path, tmp_path: Path, call: Any) -> None:
+    """With --from, what is damaged comes from a copy, and this is said."""
+    for pack in packs_of(run):
+        flip(pack, -5 * MIB)
+    words = ["--only", "*"]
+    found = call("restore", run, "--to", tmp_path / "a", "--from", made, "--json", *words)
+    assert found.code == 0 and "came from" in found.json["repaired"][0]
+    call("restore", made, "--to", tmp_path / "b", *words)
+    assert same_files(tmp_path / "a", tmp_path / "b")
+
+
+def test_damage_that_cannot_be_mended_names_the_tensor(run: Path, made: Path, tmp_path: Path, call: Any) -> None:
+    """Nothing appears; once the run is whole again, the same call goes on."""
+    for pack in packs_of(run):  # of both steps: one would mend the other
+        raw = bytearray(pack.read_bytes())
+        first = 8 + int.from_bytes(raw[:8], "little")
+        raw[first : first + 64] = bytes(64)
+        pack.write_bytes(raw)
+    found = call("restore", run, "--to", tmp_path / "a", "--only", "*")
+    assert found.code == 2 and "is damaged" in found.err and not (tmp_path / "a").exists()
+    shutil.rmtree(run)
+    shutil.copytree(made, run)
+    assert call("restore", run, "--to", tmp_path / "a", "--only", "*").code == 0
+
+
+def test_increments_and_compressed_packs(tmp_path: Path, call: Any, increments: Path) -> None:
+    """A checkpoint that is built on others, stored as planes and deltas, comes out as if it were plain."""
+    assert call("restore", increments, "--to", tmp_path / "w.safetensors", "--only", "*").code == 0
+    there, whole = safetensors.torch.load_file(tmp_path / "w.safetensors"), ckpt.load(increments)
+    assert there.keys() == set(whole) and all(torch.equal(there[n], whole[n]) for n in there)
+
+
+# -- memory --
+
+
+def test_memory_stays_within_bounds(tmp_path: Path) -> None:
+    """200 MiB of tensors, one of them 160 MiB in one piece, pass through a process that never has more than 150."""
+    big = {
+        "model": nn.ParameterDict(
+            {"big": nn.Parameter(torch.randn(40, MIB)), "more": nn.Parameter(torch.randn(10, MIB))}
+        )
+    }
+    with ckpt.Checkpointer(big, str(tmp_path / "run")) as cp:
+        cp.save(1).committed()
+    for words in (["--dtype", "bf16"], ["--world-size", "5"]):
+        target = tmp_path / words[1]
+        result = run_script(PEAK, "restore", tmp_path / "run", "--to", target, "--max-memory", "150MiB", *words)
+        assert result.returncode == 0 and int(result.stderr) < 150 * 1024, result.stderr
+
+
+def test_negative_control_without_the_bound_it_takes_more(tmp_path: Path) -> None:
+    """The same measurement sees windows that are larger."""
+    big = {"model": nn.ParameterDict({"big": nn.Parameter(torch.randn(40, MIB))})}
+    with ckpt.Checkpointer(big, str(tmp_path / "run")) as cp:
+        cp.save(1).committed()
+    code = PEAK.replace(
+        "status = ", "from ckpt.cli import convert as cli_offline\ncli_offline.WINDOW = 64 << 20\nstatus = "
+    )
+    result = run_script(code, "restore", tmp_path / "run", "--to", tmp_path / "a")
+    assert result.returncode == 0 and int(result.stderr) > 150 * 1024
+
+
+def test_too_little_memory_is_said(made: Path, tmp_path: Path, call: Any) -> None:
+    """With how much it takes at least."""
+    found = call("restore", made, "--to", tmp_path / "a", "--max-memory", "20MB")
+    assert found.code == 2 and "at least" in found.err and left_in(tmp_path) == []
+
+
+# -- words --
+
+
+def test_a_dry_run_makes_nothing(made: Path, tmp_path: Path, call: Any) -> None:
+    """It says what would be made, and in JSON the same keys as a real one."""
+    found = call("restore", made, "--to", tmp_path / "a", "--dtype", "bf16", "--dry-run")
+    assert found.code == 0 and "embed.weight" in found.out and "F32 -> BF16" in found.out
+    assert "Nothing was made" in found.out and left_in(tmp_path) == []
+    dry = call("restore", made, "--to", tmp_path / "a", "--dry-run", "--json").json
+    real = call("restore", made, "--to", tmp_path / "a", "--json").json
+    assert dry.keys() == real.keys() and dry["files"] == real["files"] and dry["done"] is None
+
+
+def test_wrong_words_are_refused(made: Path, tmp_path: Path, call: Any) -> None:
+    """With what to do instead, and nothing is made."""
+    for words, said in (
+        (["--to", tmp_path / "a", "--dtype", "int3"], "bf16, fp16"),
+        (["--to", tmp_path / "a", "--only", "nosuch*"], "nothing matches"),
+        (["--to", tmp_path / "a", "--only", "optim.*", "--dtype", "bf16"], "weights of modules"),
+        (["--to", tmp_path / "a", "--only", "meta"], "no tensors"),
+        (["--to", "s3://bucket/x"], "not on this machine"),
+        (["--to", tmp_path / "a.pt", "--world-size", "2"], "--format run"),
+        (["--to", tmp_path / "a.safetensors", "--shard-size", "1GB"], "--shard-size"),
+        (["--to", tmp_path / "a", "--shard-size", "much"], "no size"),
+        (["--to", tmp_path / "a", "--step", "77"], "77"),
+        (["--to", tmp_path / "a", "--world-size", "0"], "--world-size"),
+        ([], "--to"),
+    ):
+        found = call("restore", made, *words)
+        assert found.code == 2 and said in found.err and "Traceback" not in found.err, (words, found.err)
+    assert left_in(tmp_path) == []
+
+
+def test_dtypes_that_safetensors_cannot_hold(tmp_path: Path, call: Any) -> None:
+    """complex128 is refused by the name of its tensor for safetensors, and goes into a run."""
+    model = nn.ParameterDict({"z": nn.Parameter(torch.randn(3, dtype=torch.complex128))})
+    with ckpt.Checkpointer({"model": model}, str(tmp_path / "run")) as cp:
+        cp.save(1).committed()
+    found = call("restore", tmp_path / "run", "--to", tmp_path / "a")
+    assert found.code == 2 and "model.z has dtype C128" in found.err
+    assert call("restore", tmp_path / "run", "--to", tmp_path / "b", "--format", "run").code == 0
+    assert call("diff", tmp_path / "run", tmp_path / "b").code == 0
+
+
+@pytest.mark.parametrize("command", ["restore", "import", "diff"])
+def test_help_has_an_example(command: str, call: Any) -> None:
+    """`--help` of each command shows a line that one can copy."""
+    found = call(command, "--help")
+    assert found.code == 0 and f"ckpt {command} " in found.out.partition("Example:")[2]
+
+
+# -- the engine by itself --
+
+
+class Memory:
+    """Tensors in memory as an origin."""
+
+    def __init__(self, tensors: dict[str, np.ndarray[Any, Any]]) -> None:
+        self._tensors, self.title, self.identity, self.about = tensors, "memory", "memory", dict[str, Any]()
+        self.tensors = {n: TensorSpec(n, "F32", t.shape) for n, t in tensors.items()}
+        self.names = {name: name for name in tensors}
+        self.fail_after, self.keep = -1, 0
+
+    def plain(self) -> dict[str, Any]:
+        return {}
+
+    def view(self, rank: int = 0, world: int = 1) -> RankView:
+        return RankView((), self.names, {})
+
+    def same(self, label: str, other: Any, theirs: str) -> bool:
+        return False
+
+    async def read(self, wants: Any) -> None:
+        for want in wants:
+            self.fail_after -= 1
+            if self.fail_after == 0:
+                raise ckpt.CorruptError(f"{want.label} is damaged")
+            box = tuple(slice(i, i + n) for i, n in zip(*want.box, strict=True))
+            flat = np.ascontiguousarray(self._tensors[want.label][box]).reshape(-1)
+            want.into[:] = flat[want.start : want.stop].view(np.uint8)
+
+    async def unchanged(self) -> None:
+        pass
+
+    async def aclose(self) -> None:
+        pass
+
+
+def output_of(origin: Memory, draw: random.Random) -> tuple[Output, dict[str, bytes]]:
+    """Files of literals and tensors in any mixture, and what has to come out."""
+    files, expected = [], {}
+    for number in range(draw.randrange(1, 4)):
+        parts, raw = list[Literal | Run](), b""
+        for _ in range(draw.randrange(1, 9)):
+            if draw.random() < 0.4 or not origin.tensors:
+                data = bytes(4 * draw.randrange(1, 4000))
+                parts.append(Literal(len(raw), data))
+                raw += data
+            else:
+                label = draw.choice(sorted(origin.tensors))
+                shape = origin.tensors[label].shape
+                at = tuple(draw.randrange(n) for n in shape)
+                sizes = tuple(draw.randrange(1, n - i + 1) for i, n in zip(at, shape, strict=True))
+                parts.append(Run(len(raw), label, (at, sizes), "F32"))
+                box = tuple(slice(i, i + n) for i, n in zip(at, sizes, strict=True))
+                raw += np.ascontiguousarray(origin._tensors[label][box]).tobytes()
+        ends = sorted(draw.sample(range(1, len(raw)), min(3, len(raw) - 1)))
+        sums = tuple(zip(ends, [*ends[1:], len(raw)], strict=True))
+        files.append(OutFile(f"f{number}", len(raw), tuple(parts), sums))
+        expected[f"f{number}"] = raw
+    return Output("test", tuple(files), lambda folder, sums: None, side_by_side=draw.random() < 0.5), expected
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_any_plan_with_any_window(tmp_path: Path, seed: int) -> None:
+    """Whatever the files consist of and however small the windows: the bytes are right, and the checksums too."""
+    from ckpt.format.digest import blob_digest
+
+    draw = random.Random(seed)
+    arrays = {f"t{i}": np.random.default_rng(seed).random((draw.randrange(1, 60), 50), np.float32) for i in range(3)}
+    origin = Memory(arrays)
+    output, expected = output_of(origin, draw)
+    found: dict[str, dict[int, bytes]] = {}
+    output = Output(output.kind, output.files, lambda f, s: found.update({k: dict(v) for k, v in s.items()}),
+                    side_by_side=output.side_by_side)  # fmt: skip
+    window = 4096 * draw.randrange(1, 9)
+    if draw.random() < 0.5:
+        origin.fail_after = draw.randrange(1, 20)
+        with contextlib.suppress(ckpt.CorruptError):
+            asyncio.run(export.export(origin, output, tmp_path / "out", window=window))
+        origin.fail_after = -1
+    if not (tmp_path / "out").exists():
+        asyncio.run(export.export(origin, output, tmp_path / "out", window=window))
+    for file in output.files:
+        raw = (tmp_path / "out" / file.name).read_bytes()
+        assert raw == expected[file.name]
+        assert found[file.name] == {start: blob_digest(raw[start:stop]) for start, stop in file.sums}
+
+
+def test_errors_are_ours(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
+    """A disk that fails in the middle is one line that says what stays and what to do."""
+    real = export._write_all
+    count = iter(range(100))
+
+    def failing(fd: int, data: memoryview, at: int) -> None:
+        if next(count) == 1:
+            raise OSError(5, "Input/output error")
+        real(fd, data, at)
+
+    monkeypatch.setattr(export, "_write_all", failing)
+    found = call("restore", made, "--to", tmp_path / "a", "--only", "*")
+    assert found.code == 2 and "goes on from there" in found.err and "Traceback" not in found.err
+    assert issubclass(FullError, StoreError) and issubclass(UsageError, CheckpointError)
+    assert call("restore", made, "--to", tmp_path / "a", "--only", "*").code == 0
+
+
+def test_runs_that_differ_have_attempts_of_their_own(made: Path, tmp_path: Path, call: Any) -> None:
+    """The same step with other options is another attempt: copied to one place, neither passes for the other."""
+    attempts = set()
+    for number, words in enumerate(([], ["--dtype", "bf16"], ["--only", "model"], ["--world-size", "2"])):
+        assert call("restore", made, "--to", tmp_path / str(number), "--format", "run", *words).code == 0
+        attempts.add(call("show", tmp_path / str(number), "--json").json["attempt"])
+    assert len(attempts) == 4

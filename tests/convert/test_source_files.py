@@ -1,0 +1,1040 @@
+"""Checkpoints of other libraries, read as they are: every tensor bit for bit, and what is damaged is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+import os
+import pickle
+import random
+import struct
+import subprocess
+import sys
+import warnings
+import zipfile
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+
+from ckpt.convert import parse_dcp, parse_safetensors, parse_torch
+from ckpt.convert.source import DESCRIPTION, OriginEntry, RankView, Want, describe
+from ckpt.convert.source_files import FilesOrigin, Foreign
+from ckpt.errors import CheckpointError, CorruptError, FormatError, UsageError
+from ckpt.format.layout import Layout
+from ckpt.format.merged import SavedState
+from ckpt.format.table import Shard, Table
+from ckpt.format.values import decode
+from ckpt.state import tensors
+from ckpt.state.capture import Capture
+from ckpt.state.placement import Filler
+from parallel import free_port, launch
+from processes import REPO
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled",
+    "ignore:TypedStorage is deprecated",
+    "ignore:ComplexHalf support is experimental",
+    "ignore:.*torch.jit.script:DeprecationWarning",
+    "ignore:The given buffer is not writable",
+)
+QUICK = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+PARSERS = {"torch": parse_torch, "safetensors": parse_safetensors, "dcp": parse_dcp}
+
+
+# -- reading what was parsed --
+
+
+def read(foreign: Foreign) -> dict[str, bytes]:
+    """Every tensor's bytes, through the origin that commands use."""
+    origin = FilesOrigin(foreign)
+    try:
+        found = {name: np.zeros(spec.nbytes, np.uint8) for name, spec in origin.tensors.items()}
+        wants = [
+            Want(name, ((0,) * len(t.shape), t.shape), 0, math.prod(t.shape), found[name])
+            for name, t in origin.tensors.items()
+        ]
+        asyncio.run(origin.read(wants))
+    finally:
+        asyncio.run(origin.aclose())
+    return {name: data.tobytes() for name, data in found.items()}
+
+
+def tensors_of(foreign: Foreign) -> dict[str, Tensor]:
+    """As torch tensors, those too that are another name of one."""
+    origin = FilesOrigin(foreign)
+    asyncio.run(origin.aclose())
+    found = {}
+    for name, data in read(foreign).items():
+        tensor = tensors.empty(origin.tensors[name], "cpu")
+        if data:
+            tensors.as_bytes(tensor).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        found[name] = tensor
+    return found | {alias: found[name] for alias, name in foreign.aliases.items()}
+
+
+def bits(tensor: Tensor) -> bytes:
+    return bytes(tensors.as_bytes(tensor.detach().cpu().contiguous()).numpy().tobytes())
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    """Of one dtype and shape, and equal in every bit."""
+    return (found.dtype, found.shape) == (expected.dtype, expected.shape) and bits(found) == bits(expected)
+
+
+def plain(foreign: Foreign) -> dict[str, Any]:
+    """The plain values by path, with tensors and arrays in their places."""
+    found = tensors_of(foreign)
+
+    def back(reference: Any) -> object:
+        tensor = found[reference["name"]]
+        return tensor if reference["$"] == "tensor" else tensors.to_array(tensor, reference)
+
+    return {".".join(map(str, e.path)): decode(e.values, back) for e in foreign.entries}
+
+
+def kinds(foreign: Foreign) -> dict[str, str]:
+    return {".".join(map(str, entry.path)): entry.kind for entry in foreign.entries}
+
+
+def saved(foreign: Foreign) -> tuple[SavedState, list[bytes]]:
+    """As if a rank had saved it; and the bytes of each blob."""
+    origin = FilesOrigin(foreign)
+    asyncio.run(origin.aclose())
+    specs, data = list(origin.tensors.values()), read(foreign)
+    components = [
+        {"path": list(e.path), "kind": e.kind, "facts": e.facts, "names": list(e.names)} for e in foreign.entries
+    ]
+    layout = Layout.from_json(Layout(tuple(specs), foreign.aliases, components).to_json())
+    blobs = [data[t.name] for t in specs]
+    lengths, none = np.array([len(b) for b in blobs], np.int64), np.zeros(len(specs), np.int64)
+    hashed = b"".join(hashlib.blake2b(blob, digest_size=16).digest() for blob in blobs)
+    digests = np.frombuffer(hashed, np.uint8).reshape(-1, 16)
+    table = Table(
+        tuple(Shard(t.name, t.dtype, t.shape, (0,) * len(t.shape), t.shape) for t in specs),
+        np.arange(len(specs) + 1),
+        *(none, none, lengths, lengths, none, none - 1),
+        *(digests, digests),
+        packs=("pack",),
+    )
+    values = json.loads(json.dumps([e.values for e in foreign.entries], allow_nan=False, sort_keys=True))
+    return SavedState([layout], [values], table), blobs
+
+
+def restore(foreign: Foreign, state: dict[str, Any]) -> None:
+    """Into a live state, strictly, as a Checkpointer does."""
+    found, blobs = saved(foreign)
+    placement = Capture(state).place(found)
+    placement.check()
+    filler = Filler(found, placement.fills)
+    for number in filler.blobs:
+        filler.add(number, memoryview(blobs[number]))
+    filler.finish()
+    for finish in (*placement.finishers, *placement.last):
+        finish()
+
+
+# -- states --
+
+
+class Tied(nn.Module):
+    """Two linear layers that share a weight, a norm with buffers, and parameters that never get a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 4, bias=False)
+        self.norm = nn.BatchNorm1d(6)
+        self.out = nn.Linear(6, 4)
+        self.out.weight = self.embed.weight
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.embed(self.norm(x)) + self.out(x)
+        return found
+
+
+def trained(kind: Callable[..., torch.optim.Optimizer], steps: int = 3, **options: Any) -> dict[str, Any]:
+    """A model, its optimizer and its schedule after a few steps."""
+    torch.manual_seed(1)
+    model = Tied()
+    decay = [p for p in model.parameters() if p.dim() > 1 and p.requires_grad]
+    rest = [p for p in model.parameters() if p.dim() == 1 and p.requires_grad]
+    optimizer = kind([{"params": decay}, {"params": rest, "lr": 0.5}], lr=0.1, **options)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    state = {"model": model, "optim": optimizer, "sched": schedule}
+    train(state, steps)
+    return state
+
+
+def untied(kind: Callable[..., torch.optim.Optimizer]) -> dict[str, Any]:
+    """A model of which nothing is shared, after a step, and its optimizer."""
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    optimizer = kind([{"params": weights}, {"params": [p for p in model.parameters() if p.dim() == 1]}], lr=0.1)
+    model(torch.randn(5, 6)).square().sum().backward()
+    optimizer.step()
+    return {"model": model, "optim": optimizer}
+
+
+def train(state: dict[str, Any], steps: int) -> None:
+    for step in range(steps):
+        state["optim"].zero_grad()
+        generator = torch.Generator().manual_seed(step)
+        state["model"](torch.randn(5, 6, generator=generator)).square().sum().backward()
+        state["optim"].step()
+        state["sched"].step()
+
+
+def every_bit(state: dict[str, Any]) -> dict[str, Tensor]:
+    """All tensors of a live state."""
+    reading = Capture(state).read()
+    return {spec.name: tensor.clone() for spec, tensor in zip(reading.layout.tensors, reading.tensors, strict=True)}
+
+
+def check_restored(foreign: Foreign, mine: dict[str, Any], fresh: dict[str, Any]) -> None:
+    """`fresh` becomes `mine` in every bit, and stays so when both train on."""
+    assert any(not same(b, every_bit(mine)[a]) for a, b in every_bit(fresh).items()), "negative control"
+    restore(foreign, fresh)
+    for _ in range(2):
+        expected, found = every_bit(mine), every_bit(fresh)
+        assert found.keys() == expected.keys()
+        assert all(same(found[name], expected[name]) for name in expected)
+        assert fresh["sched"].state_dict() == mine["sched"].state_dict()
+        train(mine, 2)
+        train(fresh, 2)
+
+
+def dtypes() -> list[torch.dtype]:
+    return [dtype for dtype in tensors.DTYPE_NAME if dtype.itemsize]
+
+
+def of_dtype(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Random bits; of a bool 0 and 1 only."""
+    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8)
+    return raw.view(dtype).reshape(shape) if raw.numel() else torch.empty(shape, dtype=dtype)
+
+
+def zoo() -> dict[str, Tensor]:
+    """Every dtype, no dimension, no element, transposed, sliced, a parameter."""
+    base = torch.randn(6, 8)
+    found = {f"{dtype}.x".replace("torch.", ""): of_dtype(dtype, 3, 4) for dtype in dtypes()}
+    found |= {"scalar": torch.tensor(1.5), "empty": torch.zeros(0, 3), "hollow": torch.zeros(3, 0, 2)}
+    found |= {"base": base, "t": base.t(), "rows": base[2:4], "columns": base[:, 1:4], "steps": base[::2, ::3]}
+    found |= {"again": base, "param": nn.Parameter(torch.randn(2, 2)), "one": torch.randn(1, 1, 5).transpose(0, 2)}
+    return found
+
+
+# -- torch.save --
+
+
+def test_every_tensor_of_a_torch_file(tmp_path: Path) -> None:
+    """Each dtype and form comes back in every bit; views of one storage are what they were."""
+    path, state = tmp_path / "x.pt", zoo()
+    torch.save(state, path)
+    assert parse_torch.sniff(path) and not parse_safetensors.sniff(path) and not parse_dcp.sniff(path)
+    foreign = parse_torch.parse(path)
+    assert kinds(foreign) == {"model": "module"}
+    found = tensors_of(foreign)
+    assert found.keys() == {f"model.{name}" for name in state}
+    for name, tensor in state.items():
+        assert same(found[f"model.{name}"], tensor), name
+    assert foreign.aliases == {"model.again": "model.base"}  # the same view; others are tensors of their own
+
+
+def test_negative_control_another_bit_is_seen(tmp_path: Path) -> None:
+    """One flipped bit of a tensor's bytes in the file is a different tensor here."""
+    path = tmp_path / "x.pt"
+    torch.save({"w": torch.ones(4)}, path)
+    piece = parse_torch.parse(path).pieces[0]
+    data = bytearray(path.read_bytes())
+    data[piece.at] ^= 1
+    path.write_bytes(data)
+    assert not same(tensors_of(parse_torch.parse(path))["model.w"], torch.ones(4))
+
+
+def test_plain_values_of_a_torch_file(tmp_path: Path) -> None:
+    """Plain values, numpy's too, come back as what they were."""
+    path = tmp_path / "x.pt"
+    arrays = {
+        "c": np.arange(12.0).reshape(3, 4), "f": np.asfortranarray(np.arange(6).reshape(2, 3)), "b": np.array([True]),
+        "u": np.array(["ab", "c"]), "m": np.array(["2020-01-01"], "M8[ns]"), "e": np.zeros((0, 2), np.int8),
+        "big": np.arange(3, dtype=">i4"), "zero": np.array(7, np.uint16),
+    }  # fmt: skip
+    values = {
+        "epoch": 3, "big": -(2**100), "name": "é", "raw": b"\0\xff", "none": b"", "nan": float("nan"), "t": (1, (2,)),
+        "counter": Counter({1: 2}), "ordered": OrderedDict(b=1, a=2), "nested": {"x": [1, {"y": None}], 3: True},
+        "np": [np.float32(1.25), np.int64(-1), np.bool_(True)], "arrays": arrays,
+    }  # fmt: skip
+    torch.save({"values": values, "rng": torch.get_rng_state()}, path)
+    foreign = parse_torch.parse(path)
+    assert kinds(foreign) == {"values": "stateful", "rng": "plain"}
+    found = plain(foreign)["values"]
+    assert list(found) == list(values)
+    for key in values.keys() - {"nan", "arrays", "np"}:
+        assert (type(found[key]), found[key]) == (type(values[key]), values[key]), key
+    assert math.isnan(found["nan"]) and [type(v) for v in found["np"]] == [type(v) for v in values["np"]]
+    assert found["np"] == values["np"]
+    for key, array in arrays.items():
+        got = found["arrays"][key]
+        array = array.astype(array.dtype.newbyteorder("="))  # as numpy's own pickles come back
+        assert (got.dtype, got.shape, got.tobytes()) == (array.dtype, array.shape, array.tobytes()), key
+    assert same(plain(foreign)["rng"], torch.get_rng_state())
+
+
+def test_what_changes_is_said(tmp_path: Path) -> None:
+    """Sizes, dtypes and devices become plain values, and a note says so."""
+    path = tmp_path / "x.pt"
+    marked = nn.Parameter(torch.ones(2))
+    marked.extra = 1  # type: ignore[attr-defined]
+    default: defaultdict[str, int] = defaultdict(int, a=1)
+    torch.save(
+        {"s": torch.Size([1, 2]), "d": torch.float16, "v": torch.device("cuda", 1), "p": marked, "f": default}, path
+    )
+    foreign = parse_torch.parse(path)
+    found = plain(foreign)
+    assert (found["s"], found["d"], found["v"], found["f"]) == ((1, 2), "torch.float16", "cuda:1", {"a": 1})
+    assert same(found["p"], marked)
+    notes = "\n".join(foreign.notes)
+    assert all(word in notes for word in ("torch.Size", "torch.dtype", "torch.device"))
+
+
+KINDS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "adagrad": (torch.optim.Adagrad, {}),
+}
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["numbered", "named"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_training_state_restores(tmp_path: Path, kind: str, named: bool) -> None:
+    """A torch.save of state_dicts restores into live objects, which then train on alike in every bit.
+
+    The optimizer has two groups whose parameters are numbered: their names follow from their shapes, or are there.
+    """
+    make, options = KINDS[kind]
+    path = tmp_path / "x.ckpt"
+    mine, fresh = trained(make, **options), trained(make, 1, **options)
+    state = {name: one.state_dict() for name, one in mine.items()}
+    if named:
+        called = {id(p): name for name, p in mine["model"].named_parameters()}
+        for group, live in zip(state["optim"]["param_groups"], mine["optim"].param_groups, strict=True):
+            group["param_names"] = [called[id(p)] for p in live["params"]]
+    torch.save(state, path)
+    foreign = parse_torch.parse(path)
+    assert kinds(foreign) == {"model": "module", "optim": "optimizer", "sched": "stateful"}
+    assert foreign.aliases == {"model.out.weight": "model.embed.weight"}
+    assert any("follow from order and shapes" in note for note in foreign.notes) is not named
+    check_restored(foreign, mine, fresh)
+
+
+def test_names_that_are_not_clear_are_not_guessed(tmp_path: Path) -> None:
+    """Where order and shapes allow two answers, parameters are called by their places, and a note says so."""
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    optimizer = torch.optim.AdamW([model[0].weight, model[2].weight])
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    path = tmp_path / "x.pt"
+    torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, path)
+    foreign = parse_torch.parse(path)
+    assert foreign.entries[1].facts["params"] == [["0.0", "0.1"]] and "unclear" in foreign.notes[0]
+    twice = tmp_path / "y.pt"  # two modules that fit
+    torch.save({"a": nn.Linear(2, 2).state_dict(), "b": nn.Linear(2, 2).state_dict(),
+                "optim": torch.optim.SGD(nn.Linear(2, 2).parameters()).state_dict()}, twice)  # fmt: skip
+    assert parse_torch.parse(twice).entries[2].facts["params"] == [["0.0", "0.1"]]
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["numbered", "named"])
+def test_an_average_beside_the_model(tmp_path: Path, named: bool) -> None:
+    """Both fit the optimizer: its parameters are the model's, and a note says that this was chosen."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.Adam(model.named_parameters() if named else model.parameters())
+    path = tmp_path / "x.pt"
+    average = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.save({"ema": average, "model": model.state_dict(), "optim": optimizer.state_dict()}, path)
+    foreign = parse_torch.parse(path)
+    assert foreign.entries[2].facts["params"] == [[f"model.{name}" for name in average]]
+    assert any("several modules" in note for note in foreign.notes)
+    torch.save({"a": average, "b": model.state_dict(), "optim": optimizer.state_dict()}, path)
+    expected = list(average) if named else ["0.0", "0.1", "0.2", "0.3"]
+    assert parse_torch.parse(path).entries[2].facts["params"] == [expected]
+
+
+def test_containers_of_states(tmp_path: Path) -> None:
+    """Lists and dicts with states inside are walked into, as Lightning's files have them; others are values."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    path = tmp_path / "last.ckpt"
+    torch.save(
+        {
+            "state_dict": OrderedDict(model.state_dict()), "optimizer_states": [optimizer.state_dict()],
+            "lr_schedulers": [schedule.state_dict()], "epoch": 1, "global_step": 5,
+            "callbacks": {"ModelCheckpoint{'monitor': None}": {"best_model_score": torch.tensor(1.0), "k": {}}},
+            "loops": {"fit_loop": {"state_dict": {}, "done": [1, 2]}}, "hyper_parameters": {"lr": 0.1},
+        },
+        path,
+    )  # fmt: skip
+    assert kinds(parse_torch.parse(path)) == {
+        "state_dict": "module", "optimizer_states.0": "optimizer", "lr_schedulers.0": "stateful", "epoch": "plain",
+        "global_step": "plain", "callbacks": "stateful", "loops": "stateful", "hyper_parameters": "stateful",
+    }  # fmt: skip
+
+
+def test_what_a_file_says_of_itself_counts(tmp_path: Path) -> None:
+    """With a description beside the tensors nothing is guessed; one that does not fit is refused."""
+    entry = OriginEntry(("a", 0), "stateful", {"x": 1}, ("q", "r"), {"$": "tensor", "name": "q"})
+    text = describe(RankView((entry,), {"q": "q"}, {"r": "q"}), {"q": ("deep", "list", 1)})
+    path = tmp_path / "x.pt"
+    state = {"deep": {"list": [1, torch.arange(3)]}, DESCRIPTION: text}
+    torch.save(state, path)
+    foreign = parse_torch.parse(path)
+    assert foreign.entries == (entry,) and foreign.aliases == {"r": "q"}
+    assert same(tensors_of(foreign)["q"], torch.arange(3))
+    dcp.save(state, checkpoint_id=tmp_path / "dcp")
+    foreign = parse_dcp.parse(tmp_path / "dcp")
+    assert foreign.entries == (entry,) and same(tensors_of(foreign)["q"], torch.arange(3))
+    by_name = describe(RankView((entry,), {"q": "q"}, {"r": "q"}), {"q": ("deep.list.1",)})
+    dcp.save({**state, DESCRIPTION: by_name}, checkpoint_id=tmp_path / "dcp2")
+    assert same(tensors_of(parse_dcp.parse(tmp_path / "dcp2"))["q"], torch.arange(3))
+    for places in ({}, {"q": ("deep", "list", 0)}, {"q": ("deep", "list", 9)}, {"q": ("none",)}):
+        torch.save({**state, DESCRIPTION: describe(RankView((entry,), {"q": "q"}, {"r": "q"}), places)}, path)
+        with pytest.raises(CorruptError, match=DESCRIPTION):
+            parse_torch.parse(path)
+
+
+class Mine:
+    """A class of the user's own."""
+
+
+def refused_values() -> dict[str, tuple[Any, str]]:
+    expanded, base = torch.zeros(1).expand(5), torch.zeros(4)
+    with warnings.catch_warnings(action="ignore"):
+        quantized = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
+    return {
+        "set": ({1, 2}, r"a\.b.*builtins\.set"),
+        "object": (Mine(), r"names .*\.Mine, which is code"),
+        "class": (Mine, r"names .*\.Mine, which is code"),
+        "namespace": (__import__("argparse").Namespace(x=1), r"names argparse\.Namespace, which is code"),
+        "sparse": (torch.eye(3).to_sparse(), r"a\.b.*to_dense"),
+        "quantized": (quantized, "quantized"),
+        "meta": (torch.empty(2, device="meta"), r"a\.b.*meta"),
+        "expanded": (expanded, r"a\.b.*contiguous"),
+        "windows": (base.as_strided((3, 2), (1, 1)), r"a\.b.*contiguous"),
+        "conjugate": (torch.ones(2, dtype=torch.complex64).conj(), r"a\.b.*resolve_conj"),
+        "storage": (torch.ones(2).untyped_storage(), r"a\.b.*storage"),
+        "objects": (np.array([None]), r"a\.b.*objects or fields"),
+        "complex": (1j, r"a\.b.*complex"),
+        "bytearray": (bytearray(b"x"), r"a\.b.*bytearray"),
+        "key": ({(1, 2): 3}, r"a\.b.*a key that is neither"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("what", refused_values())
+def test_what_cannot_be_kept_is_refused_by_its_path(tmp_path: Path, what: str) -> None:
+    """Rather than to be lost or changed."""
+    value, message = refused_values()[what]
+    torch.save({"a": {"b": value}}, tmp_path / "x.pt")
+    with pytest.raises((UsageError, FormatError), match=message):
+        parse_torch.parse(tmp_path / "x.pt")
+
+
+def test_other_containers_are_refused_with_advice(tmp_path: Path) -> None:
+    """Files from before torch 1.6, TorchScript, big-endian, compressed or encrypted ones, and anything else."""
+    path = tmp_path / "x.pt"
+    torch.save({"w": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(UsageError, match=r"before 1\.6.*torch\.save"):
+        parse_torch.parse(path)
+    assert parse_torch.sniff(path)
+    torch.jit.script(nn.Linear(2, 2)).save(str(path))
+    with pytest.raises(UsageError, match="TorchScript"):
+        parse_torch.parse(path)
+    torch.save({"w": torch.ones(2)}, path)
+    rewrite(path, lambda name, data: b"big" if name.endswith("byteorder") else data)
+    with pytest.raises(UsageError, match="big-endian"):
+        parse_torch.parse(path)
+    torch.save({"w": torch.ones(2)}, path)
+    rewrite(path, lambda name, data: data, zipfile.ZIP_DEFLATED)
+    with pytest.raises(UsageError, match="compressed"):
+        parse_torch.parse(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/b.txt", "x")
+    with pytest.raises(FormatError, match=r"data\.pkl"):
+        parse_torch.parse(path)
+    path.write_bytes(b"hello")
+    assert not parse_torch.sniff(path)
+    with pytest.raises(FormatError, match="not a file of"):
+        parse_torch.parse(path)
+    with pytest.raises(UsageError, match="cannot be read"):
+        parse_torch.parse(tmp_path / "none.pt")
+
+
+def rewrite(path: Path, change: Callable[[str, bytes], bytes], how: int = zipfile.ZIP_STORED) -> None:
+    with zipfile.ZipFile(path) as archive:
+        found = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", how) as archive:
+        for name, data in found.items():
+            archive.writestr(name, change(name, data))
+
+
+def test_records_that_overlap_are_refused(tmp_path: Path) -> None:
+    """Two storages over the same bytes, by a forged directory: one would be read as the other."""
+    path = tmp_path / "x.pt"
+    torch.save({"a": torch.ones(64), "b": torch.zeros(64)}, path)
+    assert parse_torch.parse(path).pieces, "negative control"
+    with zipfile.ZipFile(path) as archive:
+        offsets = {i.filename: i.header_offset for i in archive.infolist()}
+    data = path.read_bytes()
+    one, other = (struct.pack("<I", offsets[f"x/data/{i}"]) for i in (0, 1))
+    start = data.index(b"PK\1\2")
+    assert data.count(other, start) == 1
+    path.write_bytes(data[:start] + data[start:].replace(other, one))
+    with pytest.raises(CorruptError, match="overlap"):
+        parse_torch.parse(path)
+
+
+def test_names_without_what_wrappers_add(tmp_path: Path) -> None:
+    """The state_dict of a compiled module, saved with its optimizer's names, is that of the module."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    compiled: Any = torch.compile(model)
+    optimizer = torch.optim.SGD(compiled.named_parameters(), lr=0.1, momentum=0.9)
+    compiled.state_dict()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.save({"model": compiled.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "x.pt")
+    foreign = parse_torch.parse(tmp_path / "x.pt")
+    assert any("torch.compile" in note for note in foreign.notes)
+    fresh = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    state = {"model": fresh, "optim": torch.optim.SGD(fresh.parameters(), lr=0.5, momentum=0.9)}
+    restore(foreign, state)
+    found, expected = every_bit(state), every_bit({"model": model, "optim": optimizer})
+    assert found.keys() == expected.keys() and all(same(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize("state", [{"step": 7, "w": 1.5}, {"global_step": 7, "step": 1}, {"step": "x", "w": {}}])
+def test_the_step_of_the_training(tmp_path: Path, state: dict[str, Any]) -> None:
+    """Where a file says it the way trainers do."""
+    torch.save(state, tmp_path / "x.pt")
+    assert parse_torch.parse(tmp_path / "x.pt").step == (7 if 7 in state.values() else None)
+
+
+def test_offsets_beyond_four_gigabytes(tmp_path: Path) -> None:
+    """A file of five, of which the storages are holes: what is put at a tensor's place, torch finds in it."""
+    path = tmp_path / "x.pt"
+    with torch.serialization.skip_data():
+        torch.save({"large": torch.empty(5 << 30, dtype=torch.uint8), "w": torch.zeros(4)}, path)
+    if path.stat().st_blocks * 512 > 1 << 30:
+        pytest.skip("no sparse files here")
+    pieces = {piece.name: piece for piece in parse_torch.parse(path).pieces}
+    assert pieces["model.w"].at > 5 << 30
+    with path.open("r+b") as file:
+        file.seek(pieces["model.w"].at)
+        file.write(bits(torch.arange(4.0)))
+        file.seek(pieces["model.large"].at + (5 << 30) - 1)
+        file.write(b"\x07")
+    found = torch.load(path, mmap=True, weights_only=True)
+    assert same(found["w"], torch.arange(4.0)) and found["large"][-1] == 7 and found["large"][-2] == 0
+
+
+@pytest.mark.parametrize("change", [b"1234", b"", b"0" * 64])
+def test_a_storage_of_another_size(tmp_path: Path, change: bytes) -> None:
+    """Fewer bytes than the pickle says, or more, is damage, though the tensor might fit."""
+    path = tmp_path / "x.pt"
+    torch.save({"w": torch.ones(4)[:1]}, path)
+    rewrite(path, lambda name, data: change if name.endswith("/data/0") else data)
+    with pytest.raises(CorruptError, match="does not hold its 16 bytes"):
+        parse_torch.parse(path)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", PARSERS)
+def test_what_is_no_file(tmp_path: Path, kind: str) -> None:
+    """Folders, pipes and nothing at all are refused, and no parser waits for the other end of a pipe."""
+    parser = PARSERS[kind]
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / ".metadata")
+    for path in (tmp_path / "pipe", tmp_path / "run", tmp_path / "none"):
+        with pytest.raises((UsageError, FormatError, CorruptError)):
+            parser.parse(path)  # type: ignore[attr-defined]
+        assert not any(one.sniff(path) for one in PARSERS.values())  # type: ignore[attr-defined]
+
+
+# -- distributed checkpoints --
+
+
+def state_dicts(state: dict[str, Any], flat: bool) -> dict[str, Any]:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    return {
+        "model": get_model_state_dict(state["model"]),
+        "optim": get_optimizer_state_dict(state["model"], state["optim"], options=options),
+        "sched": state["sched"].state_dict(),
+        "epoch": 3,
+    }
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["lists", "flat"])
+@pytest.mark.parametrize("kind", ["adamw", "momentum"])
+def test_a_distributed_checkpoint_restores(tmp_path: Path, kind: str, flat: bool) -> None:
+    """Saved by torch's own dcp.save, in both forms that it has for optimizers; trains on alike in every bit."""
+    make, options = KINDS[kind]
+    mine, fresh = trained(make, **options), trained(make, 1, **options)
+    dcp.save(state_dicts(mine, flat), checkpoint_id=tmp_path / "step-3")
+    assert parse_dcp.sniff(tmp_path / "step-3") and not parse_safetensors.sniff(tmp_path / "step-3")
+    foreign = parse_dcp.parse(tmp_path / "step-3")
+    assert kinds(foreign) == {"model": "module", "optim": "optimizer", "sched": "stateful", "epoch": "plain"}
+    assert not foreign.aliases  # torch wrote the tied tensor twice: that both are alike is seen when they are digested
+    fresh["epoch"] = 0
+    check_restored(foreign, {**mine, "epoch": 3}, fresh)
+    assert fresh["epoch"] == 3
+
+
+def test_every_tensor_of_a_distributed_checkpoint(tmp_path: Path) -> None:
+    """Each dtype and form that torch can write this way, and plain values of every kind."""
+    state = {"z": zoo(), "l": [1, {"a": (1, 2)}], "n": {"x": torch.ones(2), "s": "t", "arr": np.arange(3)}, "e": 7}
+    dcp.save(state, checkpoint_id=tmp_path)
+    foreign = parse_dcp.parse(tmp_path)
+    found = tensors_of(foreign)
+    for name, tensor in zoo_like(state["z"]).items():
+        assert same(found[f"z.{name}"], tensor), name
+    values = plain(foreign)
+    assert values["l"] == [1, {"a": (1, 2)}] and values["e"] == 7 and values["n"]["s"] == "t"
+    assert (values["n"]["arr"] == np.arange(3)).all()
+
+
+def zoo_like(state: Any) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = state
+    return found
+
+
+def test_the_state_dict_of_an_optimizer_alone(tmp_path: Path) -> None:
+    """torch turns the numbers of parameters into text on the way; and where there is no state, nothing is written."""
+    state = untied(torch.optim.AdamW)
+    dcp.save({"optim": state["optim"].state_dict(), "model": state["model"].state_dict()}, checkpoint_id=tmp_path / "a")
+    names = {id(p): f"model.{n}" for n, p in state["model"].named_parameters()}
+    groups = [[names[id(p)] for p in group["params"]] for group in state["optim"].param_groups]
+    foreign = parse_dcp.parse(tmp_path / "a")
+    optimizer = next(e for e in foreign.entries if e.kind == "optimizer")
+    assert optimizer.facts["with_state"] == groups[0] + groups[1]
+    bare = trained(torch.optim.SGD)
+    names = {id(p): f"model.{n}" for n, p in bare["model"].named_parameters()}
+    groups = [[names[id(p)] for p in group["params"]] for group in bare["optim"].param_groups]
+    dcp.save(state_dicts(bare, False), checkpoint_id=tmp_path / "b")
+    optimizer = next(e for e in parse_dcp.parse(tmp_path / "b").entries if e.path == ("optim",))
+    assert (optimizer.kind, optimizer.facts["params"], optimizer.facts["with_state"]) == ("optimizer", groups, [])
+
+
+def test_a_model_beside_everything_else(tmp_path: Path) -> None:
+    """Some trainers put the model's tensors on top, beside a flat optimizer and others: still a module."""
+    state = trained(torch.optim.AdamW)
+    found = state_dicts(state, True)
+    dcp.save({**found["model"], "optimizer": found["optim"], "train_state": {"step": 3}}, checkpoint_id=tmp_path)
+    foreign = parse_dcp.parse(tmp_path)
+    assert kinds(foreign) == {"model": "module", "optimizer": "optimizer", "train_state": "stateful"}
+    names = {id(p): f"model.{n}" for n, p in state["model"].named_parameters()}
+    groups = [[names[id(p)] for p in group["params"]] for group in state["optim"].param_groups]
+    assert foreign.entries[1].facts["params"] == groups
+
+
+def _old(metadata: Any) -> None:
+    """As older versions of torch wrote it."""
+    from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+
+    metadata.planner_data, metadata.storage_meta = None, None
+    for one in metadata.state_dict_metadata.values():
+        if hasattr(one, "properties"):
+            one.properties = TensorProperties(dtype=one.properties.dtype)
+
+
+def test_metadata_without_a_planner(tmp_path: Path) -> None:
+    """Where nothing says how names are nested, optimizers are known by theirs; also with classes of older versions."""
+    state = trained(torch.optim.AdamW)
+    found = state_dicts(state, True)
+    flat = {**found["model"], **{f"optim.{name}": value for name, value in found["optim"].items()}}
+    dcp.save(flat, checkpoint_id=tmp_path)
+    forged(tmp_path, _old)
+    assert b"sharded_tensor" in (tmp_path / ".metadata").read_bytes()
+    foreign = parse_dcp.parse(tmp_path)
+    assert kinds(foreign) == {"model": "module", "optim": "optimizer"}
+    names = {id(p): f"model.{n}" for n, p in state["model"].named_parameters()}
+    groups = [[names[id(p)] for p in group["params"]] for group in state["optim"].param_groups]
+    assert foreign.entries[1].facts["params"] == groups
+
+
+RANKS = """
+import os, sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.checkpoint.state_dict import *
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(20, 36), nn.Linear(36, 7))
+for layer in model:
+    fully_shard(layer)
+fully_shard(model)
+optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+for i in range(2):
+    model(torch.randn(3, 20)).square().sum().backward()
+    optim.step()
+state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optim)}
+dcp.save(state, checkpoint_id=sys.argv[1])
+if sys.argv[2] == "hf":
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+    dcp.save(state["model"], storage_writer=HuggingFaceStorageWriter(sys.argv[1] + ".hf", save_distributed=True))
+whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+out = {"model": get_model_state_dict(model, options=whole)}
+out["optim"] = get_optimizer_state_dict(model, optim, options=whole)
+if dist.get_rank() == 0:
+    torch.save(out, sys.argv[1] + ".pt")
+dist.barrier()
+sys.stdout.flush()
+os._exit(0)  # gloo's threads may abort an interpreter that ends
+"""
+
+
+def test_what_four_ranks_saved_is_put_together(tmp_path: Path) -> None:
+    """FSDP2 on four ranks, uneven pieces among them: the same as torch gathers. Also as pieces in safetensors."""
+    target = tmp_path / "step-2"
+    done = launch(4, RANKS, target, "hf", port=free_port())
+    assert all(process.returncode == 0 for process in done), done[0].stderr[-3000:]
+    gathered = torch.load(f"{target}.pt", weights_only=True)
+    foreign = parse_dcp.parse(target)
+    assert max(Counter(piece.name for piece in foreign.pieces).values()) == 4
+    found = tensors_of(foreign)
+    for name, tensor in gathered["model"].items():
+        assert same(found[f"model.{name}"], tensor)
+        assert same(found[f"optim.state.model.{name}.exp_avg"], gathered["optim"]["state"][name]["exp_avg"])
+    whole = tensors_of(parse_torch.parse(Path(f"{target}.pt")))
+    assert whole.keys() == found.keys() and all(same(whole[name], found[name]) for name in found)
+    pieces = tensors_of(parse_safetensors.parse(Path(f"{target}.hf")))
+    assert all(same(pieces[f"model.{name}"], tensor) for name, tensor in gathered["model"].items())
+    (target / "__2_0.distcp").unlink()
+    with pytest.raises(CorruptError, match=r"__2_0\.distcp is missing"):
+        parse_dcp.parse(target)
+
+
+def forged(folder: Path, change: Callable[[Any], None]) -> None:
+    """A `.metadata` of which something was changed."""
+    with (folder / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    change(metadata)
+    with (folder / ".metadata").open("wb") as file:
+        pickle.dump(metadata, file)
+
+
+def _elsewhere(to: str) -> Callable[[Any], None]:
+    def change(metadata: Any) -> None:
+        for info in metadata.storage_data.values():
+            info.relative_path = to
+
+    return change
+
+
+def _first_chunk(**fields: Any) -> Callable[[Any], None]:
+    def change(metadata: Any) -> None:
+        for key, value in fields.items():
+            setattr(metadata.state_dict_metadata["w"].chunks[0], key, torch.Size(value))
+
+    return change
+
+
+def _all_places(**fields: Any) -> Callable[[Any], None]:
+    def change(metadata: Any) -> None:
+        for info in metadata.storage_data.values():
+            for key, value in fields.items():
+                setattr(info, key, value)
+
+    return change
+
+
+FORGED: dict[str, tuple[Callable[[Any], None], str]] = {
+    "above": (_elsewhere("../x.distcp"), "outside"),
+    "absolute": (_elsewhere("/etc/passwd"), "outside"),
+    "missing": (_elsewhere("none.distcp"), "missing"),
+    "folder": (_elsewhere("."), "missing"),
+    "compressed": (_all_places(transform_descriptors=("zstd",)), "zstd"),
+    "behind": (_all_places(offset=2**50), "cut off"),
+    "negative": (_all_places(offset=-1), "impossible"),
+    "short": (_all_places(length=40), "damaged|cut off"),
+    "box": (_first_chunk(sizes=(2, 3)), "of shape"),
+    "offset": (_first_chunk(offsets=(1, 0)), "does not say where"),
+    "no place": (lambda m: m.storage_data.clear(), "does not say where"),
+    "no state": (lambda m: setattr(m, "state_dict_metadata", None), "not what torch writes"),
+    "huge list": (lambda m: m.planner_data.update(w=("a", 2**60)), "impossibly long lists"),
+    "one place": (lambda m: m.planner_data.update(w=("e",)), "one place"),
+    "size": (lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size((9, 4))), "missing"),
+    "dtype": (lambda m: setattr(m.state_dict_metadata["w"].properties, "dtype", torch.quint8), "quint8"),
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_forged_metadata_of_a_distributed_checkpoint(tmp_path: Path, what: str) -> None:
+    """Files outside the folder, places that are none, and shapes that do not fit are refused, each with its reason."""
+    (tmp_path / "x.distcp").write_bytes(b"x")
+    folder = tmp_path / "run"
+    dcp.save({"w": torch.ones(4, 4), "e": 1}, checkpoint_id=folder)
+    FilesOrigin(parse_dcp.parse(folder))
+    change, message = FORGED[what]
+    forged(folder, change)
+    with pytest.raises((CorruptError, UsageError), match=message):
+        asyncio.run(FilesOrigin(parse_dcp.parse(folder)).aclose())
+
+
+# -- safetensors --
+
+
+def test_every_tensor_of_a_safetensors_file(tmp_path: Path) -> None:
+    """Each dtype that the library writes, in one file, in a folder, and behind an index."""
+    state = {name: tensor.detach().contiguous().clone() for name, tensor in zoo().items()}
+    state = {n: t for n, t in state.items() if t.dtype not in (torch.complex128, torch.complex32)}
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file(state, path)
+    assert parse_safetensors.sniff(path) and parse_safetensors.sniff(tmp_path) and not parse_torch.sniff(path)
+    foreign = parse_safetensors.parse(path)
+    found = tensors_of(foreign)
+    assert kinds(foreign) == {"model": "module"} and found.keys() == {f"model.{name}" for name in state}
+    assert all(same(found[f"model.{name}"], tensor) for name, tensor in state.items())
+    assert parse_safetensors.parse(tmp_path).pieces == foreign.pieces
+    names = sorted(state)
+    for i in (0, 1):
+        safetensors.torch.save_file({n: state[n] for n in names[i::2]}, tmp_path / f"model-{i}.safetensors")
+    path.unlink()
+    whole = tensors_of(parse_safetensors.parse(tmp_path))
+    index = {n: f"model-{i}.safetensors" for i in (0, 1) for n in names[i::2]}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    indexed = tensors_of(parse_safetensors.parse(tmp_path, ("net", 1)))
+    for name, tensor in state.items():
+        assert same(whole[f"model.{name}"], tensor) and same(indexed[f"net.1.{name}"], tensor)
+
+
+def test_a_tied_model_of_safetensors_restores(tmp_path: Path) -> None:
+    """Names that the library left out, and noted, are further names of what it kept."""
+    model, fresh = trained(torch.optim.SGD)["model"], Tied()
+    safetensors.torch.save_model(model, str(tmp_path / "model.safetensors"), metadata={"format": "pt", "x": "y"})
+    foreign = parse_safetensors.parse(tmp_path)
+    assert len(foreign.aliases) == 1
+    restore(foreign, {"model": fresh})
+    assert all(same(tensor, model.state_dict()[name]) for name, tensor in fresh.state_dict().items())
+
+
+def header(data: Any, body: bytes = b"", length: int | None = None) -> bytes:
+    text = data if isinstance(data, bytes) else json.dumps(data).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + body
+
+
+def one(dtype: Any = "F32", shape: Any = (2,), at: Any = (0, 8)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": at}
+
+
+BAD_HEADERS: dict[str, tuple[bytes, type[CheckpointError], str]] = {
+    "huge": (header({"a": one()}, b"0" * 8, 2**60), CorruptError, "no file of safetensors"),
+    "longer than the file": (header({"a": one()}, b"", 90_000_000), CorruptError, "header"),
+    "dtype": (header({"a": one("F7")}, b"0" * 8), CorruptError, "unknown variant `F7`"),
+    "dtype no text": (header({"a": one(["F32"])}, b"0" * 8), CorruptError, "header"),
+    "overlap": (header({"a": one(), "b": one(at=(4, 12))}, b"0" * 12), CorruptError, "offset"),
+    "hole": (header({"a": one(), "b": one(at=(9, 17))}, b"0" * 17), CorruptError, "offset"),
+    "more behind": (header({"a": one()}, b"0" * 9), CorruptError, "not fully covered"),
+    "cut": (header({"a": one()}, b"0" * 7), CorruptError, "not fully covered"),
+    "other bytes": (header({"a": one(shape=(3,))}, b"0" * 8), CorruptError, "damaged"),
+    "negative": (header({"a": one(shape=(-2,))}, b"0" * 8), CorruptError, "damaged"),
+    "bools": (header({"a": one("U8", (True,), (0, 1))}, b"0"), CorruptError, "damaged"),
+    "huge shape": (header({"a": one(shape=(2**61, 2**61))}, b"0" * 8), CorruptError, "damaged"),
+    "backwards": (header({"a": one(at=(8, 0))}, b"0" * 8), CorruptError, "damaged"),
+    "no json": (header(b"{nonsense"), CorruptError, "damaged"),
+    "deep": (header(b'{"a":' + b"[" * 90000), CorruptError, "damaged"),
+    "list": (header(b"[]"), CorruptError, "damaged"),
+    "metadata": (header({"__metadata__": {"a": 1}}), CorruptError, "damaged"),
+    "sharding": (header({"__metadata__": {"DCP_SHARDING_INFO": "[1]"}}), CorruptError, "damaged"),
+    "empty": (b"", CorruptError, "no file of safetensors"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_HEADERS)
+def test_bad_headers_of_safetensors(tmp_path: Path, what: str) -> None:
+    """Each is refused with its reason, and so by the library itself, but for what only we look at."""
+    data, error, message = BAD_HEADERS[what]
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(data)
+    with pytest.raises(error, match=message):
+        parse_safetensors.parse(path)
+    if what != "sharding":
+        with pytest.raises(Exception):
+            safetensors.torch.load_file(path)
+
+
+def test_an_index_points_into_its_folder_only(tmp_path: Path) -> None:
+    """And to tensors that are there; two indexes are one too many, unless one has the usual name."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
+    safetensors.torch.save_file({"a": torch.ones(2), "more": torch.ones(1)}, folder / "x.safetensors")
+    index = folder / "model.safetensors.index.json"
+    for file in ("../x.safetensors", str(tmp_path / "x.safetensors"), "", "x\0"):
+        index.write_text(json.dumps({"weight_map": {"a": file}}))
+        with pytest.raises(CorruptError, match="outside"):
+            parse_safetensors.parse(folder)
+    index.write_text(json.dumps({"weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}))
+    with pytest.raises(CorruptError, match="b is not in"):
+        parse_safetensors.parse(folder)
+    for text in ("[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "[" * 90000):
+        index.write_text(text)
+        with pytest.raises(CorruptError, match="damaged"):
+            parse_safetensors.parse(folder)
+    index.write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
+    foreign = parse_safetensors.parse(folder)
+    assert [piece.name for piece in foreign.pieces] == ["model.a"] and "more" in foreign.notes[0]
+    (folder / "other.safetensors.index.json").write_text("{}")
+    assert parse_safetensors.parse(folder).pieces == foreign.pieces
+    index.rename(folder / "third.safetensors.index.json")
+    with pytest.raises(UsageError, match="several indexes"):
+        parse_safetensors.parse(folder)
+
+
+def test_a_name_in_two_files_needs_an_index(tmp_path: Path) -> None:
+    for i in (0, 1):
+        safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / f"{i}.safetensors")
+    with pytest.raises(CorruptError, match="several files"):
+        parse_safetensors.parse(tmp_path)
+
+
+# -- damage --
+
+
+def made(kind: str, folder: Path) -> tuple[Path, list[Path]]:
+    """A small checkpoint of a kind, and its files."""
+    state = {"model": {"w": torch.randn(3, 4), "b": torch.randn(3)}, "epoch": 3, "np": np.arange(40.0)}
+    if kind == "torch":
+        torch.save(state, folder / "x.pt")
+        return folder / "x.pt", [folder / "x.pt"]
+    if kind == "dcp":
+        dcp.save(state, checkpoint_id=folder / "d")
+        return folder / "d", sorted((folder / "d").iterdir())
+    safetensors.torch.save_file(state["model"], folder / "model.safetensors")
+    return folder / "model.safetensors", [folder / "model.safetensors"]
+
+
+def attempt(kind: str, path: Path) -> str:
+    """What became of it: "read", or the name of our own error. Anything else surfaces."""
+    try:
+        read(PARSERS[kind].parse(path))  # type: ignore[attr-defined]
+    except CheckpointError as error:
+        assert str(error) and len(str(error)) < 2000
+        return type(error).__name__
+    return "read"
+
+
+@pytest.mark.parametrize("kind", PARSERS)
+def test_cut_off_anywhere(tmp_path: Path, kind: str) -> None:
+    """Each file cut off at every fiftieth of it: an error of ours, and never a tensor that is not all there."""
+    path, files = made(kind, tmp_path)
+    assert attempt(kind, path) == "read", "negative control"
+    for file in files:
+        data = file.read_bytes()
+        for i in range(50):
+            file.write_bytes(data[: len(data) * i // 50])
+            assert attempt(kind, path) in ("CorruptError", "FormatError"), (file.name, i)
+        file.write_bytes(data)
+
+
+@pytest.mark.parametrize("kind", PARSERS)
+def test_flipped_bytes_anywhere(tmp_path_factory: pytest.TempPathFactory, kind: str) -> None:
+    """Whatever bytes are changed: it is read, as what it then says, or one of our own errors says why not."""
+    folder = tmp_path_factory.mktemp("flipped")
+    path, files = made(kind, folder)
+    whole = {file: file.read_bytes() for file in files}
+    outcomes: Counter[str] = Counter()
+
+    @QUICK
+    @given(st.sampled_from(files), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=4))
+    def flip(file: Path, changes: list[tuple[float, int]]) -> None:
+        data = bytearray(whole[file])
+        for where, value in changes:
+            data[min(int(where * len(data)), len(data) - 1)] = value
+        file.write_bytes(data)
+        outcomes[attempt(kind, path)] += 1
+        file.write_bytes(whole[file])
+
+    flip()
+    assert len(outcomes) > 1  # both happens
+
+
+def test_every_byte_of_a_small_pickle(tmp_path: Path) -> None:
+    """Each byte of data.pkl, changed in several ways, inside an archive that is whole."""
+    path = tmp_path / "x.pt"
+    torch.save({"model": {"w": torch.randn(3, 4)}, "n": np.float32(2)}, path)
+    with zipfile.ZipFile(path) as archive:
+        found = {name: archive.read(name) for name in archive.namelist()}
+    raw = found["x/data.pkl"]
+    draw = random.Random(5)
+    outcomes: Counter[str] = Counter()
+    for at in range(0, len(raw), 2):
+        for value in (0, 0xFF, draw.randrange(256)):
+            data = bytearray(raw)
+            data[at] = value
+            with zipfile.ZipFile(path, "w") as archive:
+                for name, one_of in found.items():
+                    archive.writestr(name, bytes(data) if name == "x/data.pkl" else one_of)
+            outcomes[attempt("torch", path)] += 1
+    assert outcomes["CorruptError"] and outcomes["FormatError"]
+
+
+class Shell:
+    """A pickle of this runs a command when it is loaded."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.target}",)
+
+
+def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
+    """A shell command in a torch file, in `.metadata`, in an object of a distributed checkpoint: refused, not run."""
+    target = tmp_path / "ran"
+    torch.save({"a": [Shell(target)]}, tmp_path / "x.pt")
+    dcp.save({"w": torch.ones(2), "e": 1}, checkpoint_id=tmp_path / "meta")
+    forged(tmp_path / "meta", lambda m: setattr(m, "storage_meta", Shell(target)))
+    dcp.save({"w": torch.ones(2), "bad": Shell(target)}, checkpoint_id=tmp_path / "object")
+    with pytest.raises(FormatError, match=r"x\.pt.*names \w+\.system, .*nothing of it was run"):
+        parse_torch.parse(tmp_path / "x.pt")
+    with pytest.raises(FormatError, match=r"\.metadata.*names \w+\.system, .*nothing of it was run"):
+        parse_dcp.parse(tmp_path / "meta")
+    with pytest.raises(FormatError, match=r"bad.*names \w+\.system, .*nothing of it was run"):
+        parse_dcp.parse(tmp_path / "object")
+    assert not target.exists()
+    with (tmp_path / "meta" / ".metadata").open("rb") as file:
+        pickle.load(file)  # negative control: what other loaders do
+    assert target.exists()
+    target.unlink()
+    torch.load(tmp_path / "x.pt", weights_only=False)
+    assert target.exists()
+
+
+# -- what it costs --
+
+
+def test_the_parser_of_safetensors_is_light() -> None:
+    """What reads safetensors does without torch, in less than 60 MB."""
+    code = (
+        "import sys, re; import ckpt.convert.parse_safetensors, ckpt.convert.source_files;"
+        "print('torch' in sys.modules, re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1])"
+    )
+    path = f"{REPO}:{REPO / 'backends'}"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    torch_there, peak = result.stdout.split()
+    assert torch_there == "False" and int(peak) < 60_000

@@ -1,0 +1,680 @@
+"""Files for torch: what is planned, filled with bytes, is what torch itself would have written, and torch loads it."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import random
+import struct
+import subprocess
+import sys
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.utils._pytree import tree_leaves
+
+import ckpt
+import parallel
+from ckpt.convert import to_dcp, to_torch
+from ckpt.convert.output import Literal, Output, Run
+from ckpt.convert.source import DESCRIPTION, OriginEntry, RankView, canonical_names, described
+from ckpt.errors import CorruptError, UsageError
+from ckpt.format.layout import BITS, TensorSpec
+from ckpt.format.manifest import canonical
+from ckpt.state.capture import Capture
+from ckpt.state.tensors import TORCH_DTYPE, as_bytes
+from processes import PYTHONPATH
+
+
+class Here:
+    """Tensors in memory as an origin, of which only what a plan and its execution need is there."""
+
+    title = url = identity = "here"
+
+    def __init__(self, live: Mapping[str, Tensor], specs: Mapping[str, TensorSpec]) -> None:
+        self.live, self.tensors = live, specs
+
+    def bytes_of(self, run: Run) -> bytes:
+        box = tuple(slice(at, at + n) for at, n in zip(*run.box, strict=True))
+        part = self.live[run.label][box].contiguous()
+        if part.dtype != TORCH_DTYPE[run.dtype]:
+            part = part.to(TORCH_DTYPE[run.dtype])
+        return as_bytes(part).numpy().tobytes()
+
+
+def of_state(state: dict[str, Any]) -> tuple[Here, RankView, dict[str, str]]:
+    """A live state as an origin and a view of it, through the very text that is stored; and its dtypes."""
+    reading = Capture(state).read()
+    layout = reading.layout
+    tensors = {t.name: tensor.detach().clone() for t, tensor in zip(layout.tensors, reading.tensors, strict=True)}
+    values = json.loads(canonical(reading.values))
+    entries = tuple(
+        OriginEntry(tuple(c["path"]), c["kind"], json.loads(canonical(c["facts"])), tuple(c["names"]), v)
+        for c, v in zip(layout.components, values, strict=True)
+    )
+    labels = {n: f"{n}#0" for n in canonical_names(entries, layout.aliases)}
+    origin = Here({labels[n]: t for n, t in tensors.items()}, {labels[n]: t for n, t in layout.by_name.items()})
+    return origin, RankView(entries, labels, layout.aliases), {labels[t.name]: t.dtype for t in layout.tensors}
+
+
+def execute(output: Output, origin: Here, target: Path) -> Path:
+    """What the export engine does."""
+    assert output.staged
+    if not output.single:
+        target.mkdir()
+    for file in output.files:
+        file.check()
+        path = output.staged_path(target, file)
+        path.parent.mkdir(exist_ok=True)
+        data = (part.data if isinstance(part, Literal) else origin.bytes_of(part) for part in file.parts)
+        path.write_bytes(b"".join(data))
+    output.finish(target, {})
+    return target
+
+
+def torch_file(state: dict[str, Any], target: Path) -> dict[Any, Any]:
+    """A state exported and loaded by torch, in all ways that must agree."""
+    origin, view, dtypes = of_state(state)
+    path = execute(to_torch.plan(origin, view, dtypes), origin, target)
+    found: dict[Any, Any] = torch.load(path, weights_only=True)
+    assert_equal(torch.load(path, weights_only=True, mmap=True), found)
+    with zipfile.ZipFile(path) as file:
+        assert file.testzip() is None
+    said = described(found.pop(DESCRIPTION))
+    entries, aliases, places = said.entries, said.aliases, said.places
+    assert entries == view.entries and aliases == view.aliases and places.keys() == set(view.tensors)
+    for name, place in places.items():
+        value: Any = found
+        for key in place:
+            value = value[key]
+        assert same_bytes(value, origin.live[view.tensors[name]]), name
+    return found
+
+
+def dcp_folder(state: dict[str, Any], target: Path) -> Path:
+    origin, view, dtypes = of_state(state)
+    return execute(to_dcp.plan(origin, view, dtypes), origin, target)
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(as_bytes(a.contiguous()), as_bytes(b.contiguous()))
+
+
+def assert_equal(found: Any, expected: Any, at: str = "") -> None:
+    """The same types, values and bits all the way down."""
+    assert type(found) is type(expected), (at, type(found), type(expected))
+    if isinstance(expected, Tensor):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), at
+        assert same_bytes(found.detach(), expected.detach()), at
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected) or (found.keys() == expected.keys()), at
+        for key in expected:
+            assert_equal(found[key], expected[key], f"{at}.{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), at
+        for i, one in enumerate(expected):
+            assert_equal(found[i], one, f"{at}.{i}")
+    elif isinstance(expected, float):
+        assert struct.pack("<d", found) == struct.pack("<d", expected), at
+    else:
+        assert found == expected, at
+
+
+class Net(nn.Module):
+    """Tied weights, buffers, and a parameter that no gradient reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.unused = nn.Parameter(torch.ones(3))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        found: Tensor = self.head(self.norm(self.embed(x)))
+        return found
+
+
+def train(net: nn.Module, optim: torch.optim.Optimizer, steps: int, first: int = 0) -> None:
+    for step in range(first, first + steps):
+        x = torch.randint(0, 11, (16,), generator=torch.Generator().manual_seed(step))
+        optim.zero_grad()
+        nn.functional.cross_entropy(net(x), x).backward()
+        optim.step()
+
+
+def trained(kind: str) -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    net = Net()
+    optim: torch.optim.Optimizer
+    if kind == "adamw":
+        decayed = [p for p in net.parameters() if p.dim() > 1]
+        others = [p for p in net.parameters() if p.dim() == 1]
+        optim = torch.optim.AdamW([{"params": others, "weight_decay": 0.0}, {"params": decayed}], lr=1e-2, amsgrad=True)
+    elif kind == "named":
+        optim = torch.optim.AdamW(net.named_parameters(), lr=1e-2)
+    elif kind == "tensor lr":
+        optim = torch.optim.Adam(net.parameters(), lr=torch.tensor(1e-2), foreach=False)
+    else:
+        optim = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9 if kind == "momentum" else 0.0)
+    train(net, optim, 3)
+    return net, optim
+
+
+OPTIMIZERS = ("adamw", "named", "tensor lr", "momentum", "sgd")
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_what_is_loaded_is_what_torch_would_have_saved(kind: str, tmp_path: Path) -> None:
+    """Module, optimizer and scheduler as their own `state_dict` says, but for the names of parameters, which are added;
+    tied weights share memory."""
+    net, optim = trained(kind)
+    sched = torch.optim.lr_scheduler.CosineAnnealingLR(optim, 100) if kind != "tensor lr" else None
+    state = {"model": net, "optim": optim, "step": 3} | ({"sched": sched} if sched else {})
+    found = torch_file(state, tmp_path / "state.pt")
+    assert found["step"] == 3 and found.keys() == state.keys()
+    assert_equal(found["model"], OrderedDict(net.state_dict()))
+    assert found["model"]["embed.weight"].data_ptr() == found["model"]["head.weight"].data_ptr()
+    if sched:
+        assert_equal(found["sched"], sched.state_dict())
+    names = {id(p): name for name, p in net.named_parameters()}
+    expected = optim.state_dict()
+    for live, group in zip(optim.param_groups, expected["param_groups"], strict=True):
+        group["param_names"] = [names[id(p)] for p in live["params"]]
+    assert_equal(found["optim"], expected)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_fresh_model_trains_on_as_if_nothing_had_happened(kind: str, tmp_path: Path) -> None:
+    """`load_state_dict` of module and optimizer take what is in the file, and five more steps are bit-equal."""
+    net, optim = trained(kind)
+    found = torch_file({"model": net, "optim": optim}, tmp_path / "state.pt")
+    torch.manual_seed(99)
+    other, fresh = trained(kind)
+    other.load_state_dict(found["model"])
+    fresh.load_state_dict(found["optim"])
+    train(net, optim, 5, first=3)
+    train(other, fresh, 5, first=3)
+    assert_equal(other.state_dict(), net.state_dict())
+    assert_equal(list(fresh.state.values()), list(optim.state.values()))
+
+
+def test_random_generators_go_on(tmp_path: Path) -> None:
+    """What `ckpt.RNG` had comes back through a file, and makes the same numbers."""
+    rng = ckpt.RNG()
+    found = torch_file({"rng": rng}, tmp_path / "state.pt")
+    expected = random.random(), np.random.rand(), torch.rand(3)
+    found["rng"]["python"] = tuple(found["rng"]["python"])
+    found["rng"]["numpy"] = tuple(v.numpy() if isinstance(v, Tensor) else v for v in found["rng"]["numpy"])
+    rng.load_state_dict(found["rng"])
+    assert_equal((random.random(), np.random.rand(), torch.rand(3)), expected)
+
+
+def test_a_scaler_and_a_generator(tmp_path: Path) -> None:
+    """Things that say themselves what they are come as they say."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+    generator = torch.Generator().manual_seed(5)
+    found = torch_file({"scaler": scaler, "generator": generator}, tmp_path / "state.pt")
+    assert_equal(found["scaler"], scaler.state_dict())
+    assert_equal(found["generator"], {"state": generator.get_state()})
+
+
+PLAIN: dict[str, Any] = {
+    "none": None,
+    "tuples": ((), (1,), (1, (2.5, "x")), [(), []], (1, 2, 3, 4)),
+    "bytes": b"\x00\xff\n",
+    "floats": [math.nan, -math.inf, -0.0, 1e-320, struct.unpack("<d", b"\x01\x00\x00\x00\x00\x00\xf8\xff")[0]],
+    "ints": [2**53 + 1, -(2**200), 2**2031, True],
+    "text": ["", "\ud800", "ü\0", "x" * 70000],
+    "keys": {1: "one", "1": "text", -5: {}, "$": 0},
+    "ordered": OrderedDict(z=1, a=2),
+    "counter": Counter("abca"),
+    "tensors": [torch.arange(6).reshape(2, 3), (torch.tensor(1.5), {"deep": torch.ones(2, dtype=torch.bool)})],
+    "empty": [torch.empty(0), torch.empty(3, 0, 2, dtype=torch.bfloat16), {}],
+}
+
+
+def test_plain_values(tmp_path: Path) -> None:
+    """Every type and every bit of plain values, and tensors inside them."""
+    found = torch_file({"cfg": PLAIN, "epoch": 7, "list": [1, torch.ones(2)]}, tmp_path / "state.pt")
+    assert_equal(found, {"cfg": PLAIN, "epoch": 7, "list": [1, torch.ones(2)]})
+
+
+def test_what_torch_refuses_is_changed_and_said(tmp_path: Path) -> None:
+    """Numpy's scalars become numbers and its arrays tensors; what torch has no type for, or refuses to load, is turned
+    into something near; of all that there are notes."""
+    arrays = {
+        "f": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "c": np.array([1 + 2j]),
+        "b": np.array([True, False]),
+        "bytes": np.arange(6, dtype=np.uint8).reshape(3, 2),
+        "zero": np.array(3.0),
+        "none": np.empty((0, 2), np.int16),
+        "swapped": np.arange(3, dtype=">i4"),
+        "days": np.array(["2024-01-01"], "M8[D]"),
+    }
+    values = {
+        "s": np.float64(2.5), "i": np.int8(-3), "t": np.bool_(True), "c": np.complex64(1 - 1j),
+        "long": np.longdouble(1.5), "when": np.datetime64("2024-01-01"), "nothing": b"", "huge": -(2**3000),
+    }  # fmt: skip
+    state = {"arrays": arrays, "values": values}
+    origin, view, dtypes = of_state(state)
+    plan = to_torch.plan(origin, view, dtypes)
+    found = torch.load(execute(plan, origin, tmp_path / "state.pt"), weights_only=True)
+    expected: dict[str, Any] = {k: torch.from_numpy(v) for k, v in arrays.items() if k not in ("swapped", "days")}
+    raw = {k: torch.from_numpy(arrays[k].view(np.uint8).copy()) for k in ("swapped", "days")}
+    assert_equal(found["arrays"], expected | raw)
+    changed = {"long": 1.5, "when": "2024-01-01", "nothing": bytearray(), "huge": hex(-(2**3000))}
+    assert_equal(found["values"], {"s": 2.5, "i": -3, "t": True, "c": 1 - 1j} | changed)
+    notes = " ".join(plan.notes)
+    for word in ("numpy arrays became tensors (6)", ">i4", "scalars", "times", "empty bytes", "hexadecimal"):
+        assert word in notes
+    assert described(found[DESCRIPTION]).entries == view.entries  # in which nothing is changed
+    assert to_torch.plan(*of_state({"n": 1})).notes == ()
+
+
+def every_dtype() -> dict[str, Tensor]:
+    raw = torch.arange(1, 97, dtype=torch.uint8)
+    return {name: raw.clone().view(dtype).reshape(2, -1) for name, dtype in TORCH_DTYPE.items() if name != "BOOL"} | {
+        "BOOL": raw.reshape(2, -1) % 3 == 0
+    }
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_every_dtype(tmp_path: Path) -> None:
+    """In both formats."""
+    tensors = every_dtype()
+    assert tensors.keys() == BITS.keys()
+    assert_equal(torch_file({"t": tensors}, tmp_path / "state.pt"), {"t": tensors})
+    folder = dcp_folder({"t": tensors}, tmp_path / "dcp")
+    for name, expected in loaded_whole(folder)["t"].items():
+        assert expected.dtype == tensors[name].dtype and same_bytes(expected, tensors[name]), name
+
+
+def loaded_whole(folder: Path) -> dict[str, Any]:
+    """A DCP folder by torch's own converter."""
+    target = folder.with_suffix(".converted")
+    dcp_to_torch_save(folder, target)
+    found: dict[str, Any] = torch.load(target, weights_only=False)
+    return found
+
+
+def test_tensors_are_written_in_other_dtypes(tmp_path: Path) -> None:
+    """The dtype that was asked for is the dtype that torch finds, in both formats."""
+    net = nn.Linear(5, 3)
+    origin, view, _ = of_state({"model": net})
+    dtypes = dict.fromkeys(origin.tensors, "BF16")
+    found = torch.load(execute(to_torch.plan(origin, view, dtypes), origin, tmp_path / "a.pt"), weights_only=True)
+    other = loaded_whole(execute(to_dcp.plan(origin, view, dtypes), origin, tmp_path / "b"))
+    for each in (found, other):
+        assert_equal(dict(each["model"]), {k: v.bfloat16() for k, v in net.state_dict().items()})
+
+
+class Custom(nn.Linear):
+    """Says more than its parameters."""
+
+    def get_extra_state(self) -> Any:
+        return {"calls": 3, "mean": torch.ones(2)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def test_a_module_with_a_state_of_its_own(tmp_path: Path) -> None:
+    """Extra state comes with it, and `load_state_dict` takes it."""
+    net = Custom(3, 2)
+    found = torch_file({"model": net}, tmp_path / "state.pt")
+    assert_equal(found["model"], OrderedDict(net.state_dict()))
+    other = Custom(3, 2)
+    other.load_state_dict(found["model"])
+    assert_equal(other.extra, net.get_extra_state())
+
+
+def test_states_inside_dicts_and_lists(tmp_path: Path) -> None:
+    """Entries lie where their paths say. An optimizer over two modules that use the same names calls its parameters as
+    the state does."""
+    nets = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    optim = torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.1)
+    one = torch.optim.SGD(nets[0].parameters(), lr=0.1)
+    state = {"nets": nets, "sub": {"optim": optim, "one": one, 5: {"ema": nn.Linear(1, 1)}}, "n": 1}
+    found = torch_file(state, tmp_path / "state.pt")
+    assert type(found["nets"]) is list and set(found["sub"]) == {"optim", "one", 5}
+    assert_equal(found["nets"][1], OrderedDict(nets[1].state_dict()))
+    assert found["sub"]["optim"]["param_groups"][0]["param_names"][2] == "nets.1.weight"
+    assert found["sub"]["one"]["param_groups"][0]["param_names"] == ["weight", "bias"]
+    assert_equal(found["sub"][5]["ema"], OrderedDict(state["sub"][5]["ema"].state_dict()))
+
+
+def test_tensors_of_one_size_do_not_change_places(tmp_path: Path) -> None:
+    """Bytes go where torch looks for them, however values are nested: all of these tensors could be mistaken."""
+    rng = random.Random(1)
+    made = 0
+
+    def build(depth: int) -> Any:
+        nonlocal made
+        made += 1
+        if depth == 0 or rng.random() < 0.3:
+            return torch.full((3,), made)
+        inner = [build(depth - 1) for _ in range(rng.randrange(1, 5))]
+        keys = rng.sample(["z", "a", "m", 7, 3, "q"], len(inner))
+        kinds = (lambda: inner, lambda: tuple(inner), lambda: dict(zip(keys, inner, strict=True)))
+        return rng.choice([*kinds, lambda: OrderedDict(zip(keys, inner, strict=True))])()
+
+    state = {str(i): build(4) for i in range(30)}
+    assert made > 300
+    assert_equal(torch_file(state, tmp_path / "state.pt"), state)
+    got = loaded_whole(dcp_folder(state, tmp_path / "dcp"))
+    numbers = [{int(t[0]) for t in tree_leaves(one)} for one in ({k: got[k] for k in state}, state)]
+    assert numbers[0] == numbers[1]
+
+
+def test_the_plan_is_the_same_each_time() -> None:
+    """So an export that was interrupted knows that it goes on with the same."""
+    net, optim = trained("adamw")
+    made = of_state({"model": net, "optim": optim, "cfg": PLAIN | {"keys": {1: 2}}})
+    assert to_torch.plan(*made).files == to_torch.plan(*made).files
+    assert to_dcp.plan(*made).files == to_dcp.plan(*made).files
+
+
+def test_a_flipped_byte_is_seen(tmp_path: Path) -> None:
+    """Negative control: the checksums are of the bytes that are there."""
+    state = {"w": torch.arange(1000)}
+    torch_file(state, tmp_path / "state.pt")
+    data = bytearray((tmp_path / "state.pt").read_bytes())
+    at = data.index(torch.arange(1000).numpy().tobytes())
+    data[at + 5] ^= 1
+    with zipfile.ZipFile(io.BytesIO(data)) as file:
+        assert (file.testzip() or "").endswith("data/0")
+    assert not torch.equal(torch.load(io.BytesIO(data), weights_only=True)["w"], state["w"])
+    with pytest.raises(AssertionError):
+        assert_equal(torch.load(io.BytesIO(data), weights_only=True)["w"], state["w"])
+
+
+def of_specs(*specs: TensorSpec) -> tuple[Here, RankView, dict[str, str]]:
+    """Tensors of which only the form is known."""
+    entries = tuple(OriginEntry((t.name,), "plain", {}, (t.name,), {"$": "tensor", "name": t.name}) for t in specs)
+    names = {t.name: t.name for t in specs}
+    return Here({}, {t.name: t for t in specs}), RankView(entries, names, {}), {t.name: t.dtype for t in specs}
+
+
+def test_plans_cost_no_memory() -> None:
+    """A plan for a terabyte needs no more of it than the plan for a byte (in a process of its own)."""
+    code = """
+import resource, test_to_torch as t
+from ckpt.format.layout import TensorSpec
+from ckpt.convert import to_dcp; from ckpt.convert import to_torch
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+small = t.of_specs(TensorSpec("a", "U8", (1,)))
+to_torch.plan(*small), to_dcp.plan(*small)
+before = peak()
+large = t.of_specs(*(TensorSpec(str(i), "BF16", (1 << 20, 1 << 16)) for i in range(8)))
+(file,) = to_torch.plan(*large).files
+folder = to_dcp.plan(*large)
+assert file.size >= 1 << 40 and sum(f.size for f in folder.files) >= 1 << 40
+print(peak() - before)
+"""
+    environment = {"PYTHONPATH": PYTHONPATH, "PATH": "/usr/bin:/bin"}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert int(result.stdout) < 40 << 10  # KiB
+
+
+def test_what_cannot_be_planned() -> None:
+    """A name that is taken, values that need what was left out, an optimizer's state of nobody: each is said."""
+    with pytest.raises(UsageError, match="reserved"):
+        to_torch.plan(*of_state({DESCRIPTION: 1}))
+    origin, view, dtypes = of_state({"cfg": {"w": torch.ones(1)}})
+    with pytest.raises(UsageError, match=r"cfg\.w is left out"):
+        to_torch.plan(origin, RankView(view.entries, {}, {}), dtypes)
+    with pytest.raises(UsageError, match=r"get one name.*a\.b"):
+        to_dcp.plan(*of_state({"a.b": 1, "a": {"b": 2}}))
+    net, optim = trained("adamw")
+    origin, view, dtypes = of_state({"model": net, "optim": optim})
+    view.entries[1].facts["with_state"].clear()
+    with pytest.raises(CorruptError, match="no parameter"):
+        to_torch.plan(origin, view, dtypes)
+    origin, view, dtypes = of_state({"model": net, "optim": optim})
+    view.entries[1].facts["params"].pop()
+    with pytest.raises(CorruptError, match="optim: not the state of an optimizer"):
+        to_dcp.plan(origin, view, dtypes)
+
+
+# -- folders of distributed checkpoints --
+
+
+def saved_by_torch(net: nn.Module, optim: torch.optim.Optimizer, folder: Path, *, flat: bool) -> Any:
+    """What torch's own DCP says of the same state."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    state = {
+        "model": get_model_state_dict(net),
+        "optim": get_optimizer_state_dict(net, optim, options=options),
+        "cfg": {"a": [1, (2, 3), {"b": None}], "t": (torch.ones(2), 1), "l": [1, 2], 5: {"x": 1}},
+    }
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return dcp.FileSystemReader(folder).read_metadata()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ("adamw", "momentum", "sgd", "named"))
+def test_metadata_is_what_torch_writes(kind: str, tmp_path: Path) -> None:
+    """Every name, form and place in the state that torch's own `dcp.save` has, in its list form; and, beside them, all
+    names of the flattened form. More than that are only the description and the names of parameters."""
+    net, optim = trained(kind)
+    state = {"model": net, "optim": optim}
+    state["cfg"] = {"a": [1, (2, 3), {"b": None}], "t": (torch.ones(2), 1), "l": [1, 2], 5: {"x": 1}}  # type: ignore[assignment]
+    folder = dcp_folder(state, tmp_path / "ours")
+    ours = dcp.FileSystemReader(folder).read_metadata()
+    theirs = saved_by_torch(net, optim, tmp_path / "theirs", flat=False)
+    flat = saved_by_torch(net, optim, tmp_path / "flat", flat=True)
+    for name, expected in theirs.state_dict_metadata.items():
+        assert ours.state_dict_metadata[name] == expected, name
+        assert ours.planner_data[name] == theirs.planner_data[name], name
+    assert flat.state_dict_metadata.keys() <= ours.state_dict_metadata.keys()
+    known = theirs.state_dict_metadata.keys() | flat.state_dict_metadata.keys()
+    more = {name for name in ours.state_dict_metadata.keys() - known if not name.endswith(".param_names")}
+    assert more == {DESCRIPTION}
+    assert ours.version == theirs.version and ours.planner_data.keys() == ours.state_dict_metadata.keys()
+    assert "/" not in repr(ours.storage_meta)  # no path of this machine
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("flat", (False, True))
+@pytest.mark.parametrize("kind", ("adamw", "momentum", "tensor lr", "named"))
+def test_dcp_load(kind: str, flat: bool, tmp_path: Path) -> None:
+    """`dcp.load` into the state dicts of a fresh model and optimizer is bit-exact in both forms, and
+    training goes on bit-equal."""
+    net, optim = trained(kind)
+    folder = dcp_folder({"model": net, "optim": optim, "n": 5}, tmp_path / "dcp")
+    torch.manual_seed(99)
+    other, fresh = trained(kind)
+    for group in fresh.param_groups:
+        group["lr"] = torch.tensor(0.5) if kind == "tensor lr" else 0.5
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    state = {
+        "model": get_model_state_dict(other),
+        "optim": get_optimizer_state_dict(other, fresh, options=options),
+        "n": 0,
+    }
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    assert_equal(state["optim"], get_optimizer_state_dict(net, optim, options=options))
+    assert state["n"] == 5
+    other.load_state_dict(state["model"])
+    options.strict = False  # or torch wants state of parameters that were never stepped
+    set_optimizer_state_dict(other, fresh, state["optim"], options=options)
+    train(net, optim, 3, first=3)
+    train(other, fresh, 3, first=3)
+    assert_equal(other.state_dict(), net.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dcp_to_torch_save(tmp_path: Path) -> None:
+    """torch's own converter makes of the folder one file with everything in its place; byte objects can be loaded with
+    `weights_only`; the description gives the entries again, and places that lead to the tensors."""
+    net, optim = trained("adamw")
+    state = {
+        "model": net,
+        "optim": optim,
+        "rng": ckpt.RNG(),
+        "cfg": PLAIN | {"keys": {1: 2, "a": {}}},
+        "nets": [net.norm],
+    }
+    del state["nets"]
+    origin, view, dtypes = of_state(state)
+    folder = execute(to_dcp.plan(origin, view, dtypes), origin, tmp_path / "dcp")
+    found = loaded_whole(folder)
+    assert_equal(found["model"], dict(net.state_dict()))
+    assert_equal(found["cfg"]["tuples"], PLAIN["tuples"])
+    assert_equal(found["cfg"]["tensors"], PLAIN["tensors"])
+    assert found["cfg"]["counter"] == dict(PLAIN["counter"]) and found["cfg"]["keys"] == {"1": 2}
+    assert_equal(found["optim"]["param_groups"], [
+        g | {"param_names": g["params"]} for g in get_optimizer_state_dict(net, optim)["param_groups"]
+    ])  # fmt: skip
+    said = described(found[DESCRIPTION])
+    entries, aliases, places = said.entries, said.aliases, said.places
+    assert entries == view.entries and aliases == view.aliases and places.keys() == set(view.tensors)
+    for name, place in places.items():
+        value: Any = found
+        for key in place:
+            value = value[key]
+        assert same_bytes(value, origin.live[view.tensors[name]]), name
+    read = 0
+    for index, info in dcp.FileSystemReader(folder).read_metadata().storage_data.items():
+        data = (folder / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
+        torch.load(io.BytesIO(data), weights_only=True)
+        with zipfile.ZipFile(io.BytesIO(data)) as file:
+            assert file.testzip() is None, index
+        read += 1
+    assert read > 50
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tied_weights_lie_there_once(tmp_path: Path) -> None:
+    """Both names are in the folder, and are the same bytes."""
+    net, _ = trained("sgd")
+    where = dcp.FileSystemReader(dcp_folder({"model": net}, tmp_path / "dcp")).read_metadata().storage_data
+    found = {index.fqn: (info.relative_path, info.offset) for index, info in where.items()}
+    assert found["model.embed.weight"] == found["model.head.weight"] != found["model.norm.weight"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_names_that_two_forms_would_share(tmp_path: Path) -> None:
+    """A parameter called 0 would have the names of group 0: then its optimizer's settings are there as lists only, and
+    that is said."""
+    net = nn.ParameterList([torch.ones(2)])
+    optim = torch.optim.SGD(net.parameters(), lr=0.5)
+    origin, view, dtypes = of_state({"model": net, "optim": optim})
+    plan = to_dcp.plan(origin, view, dtypes)
+    assert any("by parameter" in note for note in plan.notes)
+    found = loaded_whole(execute(plan, origin, tmp_path / "dcp"))
+    assert found["optim"].keys() == {"param_groups"} and found["optim"]["param_groups"][0]["params"] == ["0"]
+
+
+def test_settings_by_parameter_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond so many names they are there by group only, and a note says so."""
+    net, optim = trained("adamw")
+    made = of_state({"model": net, "optim": optim})
+    assert to_dcp.plan(*made).notes == ()
+    monkeypatch.setattr(to_dcp, "MANY", 10)
+    assert "too many" in to_dcp.plan(*made).notes[0]
+
+
+def test_the_index_can_be_written_again(tmp_path: Path) -> None:
+    """After an interruption: with the same bytes, whatever was left behind."""
+    origin, view, dtypes = of_state({"w": torch.ones(3), "n": 1})
+    plan = to_dcp.plan(origin, view, dtypes)
+    folder = execute(plan, origin, tmp_path / "dcp")
+    first = (folder / ".metadata").read_bytes()
+    (folder / ".metadata.tmp").write_bytes(b"half")
+    plan.finish(folder, {})
+    assert (folder / ".metadata").read_bytes() == first
+    assert {path.name for path in folder.iterdir()} == {".metadata", "__0_0.distcp"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_wrong_byte_comes_out_of_dcp(tmp_path: Path) -> None:
+    """Negative control of the comparisons above: they would see it."""
+    net, optim = trained("adamw")
+    folder = dcp_folder({"model": net, "optim": optim}, tmp_path / "dcp")
+    data = bytearray((folder / "__0_0.distcp").read_bytes())
+    data[data.index(as_bytes(net.embed.weight.detach()).numpy().tobytes()) + 2] ^= 1
+    (folder / "__0_0.distcp").write_bytes(data)
+    state = {"model": get_model_state_dict(Net())}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    with pytest.raises(AssertionError):
+        assert_equal(dict(state["model"]), dict(net.state_dict()))
+
+
+SHARDED = """
+import json, os, sys
+import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+import parallel
+from torch.distributed.checkpoint.state_dict import *
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+folder, expected = sys.argv[1], torch.load(sys.argv[2], weights_only=True)
+for flat in (False, True):
+    live = parallel.build("fsdp")
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    net, optim = live["model"], live["optim"]
+    state = {"model": get_model_state_dict(net), "optim": get_optimizer_state_dict(net, optim, options=options)}
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(net, state["model"])
+    set_optimizer_state_dict(net, optim, state["optim"], options=options)
+    found = parallel.gathered(live)
+    wrong = [name for name in expected if name not in found or not torch.equal(found[name], expected[name])]
+    print(json.dumps({"mode": str(flat), "wrong": wrong, "names": len(found), "lr": optim.param_groups[0]["lr"]}))
+sys.stdout.flush()
+os._exit(0)  # gloo's threads may abort an interpreter that ends
+"""
+
+
+@pytest.mark.parametrize("damaged", (False, True))
+def test_two_ranks_load_their_shards(tmp_path: Path, damaged: bool) -> None:
+    """Weights and optimizer state of a whole model arrive bit-exact on two ranks in both forms. Negative control:
+    damaged, they do not."""
+    net = parallel.whole()
+    optim = torch.optim.AdamW(net.parameters(), lr=3e-3)
+    torch.optim.lr_scheduler.CosineAnnealingLR(optim, 1000)
+    for step in range(2):
+        optim.zero_grad()
+        x = torch.randn(12, parallel.WIDTH, generator=torch.Generator().manual_seed(step))
+        (net(x) - x).pow(2).mean().backward()
+        optim.step()
+    state = {"model": net, "optim": optim}
+    folder = dcp_folder(state, tmp_path / "dcp")
+    expected = parallel.gathered(state)
+    torch.save(expected, tmp_path / "expected.pt")
+    if damaged:
+        name = "layers.1.up.weight"
+        for file in folder.glob("*.distcp"):
+            row = as_bytes(net.get_parameter(name).detach()[:1]).numpy().tobytes()
+            file.write_bytes(file.read_bytes().replace(row, bytes(len(row))))
+    port = parallel.free_port()
+    done = parallel.launch(2, SHARDED, folder, tmp_path / "expected.pt", port=port)
+    found = parallel.reports(done)
+    for flat in ("False", "True"):
+        assert len(found[flat]) == 2
+        for one in found[flat]:
+            assert one["wrong"] == (["layers.1.up.weight"] if damaged else [])
+            assert one["names"] == len(expected) and one["lr"] == 3e-3

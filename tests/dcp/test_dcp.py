@@ -1,0 +1,1180 @@
+"""torch's dcp.save, async_save and load on our places: the same bits in every division, one history, no code run.
+
+Rank processes run `main()` of this file with a list of actions, see `ranks`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import io
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import ckpt
+import ckpt.dcp
+from ckpt import events
+from ckpt.checkpoint import read
+from ckpt.cli import cli
+from ckpt.dcp import coordinator, in_flight, objects, rank_write
+from ckpt.dcp import read as dcp_source
+from ckpt.format.manifest import Attempt
+from ckpt.runlog.log import RunLog
+from parallel import build, free_port, gathered, launch, train_step
+from processes import REPO
+from s3_server import MotoServer, storage_options
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+MODES = {"fsdp": "thread", "hsdp": "sync", "tp": "sync", "fsdp_tp": "sync"}  # and how they are saved
+
+
+@pytest.fixture(autouse=True)
+def first_job() -> Iterator[None]:
+    another_job()
+    yield
+    another_job()
+
+
+def another_job() -> None:
+    """From here on this process is another one, as far as `ckpt.dcp` knows."""
+    for memory in (coordinator._incarnations, coordinator._owners, coordinator._known, in_flight._claims):
+        memory.clear()
+
+
+def save(state: dict[str, Any], step: int, places: Any, **kwargs: Any) -> None:
+    writer = places if isinstance(places, ckpt.dcp.StorageWriter) else ckpt.dcp.StorageWriter(places)
+    dcp.save(state, checkpoint_id=f"step-{step}", storage_writer=writer, **kwargs)
+
+
+def load(state: dict[str, Any], places: Any, step: int | None = None, **kwargs: Any) -> dict[str, Any]:
+    dcp.load(state, checkpoint_id=step, storage_reader=ckpt.dcp.StorageReader(places, **kwargs))
+    return state
+
+
+def refused(call: Callable[[], object]) -> BaseException:
+    """What rank 0 says went wrong."""
+    with pytest.raises(CheckpointException) as caught:
+        call()
+    return caught.value.failures[0][0]
+
+
+def records(url: str) -> RunLog:
+    async def look() -> RunLog:
+        log = await read.open_run(url)
+        await log.store.aclose()
+        return log
+
+    return read.run(look())
+
+
+def history(url: str) -> list[int]:
+    return [commit.step for commit in records(url).state.lineage()]
+
+
+def bits(tensor: Tensor) -> bytes:
+    return bytes(tensor.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy())
+
+
+def same(a: Any, b: Any) -> bool:
+    """Of one dtype and shape, and every bit of it."""
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
+    return type(a) is type(b) and bool(a == b)
+
+
+def flip(path: Path, at: int, size: int = 1) -> None:
+    data = bytearray(path.read_bytes())
+    for i in range(at, at + size):
+        data[i] ^= 1
+    path.write_bytes(data)
+
+
+# -- one process --
+
+
+def every_kind() -> dict[str, Any]:
+    dtypes = [dtype for name in dir(torch) if isinstance(dtype := getattr(torch, name), torch.dtype)]
+    known = [dtype for dtype in dict.fromkeys(dtypes) if dtype in rank_write.DTYPE_NAME]
+    state: dict[str, Any] = {}
+    for dtype in known:
+        raw = torch.randint(0, 2 if dtype == torch.bool else 256, (6 * dtype.itemsize,), dtype=torch.uint8)
+        state[str(dtype)] = raw.view(dtype)
+    base = torch.randn(6, 8)
+    return state | {
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 4),
+        "transposed": base.t(),
+        "strided": base[1:5:2, ::3],
+        "conjugate": torch.randn(5, dtype=torch.complex64).conj(),
+        "expanded": torch.randn(3, 1).expand(3, 4),
+        "large": torch.randn(3_000_001),  # several blobs and several writes, and no whole number of either
+        "nested": {"list": [1, 2.5, "x", None, torch.arange(3)], "deep": {"tuple": (1, (2,)), "flag": True}},
+        "parameter": torch.nn.Parameter(torch.randn(3)),
+    }
+
+
+def emptied(state: Any) -> Any:
+    if isinstance(state, Tensor):
+        return torch.zeros(state.shape, dtype=torch.uint8 if "float4" in str(state.dtype) else state.dtype).view(
+            state.dtype
+        )
+    if isinstance(state, dict):
+        return {key: emptied(value) for key, value in state.items()}
+    return [emptied(value) for value in state] if isinstance(state, list) else 0
+
+
+def flat(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(state, (dict, list)):
+        for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+            yield from flat(value, f"{path}.{key}".lstrip("."))
+    else:
+        yield path, state
+
+
+def test_every_dtype_and_form_comes_back_bit_for_bit(run_dir: str) -> None:
+    """Whatever DCP can save: by dcp.load, by ckpt.load, and by the commands."""
+    state = every_kind()
+    save(state, 5, run_dir)
+    found = dict(flat(load(emptied(state), run_dir)))
+    assert [name for name, value in flat(state) if not same(value, found[name])] == []
+    whole = ckpt.load(run_dir)
+    assert [n for n, v in flat(state) if isinstance(v, Tensor) and not same(v.detach(), whole[n])] == []
+    there = f"{run_dir}-2"
+    for words in (["ls"], ["verify"], ["show"], ["copy", there, "--yes"], ["diff", there], ["prune", "--keep-last=2"]):
+        done = CliRunner().invoke(cli, [words[0], run_dir, *words[1:]])
+        assert done.exit_code == 0, done.output
+    assert same(ckpt.load(there)["scalar"], torch.tensor(2.5))
+
+
+def test_negative_control_one_bit_is_seen() -> None:
+    """The comparison above tells what differs in one bit, in dtype or in shape only."""
+    a = torch.zeros(3)
+    b = a.clone()
+    b.view(torch.uint8)[5] ^= 1
+    assert same(a, a.clone()) and not same(a, b) and not same(a, a.int()) and not same(a, a[None])
+
+
+def test_tied_weights_stay_tied(run_dir: str) -> None:
+    """Two names of one tensor: DCP saves both, and what is loaded in place is one tensor still."""
+    state: dict[str, Any] = {"a": (one := torch.randn(4)), "b": one}
+    save(state, 1, run_dir)
+    load(state | {"a": (other := torch.zeros(4)), "b": other}, run_dir)
+    assert same(other, one)
+
+
+def test_planner_can_make_the_whole_state_of_nothing(run_dir: str) -> None:
+    """Metadata is complete: torch's converter, which begins with an empty state, gets names and nesting right."""
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    state = {"model": {"w": torch.randn(3, 2)}, "step": 7, "list": [torch.ones(2), {"x": "y"}]}
+    save(state, 1, run_dir)
+    found: dict[str, Any] = {}
+    _load_state_dict(found, ckpt.dcp.StorageReader(run_dir), no_dist=True, planner=_EmptyStateDictLoadPlanner())
+    assert same(found["model"]["w"], state["model"]["w"]) and found["step"] == 7 and found["list"][1] == {"x": "y"}
+
+
+def test_another_dtype_is_converted_as_torch_does(run_dir: str) -> None:
+    """A float32 checkpoint into bfloat16 weights."""
+    save({"w": (w := torch.randn(9))}, 1, run_dir)
+    assert same(load({"w": torch.zeros(9, dtype=torch.bfloat16)}, run_dir)["w"], w.bfloat16())
+
+
+class BytesPath(os.PathLike[bytes]):
+    def __fspath__(self) -> bytes:
+        return b"step-5"
+
+
+def test_the_step_is_what_the_id_ends_with(run_dir: str) -> None:
+    """A name, a path, a number, or step=; anything else is refused before anything is written."""
+    good = (
+        Path("out/checkpoints/step-500"),
+        "s3://b/x/step-500/",
+        "iter_0000500",
+        np.int64(500),
+        "2024-11-21/step-500",
+        "exp1-500",
+    )
+    for given in ("step-500", "500", 500, *good):
+        assert ckpt.dcp.step_of(given) == 500 and ckpt.dcp.StorageWriter.validate_checkpoint_id(given)
+    odd = (
+        "1" + "0" * 25,
+        "step-1e6",
+        "step-1e-6",
+        "step-1.5",
+        "-5",
+        "out/-5",
+        "2024-11-21",
+        "step-500.0",
+        b"5",
+        BytesPath(),
+    )
+    for wrong in ("latest", "", -1, True, 1.5, "step-5-final", 10**18, "9" * 30, *odd):
+        with pytest.raises(ckpt.UsageError, match="which step"):
+            ckpt.dcp.step_of(wrong)
+        assert not ckpt.dcp.StorageReader.validate_checkpoint_id(wrong)
+    error = refused(lambda: dcp.save({"w": torch.ones(1)}, storage_writer=ckpt.dcp.StorageWriter(run_dir)))
+    assert isinstance(error, ckpt.UsageError) and "say which step" in str(error)
+    assert not Path(run_dir).exists() and ckpt.dcp.latest(run_dir) is None
+    dcp.save({"w": torch.ones(1)}, storage_writer=ckpt.dcp.StorageWriter(run_dir, step=8))
+    assert history(run_dir) == [8] and ckpt.dcp.latest(run_dir) == 8
+
+
+def test_a_plain_folder_keeps_everything(run_dir: str) -> None:
+    """As torch's own writer; a Tier keeps as many as it says, see below."""
+    for step in range(1, 7):
+        save({"n": step}, step, run_dir)
+    assert history(run_dir) == [6, 5, 4, 3, 2, 1]
+
+
+def test_what_cannot_be_saved_is_named(run_dir: str) -> None:
+    """Tensors without values, names that no file can have, and dtypes that nothing can be loaded into."""
+    error = refused(lambda: save({"w": torch.empty(2, device="meta")}, 4, run_dir))
+    assert isinstance(error, ckpt.StateError) and "meta device" in str(error)
+    for name in ("__metadata__", "a\ud800"):
+        error = refused(lambda name=name: save({name: torch.ones(2)}, 4, run_dir))
+        assert isinstance(error, ckpt.StateError) and ascii(name) in str(error)
+    save({"w": torch.ones(2)}, 4, run_dir)
+    odd = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8)
+    assert isinstance(refused(lambda: load({"w": odd}, run_dir)), ckpt.MismatchError)
+
+
+def test_what_cannot_be_loaded_is_said(run_dir: str, tmp_path: Path) -> None:
+    """No such step, no run, somebody else's folder, a name or shape that is not there."""
+    save({"w": torch.ones(2)}, 3, run_dir)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    for call, text in (
+        (lambda: load({"w": torch.ones(2)}, run_dir, 4), "does not hold step 4 .steps there: 3"),
+        (lambda: load({"w": torch.ones(2)}, tmp_path / "none"), "no run at"),
+        (lambda: load({"w": torch.ones(2)}, tmp_path / "other"), "no run at"),
+        (lambda: load({"v": torch.ones(2)}, run_dir), "Missing key in checkpoint state_dict: v"),
+        (lambda: load({"w": torch.ones(5)}, run_dir), "Size mismatch"),
+        (lambda: save({"w": torch.ones(2)}, 3, tmp_path / "other"), "not empty and not a run"),
+    ):
+        with pytest.raises(CheckpointException, match=text):
+            call()
+    for places in (ckpt.Memory(), [run_dir, ckpt.Memory()], [], [run_dir, run_dir], 5):
+        with pytest.raises(ckpt.UsageError):
+            ckpt.dcp.StorageWriter(places)  # type: ignore[arg-type]
+    error = refused(lambda: save({"w": torch.sparse_coo_tensor(size=(2, 2))}, 4, run_dir))
+    assert isinstance(error, ckpt.StateError) and "w: this tensor" in str(error)
+    save({"w": torch.ones(2)}, 4, run_dir)
+    assert history(run_dir) == [4, 3]
+
+
+def test_what_a_checkpointer_saved_is_read_by_our_names(run_dir: str) -> None:
+    """Weights go from a run of a Checkpointer into a state of DCP."""
+    net = torch.nn.Linear(3, 2)
+    with ckpt.Checkpointer({"model": net}, run_dir) as cp:
+        cp.restore(default=0)
+        cp.save(5).committed()
+    assert same(load({"model": {"weight": torch.zeros(2, 3)}}, run_dir)["model"]["weight"], net.weight.detach())
+
+
+# -- one history --
+
+
+def test_a_plain_resume_keeps_the_history_and_a_rollback_does_not(run_dir: str) -> None:
+    """As with a Checkpointer: what was saved beyond the step that was loaded is undone by the next save."""
+    state = {"w": torch.zeros(3), "n": 0}
+    tier = ckpt.Tier(run_dir, every=1, keep=20)
+    for step in (1, 2, 3):
+        save(state | {"n": step}, step, tier)
+    another_job()
+    assert load(state, tier)["n"] == 3
+    save(state, 4, tier)
+    assert history(run_dir) == [4, 3, 2, 1]
+    load(state, tier, 2)
+    assert history(run_dir) == [4, 3, 2, 1]  # looking changes nothing
+    save(state | {"n": 33}, 3, tier)
+    assert history(run_dir) == [3, 2, 1] and load(state, tier)["n"] == 33
+    assert load(state, tier, 4)["n"] == 3  # by its number it is still there
+
+
+def test_to_look_at_an_older_one_is_no_rollback(run_dir: str) -> None:
+    """resume=False; the control is the test above."""
+    state, tier = {"w": torch.zeros(3)}, ckpt.Tier(run_dir, every=1, keep=20)
+    for step in (1, 2):
+        save(state, step, tier)
+    load({"w": torch.zeros(3)}, tier, 1, resume=False)
+    save(state, 3, tier)
+    assert history(run_dir) == [3, 2, 1]
+
+
+def test_steps_only_go_up(run_dir: str) -> None:
+    """The same step again, and an older one, are clear errors, and harm nothing."""
+    state, writer = {"w": torch.zeros(3)}, ckpt.dcp.StorageWriter(run_dir)
+    save(state, 5, writer)
+    for step, text in ((5, "was saved"), (4, "steps only go up")):
+        assert text in str(refused(lambda step=step: save(state, step, writer)))
+    save(state, 6, writer)
+    assert history(run_dir) == [6, 5]
+
+
+def test_a_newer_job_fences_an_older_one(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that makes a new writer for each save. Negative control: without the check it would save."""
+    state = {"w": torch.zeros(3)}
+    save(state, 1, run_dir)
+    older = dict(coordinator._incarnations), dict(coordinator._owners)
+    another_job()
+    load(state, run_dir)
+    save(state, 2, run_dir)
+    for keep_owner in (True, False):
+        another_job()
+        coordinator._incarnations.update(older[0])
+        coordinator._owners.update(older[1] if keep_owner else {})
+        assert isinstance(refused(lambda: save(state, 3, run_dir)), ckpt.FencedError)
+    assert history(run_dir) == [2, 1]
+    monkeypatch.setattr(RunLog, "check_owner", lambda self, owner: None)
+    save(state, 3, run_dir)
+    assert 3 in {attempt.step for attempt in records(run_dir).state.commits}
+
+
+def test_a_pickled_writer_is_of_the_same_job_until_a_load(run_dir: str) -> None:
+    """As with mp.spawn: what the new process loads is what it goes on from. Without a load it is the parent's job."""
+    state, tier = {"w": torch.zeros(3)}, ckpt.Tier(run_dir, every=1, keep=20)
+    writer = ckpt.dcp.StorageWriter(tier)
+    for step in (1, 2, 3):
+        save(state, step, writer)
+    raw = pickle.dumps(writer)
+    another_job()
+    writer = pickle.loads(raw)
+    save(state, 4, writer)
+    assert len(records(run_dir).state.acquires) == 1
+    load(state, tier, 2)
+    save(state, 3, writer)
+    assert history(run_dir) == [3, 2, 1] and len(records(run_dir).state.acquires) == 2
+
+
+def test_a_run_that_was_deleted_is_made_again(tmp_path: Path) -> None:
+    """By the same process, with one place and with two of which one is gone."""
+    near, far, state = tmp_path / "near", tmp_path / "far", {"w": torch.zeros(3)}
+    save(state, 1, near)
+    shutil.rmtree(near)
+    save(state, 2, near)
+    assert history(str(near)) == [2] and records(str(near)).state.acquires
+    writer = ckpt.dcp.StorageWriter([near, far])
+    save(state, 3, writer)
+    shutil.rmtree(far)
+    assert f"It is in file://{near}" in str(refused(lambda: save(state, 4, writer)))
+    save(state, 5, writer)
+    assert history(str(near)) == [5, 4, 3, 2] and history(str(far)) == [5]
+
+
+# -- saves beside the training --
+
+
+class Slow(DefaultSavePlanner):
+    """Its save goes on until it is told to end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def resolve_data(self, write_item: Any) -> Any:
+        self.begun.set()
+        assert self.go.wait(60)
+        return super().resolve_data(write_item)
+
+
+def begin_save(step: int, writer: Any) -> tuple[Any, Slow]:
+    saving = dcp.async_save({"w": torch.ones(3)}, checkpoint_id=step, storage_writer=writer, planner=(slow := Slow()))
+    assert slow.begun.wait(60)
+    return saving, slow
+
+
+def test_of_two_saves_at_once_the_newer_one_is_refused(run_dir: str) -> None:
+    """With one writer or two; the older is whole, and so is the next one. Other places are no matter."""
+    writer = ckpt.dcp.StorageWriter(run_dir)
+    saving, slow = begin_save(1, writer)
+    for step, other in ((2, writer), (3, ckpt.dcp.StorageWriter(run_dir))):
+        later = dcp.async_save({"w": torch.ones(3)}, checkpoint_id=step, storage_writer=other)
+        error = refused(later.result)
+        assert isinstance(error, ckpt.SaveError) and "step 1 is still being saved" in str(error)
+    save({"w": torch.ones(3)}, 2, f"{run_dir}-2")
+    slow.go.set()
+    saving.result()
+    save({"w": torch.ones(3)}, 4, writer)
+    assert history(run_dir) == [4, 1] and not records(run_dir).state.aborted
+
+
+def test_a_save_that_failed_elsewhere_is_not_under_way(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch does not tell the writer of it; another thread can save all the same, and what is open is given up."""
+    writer = ckpt.dcp.StorageWriter(run_dir)
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "write_data", lambda *args: 1 / 0)  # as seen by rank 0 if another rank fails
+        refused(lambda: save({"n": 1}, 1, writer))
+    dcp.async_save({"n": 2}, checkpoint_id=2, storage_writer=writer).result()
+    assert history(run_dir) == [2] and [a.step for a in records(run_dir).state.aborted] == [1]
+
+
+def test_a_load_does_not_change_the_branch_of_a_save_under_way(run_dir: str) -> None:
+    """It goes on where it was when it began, though its plan is made later."""
+    state, writer = {"w": torch.zeros(3)}, ckpt.dcp.StorageWriter(run_dir)
+    for step in (1, 2):
+        save(state, step, writer)
+
+    class Late(DefaultSavePlanner):
+        def create_local_plan(self) -> Any:
+            load({"w": torch.zeros(3)}, run_dir, 1)
+            return super().create_local_plan()
+
+    save(state, 3, writer, planner=Late())
+    assert history(run_dir) == [3, 2, 1]
+    save(state, 2, writer)
+    assert history(run_dir) == [2, 1]
+
+
+LAST_SAVE = """
+import atexit, sys, warnings, torch, torch.distributed.checkpoint as dcp, ckpt.dcp
+warnings.simplefilter("ignore")
+writer = ckpt.dcp.StorageWriter(sys.argv[1])
+def late():
+    try:
+        dcp.save({"n": 2}, checkpoint_id=2, storage_writer=writer)
+    except BaseException as error:
+        print(error)
+atexit.register(late)
+dcp.async_save({"w": torch.ones(3_000_000)}, checkpoint_id=1, storage_writer=writer)
+"""
+
+
+def test_the_last_save_of_a_script_is_not_lost(run_dir: str) -> None:
+    """Nobody calls .result(): as with torch's own writer it is whole. After that it is too late, and that is said."""
+    words = [sys.executable, "-c", LAST_SAVE, run_dir]
+    environment = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and history(run_dir) == [1], done.stderr[-3000:]
+    assert "not in an atexit handler" in done.stdout
+
+
+# -- several places --
+
+
+def test_each_place_has_its_cadence_and_keeps_what_it_should(tmp_path: Path) -> None:
+    """Nearest first; what is due nowhere goes to the nearest; attempts are called alike everywhere."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    tiers = [ckpt.Tier(str(near), every=2, keep=2), ckpt.Tier(str(far), every=4, keep=ckpt.Keep(last=2, every=8))]
+    writer, state = ckpt.dcp.StorageWriter(tiers), {"w": torch.randn(1000), "n": 0}
+    for step in range(2, 23, 2):
+        save(state | {"n": step}, step, writer)
+    save(state | {"n": 23}, 23, writer)
+    assert history(str(near)) == [23, 22] and history(str(far)) == [20, 16, 8]
+    assert len(list((near / "packs").iterdir())) == 2 and len(list((far / "packs").iterdir())) == 3
+    assert {a.epoch for a in records(str(near)).state.commits} == {a.epoch for a in records(str(far)).state.commits}
+    assert load(state, tiers)["n"] == 23 and load(state, tiers, 8)["n"] == 8
+    assert load(state, str(far))["n"] == 20
+
+
+def test_a_bucket_takes_its_steps_and_its_outage_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reached by the storage_options of its Tier, from another process too; while it is away the folder goes on."""
+    with MotoServer() as server:
+        server.make_bucket("bucket")
+        near, far = str(tmp_path / "near"), "s3://bucket/run"
+        tiers = [ckpt.Tier(near, 1, keep=3), ckpt.Tier(far, 2, keep=2, storage_options=storage_options(server.url))]
+        writer, state = ckpt.dcp.StorageWriter(tiers), {"w": torch.randn(3_000_000), "n": 0}
+        for step in range(1, 9):
+            save(state | {"n": step}, step, writer)
+        assert history(far) == [8, 6]
+        flip(sorted(Path(near, "packs").iterdir())[-1], 5_000_000)
+        found = load(emptied(state), tiers, resume=False)
+        assert found["n"] == 8 and same(found["w"], state["w"])
+        writer = pickle.loads(pickle.dumps(writer))  # as for the process of dcp.async_save
+    monkeypatch.setattr(coordinator, "PATIENCE_S", 0.2)
+    error = refused(lambda: save(state | {"n": 10}, 10, writer))
+    assert isinstance(error, ckpt.SaveError) and f"not written to {far}" in str(error)
+    save(state | {"n": 11}, 11, writer)
+    assert history(near) == [11, 10, 8] and load(state, tiers[:1])["n"] == 11
+
+
+def test_the_reader_grace_is_kept(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is retired stays as long as readers may need it, and goes at a later save."""
+    tier, state = ckpt.Tier(run_dir, every=1, keep=1, reader_grace_s=1000), {"w": torch.randn(10)}
+    for step in range(1, 5):
+        save(state, step, tier)
+    assert history(run_dir) == [4, 3] and len(list(Path(run_dir, "packs").iterdir())) == 4
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 2000)
+    save(state, 5, tier)
+    assert len(list(Path(run_dir, "packs").iterdir())) == 3
+
+
+def test_what_a_full_place_refuses_is_in_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says which has it and which has not; the next save is whole; nothing stays open."""
+    near, far = str(tmp_path / "near"), str(tmp_path / "far")
+    writer, state = ckpt.dcp.StorageWriter([near, far]), {"w": torch.randn(1000), "n": 1}
+    save(state, 1, writer)
+    real = rank_write.write
+
+    async def full(store: Any, *args: Any, **kwargs: Any) -> Any:
+        if store.url.endswith("near"):
+            raise ckpt.FullError("no space left")
+        return await real(store, *args, **kwargs)
+
+    monkeypatch.setattr(rank_write, "write", full)
+    error = refused(lambda: save(state | {"n": 2}, 2, writer))
+    assert (
+        isinstance(error, ckpt.SaveError) and "no space left" in str(error) and f"It is in file://{far}" in str(error)
+    )
+    monkeypatch.setattr(rank_write, "write", real)
+    save(state | {"n": 3}, 3, writer)
+    assert history(near) == [3, 1] and history(far) == [3, 2, 1]
+    assert [a.step for a in records(near).state.aborted] == [2]
+    assert load(state, [near, far], 2)["n"] == 2
+
+
+def test_a_failed_step_can_be_saved_again(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under another name, of another epoch; what was saved before stays in the history."""
+    state, writer = {"w": torch.randn(10), "n": 1}, ckpt.dcp.StorageWriter(run_dir)
+    save(state, 1, writer)
+    for point in ("pack.opened", "pack.written", "table.stored", "part.stored", "index.stored"):
+        monkeypatch.setattr(events, "_armed", events._parse(f"{point}:eio"))
+        refused(lambda: save(state | {"n": 2}, 2, writer))
+        monkeypatch.setattr(events, "_armed", None)
+        assert history(run_dir) == [1], point
+    save(state | {"n": 2}, 2, writer)
+    save(state | {"n": 3}, 3, writer)
+    assert history(run_dir) == [3, 2, 1] and load(state, run_dir, 2)["n"] == 2
+    assert len(records(run_dir).state.aborted) == 5
+
+
+def test_two_processes_of_one_job_do_not_fence_each_other(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer, and the process of dcp.async_save, which has opened another epoch to save a failed step again."""
+    state, writer = {"w": torch.randn(10)}, ckpt.dcp.StorageWriter(run_dir)
+    save(state, 1, writer)
+    trainer, pickled = dict(coordinator._owners), pickle.dumps(writer)
+    another_job()
+    monkeypatch.setattr(events, "_armed", events._parse("pack.written:eio"))
+    refused(lambda: save(state, 2, pickle.loads(pickled)))
+    save(state, 2, pickle.loads(pickled))
+    another_job()
+    coordinator._owners.update(trainer)
+    save(state, 3, pickle.loads(pickled))
+    assert history(run_dir) == [3, 2, 1] and len(records(run_dir).state.acquires) == 2
+
+
+def test_what_was_whole_when_the_job_died_is_no_obstacle(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All parts of step 2 were there, and no record yet: the next job goes on from step 1, and nothing stays open."""
+    state, tier = {"w": torch.randn(10), "n": 0}, ckpt.Tier(run_dir, 1, keep=20)
+    save(state | {"n": 1}, 1, tier)
+    monkeypatch.setattr(coordinator, "end", lambda saving, receipts: asyncio.sleep(0))
+    save(state | {"n": 2}, 2, tier)
+    monkeypatch.undo()
+    another_job()
+    assert load(state, tier)["n"] == 1
+    save(state | {"n": 22}, 2, tier)
+    assert history(run_dir) == [2, 1] and load(state, tier)["n"] == 22
+    left = records(run_dir).state
+    assert all(left.ended(Attempt.parse(path.name.split(".0.0")[0])) for path in Path(run_dir, "packs").iterdir())
+
+
+def test_a_state_that_changes_while_it_is_written_is_refused(tmp_path: Path) -> None:
+    """Two places must get the same bytes. Negative control: one that does not change is saved."""
+
+    class Restless(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            found = super().resolve_data(write_item)
+            return found.add_(1) if isinstance(found, Tensor) else found
+
+    places = [tmp_path / "a", tmp_path / "b"]
+    error = refused(lambda: save({"w": torch.zeros(9)}, 1, places, planner=Restless()))
+    assert "changed while it was written" in str(error)
+    save({"w": torch.zeros(9)}, 2, places, planner=DefaultSavePlanner())
+    assert history(str(places[1])) == [2]
+
+
+def test_what_changes_in_one_place_is_the_state_of_some_moment(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digest is that of the bytes that are stored, so they can be read. The change comes after the copy."""
+    w, real = torch.zeros(3_000_000), rank_write.Stream._take
+
+    def take(self: Any, length: int) -> memoryview:
+        w.add_(1)
+        try:
+            return real(self, length)
+        finally:
+            w.add_(1)
+
+    class Raced(rank_write.Stream):
+        def _next(self) -> memoryview:
+            found = super()._next()
+            w.add_(1)  # between the look at the source and the copy
+            return found
+
+    monkeypatch.setattr(rank_write, "Stream", Raced)
+    monkeypatch.setattr(Raced, "_take", take)
+    save({"w": w}, 1, run_dir)
+    assert load({"w": torch.zeros(3_000_000)}, run_dir)["w"].min() > 0
+
+
+async def full(*args: Any, **kwargs: Any) -> Any:
+    raise ckpt.FullError("no space left")
+
+
+def aborted_twice(monkeypatch: pytest.MonkeyPatch, run: str, writer: Any) -> None:
+    for step in (2, 3):
+        monkeypatch.setattr(events, "_armed", events._parse("part.stored:eio"))
+        refused(lambda step=step: save({"w": torch.randn(100_000)}, step, writer))
+        monkeypatch.setattr(events, "_armed", None)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["after a checkpoint", "before any"])
+def test_what_failed_saves_have_left_goes_before_the_next(
+    run_dir: str, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    """Also in a new job, and though the next one fails as well: a place that is nearly full gets better."""
+    state, writer = {"w": torch.randn(100_000)}, ckpt.dcp.StorageWriter(run_dir)
+    if first:
+        save(state, 1, writer)
+    aborted_twice(monkeypatch, run_dir, writer)
+    assert len(list(Path(run_dir, "packs").iterdir())) == first + 1  # that of step 2 went before step 3
+    another_job()
+    with monkeypatch.context() as patch:
+        patch.setattr(rank_write, "write", full)
+        assert "no space left. `ckpt gc" in str(refused(lambda: save(state, 4, writer)))
+    names = [path.name for path in Path(run_dir, "packs").iterdir()]
+    assert [name for name in names if "-3." in name or "-2." in name] == []
+    save(state, 5, writer)
+    assert history(run_dir) == ([5, 1] if first else [5]) and same(load(emptied(state), run_dir)["w"], state["w"])
+
+
+def test_plans_that_a_planner_keeps_do_not_keep_checkpoints(run_dir: str) -> None:
+    """`keep` is applied with enable_plan_caching as well, also after a rollback; another job is not taken for ours."""
+    if "enable_plan_caching" not in DefaultSavePlanner.__init__.__annotations__:
+        pytest.skip("this version of torch keeps no plans")
+    state, tier = {"w": torch.zeros(3)}, ckpt.Tier(run_dir, every=1, keep=2)
+    writer = ckpt.dcp.StorageWriter(tier)
+
+    class Kept(DefaultSavePlanner):
+        """With plans of its own."""
+
+    def kept(step: int) -> None:
+        save(state, step, writer, planner=Kept(enable_plan_caching=True))
+
+    for step in range(1, 7):
+        kept(step)
+    assert history(run_dir) == [6, 5]
+    load(state, tier, 5)
+    kept(6)
+    assert history(run_dir) == [6, 5]
+
+    class Fenced(Kept):
+        def finish_plan(self, new_plan: Any) -> Any:
+            mine = dict(coordinator._incarnations), dict(coordinator._owners)
+            another_job()
+            save({"n": 1}, 7, f"{run_dir}-other")
+            save(state, 7, tier)
+            coordinator._incarnations.update(mine[0])
+            coordinator._owners.update(mine[1])
+            return super().finish_plan(new_plan)
+
+    fenced = Fenced(enable_plan_caching=True)
+    fenced._cached_plans_key = "Kept"
+    assert isinstance(refused(lambda: save(state, 8, writer, planner=fenced)), ckpt.FencedError)
+    assert history(run_dir) == [7, 6] and not records(run_dir).state.aborted
+
+
+def test_plans_that_a_planner_keeps_can_be_used(run_dir: str) -> None:
+    """With enable_plan_caching each rank brings an old share of ours: the attempt is the new one all the same."""
+    if "enable_plan_caching" not in DefaultSavePlanner.__init__.__annotations__:
+        pytest.skip("this version of torch keeps no plans")
+    state, writer = {"w": torch.zeros(3), "n": 0}, ckpt.dcp.StorageWriter(run_dir)
+    planners = [DefaultSavePlanner(enable_plan_caching=True) for _ in range(3)]
+    for step, planner in enumerate(planners, 1):
+        save(state | {"n": step}, step, writer, planner=planner)
+    assert history(run_dir) == [3, 2, 1]
+    assert [load(state, run_dir, step, resume=False)["n"] for step in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_ranks_that_found_different_newest_ones_are_told(run_dir: str) -> None:
+    """A save may end while they look: mixing two steps would be worse than an error."""
+    plans = [LoadPlan([], storage_data=f"1.00000000-{step}") for step in (5, 5, 6)]
+    reader = ckpt.dcp.StorageReader(run_dir)
+    assert reader.prepare_global_plan(plans[:2]) == plans[:2]
+    with pytest.raises(ckpt.PeerError, match="give a checkpoint_id"):
+        reader.prepare_global_plan(plans)
+
+
+def test_a_place_that_ranks_do_not_share_is_named(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank wrote to a disk of its own cannot be committed."""
+    real = rank_write.write
+
+    async def elsewhere(store: Any, *args: Any, **kwargs: Any) -> Any:
+        written = await real(store, *args, **kwargs)
+        for path in Path(run_dir, "parts").iterdir():
+            path.unlink()
+        return written
+
+    monkeypatch.setattr(rank_write, "write", elsewhere)
+    assert "all ranks share" in str(refused(lambda: save({"w": torch.ones(1)}, 1, run_dir)))
+
+
+def test_an_empty_state_is_a_checkpoint(run_dir: str) -> None:
+    """Nothing at all, and an object alone."""
+    save({}, 1, run_dir)
+    save({"n": 5}, 2, run_dir)
+    assert load({}, run_dir, 1) == {} and load({"n": 0}, run_dir) == {"n": 5}
+
+
+# -- damage and malice --
+
+
+def pack_of(run: str | Path) -> Path:
+    return next(Path(run, "packs").iterdir())
+
+
+def test_damage_is_repaired_from_the_second_place_or_named(tmp_path: Path) -> None:
+    """A flipped bit never reaches a tensor: the piece comes from elsewhere, or the error names it."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    state = {"v": torch.zeros(10, dtype=torch.float64), "w": torch.randn(100_000)}
+    save(state, 1, [near, far])
+    flip(pack_of(near), pack_of(near).stat().st_size - 5000)
+    into = emptied(state)
+    assert same(load(into, [near, far])["w"], state["w"])
+    with pytest.raises(CheckpointException, match="w is damaged"):
+        load(emptied(state), near)
+    pack_of(far).unlink()
+    with pytest.raises(CheckpointException, match="w is damaged"):
+        load(emptied(state), [near, far])
+
+
+def test_negative_control_without_digests_damage_would_get_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the test above flips is really read."""
+    state = {"w": torch.randn(100_000)}
+    save(state, 1, tmp_path / "run")
+    flip(pack_of(tmp_path / "run"), pack_of(tmp_path / "run").stat().st_size - 5000)
+    digests = iter(lambda: None, 1)
+
+    class Anything(bytes):
+        def __ne__(self, other: object) -> bool:
+            next(digests)
+            return False
+
+    monkeypatch.setattr("ckpt.checkpoint.read.blob_digest", lambda data: Anything())
+    monkeypatch.setattr("ckpt.checkpoint.read_local.blob_digest", lambda data: Anything(), raising=False)
+    assert not same(load({"w": torch.zeros(100_000)}, tmp_path / "run")["w"], state["w"])
+
+
+def test_a_checkpoint_whose_small_files_are_damaged_is_not_the_end(run_dir: str) -> None:
+    """Without an id the newest that can be read; with one, an error that says what is wrong."""
+    state = {"w": torch.zeros(3), "n": 0}
+    for step in (1, 2):
+        save(state | {"n": step}, step, run_dir)
+    flip(next(Path(run_dir, "parts").glob("*-2.*.json")), 40)
+    with pytest.raises(CheckpointException, match=r"damaged|digest"):
+        load(state, run_dir, 2)
+    assert load(state, run_dir)["n"] == 1
+
+
+def test_what_is_out_of_reach_for_a_moment_is_not_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another place with this step is as good; else it is an error, and no older checkpoint is taken instead."""
+    near, far, state = str(tmp_path / "near"), str(tmp_path / "far"), {"w": torch.zeros(3), "n": 0}
+    for step in (1, 2):
+        save(state | {"n": step}, step, [near, far])
+    real = read.load_manifest
+
+    async def away(store: Any, commit: Any) -> Any:
+        if store.url.endswith("near") and commit.step == 2:
+            raise ckpt.StoreError("no answer", retryable=True)
+        return await real(store, commit)
+
+    monkeypatch.setattr(read, "load_manifest", away)
+    assert load(state, [near, far], resume=False)["n"] == 2
+    error = str(refused(lambda: load(state, near)))
+    assert "no answer" in error and "give its checkpoint_id" in error
+    assert load(state, near, 1)["n"] == 1
+
+
+def test_what_is_retired_while_it_is_looked_for_is_looked_for_again(
+    run_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader beside a writer that keeps few."""
+    save({"n": 1}, 1, run_dir)
+    real, calls = read.load_manifest, list[int]()
+
+    async def gone(store: Any, commit: Any) -> Any:
+        calls.append(commit.step)
+        if len(calls) == 1:
+            raise ckpt.NotFoundError("retired")
+        return await real(store, commit)
+
+    monkeypatch.setattr(read, "load_manifest", gone)
+    assert load({"n": 0}, run_dir)["n"] == 1 and calls == [1, 1]
+
+
+def test_the_newest_is_told_though_a_place_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As dcp.load finds it. If no other place has one, it may be in the one that is away: an error."""
+    near, far, real = str(tmp_path / "near"), str(tmp_path / "far"), dcp_source._is_run
+
+    async def away(url: str) -> bool:
+        if url.endswith("far"):
+            raise ckpt.StoreError("no answer")
+        return await real(url)
+
+    monkeypatch.setattr(dcp_source, "_is_run", away)
+    with pytest.raises(ckpt.StoreError, match="no answer"):
+        ckpt.dcp.latest([near, far])
+    save({"n": 3}, 3, near)
+    assert ckpt.dcp.latest([near, far]) == 3 and ckpt.dcp.latest([near]) == 3
+
+
+def test_an_index_of_another_name_is_not_believed(run_dir: str) -> None:
+    """The index of another step, or one of which a name was changed: what the parts say counts."""
+    state = {"some_weights": torch.zeros(3), "n": 0}
+    for step in (1, 2):
+        save(state | {"n": step}, step, run_dir)
+    one, two = sorted(Path(run_dir, "index").iterdir())
+    whole = two.read_bytes()
+    for hostile in (one.read_bytes(), whole.replace(b"some_weights", b"sham_weights"), b"", b"x" * 1000):
+        assert hostile != whole
+        two.write_bytes(hostile)
+        assert load(state, run_dir)["n"] == 2
+
+
+class Bomb:
+    """Leaves a mark when it is unpickled."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path(self.mark),)
+
+
+def test_an_object_with_code_in_it_is_refused_before_anything_changes(run_dir: str, tmp_path: Path) -> None:
+    """Unless the reader is told to trust it, which is the control: the code is really run then."""
+    mark = tmp_path / "mark"
+    save({"w": torch.ones(3), "object": Bomb(str(mark))}, 1, run_dir)
+    state = {"w": torch.zeros(3), "object": None}
+    error = refused(lambda: load(state, run_dir))
+    assert isinstance(error, ckpt.UsageError) and "object of step 1" in str(error) and "trusted=True" in str(error)
+    assert not mark.exists() and same(state["w"], torch.zeros(3))
+    load(state, run_dir, trusted=True)
+    assert mark.exists() and same(state["w"], torch.ones(3))
+
+
+def test_objects_that_are_no_archives_are_refused() -> None:
+    """Random bytes, nothing at all, an old-style pickle."""
+    for raw in (b"", b"PK\x03\x04", os.urandom(300), pickle.dumps(print), pickle.dumps(Bomb("/nowhere"))):
+        with pytest.raises(ckpt.UsageError, match="refused"):
+            objects.check_object("x", memoryview(raw))
+    objects.check_object("x", pickled({"a": [1, "x", (2.5, None)], "t": torch.ones(3)}))
+
+
+def pickled(value: Any) -> memoryview:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getbuffer()
+
+
+def test_objects_without_code_are_taken_and_others_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Bytes, dates and paths are read; of what is refused the class is said, also while it is saved, but once."""
+    for value in (b"", b"x", datetime.datetime(2026, 1, 2), datetime.timedelta(3), datetime.UTC, Path("a/b")):
+        objects.check_object("x", pickled({"value": value}))
+    with torch.serialization.safe_globals([datetime.date, Plain]):
+        objects.check_object("x", pickled(Plain()))
+        named = torch.serialization.get_safe_globals()
+        assert datetime.date in named and datetime.datetime not in named  # what the user has named stays
+    with pytest.raises(ckpt.UsageError, match=r"\(Unsupported global: GLOBAL test_dcp.Plain\)"):
+        objects.check_object("x", pickled(Plain()))
+    for _ in range(2):
+        objects.warn_once("unheard.of", pickled(Plain()))
+        objects.warn_once("unheard.of.number", pickled(5))
+    assert [r.getMessage()[:16] for r in caplog.records if "test_dcp.Plain" in r.getMessage()] == ["unheard.of can o"]
+
+
+class Plain:
+    """A class of the user's."""
+
+
+def test_hostile_facts_are_corrupt(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a part says of objects and nesting, the answer is CorruptError."""
+    save({"w": torch.ones(3)}, 1, run_dir)
+    saved = read.run(dcp_source.find([f"file://{run_dir}"], None)).saved
+    component = saved.views[0].components[0]
+    for facts in (
+        {},
+        {"objects": 5, "mappings": None},
+        {"objects": ["w"], "mappings": None},
+        {"objects": [[]], "mappings": None},
+        {"objects": [], "mappings": {"w": "w"}},
+        {"objects": [], "mappings": {"w": [None]}},
+        {"objects": [], "mappings": [1]},
+        {"objects": [], "mappings": {"w": []}},
+        {"objects": [], "mappings": {"w": [5]}},
+        {"objects": [], "mappings": {"w": ["l", -1]}},
+        {"objects": [], "mappings": {"w": ["l", 300_000]}},
+    ):
+        monkeypatch.setitem(component, "facts", facts)
+        with pytest.raises(ckpt.CorruptError):
+            dcp_source.metadata_of(saved)
+
+
+# -- several ranks --
+
+
+def ranks(world: int, *actions: list[Any], check: bool = True, timeout_s: float = 120.0) -> list[dict[str, Any]]:
+    """Run actions as the ranks of a job; what the ranks report, in their order."""
+    code = "import test_dcp; test_dcp.main()"
+    done = launch(world, code, json.dumps(actions), port=free_port(), timeout_s=timeout_s)
+    found = []
+    for process in done:
+        assert process.returncode == 0 or not check, process.stderr[-4000:]
+        found += [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
+    return found
+
+
+def app(state: dict[str, Any], step: int) -> dict[str, Any]:
+    model, optim = get_state_dict(state["model"], state["optim"])
+    return {
+        "model": model,
+        "optim": optim,
+        "sched": state["sched"].state_dict(),
+        "step": step,
+        "bag": [{"a": (1, "x")}],
+    }
+
+
+def job_save(mode: str, root: str, how: str) -> dict[str, Any]:
+    """Trains, and saves steps 1 and 2; what they are by torch's own gathering is written beside."""
+    state = build(mode)
+    places = [f"{root}/{mode}", ckpt.Tier(f"{root}/{mode}-far", every=2)]
+    writer = ckpt.dcp.StorageWriter(places)
+    apart = dist.new_group() if how != "sync" else None
+    saving: Any = None
+    for step in (1, 2):
+        train_step(mode, state, step)
+        expected = gathered(state)
+        if dist.get_rank() == 0:
+            torch.save(expected, f"{root}/{mode}-{step}.pt")
+        given = app(state, step)
+        if how == "sync":
+            dcp.save(given, checkpoint_id=f"{root}/out/step-{step}", storage_writer=writer)
+            continue
+        if saving is not None:
+            saving.result()
+        kind = AsyncCheckpointerType(how)
+        saving = dcp.async_save(
+            given,
+            checkpoint_id=f"step-{step}",
+            storage_writer=writer,
+            async_checkpointer_type=kind,
+            process_group=apart if how == "thread" else None,
+        )
+        train_step(mode, state, 77)  # none of this may get into what is on its way
+    if saving is not None:
+        saving.result()
+    return {}
+
+
+def job_load(mode: str, root: str, step: int) -> dict[str, Any]:
+    state = build(mode)
+    train_step(mode, state, 99)
+    given = app(state, -1)
+    dcp.load(given, checkpoint_id=step, storage_reader=ckpt.dcp.StorageReader(f"{root}/{mode}"))
+    set_state_dict(state["model"], state["optim"], model_state_dict=given["model"], optim_state_dict=given["optim"])
+    expected = torch.load(f"{root}/{mode}-{step}.pt", weights_only=True)
+    found = gathered(state)
+    wrong = [n for n in expected.keys() | found.keys() if n not in found or not torch.equal(found[n], expected[n])]
+    return {
+        "wrong": wrong,
+        "tensors": len(found),
+        "plain": [given["step"], given["bag"][0]["a"], given["sched"]["last_epoch"]],
+    }
+
+
+def job_fail(root: str, point: str) -> dict[str, Any]:
+    """Rank 1 fails, or dies, in its second save; what everybody hears of it, and whether the next one works."""
+    writer, said = ckpt.dcp.StorageWriter(f"{root}/run"), []
+    for step in (1, 2, 3):
+        if dist.get_rank() == 1 and step == 2:
+            events._armed = events._parse(point)
+        try:
+            dcp.save(toy(step), checkpoint_id=step, storage_writer=writer)
+            said.append("saved")
+        except BaseException as error:
+            said.append(f"{type(error).__name__}: {error}"[:20] + f"{error}"[-800:])
+            if not isinstance(error, CheckpointException):
+                break  # torch says that a rank is gone
+        events._armed = None
+    return {"said": said}
+
+
+def toy(step: int) -> dict[str, Any]:
+    rank = dist.get_rank()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(40.0).reshape(10, 4) + step
+    return {
+        "divided": dist.tensor.distribute_tensor(whole, mesh, [dist.tensor.Shard(0)], src_data_rank=None),
+        "alike": torch.full((5,), float(step)),
+        f"only_{rank}": torch.full((3,), float(rank)),
+        "n": step,
+    }
+
+
+def job_resume(root: str) -> dict[str, Any]:
+    state = toy(0)
+    dcp.load(state, storage_reader=ckpt.dcp.StorageReader(f"{root}/run"))
+    n, first = state["n"], float(state["divided"].full_tensor()[0, 0])
+    dcp.save(toy(n + 5), checkpoint_id=n + 5, storage_writer=ckpt.dcp.StorageWriter(f"{root}/run"))
+    return {"n": n, "first": first, "own": state[f"only_{dist.get_rank()}"].tolist()}
+
+
+def job_apart(root: str) -> dict[str, Any]:
+    """Ranks that want different things, and a place that they do not share."""
+    rank, found = dist.get_rank(), []
+    for writer, step in (
+        (ckpt.dcp.StorageWriter(f"{root}/apart"), 5 + rank),
+        (ckpt.dcp.StorageWriter(f"{root}/apart-{rank}"), 5),
+    ):
+        try:
+            dcp.save(toy(step), checkpoint_id=step, storage_writer=writer)
+            found.append("saved")
+        except CheckpointException as error:
+            found.append(str(error)[-400:])
+    return {"said": found}
+
+
+def job_cached(root: str) -> dict[str, Any]:
+    """Plans that are kept, by several ranks."""
+    writer = ckpt.dcp.StorageWriter(f"{root}/cached")
+    for step in (1, 2, 3):
+        dcp.save(
+            toy(step), checkpoint_id=step, storage_writer=writer, planner=DefaultSavePlanner(enable_plan_caching=True)
+        )
+    return {}
+
+
+JOBS = {
+    job.__name__.removeprefix("job_"): job for job in (job_save, job_load, job_fail, job_resume, job_apart, job_cached)
+}
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    for name, *arguments in json.loads(sys.argv[1]):
+        result = JOBS[name](*arguments)
+        print(json.dumps({"job": [name, *arguments], "rank": dist.get_rank(), **result}), flush=True)
+    dist.barrier()
+    os._exit(0)  # gloo's threads may abort an interpreter that ends
+
+
+Reports = tuple[Path, dict[int, list[dict[str, Any]]]]
+POINTS = {"pack.opened": "eio", "pack.written": "enospc", "part.stored": "eio"}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    """What jobs of so many ranks said, and where they saved: few jobs, since to start one takes long."""
+    root = tmp_path_factory.mktemp("jobs")
+    ranks(4, *(["save", mode, f"{root}", how] for mode, how in MODES.items()))
+    killed = ranks(2, ["fail", f"{root}/killed", "pack.written:kill"], check=False, timeout_s=60)
+    loads = [["load", mode, f"{root}", step] for mode, step in (("fsdp", 1), *((mode, 2) for mode in MODES))]
+    fails = [["fail", f"{root}/{point}", f"{point}:{what}"] for point, what in POINTS.items()]
+    resumes = [["resume", f"{root}/{name}"] for name in ("killed", *POINTS)]
+    others = [["apart", f"{root}"], ["cached", f"{root}"], ["save", "fsdp", f"{root}/process", "process"]]
+    (root / "process").mkdir()
+    by_process = [["load", "fsdp", f"{root}/process", step] for step in (1, 2)]
+    two = ranks(2, *loads, *fails, *resumes, *others)
+    return root, {0: killed, 2: two, 1: ranks(1, *loads, *by_process), 3: ranks(3, *loads[:2])}
+
+
+def test_every_division_comes_back_in_every_other(reports: Reports) -> None:
+    """FSDP2, HSDP, TP and both, saved by four ranks, in a thread too: the same bits on three, two and one."""
+    root, said = reports
+    for mode in MODES:
+        assert history(f"{root}/{mode}") == [2, 1] and history(f"{root}/{mode}-far") == [2]
+        assert {"model.layers.0.up.weight", "bag.0.a"} <= set(ckpt.load(root / mode))
+    expected = torch.load(root / "fsdp-2.pt", weights_only=True)
+    whole = ckpt.load(root / "fsdp").sub("model")
+    assert all(torch.equal(whole[name], expected[name]) for name in whole)
+    for world, count in ((1, 7), (2, 10), (3, 6)):
+        found = [one for one in said[world] if one["job"][0] == "load"]
+        assert len(found) == count
+        for one in found:
+            _, mode, folder, step = one["job"]
+            sync = MODES[mode] == "sync" and not folder.endswith("process")
+            epoch = step if sync else 2 * step - 1  # there is a step of training after each
+            assert (one["wrong"], one["plain"]) == ([], [step, [1, "x"], epoch]), one
+            assert one["tensors"] > 30
+
+
+def test_async_save_by_a_process(reports: Reports) -> None:
+    """The process is the same job as the trainer: one epoch, two steps. (That its bits are right is seen above.)"""
+    root, _ = reports
+    assert history(f"{root}/process/fsdp") == [2, 1]
+    assert len(records(f"{root}/process/fsdp").state.acquires) == 1
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_what_fails_on_one_rank_fails_on_all(reports: Reports, point: str) -> None:
+    """Everybody hears why, the attempt is aborted by its name, and the next save works."""
+    root, said = reports
+    both = [one["said"] for one in said[2] if one["job"][:2] == ["fail", f"{root}/{point}"]]
+    assert len(both) == 2
+    for texts in both:
+        assert [text[:5] for text in texts] == ["saved", "Check", "saved"]
+        assert "Error" in texts[1]
+    state = records(f"{root}/{point}/run").state
+    assert [a.step for a in state.aborted] == [2] and "rank 1" in next(iter(state.reasons.values()))
+    assert history(f"{root}/{point}/run") == [8, 3, 1]
+
+
+def test_a_job_goes_on_after_a_rank_was_killed_in_a_save(reports: Reports) -> None:
+    """What is half written is given up by the next job, which has the step before, and saves more."""
+    root, said = reports
+    assert [one["said"][0] for one in said[0]] == ["saved"] and "saved" not in said[0][0]["said"][1:]
+    found = [one for one in said[2] if one["job"] == ["resume", f"{root}/killed"]]
+    expected = [(1, 1.0, [0.0] * 3), (1, 1.0, [1.0] * 3)]
+    assert sorted((one["n"], one["first"], one["own"]) for one in found) == expected
+    state = records(f"{root}/killed/run").state
+    assert history(f"{root}/killed/run") == [6, 1] and [a.step for a in state.aborted] == [2]
+
+
+def test_ranks_that_disagree_are_told(reports: Reports) -> None:
+    """About the step, or about the place; and plans that are kept do for several ranks."""
+    root, said = reports
+    found = [one["said"] for one in said[2] if one["job"][0] == "apart"]
+    assert len(found) == 2
+    for texts in found:
+        assert "saves step 6, the coordinator" in texts[0] and "the coordinator to" in texts[1]
+    assert history(f"{root}/cached") == [3, 2, 1]
+    assert ckpt.load(root / "cached", step=2)["divided"][0, 0] == 2.0
+
+
+def test_the_example_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    """torchrun with two ranks, then one."""
+    environment = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}", "OMP_NUM_THREADS": "1"}
+    for world, begins in ((2, "starts at step 0"), (1, "starts at step 60")):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}"]
+        words = [*torchrun, f"--master-port={free_port()}", str(REPO / "examples" / "dcp.py"), str(tmp_path / "run")]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and begins in done.stdout, done.stdout + done.stderr[-3000:]
+    assert history(str(tmp_path / "run")) == [60, 50, 40]

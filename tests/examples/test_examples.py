@@ -1,0 +1,146 @@
+"""The examples do what they say: they survive being killed, notice a wrong bit, and leave nothing behind."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from processes import REPO, eventually, writers
+from s3_server import MotoServer, environment
+
+EXAMPLES = REPO / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import demo  # noqa: E402
+import train_gpt  # noqa: E402
+
+
+def start(script: str, *arguments: object, tmp: Path) -> subprocess.Popen[str]:
+    """An example as a process of its own, with its lines of output to be read."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{REPO}:{REPO / 'backends'}",
+        "TMPDIR": str(tmp),
+        "OMP_WAIT_POLICY": "passive",  # other tests may want the cores
+    }
+    command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def read_until(process: subprocess.Popen[str], beginning: str) -> str:
+    """The first line with this beginning."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith(beginning):
+            return line.rstrip()
+    raise AssertionError(f"no line begins with {beginning!r}:\n{''.join(lines)}")
+
+
+def judge(folder: Path, alone: dict[str, Any], saved: dict[str, Any]) -> tuple[int, str]:
+    """What the demo's verdict on two outcomes is: exit code and text."""
+    for name, outcome in (("alone", alone), ("saved", saved)):
+        (folder / f"{name}.json").write_text(json.dumps(outcome))
+    text = io.StringIO()
+    return demo.verdict(Console(file=text, width=120), folder, []), text.getvalue()
+
+
+def test_plain_goes_on_where_it_was_killed(run_dir: str, tmp_path: Path, own_sockets: Path) -> None:
+    """After SIGKILL the plain example loses at most the step in flight, finishes, and its writer leaves."""
+    first = start("plain.py", run_dir, tmp=tmp_path)
+    assert read_until(first, "starts at") == "starts at step 0"
+    read_until(first, "step 300:")
+    first.kill()
+    first.communicate()
+    second = start("plain.py", run_dir, tmp=tmp_path)
+    # The update to step 300 began only when step 299 was in memory.
+    assert int(read_until(second, "starts at").split()[-1]) >= 299
+    read_until(second, "done: 1500 steps")
+    second.communicate(timeout=60.0)
+    assert second.returncode == 0
+    assert eventually(lambda: not writers(own_sockets))
+
+
+def test_demo_ends_with_equal_bits_and_no_process(tmp_path: Path, own_sockets: Path) -> None:
+    """Killed in memory's reach and out of it, training ends in the bits of the run that was left alone."""
+    process = start("demo.py", "--steps", 12, "--keep", tmp=tmp_path)
+    text = process.communicate(timeout=200.0)[0]
+    assert process.returncode == 0, text
+    assert "equal, bit for bit" in text
+    assert "from memory" in text
+    assert "from local disk" in text
+    assert not writers(own_sockets)
+    [folder] = tmp_path.glob("everystep-demo-*")
+    outcome = json.loads((folder / "saved.json").read_text())
+    assert len(outcome["losses"]) == 12
+    assert outcome["digests"].keys() > {"model.embed.weight", "optim.0.exp_avg", "optim.0.step", "batches", "rng"}
+
+
+def test_interrupted_demo_leaves_nothing(tmp_path: Path, own_sockets: Path) -> None:
+    """Ctrl-C while a writer outlives its trainer ends the writer too, and removes the folder."""
+    process = start("demo.py", "--steps", 12, tmp=tmp_path)
+    read_until(process, "Killed trainer")
+    assert writers(own_sockets)  # else there would be nothing to tidy up
+    assert list(tmp_path.glob("everystep-demo-*"))
+    process.send_signal(signal.SIGINT)
+    text = process.communicate(timeout=60.0)[0]
+    assert process.returncode == 130, text
+    assert not writers(own_sockets)
+    assert not list(tmp_path.glob("everystep-demo-*"))
+
+
+def test_one_wrong_bit_fails_the_demo(tmp_path: Path) -> None:
+    """The verdict is red for one flipped bit, one other loss or one missing tensor, and names it; else it is green."""
+    state = train_gpt.build(steps=2)
+    train_gpt.train_step(state, train_gpt.corpus())
+    alone = {"losses": list(state["losses"]), "digests": train_gpt.digests(state)}
+    assert judge(tmp_path, alone, {"losses": list(state["losses"]), "digests": train_gpt.digests(state)})[0] == 0
+
+    moment = next(iter(state["optim"].state.values()))["exp_avg"]
+    moment.view(-1).numpy().view("u1")[5] ^= 1
+    code, text = judge(tmp_path, alone, {**alone, "digests": train_gpt.digests(state)})
+    assert (code, text.count("wrong:")) == (1, 1)
+    assert "tensor optim.0.exp_avg" in text
+
+    assert judge(tmp_path, alone, {**alone, "losses": [alone["losses"][0] + 1e-6]})[0] == 1
+    assert judge(tmp_path, alone, {**alone, "losses": []})[0] == 1
+    fewer = dict(list(alone["digests"].items())[1:])
+    assert judge(tmp_path, alone, {**alone, "digests": fewer})[0] == 1
+    assert judge(tmp_path, {**alone, "digests": fewer}, alone)[0] == 1
+
+
+def test_s3_goes_on_elsewhere_from_the_bucket(
+    tmp_path: Path, own_sockets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer, its writer and its folder are gone: another machine's start goes on from the bucket, bit for bit."""
+    with MotoServer() as server:
+        server.make_bucket("bucket")
+        for name, value in environment(server.url).items():
+            monkeypatch.setenv(name, value)
+        whole = start("s3.py", "s3://bucket/whole", "--folder", tmp_path / "whole", "--steps", 300, tmp=tmp_path)
+        expected = read_until(whole, "done:")
+        first = start("s3.py", "s3://bucket/run", "--folder", tmp_path / "a", "--steps", 300, tmp=tmp_path)
+        assert read_until(first, "starts at") == "starts at step 0"
+        read_until(first, "step 200:")
+        first.send_signal(signal.SIGSTOP)  # or it would notice that its writer is gone
+        for process in writers(own_sockets):
+            process.kill()
+        first.kill()
+        first.wait()
+        assert eventually(lambda: not writers(own_sockets))
+        shutil.rmtree(tmp_path / "a")
+        second = start("s3.py", "s3://bucket/run", "--folder", tmp_path / "b", "--steps", 300, tmp=tmp_path)
+        assert read_until(second, "starts at") == "starts at step 200, from s3://bucket/run"
+        assert read_until(second, "done:") == expected
+        assert whole.wait(60) == second.wait(60) == 0

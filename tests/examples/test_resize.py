@@ -1,0 +1,193 @@
+"""The example that goes on with another number of ranks: it ends in equal bits, and notices every way not to."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from processes import REPO, writers
+
+sys.path.insert(0, str(REPO / "examples"))
+
+import resize
+from resize import Round
+
+FLIP = """
+import os, sys
+
+if "train" in sys.orig_argv and "RANK" in os.environ:
+    import torch, ckpt.checkpointer
+
+    restore = ckpt.checkpointer.Checkpointer.restore
+
+    def flipping(self, *arguments, **settings):
+        step = restore(self, *arguments, **settings)
+        if step and os.environ["RANK"] == "0":
+            weight = self._capture.state["model"].blocks[1].up.weight
+            weight._local_tensor.detach().view(torch.int32)[0, 0] ^= 1
+        return step
+
+    ckpt.checkpointer.Checkpointer.restore = flipping
+"""
+
+
+def start(*arguments: object, tmp: Path, path: str = "") -> subprocess.Popen[str]:
+    """The example as a process of its own; `path` comes first where Python looks for modules."""
+    environment = {**os.environ, "PYTHONPATH": f"{path}:{REPO}:{REPO / 'backends'}", "TMPDIR": str(tmp)}
+    command = [sys.executable, str(REPO / "examples" / "resize.py"), *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def left(tmp: Path) -> list[Any]:
+    """Processes and folders of an example that has ended."""
+    return [*writers(tmp), *tmp.glob("everystep-resize-*")]
+
+
+def judge(folder: Path) -> tuple[int, str]:
+    text = io.StringIO()
+    return resize.verdict(Console(file=text, width=120), folder), text.getvalue()
+
+
+def judge_changed(folder: Path, name: str, change: Callable[[Any], None]) -> tuple[int, str]:
+    """The verdict with one file changed, which is put back afterwards."""
+    path = folder / name
+    before = path.read_text()
+    content = json.loads(before)
+    change(content)
+    path.write_text(json.dumps(content))
+    try:
+        return judge(folder)
+    finally:
+        path.write_text(before)
+
+
+def test_other_numbers_of_ranks_end_in_equal_bits(tmp_path: Path, own_sockets: Path) -> None:
+    """More ranks and fewer, from memory and from disk: all is equal, nothing is left, and no change goes unnoticed."""
+    tmp, folder = tmp_path / "tmp", tmp_path / "kept"
+    tmp.mkdir()
+    process = start("--ranks", "2,3,1", "--steps-per-round", 6, "--keep", folder, tmp=tmp)
+    text = process.communicate(timeout=280.0)[0]
+    assert process.returncode == 0, text
+    assert "equal, bit for bit" in text
+    rows = [line.split() for line in text.splitlines() if line.split() and line.split()[-1] == "equal"]
+    assert [row[0] for row in rows] == ["2", "3", "1"]
+    assert ["memory" in row for row in rows] == [False, True, False]
+    assert ["disk" in row for row in rows] == [False, False, True]
+    assert not left(tmp)
+    assert not writers(own_sockets)
+    check_that_changes_are_noticed(folder)
+
+
+def check_that_changes_are_noticed(folder: Path) -> None:
+    """One other digest, loss, tensor, step or place turns the verdict red, and is named."""
+    assert judge(folder)[0] == 0
+    rounds = [Round(**one) for one in json.loads((folder / "rounds.json").read_text())]
+    name, last = "optim.blocks.1.up.weight.exp_avg", rounds[-1]
+
+    def flip(content: Any) -> None:
+        digest = content["tensors"][name]
+        content["tensors"][name] = ("1" if digest[0] == "0" else "0") + digest[1:]
+
+    for file in ("round-2/restored.json", f"round-3/step-{last.reached}.json", f"reference/step-{last.start}.json"):
+        code, text = judge_changed(folder, file, flip)
+        assert (code, text.count("wrong:")) == (1, 1)
+        assert f"tensor {name}" in text
+        assert "differ" in text
+    noted = f"round-1/step-{rounds[1].start}.json"  # compared with what was restored, and with the reference
+    assert judge_changed(folder, noted, flip)[1].count("wrong:") == 2
+
+    def other_loss(content: Any) -> None:
+        content["losses"][1] += 1e-9
+
+    code, text = judge_changed(folder, f"round-3/step-{last.reached}.json", other_loss)
+    assert (code, text.count("loss of step 2:")) == (1, 1)
+    assert judge_changed(folder, f"round-3/step-{last.reached}.json", lambda c: c["losses"].pop())[0] == 1
+    assert judge_changed(folder, "round-3/restored.json", lambda c: c["tensors"].pop(name))[0] == 1
+    assert judge_changed(folder, "round-3/restored.json", lambda c: c["tensors"].update(more=""))[0] == 1
+    lost = judge_changed(folder, "rounds.json", lambda c: c[0].update(acknowledged=rounds[1].start + 1))
+    assert lost[0] == 1 and "was acknowledged" in lost[1]
+    assert judge_changed(folder, "rounds.json", lambda c: c[1].update(tier="file:///somewhere"))[0] == 1
+    assert judge_changed(folder, "rounds.json", lambda c: c[2].update(tier="memory"))[0] == 1
+
+
+def test_one_wrong_bit_after_restore_fails_it(tmp_path: Path) -> None:
+    """A restore that gets a single bit of one weight wrong ends in exit code 1, and the weight is named."""
+    tmp, path = tmp_path / "tmp", tmp_path / "path"
+    tmp.mkdir()
+    path.mkdir()
+    (path / "sitecustomize.py").write_text(FLIP)
+    process = start("--ranks", "1,2", "--steps-per-round", 4, tmp=tmp, path=str(path))
+    text = process.communicate(timeout=280.0)[0]
+    assert process.returncode == 1, text
+    assert "wrong: tensor model.blocks.1.up.weight, restored at step" in text, text
+    assert "FAILED" in text
+    assert not left(tmp)
+
+
+def test_interrupted_it_leaves_nothing(tmp_path: Path) -> None:
+    """Ctrl-C while writers outlive their trainers ends them too, and removes the folder."""
+    process = start("--ranks", "2,1", "--steps-per-round", 4, tmp=tmp_path)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("Round 2"):
+            break
+    assert writers(tmp_path)  # else there would be nothing to tidy up
+    assert list(tmp_path.glob("everystep-resize-*"))
+    process.send_signal(signal.SIGINT)
+    text = process.communicate(timeout=60.0)[0]
+    assert process.returncode == 130, text
+    assert not left(tmp_path)
+
+
+def test_what_lay_behind_a_restored_step_does_not_count() -> None:
+    """The reference trains what the final state is made of: each step once, by the ranks that trained it last."""
+    rounds = [
+        Round(1, 4, start=0, reached=13),
+        Round(2, 2, start=12, reached=24),
+        Round(3, 3, start=8, reached=30),  # fell back behind the second round
+        Round(4, 1, start=30, reached=36),
+    ]
+    assert [(one.number, *steps) for one, *steps in resize.segments(rounds)] == [(1, 0, 8), (3, 8, 30), (4, 30, 36)]
+    folder = Path("x")
+    assert resize.noted(folder, rounds[:1], 12) == folder / "round-1/step-12.json"
+    assert resize.noted(folder, rounds[:2], 13) == folder / "round-2/step-13.json"  # trained again
+    assert resize.noted(folder, rounds[:2], 12) == folder / "round-1/step-12.json"
+    with pytest.raises(resize.ResizeError):
+        resize.noted(folder, rounds[:1], 14)
+
+
+def test_digest_tells_every_bit() -> None:
+    """Of two tensors that differ in a bit, the shape, the dtype or the sign of a zero the digests differ."""
+    tensor = torch.arange(6.0)
+    other = tensor.clone()
+    other.view(torch.int32)[5] ^= 1
+    signed = tensor.clone()
+    signed[0] = -0.0
+    assert resize.digest(tensor) == resize.digest(tensor.clone())
+    different = [tensor, other, signed, tensor.view(2, 3), tensor.view(torch.int32)]
+    assert len({resize.digest(each) for each in different}) == 5
+
+
+def test_wrong_options_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What makes no sense, or would write over something, is said before anything is started."""
+    bad = ["--ranks 4", "--ranks 2,x", "--ranks 2,0", "--ranks 2,9", "--steps-per-round 3", f"--keep {tmp_path}"]
+    for wrong in bad:
+        monkeypatch.setattr(sys, "argv", ["resize.py", *wrong.split()])
+        with pytest.raises(SystemExit, match="2"):
+            resize.parse()
+        assert wrong.split()[0] in capsys.readouterr().err.splitlines()[-1]
+    monkeypatch.setattr(sys, "argv", ["resize.py", "--ranks", "1,8", "--keep", str(tmp_path / "new")])
+    assert resize.parse().ranks == [1, 8]

@@ -1,0 +1,92 @@
+"""docs/format.md is enough to write a reader: `tests/lib/stranger.py` was, and imports nothing of ours."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+import stranger
+from commands import increments
+from processes import REPO
+
+__all__ = ["increments"]  # a fixture
+
+
+def same(run: Path) -> set[int]:
+    """Every tensor of the newest step, byte for byte; the codecs that were met."""
+    codecs: set[int] = set()
+    decode = stranger.decode
+
+    def seen(codec: int, *rest: Any) -> Any:
+        codecs.add(codec)
+        return decode(codec, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stranger, "decode", seen)
+        found, values = stranger.read(run)
+    whole = ckpt.load(run)
+    assert set(found) == set(whole) and values is not None
+    for name in whole:
+        expected = whole[name].contiguous()
+        assert found[name].tobytes() == expected.reshape(-1).view(torch.uint8).numpy().tobytes(), name
+    return codecs
+
+
+def test_a_stranger_reads_increments_and_every_codec(increments: Path, run_dir: str) -> None:
+    """Increments, compressed packs, deltas, and bf16 weights that are derived from their fp32 masters."""
+    codecs = same(increments)
+    torch.manual_seed(1)
+    master = nn.Linear(1024, 2200, bias=False)  # its bf16 copy takes more than one blob
+    state = {"master": master, "small": master.weight.detach().bfloat16(), "counts": torch.arange(3 << 20)}
+    tiers = [ckpt.Tier(run_dir, every=1, keep=8, compression="zstd", full_every=8)]
+    with ckpt.Checkpointer(state, tiers) as cp:
+        for step in range(1, 6):
+            with torch.no_grad():
+                master.weight *= 1.0001
+            state["small"].copy_(master.weight)
+            state["counts"] += 1
+            cp.step(step).committed()
+    assert (codecs | same(Path(run_dir))) == set(range(6))
+
+
+def test_a_stranger_takes_the_newest_of_the_history(run_dir: str) -> None:
+    """After a rollback, what came later is not history any more; what is not finite is not taken."""
+    state = {"x": torch.zeros(4, dtype=torch.bool), "y": {"n": 0}}
+    with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1, keep=9)]) as cp:
+        for step in range(1, 6):
+            state["y"]["n"] = step
+            cp.step(step, finite=step < 5).committed()
+        assert stranger.read(run_dir)[1][1] == {"n": 4}
+        cp.restore(step=2)
+        assert stranger.read(run_dir)[1][1] == {"n": 2}
+
+
+def test_negative_control_a_flipped_bit_is_seen(run_dir: str) -> None:
+    """In a pack, a table, a part, and a record of the log."""
+    with ckpt.Checkpointer({"x": torch.randn(1000)}, run_dir) as cp:
+        cp.save(1).committed()
+    files = [next(Path(run_dir, where).glob(f"*.{end}")) for where, end in
+             (("packs", "safetensors"), ("parts", "safetensors"), ("parts", "json"))]  # fmt: skip
+    files.append(max(Path(run_dir, "log").iterdir()))
+    for path in files:
+        good = path.read_bytes()
+        path.write_bytes(good[:-20] + bytes([good[-20] ^ 1]) + good[-19:])
+        with pytest.raises((AssertionError, ValueError)):
+            stranger.read(run_dir)
+        path.write_bytes(good)
+    assert isinstance(stranger.read(run_dir)[0]["x"], np.ndarray)
+
+
+def test_the_reader_is_a_strangers() -> None:
+    """It imports nothing of the library, nor torch."""
+    tree = ast.parse((REPO / "tests" / "lib" / "stranger.py").read_text())
+    names = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    assert not any(isinstance(node, ast.ImportFrom) and node.module != "pathlib" for node in ast.walk(tree))
+    assert names <= {"hashlib", "json", "math", "re", "struct", "numpy", "safetensors", "xxhash", "zstandard"}

@@ -1,0 +1,628 @@
+"""Thousands of ranks: what a directory says is what the tables say, and a rank reads only what it needs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_backends.local import LocalStore
+from processes import REPO
+
+sys.path.insert(0, str(REPO / "benchmarks"))
+
+import scale
+from ckpt.checkpoint import commit as commits
+from ckpt.checkpoint import read
+from ckpt.errors import CorruptError, SaveError
+from ckpt.format import rank_index
+from ckpt.format.boxes import Box
+from ckpt.format.digest import file_digest
+from ckpt.format.manifest import Attempt, Part, index_key, pack_key, part_key, table_key
+from ckpt.format.merged import SavedState
+from ckpt.format.partition import GLOBAL, Seat
+from ckpt.format.rank_index import Directory
+from ckpt.format.table import Shard, Table, merge
+from ckpt.restore import resume
+from ckpt.restore.sources import StoreSource
+from ckpt.runlog.log import Commit
+from ckpt.state.capture import Capture
+from ckpt.state.placement import Filler, Placement
+
+Json = dict[str, Any]
+WORLD = scale.World(stages=2, tensor=2, fsdp=8, layers=4, width=64)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with one checkpoint of 32 ranks, whose index is a directory."""
+    root = tmp_path_factory.mktemp("scale") / "run"
+    make(WORLD, root)
+    return root
+
+
+def make(world: scale.World, root: Path) -> None:
+    root.mkdir()
+    (root / "FORMAT.json").write_bytes(scale.new_format())
+    for first in range(0, world.size, world.per_stage):
+        scale.write_ranks(world, str(root), first, first + world.per_stage)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commits, "WHOLE", 0)
+        scale.take_over(root)
+
+
+def committed(root: Path) -> Commit:
+    return read.run(scale.newest(root.as_uri()))
+
+
+async def with_store(root: Path, work: Callable[[Any], Any]) -> Any:
+    async with read.opened(root.as_uri()) as store:
+        return await work(store)
+
+
+def whole(root: Path) -> SavedState:
+    """As everything that all ranks say."""
+    commit = committed(root)
+    return read.run(with_store(root, lambda store: read.load_manifest(store, commit))).saved()
+
+
+def listed(root: Path) -> SavedState:
+    commit = committed(root)
+    return read.run(with_store(root, lambda store: read.load_saved(store, commit)))
+
+
+def index_of(root: Path) -> Path:
+    commit = committed(root)
+    return root / index_key(commit.attempt, commit.index)
+
+
+def place(world: scale.World, rank: int, saved: SavedState) -> Placement:
+    with scale.as_rank(rank, world.size):
+        placement = Capture(scale.state_of(world, rank), Seat(rank, world.size)).place(saved)
+    placement.check()
+    return placement
+
+
+def boxes(placement: Placement) -> dict[Any, list[Box]]:
+    return {key: [target.box for target in targets] for key, targets in placement.fills.items()}
+
+
+# -- the simulation --
+
+
+@pytest.mark.parametrize("world", [scale.World(2, 2, 2, 2, 64), scale.World(1, 2, 3, 1, 64)], ids=["8", "6"])
+def test_simulated_layouts_are_those_of_real_ranks(world: scale.World) -> None:
+    """Of every rank: what is made from the description is what `Capture` reads off real DTensors."""
+    like = None
+    for rank in range(world.size):
+        with scale.as_rank(rank, world.size):
+            real = Capture(scale.state_of(world, rank), Seat(rank, world.size)).read().layout
+        if rank % world.per_stage == 0:
+            like = real
+        assert like is not None
+        assert scale.layout_of(world, rank, like).to_json() == real.to_json()
+
+
+# -- restoring by a directory --
+
+OTHERS = {
+    "the same": WORLD,
+    "half": replace(WORLD, fsdp=4),
+    "more": replace(WORLD, fsdp=16),
+    "another TP": replace(WORLD, tensor=4, stages=1),
+    "uneven": replace(WORLD, fsdp=3),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_by_a_directory_a_rank_wants_the_same_blobs(run: Path, kind: str) -> None:
+    """As with all parts and tables: the same blobs, by the same numbers, at the same places, with the same digests."""
+    other, everything = OTHERS[kind], whole(run)
+    for rank in (0, other.size // 2 + 1, other.size - 1):
+        one = place(other, rank, everything)
+        expected = Filler(everything, one.fills).blobs
+        two = place(other, rank, listed(run))
+        assert boxes(one) == boxes(two) and one.problems == two.problems
+        found = two.saved.narrowed(boxes(two))
+        filler = Filler(found, two.fills)
+        assert found.numbers[filler.blobs].tolist() == expected
+        assert (found.table.digest[filler.blobs] == everything.table.digest[expected]).all()
+        assert rows(found.table, filler.blobs) == rows(everything.table, expected)
+
+
+def rows(table: Table, blobs: list[int]) -> list[tuple[str, int, int]]:
+    return [(table.packs[int(table.pack[b])], int(table.offset[b]), int(table.length[b])) for b in blobs]
+
+
+def test_what_a_directory_says_of_names_and_values_is_what_all_parts_say(run: Path) -> None:
+    """Nodes as every rank sees them, labels, whose a name is, and which tensors hold the same bytes."""
+    one, two = whole(run), listed(run)
+    assert one.labels == two.labels and one.keys == two.keys and one.shared_names() == two.shared_names()
+    assert {key: tensor.spec for key, tensor in one.tensors.items()} == {k: t.spec for k, t in two.tensors.items()}
+    for rank in range(0, WORLD.size + 3, 5):
+        assert sorted(one.nodes(rank), key=str) == sorted(two.nodes(rank), key=str)
+        for name, size in itertools.product([*one._instances][::7], (WORLD.size, 7)):
+            for lenient in (True, False):
+                assert one.resolve(name, rank, size, None, lenient=lenient) == two.resolve(
+                    name, rank, size, None, lenient=lenient
+                )
+    assert list(one.values_of(("data",))) == list(two.values_of(("data",)))
+    for a, b in itertools.combinations(one.keys[::11], 2):
+        assert one.same(a, b) == two.same(a, b)
+
+
+@pytest.fixture
+def got(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What is read of any folder, by key."""
+    seen: list[str] = []
+    get = LocalStore.get
+
+    async def counted(self: LocalStore, key: str, **options: Any) -> memoryview:
+        seen.append(key)
+        return await get(self, key, **options)
+
+    monkeypatch.setattr(LocalStore, "get", counted)
+    yield seen
+
+
+def test_a_rank_reads_only_the_tables_that_it_needs(run: Path, got: list[str]) -> None:
+    """Its own tensors on the same ranks: few tables, one part. Negative control: everything is read without the
+    directory."""
+    commit, rank = committed(run), 21
+    needed = {r for r, rest in enumerate(ranks_with(run, rank)) if rest}
+    got.clear()
+    source = StoreSource(run.as_uri(), commit.attempt, commit)
+    source.open([])
+    placement = place(WORLD, rank, source.saved)
+    source.narrow(boxes(placement))
+    read_tables = {key for key in got if key.startswith("parts/") and key.endswith(".safetensors")}
+    assert read_tables == {table_key(commit.attempt, r, 0) for r in needed} and len(needed) < 6
+    assert {key for key in got if key.endswith(".json") and key.startswith("parts/")} == {
+        part_key(commit.attempt, rank, 0)
+    }
+    assert not any(key.startswith("packs/") for key in got)
+    got.clear()
+    whole(run)
+    assert len({key for key in got if key.startswith("parts/")}) == 2 * WORLD.size
+
+
+def ranks_with(root: Path, rank: int) -> list[bool]:
+    """Of each rank that saved: whether it has something that `rank` of the same ranks wants."""
+    everything = whole(root)
+    filler = Filler(everything, place(WORLD, rank, everything).fills)
+    wanted = set(everything.table.columns.rank[everything.shard_of_blob[filler.blobs]].tolist())
+    return [r in wanted for r in range(WORLD.size)]
+
+
+def test_a_lost_or_damaged_index_is_made_up_for(run: Path, tmp_path: Path) -> None:
+    """By the parts and tables: the same blobs are wanted."""
+    expected = Filler(whole(run), place(WORLD, 3, whole(run)).fills).blobs
+    for damage in (lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:-9] + bytes(9))):
+        root = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
+        shutil.copytree(run, root)
+        damage(index_of(root))
+        saved = listed(root)
+        assert saved.directory is None
+        assert Filler(saved, place(WORLD, 3, saved).fills).blobs == expected
+
+
+def test_a_lost_table_comes_from_another_place_or_is_an_error(run: Path, tmp_path: Path) -> None:
+    """It is named; ranks that do not need it do not notice."""
+    root = tmp_path / "run"
+    shutil.copytree(run, root)
+    commit = committed(root)
+    key = table_key(commit.attempt, 3, 0)
+    (root / key).write_bytes((root / key).read_bytes()[:-1] + b"\0")
+    for others in ((), (run.as_uri(),)):
+        source = StoreSource(root.as_uri(), commit.attempt, commit, others=others)
+        source.open([])
+        mine = boxes(place(WORLD, 3, source.saved))
+        if others:
+            source.narrow(mine)
+            assert source.repaired
+        else:
+            with pytest.raises(CorruptError, match=key):
+                source.narrow(mine)
+    source.narrow(boxes(place(WORLD, 21, listed(root))))
+
+
+def test_all_ranks_mean_the_same_by_a_number(run: Path) -> None:
+    """Blobs are dealt among ranks by number: of each rank's blobs, the digest is that of all tables together."""
+    everything = whole(run)
+    for rank in range(0, WORLD.size, 7):
+        saved = listed(run)
+        saved = saved.narrowed(boxes(place(WORLD, rank, saved)))
+        assert (saved.table.digest[: saved.table.owned] == everything.table.digest[saved.numbers]).all()
+        assert len(saved.table.length) < len(everything.table.length)
+
+
+@pytest.mark.parametrize("nodes", [(0,) * 8, (0, 0, 0, 0, 1, 1, 1, 1), tuple(range(8))], ids=["1", "2", "8"])
+def test_what_ranks_read_and_send_fits_together(run: Path, nodes: tuple[int, ...]) -> None:
+    """Everything that a rank wants it reads itself or gets from one other, and a node reads it once."""
+    other = scale.World(1, 2, 4, WORLD.layers, WORLD.width)
+    posts, wanted = [], []
+    for rank in range(other.size):
+        source = StoreSource(run.as_uri(), committed(run).attempt, committed(run))
+        source.open([])
+        placement = place(other, rank, source.saved)
+        source.narrow(boxes(placement))
+        filler = Filler(source.saved, placement.fills)
+        posts.append(resume._wishes(source, filler))
+        wanted.append(set(source.saved.numbers[filler.blobs].tolist()))
+    work = [resume._divided(rank, posts, nodes) for rank in range(other.size)]
+    for rank, one in enumerate(work):
+        sent = {blob for each in work for blob, to in each.recipients.items() if rank in to}
+        assert sent == set(one.expects) and not sent & set(one.reads)
+        assert wanted[rank] <= sent | set(one.reads)
+    for node in set(nodes):
+        read_there = [blob for rank, one in enumerate(work) if nodes[rank] == node for blob in one.reads]
+        assert len(read_there) == len(set(read_there))
+    assert resume._fitting([{**post, "problems": []} for post in posts], listed(run))
+
+
+# -- a directory is what the tables say --
+
+
+@st.composite
+def states(draw: st.DrawFn) -> list[list[Shard]]:
+    """The shards of each of a few ranks: tensors of any shape, cut anyhow, whole for some ranks alone."""
+    world = draw(st.integers(1, 4))
+    found: list[list[Shard]] = [[] for _ in range(world)]
+    for number in range(draw(st.integers(1, 5))):
+        shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
+        dtype = draw(st.sampled_from(["F32", "BF16", "U8"]))
+        instance = draw(st.sampled_from([GLOBAL, *range(world)]))
+        for box in draw(cut(shape)):
+            owner = draw(st.integers(max(0, instance), world - 1))
+            found[owner].append(Shard(f"t{number % 3}.é" * (1 + number), dtype, shape, *box, owner, instance))
+    return found
+
+
+@st.composite
+def cut(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
+    pieces = [(tuple(0 for _ in shape), shape)]
+    for dim, size in enumerate(shape):
+        if size > 1 and draw(st.booleans()):
+            at = draw(st.integers(1, size - 1))
+            pieces = [half for piece in pieces for half in halves(piece, dim, at)]
+    return draw(st.permutations(pieces))
+
+
+def halves(box: Box, dim: int, at: int) -> Iterator[Box]:
+    (offsets, sizes), end = box, box[1][dim]
+    yield offsets, (*sizes[:dim], at, *sizes[dim + 1 :])
+    yield (*offsets[:dim], at, *offsets[dim + 1 :]), (*sizes[:dim], end - at, *sizes[dim + 1 :])
+
+
+ATTEMPT = Attempt(1, 1, "0badcafe")
+
+
+def table_of(shards: list[Shard], rank: int, seed: int = 0) -> Table:
+    length = np.array([s.nbytes for s in shards if s.nbytes], np.int64)
+    digest = np.random.default_rng([rank, seed]).integers(0, 256, (len(length), 16), np.uint8)
+    zero = np.zeros(len(length), np.int64)
+    starts = np.cumsum([0, *(bool(s.nbytes) for s in shards)], dtype=np.int64)
+    packs = (pack_key(ATTEMPT, rank, 0),)
+    offset = np.cumsum(length) - length
+    return Table(shards, starts, zero, offset, length, length, zero, zero - 1, digest, digest, packs)
+
+
+def part_of(table: Table, rank: int, world: int) -> Part:
+    names = sorted({s.name for s in table.shards})
+    layout = {
+        "tensors": [[s.name, s.dtype, list(s.sizes), rank % 2 == 0, None, [], s.instance] for s in table.shards],
+        "aliases": {"alias": names[0]} if names else {},
+        "components": [{"path": ["model"], "kind": "module", "facts": {}, "names": names}],
+        "rank": rank,
+        "world": world,
+        "instances": {s.name: s.instance for s in table.shards if s.instance != GLOBAL},
+        "elsewhere": {},
+    }
+    digest = file_digest(table.to_bytes())
+    return Part(str(ATTEMPT), rank, 0, world, layout, [None], digest, [], 0.0, True)
+
+
+def built(state: list[list[Shard]]) -> tuple[Directory, list[Table]]:
+    tables = [table_of(shards, rank) for rank, shards in enumerate(state)]
+    parts = [part_of(table, rank, len(tables)) for rank, table in enumerate(tables)]
+    alike = {s.name for shards in state for s in shards if s.instance == GLOBAL}
+    for part in parts:
+        part.layout["components"][0]["names"] = sorted(alike | set(part.layout["components"][0]["names"]))
+    return rank_index.build(parts, tables), tables
+
+
+@settings(max_examples=150, deadline=None)
+@given(states())
+def test_a_directory_says_what_the_tables_say(state: list[list[Shard]]) -> None:
+    """Who has which box of which tensor, its dtype and shape, and where tables are; also when it was a file."""
+    made, tables = built(state)
+    for found in (made, Directory.from_bytes(made.to_bytes(), "an index", len(state))):
+        said = {
+            (*key, spec.dtype, spec.shape, rank, box)
+            for i, (key, spec) in enumerate(zip(found.keys, found.specs(), strict=True))
+            for rank, box in found.pieces(i)
+        }
+        assert said == {
+            (s.name, s.instance, s.dtype, s.global_shape, s.rank, s.box) for table in tables for s in table.shards
+        }
+        assert [found.table_digest(r) for r in range(len(tables))] == [file_digest(t.to_bytes()) for t in tables]
+        assert found.columns["owned"].tolist() == [table.owned for table in tables]
+        assert found.packs == tuple(sorted(key for table in tables for key in table.packs))
+    assert made.to_bytes() == built(state)[0].to_bytes()
+
+
+@settings(max_examples=150, deadline=None)
+@given(states(), st.data())
+def test_negative_control_a_lost_or_doubled_piece_is_seen(state: list[list[Shard]], data: st.DataObject) -> None:
+    """By name: whatever is saved by nobody, or twice."""
+    places = [(r, i) for r, shards in enumerate(state) for i, s in enumerate(shards) if s.nbytes]
+    if not places:
+        return
+    rank, i = data.draw(st.sampled_from(places))
+    broken, one = [list(shards) for shards in state], state[rank][i]
+    alone = sum(s.name == one.name and s.instance == one.instance for shards in state for s in shards) == 1
+    if alone or data.draw(st.booleans()):
+        broken[rank].append(replace(one))
+    else:
+        del broken[rank][i]
+    with pytest.raises(CorruptError) as raised:
+        built(broken)
+    assert one.name in str(raised.value)
+
+
+def test_equal_contents_are_equal_and_others_are_not() -> None:
+    """Tensors of ranks' own: the same bytes under one name are one tensor; a difference in one byte is seen."""
+    shards = [[Shard("own", "F32", (4,), (0,), (4,), rank, rank)] for rank in range(3)]
+    for seeds, same in (((0, 0, 0), True), ((0, 0, 1), False)):
+        tables = [table_of(mine, 0, seed) for mine, seed in zip(shards, seeds, strict=True)]
+        found = rank_index.build([part_of(t, rank, 3) for rank, t in enumerate(tables)], tables)
+        assert (len({found.content(i) for i in range(3)}) == 1) is same
+        saved = SavedState.listed(found, lambda ranks: {}, lambda ranks: {})
+        assert saved.identical("own") is same
+        assert (saved.resolve("own", 1, 2, GLOBAL, lenient=False) == ("own", 0)) is same
+
+
+# -- damaged and hostile ones --
+
+
+def parts_of(run: Path) -> tuple[bytes, dict[str, Any], Json]:
+    """An index, its columns and counts."""
+    raw = index_of(run).read_bytes()
+    frames = safetensors.numpy.load(raw)
+    counts = json.loads(frames.pop("counts").tobytes())
+    columns = {
+        name: np.frombuffer(zstandard.decompress(frame.tobytes()), rank_index.COLUMNS[name]).copy()
+        for name, frame in frames.items()
+    }
+    return raw, columns, counts
+
+
+def forged(columns: dict[str, Any]) -> bytes:
+    return Directory(columns, (), (), ()).to_bytes()
+
+
+def test_every_flipped_bit_of_an_index_is_refused_or_changes_nothing(run: Path) -> None:
+    """Without its digest, which would have caught it: only errors of ours, and nothing hangs or takes memory."""
+    raw, rng = index_of(run).read_bytes(), np.random.default_rng(0)
+    for at in rng.integers(0, len(raw) * 8, 400).tolist():
+        bad = bytearray(raw)
+        bad[at // 8] ^= 1 << at % 8
+        try:
+            Directory.from_bytes(bytes(bad), "an index", WORLD.size)
+        except CorruptError:
+            continue
+
+
+def change(name: str, at: int, value: int) -> Callable[[dict[str, Any]], None]:
+    def work(columns: dict[str, Any]) -> None:
+        columns[name][at] = value
+
+    return work
+
+
+def cut_off(name: str) -> Callable[[dict[str, Any]], None]:
+    def work(columns: dict[str, Any]) -> None:
+        columns[name] = columns[name][:-1]
+
+    return work
+
+
+def views(edit: Callable[[Json], None]) -> Callable[[dict[str, Any]], None]:
+    def work(columns: dict[str, Any]) -> None:
+        data = json.loads(columns["views"].tobytes())
+        edit(data)
+        columns["views"] = np.frombuffer(json.dumps(data).encode(), np.uint8)
+
+    return work
+
+
+HOSTILE = {
+    **{f"{name} is cut off": cut_off(name) for name in rank_index.COLUMNS},
+    "rank beyond the world": change("piece_rank", 0, WORLD.size),
+    "rank beyond the world by its base": change("piece_rank", 3, WORLD.size - 1),
+    "negative rank": change("piece_rank", 0, -1),
+    "unknown dtype": change("tensor_dtype", 0, 200),
+    "unknown name": change("tensor_name", 5, 10**6),
+    "unknown pattern": change("tensor_pattern", 5, 10**6),
+    "unknown view": change("view", 5, 99),
+    "a tensor twice": lambda columns: columns["tensor_name"].__setitem__(1, columns["tensor_name"][0]),
+    "negative shape": change("pattern_shape", 0, -4),
+    "huge shape": change("pattern_shape", 0, 2**62),
+    "huge box": change("piece_dims", 0, 2**62),
+    "negative box": change("piece_dims", 0, -1),
+    "falling ends": change("pattern_ends", 0, 2**40),
+    "falling names": change("name_ends", 0, 2**40),
+    "negative blobs": change("owned", 0, -1),
+    "impossible instance": change("tensor_instance", 0, WORLD.size),
+    "packs outside": lambda columns: columns.update(packs=np.frombuffer(b'["../../x"]', np.uint8)),
+    "packs no list": lambda columns: columns.update(packs=np.frombuffer(b"{}", np.uint8)),
+    "views of nothing": views(lambda data: data["views"].clear()),
+    "a view of another component": views(lambda data: data["views"][0][1][0].__setitem__(0, 99)),
+    "a view of a negative component": views(lambda data: data["views"][0][1][0].__setitem__(0, -1)),
+    "an alias of nothing": views(lambda data: data["aliases"][0].update(x="nothing")),
+    "a component of nothing": views(lambda data: data["components"][0]["names"].append("nothing")),
+    "a component without a kind": views(lambda data: data["components"][0].pop("kind")),
+    "an instance of text": views(lambda data: data["instances"][0].update(x="y")),
+    "no views at all": lambda columns: columns.update(views=np.frombuffer(b"[]", np.uint8)),
+    "views too deep": lambda columns: columns.update(views=np.frombuffer(b"[" * 100_000, np.uint8)),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_directory_is_refused(run: Path, kind: str) -> None:
+    """Whatever does not fit together. Negative control: unchanged, it is taken."""
+    _, columns, _ = parts_of(run)
+    assert Directory.from_bytes(forged(columns), "an index", WORLD.size).keys
+    HOSTILE[kind](columns)
+    with pytest.raises(CorruptError):
+        Directory.from_bytes(forged(columns), "an index", WORLD.size)
+
+
+def test_sizes_are_declared_and_checked_before_anything_is_unpacked(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame that holds more than it says, less, or without bounds; a count that is no number."""
+    _, columns, counts = parts_of(run)
+    frames = safetensors.numpy.load(forged(columns))
+    bomb = zstandard.ZstdCompressor().compress(bytes(1 << 28))
+    silent = zstandard.ZstdCompressor(write_content_size=False).compress(columns["view"].tobytes())
+    bad: list[tuple[str, bytes, Json]] = [
+        ("view", bomb, {}),
+        ("view", bomb, {"view": 1 << 26}),
+        ("view", silent, {}),
+        ("view", frames["view"].tobytes() + b"more", {}),
+        ("view", frames["view"].tobytes()[:-1], {}),
+        ("view", frames["view"].tobytes(), {"view": -1}),
+        ("view", frames["view"].tobytes(), {"view": 1.0}),
+        ("view", frames["view"].tobytes(), {"view": 2**62}),
+        ("view", frames["view"].tobytes(), {"more": 1}),
+        ("piece_dims", bomb, {"piece_dims": (1 << 25)}),
+    ]
+    largest: list[int] = []
+    real = rank_index.np.frombuffer
+    monkeypatch.setattr(rank_index.np, "frombuffer", lambda b, *a, **k: largest.append(len(b)) or real(b, *a, **k))
+    for name, frame, declared in bad:
+        files = {**frames, name: np.frombuffer(frame, np.uint8)}
+        files["counts"] = np.frombuffer(json.dumps({**counts, **declared}).encode(), np.uint8)
+        with pytest.raises(CorruptError):
+            Directory.from_bytes(safetensors.numpy.save(files), "an index", WORLD.size)
+    too_much = dict.fromkeys(counts, 1 << 29)
+    files = {**frames, "counts": np.frombuffer(json.dumps(too_much).encode(), np.uint8)}
+    largest.clear()
+    with pytest.raises(CorruptError, match="implausibly large"):
+        Directory.from_bytes(safetensors.numpy.save(files), "an index", WORLD.size)
+    assert not [n for n in largest if n > 1 << 20]
+
+
+def lying(run: Path, edit: Callable[[dict[str, Any], Directory], str]) -> tuple[SavedState, str]:
+    """A directory that is well formed and says something else than the tables; the name of the tensor it is about."""
+    raw, columns, _ = parts_of(run)
+    name = edit(columns, Directory.from_bytes(raw, "an index", WORLD.size))
+    commit = committed(run)
+    found = Directory.from_bytes(forged(columns), "an index", WORLD.size)
+    saved = listed(run)
+    tables = read.run(with_store(run, lambda store: read.load_tables(store, commit, found, range(WORLD.size))))
+    return SavedState.listed(found, saved._fetch_values, lambda ranks: {rank: tables[rank] for rank in ranks}), name
+
+
+def first_dims(columns: dict[str, Any], found: Directory) -> tuple[str, int]:
+    """A weight, and where the dimensions of its pieces begin."""
+    i = next(i for i, (name, _) in enumerate(found.keys) if name.startswith("model.") and name.endswith("wo.weight"))
+    return found.keys[i][0], int(found._starts[2][found.columns["tensor_pattern"][i]])
+
+
+def hole(columns: dict[str, Any], found: Directory) -> str:
+    name, at = first_dims(columns, found)
+    columns["piece_dims"][at + 2] -= 1
+    return name
+
+
+def overlap(columns: dict[str, Any], found: Directory) -> str:
+    name, at = first_dims(columns, found)
+    columns["piece_dims"][at + 2] += 1
+    return name
+
+
+def outside(columns: dict[str, Any], found: Directory) -> str:
+    name, at = first_dims(columns, found)
+    columns["piece_dims"][at] = 10**6
+    return name
+
+
+def swapped(columns: dict[str, Any], found: Directory) -> str:
+    """Two ranks change places."""
+    name, _ = first_dims(columns, found)
+    start = int(found._starts[1][found.columns["tensor_pattern"][found.keys.index((name, 0))]])
+    columns["piece_rank"][[start, start + 1]] = columns["piece_rank"][[start + 1, start]]
+    return name
+
+
+def other_dtype(columns: dict[str, Any], found: Directory) -> str:
+    name, _ = first_dims(columns, found)
+    columns["tensor_dtype"][found.keys.index((name, 0))] = 5
+    return name
+
+
+@pytest.mark.parametrize("lie", [hole, overlap, outside, swapped, other_dtype], ids=lambda f: f.__name__)
+def test_a_directory_that_is_not_what_the_tables_say_is_noticed(run: Path, lie: Any) -> None:
+    """Before a byte is taken by it, and by name. Negative control: the truth passes."""
+    for edit, right in ((lambda columns, found: first_dims(columns, found)[0], True), (lie, False)):
+        saved, name = lying(run, edit)
+        shape = saved.tensors[name, 0].spec.shape
+        wanted = {(name, 0): [((0,) * len(shape), shape)]}
+        if right:
+            assert len(saved.narrowed(wanted).tensors[name, 0].shards) == WORLD.per_stage
+        else:
+            with pytest.raises(CorruptError, match=name.replace(".", r"\.")):
+                saved.narrowed(wanted)
+
+
+def test_ranks_that_do_not_agree_are_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The committer says which tensor it is about."""
+    monkeypatch.setattr(commits, "WHOLE", 0)
+    state = [[Shard("w", "F32", (4,), (2 * rank,), (2,), rank)] for rank in range(2)]
+    for second, right in ((state[1], True), ([replace(state[1][0], offsets=(1,))], False)):
+        tables = [table_of(state[0], 0), table_of(second, 1)]
+        written = [commits.WrittenPart(part_of(t, rank, 2), "", t) for rank, t in enumerate(tables)]
+        if right:
+            assert rank_index.is_directory(commits.index_of(written))
+            assert not rank_index.is_directory(merge(tables).to_bytes())
+        else:
+            with pytest.raises(SaveError, match="about w"):
+                commits.index_of(written)
+
+
+# -- the benchmark --
+
+
+def test_the_benchmark_measures_what_it_says(run: Path) -> None:
+    """Its tasks, on 32 ranks; all figures that are judged are there; a figure that is too high is named."""
+    found = {
+        "plan": scale.plan(WORLD, 5),
+        "sizes": scale.sizes(run),
+        "reshard": {"the same": scale.reshard(run, WORLD, 5), "names": scale.names_of_a_stage(run, 2)},
+        "commit": {"read_s": 1.0, "merge_s": 1.0, "cpu_s": 1.0, "peak_mb": 1.0},
+    }
+    for one in found["reshard"].values():
+        one["peak_mb"] = 1.0
+    scale.show_all({"32": found})
+    assert found["reshard"]["names"]["tables_read"] == WORLD.per_stage
+    found["plan"]["cached_s"] = 0.5
+    assert any("cached_s" in text for text in scale.judged({"32": found}))
+
+
+def test_the_benchmark_explains_itself() -> None:
+    said = subprocess.run([sys.executable, scale.__file__, "--help"], capture_output=True, text=True, check=True)
+    assert "--json" in said.stdout and "FSDP" in said.stdout
+    assert "bench-scale" in (REPO / "Makefile").read_text()

@@ -1,0 +1,254 @@
+"""Plain values as JSON and back: every type and every bit returns, or it is refused by its path."""
+
+from __future__ import annotations
+
+import enum
+import json
+import pathlib
+import pickle
+import re
+import struct
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ckpt.errors import CheckpointError, CorruptError, StateError
+from ckpt.format.values import MAX_DEPTH, decode, encode
+from ckpt.state.tensors import from_array, to_array
+from plain_values import (
+    of_bits,
+    values,
+)
+
+QUICK = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+LONG = settings(QUICK, max_examples=50_000)
+
+
+def round_trip(value: Any) -> Any:
+    """Through the very text that is stored; arrays travel beside it as tensors."""
+    arrays: list[Any] = []
+
+    def out(found: object, path: Any) -> Any:
+        if not isinstance(found, np.ndarray):
+            return None
+        tensor, reference = from_array(found, path)
+        arrays.append(tensor.clone())
+        return {**reference, "name": str(len(arrays) - 1)}
+
+    def back(reference: Any) -> object:
+        assert reference["$"] == "ndarray"
+        return to_array(arrays[int(reference["name"])], reference)
+
+    text = json.dumps(encode(value, ("root",), out), allow_nan=False, sort_keys=True)  # as files have it
+    return decode(json.loads(text), back)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in type, order and every bit, NaN payloads and signs of zero included."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float) and type(a) is float:
+        return struct.pack(">d", a) == struct.pack(">d", b)
+    if isinstance(a, (np.ndarray, np.generic)):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, dict):
+        keys = [(type(k), k) for k in a] == [(type(k), k) for k in b]
+        return keys and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+@QUICK
+@given(values)
+def test_every_plain_value_returns(value: Any) -> None:
+    """Type, order of keys and every bit survive the text, whatever is nested in whatever."""
+    assert same(round_trip(value), value)
+
+
+@pytest.mark.long
+@LONG
+@given(values)
+def test_every_plain_value_returns_long(value: Any) -> None:
+    """The same, many times."""
+    assert same(round_trip(value), value)
+
+
+def test_negative_control_the_comparison_sees_every_difference() -> None:
+    """`same` tells apart what == does not."""
+    pairs: list[tuple[Any, Any]] = [
+        (0.0, -0.0), (1, True), (1, 1.0), ((1,), [1]), (of_bits(0x7FF8000000000001), float("nan")),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}), ({1: 0}, {"1": 0}), (OrderedDict(a=1), {"a": 1}),
+        (Counter("a"), {"a": 1}),
+        (np.float32(1), np.float64(1)), (np.zeros(2, "<i4"), np.zeros(2, ">i4")), (np.zeros((1, 2)), np.zeros(2)),
+    ]  # fmt: skip
+    for a, b in pairs:
+        assert same(a, a) and same(b, b) and not same(a, b)
+        assert not same(round_trip(a), b)
+
+
+def test_plain_json_would_not_do() -> None:
+    """Negative control of the tags: JSON alone loses the type, the key or the characters of each of these."""
+    for value in [(1,), {1: 0}, "\ud800\udc00", Counter("a")]:
+        assert not same(json.loads(json.dumps(value)), value)
+        assert same(round_trip(value), value)
+
+
+def test_a_dict_that_looks_like_a_tag_is_only_a_dict() -> None:
+    """The user's own "$" keys are data, never instructions."""
+    for value in [{"$": "int", "v": "0x1"}, {"$": "tensor", "name": "x"}, {"$": {"$": None}}, {"v": 1}]:
+        assert same(round_trip(value), value)
+
+
+def test_integers_of_any_size_return() -> None:
+    """Also beyond the length that Python itself refuses to print, as values and as keys."""
+    huge = 10**5000
+    with pytest.raises(ValueError):
+        str(huge)
+    assert same(round_trip({huge: -huge}), {huge: -huge})
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class MyDict(dict[str, int]):
+    pass
+
+
+class MyInt(int):
+    pass
+
+
+class MyStr(str):
+    pass
+
+
+Point = namedtuple("Point", "x")
+
+REFUSED = [
+    {1}, frozenset(), Point(1), pathlib.Path("x"), lambda: None, MyDict(), MyInt(1), MyStr("x"), Colour.RED,
+    defaultdict(int), object(), int, range(3), bytearray(b"x"), 1j, np.array([object()]), np.zeros(1, "i4,f4"),
+    np.zeros(1, "i4,f4")[0], np.str_("x"), np.float32, np.dtype("f4"), {}.keys(), (i for i in ()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", REFUSED, ids=lambda v: type(v).__name__)
+def test_anything_else_is_refused_by_its_path(value: Any) -> None:
+    """What could not come back as it was is an error that says where it is."""
+    with pytest.raises(StateError, match=r"root\.a\.0\.7"):
+        round_trip({"a": [{7: value}]})
+
+
+@pytest.mark.parametrize("key", [1.5, None, True, (1, 2), b"x", np.int64(1), MyStr("x"), Colour.RED], ids=repr)
+def test_other_keys_are_refused(key: Any) -> None:
+    """Keys are str or int, exactly: JSON would quietly turn the others into something else."""
+    with pytest.raises(StateError, match=r"root\.a: the key"):
+        round_trip({"a": {key: 1}})
+
+
+def nest(depth: int) -> Any:
+    value: Any = 0
+    for _ in range(depth):
+        value = {1: (value,)}
+    return value
+
+
+def test_depth_has_a_limit_that_both_sides_share() -> None:
+    """The deepest value that is taken comes back; a deeper one, or one that contains itself, is refused in time."""
+    deepest = nest((MAX_DEPTH - 1) // 2)
+    assert same(round_trip(deepest), deepest)
+    ring: list[Any] = []
+    ring.append({"again": ring})
+    for value in (nest(MAX_DEPTH), ring):
+        with pytest.raises(StateError, match="nested deeper"):
+            round_trip(value)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"$": "python/object", "v": "os.system"}, {"$": None}, {"$": ["int"], "v": "0x1"}, {"$": "int"},
+        {"$": "int", "v": 1}, {"$": "int", "v": "zz"}, {"$": "float", "v": "00"}, {"$": "float", "v": "x" * 16},
+        {"$": "bytes", "v": "*"}, {"$": "bytes", "v": 1}, {"$": "str", "v": "00"}, {"$": "str", "v": "7fffffff"},
+        {"$": "tuple", "v": "abc"}, {"$": "tuple", "v": {"a": 1}}, {"$": "tuple", "v": None},
+        {"$": "dict", "v": [[1]]}, {"$": "dict", "v": [[1.5, 2]]}, {"$": "dict", "v": [[[], 2]]}, {"$": "dict", "v": 1},
+        {"$": "ordered", "v": {"a": 1}}, {"$": "counter", "v": [["a", {"$": "nothing"}]]},
+        {"$": "scalar", "dtype": "O", "v": "00" * 8}, {"$": "scalar", "dtype": "f4,f4", "v": "00" * 8},
+        {"$": "scalar", "dtype": None, "v": "00" * 8}, {"$": "scalar", "dtype": "f8", "v": "00" * 4},
+        {"$": "scalar", "dtype": "((((", "v": "00"}, {"$": "scalar", "dtype": "V8", "v": "00" * 8},
+        {1, 2}, object(),
+    ],
+    ids=lambda data: re.sub(" at 0x[0-9a-f]+", "", str(data)),
+)  # fmt: skip
+def test_damaged_or_newer_data_is_corrupt(data: Any) -> None:
+    """Unknown tags and impossible contents are CorruptError, never a value and never another exception."""
+    with pytest.raises(CorruptError):
+        decode([data])
+
+
+def test_arrays_of_objects_cannot_be_asked_for() -> None:
+    """A reference that names an object or structured dtype is refused before any array is made of the bytes."""
+    tensor, reference = from_array(np.zeros(2), ())
+    for dtype in ("O", "f4,f4", "V8"):
+        with pytest.raises(CorruptError):
+            decode({**reference, "dtype": dtype}, lambda r: to_array(tensor, r))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["$", "v", "dtype", "a"]), inner),
+    max_leaves=8,
+)
+tagged = st.builds(
+    lambda tag, v, dtype: {"$": tag, "v": v, "dtype": dtype},
+    st.sampled_from(["int", "str", "float", "bytes", "tuple", "dict", "ordered", "counter", "scalar", "tensor"]),
+    json_values,
+    st.sampled_from(["f4", "O", "M8", "(", "i4,i4", "|S3", "<U9"]) | st.text(max_size=6),
+)
+
+
+@QUICK
+@given(json_values | tagged | st.lists(tagged, max_size=3))
+def test_no_json_whatsoever_does_more_than_make_values(data: Any) -> None:
+    """Any JSON is either plain values again or CorruptError: nothing else escapes, and nothing is run."""
+    try:
+        found = decode(data)
+    except CorruptError:
+        return
+    round_trip(found)  # only what could have been encoded comes out
+
+
+def test_too_deep_data_is_corrupt_not_a_crash() -> None:
+    """A hostile depth ends in CorruptError, long before Python's own limit."""
+    data: Any = 0
+    for _ in range(100_000):
+        data = [data]
+    with pytest.raises(CorruptError, match="deep"):
+        decode(data)
+    while data:
+        data = data[0]  # taken apart by hand: freeing it at once would recurse
+
+
+def test_pickles_stay_bytes(tmp_path: pathlib.Path) -> None:
+    """A pickle inside the values is data; loading does not run it. Negative control: unpickling would."""
+    target = tmp_path / "ran"
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (pathlib.Path.touch, (target,))
+
+    raw = pickle.dumps(Evil())
+    assert same(round_trip({"x": raw}), {"x": raw})
+    assert not target.exists()
+    pickle.loads(raw)
+    assert target.exists()
+
+
+def test_errors_are_ours() -> None:
+    """Both refusals are CheckpointErrors, so one except clause takes them."""
+    assert issubclass(StateError, CheckpointError) and issubclass(CorruptError, CheckpointError)

@@ -1,0 +1,779 @@
+"""Where the time of a run went: computed by hand for each rule, parts that add up on every time line, what is shown."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accounts import WALL, account, costs, died, invoke, near, run, seen, settled, write
+from ckpt.cli import report as cli_report
+from ckpt.errors import CorruptError, FormatError
+from ckpt.faults.report import Fault, SavedStep
+from ckpt.goodput import walk
+from ckpt.goodput.accounting import settle
+from ckpt.goodput.breakdown import Statement, duration
+from ckpt.goodput.ledger import PREFIX, Account, Decision, End, Restore, Saves, SeenFault, StepRow
+
+__all__ = ["run"]  # fixtures
+
+
+# -- one incarnation --
+
+
+def test_without_any_account_there_is_nothing() -> None:
+    """No division by zero, and no figure that is made up."""
+    found = settled()
+    assert found == Statement() and found.effective is None and found.mtbf_s is None and found.count == 0
+
+
+def test_an_undisturbed_run_is_all_productive() -> None:
+    """The first start is told, and counted nowhere: wall-clock begins when it was ready to train."""
+    found = settled(replace(account(1, 100.0), end=End("closed", 114.5, 115.0)))
+    assert (found.wall_s, found.productive_s, found.other_s) == (near(11.0), near(10.0), near(1.0))
+    assert (found.first_start_s, found.steps, found.effective) == (near(4.0), 10, 1.0)
+    assert (found.begin, found.until) == (near(WALL + 104), near(WALL + 115))
+    assert found.mtbf_s is None and found.training_s == near(10.0) and found.interruptions == ()
+
+
+def test_an_account_without_steps_costs_nothing() -> None:
+    """No wall-clock time, and no effective one."""
+    found = settled(account(1, 100.0, steps=0))
+    assert (found.wall_s, found.effective, found.steps) == (near(0.0), None, 0)
+
+
+def test_whether_it_runs_follows_from_when_it_was_last_kept() -> None:
+    """A ledger without an end that was kept a moment ago."""
+    one = account(1, 100.0, kept=114.5)
+    assert settled(one, now=WALL + 115).running
+    assert not settled(one, now=WALL + 115 + 3600).running
+    assert not settled(one).running
+    assert not settled(died(one), now=WALL + 115).running
+
+
+def test_saving_is_what_was_waited_for_and_what_steps_took_longer() -> None:
+    """Slowing is the sum over rows, in which faster steps cancel out slower ones; pauses are told, and not invalid."""
+    one = account(1, 0.0, steps=4, step_s=2.0)
+    one.rows[1] = replace(one.rows[1], stalled=0.25, slowed=0.5, quiet=0, saves=1)
+    one.rows[2] = replace(one.rows[2], slowed=-0.2)
+    one.rows[3] = replace(one.rows[3], at=one.rows[3].at + 0.5, paused=0.5)
+    one.beat = one.kept = one.rows[3].at
+    found = settled(one)
+    assert (found.stalled_s, found.slowed_s, found.paused_s) == (near(0.25), near(0.3), near(0.5))
+    assert found.productive_s == near(8.5 - 0.25 - 0.3 - 0.5)
+    assert found.invalid_s == near(0.55) and found.effective == near(1 - 0.55 / 8.5)
+
+
+def test_slowing_is_never_negative() -> None:
+    """If noise makes steps with saves faster, saving slowed nothing."""
+    one = account(1, 0.0, steps=3)
+    one.rows[1] = replace(one.rows[1], slowed=-0.2, saves=1, quiet=0)
+    one.rows[2] = replace(one.rows[2], slowed=0.1, saves=1, quiet=0)
+    assert settled(one).slowed_s == 0.0
+
+
+def test_slowing_without_a_step_to_compare_with_is_not_known() -> None:
+    """And it is said. Without any save it is known to be nothing."""
+    one = account(1, 0.0)
+    one.rows = [*one.rows[:4], *(replace(row, quiet=0, saves=1) for row in one.rows[4:])]
+    found = settled(one)
+    assert not found.slowing_known and any("slowed" in note for note in found.notes)
+    one.rows[5] = replace(one.rows[5], quiet=1)  # the fourth, since the first step takes longer for other reasons
+    assert settled(one).slowing_known and settled(account(1, 0.0)).slowing_known
+    one.rows[5] = replace(one.rows[5], quiet=0)
+    one.rows = [replace(row, saves=0) for row in one.rows]
+    assert settled(one).slowing_known
+    assert not settled(replace(one, saves={"file:///run": Saves(1)})).slowing_known
+
+
+# -- interruptions --
+
+
+def test_a_crash_is_divided_into_its_parts() -> None:
+    """Steps 1 to 10 of 1 s, up to 14. Noticed at 16.5: one second of it was work, the rest unnoticed. Gone at 17, the
+    next born at 20, opening at 22, opened at 23, restoring from 23 to 25 to step 7; the first step took 3 s, 2 of them
+    beyond a usual one. Steps 8, 9 and 10 are done again, 11 to 13 are new."""
+    one = died(account(1, 0.0), 2.5, 0.5)
+    two = account(2, 20.0, first=8, steps=6, of="1.abc", back=2.0)
+    two.rows = [replace(row, at=row.at + 2) for row in two.rows]
+    two.rows[0] = replace(two.rows[0], seconds=3.0)
+    two.beat = two.kept = two.rows[-1].at
+    found = settled(one, two)
+    (only,) = found.interruptions
+    assert costs(only.cost) == {
+        "unfinished": 1.0, "perceive": 1.5, "leave": 0.5, "launch": 3.0, "start": 2.0, "open": 1.0, "restore": 2.0,
+        "first_step": 2.0, "redone": 3.0,
+    }  # fmt: skip
+    assert (only.cost.restart, only.cost.recompute, only.cost.total) == (near(8.5), near(4.0), near(16.0))
+    assert (only.kind, only.step, only.restored, only.source, only.lost_steps) == ("death", 10, 7, "memory", 3)
+    assert (only.at, only.epoch, only.resumed, only.counted) == (near(WALL + 16.5), "1.abc", True, True)
+    assert (found.wall_s, found.productive_s) == (near(29.0), near(13.0))
+    assert (found.steps, found.redone_steps, found.incarnations, found.count) == (13, 3, 2, 1)
+    assert found.effective == near(13 / 29) and found.mtbf_s == near(13 + 4)
+    assert found.by_kind == {"death": 1} and found.by_source == {"memory": 1}
+
+
+def test_a_hang_that_is_noticed_late_is_perceived_late() -> None:
+    """All that is idle beyond one usual step; a crash within a step was noticed at once."""
+    late = settled(died(account(1, 0.0), 30.0), account(2, 60.0, first=11, of="1.abc")).interruptions[0]
+    assert costs(late.cost)["perceive"] == near(29.0) and costs(late.cost)["unfinished"] == near(1.0)
+    soon = settled(died(account(1, 0.0), 0.3), account(2, 60.0, first=11, of="1.abc")).interruptions[0]
+    assert "perceive" not in costs(soon.cost) and costs(soon.cost)["unfinished"] == near(0.3)
+
+
+def test_the_earliest_sign_of_the_end_counts() -> None:
+    """Of this rank or another, as it was seen here or as it wrote itself; what went on long before was survived."""
+    two = account(2, 60.0, first=11, of="1.abc")
+    one = died(account(1, 0.0), 10.0)  # last step at 14, noticed at 24
+    assert settled(one, two).interruptions[0].cost.perceive == near(9.0)
+    hang = replace(one, faults=[seen(20.0, "hang"), seen(23.0, "signal")])
+    (only,) = settled(hang, two).interruptions
+    assert (only.kind, only.cost.perceive, only.cost.leave, only.summary) == (
+        "hang", near(5.0), near(4.25), "hang of rank 0",
+    )  # fmt: skip
+    passed = replace(one, faults=[seen(20.0, "request", ends=False)])
+    assert settled(passed, two).interruptions[0].cost.perceive == near(9.0)
+    assert settled(replace(one, beat=14.0, faults=[seen(-90.0)]), two).interruptions[0].kind == "death"
+    time = datetime.fromtimestamp(WALL + 18, UTC).isoformat()
+    report = Fault("oom", "rank 3 ran out of memory", rank=3, time=time, attempt="1.abc", exit_code=1)
+    (only,) = settled(one, two, faults=(report,)).interruptions
+    assert (only.kind, only.cost.perceive) == ("oom", near(3.0))
+    elsewhere = replace(report, attempt="9.zzz")
+    assert settled(one, two, faults=(elsewhere,)).interruptions[0].kind == "death"
+    request = replace(report, kind="request", exit_code=None)
+    assert settled(one, two, faults=(request,)).interruptions[0].kind == "death"
+
+
+def test_a_warning_before_the_last_step_leaves_nothing_unnoticed() -> None:
+    """A preemption is announced, training goes on to the step that all agreed on: from there on it is leaving."""
+    one = died(replace(account(1, 0.0), faults=[seen(12.0, "preemption")]), 0.5, 0.5, how="left")
+    (only,) = settled(one, account(2, 20.0, first=11, of="1.abc")).interruptions
+    assert (only.kind, only.lost_steps) == ("preemption", 0)
+    assert costs(only.cost) == {"leave": 1.0, "launch": 5.0, "start": 2.0, "open": 1.0, "restore": 1.0}
+
+
+def test_other_ranks_tell_of_faults_only() -> None:
+    """In a folder that several keep their accounts in, the lowest rank's is the one that counts, by its own clock."""
+    one, two = died(account(1, 0.0), 10.0), account(2, 60.0, first=11, of="1.abc")
+    other = replace(one, rank=3, boot="two", anchor=(WALL - 1000, -1000.0), faults=[seen(18.0, "oom", 3)])
+    found = settled(other, one, two)
+    assert (found.incarnations, found.steps) == (2, 20)
+    assert (found.interruptions[0].kind, found.interruptions[0].cost.perceive) == ("oom", near(3.0))
+    assert found.wall_s == settled(one, two).wall_s
+    other.rows = [replace(row, stalled=0.5) for row in other.rows]
+    assert settled(one, other, two).stalled_s == 0.0 and settled(other, two).stalled_s == near(5.0)
+
+
+def test_the_same_account_twice_counts_once() -> None:
+    """As when several tiers are read; the one that was kept longest has the say."""
+    one, two = died(account(1, 0.0)), account(2, 20.0, first=8, of="1.abc")
+    older = replace(one, rows=one.rows[:4], step=4, beat=one.rows[3].at, kept=one.rows[3].at, end=None)
+    assert settled(older, one, two, two, older) == settled(one, two)
+
+
+def test_killed_again_before_it_was_all_done_again() -> None:
+    """Steps 8 to 10 were lost first; the second got to 9 and lost 8 and 9. The third does 8 and 9 again because of the
+    second, and 10 because of the first. No second is counted twice."""
+    one = died(account(1, 0.0), 0.0, 0.0)
+    two = died(account(2, 20.0, first=8, steps=2, of="1.abc"), 0.0, 0.0)
+    three = account(3, 40.0, first=8, steps=5, of="1.abc")
+    found = settled(one, two, three)
+    first, second = found.interruptions
+    assert (first.lost_steps, second.lost_steps) == (3, 2)
+    assert (first.cost.redone, second.cost.redone) == (near(2.0 + 1.0), near(2.0))
+    assert (found.steps, found.redone_steps, found.productive_s) == (12, 5, near(12.0))
+
+
+def test_killed_before_its_first_step() -> None:
+    """What the first one lost stays its own; the second has lost nothing but time."""
+    one = died(account(1, 0.0), 0.0, 0.0)
+    two = died(account(2, 20.0, first=8, steps=0, of="1.abc"), 0.5, 0.0)
+    three = account(3, 40.0, first=8, of="1.abc")
+    first, second = settled(one, two, three).interruptions
+    assert (first.lost_steps, second.lost_steps) == (3, 0)
+    assert (first.cost.redone, second.cost.redone) == (near(3.0), 0.0)
+    assert costs(second.cost) == {"unfinished": 0.5, "launch": 15.5, "start": 2.0, "open": 1.0, "restore": 1.0}
+
+
+def test_killed_in_a_first_step_that_takes_long() -> None:
+    """The first steps of others took 5 s, and usual ones 1 s: after 9 s, 1 was work, 4 are due to the start, and 4 were
+    unnoticed."""
+    one = account(1, 0.0)
+    one.rows = [replace(row, at=row.at + 4) for row in one.rows]
+    one.rows[0], one.beat = replace(one.rows[0], seconds=5.0), one.rows[-1].at
+    two = died(account(2, 20.0, first=11, steps=0, of="1.abc"), 9.0, 0.0)
+    three = account(3, 40.0, first=11, of="1.abc")
+    three.rows = [replace(row, at=row.at + 4) for row in three.rows]
+    three.rows[0], three.beat = replace(three.rows[0], seconds=5.0), three.rows[-1].at
+    _, second = settled(died(one, 0.0, 0.0), two, three).interruptions
+    assert (second.cost.unfinished, second.cost.perceive) == (near(1.0), near(4.0))
+    assert second.cost.first_step == near(4.0 + 4.0)  # its own, and that of the next
+
+
+def test_killed_before_it_had_restored_anything() -> None:
+    """The one before waits for its step until there is one."""
+    one = died(account(1, 0.0), 0.0, 0.0)
+    two = replace(account(2, 20.0, steps=0, of="1.abc"), restores=[], end=End("died", 25.0, 25.0))
+    first, second = settled(one, two, account(3, 40.0, first=8, of="1.abc")).interruptions
+    assert (first.lost_steps, first.restored, second.lost_steps) == (3, 7, 0)
+    assert first.cost.redone == near(3.0) and first.cost.restore == 0.0 and second.cost.restore == near(1.0)
+
+
+def test_an_interruption_before_any_step() -> None:
+    """Works out too: nothing is lost, nothing restored."""
+    found = settled(died(account(1, 0.0, steps=0), 0.5), account(2, 20.0))
+    (only,) = found.interruptions
+    assert (only.step, only.lost_steps, only.source, found.steps) == (None, 0, "", 10)
+    assert found.by_source == {"": 1}
+
+
+def test_starting_all_over_does_everything_again() -> None:
+    """Nothing could be restored: all ten steps were lost."""
+    (only,) = settled(died(account(1, 0.0)), account(2, 20.0, steps=12)).interruptions
+    assert (only.lost_steps, only.restored, only.cost.redone) == (10, None, near(10.0))
+
+
+def test_the_newest_interruption_may_have_no_end_yet() -> None:
+    """It counts, up to when its process was gone; what it will cost yet is not made up."""
+    found = settled(died(account(1, 0.0), 3.0, 0.5))
+    (only,) = found.interruptions
+    assert (only.lost_steps, only.resumed, only.cost.recompute) == (None, False, near(1.0))
+    assert costs(only.cost) == {"unfinished": 1.0, "perceive": 2.0, "leave": 0.5} and found.by_source == {}
+
+
+def test_what_was_undone_is_lost_until_it_is_done_again() -> None:
+    """Steps 5 to 10 were undone; 5 and 6 are done again. Those still to come cost what they took the first time, so
+    the whole loss is known at once, and no step is productive twice."""
+    found = settled(died(account(1, 0.0), 0.0, 0.0), account(2, 20.0, first=5, steps=2, step_s=1.5, of="1.abc"))
+    (only,) = found.interruptions
+    assert (only.cost.redone, only.cost.undone, only.lost_steps) == (near(2.5), near(4.0), 6)
+    assert only.cost.first_step == near(0.5)
+    assert (found.steps, found.productive_s) == (6, near(6.0))
+
+
+def test_steps_inside_a_row_are_interpolated() -> None:
+    """One row of ten steps, 5 of which had been done."""
+    two = account(2, 20.0, first=6, steps=0, of="1.abc", beat=44.0, step=15)
+    two.rows = [StepRow(44.0, 15, 10, 20.0, stalled=2.0, quiet=10)]
+    found = settled(died(account(1, 0.0), 0.0, 0.0), replace(two, kept=44.0))
+    (only,) = found.interruptions
+    assert only.cost.first_step == near(18.0 - 10.0)  # it is the first one, so slow steps are its
+    assert only.cost.redone == near(5.0) and found.stalled_s == near(2.0)
+
+
+def test_saving_during_recomputation_is_saving() -> None:
+    """Stalls and slowing of steps that are done again are counted where they belong."""
+    two = account(2, 20.0, first=8, of="1.abc")
+    two.rows[1] = replace(two.rows[1], stalled=0.25, slowed=0.25, quiet=0, saves=1)
+    found = settled(died(account(1, 0.0), 0.0, 0.0), two)
+    assert found.interruptions[0].cost.redone == near(2.5)
+    assert (found.stalled_s, found.slowed_s) == (near(0.25), near(0.25))
+
+
+# -- nobody noticed --
+
+
+def test_when_nobody_noticed_the_time_is_not_divided() -> None:
+    """Trainer and writer were killed together: from the last known step to the birth of the next, and a note."""
+    one = account(1, 0.0, kept=14.5)
+    found = settled(one, account(2, 20.0, first=8, of="1.abc"))
+    (only,) = found.interruptions
+    assert only.kind == "unknown"
+    assert costs(only.cost) == {"unknown": 6.0, "start": 2.0, "open": 1.0, "restore": 1.0, "redone": 3.0}
+    assert any("nothing is known from" in note for note in found.notes)
+
+
+def test_steps_that_nobody_saw_done_are_work() -> None:
+    """The next one restored step 13, and 10 was the last that is known: three steps at the usual pace."""
+    found = settled(account(1, 0.0), account(2, 20.0, first=14, of="1.abc"))
+    (only,) = found.interruptions
+    assert (only.step, only.lost_steps, only.cost.unknown) == (13, 0, near(3.0))
+    assert (found.steps, found.productive_s) == (23, near(23.0))
+    found = settled(account(1, 0.0), account(2, 20.0, first=101, of="1.abc"))  # no more than fit in
+    assert found.interruptions[0].cost.unknown == 0.0 and found.productive_s == near(16 + 10)
+
+
+def test_a_step_of_nowhere_is_no_work() -> None:
+    """What an older, known incarnation had saved was not done in between."""
+    one, two = died(account(1, 0.0)), died(account(2, 20.0, first=3, steps=2, of="1.abc"))
+    found = settled(one, two, account(3, 40.0, first=8, of="1.abc"))
+    assert found.interruptions[1].lost_steps == 0 and not any("unseen" in note for note in found.notes)
+
+
+def test_a_fault_that_was_told_divides_it() -> None:
+    """There is no end, but somebody had written down what was seen."""
+    one = account(1, 0.0, kept=18.0, faults=[seen(17.0, "hang")])
+    (only,) = settled(one, account(2, 20.0, first=8, of="1.abc")).interruptions
+    assert (only.kind, only.cost.perceive, only.cost.unknown) == ("hang", near(2.0), near(3.0))
+    (only,) = settled(one).interruptions
+    assert (only.kind, only.cost.perceive, only.cost.leave) == ("hang", near(2.0), near(1.0))
+
+
+def test_an_incarnation_that_is_not_in_the_ledger() -> None:
+    """Its account is damaged: what it did is known by what the next one restored."""
+    found = settled(died(account(1, 0.0), 0.0, 0.0), account(3, 40.0, first=21, of="2.xyz"))
+    (only,) = found.interruptions
+    assert any("not in the ledger" in note for note in found.notes)
+    assert (only.lost_steps, only.cost.unknown, found.steps) == (0, near(40 - 14 - 10), 30)
+
+
+def test_a_ledger_that_begins_in_the_middle() -> None:
+    """A run that was saved before there were ledgers: nothing is lost by that."""
+    found = settled(account(4, 0.0, first=501, of="3.old"))
+    assert (found.steps, found.redone_steps, found.count) == (10, 0, 0)
+    assert any("begins at step 500" in note for note in found.notes)
+
+
+# -- other ends --
+
+
+def rolled_back(to: int = 4, steps: int = 10) -> Account:
+    """Ten steps, then restore() of step `to` from 14.5 to 15.5, then more steps."""
+    one = account(1, 0.0)
+    one.restores.append(Restore(14.5, 1.0, to, "file:///run", f"1.abc-{to}", "2.def"))
+    one.rows += [StepRow(16.5 + n, to + 1 + n, 1, 1.0, quiet=1) for n in range(steps)]
+    one.beat = one.kept = one.rows[-1].at
+    one.step = one.rows[-1].step
+    return one
+
+
+def test_a_rollback_costs_restoring_and_what_is_done_again() -> None:
+    """Steps 5 to 10, whether or not somebody wanted it."""
+    found = settled(rolled_back())
+    (only,) = found.interruptions
+    assert (only.kind, only.step, only.restored, only.lost_steps, only.source) == ("rollback", 10, 4, 6, "file:///run")
+    assert costs(only.cost) == {"unfinished": 0.5, "restore": 1.0, "redone": 6.0}
+    assert (found.steps, found.productive_s) == (14, near(14.0))
+
+
+def test_after_a_rollback_faults_are_told_of_the_newer_epoch() -> None:
+    """And the next one restored what that epoch had saved."""
+    report = Fault("oom", "x", time=datetime.fromtimestamp(WALL + 26, UTC).isoformat(), attempt="2.def", exit_code=1)
+    found = settled(died(rolled_back()), account(3, 40.0, first=15, of="2.def"), faults=(report,))
+    assert [one.kind for one in found.interruptions] == ["rollback", "oom"]
+    assert not any("not in the ledger" in note for note in found.notes)
+
+
+def test_a_rollback_that_nobody_wrote_down() -> None:
+    """Steps begin anew at lower numbers: they are done again all the same."""
+    one = rolled_back()
+    one.restores.pop()
+    (only,) = settled(one).interruptions
+    assert (only.kind, only.lost_steps, only.cost.redone) == ("rollback", 6, near(6.0))
+
+
+def test_restoring_twice_before_the_first_step_is_one_start() -> None:
+    """No rollback: nothing was undone."""
+    one = account(1, 100.0, steps=0)
+    one.restores.append(Restore(106.0, 1.0, None))
+    one.rows = [StepRow(109.0, 1, 1, 2.0)]
+    found = settled(replace(one, beat=109.0, step=1))
+    assert (found.first_start_s, found.wall_s, found.interruptions) == (near(7.0), near(2.0), ())
+
+
+def test_between_jobs_that_were_closed_no_time_passes() -> None:
+    """It is told besides, up to when the next was ready. What it did again is recompute all the same, and no fault."""
+    one = replace(account(1, 0.0), end=End("closed", 14.25, 14.5))
+    found = settled(one, account(2, 5000.0, first=11, of="1.abc"))
+    assert (found.idle_s, found.wall_s, found.interruptions) == (near(5004 - 14.5), near(20.5), ())
+    found = settled(one, account(2, 5000.0, first=9, of="1.abc"))
+    (only,) = found.interruptions
+    assert (only.kind, only.counted, only.lost_steps, costs(only.cost)) == ("none", False, 2, {"redone": 2.0})
+    assert (found.count, found.mtbf_s, found.by_kind, found.effective) == (0, None, {}, near(1 - 2 / 20.5))
+
+
+def test_a_long_break_can_be_told_apart() -> None:
+    """After a fault nobody knows whether somebody wanted it: a note says so, and it can be made to count as idle."""
+    one, two = died(account(1, 0.0), 0.0, 0.0), account(2, 7214.0, first=11, of="1.abc")
+    found = settled(one, two)
+    assert found.cost.launch == near(7200.0) and any("nothing ran" in note for note in found.notes)
+    found = settled(one, two, idle_after_s=3600.0)
+    assert (found.cost.launch, found.idle_s, found.count) == (0.0, near(7200.0), 1)
+
+
+def test_taken_over_by_a_newer_job() -> None:
+    """It had opened at 11.5, when the first was in step 8, with 7 done: what the first did afterwards counts for
+    nothing."""
+    one = died(account(1, 0.0, steps=20), how="left")
+    two = account(2, 8.5, first=6, of="1.abc")
+    found = settled(one, two)
+    (only,) = found.interruptions
+    assert (only.kind, only.step, only.lost_steps, only.cost.perceive) == ("taken over", 7, 2, 0.0)
+    assert costs(only.cost) == {"unfinished": 0.5, "restore": 1.0, "redone": 2.0}
+    assert found.steps == 15 and any("took the run over" in note for note in found.notes)
+    assert found.wall_s == near(two.beat - 4.0)
+    other = settled(one, replace(two, boot="two"))  # on another machine, by the wall clock
+    assert other.interruptions == found.interruptions and other.wall_s == near(found.wall_s)
+
+
+def test_taken_over_in_the_middle_of_a_row() -> None:
+    """Whole steps of it count."""
+    one = account(1, 0.0, steps=0, beat=24.0, step=20)
+    one.rows = [StepRow(24.0, 20, 20, 20.0, quiet=20)]
+    found = settled(replace(one, kept=24.0), account(2, 8.5, first=8, of="1.abc"))
+    assert (found.interruptions[0].step, found.steps) == (7, 17)
+
+
+# -- clocks --
+
+
+def test_another_machine_is_compared_by_the_wall_clock() -> None:
+    """Its monotonic clock began at another time."""
+    one = died(account(1, 1000.0), 0.0, 0.0)
+    here = settled(one, account(2, 1030.0, first=8, of="1.abc"))
+    there = settled(one, account(2, 30.0, first=8, of="1.abc", boot="two", clock=WALL + 1000))
+    assert there.wall_s == near(here.wall_s)
+    assert [costs(i.cost) for i in there.interruptions] == [costs(i.cost) for i in here.interruptions]
+
+
+def test_within_one_boot_the_wall_clock_does_not_matter() -> None:
+    """It jumped by a day: only what is shown as a date changes."""
+    one = died(account(1, 0.0))
+    found = settled(one, account(2, 20.0, first=8, of="1.abc"))
+    jumped = settled(one, account(2, 20.0, first=8, of="1.abc", clock=WALL + 86400))
+    assert replace(jumped, until=0.0) == replace(found, until=0.0)
+
+
+@pytest.mark.parametrize("end", [True, False])
+def test_a_clock_that_went_back_makes_no_time(end: bool) -> None:
+    """The next machine's clock is an hour behind: nothing between them, and a note. A job that restored what the other
+    had done before that moment did not run beside it, whatever the clocks say."""
+    one = died(account(1, 0.0), 0.0, 0.0) if end else account(1, 0.0)
+    two = account(2, 20.0, first=8, of="1.abc", boot="two", clock=WALL - 3600)
+    found = settled(one, two)
+    (only,) = found.interruptions
+    assert costs(only.cost) == {"start": 2.0, "open": 1.0, "restore": 1.0, "redone": 3.0}
+    assert (found.steps, found.wall_s) == (17, near(10 + 14))
+    assert any("clock went back by 60 min" in note for note in found.notes)
+
+
+def test_an_unknown_boot_is_another_one() -> None:
+    """Where no machine says which boot it is, clocks of processes are not compared."""
+    one = died(account(1, 1000.0, boot=""), 0.0, 0.0)
+    found = settled(one, account(2, 30.0, first=8, of="1.abc", boot="", clock=WALL + 1000))
+    assert found.cost.launch == near(30 + 1000 - 1014)
+
+
+# -- copies --
+
+
+def test_a_copy_of_a_run_begins_anew() -> None:
+    """What lies between is neither an interruption nor time of the run. What is done again is told."""
+    one = account(1, 0.0)
+    two = account(2, 9000.0, first=9, of="1.abc", url="file:///copy", inode=8)
+    found = settled(one, two)
+    (only,) = found.interruptions
+    assert (only.kind, only.counted, only.lost_steps, costs(only.cost)) == ("moved", False, 2, {"redone": 2.0})
+    assert (found.moved_s, found.wall_s, found.count) == (near(9004 - 14), near(20.0), 0)
+    assert any("is a copy" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("url", "inode", "moved"),
+    [("file:///run", 8, False), ("s3://b/run", 7, False), ("s3://b/run", 0, False), ("file:///copy", 8, True)],
+)
+def test_what_is_a_copy(url: str, inode: int, moved: bool) -> None:
+    """Another name and another file; a folder that is mounted elsewhere is the same run, and so is one on other
+    nodes' disks."""
+    two = account(2, 20.0, first=9, of="1.abc", url=url, inode=inode)
+    assert (settled(died(account(1, 0.0)), two).moved_s > 0) is moved
+
+
+def test_a_copy_between_buckets_is_known_by_its_url() -> None:
+    """They have no inodes."""
+    one = replace(account(1, 0.0), url="s3://b/one", inode=0)
+    assert settled(one, account(2, 20.0, first=9, of="1.abc", url="s3://b/two", inode=0)).moved_s > 0
+    assert settled(one, account(2, 20.0, first=9, of="1.abc", url="s3://b/one", inode=0)).moved_s == 0
+
+
+# -- whatever comes --
+
+
+def test_numbers_that_make_no_sense_are_passed_over() -> None:
+    """One such account does not spoil the statement."""
+    one, two = died(account(1, 0.0)), account(3, 20.0, first=8, of="1.abc")
+    for wild in (account(2, 1e300), account(2, 15.0, step=10**40), account(2, 15.0, anchor=(-1e305, 0.0))):
+        found = settled(one, wild, two)
+        assert replace(found, notes=()) == settled(one, two) and "make no sense" in found.notes[0]
+
+
+def test_rows_that_contradict_themselves_are_survived() -> None:
+    """Longer than the time there was, negative, without steps, out of order."""
+    for row in (
+        StepRow(14.0, 10, 1, 500.0, stalled=400.0, paused=90.0),
+        StepRow(14.0, 10, 0, -1.0, stalled=-5.0),
+        StepRow(2.0, 10, 1, 1.0),
+        StepRow(13.5, -5, 7, 1.0),
+    ):
+        one = account(1, 0.0)
+        one.rows[-1] = row
+        settled(one)
+        settled(died(one), account(2, 20.0, first=8, of="1.abc"))
+
+
+seconds = st.floats(0.0, 50.0, allow_nan=False).map(lambda value: round(value, 6))
+few = st.floats(0.0, 2.0).map(lambda value: round(value, 6))
+
+
+@st.composite
+def timelines(draw: st.DrawFn) -> list[Account]:
+    """Incarnations one after the other, or beside each other, with ends and clocks of all kinds."""
+    clock, done, accounts = draw(st.floats(0.0, 1e6)), 0, list[Account]()
+    for number in range(1, draw(st.integers(1, 6)) + 1):
+        born = max(0.0, clock + draw(st.one_of(seconds, few, st.floats(-20.0, 0.0))))
+        first = draw(st.integers(max(1, done - 8), done + 2)) if done else 1
+        step_s = 0.01 + draw(few)
+        one = account(
+            number, born, first, draw(st.integers(0, 12)), step_s, back=draw(few),
+            of=f"{draw(st.integers(max(1, number - 2), number))}.abc" if done else "",
+            boot=draw(st.sampled_from(["one", "one", "two", ""])),
+            clock=WALL + draw(st.sampled_from([0.0, 0.0, -30.0, 700.0])),
+            url=draw(st.sampled_from(["file:///run"] * 5 + ["file:///copy"])),
+            inode=draw(st.sampled_from([7, 7, 7, 8, 0])),
+        )  # fmt: skip
+        for at, row in enumerate(one.rows):
+            one.rows[at] = replace(row, stalled=draw(few), slowed=draw(st.floats(-1.0, 1.0)), paused=draw(few))
+        if one.rows and draw(st.integers(0, 3)) == 0:
+            to = draw(st.integers(0, one.step))
+            back = Restore(one.beat + draw(few), draw(few), to, "memory", f"{one.epoch}-{to}", f"{number}.xyz")
+            one.restores.append(back)
+            begin = back.at + back.seconds
+            one.rows += [StepRow(begin + n, to + n, 1, 1.0) for n in range(1, draw(st.integers(0, 9)) + 1)]
+            one.step, one.beat = (one.rows[-1].step, one.rows[-1].at) if one.rows[-1].at > begin else (to, begin)
+        if len(one.rows) > 1 and draw(st.booleans()):
+            one.rows.pop()  # the beat goes beyond
+        one.kept = one.beat + draw(few)
+        one.faults = [
+            seen(
+                one.beat + draw(st.floats(-60.0, 3.0)), draw(st.sampled_from(["oom", "hang"])), ends=draw(st.booleans())
+            )
+            for _ in range(draw(st.integers(0, 2)))
+        ]
+        how = draw(st.sampled_from(["died", "died", "left", "closed", None]))
+        at = one.beat + draw(seconds)
+        gone = at + draw(st.one_of(few, few, st.just(1e6)))
+        one.end = None if how is None else End(how, at, gone)
+        accounts.append(one)
+        clock, done = max(clock, one.beat), max(done, one.step)
+        if draw(st.integers(0, 5)) == 0:
+            accounts.append(replace(one, rank=1, faults=[seen(one.beat, "hang", 1)]))
+    return accounts
+
+
+@settings(max_examples=300, deadline=None)
+@given(timelines(), st.permutations(range(12)))
+def test_the_parts_add_up_for_every_time_line(accounts: list[Account], order: list[int]) -> None:
+    """Each second is in one part, nothing is negative, effective is a share, and the order does not matter; nor is
+    anything of that otherwise where one knows what time it is, or has the faults as reports as well."""
+    found = settled(*accounts)
+    shuffled = [accounts[at] for at in order if at < len(accounts)]
+    assert settle(shuffled).to_json() == found.to_json()
+    settled(*accounts, now=accounts[-1].wall(accounts[-1].kept))
+    reports = [
+        Fault(one.kind, one.summary, attempt=account.epoch, exit_code=1 if one.ends else None,
+              time=datetime.fromtimestamp(account.wall(one.at), UTC).isoformat())
+        for account in accounts for one in account.faults
+    ]  # fmt: skip
+    settled(*accounts, faults=tuple(reports))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 25), st.booleans(), few), min_size=1, max_size=8), few)
+def test_what_is_found_is_what_was_simulated(lives: list[tuple[int, int, bool, float]], unnoticed: float) -> None:
+    """Incarnations that do so many steps of 1 s from so many steps before the last one on, some as rows, some merged.
+    Who counts how often each step was done gets the same sums."""
+    clock, done, times, accounts, lost = 10.0, 0, dict[int, int](), list[Account](), list[int]()
+    for number, (steps, back, merged, restart_s) in enumerate(lives, 1):
+        first = max(1, done + 1 - back)
+        one = account(number, clock, first, steps, of=f"{number - 1}.abc" if number > 1 else "")
+        if merged and steps > 1:
+            one.rows = [one.rows[0], StepRow(one.beat, one.step, steps - 1, steps - 1.0, quiet=steps - 1)]
+        accounts.append(died(one, 1.0 + unnoticed, 0.5))
+        for step in range(first, first + steps):
+            times[step] = times.get(step, 0) + 1
+        lost.append(done - first + 1)
+        done = first + steps - 1
+        clock = accounts[-1].kept + restart_s
+    found = settled(*accounts)
+    stands, all_done = sum(step <= done for step in times), sum(times.values())
+    assert found.steps == stands and found.productive_s == pytest.approx(stands)
+    assert found.cost.redone + found.cost.undone == pytest.approx(all_done - stands)
+    assert [one.lost_steps for one in found.interruptions] == [*lost[1:], None]
+    assert found.cost.restore == pytest.approx(len(lives) - 1) and found.cost.leave == pytest.approx(0.5 * len(lives))
+    assert found.cost.launch == pytest.approx(sum(restart_s for *_, restart_s in lives[:-1]))
+    if all_done:
+        assert found.cost.unfinished == pytest.approx(len(lives))
+        assert found.cost.perceive == pytest.approx(unnoticed * len(lives))
+
+
+@pytest.mark.parametrize("part", ["perceive", "redone", "launch", "restore", "first_step", "unfinished"])
+def test_negative_control_a_part_that_is_not_kept_is_noticed(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any one of them the parts do not add up."""
+    one = died(account(1, 0.0), 2.5)
+    two = account(2, 20.0, first=8, of="1.abc", back=2.0)
+    two.rows[0] = replace(two.rows[0], seconds=3.0)
+    two.rows = [two.rows[0], *(replace(row, at=row.at + 2) for row in two.rows[1:])]
+    two.rows[0] = replace(two.rows[0], at=two.rows[0].at + 2)
+    two.beat = two.rows[-1].at
+    settled(one, two)
+    frozen = walk._Loss.frozen
+    monkeypatch.setattr(
+        walk._Loss, "frozen", lambda self: replace(frozen(self), cost=replace(frozen(self).cost, **{part: 0.0}))
+    )
+    with pytest.raises(AssertionError):
+        settled(one, two)
+
+
+@pytest.mark.parametrize("name", ["died", "left", "closed", None])
+def test_a_ledger_returns_from_its_bytes(name: str | None) -> None:
+    """The statement is that of what is stored."""
+    one = account(1, 0.0) if name is None else died(account(1, 0.0), how=name)
+    two = account(2, 20.0, first=8, of="1.abc")
+    stored = [Account.from_bytes(each.to_bytes()) for each in (one, two)]
+    assert settled(*stored).wall_s == pytest.approx(settled(one, two).wall_s, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0 s"), (4e-5, "0 s"), (6e-5, "0.1 ms"), (0.0041, "4.1 ms"), (0.012, "12 ms"), (1.0, "1.0 s"),
+     (41.3, "41 s"), (99.6, "100 s"), (130.0, "2.2 min"),
+     (3.2 * 3600, "3.2 h"), (80 * 3600.0, "3.3 d"), (math.inf, "for ever"), (math.nan, "unknown")],
+)  # fmt: skip
+def test_durations_are_short(value: float, text: str) -> None:
+    """Two digits and a unit that a person would choose."""
+    assert duration(value) == text
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(1.0, "100 %"), (0.0, "0 %"), (0.97, "97.0 %"), (0.9995, "99.950 %"), (0.0003, "0.030 %")]
+)
+def test_shares_are_shown_with_the_digits_that_matter(share: float, text: str) -> None:
+    """Close to 100 %, what is missing has two digits."""
+    assert cli_report.percent(share) == text
+
+
+# -- the command --
+
+
+def test_the_command_says_where_the_time_went(run: Path) -> None:
+    """Summary, parts, interruptions, notes; as JSON the statement itself."""
+    one = died(account(1, 0.0, faults=[seen(14.2, "oom")]), 0.5)
+    write(run, one, account(2, 20.0, first=8, of="1.abc"))
+    result = invoke(run)
+    assert result.return_value == 0, result
+    for text in ("effective training time", "1 oom", "1 from memory", "perceive", "steps done once more", "wall-clock"):
+        assert text in result.stdout
+    found = json.loads(invoke(run, "--json").stdout)
+    expected = settle(
+        [Account.from_bytes((run / key).read_bytes()) for key in (f"{PREFIX}1.abc.0.json", f"{PREFIX}2.abc.0.json")]
+    )
+    assert found["effective"] == pytest.approx(expected.effective) and found["url"] == f"file://{run}"
+    assert found["interruptions"] == json.loads(json.dumps(expected.to_json()))["interruptions"]
+
+
+def test_the_command_reads_the_faults_as_well(run: Path) -> None:
+    """What a rank wrote about the end divides the time that the ledger does not."""
+    write(run, account(1, 0.0), account(2, 20.0, first=8, of="1.abc"))
+    (run / "faults").mkdir(exist_ok=True)
+    time = datetime.fromtimestamp(WALL + 18, UTC).isoformat()
+    fault = Fault("hang", "rank 3 waits", time=time, attempt="1.abc", saved=[SavedStep(7, "memory", "ring", 0.1)])
+    (run / fault.key).write_bytes(fault.to_bytes())
+    (only,) = json.loads(invoke(run, "--json").stdout)["interruptions"]
+    assert (only["kind"], only["cost"]["perceive"]) == ("hang", pytest.approx(3.0))
+
+
+def test_a_run_without_interruptions_says_so(run: Path) -> None:
+    """Clearly, with how long it trained."""
+    write(run, account(1, 0.0))
+    assert "none in 10 s of training" in invoke(run).stdout
+
+
+def test_only_the_newest_interruptions_are_shown(run: Path) -> None:
+    """The sums are of all; zero shows none of them."""
+    write(
+        run, *(died(account(n, 30.0 * n, first=n, steps=3, of="" if n == 1 else f"{n - 1}.abc")) for n in range(1, 6))
+    )
+    for last, rows in ((1, 1), (3, 3), (0, 0), (9, 5)):
+        text = invoke(run, "--last", last).stdout
+        assert text.count("death  ") == rows and "5 death" in text, text
+        assert (f"and {5 - rows} earlier interruption" in text) is (rows < 5)
+
+
+def test_what_was_started_before_a_date_can_be_left_out(run: Path) -> None:
+    """The first one after it is the first start then."""
+    write(run, died(account(1, 0.0)), account(2, 20.0, first=8, of="1.abc"))
+    date = datetime.fromtimestamp(WALL + 20).strftime("%Y-%m-%dT%H:%M:%S")
+    found = json.loads(invoke(run, "--since", date, "--json").stdout)
+    assert (found["count"], found["incarnations"], found["first_start_s"]) == (0, 1, pytest.approx(4.0))
+    result = invoke(run, "--since", "2100-01-01")
+    assert isinstance(result.exception, FormatError) and "--since" in str(result.exception)
+
+
+def test_idle_hours_are_an_option(run: Path) -> None:
+    """In hours, where the function takes seconds."""
+    write(run, died(account(1, 0.0)), account(2, 7300.0, first=11, of="1.abc"))
+    assert json.loads(invoke(run, "--json").stdout)["idle_s"] == 0
+    assert json.loads(invoke(run, "--json", "--idle-after", "1.5").stdout)["idle_s"] == pytest.approx(7300 - 14.75)
+
+
+def test_what_is_damaged_is_left_out_and_told(run: Path) -> None:
+    """Exit code 1, the rest is reported; if nothing is left, that is an error."""
+    write(run, died(account(1, 0.0)), account(2, 20.0, first=8, of="1.abc"))
+    (run / f"{PREFIX}2.abc.0.json").write_bytes(b'{"version": 1, "ep')
+    (run / f"{PREFIX}notes.txt").write_text("not ours")
+    result = invoke(run)
+    assert result.return_value == 1 and "2.abc.0.json cannot be read" in result.stderr
+    assert "not ours" not in result.output and "notes.txt" not in result.output
+    assert json.loads(invoke(run, "--json").stdout)["damaged"] == [f"{PREFIX}2.abc.0.json"]
+    (run / f"{PREFIX}1.abc.0.json").write_bytes(b"[]")
+    assert isinstance(invoke(run).exception, CorruptError)
+
+
+def test_a_run_without_a_ledger_says_what_to_do(run: Path) -> None:
+    """And what is no run at all is what every command says of it."""
+    result = invoke(run)
+    assert isinstance(result.exception, FormatError) and "has no ledger" in str(result.exception)
+    (run / "empty").mkdir()
+    result = invoke(run / "empty")
+    assert isinstance(result.exception, FormatError) and "no ledger" not in str(result.exception)
+
+
+def test_control_characters_do_not_reach_a_terminal(run: Path) -> None:
+    """A summary is what anybody wrote."""
+    one = died(account(1, 0.0, faults=[SeenFault(14.2, "oom\x1b[31m", "[red]\x1b[31mworm\x9b", ends=True)]))
+    one.epoch, one.restores = "1.abc", [Restore(3.0, 1.0, None, "\x1b")]
+    write(run, one, account(2, 20.0, of="1.abc", first=3, source="\x1bx"))
+    assert not set(invoke(run).output) & {"\x1b", "\x9b"}
+
+
+def test_wrong_usage_is_refused(run: Path) -> None:
+    """By click, with the option's name."""
+    for arguments in (["--last", "-1"], ["--since", "soon"], ["--idle-after", "0"]):
+        assert isinstance(invoke(run, *arguments).exception, click.UsageError)
+
+
+# -- the cadence --
+
+
+def test_the_cadence_says_since_when_and_why() -> None:
+    """Of each place, since it has been the same; the newest incarnation that decided anything has the say."""
+    one = account(1, 0.0)
+    one.decisions = [
+        Decision(0, {"memory": 4, "file:///run": 100}),
+        Decision(40, {"memory": 1, "file:///run": 100}, {"memory": "a snapshot takes 2.1 ms from training"}),
+        Decision(240, {"memory": 1, "file:///run": 0}, {"memory": "a snapshot takes 2.0 ms from training"}),
+    ]
+    assert cli_report.cadence_lines([account(2, 20.0), one]) == [
+        "memory: every step, since step 40: a snapshot takes 2.0 ms from training",
+        "file:///run: never, since step 240",
+    ]
+    two = replace(account(2, 20.0), decisions=[Decision(9, {"memory": 2000})])
+    assert cli_report.cadence_lines([two, one]) == ["memory: every 2,000 steps, since step 9"]
+    assert cli_report.cadence_lines([account(1, 0.0)]) == [] == cli_report.cadence_lines([])

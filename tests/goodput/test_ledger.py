@@ -1,0 +1,333 @@
+"""The ledger: what an account says, what of it survives which fault, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckpt
+from ckpt.errors import CorruptError, FormatError
+from ckpt.goodput import ledger
+from ckpt.goodput.ledger import Account, Decision, End, Restore, Saves, SeenFault, StepRow
+from processes import PYTHONPATH, eventually, killed, run_script, writers
+
+JOB = """
+import os, sys, time, toy, ckpt
+run, steps, kill_at, mode = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+state = toy.build()
+every = "auto" if mode == "auto" else 10
+with ckpt.Checkpointer(state, [ckpt.Memory(every=every if mode == "auto" else 1), ckpt.Tier(run, every=every)]) as cp:
+    start = cp.restore(default=0)
+    for step in range(start, steps):
+        toy.train_step(state)
+        if mode == "pause" and step == 5:
+            with cp.pause():
+                time.sleep(0.4)
+        if mode == "auto":
+            time.sleep(0.005)
+        save = cp.step(step + 1)
+        if step + 1 == kill_at:
+            if mode == "raise":
+                raise RuntimeError("as it was asked to")
+            if mode == "both":
+                cp.wait(30)
+                time.sleep(1.5)
+                os.kill(cp._supervisor.client._process.pid, 9)
+            if mode == "writer":
+                time.sleep(1.2)
+                os.kill(cp._supervisor.client._process.pid, 9)
+                time.sleep(1.0)
+                continue
+            if save is not None:
+                save.staged(30)
+            os.kill(os.getpid(), 15 if mode == "term" else 9)
+            time.sleep(30)
+        if mode == "back" and step + 1 == 20 and cp.last_restore.step is None:
+            cp.wait(30)
+            cp.restore(step=10)
+            for again in range(10, 30):
+                toy.train_step(state)
+                cp.step(again + 1)
+            break
+"""
+
+
+def accounts(run: str) -> list[Account]:
+    """Of a run in a folder, in order."""
+    return ledger.in_order(Account.from_bytes(path.read_bytes()) for path in Path(run, "ledger").glob("*.json"))
+
+
+def sample() -> Account:
+    account = Account("3.abcd", 1, 8, "host", "boot", 42, "file:///x", 7, (1e9, 50.0), 1.0, 2.0, 3.0, 9.0, 12, 8.5)
+    account.restores = [Restore(3.0, 0.5, 10, "memory", "2.cd-10", "4.ef")]
+    account.rows = [StepRow(4.0, 11, 1, 0.5, 0.1, 0.01, 0, 0.0, 1, 0), StepRow(8.5, 12, 1, 0.5)]
+    account.saves = {"file:///x": Saves(2, 1, 3.0, 2.0, 100, 50)}
+    account.faults = [SeenFault(9.0, "death", "died", 1, 12, True, "writer")]
+    account.decisions = [Decision(5, {"memory": 2}, {"memory": "why"}, {"memory": 0.1}, {"file:///x": 1e4}, 4.0)]
+    account.end = End("died", 9.0, 9.1)
+    return account
+
+
+# -- what is written down --
+
+
+def test_an_account_comes_back_as_it_was() -> None:
+    """Every field, through bytes; its name tells epoch and rank; wall-clock follows from the anchor."""
+    account = sample()
+    assert Account.from_bytes(account.to_bytes()) == account
+    assert account.key == "ledger/3.abcd.1.json" and ledger.is_account(account.key) and account.number == 3
+    assert account.wall(60.0) == 1e9 + 10
+
+
+def test_a_cut_or_changed_account_is_refused() -> None:
+    """Wherever it is cut off, and whatever field is of another kind: CorruptError, never anything else."""
+    raw = sample().to_bytes()
+    for stop in range(len(raw)):
+        with pytest.raises(CorruptError):
+            Account.from_bytes(raw[:stop])
+    whole = json.loads(raw)
+    wrong: list[tuple[str, Any]] = [
+        ("epoch", "x"), ("rank", "0"), ("anchor", [1]), ("anchor", [1.0, "b"]), ("opened", None),
+        ("kept", float("nan")),
+        ("rows", []), ("restores", [3]), ("end", {"how": 1, "at": 2.0, "gone": 3.0}), ("faults", [{}]), ("pid", True),
+        ("rows", {**whole["rows"], "step": [1.5, 2]}), ("rows", {**whole["rows"], "at": [1.0]}), ("saves", {"a": None}),
+        ("decisions", [{"step": 1, "every": [], "why": {}}]), ("born", 1e999), ("version", "2"), ("version", None),
+    ]  # fmt: skip
+    for name, value in wrong:
+        with pytest.raises(CorruptError):
+            Account.from_bytes(json.dumps({**whole, name: value}).encode())
+    with pytest.raises(FormatError, match="newer version"):
+        Account.from_bytes(json.dumps({**whole, "version": 99}).encode())
+    assert Account.from_bytes(json.dumps({**whole, "something new": 1}).encode()) == sample()  # negative control
+
+
+@given(st.binary(max_size=60))
+def test_no_bytes_do_anything_but_be_refused(raw: bytes) -> None:
+    """Nothing else is raised."""
+    with pytest.raises(CorruptError):
+        Account.from_bytes(raw)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.floats(0, 10), st.booleans()), max_size=3000))
+def test_merged_rows_say_the_same_in_sum(steps: list[tuple[int, float, bool]]) -> None:
+    """However many there are: bounded in number, the first ones whole, and never merged over a way back."""
+    rows: list[StepRow] = []
+    at, step = 0.0, 1000
+    for count, seconds, back in steps:
+        at, step = at + seconds, step - 500 if back else step + count
+        ledger.append(rows, StepRow(at, step, count, seconds, stalled=seconds / 2, saves=1))
+    assert len(rows) <= ledger.MOST_ROWS or sum(back for _, _, back in steps) > 100
+    assert sum(row.steps for row in rows) == sum(count for count, _, _ in steps)
+    assert sum(row.seconds for row in rows) == pytest.approx(sum(seconds for _, seconds, _ in steps))
+    assert sum(row.saves for row in rows) == len(steps) and [row.at for row in rows] == sorted(row.at for row in rows)
+    assert all(row.saves == 1 for row in rows[: ledger.FINE_ROWS])
+
+
+def test_many_events_keep_the_first_and_the_last() -> None:
+    """So that a ledger stays small."""
+    found = ledger.bounded(range(1000))
+    assert len(found) == ledger.MOST_EVENTS and found[0] == 0 and found[-1] == 999
+
+
+# -- what a run writes down --
+
+
+def test_a_run_that_ends_as_it_should(run_dir: str) -> None:
+    """One account: every step, in order and to the end; the first restore found nothing; saves are counted; closed."""
+    assert run_script(JOB, run_dir, 40, 0, "").returncode == 0
+    (one,) = accounts(run_dir)
+    assert [row.step for row in one.rows] == list(range(1, 41))
+    assert one.step == 40 and one.beat == pytest.approx(one.rows[-1].at, abs=1e-5)
+    assert [r.step for r in one.restores] == [None] and one.end is not None and one.end.how == "closed"
+    assert one.born < one.opening < one.opened <= one.restores[0].at < one.rows[0].at < one.end.at
+    (saves,) = one.saves.values()
+    assert saves.count == 4 and saves.nbytes > 0 and not saves.failed and not one.faults
+    assert sum(row.saves for row in one.rows) == 39  # the one after the last step is in no row
+    assert 0 < sum(row.stalled for row in one.rows) < sum(row.seconds for row in one.rows)
+
+
+def test_a_killed_trainer_is_known_to_its_last_step(run_dir: str) -> None:
+    """Its writer saw the end, and what died; the next incarnation says from where it came back."""
+    assert killed(run_script(JOB, run_dir, 40, 17, ""))
+    assert run_script(JOB, run_dir, 40, 0, "").returncode == 0
+    first, second = accounts(run_dir)
+    assert first.step == 17 and first.end is not None and first.end.how == "died"
+    assert first.beat <= first.end.at <= first.end.gone and [f.kind for f in first.faults if f.ends] == ["death"]
+    assert (second.restores[0].step, second.restores[0].source) == (17, "memory")
+    assert second.restores[0].attempt.startswith(first.epoch) or first.restores[0].epoch in second.restores[0].attempt
+    assert second.rows[0].step == 18 and second.number > first.number
+
+
+def test_trainer_and_writer_killed_together(run_dir: str) -> None:
+    """What was put before stays: the account has no end, and is whole up to a moment before."""
+    assert killed(run_script(JOB, run_dir, 200, 60, "both"))
+    (one,) = accounts(run_dir)
+    assert one.end is None and one.restores and one.kept >= one.opened
+    assert run_script(JOB, run_dir, 80, 0, "").returncode == 0
+    assert accounts(run_dir)[1].restores[0].source.startswith("file://")
+
+
+def test_a_writer_that_dies_is_no_gap(run_dir: str) -> None:
+    """The next writer goes on with the account where the last put of it was."""
+    assert run_script(JOB, run_dir, 60, 30, "writer").returncode == 0
+    (one,) = accounts(run_dir)
+    assert one.end is not None and one.end.how == "closed" and one.step == 60
+    assert len(one.restores) == 1 and sum(row.steps for row in one.rows) == 60
+    assert [row.at for row in one.rows] == sorted(row.at for row in one.rows)
+
+
+def test_an_exception_and_a_signal_are_told_by_kind(run_dir: str) -> None:
+    """What ended an incarnation, noticed before it was gone."""
+    assert run_script(JOB, run_dir, 40, 12, "raise").returncode == 1
+    assert run_script(JOB, run_dir, 40, 25, "term").returncode == 143
+    first, second = accounts(run_dir)
+    for one, kind in ((first, "exception"), (second, "signal")):
+        assert kind in [f.kind for f in one.faults if f.ends and f.by == "sentinel"], one.faults
+        assert one.end is not None and one.beat <= one.end.at <= one.end.gone and one.end.how != "closed"
+
+
+def test_an_exception_is_no_planned_stop_without_triggers(run_dir: str) -> None:
+    """Who leaves the with block by an error has not ended as wanted, whoever was told of it."""
+    code = JOB.replace("ckpt.Tier(run, every=every)]", "ckpt.Tier(run, every=every)], triggers=[]")
+    assert run_script(code, run_dir, 40, 12, "raise").returncode == 1
+    (one,) = accounts(run_dir)
+    assert one.end is not None and one.end.how == "left" and not one.faults
+    assert run_script(code.replace("raise RuntimeError", "sys.exit"), f"{run_dir}2", 40, 12, "raise").returncode == 1
+    (one,) = accounts(f"{run_dir}2")
+    assert one.end is not None and one.end.how == "left"
+
+
+def test_pauses_are_no_training(run_dir: str) -> None:
+    """What the user paused is told apart from the step in which it was."""
+    assert run_script(JOB, run_dir, 12, 0, "pause").returncode == 0
+    (one,) = accounts(run_dir)
+    assert 0.4 <= sum(row.paused for row in one.rows) < 5
+    assert one.rows[5].paused >= 0.4 and one.rows[5].step == 6
+
+
+def test_a_rollback_is_a_second_restore(run_dir: str) -> None:
+    """In the same account; the steps after it come again."""
+    assert run_script(JOB, run_dir, 40, 0, "back").returncode == 0
+    (one,) = accounts(run_dir)
+    assert [r.step for r in one.restores] == [None, 10]
+    assert [row.step for row in one.rows] == [*range(1, 21), *range(11, 31)]
+
+
+def test_without_triggers_it_is_kept_as_well(run_dir: str) -> None:
+    """It hangs on nothing that can be switched off."""
+    code = JOB.replace("ckpt.Tier(run, every=every)]", "ckpt.Tier(run, every=every)], triggers=[]")
+    assert code != JOB and killed(run_script(code, run_dir, 40, 17, ""))
+    (one,) = accounts(run_dir)
+    assert one.step == 17 and eventually(lambda: accounts(run_dir)[0].end is not None)
+
+
+def test_a_place_that_takes_no_ledger_is_no_reason_to_stop(run_dir: str) -> None:
+    """A file stands where the folder should be: the run is saved all the same, and a warning says what is missing."""
+    assert run_script(JOB, run_dir, 5, 0, "").returncode == 0
+    for path in Path(run_dir, "ledger").iterdir():
+        path.unlink()
+    Path(run_dir, "ledger").rmdir()
+    Path(run_dir, "ledger").write_text("in the way")
+    result = run_script(JOB, run_dir, 40, 0, "")
+    assert result.returncode == 0
+    assert ckpt.load(run_dir, step=40).step == 40
+
+
+# -- "auto" --
+
+
+def test_auto_finds_a_cadence_and_the_next_start_has_it(run_dir: str) -> None:
+    """Decisions are written down with their reasons; a restart begins with the last one; no step is lost for it."""
+    assert killed(run_script(JOB, run_dir, 3000, 700, "auto"))
+    (one,) = accounts(run_dir)
+    assert one.decisions, "nothing was decided in 700 steps"
+    last = one.decisions[-1]
+    assert set(last.every) == set(last.why) == {"memory", one.url} and all(n >= 1 for n in last.every.values())
+    assert run_script(JOB, run_dir, 720, 0, "auto").returncode == 0
+    second = accounts(run_dir)[1]
+    assert second.decisions and second.decisions[0].every == last.every
+
+
+def test_two_ranks_change_their_cadence_together(run_dir: str, tmp_path: Path) -> None:
+    """Every step that is committed has the parts of both; the last one decided holds on both."""
+    script = tmp_path / "job.py"
+    script.write_text(
+        """
+import os, sys, time, toy, ckpt
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+state = toy.build()
+with ckpt.Checkpointer(state, [ckpt.Memory(every="auto"), ckpt.Tier(sys.argv[1], every="auto")]) as cp:
+    for step in range(cp.restore(default=0), 900):
+        toy.train_step(state)
+        time.sleep(0.008)
+        dist.barrier()
+        cp.step(step + 1)
+    newest = cp._cadence_sync.schedule.newest
+    told = f"RANK {dist.get_rank()} {newest.step} {newest.memory} {newest.tiers} {cp.stats.saves}\\n"
+    os.write(1, told.encode())  # in one piece: both ranks write to one pipe at the same moment
+os._exit(0)
+"""
+    )
+    path = PYTHONPATH
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        run_dir,
+    ]
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr
+    told = sorted(line.split(maxsplit=2)[2] for line in result.stdout.splitlines() if line.startswith("RANK"))
+    assert len(told) == 2 and told[0] == told[1]
+    (one,) = accounts(run_dir)
+    assert one.rank == 0 and one.decisions and one.end is not None and one.end.how == "closed"
+    assert "was not written" not in result.stderr
+
+
+def test_a_lingering_writer_puts_the_end_at_once(run_dir: str, own_sockets: Path) -> None:
+    """Nobody has to wait for the memory to be given up to read in the ledger that the trainer died."""
+    assert killed(run_script(JOB, run_dir, 40, 17, ""))
+    assert writers(own_sockets), "the writer should still be there"
+    assert eventually(lambda: accounts(run_dir)[0].end is not None, 10)
+
+
+def test_a_frozen_trainer_is_still_accounted_for(run_dir: str) -> None:
+    """SIGSTOP: the writer reads its steps without it."""
+    code = JOB.replace("            if save is not None:", "            print('here', flush=True); time.sleep(0.2)")
+    code = code.replace("                save.staged(30)\n", "")
+    path = PYTHONPATH
+    words = [
+        sys.executable,
+        "-c",
+        code.replace("os.kill(os.getpid(), 15", "os.kill(os.getpid(), 19)#"),
+        run_dir,
+        "40",
+        "23",
+        "",
+    ]
+    process = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline()
+        assert eventually(
+            lambda: time.sleep(0.3) is None and bool(accounts(run_dir)) and accounts(run_dir)[0].step == 23
+        )
+        assert accounts(run_dir)[0].end is None
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(30)

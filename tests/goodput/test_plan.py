@@ -1,0 +1,624 @@
+"""`ckpt.goodput.model` and `ckpt plan`: what it predicts is what happens to a job that is played step by step."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt.cli.plan import plan
+from ckpt.errors import UsageError
+from ckpt.goodput import job_plan
+from ckpt.goodput.interval import best_interval, least_interval, nice_steps, steps_apart
+from ckpt.goodput.job_plan import PlannedJob, PlannedTier
+from ckpt.goodput.ledger import Account, Decision, End, Restore, Saves, SeenFault, StepRow
+from ckpt.goodput.model import Costs, TierCost, predict
+from ckpt.store import open_store
+from processes import REPO
+
+LLAMA = ("--gpus", "16384", "--params", "405e9", "--step-s", "5.9")
+
+# -- a job that is played --
+
+
+def play(
+    costs: Costs,
+    mtbf_s: float,
+    step_s: float,
+    faults: int,
+    *,
+    recovering: bool = True,
+    hangs: tuple[float, float] | None = None,
+) -> tuple[float, float, dict[str, float]]:
+    """Effective training time, wall-clock a fault, and the parts of a recovery a fault, of a job that makes one step
+    after the other. `hangs`: their share, and how long one is not noticed; others are noticed at once."""
+    rng = random.Random(7)
+    every = [0 if math.isinf(p.every_s) else round(p.every_s / step_s) for p in costs.tiers]
+    weights = [p.served for p in costs.tiers]
+    parts = {"perceive": 0.0, "restart": 0.0, "restore": 0.0}
+    now, step, seen, fault = 0.0, 0, 0, rng.expovariate(1 / mtbf_s)
+    newest, writing = [0] * len(every), [list[tuple[float, int]]() for _ in every]
+    while seen < faults:
+        end = now + step_s
+        if end < fault:
+            step += 1
+            for i, tier in enumerate(costs.tiers):
+                if every[i] and step % every[i] == 0:
+                    writing[i].append((now + step_s + tier.write_s, step))
+                    end += tier.cost_s
+        if end < fault:
+            now = end
+            continue
+        now, need = fault, 0
+        for i in range(len(every)):
+            newest[i] = max([newest[i], *(number for at, number in writing[i] if at <= now)])
+            writing[i] = []
+        while True:  # until a recovery is not hit by the next fault
+            seen += 1
+            need = max(need, rng.choices(range(len(every)), weights)[0])
+            following = now + rng.expovariate(1 / mtbf_s) if recovering else math.inf
+            perceive = costs.perceive_s
+            if hangs is not None:
+                perceive = hangs[1] if rng.random() < hangs[0] else 0.0
+            for name, lasts in zip(parts, (perceive, costs.restart_s, costs.tiers[need].restore_s), strict=True):
+                parts[name] += min(lasts, following - now)
+                now = min(now + lasts, following)
+            if now < following:
+                break
+        step = newest[need]
+        newest = [step if i < need else min(step, number) for i, number in enumerate(newest)]
+        fault = now + rng.expovariate(1 / mtbf_s)
+    return step * step_s / now, now / seen, {name: value / seen for name, value in parts.items()}
+
+
+GAMES = {
+    "memory at every step": (Costs(1, 20, [TierCost("m", 0.02, 1, 1, 0.1)]), 300.0),
+    "a save that blocks, and is long": (Costs(0, 5, [TierCost("d", 2, 10, 1, 2)]), 50.0),
+    "a save that takes long in the background": (Costs(0, 5, [TierCost("d", 0.2, 20, 1, 9)]), 150.0),
+    "two tiers": (Costs(1, 20, [TierCost("m", 0.01, 2, 1, 0.1, 0.7), TierCost("d", 0.5, 20, 5, 8, 0.3)]), 300.0),
+    "three tiers": (
+        Costs(
+            1,
+            3,
+            [
+                TierCost("m", 0.05, 1, 1, 0.1, 0.5),
+                TierCost("d", 0.2, 20, 3, 5, 0.4),
+                TierCost("s", 0.5, 50, 5, 20, 0.1),
+            ],
+        ),
+        400.0,
+    ),
+    "faults as often as restarts": (
+        Costs(5, 60, [TierCost("m", 0.05, 5, 1, 0.1, 0.5), TierCost("d", 0.2, 10, 3, 5, 0.5)]),
+        60.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("recovering", [True, False])
+@pytest.mark.parametrize("name", GAMES)
+def test_what_is_predicted_is_what_happens(name: str, recovering: bool) -> None:
+    """Effective time, what is lost per fault, and each part of a recovery, within what 12,000 faults can tell."""
+    costs, mtbf_s = GAMES[name]
+    effective, wall_s, parts = play(costs, mtbf_s, 1.0, 12_000, recovering=recovering)
+    found = predict(costs, mtbf_s, 1.0, recovering=recovering)
+    assert found.invalid_s == pytest.approx((1 - effective) * wall_s, rel=0.03)
+    assert found.effective == pytest.approx(effective, abs=0.006)
+    assert found.wall_s == pytest.approx(wall_s, rel=0.03)
+    for part, value in parts.items():
+        assert found.parts[part] == pytest.approx(value, rel=0.02, abs=1e-9), part
+
+
+def test_of_hangs_the_mean_is_enough() -> None:
+    """A tenth of the faults is noticed after 30 s, the others at once: as if each was after 3 s."""
+    costs = Costs(3, 20, [TierCost("m", 0.05, 2, 1, 0.1)])
+    effective, wall_s, _ = play(costs, 400.0, 1.0, 12_000, hangs=(0.1, 30.0))
+    assert predict(costs, 400.0, 1.0).invalid_s == pytest.approx((1 - effective) * wall_s, rel=0.03)
+
+
+def test_the_game_is_a_judge() -> None:
+    """Of a formula that forgets how long a write takes, or what saving costs, it says that it is wrong."""
+    for name, wrong in (
+        ("a save that takes long in the background", "write_s"),
+        ("a save that blocks, and is long", "cost_s"),
+    ):
+        costs, mtbf_s = GAMES[name]
+        effective, wall_s, _ = play(costs, mtbf_s, 1.0, 12_000)
+        broken = replace(costs, tiers=[replace(costs.tiers[0], **{wrong: 0.0})])
+        assert abs(predict(broken, mtbf_s).invalid_s / ((1 - effective) * wall_s) - 1) > 0.06, wrong
+
+
+# -- by hand --
+
+
+def test_by_hand() -> None:
+    """A fault an hour; steps of 10 s, each saved for 0.1 s, safe after 2 s: what each part has to be, nearly."""
+    costs = Costs(1.5, 30, [TierCost("m", 0.1, 10, 4, 2)])
+    found = predict(costs, 3600, 10)
+    assert found.perceive_s == pytest.approx(1.5, rel=0.01)
+    assert found.restart_s == pytest.approx(30, rel=0.01)
+    assert found.restore_s == pytest.approx(4, rel=0.02)
+    assert found.saving_s == pytest.approx((3600 - 35.5) * 0.1 / 10.1, rel=0.005)
+    assert found.recompute_s == pytest.approx(10 / 2 + 2, rel=0.03)  # half an interval, and the write
+    assert found.unfinished_s == 5
+    assert found.effective == pytest.approx(1 - (1.5 + 30 + 4 + 7 + 35.3) / 3600, abs=2e-4)
+    assert found.wall_s == pytest.approx(3600)
+
+
+def test_one_tier_is_dalys_complete_model() -> None:
+    """Of a save that blocks: e^(R/M) (e^((T + c)/M) - 1) M for every T of work."""
+    m, t, c, r = 600.0, 100.0, 20.0, 90.0
+    daly = t / (m * math.exp(r / m) * math.expm1((t + c) / m))
+    costs = Costs(10, 60, [TierCost("d", c, t, 20, c)])
+    assert predict(costs, m).effective == pytest.approx(daly, rel=1e-9)
+
+
+def test_a_farther_tier_is_read_when_any_fault_of_a_series_needs_it() -> None:
+    """Where every recovery is hit by faults, the far tier is what nearly all recoveries end with."""
+    tiers = [TierCost("m", 0, 1, 0, 0, 0.9), TierCost("s", 0, 1, 100, 0, 0.1)]
+    rare, often = (predict(Costs(0, 100, tiers), mtbf_s) for mtbf_s in (1e6, 25.0))
+    assert rare.restore_s == pytest.approx(10, rel=0.01)
+    assert often.effective < 0.001 and often.invalid_s == pytest.approx(25, rel=0.001)
+    reading = 25 * math.exp(-4) * -math.expm1(-4)  # seconds a fault, if every recovery were from there
+    assert often.restore_s == pytest.approx(reading, rel=0.02)
+
+
+@given(
+    mtbf_s=st.floats(1, 1e8),
+    perceive_s=st.floats(0, 1e4),
+    restart_s=st.floats(0, 1e5),
+    nearer=st.floats(0, 1),
+    shape=st.lists(
+        st.tuples(st.floats(0, 100), st.floats(0.01, 1e6), st.floats(0, 1e4), st.floats(0, 1e4)), min_size=2, max_size=2
+    ),
+    recovering=st.booleans(),
+)
+@settings(max_examples=200, deadline=None)
+def test_parts_add_up_and_worse_is_never_better(
+    mtbf_s: float,
+    perceive_s: float,
+    restart_s: float,
+    nearer: float,
+    shape: list[tuple[float, float, float, float]],
+    recovering: bool,
+) -> None:
+    """Nothing is negative, parts are what is lost, and slower restarts, restores and more faults never help."""
+    shares = (nearer, 1 - nearer)
+    tiers = [
+        TierCost(str(i), cost, every, restore, write, share)
+        for i, ((cost, every, restore, write), share) in enumerate(zip(shape, shares, strict=True))
+    ]
+    costs = Costs(perceive_s, restart_s, tiers)
+
+    def effective(costs: Costs, mtbf_s: float = mtbf_s) -> float:
+        return predict(costs, mtbf_s, recovering=recovering).effective
+
+    found = predict(costs, mtbf_s, recovering=recovering)
+    assert 0 <= found.effective <= 1 and all(value >= 0 for value in found.parts.values())
+    assert found.invalid_s == pytest.approx((1 - found.effective) * found.wall_s, rel=1e-6, abs=1e-6 * found.wall_s)
+    alone = nearer in (0, 1)  # then it is exact
+    first_order = max(tier.every_s + tier.write_s for tier in tiers) < mtbf_s / 10
+    tiny = 1e-9 if alone else 1e-5
+    if alone or first_order:
+        assert effective(replace(costs, restart_s=restart_s * 1.5 + 1)) <= found.effective + tiny
+        assert effective(replace(costs, perceive_s=perceive_s * 1.5 + 1)) <= found.effective + tiny
+        slower = [replace(tier, restore_s=tier.restore_s * 1.5 + 1) for tier in tiers]
+        assert effective(replace(costs, tiers=slower)) <= found.effective + tiny
+    if first_order:
+        assert effective(costs, mtbf_s / 1.5) <= found.effective + tiny
+
+
+def test_a_tier_that_is_hardly_ever_needed() -> None:
+    """Its loss is half an interval, and what is on its way, however small the rate of such faults is."""
+    often, never = TierCost("m", 0.0, 1, 0, 0, 1.0), TierCost("s", 0.0, 100, 0, 8, 0.0)
+    for share in (1e-3, 1e-9, 1e-15, 1e-300):
+        tiers = [replace(often, served=1 - share), replace(never, served=share)]
+        found = predict(Costs(0, 0, tiers), 1e5)
+        assert found.tiers[1].recompute_s == pytest.approx(58, rel=1e-3), share
+    for seconds in (700, 740, 900):  # of which hardly any is survived
+        assert predict(Costs(seconds, 0, [often]), 1.0).effective < 1e-90
+
+
+# -- how often to save --
+
+
+def test_best_interval_by_hand() -> None:
+    """Young's root where a save costs little; never where no fault comes."""
+    assert best_interval(2.0, 10_000) == pytest.approx(math.sqrt(2 * 2 * 10_000), rel=0.02)
+    assert best_interval(0.0, 10_000) == 0
+    assert best_interval(1.0, math.inf) == math.inf and best_interval(math.inf, 5.0) == math.inf
+    assert math.isfinite(best_interval(1e300, 1e308)) and math.isfinite(best_interval(1e-300, 1e-308))
+    for wrong in ((-1.0, 5.0), (1.0, -5.0), (math.nan, 5.0), (1.0, math.nan)):
+        with pytest.raises(UsageError):
+            best_interval(*wrong)
+
+
+@given(cost=st.floats(1e-4, 100), mtbf=st.floats(1, 1e7))
+@settings(max_examples=100, deadline=None)
+def test_no_other_interval_is_better(cost: float, mtbf: float) -> None:
+    """Of a save that blocks, half and twice the interval lose more, and nothing is more than 1 % of the loss better."""
+
+    def lost(every_s: float) -> float:
+        return 1 - predict(Costs(0, 0, [TierCost("d", cost, every_s, 0, cost)]), mtbf).effective
+
+    best = best_interval(cost, mtbf)
+    if cost < mtbf / 2:
+        assert lost(best) <= min(lost(best * f) for f in (0.25, 0.5, 0.8, 1.25, 2.0, 4.0)) * 1.01
+
+
+def test_nice_steps() -> None:
+    """The nearest of 1, 2, 5, 10, … by ratio, at least one, and never for what is infinite."""
+    found = [nice_steps(steps * 0.1, 0.1) for steps in (0.01, 1, 1.4, 1.5, 3, 3.2, 7, 7.2, 14, 15, 99, 1000, 3.3e6)]
+    assert found == [1, 1, 1, 2, 2, 5, 5, 10, 10, 20, 100, 1000, 5_000_000]
+    assert nice_steps(math.inf, 1.0) == 0
+    for wrong in ((1.0, 0.0), (math.nan, 1.0), (1.0, math.nan), (-1.0, 1.0), (1.0, math.inf)):
+        with pytest.raises(UsageError):
+            nice_steps(*wrong)
+
+
+def test_a_bound_is_not_rounded_down() -> None:
+    """The next round number that lasts so long; a little shorter will do where costs are not known better."""
+    assert [steps_apart(0.0, least, 1.0) for least in (0.5, 1, 1.2, 2.1, 3, 7, 14, 2000)] == [
+        1,
+        1,
+        2,
+        5,
+        5,
+        10,
+        20,
+        2000,
+    ]
+    assert steps_apart(0.0, 11.0, 1.0) == 20 and steps_apart(0.0, 11.0, 1.0, 1.2) == 10
+    assert steps_apart(100.0, 7.0, 1.0) == 100 and steps_apart(math.inf, 7.0, 1.0) == 0
+
+
+def test_what_others_pay_for_is_busy_for_a_tenth_of_the_time() -> None:
+    """And saved to once a minute at most, unless faults come so thick that this would lose what was trained."""
+    assert least_interval(3.0) == 6.0
+    assert least_interval(3.0, shared=True) == 60.0 and least_interval(30.0, shared=True) == 300.0
+    assert least_interval(30.0, 3000.0, shared=True) == 300.0 and least_interval(30.0, 2900.0, shared=True) == 60.0
+
+
+# -- a whole job --
+
+JOB = PlannedJob(1024, 1e12, 2.0)
+EVERYWHERE = ("process", "reboot", "node", "all")
+
+
+def numbers(job: PlannedJob = JOB, **changes: float) -> dict[str, float]:
+    return {**job_plan.defaults(job), **changes}
+
+
+def shared_by(node: float, everywhere: float, **changes: float) -> dict[str, float]:
+    return numbers(mtbf_s=10_000.0, node_share=node, all_share=everywhere, **changes)
+
+
+def test_a_tier_is_saved_to_for_the_faults_that_nearer_ones_do_not_survive() -> None:
+    """By Young's root with their rate, not below what the tier can take, memory within its budget."""
+    near = PlannedTier("memory", 0.02, 0.1, 1, ("process",))
+    far = PlannedTier("shared", 0.5, 10, 9, EVERYWHERE)
+    n = shared_by(0.0, 0.25, budget=0.001)
+    first, last = job_plan.cadences(JOB, n, [near, far])
+    assert first.every == 10  # 0.02 s are 0.1 % of 20 s, where the root is 23 s
+    assert last.every == 100  # the root of 2 x 0.5 x 40,000 is 200 s
+    assert not first.note and not last.note
+    tight = job_plan.cadences(JOB, {**n, "budget": 0.0002}, [near, far])[0]
+    assert tight.every == 50 and "every 10 would lose least" in tight.note and "budget" in tight.note
+    rare = {**n, "mtbf_s": 1_000_000.0}
+    bound = job_plan.cadences(JOB, rare, [near, replace(far, write_s=300.0)])[1]
+    assert bound.every == 2000 and "every 1,000 would lose least" in bound.note  # not under 3,000 s
+    assert job_plan.served([first, last], n, 2.0) == {"memory": 0.75, "shared": 0.25}
+    newer = [replace(near, every=1000), replace(far, every=1, write_s=0.1)]
+    assert job_plan.served(newer, n, 2.0) == {"memory": 0.0, "shared": 1.0}
+
+
+def test_the_replica_is_sent_what_memory_has() -> None:
+    """As often as the network takes it, and its cost counts when memory's cadence is chosen."""
+    near = PlannedTier("memory", 0.02, 0.1, 1, ("process",))
+    copy = PlannedTier("replica", 0.16, 45, 1, ("process", "reboot", "node"))
+    first, second = job_plan.cadences(JOB, shared_by(0.5, 0.0), [near, copy])
+    assert (first.every, second.every) == (20, 40)  # the root is 60 s: 30 steps; 45 s are more than 40
+
+
+def test_what_nothing_survives_and_what_nothing_needs() -> None:
+    """The one is refused, the other is not saved to."""
+    near = PlannedTier("memory", 0.02, 0.1, 1, ("process",))
+    with pytest.raises(UsageError, match=r"nothing survives 25\.0% of the faults \(all\)"):
+        job_plan.plan(JOB, shared_by(0.0, 0.25), [near])
+    n = shared_by(0.0, 0.0)
+    found = job_plan.plan(JOB, n, job_plan.tiers(JOB, n, job_plan.TIERS))
+    assert [one.every == 0 for one in found.tiers] == [False, True, True, True]
+
+
+def test_one_write_is_over_before_the_next_begins() -> None:
+    """Also where the user says otherwise; a save that blocks is written meanwhile."""
+    n = shared_by(0.0, 0.0)
+    (given,) = job_plan.cadences(JOB, n, [PlannedTier("shared", 0.5, 90, 9, EVERYWHERE, every=3)])
+    assert given.every == 45 and "has to be over" in given.note
+    (blocks,) = job_plan.cadences(JOB, n, [PlannedTier("shared", 90.0, 90, 9, EVERYWHERE, every=3)])
+    assert blocks.every == 3 and not blocks.note
+    (memory,) = job_plan.cadences(JOB, n, [PlannedTier("memory", 1e-6, 90, 9, ("process",))])
+    assert (memory.every or 0) * 2.0 >= 90
+
+
+def better_than(job: PlannedJob, n: dict[str, float], found: list[PlannedTier]) -> float:
+    """How much of what is lost another cadence of memory or the shared tier saves, at the best, that no bound forbids.
+    Half a minute a week is not counted."""
+    now, best = job_plan.expected(job, n, found).effective, 0.0
+    for tier in found:
+        now_every = tier.every or 0
+        for every in [size * 10**power for power in range(7) for size in (1, 2, 5)]:
+            far = not now_every / 4 < every < now_every * 4
+            if tier.name in ("replica", "local") or far or (tier.note and every < now_every):
+                continue
+            other = [replace(one, every=every) if one.name == tier.name else one for one in found]
+            best = max(best, (job_plan.expected(job, n, other).effective - now - 5e-5) / (1 - now))
+    return best
+
+
+def test_as_often_as_is_best() -> None:
+    """No other cadence of one tier is more than a twentieth of what is lost better, for jobs of all kinds."""
+    rng = random.Random(3)
+    for _ in range(150):
+        gpus = rng.choice([8, 64, 512, 4096, 16384])
+        some = PlannedJob(gpus, gpus * 10 ** rng.uniform(7, 10), 10 ** rng.uniform(-0.5, 1.5))
+        n = numbers(some, mtbf_s=10 ** rng.uniform(3, 6.5))
+        names = ["memory", "shared", *(["replica"] if gpus > 8 else [])]
+        found = job_plan.cadences(some, n, job_plan.tiers(some, n, names))
+        assert better_than(some, n, found) < 0.05, (some, n, found)
+    rarer = [replace(one, every=(one.every or 0) * 10, note="") for one in found]
+    assert better_than(some, n, rarer) > 0.05  # negative control
+
+
+# -- measured --
+
+
+def account(number: int, start: float, steps: int, **changes: Any) -> Account:
+    """An incarnation that opens at `start`, restores for 2 s, and makes steps of 1 s, the first of 6 s."""
+    rows = [StepRow(start + 8, 1, 1, 6.0)]
+    rows += [StepRow(start + 8 + 1.1 * i, 1 + i, 1, 1.1, 0.06, 0.04, saves=1) for i in range(1, steps)]
+    return Account(
+        epoch=f"{number}.abc",
+        world=4,
+        boot="b",
+        born=start - 5,
+        opening=start - 1,
+        opened=start,
+        kept=rows[-1].at + 1,
+        step=steps,
+        beat=rows[-1].at,
+        restores=[Restore(start, 2.0, 0 if number > 1 else None, "memory" if number > 1 else "")],
+        rows=rows,
+        saves={"file:///r": Saves(2, seconds=3.0, nbytes=2_000_000)},
+        **changes,
+    )
+
+
+def test_measured_by_hand() -> None:
+    """Two interruptions: what was between them, what saves cost, what steps take. It is what the report says."""
+    beat = 108 + 49 * 1.1
+    died = account(
+        1, 100.0, 50, end=End("died", beat + 3, beat + 3), faults=[SeenFault(beat + 2, "death", "x", ends=True)]
+    )
+    hung = account(2, 200.0, 50, end=End("left", beat + 150, beat + 151), faults=[
+        SeenFault(beat + 150, "hang", "x", ends=True)])  # fmt: skip
+    last = account(3, 400.0, 50, decisions=[Decision(5, {"memory": 1}, costs={"file:///r": 0.3})])
+    found = job_plan.measured([last, died, hung])
+    assert found["gpus"] == 4 and found["step_s"] == pytest.approx(1.0)
+    assert "mtbf_s" not in found  # two faults say little
+    assert found["crash_s"] == pytest.approx(1.0) and found["hang_s"] == pytest.approx(49.0)  # beyond a step
+    assert found["shared.cost_s"] == 0.3 and found["memory.cost_s"] == pytest.approx(0.1)
+    assert found["shared.write_s"] == 1.5 and found["memory.restore_s"] == 2.0
+    assert found["rank_bytes"] == 1_000_000
+    assert found["restart_s"] > 45
+    assert job_plan.measured([]) == {} and "crash_s" not in job_plan.measured([account(1, 100.0, 9)])
+
+
+def test_what_is_fixed_is_not_scaled() -> None:
+    """To fewer bytes, a restore still opens the run, and a snapshot still blocks; faults come by GPUs; more ranks do
+    not make what they share faster."""
+    small = PlannedJob(8, 8e9, 1.0)
+    known = {"rank_bytes": 1e11, "memory.cost_s": 0.502, "memory.restore_s": 10.8, "gpus": 16, "mtbf_s": 1e5}
+    found = job_plan.scaled(known, small, numbers(small))
+    assert found["memory.cost_s"] == pytest.approx(0.002 + 0.005) and found["memory.restore_s"] == pytest.approx(
+        0.8 + 0.1
+    )
+    assert found["mtbf_s"] == 2e5
+    wide = PlannedJob(4000, 4e11, 1.0)
+    slow = numbers(wide, store_write_all=1e9)
+    assert job_plan.scaled({"rank_bytes": 1e8, "gpus": 4, "shared.write_s": 1.0}, wide, slow)["shared.write_s"] == 400
+
+
+# -- the command --
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(plan, [str(one) for one in arguments], catch_exceptions=False)
+
+
+def told(*arguments: object) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_llama_3() -> None:
+    """A restart of 35 s for 99.5 %; the parts add up, and every number says where it is from."""
+    found = told(*LLAMA)
+    seen = found["forecast"]
+    parts = sum(seen[f"{part}_s"] for part in ("perceive", "restart", "restore", "recompute", "saving"))
+    assert parts == pytest.approx(seen["invalid_s"]) == pytest.approx((1 - seen["effective"]) * seen["wall_s"])
+    assert seen["effective"] == pytest.approx(0.9928, abs=1e-4) and found["restart_s"] == pytest.approx(35, abs=0.5)
+    assert [one["every"] for one in found["tiers"]] == [2, 2, 50]
+    text = run(*LLAMA).output
+    line = "ckpt.Memory(every=2, replicas=2)"
+    for words in ("NOT OURS", "time: 99.28", line, "a restart of at most", "419 interruptions", "on_hang"):
+        assert words in text, words
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (*LLAMA, "--goal", "99.5%"),
+        (*LLAMA, "--every", "memory=1", "--goal", "0.99"),
+        ("--gpus", 64, "--params", "8B", "--step-s", 1.3, "--mtbf", "5h", "--goal", "99.2%"),
+        ("--gpus", 8, "--state", "1TB", "--step-s", 1, "--mtbf", "1h", "--goal", "0.9"),
+    ],
+)
+def test_what_it_would_take_is_what_it_takes(options: tuple[object, ...]) -> None:
+    """What is wanted is given: the goal is met, and it is not with a tenth more. Cadences are those that follow."""
+    wanted = told(*options)
+
+    def met(name: str, value: float) -> bool:
+        found = told(*options, name, f"{value}s")
+        return bool(found["forecast"]["effective"] >= found["goal"])
+
+    assert met("--mtbf", wanted["mtbf_s"] * 1.001) and not met("--mtbf", wanted["mtbf_s"] / 1.2)
+    if (restart_s := wanted["restart_s"]) is not None:
+        assert met("--restart", restart_s * 0.999) and not met("--restart", restart_s * 1.1)
+
+
+def test_units() -> None:
+    """Numbers as people write them."""
+    same = told("--gpus", 64, "--state", "1TB", "--step-s", "1500ms", "--mtbf", "0.5d", "--assume", "network=40Gbit/s")
+    assert same["job"]["step_s"] == 1.5 and same["numbers"]["mtbf_s"] == 43200 and same["numbers"]["network"] == 5e9
+    assert same["job"]["state"] == 1e12 and told(*LLAMA, "--assume", "felt=20%")["numbers"]["felt"] == 0.2
+    first, second = (
+        told(*LLAMA, "--days", days, "--goal", goal) for days, goal in (("54", "0.995"), ("1296h", "99.5 %"))
+    )
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((*LLAMA, "--assume", "open_s=5GB"), "no duration"),
+        ((*LLAMA, "--assume", "network=400Gb/s"), "no rate"),
+        ((*LLAMA, "--assume", "felt=2"), "felt"),
+        ((*LLAMA, "--assume", "cores=0"), "cores"),
+        ((*LLAMA, "--assume", "wheels=4"), "--assume"),
+        ((*LLAMA, "--assume", "all_share=0.9"), "sum to more than 1"),
+        ((*LLAMA, "--days", "54GB"), "--days"),
+        ((*LLAMA, "--goal", "99.5"), "0.995 or 99.5%"),
+        ((*LLAMA, "--goal", "nan"), "--goal"),
+        (("--gpus", 0, "--params", "7B", "--step-s", 1), "--gpus"),
+        (("--params", "7B", "--step-s", 1), "give --gpus"),
+        (("--gpus", 8, "--step-s", 1), "give --params or --state"),
+        (("--gpus", 8, "--params", "7B"), "give --step-s"),
+        (("--gpus", 8, "--params", "-7B", "--step-s", 1), "--params"),
+        (("--gpus", 8, "--params", 0, "--step-s", 1), "--params"),
+        (("--gpus", 8, "--params", "1e400", "--step-s", 1), "too large"),
+        (("--gpus", 8, "--state", "5 parsecs", "--step-s", 1), "no size"),
+        (("--gpus", 8, "--params", "7B", "--state", "1TB", "--step-s", 1), "give one"),
+        (("--gpus", 8, "--params", "7B", "--step-s", 0), "--step-s"),
+        (("--gpus", 8, "--params", "7B", "--step-s", "2h", "--mtbf", "1h"), "longer than the time between faults"),
+        ((*LLAMA, "--mtbf", 0), "mtbf_s"),
+        ((*LLAMA, "--tiers", "memory,moon"), "moon"),
+        ((*LLAMA, "--tiers", "memory"), "nothing survives"),
+        ((*LLAMA, "--tiers", "shared", "--every", "memory=3"), "not among --tiers"),
+        ((*LLAMA, "--every", "replica=3"), "--every"),
+        ((*LLAMA, "--every", "memory=0"), "--every"),
+        (("--gpus", 8, "--params", "7B", "--step-s", 1, "--tiers", "memory,replica,shared"), "two nodes"),
+    ],
+)
+def test_nonsense_is_refused_by_name(arguments: tuple[object, ...], words: str) -> None:
+    """Exit code 2, the option in the message, and no traceback."""
+    result = run(*arguments)
+    assert result.exit_code == 2 and words in result.output, result.output
+
+
+def test_no_progress_is_said() -> None:
+    """Faults that come before a restart is over: about 0, never less, and in words."""
+    found = told(*LLAMA, "--mtbf", "20s", "--restart", "10m")
+    assert 0 <= found["forecast"]["effective"] < 1e-6 and "no progress" in found["notes"][0]
+    assert not any("no progress" in note for note in told(*LLAMA)["notes"])
+
+
+def test_costs_come_back(tmp_path: Path) -> None:
+    """What --json printed gives the same plan again, each number with its source, and is scaled to another size."""
+    options = ("--restart", "20s", "--assume", "shared.cost_s=2s", "--assume", "pcie=50GB")
+    first, file = told(*LLAMA, *options), tmp_path / "plan.json"
+    assert first["sources"] == {"restart_s": "given", "shared.cost_s": "given", "pcie": "given"}
+    file.write_text(json.dumps(first))
+    assert told("--costs", file)["forecast"] == first["forecast"]
+    again = told(*LLAMA, "--costs", file)
+    assert again["forecast"] == first["forecast"] and again["sources"] == first["sources"]
+    half = told("--gpus", "16384", "--params", "202.5e9", "--costs", file)
+    assert half["tiers"][2]["cost_s"] == pytest.approx(0.002 + 1.998 / 2)
+    assert told(*LLAMA, "--costs", file, "--restart", "9s")["numbers"]["restart_s"] == 9
+    for wrong in ("", "[]", "{}", '{"job": 3}', json.dumps({**first, "numbers": {"pcie": "x"}})):
+        file.write_text(wrong)
+        result = run(*LLAMA, "--costs", file)
+        assert result.exit_code == 2 and "Error" in result.output, wrong
+
+
+def test_a_run_as_the_source(tmp_path: Path, ledger_run: Callable[[], Path]) -> None:
+    """Size, steps, costs and faults come from its accounts, a damaged one is passed over, and options still win."""
+    url = ledger_run()
+    result = run("--from", url)
+    assert result.exit_code == 2 and "keeps no ledger" in result.output
+    ends = [End("died", 165.0 + 200 * i, 165.5 + 200 * i) for i in range(3)]
+    put(url, *(account(i + 1, 100.0 + 200 * i, 50, end=end) for i, end in enumerate(ends)), account(4, 700.0, 50))
+    found = told("--from", url)
+    assert found["job"]["gpus"] == 4 and found["job"]["step_s"] == pytest.approx(1.0)
+    assert found["job"]["state"] == 4_000_000
+    assert found["tiers"][0]["cost_s"] == pytest.approx(0.1) and found["tiers"][1]["write_s"] == 1.5
+    assert found["sources"]["mtbf_s"] == found["sources"]["memory.cost_s"] == f"measured: {url}"
+    larger = told("--from", url, "--gpus", 8, "--restart", "1m")
+    assert larger["numbers"]["mtbf_s"] == pytest.approx(found["numbers"]["mtbf_s"] / 2)
+    assert larger["numbers"]["restart_s"] == 60
+    wide = told("--from", url, "--gpus", 4096, "--mtbf", "1h")
+    assert any("with 4 ranks" in note for note in wide["notes"])
+
+
+def put(url: Path, *accounts: Account) -> None:
+    async def all_of_them() -> None:
+        store = open_store(str(url))
+        try:
+            for one in accounts:
+                await store.put(one.key, one.to_bytes())
+            await store.put("ledger/9.zzz.0.json", b"cut o")
+        finally:
+            await store.aclose()
+
+    asyncio.run(all_of_them())
+
+
+@pytest.fixture
+def ledger_run(tmp_path: Path) -> Callable[[], Path]:
+    """A run without accounts, made in another process, since its writer stays with that."""
+
+    def make() -> Path:
+        code = "import sys, ckpt\nwith ckpt.Checkpointer({'n': [1]}, sys.argv[1]) as cp:\n    cp.save(1).committed()\n"
+        path = f"{REPO}:{REPO / 'backends'}"
+        subprocess.run(
+            [sys.executable, "-c", code, tmp_path / "run"], env={"PYTHONPATH": path, "PATH": ""}, check=True, timeout=60
+        )
+        for file in (tmp_path / "run" / "ledger").glob("*"):
+            file.unlink()
+        return tmp_path / "run"
+
+    return make
+
+
+def test_it_needs_no_torch() -> None:
+    """Neither does importing the solver bring click or numpy along, since the writer imports it."""
+    unwanted = "{'torch', 'click', 'numpy'} & set(sys.modules)"
+    code = f"import sys, ckpt.goodput.cadence; assert not {unwanted}, sorted(sys.modules)"
+    subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}, check=True, timeout=60
+    )

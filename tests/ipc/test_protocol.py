@@ -1,0 +1,331 @@
+"""Messages between trainer and writer: each is dealt with, survives the wire, and is refused by name if it is wrong;
+and processes of different versions leave each other alone."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ckpt
+import toy
+from ckpt.errors import FencedError, ProtocolError, UsageError, to_wire
+from ckpt.ipc import channel as link
+from ckpt.ipc import notes, protocol, requests
+from ckpt.ipc.channel import Channel
+from ckpt.ipc.protocol import MIB, MOST_BYTES, Note, Request, message_of, reply_of, table
+from ckpt.store import normalise
+from ckpt.trainer import writer_client
+from ckpt.trainer.writer_client import WriterClient
+from ckpt.writer import dispatch, main
+from processes import REPO, eventually, writers
+from test_promise_handover import NAME, life
+
+REQUESTS = Request.__subclasses__()
+NOTES = Note.__subclasses__()
+MESSAGES = [*REQUESTS, *NOTES]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.text(),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner, max_size=2),
+    max_leaves=4,
+)
+PLAIN = {
+    int: st.integers(-(2**63), 2**63),
+    float: st.floats(allow_nan=False),
+    str: st.text(st.characters(codec=None), max_size=8),  # lone surrogates too: names of files that are no UTF-8
+    bool: st.booleans(),
+    type(None): st.none(),
+    Any: JSON,
+}
+
+
+def reply_type(kind: Any) -> Any:
+    return kind.__orig_bases__[0].__args__[0]
+
+
+def values(kind: Any) -> st.SearchStrategy[Any]:
+    """Of a type, as messages have them."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if kind in PLAIN:
+        return PLAIN[kind]
+    if origin in (typing.Union, types.UnionType):
+        return st.one_of(*map(values, parts))
+    if origin is list:
+        return st.lists(values(parts[0]), max_size=3)
+    if origin is tuple:
+        return st.tuples(*map(values, parts))
+    if origin is dict:
+        return st.dictionaries(values(str), values(parts[1]), max_size=3)
+    hints = get_type_hints(kind)
+    return st.builds(kind, **{name: values(hints[name]) for name in kind.__struct_fields__})
+
+
+# -- the tables --
+
+
+def test_every_request_has_a_handler_that_answers_what_it_should() -> None:
+    """By its type; what the method says that it returns is the reply of that type, or has descriptors."""
+    assert len(REQUESTS) > 40 and set(REQUESTS) == set(dispatch.HANDLERS)
+    assert table(REQUESTS) == main.REQUESTS
+    for kind, handler in dispatch.HANDLERS.items():
+        hints = get_type_hints(handler, vars(main))
+        assert hints["request"] is kind
+        with_fds = str(inspect.signature(handler).return_annotation).startswith("Answer")
+        assert with_fds or hints["return"] == reply_type(kind), kind
+
+
+def test_a_writer_does_not_start_without_a_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(dispatch.HANDLERS, requests.Whose)
+    with pytest.raises(TypeError, match="Whose"):
+        dispatch.known()
+
+
+def test_every_note_is_heard(run_dir: str) -> None:
+    """By a Checkpointer that has triggers and keeps books."""
+    with ckpt.Checkpointer(toy.build(), [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
+        assert set(cp._supervisor._hears) == set(NOTES)
+    assert table(NOTES) == writer_client.NOTES
+
+
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+def test_every_message_is_explained_and_frozen(kind: Any) -> None:
+    """One or more lines each; no field is named as what the wire adds."""
+    assert kind.__doc__ and len(kind.__doc__.splitlines()) <= 5
+    assert kind.__struct_config__.frozen and not {"op", "id", "fds"} & set(kind.__struct_fields__)
+
+
+# -- the wire --
+
+
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_messages_survive_the_wire(kind: Any, data: st.DataObject) -> None:
+    """With infinite times, and names that are no UTF-8."""
+    message = data.draw(values(kind))
+    incoming = protocol.decode(protocol.encode(message, 7, kind.descriptors))
+    assert incoming is not None and incoming.id == 7
+    incoming.fds += [-1] * kind.descriptors
+    assert message_of(incoming, table(MESSAGES)) == message
+
+
+@pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: kind.__name__)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_replies_survive_the_wire(kind: Any, data: st.DataObject) -> None:
+    value, request = data.draw(values(reply_type(kind))), data.draw(values(kind))
+    incoming = protocol.decode(protocol.encode_reply(value, 7))
+    assert incoming is not None and incoming.op == protocol.REPLY and reply_of(incoming, request) == value
+
+
+def test_an_error_is_a_reply_too() -> None:
+    """And what is no reply to the request is an error that names it."""
+    incoming = protocol.decode(protocol.encode_reply(protocol.failure(FencedError("gone")), 7))
+    assert incoming is not None
+    with pytest.raises(FencedError, match="gone"):
+        reply_of(incoming, requests.Whose())
+    for fields in ({"value": 5}, {}, {"error": 5}, {"error": "x"}):
+        with pytest.raises(ProtocolError, match="whose"):
+            reply_of(protocol.Incoming("reply", 7, fields, 10), requests.Whose())
+
+
+def test_what_is_too_long_is_not_sent(caplog: pytest.LogCaptureFixture) -> None:
+    """The request fails at once, by name, which is said to those who do not look, and the connection goes on."""
+    with pair() as (client, writer):
+        future = client.send(requests.Successor("x" * (9 * MIB)))
+        with pytest.raises(ProtocolError, match="'successor' has 9 MiB"):
+            future.result(10)
+        later = client.send(requests.Resume())
+        incoming = writer.receive()
+        assert incoming is not None and incoming.id is not None
+        writer.reply(incoming.id, None)
+        assert later.result(10) == (None, [])
+    assert "'successor' has 9 MiB" in caplog.text
+
+
+# -- a trainer that hears nonsense --
+
+
+@contextlib.contextmanager
+def pair() -> Iterator[tuple[WriterClient, Channel]]:
+    """A client, and the other end of its connection."""
+    ours, theirs = socket.socketpair()
+    client, writer = WriterClient(Channel(ours), "none"), Channel(theirs)
+    try:
+        yield client, writer
+    finally:
+        client.close()
+        writer.close()
+
+
+def framed(fields: Any) -> bytes:
+    body = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
+    return struct.pack(">I", len(body)) + body
+
+
+def test_a_trainer_goes_on_after_replies_and_notes_that_it_does_not_understand(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nobody waits for ever: what was asked fails, and the next note is heard."""
+    heard: list[Note] = []
+    with pair() as (client, writer):
+        client.listen(heard.append, lambda: None)
+        future = client.send(requests.Whose())
+        writer.sock.sendall(framed({"op": "reply", "id": 1, "value": {"trainer": "x"}}))
+        with pytest.raises(ProtocolError, match="the reply to whose"):
+            future.result(10)
+        for fields in ({"op": "of_another_version"}, {"op": "said_note"}, {"op": "reply"}, {"op": "reply", "id": 99}):
+            writer.sock.sendall(framed(fields))
+        writer.send(notes.SaidNote("so"))
+        assert eventually(lambda: heard == [notes.SaidNote("so")])
+    assert "'of_another_version' is not known here" in caplog.text and "'said_note' is malformed" in caplog.text
+
+
+# -- a real writer --
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "unknown": ({"op": "of_another_version"}, "'of_another_version' is not known here"),
+    "no name": ({}, "a message without a name is not known here"),
+    "a name of another kind": ({"op": "gone_note"}, "'gone_note' is not known here"),
+    "wrong type": ({"op": "watch_arena", "arena": 5}, "'watch_arena' is malformed: Expected `str`, got `int`"),
+    "wrong type deep inside": (
+        {"op": "doubt", "url": "", "attempt": "", "ranges": [["x", "y"]]},
+        "'doubt' is malformed: Expected `int`, got `str`",
+    ),
+    "missing field": ({"op": "write_slot", "tier": 0}, "'write_slot' is malformed: Object missing required field"),
+    "missing descriptor": ({"op": "attach_arena"}, "'attach_arena' comes with 1 descriptors, not 0"),
+    "too long": ({"op": "successor", "nonce": "x" * (10 * MIB)}, "'successor' has 10 MiB, where 8 MiB are the most"),
+    "a long name": ({"op": "x" * 5000}, "'" + "x" * 60 + "' is not known here"),
+}
+
+
+def test_a_real_writer_refuses_by_name_and_goes_on(own_sockets: Path, run_dir: str) -> None:
+    """What is wrong gets an error of ours, on a connection that stays usable; what is no message ends that connection,
+    and what is far too long too, after it was named. The same writer saves on."""
+    live = toy.build()
+    with ckpt.Checkpointer(live, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
+        cp.restore(default=0)
+        key, pid = link.run_key(normalise(run_dir), 0), cp.writer_pid
+        one = link.connect(key)
+        assert one is not None
+        for number, (fields, said) in enumerate(WRONG.values()):
+            one.sock.sendall(framed({**fields, "id": number}))
+            incoming = one.receive()
+            assert incoming is not None and incoming.id == number
+            with pytest.raises(ProtocolError) as caught:
+                reply_of(incoming, requests.Whose())
+            assert said in str(caught.value) and ckpt.__version__ in str(caught.value)
+            assert one.ask(requests.Whose(), 30.0) is not None
+        for raw, said in (
+            (framed(b"\x80\x04 not JSON"), ""),
+            (struct.pack(">I", MOST_BYTES + MIB) + b'{"op":"know_layout","id":5,"layout":{' + b" " * 200, "257 MiB"),
+        ):
+            other = link.connect(key)
+            assert other is not None
+            other.sock.sendall(raw)
+            incoming = other.receive()
+            assert said in (str(incoming.fields["message"]) if incoming is not None else "")
+            assert (incoming is not None) == bool(said) and other.receive() is None
+            other.close()
+        one.close()
+        toy.train_step(live)
+        assert cp.save(1).committed(60).step == 1 and cp.writer_pid == pid
+        assert [process.pid for process in writers(own_sockets)] == [pid]
+
+
+# -- another version --
+
+OTHER = "import ckpt.version; ckpt.version.VERSION = '9.9'; import ckpt.ipc.protocol as p; p.PROTOCOL = 99\n"
+
+
+@pytest.fixture
+def other_version(tmp_path: Path) -> str:
+    """Where processes find a library that says that it is another version."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(OTHER)
+    return str(tmp_path / "site")
+
+
+@pytest.mark.parametrize("words", [(), ("takeover",)], ids=["plain", "takeover"])
+def test_a_writer_of_another_version_is_left_alone(own_sockets: Path, other_version: str, words: tuple[str]) -> None:
+    """Its trainer is dead, and memory has the newest step: a start of this version says what to do, changes nothing and
+    ends nobody, also in a takeover; the start of that version goes on from it."""
+    with life(4, site=other_version) as first:
+        assert first.trained() == "start 0 0"
+    with life(5, *words) as second:
+        said = second.line()
+    assert said.startswith("ckpt.errors.ProtocolError:") and f"process {first.writer} holds memory" in said
+    assert "everystep 9.9, protocol 99" in said and f"kill -9 {first.writer}" in said
+    assert [process.pid for process in writers(own_sockets)] == [first.writer]
+    with life(4, site=other_version) as third:
+        assert third.trained() == "start 4 4" and third.writer == first.writer
+
+
+def test_a_trainer_of_another_version_goes_on(own_sockets: Path, other_version: str) -> None:
+    """It lives: a takeover by this version is refused, and it does its next step with the same writer."""
+    with life(4, site=other_version) as first:
+        first.trained()
+        with life(5, "takeover") as second:
+            assert "ProtocolError" in second.line()
+        assert first.do() == "done 5" and first.do("print(cp.writer_pid)") == str(first.writer)
+
+
+def test_a_writer_of_another_version_is_not_used_for_a_new_one(own_sockets: Path, other_version: str) -> None:
+    """The library was changed on disk while a trainer runs, whose writer then dies: it says why nothing is saved."""
+    with life(4) as first:
+        first.trained()
+        first.do(f"os.environ['PYTHONPATH'] = {other_version!r} + ':' + os.environ['PYTHONPATH']")
+        first.do(f"os.kill({first.writer}, 9)")
+        first.do("import time; time.sleep(5)")
+        said = first.do()
+    assert "there is no writer any more" in said and "9.9" in said and "changed on disk" in said, said
+
+
+def test_a_writer_of_before_there_were_versions_is_not_spoken_to_in_its_words(
+    own_sockets: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would give its memory to whoever says `hello`. It is never told that, and says that it does not know."""
+    key, heard = link.run_key(f"memory:{NAME}", 0), list[str]()
+    listener = link.listen(key)
+    assert listener is not None
+
+    def old_writer() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                peer = Channel(listener.accept()[0])
+                while (incoming := peer.receive()) is not None:
+                    heard.append(incoming.op)
+                    error = UsageError(f"the writer does not know {incoming.op!r}: is it of another version?")
+                    peer.sock.sendall(framed({**to_wire(error), "op": "reply", "id": incoming.id}))
+
+    threading.Thread(target=old_writer, daemon=True).start()
+    with life(1) as one:
+        said = one.line()
+    listener.close()
+    assert "ProtocolError" in said and "is it of another version?" in said
+    assert "hello" not in heard and heard[-1] == "greeting"
+
+
+def test_negative_control_the_same_version_is_understood(own_sockets: Path, other_version: str) -> None:
+    """What makes another version of a process in these tests does."""
+    code = "import ckpt.ipc.requests as r; print(r.Greeting().protocol, r.Greeting().library)"
+    path = f"{other_version}:{REPO}:{REPO / 'backends'}"
+    said = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True, check=True
+    )
+    assert said.stdout.split() == ["99", "9.9"]
+    assert requests.Greeting().protocol == protocol.PROTOCOL != 99

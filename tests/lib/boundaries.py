@@ -1,0 +1,122 @@
+"""Staging without a writer: what is in a slot is what was at the boundary."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+from ckpt.errors import CheckpointError, SaveError
+from ckpt.ranks.world import World
+from ckpt.restore.resume import Restored, restore_first
+from ckpt.restore.sources import MemorySource
+from ckpt.state.capture import Capture
+from ckpt.trainer.stage import Stager
+from toy_states import State, differences, freeze
+
+LARGE = 1500  # a square of this side takes some milliseconds to copy: training has time to interfere
+
+
+@pytest.fixture
+def open_run() -> Iterator[Callable[..., ckpt.Checkpointer]]:
+    """A Checkpointer in memory only, closed at the end whatever became of it."""
+    with contextlib.ExitStack() as stack:
+
+        def open_run(state: State, **settings: Any) -> ckpt.Checkpointer:
+            cp = ckpt.Checkpointer(state, name="staging", **settings)
+            stack.callback(close, cp)
+            cp.restore(default=0)
+            return cp
+
+        yield open_run
+
+
+def close(cp: ckpt.Checkpointer) -> None:
+    with contextlib.suppress(CheckpointError):
+        cp.close()
+
+
+def read_back(cp: ckpt.Checkpointer, step: int, twin: State) -> Any:
+    """The snapshot of a step, taken out of shared memory into another state; frozen."""
+    result = Restored(step=None)
+    with cp._supervisor.snapshots() as snapshots:
+        snapshot = next(s for s in snapshots if s.attempt.step == step)
+        source = MemorySource(snapshot.attempt, [snapshot], alone=True)
+        restore_first(World(), [source], Capture(twin), result, strict=True, on_touch=lambda: None)
+    assert result.step == step, result.skipped
+    return freeze(twin)
+
+
+class Run:
+    """A state, how to train it by one step, and a twin."""
+
+    def __init__(self, build: Callable[[], State], move: Callable[[State, int], None]) -> None:
+        torch.manual_seed(0)
+        self.state = build()
+        torch.manual_seed(1)
+        self.twin = build()
+        self.move = move
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """While it is cleared, the copy that overlaps training does not begin: what happens meanwhile is certain."""
+    opened, copy = threading.Event(), Stager._copy
+
+    def held(self: Stager, pairs: Any, streams: Any) -> None:
+        if self._pending is not None and self._pending.eager_done.is_set():
+            assert opened.wait(30.0)
+        copy(self, pairs, streams)
+
+    monkeypatch.setattr(Stager, "_copy", held)
+    opened.set()
+    return opened
+
+
+def check_boundaries(cp: ckpt.Checkpointer, run: Run, steps: int, *, first: int = 1) -> list[str]:
+    """Save every step and train on at once; what differs from the boundaries, and which steps were dropped."""
+    found: list[str] = []
+    skipped = 0
+    for step in range(first, first + steps):
+        run.move(run.state, step)
+        boundary = freeze(run.state)
+        save = cp.step(step)
+        run.move(run.state, -step)  # at once, in the middle of the copy
+        assert save is not None
+        try:
+            save.staged(30.0)
+        except ckpt.SkippedError:  # more memory, for optimizer state, is on its way
+            cp._supervisor.take_prepared(30.0)
+            skipped += 1
+        except SaveError as error:
+            found.append(f"step {step} dropped: {error}")
+        else:
+            found += [f"step {step}: {d}" for d in differences(read_back(cp, step, run.twin), boundary)]
+    assert skipped < steps / 2
+    return found
+
+
+def gradients(model: nn.Module, seed: int) -> None:
+    """New gradients by the seed, without a forward pass: the update follows at once."""
+    for i, p in enumerate(model.parameters()):
+        if p.grad is None:
+            p.grad = torch.empty_like(p)
+        p.grad.fill_((seed % 7) + i + 1.0)
+
+
+def adamw(**settings: Any) -> Run:
+    def build() -> State:
+        model = nn.Linear(LARGE, LARGE)
+        return {"model": model, "optim": torch.optim.AdamW(model.parameters(), lr=0.1, **settings)}
+
+    def move(state: State, step: int) -> None:
+        gradients(state["model"], abs(step))
+        state["optim"].step()
+
+    return Run(build, move)

@@ -1,0 +1,107 @@
+"""Runs for the command line, and how tests call it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+import toy
+from ckpt.cli import app
+from processes import REPO
+
+
+def save(run: Path, state: dict[str, Any], steps: range, *, every: int = 2) -> None:
+    """A run that trains over `steps` and keeps every checkpoint."""
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(str(run), every=every, keep=10)]) as cp:
+        cp.restore(default=0)
+        for step in steps:
+            if "optim" in state:
+                toy.train_step(state)
+            cp.step(step)
+
+
+def save_increments(places: list[Path], steps: range, *, compression: str = "zstd", full_every: int = 10) -> None:
+    """A run in several places, with tensors of each kind: frozen, partly trained, noise, a master and its rounding."""
+    draw = torch.Generator().manual_seed(0)
+    state: dict[str, Any] = {
+        "frozen": torch.randn(400, 256, generator=draw),
+        "master": torch.randn(64, 128, generator=draw),
+        "rounded": torch.empty(64, 128, dtype=torch.bfloat16),
+        "noise": torch.empty(64, 64),
+        "tiny": torch.zeros(3),
+    }
+    tiers = [ckpt.Tier(str(p), every=1, keep=20, compression=compression, full_every=full_every) for p in places]
+    with ckpt.Checkpointer(state, [ckpt.Memory(), *tiers]) as cp:
+        cp.restore(default=0)
+        for step in steps:
+            state["master"][: 4 * step] *= 1 + 1e-6
+            state["rounded"].copy_(state["master"])
+            state["noise"].copy_(torch.randn(64, 64, generator=draw))
+            state["tiny"] += 1
+            save = cp.save(step)
+            save.promoted(60.0)
+
+
+@pytest.fixture(scope="module")
+def increments(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with five checkpoints, the first two and the fifth full, the others increments."""
+    folder = tmp_path_factory.mktemp("increments")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("CKPT_RUNTIME_DIR", str(folder))
+    save_increments([folder / "run"], range(1, 6), full_every=5)
+    patch.undo()
+    return folder / "run"
+
+
+class Result:
+    """What a command printed, and its exit code."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def json(self) -> Any:
+        """One document, without the NaN that JSON does not know."""
+
+        def refuse(word: str) -> None:
+            raise AssertionError(f"{word} is not JSON")
+
+        return json.loads(self.out, parse_constant=refuse)
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run a command in this process."""
+
+    def run_command(*arguments: object) -> Result:
+        code = app.main([str(a) for a in arguments])
+        return Result(code, *capsys.readouterr())
+
+    return run_command
+
+
+def spawn(*arguments: object, code: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own, as a shell would."""
+    code = f"import sys\n{code}\nfrom ckpt.cli import main\nstatus = main()\nsys.exit(status)"
+    environment = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}
+    words = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def flip(path: Path, at: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(raw)
+
+
+def attempt_of(run: Path, step: int) -> str:
+    return next(p.name.split(f"-{step}.")[0] for p in (run / "packs").glob(f"*-{step}.*")) + f"-{step}"

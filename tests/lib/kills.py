@@ -1,0 +1,190 @@
+"""Trainers that are killed at chosen moments, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+import toy
+from ckpt.checkpoint import read
+from ckpt.ipc.process import Process
+from processes import PYTHONPATH, eventually, run_script, writers
+
+STEPS = 60
+
+
+EVERY = 3
+
+
+MEMORY, DISK = "memory", "disk"
+
+
+TRAIN = """
+import logging, os, sys
+import ckpt, toy
+
+run, steps, every = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+spares = sys.argv[4:]  # what the writers that replace a killed one are armed with
+
+class NextWriter(logging.Handler):
+    def emit(self, record):
+        if "a new writer has taken over" in record.getMessage():
+            print("replaced", 1, flush=True)
+            os.environ["CKPT_FAIL"] = spares.pop(0) if spares else ""
+
+logging.getLogger("ckpt").addHandler(NextWriter())
+state, open_saves = toy.build(), []
+with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=every, keep=2)]) as cp:
+    os.environ["CKPT_FAIL"] = spares.pop(0) if spares else ""
+    start = cp.restore(default=0)
+    print("start", start, flush=True)
+    for step in range(start + 1, steps + 1):
+        toy.train_step(state)
+        save = cp.step(step)
+        save.staged(60)
+        print("staged", step, flush=True)
+        open_saves += [save] if save.tiers else []
+        for save in [s for s in open_saves if s.status == "committed"]:
+            print("committed", save.step, flush=True)
+            open_saves.remove(save)
+print("closed", steps, flush=True)
+print("digest", toy.digest(state), flush=True)
+"""
+
+
+@dataclass
+class Told:
+    """What the processes of a run have said so far: the newest steps that are safe, and how the last one ended."""
+
+    start: int = 0
+    staged: int = 0
+    committed: int = 0
+    replaced: int = 0
+    digest: str = ""
+
+    def hear(self, output: str) -> None:
+        for line in output.splitlines():
+            word, _, value = line.partition(" ")
+            if word in ("staged", "committed"):
+                if value:  # else the kill cut the line off
+                    setattr(self, word, max(getattr(self, word), int(value)))
+            elif word == "closed":
+                self.committed = self.staged = int(value)
+            elif word == "start":
+                self.start = int(value)
+            elif word == "replaced":
+                self.replaced += 1
+            elif word == "digest":
+                self.digest = value
+
+    def safe(self, tier: str) -> int:
+        """The step that must be there if this tier, and nothing nearer, is left."""
+        return max(self.staged, self.committed) if tier == MEMORY else self.committed
+
+
+@dataclass
+class Chain:
+    """One run, and the processes that train it, one after the other."""
+
+    run: str
+    told: Told
+    left: str = MEMORY  # the nearest tier that the last death has left
+
+    def train(
+        self, fail: str = "", *, steps: int = STEPS, left: str = MEMORY, spares: tuple[str, ...] = ()
+    ) -> subprocess.CompletedProcess[str]:
+        """Train until the end or a death that leaves the tier `left`; the start must not be before what was safe."""
+        safe = self.told.safe(self.left)
+        result = run_script(TRAIN, self.run, steps, EVERY, *spares, fail=fail)
+        self.told.start = -1
+        self.told.hear(result.stdout)
+        if self.told.start >= 0:
+            assert not lost(self.told.start, safe), f"{fail}: {safe} was safe, went on at {self.told.start}"
+        self.left = left if self.told.start >= 0 or left == DISK else self.left
+        return result
+
+    def finish(self, folder: Path) -> None:
+        """Train to the end and look at everything."""
+        result = self.train()
+        assert result.returncode == 0, result.stderr
+        assert self.told.digest == toy.reference(STEPS)
+        assert problems(self.run) == []
+        assert eventually(lambda: not writers(folder)), "a process is left"
+
+
+def lost(start: int, safe: int) -> bool:
+    """Whether a run went on before a step that was acknowledged (oracle O1)."""
+    return start < safe
+
+
+def problems(run: str) -> list[str]:
+    """Damaged log records, and all that is wrong with the bytes of live checkpoints (oracle O2)."""
+
+    async def look() -> list[str]:
+        log = await read.open_run(f"file://{run}")
+        found = [f"log record {seq} is damaged" for seq in log.state.damaged]
+        for commit in log.state.commits.values():
+            found += await read.verify(log.store, commit)
+        await log.store.aclose()
+        return found
+
+    return read.run(look())
+
+
+def steps_on_disk(run: str) -> list[int]:
+    """The checkpoints of the present history, newest first."""
+
+    async def look() -> list[int]:
+        log = await read.open_run(f"file://{run}")
+        await log.store.aclose()
+        return [commit.step for commit in log.state.lineage()]
+
+    return read.run(look())
+
+
+class Trainer:
+    """A training process that one talks to, line by line."""
+
+    def __init__(self, code: str, *arguments: object, fail: str = "", path: str = "") -> None:
+        folders = [*filter(None, [path]), PYTHONPATH]
+        environment = {**os.environ, "CKPT_FAIL": fail, "PYTHONPATH": ":".join(map(str, folders))}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def read_until(self, word: str) -> str:
+        """Everything that it says up to the line that starts with `word`, or the end."""
+        assert self.process.stdout is not None
+        said = ""
+        for line in self.process.stdout:
+            said += line
+            if line.startswith(word):
+                break
+        return said
+
+    def say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(30)
+
+
+def kill_all(processes: list[psutil.Process]) -> None:
+    """They have ended when it returns, reaped or not: writers belong to nobody who would do that at once."""
+    ending = [Process.of(process.pid) for process in processes]
+    for process in processes:
+        process.kill()
+    assert eventually(lambda: not any(process.alive for process in ending))

@@ -1,0 +1,55 @@
+"""Run logs in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpt.checkpoint import commit as commits
+from ckpt.format.manifest import (
+    Attempt,
+    new_nonce,
+)
+from ckpt.runlog.log import (
+    Acquire,
+    RunLog,
+    RunState,
+    fold,
+)
+from ckpt.store import Store
+
+DIGEST = "0" * 64
+
+
+def attempt(epoch: int, step: int) -> Attempt:
+    return Attempt(epoch, step, f"{epoch:08x}")
+
+
+def record(kind: str, body: dict[str, Any], seq: int = 0, request: str = "") -> dict[str, Any]:
+    return {"type": kind, "body": body, "id": request or f"{kind}:{seq}", "seq": seq}
+
+
+def committed(of: Attempt) -> dict[str, Any]:
+    body = {
+        "attempt": str(of), "world": 1, "parts": [[0, 0, DIGEST]], "index": DIGEST, "finite": None, "reason": "due"
+    }  # fmt: skip
+    return record("COMMIT", body, request=f"commit:{of}")
+
+
+def folded(*records: dict[str, Any]) -> RunState:
+    state = RunState()
+    for seq, one in enumerate(records):
+        fold(state, {**one, "seq": seq})
+    return state
+
+
+async def new_log(store: Store) -> tuple[RunLog, Acquire]:
+    await commits.create_run(store)
+    log = RunLog(store)
+    await log.open()
+    return log, await commits.acquire(log, new_nonce())
+
+
+async def reopened(store: Store) -> RunLog:
+    log = RunLog(store)
+    await log.open()
+    return log

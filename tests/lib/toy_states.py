@@ -1,0 +1,106 @@
+"""States of every kind, filled, frozen and compared bit for bit."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ckpt.checkpoint.write import build_table
+from ckpt.format.layout import Layout
+from ckpt.format.merged import SavedState as SavedState
+from ckpt.state.capture import Capture, Reading
+from ckpt.state.placement import Filler
+
+State = dict[str, Any]
+
+
+def raw(tensor: Tensor) -> bytes:
+    """A tensor's elements in row-major order, bit for bit."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu().clone()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
+
+
+def freeze(value: Any) -> Any:
+    """Everything in a state by value, nothing of it shared with the state."""
+    if isinstance(value, Tensor):
+        return (str(value.dtype), tuple(value.shape), raw(value))
+    if isinstance(value, torch.Generator):
+        return freeze(value.get_state())
+    if isinstance(value, np.random.Generator):
+        return freeze(value.bit_generator.state)
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, torch.optim.Optimizer):
+        state = value.state_dict()
+        return freeze([state["param_groups"], [(i, sorted(s.items())) for i, s in sorted(state["state"].items())]])
+    if hasattr(value, "state_dict"):
+        return freeze(dict(value.state_dict()))
+    if isinstance(value, (np.ndarray, np.generic)):
+        return (type(value), value.dtype.str, value.shape, value.tobytes())
+    if isinstance(value, dict):
+        return (type(value), [(k, freeze(v)) for k, v in value.items()])
+    if isinstance(value, (list, tuple)):
+        return (type(value), [freeze(v) for v in value])
+    return (type(value), repr(value))
+
+
+def differences(a: Any, b: Any, path: str = "") -> list[str]:
+    """Where two frozen states differ, by path."""
+    if type(a) is type(b) and isinstance(a, (list, tuple)):
+        if len(a) != len(b):
+            return [f"{path}: {len(a)} and {len(b)} entries"]
+        names = [x[0] if isinstance(x, tuple) and x and isinstance(x[0], str) else i for i, x in enumerate(a)]
+        return [d for n, x, y in zip(names, a, b, strict=True) for d in differences(x, y, f"{path}/{n}")]
+    return [] if a == b and type(a) is type(b) else [path]
+
+
+class Saved:
+    """One moment of a state as bytes and JSON text, as any place keeps it."""
+
+    def __init__(self, reading: Reading) -> None:
+        self.layout = json.dumps(reading.layout.to_json())
+        self.values = json.dumps(reading.values)
+        self.data = {s.key: raw(t) for s, t in zip(reading.layout.tensors, reading.tensors, strict=True)}
+
+    def restore(self, state: State, *, strict: bool = True) -> None:
+        layout = Layout.from_json(json.loads(self.layout))
+        table = build_table(layout, "packs/1.0badcafe-1.0.0.safetensors", None)
+        saved = SavedState([layout], [json.loads(self.values)], table, digested=False)
+        placement = Capture(state).place(saved, strict=strict)
+        placement.check()
+        filler = Filler(saved, placement.fills)
+        in_order = (layout.tensors[i] for i in layout.arrangement.order)
+        shards = [self.data[spec.key] for spec in in_order]
+        for blob in filler.blobs:
+            start, length = int(saved.position[blob]), int(table.length[blob])
+            data = shards[int(saved.shard_of_blob[blob])][start : start + length]
+            filler.add(blob, memoryview(bytearray(data)))
+        filler.finish()
+        for finish in (*placement.finishers, *placement.last):
+            finish()
+
+
+def fill(tensor: Tensor, seed: int) -> Tensor:
+    """Random bits, which for floats means NaN payloads, infinities and subnormals too."""
+    numbers = torch.randint(0, 256, (tensor.nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    numbers = numbers % 2 if tensor.dtype == torch.bool else numbers
+    with torch.no_grad():
+        return tensor.copy_(numbers.view(tensor.dtype).view(tensor.shape))
+
+
+class Loader:
+    """Stands for any data loader: a state of plain values, tensors and arrays."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state

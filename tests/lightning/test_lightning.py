@@ -1,0 +1,391 @@
+"""Trainings of Lightning that are really killed, and compared with ones that never were, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from processes import PYTHONPATH, REPO
+
+pytest.importorskip("lightning")
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+
+import lightning_toy as toy
+from ckpt.lightning import CheckpointCallback, CheckpointIO
+from ckpt.lightning.best import END, Best, kept
+from ckpt.lightning.loop_hooks import BatchFeed
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Any:
+    """Lightning's hints are no news here."""
+    warnings.filterwarnings("ignore", module="lightning")
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def start(spec: dict[str, Any], *, ranks: int = 1) -> list[subprocess.Popen[str]]:
+    """The toy in processes of its own."""
+    path = PYTHONPATH
+    base = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    found = []
+    for rank in range(ranks):
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "RANK": str(rank)}
+        world |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "test"}
+        found.append(
+            subprocess.Popen(
+                [sys.executable, str(REPO / "tests" / "lib" / "lightning_toy.py"), json.dumps(spec)],
+                env={**base, **(world if ranks > 1 else {})},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    return found
+
+
+def end(processes: list[subprocess.Popen[str]], code: int) -> list[dict[str, Any]]:
+    """Wait for the end, which must be this one; what the first rank printed."""
+    ended = [process.communicate(timeout=240) for process in processes]
+    for process, (out, err) in zip(processes, ended, strict=True):
+        assert process.returncode == code, f"{process.returncode}\n{out[-2000:]}\n{err[-6000:]}"
+    return [json.loads(line) for line in ended[0][0].splitlines() if line.startswith("{")]
+
+
+def lines(out: Path) -> list[str]:
+    return out.read_text().splitlines() if out.exists() else []
+
+
+def told(out: Path, after: int) -> list[list[Any]]:
+    return [json.loads(line) for line in lines(out)[after:]]
+
+
+CASES: dict[str, tuple[list[Any], dict[str, Any], list[Any]]] = {
+    # what kills it, and what training it is; what is seen first afterwards
+    "in the middle of accumulation, with workers": (["batch", 13], {"accumulate": 3, "workers": 2}, ["batch", 11]),
+    "in the middle of validation": (["val", 8], {"val_every": 0.5, "accumulate": 2}, ["val", 6]),
+    "in an epoch, with a loader that knows": (["batch", 0], {"loader": "stateful"}, ["batch", 0]),
+}
+
+
+def test_a_killed_run_is_as_if_it_never_was(tmp_path: Path) -> None:
+    """SIGKILL in the middle of anything: losses of each batch, validations, metrics of each epoch, and weights."""
+    step = random.Random(os.environ.get("CKPT_SEED")).randrange(2, 23)
+    CASES["in an epoch, with a loader that knows"][0][1] = step
+    # What was saved last is the batch before; after the last one of an epoch comes a validation.
+    CASES["in an epoch, with a loader that knows"][2][:] = ["val" if step % 8 == 0 else "batch", step]
+    killed = {}
+    for number, (name, (kill, spec, _)) in enumerate(CASES.items()):
+        run, out = str(tmp_path / f"run{number}"), tmp_path / f"out{number}"
+        killed[name] = start({"run": run, "out": str(out), "kill": kill, **spec}), run, out
+    for name, (processes, run, out) in killed.items():
+        end(processes, -signal.SIGKILL)
+        seen, reference = len(lines(out)), f"{out}.reference"
+        whole = toy.fit(out=reference, **CASES[name][1])
+        again = toy.fit(run=run, out=str(out), **CASES[name][1])
+        assert told(out, seen)[0][:2] == CASES[name][2], (name, step)
+        assert toy.curve(str(out)) == toy.curve(reference), (name, step)
+        assert (again["digest"], again["steps"]) == (whole["digest"], whole["steps"]), (name, step)
+
+
+def test_ranks_come_back_together(tmp_path: Path) -> None:
+    """Two ranks, DDP and FSDP2 (ModelParallelStrategy), killed in an epoch; the same comparison, on both ranks."""
+    runs: dict[str, dict[str, Any]] = {"ddp": {"accumulate": 2}, "fsdp2": {"persistent": True}}
+    jobs: list[dict[str, Any]] = []
+    killed = []
+    for strategy, spec in runs.items():
+        run, out = str(tmp_path / strategy), str(tmp_path / f"{strategy}.out")
+        job = {"run": run, "out": out, "strategy": strategy, "devices": 2, **spec}
+        killed.append(start({**job, "kill": ["batch", 11]}, ranks=2))
+        jobs += [job, {**job, "run": None, "out": out + ".reference"}]
+    for processes in killed:
+        end(processes, -signal.SIGKILL)
+    found = end(start({"jobs": jobs}, ranks=2), 0)
+    for strategy, again, whole in zip(runs, found[::2], found[1::2], strict=True):
+        assert again == whole, strategy
+        said = tmp_path / f"{strategy}.out"
+        for rank in ("", ".1"):
+            assert toy.curve(f"{said}{rank}") == toy.curve(f"{said}.reference{rank}"), (strategy, rank)
+        batches = [count for what, count, _ in told(said, 0) if what == "batch"]
+        assert batches.count(9) == 1, f"{strategy} began anew"
+
+
+def test_sigterm_saves_and_leaves(tmp_path: Path) -> None:
+    """Lightning ends the training behind the batch, the exit code says why, and the same script goes on."""
+    run, out = str(tmp_path / "run"), tmp_path / "out"
+    end(start({"run": run, "out": str(out), "kill": ["term batch", 10]}), 128 + signal.SIGTERM)
+    assert ckpt.load(run).step == 11, "the last step is on the disk"
+    seen = len(lines(out))
+    whole = toy.fit(out=f"{out}.reference")
+    handler = signal.getsignal(signal.SIGTERM)
+    again = toy.fit(run=run, out=str(out))
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert told(out, seen)[0][:2] == ["batch", 11]
+    assert again["digest"] == whole["digest"] and toy.curve(str(out)) == toy.curve(f"{out}.reference")
+
+
+def interrupted(kill: list[Any], **spec: Any) -> None:
+    """A training that ends with an exception, in this process."""
+    with pytest.raises(RuntimeError, match="stop here"):
+        toy.fit(kill=kill, **spec)
+
+
+def test_the_best_are_kept(tmp_path: Path) -> None:
+    """The best by a logged metric stay, older ones go; also when the training was interrupted in between, and the
+    weights are those of that step."""
+    run, out = str(tmp_path / "run"), str(tmp_path / "out")
+    places = [ckpt.Memory(), ckpt.Tier(run, every=1, keep=7)]  # of steps of milliseconds: time to mark one of them
+    spec = {"run": places, "out": out, "epochs": 5, "callback": {"every": None, "monitor": "val_loss", "top_k": 2}}
+    interrupted(["raise batch", 26], **spec)
+    found = toy.fit(**spec)["callback"]
+    scores = {int(name[4:]): float.fromhex(value) for name, value in toy.curve(out).items() if name[:3] == "val"}
+    expected = sorted(scores, key=lambda step: scores[step])[:2]
+    assert len(scores) == 5 and [step for _, step in found._best.scores] == expected
+    assert (found.best_step, found.best_score) == (expected[0], pytest.approx(scores[expected[0]]))
+    for step in expected:
+        assert ckpt.load(run, step=step).step == step
+    with pytest.raises(ckpt.NoCheckpointError):
+        ckpt.load(run, step=min(scores, key=lambda step: -scores[step]))
+    model = toy.Model(toy.DEFAULTS)
+    model.load_state_dict(found.best_model.all())
+    worse = [toy.digest(toy.fit(epochs=n)["model"]) for n in range(1, 6)]
+    assert toy.digest(model) == worse[expected[0] // toy.BATCHES - 1]
+
+
+def test_the_best_by_value() -> None:
+    """Ties go to the older, what is no number is never good, and a step is there once."""
+    best = Best("acc", "max", 2)
+    assert best.add(1.0, 1) and best.add(1.0, 2) and not best.add(1.0, 3) and not best.add(float("nan"), 4)
+    assert best.add(2.0, 5) and best.scores == [(2.0, 5), (1.0, 1)] and best.add(3.0, 5) and len(best.scores) == 2
+    with pytest.raises(ckpt.UsageError, match="mode"):
+        Best("acc", "largest")
+
+
+def test_other_callbacks_come_back(tmp_path: Path) -> None:
+    """EarlyStopping stops where it would have, and averages of weights (EMA) are those that would have been, though
+    their callback stands behind ours and exchanges weights in each validation."""
+    for name, of in (("stopping", {"patience": 3, "epochs": 9}), ("average", {"epochs": 2})):
+
+        def spec(of: dict[str, Any] = of, name: str = name) -> dict[str, Any]:
+            return {**of, "more": [EMAWeightAveraging(decay=0.9)] if name == "average" else []}
+
+        run, out = str(tmp_path / name), str(tmp_path / f"{name}.out")
+        whole = toy.fit(out=f"{out}.reference", **spec())
+        interrupted(["raise val", 4], run=run, out=out, **spec())
+        again = toy.fit(run=run, out=out, **spec())
+        assert (again["digest"], again["steps"]) == (whole["digest"], whole["steps"]), name
+        assert toy.curve(out) == toy.curve(f"{out}.reference"), name
+    assert whole["steps"] == 2 * toy.BATCHES
+
+
+class Plateau(toy.Model):
+    """The schedule looks at a metric."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": self.spec["monitor"]}}
+
+
+def test_what_happens_once_an_epoch_comes_back_in_its_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedules that look at metrics, of training or validation, stopped in either; numbers of batches a step that
+    change with the epoch; and stochastic weight averaging, which takes the schedule's place."""
+    cases: dict[str, tuple[list[Any], dict[str, Any], type[toy.Model], Any]] = {
+        "train_loss_epoch": (["raise batch", 13], {"epochs": 3}, Plateau, None),
+        "val_loss": (["raise val", 5], {"epochs": 3}, Plateau, None),
+        "accumulation": (["raise batch", 13], {}, toy.Model, lambda: GradientAccumulationScheduler({0: 1, 1: 3})),
+        "averages": (
+            ["raise batch", 11], {"epochs": 4}, toy.Model, lambda: StochasticWeightAveraging(1e-3, swa_epoch_start=2),
+        ),
+    }  # fmt: skip
+    for name, (kill, more, model, other) in cases.items():
+
+        def spec(more: dict[str, Any] = more, name: str = name, other: Any = other) -> dict[str, Any]:
+            return {**more, "monitor": name, "more": [] if other is None else [other()]}
+
+        monkeypatch.setattr(toy, "Model", model)
+        run, out = str(tmp_path / name), str(tmp_path / f"{name}.out")
+        whole = toy.fit(out=f"{out}.reference", **spec())
+        interrupted(kill, run=run, out=out, **spec())
+        again = toy.fit(run=run, out=out, **spec())
+        assert (again["digest"], again["steps"]) == (whole["digest"], whole["steps"]), name
+        assert toy.curve(out) == toy.curve(f"{out}.reference"), name
+
+
+def test_other_batches_a_step_are_taken_as_they_are_said(tmp_path: Path) -> None:
+    """Who starts again with another accumulate_grad_batches means it."""
+    run = str(tmp_path / "run")
+    interrupted(["raise batch", 8], run=run)
+    assert toy.fit(run=run, accumulate=2)["steps"] == 8 + 8
+
+
+class Tuned(toy.Model):
+    """Has a learning rate that a finder may set."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        super().__init__(spec)
+        self.lr = 1e-2
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+def test_what_looks_for_a_learning_rate_first_is_no_other_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves the name of a file of its own as that which the training began from, another at each start."""
+    monkeypatch.setattr(toy, "Model", Tuned)
+    limits = {"default_root_dir": str(tmp_path)}
+
+    def finder() -> LearningRateFinder:
+        return LearningRateFinder(num_training_steps=5)
+
+    whole = toy.fit(more=[finder()], limits=limits)
+    interrupted(["raise batch", 13], run=str(tmp_path / "run"), more=[finder()], limits=limits)
+    again = toy.fit(run=str(tmp_path / "run"), more=[finder()], limits=limits)
+    assert (again["digest"], again["steps"]) == (whole["digest"], whole["steps"])
+
+
+def test_a_finished_run_does_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And says so; with more epochs it goes on as if it had never ended. `max_steps` counts as well."""
+    logging.getLogger("lightning.pytorch").addHandler(caplog.handler)
+    run, out = str(tmp_path / "run"), tmp_path / "out"
+    first = toy.fit(run=run, out=str(out), epochs=2)
+    seen = len(lines(out))
+    assert kept(f"file://{run}") == {16: END}
+    again = toy.fit(run=run, out=str(out), epochs=2)
+    assert "nothing to do" in caplog.text and "max_epochs=2" in caplog.text
+    assert len(lines(out)) == seen and again["digest"] == first["digest"] and again["steps"] == 16
+    whole = toy.fit(out=f"{out}.reference", epochs=3)
+    more = toy.fit(run=run, out=str(out), epochs=3)
+    assert more["digest"] == whole["digest"] and toy.curve(str(out)) == toy.curve(f"{out}.reference")
+    caplog.clear()
+    toy.fit(run=run, limits={"max_steps": 20}, epochs=None)
+    assert "nothing to do" in caplog.text
+    logging.getLogger("lightning.pytorch").removeHandler(caplog.handler)
+
+
+def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
+    """Two callbacks, another model, another beginning, misspelt words: an error that says what to do."""
+    run = str(tmp_path / "run")
+    with pytest.raises(ckpt.UsageError, match="two CheckpointCallbacks"):
+        toy.fit(run=run, more=[CheckpointCallback(run)])
+    interrupted(["raise batch", 9], run=run)
+    with pytest.raises(ckpt.MismatchError, match=r"model\.net\.0\.weight"):
+        toy.fit(run=run, width=32)
+    found = toy.fit(run=str(tmp_path / "copy"), epochs=1, more=[])
+    found["trainer"].save_checkpoint(tmp_path / "other.ckpt")
+    with pytest.raises(ckpt.UsageError, match="began without ckpt_path"):
+        toy.fit(run=run, ckpt_path=str(tmp_path / "other.ckpt"))
+    with pytest.raises(ckpt.MismatchError, match=r"model\.more\.0\.weight"):
+        toy.fit(run=run, extra=1)
+    assert toy.fit(run=run, extra=1, callback={"strict": False})["steps"] == 24
+    with pytest.raises(TypeError, match="on_bussy"):
+        CheckpointCallback(run, on_bussy="skip")
+    with pytest.raises(ckpt.UsageError, match="given by a word"):
+        CheckpointCallback([ckpt.Tier(run)], every=5)
+
+
+def test_a_run_that_began_from_a_file(tmp_path: Path) -> None:
+    """`ckpt_path` is where it begins; started again by the same script, it goes on from its own checkpoints."""
+    whole = toy.fit(epochs=1)
+    file = str(tmp_path / "begin.ckpt")
+    whole["trainer"].save_checkpoint(file)
+    spec = {"ckpt_path": file, "epochs": 3}
+    reference = toy.fit(out=str(tmp_path / "reference"), **spec)
+    interrupted(["raise batch", 20], run=str(tmp_path / "run"), out=str(tmp_path / "out"), **spec)
+    again = toy.fit(run=str(tmp_path / "run"), out=str(tmp_path / "out"), **spec)
+    assert again["digest"] == reference["digest"]
+    assert toy.curve(str(tmp_path / "out")) == toy.curve(str(tmp_path / "reference"))
+
+
+def test_negative_control_other_batches_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without coming back to the batch, an interrupted run differs: so the comparisons above can fail."""
+    run, out = str(tmp_path / "run"), str(tmp_path / "out")
+    toy.fit(out=f"{out}.reference")
+    interrupted(["raise batch", 11], run=run, out=out)
+    monkeypatch.setattr(BatchFeed, "come_back", lambda self, fetcher: None)
+    toy.fit(run=run, out=out)
+    assert toy.curve(out) != toy.curve(f"{out}.reference")
+
+
+class Odd(Callback):
+    """Has a state that nobody can store without pickle."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"deep": [object()]}
+
+
+def test_lightnings_own_checkpoints_in_our_files(tmp_path: Path) -> None:
+    """CheckpointIO: ModelCheckpoint's files are runs, load verified, go away again, and hold no pickle."""
+    folder = tmp_path / "files"
+    saver = ModelCheckpoint(folder, save_top_k=2, monitor="val_loss", save_last=True)
+    limits = {"plugins": [CheckpointIO()], "enable_checkpointing": True, "default_root_dir": str(tmp_path)}
+    toy.fit(more=[saver], limits=limits)
+    names = sorted(path.name for path in folder.iterdir())
+    assert len(names) == 3 and "last.ckpt" in names
+    last = CheckpointIO().load_checkpoint(folder / "last.ckpt")
+    assert last["global_step"] == 24 and last["callbacks"] and last["optimizer_states"][0]["state"]
+    whole = toy.fit(epochs=4)
+    again = toy.fit(epochs=4, ckpt_path=str(folder / "last.ckpt"), limits=limits)
+    assert again["steps"] == whole["steps"] == 32
+    for pack in ((folder / "last.ckpt").resolve() / "packs").rglob("*.safetensors"):
+        raw = bytearray(pack.read_bytes())
+        raw[-1] ^= 1
+        pack.write_bytes(raw)
+    with pytest.raises(ckpt.CorruptError):
+        CheckpointIO().load_checkpoint(folder / "last.ckpt")
+    CheckpointIO().remove_checkpoint(saver.best_model_path)
+    assert not Path(saver.best_model_path).exists()
+    with pytest.raises(ckpt.StateError, match=r"callbacks\.Odd\.deep\.0"):
+        toy.fit(epochs=1, more=[Odd(), ModelCheckpoint(folder / "odd")], limits=limits)
+    assert isinstance(CheckpointIO(), pl.plugins.io.CheckpointIO) and isinstance(CheckpointCallback("x"), Callback)
+    with pytest.raises(ckpt.UsageError, match="not a checkpoint"):
+        CheckpointIO().remove_checkpoint(tmp_path)
+
+
+def test_the_example_comes_back(tmp_path: Path) -> None:
+    """Killed at a step and started again, it prints the losses, weights and best step of a run that never was."""
+
+    def run(name: str, *more: str) -> subprocess.Popen[str]:
+        script, path = REPO / "examples" / "lightning_fit.py", f"{REPO}:{REPO / 'backends'}"
+        command = [sys.executable, str(script), str(tmp_path / name), *more]
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"}
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+    whole, killed = run("whole"), run("killed", "--kill-at", "70")
+    before = killed.communicate(timeout=240)[0].splitlines()
+    assert killed.returncode == -signal.SIGKILL
+    after = run("killed").communicate(timeout=240)[0].splitlines()
+    expected = whole.communicate(timeout=240)[0].splitlines()
+    assert before[0] == expected[0] == "starts at step 0" and after[0] in ("starts at step 69", "starts at step 70")
+    assert list(dict.fromkeys([*before, *after[1:]])) == expected and expected[-2].startswith("done: 192 steps")

@@ -1,0 +1,651 @@
+"""What goes and what stays: no clean-up may take what could be the last thing that can be restored."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt.checkpoint import commit, read, retention
+from ckpt.checkpoint.retention import ALWAYS, Keep, choose
+from ckpt.checkpoint.write import RankSnapshot, WrittenPart, write_part
+from ckpt.errors import CheckpointError, FencedError, SaveError, StoreError, UsageError
+from ckpt.format.layout import Layout, TensorSpec
+from ckpt.format.manifest import Attempt, new_nonce, owner, pack_key
+from ckpt.maintain import prune
+from ckpt.maintain.prune import why_kept
+from ckpt.runlog.log import Acquire, Commit, Record, RunLog, RunState
+from ckpt_backends.memory import MemoryStore
+from interleave import write_increment
+
+LAYOUT = Layout((TensorSpec("w", "F32", (4,)),), {}, [])
+
+
+# -- choose --
+
+
+@st.composite
+def states(draw: st.DrawFn) -> tuple[RunState, Keep, set[Attempt]]:
+    """A run with rollbacks, ring commits, NaN checkpoints, increments, KEEPs and open attempts; how much to keep; what
+    has been verified."""
+    state = RunState()
+    for epoch in range(1, draw(st.integers(1, 4)) + 1):
+        present = [c.attempt for c in state.lineage()]
+        back = draw(st.sampled_from([None, *present]))
+        state.acquires.append(Acquire(epoch, f"{epoch:08x}", back))
+        for step in draw(st.sets(st.integers(0, 30), max_size=5)):
+            attempt = Attempt(epoch, step, f"{epoch:08x}")
+            finite, reason = draw(st.sampled_from([None, True, False])), draw(st.sampled_from(["due", "ring"]))
+            needs = draw(st.sampled_from([(), *((one,) for one in state.commits if one < attempt)]))
+            state.commits[attempt] = Commit(attempt, 1, (), "", finite, reason, needs)
+    known = sorted(state.commits)
+    some = st.sets(st.sampled_from(known)) if known else st.just(set[Attempt]())
+    state.kept = dict.fromkeys(draw(some), "")
+    if known and draw(st.booleans()):
+        state.pins = {Attempt(9, step, "9" * 8): (draw(st.sampled_from(known)),) for step in range(2)}
+    keep = Keep(last=draw(st.integers(1, 4)), every=draw(st.sampled_from([None, 1, 5])))
+    return state, keep, draw(some)
+
+
+def ordered(state: RunState) -> list[Commit]:
+    """Newest first: the present history, then what a rollback undid."""
+    history = state.lineage()
+    undone = sorted((c for c in state.commits.values() if c not in history), key=lambda c: c.attempt, reverse=True)
+    return [*history, *undone]
+
+
+def wrongly_given_up(state: RunState, keep: Keep, verified: Iterable[Attempt], gone: set[Attempt]) -> list[str]:
+    """The oracle: every promise that giving these up would break."""
+    every, problems = ordered(state), []
+    alive = set(verified)
+
+    def lost(what: str, found: Iterable[Commit]) -> None:
+        problems.extend(f"{what}: {c.attempt}" for c in found if c.attempt in gone)
+
+    lost("the newest two", every[:ALWAYS])
+    lost("the newest two full ones", [c for c in every if not c.needs][:ALWAYS])
+    lost("what an open attempt builds on", [c for c in every if any(c.attempt in pins for pins in state.pins.values())])
+    lost("the newest verified one", [c for c in every if c.attempt in alive][:1])
+    lost("the last finite one", [c for c in every if c.finite is not False][:1])
+    lost("a KEEP", [c for c in every if c.attempt in state.kept])
+    lost("one of the last", [c for c in every if c.reason == "due"][: keep.last])
+    lost("one of every", [c for c in every if keep.every and c.step % keep.every == 0])
+    due = [c.attempt for c in state.lineage() if c.reason == "due"]
+    newer = [c for c in state.lineage() if c.reason == "ring" and (not due or c.attempt > due[0])]
+    lost("one of the last that a death persisted after the newest regular one", newer[: max(keep.last, ALWAYS)])
+    if gone - state.commits.keys():
+        problems.append("what is not there")
+    return problems
+
+
+@given(states())
+@settings(max_examples=500, deadline=None)
+def test_choose_never_gives_up_what_must_stay(drawn: tuple[RunState, Keep, set[Attempt]]) -> None:
+    """The newest verified, newest two, newest two full ones, last finite one, KEEPs, what open attempts build on, what
+    the policy names, what a death persisted."""
+    state, keep, verified = drawn
+    assert wrongly_given_up(state, keep, verified, choose(state, keep, verified)) == []
+
+
+@given(states())
+@settings(max_examples=200, deadline=None)
+def test_choose_gives_up_everything_else(drawn: tuple[RunState, Keep, set[Attempt]]) -> None:
+    """Clean-up is not shy: each checkpoint that stays has one of those reasons."""
+    state, keep, verified = drawn
+    gone = choose(state, keep, verified)
+    for attempt in state.commits.keys() - gone:
+        assert wrongly_given_up(state, keep, verified, gone | {attempt}), f"{attempt} stays without a reason"
+
+
+def test_choose_settles() -> None:
+    """Giving up what was chosen makes nothing else due: a second clean-up right after the first has nothing to do."""
+    state = RunState(acquires=[Acquire(1, "0" * 8, None)])
+    for step in range(20):
+        attempt = Attempt(1, step, "0" * 8)
+        state.commits[attempt] = Commit(attempt, 1, (), "", None, "ring" if step % 3 else "due")
+    verified = {max(state.commits)}
+    for attempt in choose(state, Keep(2, every=7), verified):
+        del state.commits[attempt]
+    assert sorted(a.step for a in state.commits) == [0, 7, 14, 15, 18, 19]
+    assert choose(state, Keep(2, every=7), verified) == set()
+
+
+def test_negative_control_a_greedy_policy_is_seen() -> None:
+    """The oracle objects to giving up the newest, or everything."""
+    attempts = [Attempt(1, step, "0" * 8) for step in (1, 2, 3)]
+    state = RunState(acquires=[Acquire(1, "0" * 8, None)])
+    state.commits = {a: Commit(a, 1, (), "") for a in attempts}
+    assert wrongly_given_up(state, Keep(1), set(), {attempts[2]})
+    assert wrongly_given_up(state, Keep(1), {attempts[0]}, {attempts[0]})
+    assert wrongly_given_up(state, Keep(1), set(), {attempts[0]}) == []
+
+
+def increments(full: Iterable[int], steps: int, *, undone: Iterable[int] = ()) -> RunState:
+    """Steps 0 to `steps` of which these are full; others are built on the one before. Some are of a lost history."""
+    back = Attempt(1, min(undone) - 1, "0" * 8) if undone else None
+    state = RunState(acquires=[Acquire(1, "0" * 8, None), Acquire(2, "1" * 8, back)])
+    before: tuple[Attempt, ...] = ()
+    for step in range(steps + 1):
+        attempt = Attempt(1, step, "0" * 8)
+        state.commits[attempt] = Commit(attempt, 1, (), "", needs=() if step in full else before)
+        before = (attempt,)
+    return state
+
+
+def left_by(state: RunState, keep: Keep) -> list[int]:
+    """The steps that stay, when everything was verified."""
+    gone = choose(state, keep, state.commits)
+    return sorted(a.step for a in state.commits if a not in gone)
+
+
+def test_the_newest_two_full_ones_stay() -> None:
+    """However far back; before those that a rollback has undone; and where nothing is an increment nothing changes."""
+    assert left_by(increments({0, 3, 6, 9}, 20), Keep(2)) == [6, 9, 19, 20]
+    assert left_by(increments({0}, 20), Keep(2)) == [0, 19, 20]
+    assert left_by(increments({0, 19, 20}, 20), Keep(2)) == [19, 20]
+    assert left_by(increments(range(21), 20), Keep(3)) == [18, 19, 20]
+    assert left_by(increments({0, 3, 6, 18}, 20, undone=[11]), Keep(2)) == [3, 6, 9, 10]
+
+
+def test_what_an_open_attempt_builds_on_is_not_given_up() -> None:
+    """As long as it is open, whatever the policy says; a pin of what is not there means nothing."""
+    state = increments(range(9), 8)
+    state.pins = {Attempt(2, 9, "1" * 8): (Attempt(1, 2, "0" * 8), Attempt(1, 4, "0" * 8)), Attempt(2, 10, "1" * 8): ()}
+    assert left_by(state, Keep(1)) == [2, 4, 7, 8]
+    state.pins = {Attempt(2, 9, "1" * 8): (Attempt(1, 99, "0" * 8),)}
+    assert left_by(state, Keep(1)) == [7, 8]
+
+
+def test_negative_control_giving_up_full_or_pinned_ones_is_seen() -> None:
+    """The oracle objects to both."""
+    state = increments({0, 3, 6, 9}, 20)
+    assert wrongly_given_up(state, Keep(1), set(), {Attempt(1, 6, "0" * 8)})
+    assert wrongly_given_up(state, Keep(1), set(), {Attempt(1, 3, "0" * 8)}) == []
+    state.pins = {Attempt(2, 21, "1" * 8): (Attempt(1, 3, "0" * 8),)}
+    assert wrongly_given_up(state, Keep(1), set(), {Attempt(1, 3, "0" * 8)})
+
+
+@pytest.mark.parametrize("full", [{0, 3, 6, 9}, {0}, set(range(21))])
+def test_it_is_said_why_each_stays(full: set[int]) -> None:
+    """Exactly what `choose` leaves has a reason, and the right one."""
+    state = increments(full, 20)
+    state.pins = {Attempt(2, 21, "1" * 8): (Attempt(1, 5, "0" * 8),)}
+    why = {a.step: said for a, said in why_kept(state, Keep(1), max(state.commits)).items()}
+    assert sorted(why) == left_by(state, Keep(1)) and all(why.values())
+    assert "in use by one that is being written" in why[5]
+    assert [step for step, said in sorted(why.items()) if "one of the last two full ones" in said] == [
+        step for step in sorted(full)[-2:] if step < 19
+    ]
+
+
+@pytest.mark.parametrize("numbers", [{"last": 0}, {"last": -1}, {"every": 0}])
+def test_a_senseless_policy_is_refused(numbers: dict[str, int]) -> None:
+    """Keeping nothing is not a policy."""
+    with pytest.raises(UsageError):
+        Keep(**numbers)
+
+
+# -- retire --
+
+
+class Dying(MemoryStore):
+    """Fails for ever from the n-th deletion on, as if the process had been killed there."""
+
+    left = 10**9
+
+    async def delete(self, key: str) -> None:
+        if self.left <= 0:
+            raise StoreError("killed")
+        self.left -= 1
+        await super().delete(key)
+
+
+async def opened(store: MemoryStore) -> tuple[RunLog, Acquire]:
+    await commit.create_run(store)
+    log = RunLog(store)
+    await log.open()
+    return log, await commit.acquire(log, new_nonce())
+
+
+def snapshot(mine: Acquire, step: int) -> RankSnapshot:
+    return RankSnapshot(Attempt(mine.epoch, step, mine.nonce), LAYOUT, memoryview(f"{step:016d}".encode()), [])
+
+
+async def save(log: RunLog, mine: Acquire, *steps: int) -> list[Attempt]:
+    for step in steps:
+        await commit.commit(log, mine, [await write_part(log.store, snapshot(mine, step))])
+    return [Attempt(mine.epoch, step, mine.nonce) for step in steps]
+
+
+async def files(store: MemoryStore) -> dict[int, int]:
+    """By step, how many files of it there are."""
+    found: dict[int, int] = {}
+    for key in store.objects:
+        if (attempt := owner(key)) is not None:
+            found[attempt.step] = found.get(attempt.step, 0) + 1
+    return found
+
+
+async def sound(store: MemoryStore) -> list[int]:
+    """The steps that are live, newest first; every one of them is whole."""
+    log = await read.open_run(store.url, store)
+    for found in log.state.commits.values():
+        assert await read.verify(store, found) == []
+    return [c.step for c in log.state.lineage()]
+
+
+WHOLE = 4  # files of a checkpoint: pack, part, table, index
+
+
+def test_retire_deletes_the_files_of_what_it_gives_up_and_no_others() -> None:
+    """All four files of each goes; the rest can still be read; a second call finds nothing to do."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await opened(store)
+        attempts = await save(log, mine, 1, 2, 3, 4, 5)
+        store.objects["notes/mine.txt"] = b"the user's"
+        store.objects["packs/notes.txt"] = b"the user's"
+        gone = await retention.retire(log, mine, Keep(2), {attempts[-1]})
+        assert gone == set(attempts[:3])
+        assert await files(store) == {4: WHOLE, 5: WHOLE}
+        assert await sound(store) == [5, 4]
+        assert {"notes/mine.txt", "packs/notes.txt"} <= store.objects.keys()
+        records = log.state.next_seq
+        assert await retention.retire(log, mine, Keep(2), {attempts[-1]}) == set()
+        assert log.state.next_seq == records
+
+    asyncio.run(scenario())
+
+
+def test_nothing_goes_before_something_that_stays_was_verified() -> None:
+    """With nothing verified, or only what is not live any more, clean-up waits."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await opened(store)
+        await save(log, mine, 1, 2, 3, 4)
+        for verified in (set[Attempt](), {Attempt(1, 99, "0" * 8)}):
+            assert await retention.retire(log, mine, Keep(1), verified) == set()
+        assert await sound(store) == [4, 3, 2, 1]
+
+    asyncio.run(scenario())
+
+
+def test_leftovers_of_aborted_attempts_and_other_tries_are_swept() -> None:
+    """Files of an ended attempt that no checkpoint uses go with the next clean-up; those of an open attempt never."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await opened(store)
+        await write_part(store, snapshot(mine, 2), number=0)  # a first try, written again below
+        await save(log, mine, 1)
+        written = await write_part(store, snapshot(mine, 2), number=1)
+        await commit.commit(log, mine, [written])
+        await write_part(store, snapshot(mine, 3))
+        await commit.abort(log, mine, Attempt(mine.epoch, 3, mine.nonce), "for the test")
+        await write_part(store, snapshot(mine, 4))  # open
+        assert await retention.retire(log, mine, Keep(5), {Attempt(mine.epoch, 2, mine.nonce)}) == set()
+        assert await files(store) == {1: WHOLE, 2: WHOLE, 4: WHOLE - 1}
+        assert pack_key(Attempt(mine.epoch, 2, mine.nonce), 0, 0) not in store.objects
+        assert await sound(store) == [2, 1]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("end", ["COMMIT", "ABORT"])
+def test_what_an_open_attempt_builds_on_stays(end: str) -> None:
+    """What BEGIN names outlives the policy until the attempt has ended, and then goes. HELD is no end."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await opened(store)
+        attempts = await save(log, mine, 1, 2, 3)
+        of = Attempt(mine.epoch, 4, mine.nonce)
+        await commit.begin(log, mine, of, attempts[:1])
+        assert await retention.retire(log, mine, Keep(1), {attempts[-1]}) == set()
+        written = await write_part(store, snapshot(mine, 4))
+        await commit.commit(log, mine, [written], kind="HELD")
+        assert await retention.retire(log, mine, Keep(1), {attempts[-1]}) == set()
+        assert await files(store) == {1: WHOLE, 2: WHOLE, 3: WHOLE, 4: WHOLE}
+        if end == "COMMIT":
+            await commit.complete(log, mine, of)
+        else:
+            await commit.abort(log, mine, of, "for the test", held=True)
+        assert attempts[0] in await retention.retire(log, mine, Keep(1), {attempts[-1]})
+        assert 1 not in await files(store)
+
+    asyncio.run(scenario())
+
+
+def test_what_is_built_on_is_taken_back_by_force() -> None:
+    """`retract` knows that it is wrong, whoever builds on it; that one is no checkpoint then, and its files go."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await opened(store)
+        attempts = await save(log, mine, 1, 2, 3)
+        of = Attempt(mine.epoch, 4, mine.nonce)
+        await commit.begin(log, mine, of, attempts[:1])
+        written = await increment(log, mine, 4, await commit.load_part(store, attempts[0], 0, 0))
+        await commit.retract(log, mine, attempts[0], "it mixes two moments")
+        with pytest.raises(SaveError, match="step 1, which was retired"):
+            await commit.settle(log, lambda: mine, written, commit.Role(), deadline_s=1000)
+        await retention.retire(log, mine, Keep(1), {attempts[-1]})
+        assert await files(store) == {2: WHOLE, 3: WHOLE}
+        assert await sound(store) == [3, 2]
+
+    asyncio.run(scenario())
+
+
+async def increment(log: RunLog, mine: Acquire, step: int, base: WrittenPart) -> WrittenPart:
+    """A part that takes everything from an older one, and has an empty pack of its own."""
+    at = int(base.table.offset[0])
+    data = await log.store.get(base.table.packs[int(base.table.pack[0])], start=at, length=16)
+    return await write_increment(log.store, replace(snapshot(mine, step), data=data), base, ["w"])
+
+
+async def chain(log: RunLog, mine: Acquire, *steps: int) -> list[Attempt]:
+    """A full one, and increments, each built on the one before. All refer to the pack of the first."""
+    attempts = await save(log, mine, steps[0])
+    base = await commit.load_part(log.store, attempts[0], 0, 0)
+    for step in steps[1:]:
+        attempts.append(Attempt(mine.epoch, step, mine.nonce))
+        await commit.begin(log, mine, attempts[-1], attempts[-2:-1])
+        base = await increment(log, mine, step, base)
+        await commit.commit(log, mine, [base])
+    return attempts
+
+
+def check_shared_packs(*, orphans: bool = True, remembered: bool = False) -> None:
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await opened(store)
+        attempts = await chain(log, mine, 1, 2, 3, 4)
+        later = await save(log, mine, 5, 6)
+        retention._cache.clear()
+        if remembered:  # as by who has just written it
+            found = await commit.load_part(store, attempts[3], 0, 0)
+            retention.remember_packs(log, attempts[3], found.table.packs)
+        await retention.retire(log, mine, Keep(3), {later[-1]}, orphans=orphans)
+        assert await files(store) == {1: 1, 4: WHOLE, 5: WHOLE, 6: WHOLE}
+        assert pack_key(attempts[0], 0, 0) in store.objects
+        assert await sound(store) == [6, 5, 4]
+        await retention.retire(log, mine, Keep(2), {later[-1]}, orphans=orphans)
+        assert await files(store) == {5: WHOLE, 6: WHOLE}
+        assert await sound(store) == [6, 5]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("orphans", [False, True])
+@pytest.mark.parametrize("remembered", [False, True])
+def test_a_pack_stays_as_long_as_anything_uses_it(orphans: bool, remembered: bool) -> None:
+    """The other files of what it came from go at once; it goes with the last checkpoint that refers to it."""
+    check_shared_packs(orphans=orphans, remembered=remembered)
+
+
+def test_negative_control_a_missing_pack_of_an_older_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clean-up that takes a pack for that of who wrote it, the check above is red."""
+    files_of = retention.files_of
+
+    async def own(*args: Any) -> dict[Attempt, set[str]]:
+        return {of: {key for key in keys if owner(key) == of} for of, keys in (await files_of(*args)).items()}
+
+    monkeypatch.setattr(retention, "files_of", own)
+    with pytest.raises(AssertionError):
+        check_shared_packs()
+
+
+def test_an_increment_that_cannot_be_read_keeps_everything_while_it_stays() -> None:
+    """Which packs of older ones it refers to is unknown, so none is deleted."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await opened(store)
+        attempts = await chain(log, mine, 1, 2)
+        later = await save(log, mine, 3, 4, 5)
+        key = next(k for k in store.objects if k.startswith("parts/") and str(attempts[1]) in k and k.endswith("json"))
+        store.objects[key] = b"damaged"
+        retention._cache.clear()
+        before = set(store.objects)
+        assert await retention.retire(log, mine, Keep(4), {later[-1]}) == set()
+        assert set(store.objects) == before
+
+    asyncio.run(scenario())
+
+
+# -- by hand --
+
+
+async def swept(store: MemoryStore, *, abort_open: bool = False) -> tuple[prune.GcPlan, RunLog]:
+    """`ckpt gc --yes`."""
+    log = await read.open_run(store.url, store)
+    stock = await prune.take_stock(log)
+    plan = prune.plan_gc(store.url, log.state, stock, [], abort_open)
+    landed, _ = await prune.gc(log, stock, plan.ending)
+    assert set(landed.delete) == {key for key, _ in plan.delete}
+    await prune.delete(store, plan.delete, grace_s=0.0)
+    return plan, log
+
+
+def test_gc_counts_packs_of_retired_ones_among_the_live() -> None:
+    """What a live increment refers to is no leftover, though nothing else of its owner is there."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await opened(store)
+        attempts = await chain(log, mine, 1, 2, 3)
+        await commit.retract(log, mine, attempts[0], "for the test")
+        await commit.retract(log, mine, attempts[1], "for the test")
+        plan, _ = await swept(store)
+        # Their parts and indexes went at once.
+        assert {item.attempt: item.files for item in plan.doomed} == {attempts[1]: 1}
+        kept = {key for key in store.objects if owner(key) is not None}
+        assert plan.live.files == len(kept) == WHOLE + 1
+        assert plan.live.size == sum(len(store.objects[key]) for key in kept)
+        assert await sound(store) == [3]
+        assert not (await swept(store))[0].delete
+
+    asyncio.run(scenario())
+
+
+def test_prune_keeps_what_increments_refer_to() -> None:
+    """`ckpt prune` gives up the one they came from, and not the pack."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await opened(store)
+        await chain(log, mine, 1, 2, 3)
+        await save(log, mine, 4, 5)
+        await chain(log, mine, 6, 7)
+        stock = await prune.take_stock(log)
+        plan = prune.plan_prune(log, stock, Keep(5))
+        assert [item.attempt.step for item in plan.give_up] == [2, 1]
+        assert [item.files for item in plan.give_up] == [WHOLE, WHOLE - 1]
+        landed = await prune.prune(log, stock, Keep(5), plan.check.attempt)
+        await prune.delete(store, stock.files(landed.delete), grace_s=0.0)
+        assert await sound(store) == [7, 6, 5, 4, 3]
+
+    asyncio.run(scenario())
+
+
+def test_gc_can_end_what_has_only_begun() -> None:
+    """With --abort-open, once its epoch is over: else it would pin for ever what it would have been built on."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await opened(store)
+        attempts = await save(log, mine, 1, 2, 3)
+        of = Attempt(mine.epoch, 4, mine.nonce)
+        await commit.begin(log, mine, of, attempts[:1])
+        assert (await swept(store, abort_open=True))[0].ending == ()  # it may be being written
+        again, later = await opened(store)
+        shown, _ = await swept(store)
+        assert [(item.attempt, item.files) for item in shown.opened] == [(of, 0)] and shown.ending == ()
+        plan, found = await swept(store, abort_open=True)
+        assert plan.ending == (of,) and not found.state.pins and of in found.state.aborted
+        assert await retention.retire(again, later, Keep(1), {attempts[-1]}) == {attempts[0]}
+
+    asyncio.run(scenario())
+
+
+def test_keep_protects_for_ever() -> None:
+    """A KEEP outlives every policy."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await opened(store)
+        attempts = await save(log, mine, 1, 2, 3, 4, 5)
+        kept = Record("KEEP", {"attempt": str(attempts[1]), "note": "the good one"}, "keep")
+        await log.append(lambda state: kept, owner=mine)
+        await retention.retire(log, mine, Keep(1), {attempts[-1]})
+        assert await sound(store) == [5, 4, 2]
+
+    asyncio.run(scenario())
+
+
+def test_a_crash_at_any_moment_of_the_deletions_leaves_no_live_record_without_its_files() -> None:
+    """After PLAN and any number of deletions everything live is whole, and the next clean-up finishes the job."""
+
+    async def scenario() -> None:
+        for survived in range(3 * WHOLE):
+            store = Dying()
+            log, mine = await opened(store)
+            attempts = await save(log, mine, 1, 2, 3, 4, 5)
+            store.left = survived
+            with pytest.raises(StoreError):
+                await retention.retire(log, mine, Keep(2), {attempts[-1]})
+            assert await sound(store) == [5, 4]
+            store.left = 10**9
+            log, mine = await opened(store)  # a new job
+            await commit.recover(log, mine)
+            await retention.retire(log, mine, Keep(2), {attempts[-1]})
+            assert await files(store) == {4: WHOLE, 5: WHOLE}
+
+    asyncio.run(scenario())
+
+
+def test_negative_control_deleting_without_a_plan_is_seen() -> None:
+    """The check above does notice a live record whose file is gone."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await opened(store)
+        attempts = await save(log, mine, 1, 2)
+        await store.delete(pack_key(attempts[0], 0, 0))
+        with pytest.raises(AssertionError):
+            await sound(store)
+
+    asyncio.run(scenario())
+
+
+def test_an_older_incarnation_deletes_nothing() -> None:
+    """A fenced job's clean-up ends at its PLAN."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await opened(store)
+        attempts = await save(log, mine, 1, 2, 3, 4)
+        await opened(store)
+        with pytest.raises(FencedError):
+            await retention.retire(log, mine, Keep(1), {attempts[-1]})
+        assert await files(store) == dict.fromkeys((1, 2, 3, 4), WHOLE)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", None])
+def test_a_damaged_log_deletes_nothing(damage: bytes | None) -> None:
+    """The lost record might have been a KEEP: `retire` does nothing, however often it is called."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await opened(store)
+        await save(log, mine, 1, 2)
+        key = f"log/{log.state.next_seq:012d}.json"
+        await log.append(lambda state: Record("KEEP", {"attempt": f"1.{mine.nonce}-1", "note": ""}, "keep"), owner=mine)
+        attempts = await save(log, mine, 3, 4, 5)
+        if damage is None:
+            del store.objects[key]
+        else:
+            store.objects[key] = damage
+        again, mine = await opened(store)
+        before = dict(store.objects)
+        for _ in range(3):
+            assert await retention.retire(again, mine, Keep(1), {attempts[-1]}) == set()
+        assert store.objects == before
+
+    asyncio.run(scenario())
+
+
+def test_a_checkpoint_that_cannot_be_read_keeps_everything_while_it_stays() -> None:
+    """Which packs it needs is unknown, so none is deleted; once it is given up itself, clean-up goes on."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await opened(store)
+        attempts = await save(log, mine, 1, 2, 3, 4)
+        part = next(k for k in store.objects if k.startswith("parts/") and str(attempts[2]) in k and k.endswith("json"))
+        whole, store.objects[part] = store.objects[part], b"damaged"
+        assert await retention.retire(log, mine, Keep(1), {attempts[-1]}) == set()
+        assert await files(store) == dict.fromkeys((1, 2, 3, 4), WHOLE)
+        store.objects[part] = whole
+        assert {a.step for a in await retention.retire(log, mine, Keep(1), {attempts[-1]})} == {1, 2}
+        more = await save(log, mine, 5, 6)
+        store.objects[part] = b"damaged"
+        assert {a.step for a in await retention.retire(log, mine, Keep(1), {more[-1]})} == {3, 4}
+
+    asyncio.run(scenario())
+
+
+def test_a_commit_that_comes_in_between_makes_clean_up_think_again() -> None:
+    """PLAN lands at exactly the next record; files of a checkpoint that it did not know are never deleted."""
+
+    class Late(MemoryStore):
+        then: Any = None
+
+        async def put(self, key: str, data: Any, *, create: bool = False) -> None:
+            if self.then is not None and key.startswith("log/"):
+                work, self.then = self.then, None
+                await work()
+            await super().put(key, data, create=create)
+
+    async def scenario() -> None:
+        store = Late()
+        log, mine = await opened(store)
+        attempts = await save(log, mine, 1, 2, 3, 4)
+        other = await read.open_run(store.url, store)
+
+        async def meanwhile() -> None:
+            await save(other, mine, 5)
+
+        store.then = meanwhile
+        await retention.retire(log, mine, Keep(1), {attempts[-1]})
+        assert (await sound(store))[0] == 5
+        assert (await files(store))[5] == WHOLE
+
+    asyncio.run(scenario())
+
+
+def test_errors_of_clean_up_are_ours() -> None:
+    """Whatever a store answers while cleaning up, the error is a CheckpointError."""
+
+    class Odd(MemoryStore):
+        async def delete(self, key: str) -> None:
+            raise StoreError("no")
+
+    async def scenario() -> None:
+        store = Odd()
+        log, mine = await opened(store)
+        attempts = await save(log, mine, 1, 2, 3)
+        with pytest.raises(CheckpointError):
+            await retention.retire(log, mine, Keep(1), {attempts[-1]})
+        assert await sound(store) == [3, 2]
+
+    asyncio.run(scenario())

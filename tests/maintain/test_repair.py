@@ -1,0 +1,729 @@
+"""`ckpt repair`: what is damaged is said, and put right bit for bit or not at all; nothing else is touched."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.checkpoint.commit import load_table
+from ckpt.errors import StoreError
+from ckpt.format.manifest import Part
+from ckpt.format.table import Shard, Table, merge
+from ckpt.maintain import audit, find_copies, repair
+from ckpt.runlog.log import Record, RunLog
+from ckpt.store import Store, open_store, remember_options
+from ckpt.testing import StoreTests, keys, pieces, upload
+from ckpt_backends.disk import Disk
+from ckpt_backends.local import LocalStore
+from ckpt_backends.memory import MemoryStore
+from ckpt_backends.remote import PART, RemoteStore
+from ckpt_backends.retry import Retry
+from ckpt_backends.s3 import S3Store
+from commands import Result, attempt_of, call, flip, save, save_increments, spawn
+from model_disk import Op, RecordingDisk, after, local
+from processes import killed, run_script
+from s3_server import FaultProxy, MotoServer, storage_options
+from trees import tree
+
+__all__ = ["call"]  # the fixture
+Call = Callable[..., Result]
+FORMS = ("none", "zstd")
+STEPS = range(1, 6)  # the first two and the last are full, the others increments
+COMMAND = "import sys\nfrom ckpt.cli import main\nsys.exit(main())"
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run in two places, `near` and `far`, each of which has encoded by itself."""
+    folder = tmp_path_factory.mktemp(request.param)
+    patch = pytest.MonkeyPatch()
+    patch.setenv("CKPT_RUNTIME_DIR", str(folder))
+    save_increments([folder / "near", folder / "far"], STEPS, compression=request.param, full_every=5)
+    patch.undo()
+    return folder
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    """A copy of `near`, to be damaged."""
+    return Path(shutil.copytree(made / "near", tmp_path / "run"))
+
+
+def pack_of(run: Path, step: int) -> Path:
+    (found,) = (run / "packs").glob(f"{attempt_of(run, step)}.*")
+    return found
+
+
+def header_of(pack: Path) -> tuple[int, dict[str, Any]]:
+    raw = pack.read_bytes()
+    size = int.from_bytes(raw[:8], "little") + 8
+    return size, json.loads(raw[8:size])
+
+
+def place_of(pack: Path, tensor: str) -> int:
+    """Where the bytes of a tensor begin in its file."""
+    size, entries = header_of(pack)
+    return int(size + next(entry["data_offsets"][0] for name, entry in entries.items() if name.startswith(tensor)))
+
+
+def hurt(run: Path, step: int, tensor: str) -> None:
+    pack = pack_of(run, step)
+    flip(pack, place_of(pack, tensor) + 11)
+
+
+def same(run: Path, pristine: Path) -> bool:
+    """Whether all files are the very same."""
+    return tree(run) == tree(pristine)
+
+
+def holds(run: Path, pristine: Path) -> bool:
+    """Whether all checkpoints restore to the very bits."""
+    for step in STEPS:
+        one, two = ckpt.load(run, step=step), ckpt.load(pristine, step=step)
+        if one.keys() != two.keys() or not all(torch.equal(one[name], two[name]) for name in one):
+            return False
+    return True
+
+
+def temporary(run: Path) -> list[str]:
+    return [path.name for path in (run / "packs").iterdir() if path.name.startswith(".")]
+
+
+def check(call: Call, run: Path, pristine: Path, *sources: Path) -> None:
+    """Damage is said and nothing is done; then all of it is repaired, and all is as it was."""
+    before = tree(run)
+    words = [word for source in sources for word in ("--from", source)]
+    assert call("verify", run, "--all").code == 1
+    shown, told = call("repair", run, *words), call("repair", run, *words, "--json")
+    assert (shown.code, told.code) == (1, 1), shown.out + shown.err
+    assert told.json["damaged"] and told.json["done"] is None and not told.json["remains"], told.out
+    assert "With --yes" in shown.out and "LOST" not in shown.out
+    assert tree(run) == before
+    done = call("repair", run, *words, "--yes", "--json")
+    assert (done.code, done.json["remains"], done.json["done"]["failed"]) == (0, False, []), done.out
+    assert same(run, pristine)
+    assert call("verify", run, "--all").code == 0 and not temporary(run)
+    again = call("repair", run, *words)
+    assert again.code == 0 and "nothing is damaged" in again.out
+
+
+# -- every kind of damage, with a sound copy elsewhere --
+
+
+def cut(path: Path, size: int) -> None:
+    os.truncate(path, path.stat().st_size + size)
+
+
+INJURIES: dict[str, Callable[[Path], object]] = {
+    "data of a full one": lambda run: hurt(run, 1, "noise"),
+    "data of an increment": lambda run: hurt(run, 4, "noise"),
+    "what others are based on": lambda run: [hurt(run, 2, "master"), hurt(run, 2, "frozen")],
+    "the difference itself": lambda run: hurt(run, 3, "master"),
+    "a header": lambda run: flip(pack_of(run, 1), 30),
+    "the length in a header": lambda run: flip(pack_of(run, 4), 0),
+    "a page of zeros": lambda run: zero(pack_of(run, 5), 4096),
+    "a pack that is gone": lambda run: pack_of(run, 2).unlink(),
+    "two packs that are gone": lambda run: [pack_of(run, 2).unlink(), pack_of(run, 3).unlink()],
+    "a pack that is short": lambda run: cut(pack_of(run, 3), -5000),
+    "a pack that is empty": lambda run: os.truncate(pack_of(run, 1), 0),
+    "a pack that is long": lambda run: cut(pack_of(run, 3), 1),
+    "a table": lambda run: flip(next((run / "parts").glob("*-3.0*.safetensors")), 500),
+    "a part": lambda run: flip(next((run / "parts").glob("*-3.0*.json")), 50),
+    "a part that is gone": lambda run: next((run / "parts").glob("*-2.0*.json")).unlink(),
+    "an index": lambda run: flip(next((run / "index").glob("*-4-*")), -1),
+    "all indexes": lambda run: [path.unlink() for path in (run / "index").iterdir()],
+    "index and table": lambda run: [path.unlink() for path in run.glob("*/*-3[.-]*") if path.parent.name != "packs"
+                                    and path.suffix == ".safetensors"],
+    "FORMAT.json": lambda run: flip(run / "FORMAT.json", 20),
+    "some of everything": lambda run: [flip(path, -3) for path in run.glob("[pi]*/*-[24].*")],
+}  # fmt: skip
+
+
+def zero(path: Path, size: int) -> None:
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-size] + bytes(size))
+
+
+@pytest.mark.parametrize("injury", INJURIES)
+def test_with_a_sound_copy_everything_can_be_repaired(
+    made: Path, run: Path, call: Call, injury: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is damaged or gone comes back, to the last bit of every file; before --yes not one byte changes."""
+    monkeypatch.setattr(repair, "CHUNK", 3 * 4096)  # so that pieces go over the end of what is written at once
+    INJURIES[injury](run)
+    check(call, run, made / "near", made / "near")
+
+
+def test_what_is_repaired_is_restored(made: Path, run: Path, call: Call) -> None:
+    """The tensors of all checkpoints, bit for bit; and it is said which were damaged, and from where they came."""
+    hurt(run, 2, "frozen")
+    assert call("verify", run, "--all").code == 1
+    (pack,) = call("repair", run, "--from", made / "near", "--yes", "--json").json["packs"]
+    (piece,) = pack["pieces"]
+    assert (piece["tensors"], piece["from"]) == (["frozen"], f"file://{made / 'near'}")
+    assert piece["steps"] == [4, 3, 2] and pack["key"].endswith(pack_of(run, 2).name)
+    assert holds(run, made / "near")
+
+
+# -- without one --
+
+
+CURABLE: dict[str, Callable[[Path], object]] = {
+    "what an older full one has too": lambda run: hurt(run, 2, "frozen"),
+    "the same the other way round": lambda run: hurt(run, 5, "frozen"),
+    "a header": lambda run: [flip(pack_of(run, step), 30) for step in (1, 2, 5)],
+    "a header of an increment": lambda run: flip(pack_of(run, 4), 30),
+    "a pack that is long": lambda run: cut(pack_of(run, 3), 1),
+    "a table": lambda run: flip(next((run / "parts").glob("*-3.0*.safetensors")), 500),
+    "a table that is gone": lambda run: next((run / "parts").glob("*-1.0*.safetensors")).unlink(),
+    "an index": lambda run: next((run / "index").glob("*-4-*")).unlink(),
+    "FORMAT.json": lambda run: (run / "FORMAT.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("injury", CURABLE)
+def test_what_the_run_itself_still_knows(made: Path, run: Path, call: Call, injury: str) -> None:
+    """Equal contents of other checkpoints, encoded again where need be; headers by the code that made them; tables and
+    index out of each other; FORMAT.json out of the log."""
+    CURABLE[injury](run)
+    check(call, run, made / "near")
+
+
+def test_what_another_place_has_encoded_by_itself(made: Path, run: Path, call: Call) -> None:
+    """Content counts: files of other names and forms are of use, and give the very same bytes again."""
+    for tensor in ("frozen", "noise", "master"):
+        for step in (1, 3):
+            if step == 1 or tensor != "frozen":
+                hurt(run, step, tensor)
+    check(call, run, made / "near", made / "far")
+
+
+LOST: dict[str, Callable[[Path], object]] = {
+    "a tensor": lambda run: hurt(run, 4, "noise"),
+    "a pack that is gone": lambda run: pack_of(run, 4).unlink(),
+    "a pack that is empty": lambda run: os.truncate(pack_of(run, 4), 0),
+    "a part": lambda run: flip(next((run / "parts").glob("*-3.0*.json")), 50),
+    "index and table": INJURIES["index and table"],
+    "a log record": lambda run: flip(sorted((run / "log").iterdir())[2], 40),
+}
+
+
+@pytest.mark.parametrize("injury", LOST)
+def test_what_nobody_has_is_said_and_stays(run: Path, call: Call, injury: str) -> None:
+    """Exit code 1 with and without --yes, a word about what is lost, and not one byte is changed."""
+    LOST[injury](run)
+    before = tree(run)
+    for words in ([], ["--yes"]):
+        found = call("repair", run, *words)
+        assert found.code == 1 and ("LOST" in found.out or "cannot be repaired" in found.out), found.out
+        assert tree(run) == before
+    assert call("repair", run, "--yes", "--json").json["remains"]
+
+
+def test_what_can_be_had_comes_back_beside_what_cannot(made: Path, run: Path, call: Call) -> None:
+    """Of two damaged pieces of one file one is repaired; the other is as it was, and is said to be lost."""
+    hurt(run, 2, "frozen")
+    hurt(run, 2, "noise")
+    wanted = bytearray((made / "near" / "packs" / pack_of(run, 2).name).read_bytes())
+    wanted[place_of(pack_of(run, 2), "noise") + 11] ^= 1
+    found = call("repair", run, "--yes")
+    assert found.code == 1 and "LOST: nobody has its content" in found.out and "Damage remains" in found.out
+    assert pack_of(run, 2).read_bytes() == bytes(wanted)
+    problems = [p for c in call("verify", run, "--all", "--json").json["checkpoints"] for p in c["problems"]]
+    assert problems and all(p.startswith("noise") for p in problems)
+
+
+def test_zeros_for_what_nobody_has_are_said(made: Path, run: Path, call: Call) -> None:
+    """A file that is gone is written for what can be had of it; what else it held is said to be zeros now, and which
+    checkpoints stay damaged. Control: with a sound copy nothing of that is said."""
+    pack = pack_of(run, 2)
+    pack.unlink()
+    shown = call("repair", run)
+    lines = shown.out.splitlines()
+    verdicts = {row["step"]: row["verdict"] for row in call("repair", run, "--json").json["verdicts"]}
+    assert lines[0].endswith("5 checkpoints read") and "step 2: lost" in lines and lines[4] == "steps 5, 1: sound"
+    assert {verdicts[3], verdicts[4]} == {"sound after this" if made.name.startswith("none") else "lost"}
+    assert "header is damaged" not in shown.out and "is gone" in shown.out and "to write again: 1 file, " in shown.out
+    found = call("repair", run, "--yes")
+    lost = [step for step in (4, 3, 2) if verdicts[step] == "lost"]
+    said = f"bytes that nobody has are zeros now: step{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} stay"
+    assert found.code == 1 and said in found.out and "`ckpt verify` sees it, --no-data does not" in found.out
+    assert pack.exists() and "wrote 1 file again" in found.out
+    damaged = [c["step"] for c in call("verify", run, "--all", "--json").json["checkpoints"] if c["problems"]]
+    assert damaged == lost and call("verify", run, "--all", "--no-data").code == 0
+    pack.unlink()
+    found = call("repair", run, "--from", made / "near", "--yes")
+    assert found.code == 0 and "are zeros now" not in found.out and "step 2: sound after this" in found.out
+    assert same(run, made / "near")
+
+
+def test_bytes_that_no_checkpoint_names_are_copied_as_they_are(made: Path, run: Path, call: Call) -> None:
+    """After older checkpoints went, most of a file may be nobody's: it stays, whatever it is."""
+
+    async def retire(log: RunLog) -> None:
+        gone = [str(c.attempt) for c in log.state.commits.values() if c.step == 2]
+        await log.append(lambda _: Record("PLAN", {"retire": gone, "delete": []}, "plan"), owner=None)
+
+    logged(run, retire)
+    pack = pack_of(run, 2)
+    hurt(run, 2, "frozen")
+    flip(pack, place_of(pack, "noise") + 5)  # nobody's now
+    before = bytearray(pack.read_bytes())
+    before[place_of(pack, "frozen") + 11] ^= 1
+    assert call("repair", run, "--yes").code == 0
+    assert pack.read_bytes() == bytes(before)
+    pack.unlink()
+    found = call("repair", run, "--yes", "--json")
+    lost = {name for p in found.json["packs"] for piece in p["pieces"] if piece["why_not"] for name in piece["tensors"]}
+    assert "noise" not in lost and found.code == (1 if lost else 0)
+    assert found.json["done"]["zeros"] > 0 and pack.exists()
+
+
+def logged(run: Path, work: Callable[[RunLog], Any]) -> Any:
+    async def main() -> Any:
+        log = RunLog(open_store(run))
+        await log.open()
+        try:
+            return await work(log)
+        finally:
+            await log.store.aclose()
+
+    return asyncio.run(main())
+
+
+# -- one step --
+
+
+def test_one_step_only(made: Path, run: Path, call: Call) -> None:
+    """--step looks at what that checkpoint needs, in files of older ones too, and leaves the rest."""
+    hurt(run, 1, "noise")
+    hurt(run, 2, "frozen")
+    found = call("repair", run, "--step", 3, "--from", made / "near", "--yes", "--json")
+    assert found.code == 0 and found.json["steps"] == [3]
+    assert [p["key"] for p in found.json["packs"]] == [f"packs/{pack_of(run, 2).name}"]
+    verdicts = {c["step"]: c["verdict"] for c in call("verify", run, "--all", "--json").json["checkpoints"]}
+    assert verdicts == {5: "sound", 4: "sound", 3: "sound", 2: "sound", 1: "damaged"}
+
+
+# -- what may go wrong --
+
+
+@pytest.mark.parametrize("moment", ["pack.opened", "pack.written", "pack.synced"])
+def test_killed_in_the_middle(made: Path, run: Path, call: Call, moment: str) -> None:
+    """The old file stays, whole, until the new one is in its place; the next call ends the work and leaves nothing."""
+    hurt(run, 1, "noise")
+    hurt(run, 4, "noise")
+    pristine, before = tree(made / "near"), tree(run)
+    assert killed(run_script(COMMAND, "repair", run, "--from", made / "near", "--yes", fail=f"{moment}:kill"))
+    after = tree(run)
+    assert all(after[key] in (before[key], pristine[key]) for key in before) and after.keys() == before.keys()
+    assert (after == before) == (moment != "pack.synced") and bool(temporary(run)) == (after == before)
+    check(call, run, made / "near", made / "near")
+
+
+@pytest.mark.parametrize("what", ["reserve", "pwrite", "fsync", "replace"])
+def test_a_disk_that_fails(made: Path, run: Path, call: Call, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """No space left, read-only, or broken: the file stays as it was, nothing is left beside it, and it is said."""
+    hurt(run, 1, "noise")
+    before = tree(run)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC if what in ("reserve", "pwrite") else errno.EROFS, "no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Disk, what, fail)
+        found = call("repair", run, "--from", made / "near", "--yes")
+    assert found.code == 1 and "failed, and is as it was" in found.out
+    assert tree(run) == before and not temporary(run)
+    check(call, run, made / "near", made / "near")
+
+
+def test_wrong_usage(made: Path, run: Path, call: Call, tmp_path: Path) -> None:
+    """The same place twice, what is no run or not there, a step that is not there: one line and exit code 2."""
+    (tmp_path / "empty").mkdir()
+    hurt(run, 1, "noise")
+    before = tree(run)
+    for words in (
+        ["--from", run],
+        ["--from", f"{run}/"],
+        ["--from", made / "near", "--from", f"file://{made / 'near'}"],
+        ["--from", tmp_path / "empty"],
+        ["--from", tmp_path / "none"],
+        ["--from", "nosuch://place"],
+        ["--step", "77"],
+    ):
+        found = call("repair", run, *words, "--yes")
+        assert (found.code, found.out) == (2, ""), words
+    assert call("repair", tmp_path / "none").code == 2 and not (tmp_path / "none").exists()
+    assert tree(run) == before
+
+
+def test_another_run_is_said_to_be_one(run: Path, call: Call, tmp_path: Path) -> None:
+    """It is of use only where contents are alike, which digests decide."""
+    other = tmp_path / "other"
+    save(other, {"x": torch.ones(3000)}, range(1, 2), every=1)
+    hurt(run, 4, "noise")
+    found = call("repair", run, "--from", other)
+    assert found.code == 1 and "is another run" in found.err and "LOST" in found.out
+
+
+def test_a_source_that_is_damaged_as_well(made: Path, run: Path, call: Call, tmp_path: Path) -> None:
+    """What is damaged there in the same place is not taken; a second source may have it."""
+    other = Path(shutil.copytree(made / "near", tmp_path / "other"))
+    hurt(run, 4, "noise")
+    hurt(other, 4, "noise")
+    before = tree(run)
+    assert call("repair", run, "--from", other, "--yes").code == 1 and tree(run) == before
+    check(call, run, made / "near", other, made / "near")
+
+
+def test_negative_control_unverified_bytes_would_be_taken(
+    made: Path, run: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the comparison of what a source gives, the check on the way stops it; without both, the file is wrong."""
+    other = Path(shutil.copytree(made / "near", tmp_path / "other"))
+    hurt(run, 4, "noise")
+    pack = pack_of(other, 4)
+    flip(pack, place_of(pack, "noise") + 12)
+    before = tree(run)
+    monkeypatch.setattr(find_copies, "_matching", lambda view, piece: view)
+    found = call("repair", run, "--from", other, "--yes")
+    assert found.code == 1 and "came out wrong" in found.out and tree(run) == before and not temporary(run)
+    monkeypatch.setattr(repair._Checks, "feed", lambda self, start, view: None)
+    assert call("repair", run, "--from", other, "--yes").code == 0
+    assert tree(run) != before and not same(run, made / "near") and call("verify", run, "--all").code == 1
+
+
+# -- beside a running job --
+
+
+def retiring(run: Path, step: int) -> None:
+    """As a job does it: the log says so, then the files go."""
+
+    async def work(log: RunLog) -> None:
+        gone = [str(c.attempt) for c in log.state.commits.values() if c.step == step]
+        record = Record("PLAN", {"retire": gone, "delete": []}, f"plan{step}")
+        await log.append(lambda _: record, owner=None)
+
+    logged(run, work)
+    for path in run.glob(f"*/*-{step}[.-]*"):
+        path.unlink()
+
+
+@pytest.mark.parametrize("moment", ["look", "audit", "seek"])
+def test_what_is_retired_meanwhile_is_left_out(
+    made: Path, run: Path, call: Call, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no damage that its files are gone, and they do not come back."""
+    hurt(run, 1, "noise")
+    hurt(run, 4, "noise")
+    real = getattr(repair.Repair, moment)
+
+    async def late(self: Any, *words: Any) -> Any:
+        found = await real(self, *words)
+        await asyncio.to_thread(retiring, run, 1)
+        return found
+
+    monkeypatch.setattr(repair.Repair, moment, late)
+    found = call("repair", run, "--from", made / "near", "--yes", "--json")
+    assert found.code == 0, found.out + found.err
+    assert len(found.json["done"]["packs"]) == 1 and not list(run.glob("*/*-1.*"))
+    assert bool(found.json["done"]["given_up_meanwhile"]) == (moment != "look")
+    assert call("verify", run, "--all").code == 0
+
+
+def test_a_job_that_trains_there_goes_on(tmp_path: Path, call: Call) -> None:
+    """A base is repaired under it: its next checkpoints build on that, and all are sound."""
+    run = tmp_path / "run"
+    state = {"frozen": torch.randn(400, 256), "x": torch.zeros(2000)}
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(str(run), every=1, keep=20)]) as cp:
+        cp.restore(default=0)
+        for step in (1, 2, 3):
+            state["x"] += 1
+            cp.save(step).committed(60.0)
+        sound = Path(shutil.copytree(run, tmp_path / "sound"))
+        hurt(run, 2, "frozen")
+        assert call("repair", run, "--from", sound, "--yes").code == 0
+        for step in (4, 5):
+            state["x"] += 1
+            cp.save(step).committed(60.0)
+    assert call("verify", run, "--all").code == 0
+    assert [row["full"] for row in call("ls", run, "--json").json["checkpoints"]] == [False, False, False, True, True]
+
+
+# -- object storage --
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[MotoServer]:
+    with MotoServer() as server:
+        yield server
+
+
+@pytest.mark.parametrize("engine", ["s3fs", "obstore"])
+def test_in_a_bucket(made: Path, call: Call, moto: MotoServer, tmp_path: Path, engine: str) -> None:
+    """The same in an object store: from a folder to the bucket, and from the bucket to a folder."""
+    url = f"s3://{moto.make_bucket(f'repair-{engine}-{made.name[:4]}')}/run"
+    remember_options(url, storage_options(moto.url) | {"engine": engine})
+    assert call("copy", made / "near", url, "5", "--yes").code == 0
+
+    async def injure() -> str:
+        store = open_store(url, writable=True)
+        (key,) = [info.key async for info in store.list("packs/")]
+        raw = bytearray(await store.get(key))
+        raw[-5] ^= 1
+        await store.put(key, bytes(raw))
+        await store.aclose()
+        return key
+
+    asyncio.run(injure())
+    assert call("repair", url).code == 1
+    assert call("repair", url, "--from", made / "near", "--yes").code == 0
+    assert call("verify", url).code == 0
+    run = Path(shutil.copytree(made / "near", tmp_path / "run"))
+    hurt(run, 5, "noise")
+    assert call("repair", run, "--from", url, "--yes").code == 0 and same(run, made / "near")
+
+
+# -- what stores do for it --
+
+
+async def replace(disk: RecordingDisk, root: Path, old: bytes, new: bytes) -> int:
+    """How many operations there were before the replacement began."""
+    async with local(root, disk) as store:
+        await upload(store, "packs/p", old)
+        began = len(disk.ops)
+        await upload(store, "packs/p", new, replace=True)
+    return began
+
+
+def torn(ops: list[Op], began: int, old: bytes, new: bytes) -> list[str]:
+    """What a power cut can leave that is neither the old object nor the new one."""
+    cut, rng, wrong = after(ops[:began]), random.Random(3), list[str]()
+    for op in ops[began:]:
+        cut.apply(op)
+        for i in range(40):
+            found = cut.draw(rng, ordered=i % 2 == 1)
+            if list(found) != ["packs/p"] or found["packs/p"] not in (old, new):
+                wrong.append(f"after {op.kind} of {op.name}")
+    last = [cut.draw(rng, ordered=i % 2 == 1)["packs/p"] for i in range(40)]
+    return wrong + ["at the end"] * (set(last) != {new})
+
+
+def test_a_power_cut_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
+    """Whatever the disk kept of it; and once it is done, the new one. Without a sync of the file or of the folder, that
+    would not be so."""
+    old, new, disk = bytes(range(256)) * 40, bytes(range(255, -1, -1)) * 50, RecordingDisk(tmp_path)
+    began = asyncio.run(replace(disk, tmp_path / "run", old, new))
+    assert torn(disk.ops, began, old, new) == []
+    for kind in ("fsync", "fsync_dir"):
+        careless = disk.ops[:began] + [op for op in disk.ops[began:] if op.kind != kind]
+        assert torn(careless, began, old, new)
+
+
+def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -> None:
+    """`drop_uploads` takes what nobody is writing any more, unless it is wanted; so does the next one of that name."""
+    root = tmp_path / "run"
+    left = root / "packs" / ".p.0123456789abcdef.new"
+
+    async def work() -> None:
+        store, other = (LocalStore(f"file://{root}", writable=True) for _ in range(2))
+        await upload(store, "packs/p", b"old")
+        left.write_bytes(b"half")
+        writing = await store.upload("packs/p", size=3, replace=True)
+        await writing.write_at(0, memoryview(b"new"))
+        assert not left.exists()
+        left.write_bytes(b"half")
+        assert await other.drop_uploads(lambda key: key == "packs/p") == 0 and left.exists()
+        assert await other.drop_uploads(lambda key: False) == 1 and not left.exists()
+        await writing.finish()
+        assert bytes(await other.get("packs/p")) == b"new" and os.listdir(root / "packs") == ["p"]
+        for one in (store, other):
+            await one.aclose()
+
+    asyncio.run(work())
+
+
+def test_gc_takes_leftovers(run: Path, call: Call) -> None:
+    """Of a repair that was killed and never called again."""
+    left = run / "packs" / f".{pack_of(run, 1).name}.0123456789abcdef.new"
+    left.write_bytes(bytes(100))
+    before = tree(run)
+    assert call("gc", run, "--yes").code == 0
+    assert not left.exists() and {k: v for k, v in tree(run).items() if k[:4] != "log/"} == {
+        k: v for k, v in before.items() if k[:4] != "log/"
+    }
+
+
+class InPlace(MemoryStore):
+    """Takes the old object away before the new one is whole."""
+
+    async def upload(self, key: str, *, size: int, replace: bool = False) -> Any:
+        if replace:
+            self.objects.pop(key, None)
+        return await super().upload(key, size=size, replace=replace)
+
+
+@pytest.mark.parametrize(
+    "promise", ["test_an_upload_replaces_only_if_it_is_told_to", "test_a_replacement_that_is_given_up_changes_nothing"]
+)
+def test_negative_control_a_store_that_replaces_too_early_is_seen(promise: str) -> None:
+    """By the tests for all stores, which one that keeps the promise passes."""
+
+    class Checked(StoreTests):
+        kind = MemoryStore
+
+        def make(self) -> Store:
+            return self.kind()
+
+        def reopen(self, store: Store) -> Store:
+            assert isinstance(store, MemoryStore)
+            return self.kind(objects=store.objects)
+
+    suite = Checked()
+    getattr(suite, promise)()
+    suite.kind = InPlace
+    with pytest.raises((AssertionError, StoreError)):
+        getattr(suite, promise)()
+
+
+LARGE = (33 << 20) + 7  # more parts than one
+
+
+@pytest.mark.parametrize("engine", ["s3fs", "obstore"])
+@pytest.mark.parametrize("size", [1000, LARGE])
+def test_a_bucket_keeps_the_old_object_whatever_happens_to_a_request(moto: MotoServer, engine: str, size: int) -> None:
+    """Refused, broken off, or carried out without an answer: there is the old object or the new one, and the new one if
+    that was said."""
+    old, new = bytes(size), random.Random(4).randbytes(size)
+    last = {"method": "POST", "match": "uploadId="} if size > PART else {"method": "PUT", "match": "packs/p"}
+    url = f"s3://{moto.make_bucket(f'kept-{engine}-{size}')}/run"
+    with FaultProxy(moto.url) as proxy:
+        remember_options(url, storage_options(proxy.url) | {"engine": engine})
+
+        async def work() -> None:
+            store = Retry(S3Store(url), base_s=0.01, budget_s=2.0)
+            for fault in (
+                {"kind": "lost_reply"},
+                {"kind": "status", "code": 403, "s3_code": "AccessDenied", "count": 99},
+            ):
+                proxy.clear()
+                await upload(store, "packs/p", old, replace=True)
+                proxy.fail(**fault, **last)
+                try:
+                    await upload(store, "packs/p", new, replace=True)
+                    said = True
+                except StoreError:
+                    said = False
+                proxy.clear()
+                found = bytes(await store.get("packs/p"))
+                assert found in ((new,) if said else (old, new)), fault
+                assert fault["kind"] == "lost_reply" or not said
+                assert await store.drop_uploads(lambda key: False) == 0
+                await upload(store, "packs/p", new, replace=True)
+                assert bytes(await store.get("packs/p")) == new
+            await store.aclose()
+
+        asyncio.run(work())
+
+
+def test_a_large_object_of_any_file_system_is_replaced_at_the_end(tmp_path: Path) -> None:
+    """Those of fsspec write to a name that no listing shows, and move that."""
+
+    async def work() -> None:
+        store = RemoteStore(f"memory://{tmp_path.name}")
+        old, new = bytes(LARGE), random.Random(5).randbytes(LARGE)
+        await upload(store, "packs/p", old)
+        target = await store.upload("packs/p", size=LARGE, replace=True)
+        for a, b in pieces(target.part, LARGE):
+            await target.write_at(a, memoryview(new)[a:b])
+        assert bytes(await store.get("packs/p")) == old and await keys(store) == ["packs/p"]
+        given_up = await store.upload("packs/q", size=LARGE, replace=True)
+        await given_up.write_at(0, memoryview(new)[: given_up.part])
+        await given_up.abort()
+        await target.finish()
+        assert bytes(await store.get("packs/p")) == new and await keys(store) == ["packs/p"]
+
+    asyncio.run(work())
+
+
+# -- parts of it --
+
+
+def test_a_rank_s_table_out_of_that_of_all(made: Path) -> None:
+    """Whatever `merge` has put together of tables with bases and older files: each comes out again, byte for byte."""
+
+    async def tables(log: RunLog) -> list[tuple[Part, Table]]:
+        found = []
+        for commit in sorted(log.state.commits.values(), key=lambda c: c.attempt):
+            rank, number, _ = commit.parts[0]  # on a busy machine it may not have been the first try
+            name = f"parts/{commit.attempt}.{rank}.{number}"
+            part = Part.from_bytes(await log.store.get(f"{name}.json"), "a part")
+            found.append((part, await load_table(log.store, f"{name}.safetensors", part.table)))
+        return found
+
+    def of_rank(table: Table, rank: int) -> Table:
+        shards = tuple(Shard(s.name, s.dtype, s.global_shape, s.offsets, s.sizes, rank, rank) for s in table.shards)
+        return Table(**{**{name: getattr(table, name) for name in Table.__dataclass_fields__}, "shards": shards})
+
+    found = logged(made / "near", tables)
+    ranks = [of_rank(table, rank) for rank, (_, table) in enumerate(found)]
+    index = Table.from_bytes(merge(ranks).to_bytes(), "an index")
+    for rank, (part, _) in enumerate(found):
+        object.__setattr__(part, "rank", rank)
+        share = audit._share(index, part)
+        assert share is not None and share.to_bytes() == ranks[rank].to_bytes()
+
+
+def test_it_reads_no_more_at_once_than_it_should(made: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pack is read once, in ranges of a bounded size, however large it is."""
+    objects = tree(run)
+    asked: list[tuple[str, int, int]] = []
+
+    class Counting(MemoryStore):
+        async def get(self, key: str, *, start: int = 0, length: int | None = None, **more: Any) -> memoryview:
+            if key.startswith("packs/"):
+                asked.append((key, start, length or 0))
+            return await super().get(key, start=start, length=length, **more)
+
+    async def examined() -> int:
+        log = RunLog(Counting(objects=objects))
+        await log.open()
+        work = repair.Repair(log)
+        total = await work.look()
+        seen: list[int] = []
+        found = await work.audit(seen.append)
+        assert not found.any and sum(seen) == total
+        return total
+
+    monkeypatch.setattr(audit, "READ", 20_000)
+    monkeypatch.setattr(audit, "GAP", 0)
+    total = asyncio.run(examined())
+    largest = max(piece[2] for piece in asked)
+    assert largest <= 400 * 256 * 4 and sum(length for _, _, length in asked) == total
+    assert len(set(asked)) == len(asked)
+
+
+def test_no_torch_is_needed(made: Path, run: Path) -> None:
+    """It works where torch cannot be imported."""
+    hurt(run, 1, "noise")
+    words = ["repair", run, "--from", made / "near", "--yes"]
+    result = spawn(*words, code="sys.modules['torch'] = None")
+    assert (result.returncode, result.stderr) == (0, "") and same(run, made / "near")
+
+
+def test_help_has_an_example(call: Call) -> None:
+    """And the command is listed."""
+    assert "ckpt repair " in call("repair", "--help").out.partition("Example:")[2]
+    assert "\n  repair " in call("--help").out

@@ -1,0 +1,884 @@
+"""Commands that change a run from a shell: what they promise to runs, to jobs that train there, and when they die."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_prune
+import torch
+from hypothesis import given, settings
+
+import ckpt
+import toy
+from ckpt.checkpoint import commit, retention
+from ckpt.checkpoint.retention import Keep
+from ckpt.checkpoint.write import RankSnapshot, write_part
+from ckpt.errors import FencedError, NoCheckpointError
+from ckpt.format.layout import Layout, TensorSpec
+from ckpt.format.manifest import Attempt, new_nonce, owner, pack_key
+from ckpt.maintain import copy_run, prune
+from ckpt.runlog.log import Acquire, Record, RunLog, RunState
+from ckpt.store import open_store, options_of, remember_options
+from commands import Result, attempt_of, call, flip, save_increments
+from processes import PYTHONPATH, REPO, eventually, killed, run_script
+from s3_server import MotoServer, storage_options
+from trees import tree
+
+__all__ = ["call"]  # the fixture
+Call = Callable[..., Result]
+COMMAND = "import sys\nfrom ckpt.cli import main\nsys.exit(main())"
+LAYOUT = Layout((TensorSpec("w", "F32", (4096,)),), {}, [])
+DATA = bytes(range(256)) * 64
+
+
+# -- runs made by hand --
+
+
+@contextlib.asynccontextmanager
+async def opened(place: Path | str) -> AsyncIterator[RunLog]:
+    store = open_store(str(place), writable=True)
+    try:
+        await commit.create_run(store)
+        log = RunLog(store)
+        await log.open()
+        yield log
+    finally:
+        await store.aclose()
+
+
+def work(place: Path | str, do: Callable[[RunLog], Coroutine[Any, Any, Any]]) -> Any:
+    async def scenario() -> Any:
+        async with opened(place) as log:
+            return await do(log)
+
+    return asyncio.run(scenario())
+
+
+async def save(log: RunLog, mine: Acquire, *steps: int, finite: bool | None = None) -> None:
+    for step in steps:
+        await commit.commit(log, mine, [await begin(log, mine, step, finite=finite)])
+
+
+async def begin(log: RunLog, mine: Acquire, step: int, *, layout: Layout = LAYOUT, finite: bool | None = None) -> Any:
+    attempt = Attempt(mine.epoch, step, mine.nonce)
+    return await write_part(log.store, RankSnapshot(attempt, layout, memoryview(DATA), [], finite))
+
+
+def make(place: Path | str, *steps: int, back_to: int | None = None, floor: int = 0) -> Acquire:
+    """A new incarnation saves these steps; with `back_to` it has gone back to that one."""
+
+    async def do(log: RunLog) -> Acquire:
+        restored = next((c.attempt for c in log.state.lineage() if c.step == back_to), None)
+        mine = await commit.acquire(log, new_nonce(), restored=restored, floor=floor)
+        await save(log, mine, *steps)
+        return mine
+
+    found: Acquire = work(place, do)
+    return found
+
+
+def state_of(place: Path | str) -> RunState:
+    async def do(log: RunLog) -> RunState:
+        return log.state
+
+    found: RunState = work(place, do)
+    return found
+
+
+def steps(place: Path | str) -> list[int]:
+    """Of the present history, newest first."""
+    return [c.step for c in state_of(place).lineage()]
+
+
+def owners(folder: Path) -> set[int]:
+    """The steps of which there is any file."""
+    return {a.step for key in tree(folder) if (a := owner(key)) is not None}
+
+
+def break_log(run: Path) -> None:
+    flip(sorted((run / "log").iterdir())[1], 20)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps 1 to 6, made by hand."""
+    folder = tmp_path_factory.mktemp("made") / "run"
+    make(folder, 1, 2, 3, 4, 5, 6)
+    return folder
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    """A copy of that, to be changed."""
+    retention._cache.clear()  # another test may have had this run in a better state
+    return Path(shutil.copytree(made, tmp_path / "run"))
+
+
+# -- all of them --
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("copy", "{run}", "{run}-copy"), ("prune", "{run}", "--keep-last", "1"), ("gc", "{run}"),
+     ("gc", "{run}", "--abort-open"), ("keep", "{run}", "3", "--note", "x")],
+    ids=lambda words: "-".join(w.strip("-{}") for w in words[:1] + words[2:]),
+)  # fmt: skip
+def test_a_plan_is_shown_and_nothing_is_done(run: Path, call: Call, words: Sequence[str]) -> None:
+    """Without --yes not one byte changes, in either form; with it something does."""
+    make(run, 7)
+    work(run, lambda log: begin(log, Acquire(1, "0" * 8, None), 9))
+    work(run, lambda log: begin(log, log.state.acquires[-1], 2))
+    ended = Record("ABORT", {"attempt": f"2.{state_of(run).acquires[-1].nonce}-2", "reason": "x"}, "abort:x")
+    work(run, lambda log: log.append(lambda state: ended, owner=None))
+    words = [word.format(run=run) for word in words]
+    before = tree(run)
+    shown, told = call(*words), call(*words, "--json")
+    assert shown.code == 0 and "With --yes" in shown.out and told.json["done"] is None
+    assert tree(run) == before and not Path(f"{run}-copy").exists()
+    assert call(*words, "--yes", "--json").json["done"]
+    assert tree(run) != before or Path(f"{run}-copy").exists()
+
+
+@pytest.mark.parametrize("name", ["copy", "prune", "gc", "keep"])
+def test_each_has_help_with_an_example(call: Call, name: str) -> None:
+    """And it is listed."""
+    assert f"ckpt {name} " in call(name, "--help").out.partition("Example:")[2]
+    assert f"\n  {name} " in call("--help").out
+
+
+def test_options_reach_the_place(call: Call, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--option goes to both sides of a copy, the others to one, and win."""
+    told: dict[str, Any] = {}
+
+    def look(url: str, **settings: Any) -> Any:
+        told[Path(url).name] = dict(options_of(url))
+        return open_store(url, **settings)
+
+    for module in ("ckpt.cli.maintain", "ckpt.maintain.copy_run", "ckpt.cli.terminal"):
+        monkeypatch.setattr(f"{module}.open_store", look, raising=False)
+    call("copy", run, f"{run}2", "--option", "a=1", "--src-option", "a=2", "--dst-option", "b=3")
+    assert told == {"run": {"a": 2}, "run2": {"a": 1, "b": 3}}
+    call("gc", f"{run}2", "--option", "a=4")
+    assert told["run2"] == {"a": 4, "b": 3}
+    remember_options(run, {})
+    remember_options(f"{run}2", {})
+
+
+# -- copy --
+
+
+def test_a_copy_is_a_run_of_its_own(run: Path, call: Call, tmp_path: Path) -> None:
+    """Bit-exact, sound, with a history that goes on from it, and its epoch is above the one it came from."""
+    there = tmp_path / "there"
+    found = call("copy", run, there, "--yes", "--json").json
+    assert (found["new_run"] and found["bytes"] == len(DATA) + 80) or found["bytes"] > len(DATA)
+    assert found["files"] == 4 == len([key for key in tree(there) if owner(key)])
+    assert steps(there) == [6] and call("verify", there).code == 0
+    assert {k: v for k, v in tree(run).items() if k in tree(there) and owner(k)} == {
+        k: v for k, v in tree(there).items() if owner(k)
+    }
+    state = state_of(there)
+    assert state.epoch == 2 and state.acquires[-1].restored == max(state.commits)
+    make(there, 7)
+    assert steps(there) == [7, 6]
+
+
+def test_a_second_copy_does_nothing(run: Path, call: Call, tmp_path: Path) -> None:
+    """It says that the checkpoint is there."""
+    there = tmp_path / "there"
+    call("copy", run, there, "--yes")
+    before = tree(there)
+    again = call("copy", run, there, "--yes")
+    assert again.code == 0 and "already there" in again.out and tree(there) == before
+
+
+def test_what_is_there_and_damaged_is_said(run: Path, call: Call, tmp_path: Path) -> None:
+    """The target's own copy is looked at before it is called there."""
+    there = tmp_path / "there"
+    call("copy", run, there, "--yes")
+    next((there / "packs").iterdir()).unlink()
+    again = call("copy", run, there, "--yes")
+    assert again.code == 2 and "damaged there" in again.err
+
+
+def test_one_step_or_all_of_the_present_history(run: Path, call: Call, tmp_path: Path) -> None:
+    """What a rollback has undone is not part of --all; a new place takes it by its number."""
+    make(run, 20, back_to=3)
+    call("copy", run, tmp_path / "one", 2, "--yes")
+    call("copy", run, tmp_path / "all", "--all", "--yes")
+    call("copy", run, tmp_path / "undone", 5, "--yes")
+    assert steps(tmp_path / "one") == [2]
+    assert steps(tmp_path / "all") == [20, 3, 2, 1]
+    assert steps(tmp_path / "undone") == [5]
+    refused = call("copy", run, tmp_path / "all", 5, "--yes")  # it would seem to lie between 20 and 3
+    assert refused.code == 2 and "a rollback has undone it" in refused.err
+    refused = call("copy", run, tmp_path / "all", 3, "--all")
+    assert refused.code == 2 and "exclude each other" in refused.err
+
+
+def test_copying_day_by_day_needs_no_take_over(run: Path, call: Call, tmp_path: Path) -> None:
+    """As the source goes on, in its epoch and in the next, the newest in the copy is the newest that was copied."""
+    there = tmp_path / "there"
+    call("copy", run, there, "--yes")
+    work(run, lambda log: save(log, log.state.acquires[-1], 7, 8))
+    call("copy", run, there, "--yes")
+    assert steps(there) == [8, 6]
+    make(run, 9)
+    call("copy", run, there, "--yes")
+    assert steps(there)[0] == 9
+    call("copy", run, there, 1, "--yes")  # an older one is only added
+    assert steps(there)[0] == 9 and steps(there)[-1] == 1
+    make(run, 4, back_to=3)
+    call("copy", run, there, "--yes")
+    assert steps(there)[0] == 4 and call("verify", "--all", there).code == 0
+
+
+def test_an_older_checkpoint_fences_nobody(run: Path, call: Call, tmp_path: Path) -> None:
+    """A job that trains in the target goes on saving, and what it saved stays the newest."""
+    there = tmp_path / "there"
+    job = make(there, 50, floor=5)
+    assert call("copy", run, there, "--yes").code == 0
+    work(there, lambda log: save(log, job, 51))
+    assert steps(there) == [51, 50, 6]
+
+
+def test_what_would_hide_a_jobs_checkpoints_needs_take_over(run: Path, call: Call, tmp_path: Path) -> None:
+    """Without it nothing is touched; with it the job is fenced, and a training goes on from the copy."""
+    there = tmp_path / "there"
+    job = make(there, 50)
+    make(run, 7)
+    before = tree(there)
+    refused = call("copy", run, there, "--yes")
+    assert refused.code == 2 and "--take-over" in refused.err and tree(there) == before
+    shown = call("copy", run, there, "--take-over", "--yes")
+    assert shown.code == 0 and "fenced" in shown.out
+    with pytest.raises(FencedError):
+        work(there, lambda log: save(log, job, 51))
+    assert steps(there)[0] == 7
+
+
+def test_a_job_that_comes_while_files_are_copied_wins(
+    run: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy does not fence somebody whom its plan did not know."""
+    there, real = tmp_path / "there", copy_run._copy_files
+
+    async def and_a_job(source: Any, target: Any, *rest: Any) -> Any:
+        written = await real(source, target, *rest)
+        log = RunLog(target)
+        await log.open()
+        await commit.acquire(log, new_nonce())
+        return written
+
+    monkeypatch.setattr(copy_run, "_copy_files", and_a_job)
+    refused = call("copy", run, there, "--yes")
+    assert refused.code == 2 and "took" in refused.err and steps(there) == []
+
+
+@pytest.mark.parametrize("how", ["retired", "aborted"])
+def test_what_was_given_up_there_never_comes_back(run: Path, call: Call, tmp_path: Path, how: str) -> None:
+    """Its names are used up; --all goes on with the others."""
+    there = tmp_path / "there"
+    call("copy", run, there, "--yes")
+    gone = max(state_of(run).commits)
+    if how == "retired":
+        end = Record("PLAN", {"retire": [str(gone)], "delete": []}, "plan:x")
+    else:
+        shutil.rmtree(there)
+        work(there, lambda log: commit.acquire(log, f"{copy_run.COPIED}{new_nonce()}"))
+        end = Record("ABORT", {"attempt": str(gone), "reason": "by a test"}, "abort:x")
+    work(there, lambda log: log.append(lambda state: end, owner=None))
+    refused = call("copy", run, there, "--yes")
+    assert refused.code == 2 and "cannot come back" in refused.err
+    rest = call("copy", run, there, "--all", "--yes", "--json")
+    assert rest.code == 1 and [one["step"] for one in rest.json["not_copied"]] == [6]
+    assert steps(there) == [5, 4, 3, 2, 1]
+
+
+def test_somebody_elses_folder_is_left_alone(run: Path, call: Call, tmp_path: Path) -> None:
+    """Whether or not it is asked for."""
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "thesis.tex").write_text("chapter 1")
+    for more in ((), ("--yes",), ("--take-over", "--yes")):
+        refused = call("copy", run, there, *more)
+        assert refused.code == 2 and "thesis.tex" in refused.err
+        assert tree(there) == {"thesis.tex": b"chapter 1"}
+
+
+def test_the_disk_of_one_node_is_no_whole_source(call: Call, tmp_path: Path) -> None:
+    """It says how many parts there are, and that others have the rest."""
+
+    async def half(log: RunLog) -> None:
+        mine = await commit.acquire(log, new_nonce())
+        two = Layout(LAYOUT.tensors, {}, [], rank=0, world=2)
+        await commit.commit(log, mine, [await begin(log, mine, 1, layout=two)])
+
+    work(tmp_path / "node", half)
+    refused = call("copy", tmp_path / "node", tmp_path / "there", "--yes")
+    assert refused.code == 2 and "1 of its 2 parts" in refused.err and not (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize("what", ["packs", "parts", "parts table"])
+def test_a_damaged_source_is_named(run: Path, call: Call, tmp_path: Path, what: str) -> None:
+    """And never becomes a checkpoint of the target."""
+    folder, suffix = what.split()[0], ".json" if what == "parts" else ".safetensors"
+    path = run / folder / (attempt_of(run, 6) + f".0.0{suffix}")
+    flip(path, path.stat().st_size // 2)
+    refused = call("copy", run, tmp_path / "there", "--yes")
+    assert refused.code == 2 and path.name in refused.err
+    assert not (tmp_path / "there" / "log").exists() or steps(tmp_path / "there") == []
+    assert call("copy", run, tmp_path / "there", 5, "--yes").code == 0  # control: the others can be had
+
+
+def hurt(run: Path, step: int) -> Path:
+    pack = run / "packs" / (attempt_of(run, step) + ".0.0.safetensors")
+    flip(pack, pack.stat().st_size // 2)
+    return pack
+
+
+@pytest.mark.parametrize("damaged", [(6,), (6, 5), (4,), (6, 3, 1), (6, 5, 4, 3, 2, 1)])
+def test_all_but_what_turns_out_damaged(run: Path, call: Call, tmp_path: Path, damaged: Sequence[int]) -> None:
+    """The others are copied, whichever is damaged; it is said which are not, and why; a repair and a repetition bring
+    them. Control: one that is asked for by itself is refused."""
+    there, rest = tmp_path / "there", [step for step in (6, 5, 4, 3, 2, 1) if step not in damaged]
+    packs = [hurt(run, step) for step in damaged]
+    found = call("copy", run, there, "--all", "--yes")
+    assert found.code == 1 and f"copied {len(rest)}, verified" in found.out and steps(there) == rest
+    for pack, step in zip(packs, damaged, strict=True):
+        assert re.search(rf"^left out: step {step} of .*{pack.name}.* `ckpt repair file://{run}` may", found.out, re.M)
+    assert call("copy", run, tmp_path / "one", damaged[0], "--yes").code == 2
+    for pack in packs:
+        flip(pack, pack.stat().st_size // 2)
+    again = call("copy", run, there, "--all", "--yes", "--json")
+    assert again.code == 0 and len(again.json["done"]["copied"]) == len(damaged)
+    assert steps(there) == [6, 5, 4, 3, 2, 1] and call("verify", there, "--all").code == 0
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_lead_passes_to_the_next(run: Path, call: Call, tmp_path: Path, again: bool) -> None:
+    """In a copy that has a lead of its own, the newest that could be copied leads, and later the one that could not:
+    whether the source went on in its epoch, or has gone back in a next one."""
+    there = tmp_path / "there"
+    call("copy", run, there, "--all", "--yes")
+    if again:
+        make(run, 7, 8, 9, back_to=5)
+    else:
+        work(run, lambda log: save(log, log.state.acquires[-1], 7, 8, 9))
+    pack = hurt(run, 9)
+    found = call("copy", run, there, "--all", "--yes", "--json")
+    assert (found.code, [one["step"] for one in found.json["not_copied"]]) == (1, [9])
+    assert [one["step"] for one in found.json["done"]["failed"]] == [9]
+    assert steps(there)[:2] == [8, 7]
+    flip(pack, pack.stat().st_size // 2)
+    assert call("copy", run, there, "--all", "--yes").code == 0 and steps(there)[:3] == steps(run)[:3] == [9, 8, 7]
+
+
+def test_what_is_there_already_leads_what_is_older(run: Path, call: Call, tmp_path: Path) -> None:
+    """With --take-over the target goes on from the newest of the source, though only older ones had to be copied."""
+    there = tmp_path / "there"
+    call("copy", run, there, "--yes")
+    make(there, 7)
+    assert steps(there) == [7, 6]
+    hurt(run, 5)
+    found = call("copy", run, there, "--all", "--take-over", "--yes", "--json")
+    assert found.code == 1 and found.json["fences"]
+    assert steps(there) == [6, 4, 3, 2, 1]
+
+
+def test_files_of_several_count_once(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the plan, in its rows and in the progress: that is what is brought over, though increments share files."""
+    monkeypatch.setenv("CKPT_RUNTIME_DIR", str(tmp_path))
+    run, there = tmp_path / "run", tmp_path / "there"
+    save_increments([run], range(1, 6))
+    plan = call("copy", run, there, "--all", "--json").json
+    packs = {key: len(data) for key, data in tree(run).items() if key.startswith("packs/")}
+    assert plan["bytes"] == sum(row["bytes"] for row in plan["copy"]) == sum(packs.values())
+    files = [key for key in tree(run) if key.startswith(("packs/", "parts/", "index/"))]
+    assert plan["files"] == sum(row["files"] for row in plan["copy"]) == len(files)
+    assert len(plan["copy"]) == 5 and plan["copy"][0]["bytes"] > max(row["bytes"] for row in plan["copy"][1:4])
+    assert " kB" in call("copy", run, there, "--all").out
+    seen = list[int]()
+
+    async def do(source: RunLog) -> None:
+        wanted = source.state.lineage()
+        target = await copy_run.open_target(str(there))
+        decided = await copy_run.plan_copy(source, target, wanted, take_over=False)
+        assert await copy_run.copy(source, target, decided, on_bytes=seen.append) == []
+        await target.store.aclose()
+
+    work(run, do)
+    assert sum(seen) == plan["bytes"] and steps(there) == [5, 4, 3, 2, 1]
+
+
+def test_a_source_that_retires_it_meanwhile(
+    run: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not called damaged."""
+    real, copy = tmp_path / "there", copy_run.copy
+
+    async def late(source: RunLog, *rest: Any, **more: Any) -> Any:
+        await retention.retire(source, None, Keep(1), {max(source.state.commits)})
+        return await copy(source, *rest, **more)
+
+    monkeypatch.setattr(copy_run, "copy", late)
+    refused = call("copy", run, real, 2, "--yes")
+    assert refused.code == 2 and "was retired while it was copied" in refused.err
+
+
+def test_full_size_files_without_a_part_are_not_trusted(run: Path, call: Call, tmp_path: Path) -> None:
+    """In a folder, a killed copy leaves a pack of the right size with anything in it."""
+    there = tmp_path / "there"
+    work(there, lambda log: asyncio.sleep(0))
+    pack = next((run / "packs").glob("*-6.*"))
+    (there / "packs").mkdir()
+    (there / "packs" / pack.name).write_bytes(bytes(pack.stat().st_size))
+    assert call("copy", run, there, "--yes").code == 0
+    assert call("verify", there).code == 0
+
+
+def test_two_do_not_write_one_file(run: Path, call: Call, tmp_path: Path) -> None:
+    """What the job of the target may be bringing there itself is left to it."""
+    there, job = tmp_path / "there", state_of(run).acquires[-1]
+
+    async def tier_of_the_same_job(log: RunLog) -> None:
+        await log.append(
+            lambda state: Record("ACQUIRE", {"epoch": job.epoch, "nonce": job.nonce, "restored": None}, "acquire:x"),
+            owner=None,
+        )
+        await begin(log, job, 6)
+
+    work(there, tier_of_the_same_job)
+    before = tree(there)
+    refused = call("copy", run, there, "--yes")
+    assert refused.code == 2 and "right now" in refused.err and tree(there) == before
+    assert call("copy", run, there, 5, "--yes").code == 0
+
+
+# -- a copy that dies --
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training of 6 steps, with the steps 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("trained")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("CKPT_RUNTIME_DIR", str(folder))
+    state = toy.build()
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(str(folder / "run"), every=2, keep=9)]) as cp:
+        cp.restore(default=0)
+        for step in range(1, 7):
+            toy.train_step(state)
+            cp.step(step)
+    patch.undo()
+    return folder / "run"
+
+
+def differences(a: Path, b: Path, call: Call) -> list[str]:
+    """The oracle: whether the second is a sound checkpoint with the same bits, for each way to look at it."""
+    found = []
+    if call("verify", b).code:
+        found.append("verify")
+        return found
+    if call("diff", a, b).code:
+        found.append("diff")
+    one, two = ckpt.load(str(a)), ckpt.load(str(b))
+    if one.keys() != two.keys() or not all(torch.equal(one[name], two[name]) for name in one):
+        found.append("load")
+    return found
+
+
+DEATHS = ("pack.opened", "pack.written", "acquire.done", "index.stored", "log.linked:kill:2")
+
+
+@pytest.mark.parametrize("point", DEATHS)
+def test_a_copy_that_was_killed_goes_on(trained: Path, tmp_path: Path, call: Call, point: str) -> None:
+    """Wherever SIGKILL came, there is no checkpoint before there is a whole one, and the next call ends it."""
+    there = tmp_path / "there"
+    fail = point if ":" in point else f"{point}:kill"
+    assert killed(run_script(COMMAND, "copy", trained, there, "--yes", fail=fail)), "it was not killed"
+    if "log.linked" not in point:
+        assert steps(there) == []
+    assert call("copy", trained, there, "--yes").code == 0
+    assert differences(trained, there, call) == []
+
+
+def test_negative_control_a_wrong_copy_is_seen(trained: Path, tmp_path: Path, call: Call) -> None:
+    """The oracle sees one flipped bit, and another step."""
+    there = tmp_path / "there"
+    call("copy", trained, there, 4, "--yes")
+    assert differences(trained, there, call) == ["diff", "load"]
+    pack = next((there / "packs").iterdir())
+    flip(pack, pack.stat().st_size // 2)
+    assert differences(trained, there, call) == ["verify"]
+
+
+def test_ctrl_c_leaves_nothing_half_done(trained: Path, tmp_path: Path, call: Call) -> None:
+    """Exit code 130, no file of the pack that was being written, and the same call goes on."""
+    there, path = tmp_path / "there", f"{REPO}:{REPO / 'backends'}"
+    environment = {**os.environ, "PYTHONPATH": path, "CKPT_FAIL": "pack.opened:stop"}
+    words = [sys.executable, "-c", COMMAND, "copy", str(trained), str(there), "--yes"]
+    with subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+        stat = Path(f"/proc/{process.pid}/stat")
+        assert eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGCONT)
+        said = process.communicate(timeout=30)[1].decode()
+    assert process.returncode == 130 and "goes on from here" in said and "Traceback" not in said
+    assert not list((there / "packs").iterdir())
+    assert call("copy", trained, there, "--yes").code == 0
+    assert differences(trained, there, call) == []
+
+
+def test_a_training_goes_on_in_a_copy(trained: Path, tmp_path: Path, call: Call) -> None:
+    """It restores the copied step with all its bits, and what it saves comes after it."""
+    there = tmp_path / "there"
+    call("copy", trained, there, "--yes")
+    state = toy.build(seed=1)
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(str(there), every=2)]) as cp:
+        assert cp.restore() == 6
+        for step in range(7, 9):
+            toy.train_step(state)
+            cp.step(step)
+    assert toy.digest(state) == toy.reference(8) and steps(there) == [8, 6]
+
+
+# -- prune --
+
+
+def test_prune_keeps_what_it_is_told_and_says_why(run: Path, call: Call) -> None:
+    """The last ones, every third, the kept one and the newest finite; files go with the rest, and no others."""
+    work(run, lambda log: save(log, log.state.acquires[-1], 7, 8, finite=False))
+    call("keep", run, 2, "--note", "as published", "--yes")
+    (run / "packs" / "notes.txt").write_text("mine")
+    plan = call("prune", run, "--keep-last", 1, "--keep-every", 3, "--json").json
+    why = {one["step"]: one["why"] for one in plan["keep"]}
+    assert why.keys() == {8, 7, 6, 3, 2} and "as published" in why[2] and "every 3" in why[3] and "finite" in why[6]
+    assert plan["check"] == 6  # not what nobody would restore
+    done = call("prune", run, "--keep-last", 1, "--keep-every", 3, "--yes", "--json").json["done"]
+    assert sorted(Attempt.parse(a).step for a in done["given_up"]) == [1, 4, 5]
+    assert done["files"] == plan["files"] == 12 and done["bytes"] == plan["bytes"]
+    assert steps(run) == [8, 7, 6, 3, 2] and owners(run) == {8, 7, 6, 3, 2}
+    assert call("verify", "--all", run).code == 0 and (run / "packs" / "notes.txt").exists()
+    assert call("prune", run, "--keep-last", 1, "--keep-every", 3, "--yes", "--json").json["done"] is None
+
+
+@given(test_prune.states())
+@settings(max_examples=50, deadline=None)
+def test_everything_that_stays_has_a_reason(drawn: tuple[RunState, Keep, set[Attempt]]) -> None:
+    """The reasons are those of the policy: exactly what it leaves has one."""
+    state, keep, _ = drawn
+    state.kept = dict.fromkeys(state.kept, "x")
+    for checked in list(state.commits)[:2]:
+        why = prune.why_kept(state, keep, checked)
+        assert why.keys() == state.commits.keys() - retention.choose(state, keep, {checked})
+        assert all(why.values())
+
+
+def test_nothing_goes_while_the_newest_is_damaged(run: Path, call: Call) -> None:
+    """One flipped bit in it: exit code 1, what is damaged is named, and every file stays."""
+    pack = run / "packs" / f"{attempt_of(run, 6)}.0.0.safetensors"
+    flip(pack, pack.stat().st_size - 9)
+    before = tree(run)
+    refused = call("prune", run, "--keep-last", 1, "--yes")
+    assert refused.code == 1 and pack.name in refused.out and "Nothing was done" in refused.out
+    assert tree(run) == before
+    assert call("prune", run, "--keep-last", 1, "--yes", "--json").json["problems"]
+    flip(pack, pack.stat().st_size - 9)  # control
+    assert call("prune", run, "--keep-last", 1, "--yes").code == 0 and steps(run) == [6, 5]
+
+
+@pytest.mark.parametrize("words", [("prune", "--keep-last", "1"), ("gc",)], ids=["prune", "gc"])
+def test_a_damaged_log_forbids_it(run: Path, call: Call, words: Sequence[str]) -> None:
+    """With advice that works."""
+    break_log(run)
+    before = tree(run)
+    refused = call(words[0], run, *words[1:], "--yes")
+    assert refused.code == 2 and "log records 1 " in refused.err and "ckpt copy --all" in refused.err
+    assert tree(run) == before
+    assert call("copy", run, f"{run}-new", "--all", "--yes").code == 0 and steps(f"{run}-new") == [6, 5, 4, 3, 2]
+    break_log(Path(f"{run}-new"))
+    refused = call("copy", run, f"{run}-new", "--yes")
+    assert refused.code == 2 and "given up there" in refused.err
+
+
+def test_what_cannot_be_read_keeps_everything_while_it_stays(run: Path, call: Call) -> None:
+    """Nobody knows which files it needs. Given up itself, it stands in nobody's way."""
+    (run / "parts" / f"{attempt_of(run, 5)}.0.0.json").unlink()
+    before = tree(run)
+    for words in (("prune", run, "--keep-last", 1), ("gc", run)):
+        refused = call(*words, "--yes")
+        assert refused.code == 2 and "step 5 " in refused.err and tree(run) == before
+    work(run, lambda log: save(log, log.state.acquires[-1], 7, 8))
+    assert call("prune", run, "--keep-last", 1, "--yes").code == 0
+    assert steps(run) == [8, 7] and owners(run) == {8, 7}
+
+
+@pytest.mark.parametrize("command", ["prune", "gc"])
+def test_a_commit_in_between_is_taken_into_account(
+    run: Path, call: Call, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """A job that commits after the files were listed loses nothing, and the command is done all the same."""
+    mine, real, left = state_of(run).acquires[-1], prune.take_stock, [7, 8]
+    work(run, lambda log: begin(log, mine, 99))
+    ended = Record("ABORT", {"attempt": f"1.{mine.nonce}-99", "reason": "x"}, "abort:x")
+    work(run, lambda log: log.append(lambda state: ended, owner=None))
+
+    async def and_a_commit(log: RunLog) -> prune.RunFiles:
+        stock = await real(log)
+        if left:
+            async with opened(run) as other:
+                await save(other, mine, left.pop(0))
+        return stock
+
+    monkeypatch.setattr(prune, "take_stock", and_a_commit)
+    more = ("--keep-last", 1) if command == "prune" else ()
+    assert call(command, run, *more, "--yes").code == 0
+    assert steps(run)[:2] == [8, 7] and 99 not in owners(run) and call("verify", "--all", run).code == 0
+
+
+# -- gc --
+
+
+def with_leftovers(run: Path) -> dict[str, Acquire]:
+    """Besides the checkpoints: 10 aborted, 11 open in an old epoch, 12 held, 13 open in the newest epoch."""
+    old = state_of(run).acquires[-1]
+
+    async def do(log: RunLog) -> Acquire:
+        for step in (10, 11):
+            await begin(log, old, step)
+        half = await begin(log, old, 12, layout=Layout(LAYOUT.tensors, {}, [], rank=0, world=2))
+        await commit.commit(log, old, [half], kind="HELD")
+        await commit.abort(log, old, Attempt(old.epoch, 10, old.nonce), "for the test")
+        new = await commit.acquire(log, new_nonce())
+        await begin(log, new, 13)
+        return new
+
+    return {"old": old, "new": work(run, do)}
+
+
+def test_gc_deletes_what_nobody_needs(run: Path, call: Call) -> None:
+    """Files of attempts that have ended; open and held ones stay, and what is not ours; all of it is said."""
+    with_leftovers(run)
+    (run / "packs" / "notes.txt").write_text("mine")
+    (run / "todo").write_text("mine")
+    found = call("gc", run, "--yes", "--json").json
+    assert [(one["step"], one["files"]) for one in found["delete"]] == [(10, 3)]
+    assert "for the test" in found["delete"][0]["why"]
+    assert {one["step"]: one["ending"] for one in found["open"]} == {11: False, 12: False, 13: False}
+    assert found["foreign"] == ["packs/notes.txt", "todo"]
+    assert found["done"] == {"files": 3, "bytes": found["bytes"], "uploads": 0, "ended": []}
+    assert owners(run) == {1, 2, 3, 4, 5, 6, 11, 12, 13} and (run / "todo").exists()
+    assert call("verify", "--all", run).code == 0
+    assert "stays, open" in call("gc", run).out
+
+
+def test_gc_ends_what_an_old_epoch_left_open_only_where_told(run: Path, call: Call) -> None:
+    """Never what the present epoch is writing, nor what other nodes may hold the rest of."""
+    epochs = with_leftovers(run)
+    found = call("gc", run, "--abort-open", "--yes", "--json").json
+    assert {one["step"]: one["ending"] for one in found["open"]} == {11: True, 12: False, 13: False}
+    assert owners(run) == {1, 2, 3, 4, 5, 6, 12, 13}
+    assert Attempt(1, 11, epochs["old"].nonce) in state_of(run).aborted
+    work(run, lambda log: save_again(log, epochs["new"]))
+    assert steps(run)[0] == 13
+
+
+async def save_again(log: RunLog, mine: Acquire) -> None:
+    """What was open becomes a checkpoint."""
+    part = await commit.stored_part(log.store, Attempt(mine.epoch, 13, mine.nonce), 0)
+    assert part is not None
+    await commit.commit(log, mine, [part])
+
+
+def test_readers_have_their_time(run: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it waits the log says what goes, and every file is there. Folders need no waiting."""
+    with_leftovers(run)
+    waited: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        assert 10 in owners(run)
+        record = json.loads(sorted((run / "log").iterdir())[-1].read_bytes())
+        assert record["type"] == "PLAN" and len(record["body"]["delete"]) == 3
+
+    monkeypatch.setattr(prune.asyncio, "sleep", sleep)
+    assert "waiting 7 s" in call("gc", run, "--yes", "--grace", "7").err.lower()
+    assert waited == [7.0] and 10 not in owners(run)
+    call("prune", run, "--keep-last", 1, "--yes")
+    assert waited == [7.0]
+
+
+@pytest.mark.parametrize("fail", ["plan.landed:kill", "sweep.deleted:kill"])
+@pytest.mark.parametrize("words", [("prune", "--keep-last", "1"), ("gc",)], ids=["prune", "gc"])
+def test_a_clean_up_that_was_killed_is_ended_by_gc(run: Path, call: Call, words: Sequence[str], fail: str) -> None:
+    """What the log says is gone, and its files with the next gc; what stays is sound."""
+    aborted = Attempt(1, 10, with_leftovers(run)["old"].nonce)
+    for number in range(80):  # more than one batch
+        (run / pack_key(aborted, 1, number)).write_bytes(b"x")
+    assert killed(run_script(COMMAND, words[0], run, *words[1:], "--yes", fail=fail))
+    expected = {6, 5} if words[0] == "prune" else {6, 5, 4, 3, 2, 1}
+    assert set(steps(run)) == expected
+    assert owners(run) > expected | {11, 12, 13}
+    assert call("gc", run, "--yes").code == 0
+    assert owners(run) == expected | {11, 12, 13} and call("verify", "--all", run).code == 0
+
+
+# -- keep --
+
+
+def test_keep_is_said_and_taken_back(run: Path, call: Call) -> None:
+    """The note goes into the log; said twice it is one record; a step that is not there is refused."""
+    assert call("keep", run, 2, "--note", "good", "--yes", "--json").json["done"] == {"kept": True}
+    assert [a.step for a in state_of(run).kept] == [2] and "good" in state_of(run).kept.values()
+    records = len(list((run / "log").iterdir()))
+    assert call("keep", run, 2, "--note", "good", "--yes").code == 0
+    assert len(list((run / "log").iterdir())) == records
+    call("prune", run, "--keep-last", 1, "--yes")
+    assert steps(run) == [6, 5, 2]
+    assert "is kept: good" in call("keep", run, 2, "--undo", "--yes").out
+    call("prune", run, "--keep-last", 1, "--yes")
+    assert steps(run) == [6, 5]
+    for words in (("keep", run, 2, "--note", "x"), ("keep", run, 99, "--undo")):
+        assert call(*words, "--yes").code == 2
+    for words in (("keep", run, 6), ("keep", run, 6, "--undo", "--note", "x")):
+        assert "--note" in call(*words, "--yes").err
+
+
+def test_a_keep_that_comes_too_late_says_so(run: Path) -> None:
+    """Between the look and the record, the checkpoint was retired."""
+
+    async def late(log: RunLog) -> None:
+        first = min(log.state.commits)
+        async with opened(run) as other:
+            await retention.retire(other, None, Keep(1), {max(log.state.commits)})
+        with pytest.raises(NoCheckpointError, match="a moment ago"):
+            await prune.set_keep(log, first, "x")
+
+    work(run, late)
+
+
+# -- beside a job --
+
+
+LIVE = """
+import json, os, sys, time, ckpt, toy
+run, enough = sys.argv[1:]
+state, step = toy.build(), 0
+with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=5)]) as cp:
+    cp.restore(default=0)
+    while step % 5 or not os.path.exists(enough):
+        toy.train_step(state)
+        step += 1
+        cp.step(step)
+        time.sleep(0.01)
+print(json.dumps([step, toy.digest(state)]))
+"""
+
+
+def test_a_training_beside_it_is_not_hurt(tmp_path: Path, call: Call) -> None:
+    """prune, gc, keep and copy again and again while a job saves: it ends as if alone, and what is there is sound."""
+    run, there, enough, kept = tmp_path / "run", tmp_path / "there", tmp_path / "enough", 0
+    path = PYTHONPATH
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"}
+    words = [sys.executable, "-c", LIVE, str(run), str(enough)]
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        assert eventually(lambda: (run / "log").exists() and len(list((run / "log").iterdir())) > 6)
+        for _ in range(2):
+            for line in (("prune", run, "--keep-last", 2), ("gc", run), ("gc", run, "--abort-open")):
+                assert call(*line, "--yes").code == 0
+            copied = call("copy", run, there, "--yes")
+            assert copied.code == 0 or "retired" in copied.err
+            newest = call("ls", run, "--json").json["checkpoints"][0]["step"]
+            said = call("keep", run, newest, "--note", "seen", "--yes")
+            assert said.code == 0 or "does not hold" in said.err or "a moment ago" in said.err
+            kept = kept if said.code else newest  # it may be gone already
+        assert job.poll() is None
+        enough.touch()
+        out, err = job.communicate()
+    assert job.returncode == 0, err
+    last, digest = json.loads(out)
+    assert digest == toy.reference(last)
+    assert call("verify", "--all", run).code == 0 and call("verify", "--all", there).code == 0
+    assert steps(run)[0] == last and (not kept or kept in steps(run))
+    assert "WARNING" not in err and "failed" not in err, err
+
+
+def test_negative_control_a_job_that_is_hurt_is_seen(run: Path, tmp_path: Path, call: Call) -> None:
+    """A copy that takes the run over while a job trains there fences it for good."""
+    make(run, 7, 8)
+    there, state = tmp_path / "there", toy.build()
+    with pytest.raises(FencedError), ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(str(there), every=1)]) as cp:
+        cp.restore(default=0)
+        toy.train_step(state)
+        cp.save(1).committed(30.0)
+        assert call("copy", run, there, "--take-over", "--yes").code == 0
+        toy.train_step(state)
+        cp.save(2).committed(30.0)
+    assert steps(there)[0] == 8
+
+
+# -- in an object store --
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    with MotoServer() as server:
+        server.make_bucket("bucket")
+        yield server.url
+
+
+def words_of(server: str) -> list[str]:
+    return [word for key, value in storage_options(server).items() for word in ("--option", f"{key}={value}")]
+
+
+def test_there_and_back_again(bucket: str, trained: Path, tmp_path: Path, call: Call) -> None:
+    """To a bucket and from there to another folder: the same bits."""
+    far = "s3://bucket/there"
+    remember_options(far, storage_options(bucket))
+    assert call("copy", trained, far, "--all", "--yes", *words_of(bucket)).code == 0
+    assert call("copy", far, tmp_path / "back", "--yes", *words_of(bucket)).code == 0
+    assert differences(trained, tmp_path / "back", call) == []
+    assert steps(far) == [6, 4, 2]
+
+
+def test_a_bucket_is_thinned_out_and_cleaned_up(bucket: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers have 600 s; unfinished uploads of what has ended are dropped, and those of what is open are not."""
+    far, waited = "s3://bucket/run", list[float]()
+    remember_options(far, storage_options(bucket) | {"engine": "s3fs"})
+    mine = make(far, 1, 2, 3, 4)
+    attempts = {step: Attempt(1, step, mine.nonce) for step in (8, 9)}
+
+    async def leave(log: RunLog) -> None:
+        for attempt in attempts.values():
+            upload = await log.store.upload(pack_key(attempt, 0, 0), size=40 << 20)
+            await upload.write_at(0, memoryview(bytes(upload.part)))
+        await commit.abort(log, mine, attempts[8], "for the test")
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+
+    work(far, leave)
+    monkeypatch.setattr(prune.asyncio, "sleep", sleep)
+    assert call("prune", far, "--keep-last", 1, "--yes").code == 0
+    assert 600.0 in waited and steps(far) == [4, 3]
+    assert call("gc", far, "--json").json["uploads"] == 1
+    assert call("gc", far, "--yes", "--json").json["done"]["uploads"] == 1
+
+    async def left(log: RunLog) -> list[str]:
+        return await prune.unfinished(log.store)
+
+    assert work(far, left) == [pack_key(attempts[9], 0, 0)]
+    assert call("verify", "--all", far).code == 0

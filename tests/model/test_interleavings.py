@@ -1,0 +1,431 @@
+"""No order of requests, and none of their faults, breaks a run in an object store: see `interleave`.
+
+CKPT_SCHEDULES=1000000 CKPT_SEED=0 pytest -m long tests/model/test_interleavings.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import interleave
+from ckpt.checkpoint import commit as commits
+from ckpt.checkpoint import retention
+from ckpt.checkpoint.commit import Recovery, Role
+from ckpt.checkpoint.write import RankSnapshot, WrittenPart
+from ckpt.errors import FullError, OutcomeUnknownError, StoreError
+from ckpt.format.manifest import Attempt, owner, pack_key
+from ckpt.runlog import log as run_log
+from ckpt.runlog.log import Acquire, Commit, RunLog, RunState
+from ckpt.store import Store
+from interleave import Failure, Rank, Sim, SimStore, schedule
+
+QUICK = 500  # schedules a test; there are four of them
+LONG = int(os.environ.get("CKPT_SCHEDULES", "1000000"))
+FIRST = int(os.environ.get("CKPT_SEED", "0"))
+
+
+def first_failure(seeds: range) -> Failure | None:
+    return next((failure for seed in seeds if (failure := schedule(seed)) is not None), None)
+
+
+def check(seeds: range) -> None:
+    failure = first_failure(seeds)
+    if failure is not None:
+        pytest.fail(f"of schedules {seeds.start} to {seeds.stop - 1}, {failure}", pytrace=False)
+    print(f"schedules {seeds.start} to {seeds.stop - 1}: {len(seeds)} without a violation")
+
+
+@pytest.mark.parametrize("start", range(FIRST, FIRST + 4 * QUICK, QUICK))
+def test_no_interleaving_breaks_a_run(start: int) -> None:
+    """Whatever jobs, cleaners and readers do at once, and whatever becomes of their requests, every rule of the oracle
+    holds after each of them, and the run can be gone on with afterwards."""
+    check(range(start, start + QUICK))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(0)
+def test_no_interleaving_breaks_a_run_long() -> None:
+    """The same, CKPT_SCHEDULES times from CKPT_SEED on."""
+    check(range(FIRST, FIRST + LONG))
+
+
+def test_a_seed_is_a_schedule() -> None:
+    """The same seed gives the same requests in the same order with the same outcomes: a failure can be looked at."""
+    told = []
+    for _ in range(2):
+        told.append([])
+        for seed in range(20):
+            sim = Sim(seed)
+            assert interleave.play(sim) is None
+            told[-1].append(sim.told())
+    assert told[0] == told[1]
+    assert len(set(told[0])) == 20
+
+
+def test_schedules_get_somewhere() -> None:
+    """They are not vacuous: jobs take over and are fenced, checkpoints are committed, retired and read, processes die,
+    replies are lost, requests land late, and attempts are given up and rolled forward."""
+    sims = [Sim(seed) for seed in range(150)]
+    for sim in sims:
+        assert interleave.play(sim) is None
+    seen = "\n".join(sim.told() for sim in sims)
+    for what in (
+        "lost, done", "lost, not done", "lost, lands later", "lands now", "409", "412 on our own", "killed, done",
+        "killed, not done", "dies", "restored", "FencedError", "COMMIT", "ABORT", "PLAN", "BEGIN",
+    ):  # fmt: skip
+        assert what in seen, f"nothing was ever {what}"
+    assert sum(len(sim.oracle.acknowledged) for sim in sims) > len(sims)
+    assert sum(sim.oracle.increments > 2 for sim in sims) > len(sims) // 5  # the last two are of the end
+    assert any("retired" in sim.oracle.ended.values() for sim in sims)
+    assert sum("stopped after so many turns" in sim.told() for sim in sims) < len(sims) // 20
+
+
+# -- negative controls: a rule is left out, and somebody must notice --
+
+
+def records_overwrite(patch: pytest.MonkeyPatch) -> None:
+    """Log records are put, rather than created only if nobody else has."""
+    put = SimStore.put
+
+    async def plain(self: SimStore, key: str, data: Any, *, create: bool = False) -> None:
+        await put(self, key, data, create=create and not key.startswith("log/"))
+
+    patch.setattr(SimStore, "put", plain)
+
+
+def nobody_is_fenced(patch: pytest.MonkeyPatch) -> None:
+    """Who owns the run is not looked at."""
+    patch.setattr(RunLog, "check_owner", lambda self, owner: None)
+
+
+def a_timeout_is_a_failure(patch: pytest.MonkeyPatch) -> None:
+    """No answer to a commit is taken for a refusal, and what was written for it is thrown away."""
+    put, settle = SimStore.put, commits.settle
+
+    async def sure(self: SimStore, key: str, data: Any, *, create: bool = False) -> None:
+        try:
+            await put(self, key, data, create=create)
+        except StoreError as error:
+            if key.startswith("log/") and error.retryable:
+                raise FullError("it did not work") from error
+            raise
+
+    async def tidy(log: RunLog, owner: Any, own: WrittenPart, role: Role, **details: Any) -> None:
+        try:
+            await settle(log, owner, own, role, **details)
+        except FullError:
+            for pack in own.part.packs:
+                await log.store.delete(pack.key)
+            raise
+
+    patch.setattr(SimStore, "put", sure)
+    patch.setattr(commits, "settle", tidy)
+
+
+def hope_is_acknowledged(patch: pytest.MonkeyPatch) -> None:
+    """No answer to a commit is taken for success."""
+    commit, append = commits.commit, RunLog.append
+
+    async def impatient(self: RunLog, make: Any, *, owner: Any, deadline_s: float = 60.0) -> RunState:
+        return await append(self, make, owner=owner, deadline_s=-1.0)
+
+    async def hopeful(log: RunLog, mine: Acquire, parts: list[WrittenPart], *, kind: str = "COMMIT") -> Any:
+        try:
+            return await commit(log, mine, parts, kind=kind)
+        except OutcomeUnknownError:
+            attempt = Attempt.parse(parts[0].part.attempt)
+            told = tuple((one.part.rank, one.part.number, one.digest) for one in parts)
+            log.state.commits[attempt] = Commit(attempt, len(parts), told, "0" * 64)
+
+    patch.setattr(RunLog, "append", impatient)
+    patch.setattr(commits, "commit", hopeful)
+
+
+def success_is_not_found_again(patch: pytest.MonkeyPatch) -> None:
+    """Whether a record of ours is in the log already is not looked at."""
+
+    class Nothing(dict[str, int]):
+        def __contains__(self, key: object) -> bool:
+            return False
+
+    refresh = RunLog._refresh
+
+    async def forgetful(self: RunLog) -> RunState:
+        state = await refresh(self)
+        state.requests = Nothing(state.requests)
+        return state
+
+    patch.setattr(RunLog, "_refresh", forgetful)
+
+
+class Stale:
+    """A log that shows `make` what it knew before, and remembers what that came to."""
+
+    def __init__(self, log: RunLog, *, locally: bool) -> None:
+        self.log, self.known, self.locally = log, copy.deepcopy(log.state), locally
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.log, name)
+
+    async def append(self, make: Callable[[RunState], Any], *, owner: Any) -> RunState:
+        def of_before(state: RunState) -> Any:
+            self.known.next_seq = state.next_seq  # only so that it has a name of its own
+            return make(self.known)
+
+        state = await self.log.append(make if self.locally else of_before, owner=owner)
+        if self.locally:
+            make(self.known)
+        return state
+
+
+def the_log_is_read_before_the_files(patch: pytest.MonkeyPatch) -> None:
+    """What a PLAN deletes is decided by what the log said before the files were listed."""
+    retire = retention.retire
+    patch.setattr(
+        retention, "retire", lambda log, mine, keep, verified: retire(Stale(log, locally=False), mine, keep, verified)
+    )
+
+
+def the_plan_need_not_land(patch: pytest.MonkeyPatch) -> None:
+    """Files are deleted by what one's own reading of the log came to, whatever becomes of the PLAN."""
+    retire = retention.retire
+
+    class Early(Stale):
+        async def append(self, make: Callable[[RunState], Any], *, owner: Any) -> RunState:
+            record = make(self.log.state)
+            for key in record.body["delete"] if record is not None else ():
+                await self.log.store.delete(key)
+            return await self.log.append(make, owner=owner)
+
+    patch.setattr(
+        retention, "retire", lambda log, mine, keep, verified: retire(Early(log, locally=True), mine, keep, verified)
+    )
+
+
+def open_attempts_are_fair_game(patch: pytest.MonkeyPatch) -> None:
+    """Files that no live checkpoint uses go, also those of attempts that may still become one."""
+    patch.setattr(retention, "live_packs", lambda state, packs, used: set(used))
+
+
+def what_is_open_stays_open(patch: pytest.MonkeyPatch) -> None:
+    """Recovery rolls forward what is whole, and leaves the rest."""
+    recover, abort, recovering = commits.recover, commits.abort, ContextVar("recovering", default=False)
+
+    async def half(*args: Any, **details: Any) -> Recovery:
+        token = recovering.set(True)
+        try:
+            return await recover(*args, **details)
+        finally:
+            recovering.reset(token)
+
+    async def elsewhere_only(*args: Any, **details: Any) -> None:
+        if not recovering.get():
+            await abort(*args, **details)
+
+    patch.setattr(commits, "recover", half)
+    patch.setattr(commits, "abort", elsewhere_only)
+
+
+def whoever_is_there_will_do(patch: pytest.MonkeyPatch) -> None:
+    """The parts of other ranks are not waited for."""
+
+    async def present(store: Store, attempt: Attempt, own: WrittenPart, role: Role) -> list[WrittenPart]:
+        keys = [info.key async for info in store.list(f"parts/{attempt}.")]
+        return list((await commits._sound(store, attempt, keys, own)).values())
+
+    patch.setattr(commits, "_present", present)
+
+
+def the_index_comes_last(patch: pytest.MonkeyPatch) -> None:
+    """A COMMIT is appended before all of what it names is there."""
+    commit = commits.commit
+
+    async def hasty(log: RunLog, mine: Acquire, parts: list[WrittenPart], *, kind: str = "COMMIT") -> Any:
+        kept: dict[str, Any] = {}
+
+        class Later:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(store, name)
+
+            async def put(self, key: str, data: Any, *, create: bool = False) -> None:
+                if key.startswith("index/"):
+                    kept[key] = data
+                else:
+                    await store.put(key, data, create=create)
+
+        store = log.store
+        log.store = Later()  # type: ignore[assignment]
+        try:
+            found = await commit(log, mine, parts, kind=kind)
+        finally:
+            log.store = store
+        for key, data in kept.items():
+            await store.put(key, data)
+        return found
+
+    patch.setattr(commits, "commit", hasty)
+
+
+def aborting_needs_no_log(patch: pytest.MonkeyPatch) -> None:
+    """Whoever gives an attempt up deletes its files, though others may have committed it."""
+    give_up = Rank.give_up
+
+    async def rude(self: Rank, attempt: Attempt, written: WrittenPart | None = None) -> None:
+        if written is not None:
+            with contextlib.suppress(StoreError):
+                for pack in written.part.packs:
+                    await self.log.store.delete(pack.key)
+        await give_up(self, attempt, written)
+
+    patch.setattr(Rank, "give_up", rude)
+
+
+def the_pack_goes_though_its_part_may_be_there(patch: pytest.MonkeyPatch) -> None:
+    """Whoever does not hear that his part is stored deletes the pack, though another rank may have found both."""
+    write_part = interleave.write_part
+
+    async def rash(store: Store, snapshot: RankSnapshot, *, number: int = 0) -> WrittenPart:
+        try:
+            return await write_part(store, snapshot, number=number)
+        except StoreError:
+            with contextlib.suppress(StoreError):
+                await store.delete(pack_key(snapshot.attempt, snapshot.layout.rank, number))
+            raise
+
+    patch.setattr(interleave, "write_part", rash)
+
+
+def a_snapshot_forgets_what_ended(patch: pytest.MonkeyPatch) -> None:
+    """Who begins to read at a SNAPSHOT does not know of attempts that were aborted before it."""
+    expand = run_log.expand
+
+    def forgetful(body: dict[str, Any]) -> RunState:
+        state = expand(body)
+        state.aborted.clear()
+        return state
+
+    patch.setattr(run_log, "expand", forgetful)
+
+
+def the_end_of_the_log_is_not_seen(patch: pytest.MonkeyPatch) -> None:
+    """Looking for new records begins one too far: the next one is never read."""
+    listing = SimStore.list
+
+    def beyond(self: SimStore, prefix: str = "", *, after: str = "") -> Any:
+        if after.startswith("log/"):
+            after = run_log.record_key(int(after[4:16]) + 2)  # it begins with the last one that is known
+        return listing(self, prefix, after=after)
+
+    patch.setattr(SimStore, "list", beyond)
+
+
+def the_base_may_be_gone(patch: pytest.MonkeyPatch) -> None:
+    """Whether what was built on is still a checkpoint is looked at in the beginning only."""
+    check = commits.check_sources
+
+    def early(state: RunState, attempt: Attempt, needs: Any, packs: Any = None) -> None:
+        if packs is None:
+            check(state, attempt, needs)
+
+    patch.setattr(commits, "check_sources", early)
+
+
+def whatever_was_written_will_do(patch: pytest.MonkeyPatch) -> None:
+    """An increment is taken against a try of a checkpoint that may not be the one that was committed."""
+    check = commits.check_sources
+    patch.setattr(commits, "vouches", lambda state, base: Attempt.parse(base.part.attempt) in state.commits)
+    patch.setattr(commits, "check_sources", lambda state, attempt, needs, packs=(): check(state, attempt, needs))
+
+
+def what_is_built_on_goes(patch: pytest.MonkeyPatch) -> None:
+    """What an open attempt said that it builds on is given up all the same."""
+    choose = retention.choose
+    patch.setattr(retention, "choose", lambda state, *details: choose(replace(state, pins={}), *details))
+
+
+def an_increment_is_as_good_as_a_full_one(patch: pytest.MonkeyPatch) -> None:
+    """The newest full ones may go, as long as something newer stays."""
+    choose = retention.choose
+
+    def careless(state: RunState, *details: Any) -> set[Attempt]:
+        alike = {attempt: replace(found, needs=()) for attempt, found in state.commits.items()}
+        return choose(replace(state, commits=alike), *details)
+
+    patch.setattr(retention, "choose", careless)
+
+
+def a_pack_belongs_to_who_wrote_it(patch: pytest.MonkeyPatch) -> None:
+    """Of what a checkpoint uses, only what it has written itself is left alone."""
+    files_of = retention.files_of
+
+    async def own(*args: Any) -> dict[Attempt, set[str]]:
+        return {of: {key for key in keys if owner(key) == of} for of, keys in (await files_of(*args)).items()}
+
+    patch.setattr(retention, "files_of", own)
+
+
+def what_only_began_stays_open(patch: pytest.MonkeyPatch) -> None:
+    """Recovery ends what it finds files of, and nothing else."""
+    recover = commits.recover
+
+    async def by_files(log: RunLog, mine: Acquire, *args: Any, **details: Any) -> Recovery:
+        keys = [info.key async for info in log.store.list("p")]
+        unseen = frozenset((await log.refresh()).pins) - {owner(key) for key in keys}
+        return await recover(log, mine, unseen, **details)
+
+    patch.setattr(commits, "recover", by_files)
+
+
+def giving_up_takes_what_was_borrowed(patch: pytest.MonkeyPatch) -> None:
+    """With an attempt that was aborted go all packs that its part names, also those of older ones."""
+    given_up = interleave.given_up
+    patch.setattr(interleave, "given_up", lambda of, own: [*given_up(of, own), *(pack.key for pack in own.part.packs)])
+
+
+BROKEN = [
+    records_overwrite,
+    nobody_is_fenced,
+    a_timeout_is_a_failure,
+    hope_is_acknowledged,
+    success_is_not_found_again,
+    the_log_is_read_before_the_files,
+    the_plan_need_not_land,
+    open_attempts_are_fair_game,
+    what_is_open_stays_open,
+    whoever_is_there_will_do,
+    the_index_comes_last,
+    aborting_needs_no_log,
+    the_pack_goes_though_its_part_may_be_there,
+    a_snapshot_forgets_what_ended,
+    the_end_of_the_log_is_not_seen,
+    the_base_may_be_gone,
+    whatever_was_written_will_do,
+    what_is_built_on_goes,
+    an_increment_is_as_good_as_a_full_one,
+    a_pack_belongs_to_who_wrote_it,
+    what_only_began_stays_open,
+    giving_up_takes_what_was_borrowed,
+]
+
+
+RARE = {whatever_was_written_will_do: 3000}  # few schedules come to it: where the search begins
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: str(broken.__name__))
+def test_negative_control_a_rule_that_is_left_out_is_missed(
+    broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each broken variant is found out within as many schedules as an ordinary run has."""
+    broken(monkeypatch)
+    first = RARE.get(broken, 0)
+    failure = first_failure(range(first, first + 4 * QUICK))
+    assert failure is not None, f"nobody noticed: {broken.__doc__}"
+    print(f"{broken.__name__}: found at schedule {failure.seed}: {failure.problem}")

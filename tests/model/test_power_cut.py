@@ -1,0 +1,345 @@
+"""A power cut at any moment loses nothing that was acknowledged: on a model disk, and on real file systems.
+
+The model is weaker than any real disk: pages and names persist each on its own unless they were synced. The workload
+is recorded once, with the real store; then every prefix of the recording is a moment at which the power may go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt.checkpoint import commit, read
+from ckpt.errors import CheckpointError, FencedError
+from ckpt.format.manifest import Attempt
+from ckpt.runlog.log import RunLog
+from ckpt_backends.local import LocalStore
+from model_disk import (
+    CuttingDisk,
+    Fault,
+    Killed,
+    Op,
+    PowerCut,
+    RecordingDisk,
+    Run,
+    Volume,
+    check_disk,
+    kind_of_sync,
+    local,
+    payload,
+    restored,
+    violation,
+    volume,
+)
+
+
+class AtOnce(ThreadPoolExecutor):
+    """Runs what it is given right away: digests of a kilobyte would spend their time waiting for threads."""
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(function(*arguments, **named))
+        except BaseException as error:
+            done.set_exception(error)
+        return done
+
+
+@pytest.fixture(autouse=True)
+def quick(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of recoveries, each of which would warn of the attempts that do not count and start threads."""
+    caplog.set_level(logging.CRITICAL, "ckpt")
+    monkeypatch.setattr(read, "ThreadPoolExecutor", AtOnce)
+
+
+# -- the model --
+
+
+async def workload(root: Path, disk: RecordingDisk) -> None:
+    """Two incarnations that save, clean up, abort, and leave attempts behind that are whole and that are not."""
+    async with local(root, disk) as store:
+        first = await Run.open(store)
+        for step in (1, 2, 3):
+            disk.ack(await first.save(step))
+        await first.retire()
+        disk.ack(await first.save(4))
+        await first.write(5)  # whole, and never committed
+        torn = await store.upload(f"packs/{first.attempt(6)}.0.0.safetensors", size=9000)
+        await torn.write_at(0, memoryview(b"x" * 5000))  # the job ends here
+    async with local(root, disk) as store:
+        second = await Run.open(store)
+        disk.ack(first.attempt(5))  # rolled forward
+        disk.ack(await second.save(7))
+        await second.retire()
+        await second.write(8)
+        await commit.abort(second.log, second.mine, second.attempt(8), "of no use")
+        disk.ack(await second.save(9))
+        await second.retire()
+        disk.ack(await second.save(10))
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> list[Op]:
+    base = tmp_path_factory.mktemp("disk")
+    disk = RecordingDisk(base)
+    asyncio.run(workload(base / "run", disk))
+    assert not disk.synced_again
+    return disk.ops
+
+
+async def search(ops: list[Op], states: int, seed: int, *, enough: int) -> tuple[int, int, list[str]]:
+    """Cut the power after every operation, in many ways each. How many disks, how many distinct, and what was wrong."""
+    rng = random.Random(seed)
+    cut, drawn, wrong = PowerCut("run"), 0, []
+    each, seen = -(-states // len(ops)), set()
+    asyncio.get_running_loop().set_default_executor(AtOnce())
+    for op in ops:
+        cut.apply(op)
+        for i in range(each):
+            objects = cut.draw(rng, ordered=i % 2 == 1)
+            drawn += 1
+            key = (len(cut.acked), hash(frozenset(objects.items())))
+            if key in seen:
+                continue
+            seen.add(key)
+            found = await violation(objects, cut.acked)
+            if found:
+                wrong.append(found)
+            if len(wrong) >= enough:
+                return drawn, len(seen), wrong
+    return drawn, len(seen), wrong
+
+
+def expect_none(ops: list[Op], states: int, seed: int, record: Callable[[str, object], None]) -> None:
+    drawn, distinct, wrong = asyncio.run(search(ops, states, seed, enough=5))
+    print(f"{drawn} disks after {len(ops)} moments of power cut, {distinct} distinct: {len(wrong)} violations")
+    record("disks", drawn)
+    record("distinct", distinct)
+    assert not wrong, wrong
+
+
+def test_no_acknowledged_checkpoint_is_lost_by_a_power_cut(
+    recording: list[Op], record_property: Callable[[str, object], None]
+) -> None:
+    """Whatever of the unsynced pages and names survives, at whatever moment: all acknowledged is there, bit for bit."""
+    expect_none(recording, 20_000, 1, record_property)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("seed", range(10, 15))
+def test_no_acknowledged_checkpoint_is_lost_by_a_power_cut_long(
+    recording: list[Op], seed: int, record_property: Callable[[str, object], None]
+) -> None:
+    """The same, half a million times."""
+    expect_none(recording, 110_000, seed, record_property)
+
+
+def without_sync(ops: list[Op], what: str) -> list[Op]:
+    """The recording of a program that forgets one kind of fsync."""
+    kinds = kind_of_sync(ops)
+    left = [
+        op
+        for op in ops
+        if not (op.kind == "fsync" and kinds.get(op.node) == what)
+        and not (op.kind == "fsync_dir" and f"folder {Path(op.folder).name}" == what)
+    ]
+    assert len(left) < len(ops)
+    return left
+
+
+def unlinked_before_plan(ops: list[Op]) -> list[Op]:
+    """The recording of a program that deletes files first, and says so in the log afterwards."""
+    moved: list[Op] = []
+    for op in ops:
+        if op.kind == "unname" and op.folder == "run/packs":
+            plan = max(
+                i for i, o in enumerate(moved) if o.kind == "name" and o.folder == "run/log" and o.name[0] == "."
+            )
+            moved.insert(plan, op)
+            moved.insert(plan + 1, Op("fsync_dir", op.folder))
+        else:
+            moved.append(op)
+    assert moved != ops
+    return moved
+
+
+SYNCS = [
+    "pack", "table", "part", "index", "record", "format",
+    "folder packs", "folder parts", "folder index", "folder log", "folder run",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SYNCS)
+def test_negative_control_each_fsync_is_needed(recording: list[Op], what: str) -> None:
+    """Leave any one kind of fsync out, and the oracle goes red."""
+    _, _, wrong = asyncio.run(search(without_sync(recording, what), 20_000, 2, enough=1))
+    assert wrong
+
+
+def test_negative_control_plan_comes_before_unlink(recording: list[Op]) -> None:
+    """Delete before the PLAN has landed, and the oracle goes red."""
+    _, _, wrong = asyncio.run(search(unlinked_before_plan(recording), 20_000, 3, enough=1))
+    assert wrong
+
+
+# -- the writer is killed first, and the power goes later --
+
+
+async def killed_while_saving(base: Path, disk: RecordingDisk, at: int | None) -> Run:
+    """Two checkpoints are there; the process is killed at some operation of the third save (None: not at all)."""
+    async with local(base / "run", disk) as store:
+        run = await Run.open(store)
+        disk.ack(await run.save(1))
+        disk.ack(await run.save(2))
+        disk.count, disk.fault = 0, None if at is None else Fault(at, None)
+        try:
+            await run.save(3)
+        except Killed:
+            pass
+        disk.fault = None
+        return run
+
+
+async def restart_and_recover(base: Path, disk: RecordingDisk, before: Run) -> None:
+    """A new incarnation: what it finds committed, or rolls forward, it may tell the user of."""
+    async with local(base / "run", disk) as store:
+        run = await Run.open(store)
+        for attempt in run.log.state.commits:
+            disk.ack(attempt)
+
+
+async def respawn_and_write_again(base: Path, disk: RecordingDisk, before: Run) -> None:
+    """A new writer under the same trainer: it is given the same slot again, and answers that it is safe."""
+    async with local(base / "run", disk) as store:
+        log = RunLog(store)
+        await log.open()
+        disk.ack(await Run(log, before.mine).save(3, number=1000))
+
+
+GoOn = Callable[[Path, RecordingDisk, Run], Coroutine[Any, Any, None]]
+
+
+def killed_everywhere(folder: Path, go_on: GoOn, draws: int = 40) -> tuple[int, list[str]]:
+    """Kill at every operation of a save, go on, cut the power. How many disks, and what was wrong."""
+    rng, wrong = random.Random(4), []
+
+    async def one(base: Path, at: int | None) -> RecordingDisk:
+        disk = RecordingDisk(base)
+        before = await killed_while_saving(base, disk, at)
+        if at is not None:
+            await go_on(base, disk, before)
+        return disk
+
+    operations = asyncio.run(one(folder / "whole", None)).count
+    assert operations > 20
+    for at in range(operations):
+        disk = asyncio.run(one(folder / str(at), at))
+        found = check_disk(disk, rng, draws)
+        if found:
+            wrong.append(f"killed at operation {at}: {found}")
+    return operations * draws, wrong
+
+
+@pytest.mark.parametrize("go_on", [restart_and_recover, respawn_and_write_again])
+def test_kill_then_power_cut(tmp_path: Path, go_on: GoOn, record_property: Callable[[str, object], None]) -> None:
+    """A writer killed at any operation leaves names that nobody synced; its successor must not build on sand."""
+    disks, wrong = killed_everywhere(tmp_path, go_on)
+    print(f"{disks} disks after a kill and a power cut: {len(wrong)} violations")
+    record_property("disks", disks)
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("go_on", [restart_and_recover, respawn_and_write_again])
+def test_negative_control_kill_then_power_cut(tmp_path: Path, go_on: GoOn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A successor that takes what it finds for durable loses it."""
+    monkeypatch.setattr(LocalStore, "_sync_folders", lambda store: None)
+    assert killed_everywhere(tmp_path, go_on, draws=20)[1]
+
+
+# -- real file systems --
+
+
+async def save_until_the_power_goes(place: Volume, at: int, *, lazy: bool = False) -> list[Attempt]:
+    """Go on with the run, and cut the power at operation `at`. Returns what was acknowledged."""
+    acked: list[Attempt] = []
+    try:
+        async with local(place.path / "run", CuttingDisk(place, at, lazy=lazy)) as store:
+            run = await Run.open(store)
+            newest = max((attempt.step for attempt in run.log.state.commits), default=0)
+            for step in range(newest + 1, newest + 100):
+                acked.append(await run.save(step))
+                await run.retire()
+    except CheckpointError as error:
+        assert not isinstance(error, FencedError)
+    return acked
+
+
+async def what_is_lost(place: Volume, acked: list[Attempt]) -> str | None:
+    """Read the run again, with the real store."""
+    store = LocalStore(f"file://{place.path}/run")
+    try:
+        log = await read.open_run(store.url, store)
+        if log.state.damaged:
+            return f"log records {log.state.damaged} are damaged"
+        for attempt in acked:
+            if attempt not in log.state.commits and attempt not in log.state.retired:
+                return f"step {attempt.step} is lost"
+        if acked and log.state.lineage()[0].attempt < acked[-1]:
+            return "the newest is too old"
+        for attempt, found in log.state.commits.items():
+            if await read.verify(store, found) or await restored(log, attempt) != payload(attempt):
+                return f"step {attempt.step} is damaged"
+    except CheckpointError as error:
+        return str(error) if acked else None
+    finally:
+        await store.aclose()
+    return None
+
+
+def cut_and_look(place: Volume, rng: random.Random, *, lazy: bool = False) -> tuple[int, str | None]:
+    acked = asyncio.run(save_until_the_power_goes(place, rng.randint(5, 250), lazy=lazy))
+    place.unmount()  # fails if anything of ours is still open
+    place.mount()
+    return len(acked), asyncio.run(what_is_lost(place, acked))
+
+
+def many_cuts(folder: Path, kind: str, cuts: int, record: Callable[[str, object], None]) -> None:
+    rng, acknowledged = random.Random(cuts), 0
+    with volume(folder, kind, 400 if kind == "xfs" else 64) as place:
+        for number in range(cuts):
+            saved, lost = cut_and_look(place, rng)
+            acknowledged += saved
+            assert lost is None, f"cut {number}: {lost}"
+    print(f"{cuts} cuts on {kind}, {acknowledged} checkpoints acknowledged: none lost")
+    record("cuts", cuts)
+    assert acknowledged
+
+
+@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+def test_real_power_cut(tmp_path: Path, kind: str, record_property: Callable[[str, object], None]) -> None:
+    """The file system stops at a random operation, unflushed; after the next mount all acknowledged restores."""
+    many_cuts(tmp_path, kind, 8, record_property)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+def test_real_power_cut_long(tmp_path: Path, kind: str, record_property: Callable[[str, object], None]) -> None:
+    """The same, 300 times."""
+    many_cuts(tmp_path, kind, 300, record_property)
+
+
+@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+def test_negative_control_real_power_cut_without_fsync(tmp_path: Path, kind: str) -> None:
+    """A store that never syncs does lose what it acknowledged."""
+    rng = random.Random(5)
+    with volume(tmp_path, kind, 400 if kind == "xfs" else 64) as place:
+        assert any(cut_and_look(place, rng, lazy=True)[1] for _ in range(8))

@@ -1,0 +1,636 @@
+"""The same promises with an accelerator: `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+from boundaries import Run, check_boundaries, close, gradients, read_back
+from ckpt.state.capture import Capture
+from ckpt.state.tensors import DTYPE_NAME
+from ckpt.trainer.snapshot import PendingSnapshot
+from ckpt.trainer.stage import Stager
+from processes import run_script
+from toy_states import Saved, State, differences, fill, freeze
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+LARGE = 4096  # 64 MiB a square: its copy to the host takes milliseconds, an update of it microseconds
+LONG = 2_000_000_000  # cycles, about a second: whatever does not wait for such a kernel is long over when it ends
+
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+
+
+@pytest.fixture
+def open_run() -> Iterator[Callable[..., ckpt.Checkpointer]]:
+    """A Checkpointer in memory only, closed at the end whatever became of it."""
+    with contextlib.ExitStack() as stack:
+
+        def open_run(state: State, **settings: Any) -> ckpt.Checkpointer:
+            cp = ckpt.Checkpointer(state, name="gpu", **settings)
+            stack.callback(close, cp)
+            cp.restore(default=0)
+            return cp
+
+        yield open_run
+
+
+class Spins:
+    """Long kernels in front of copies, on the stream that copies; `under_way` while the last one has not ended."""
+
+    def __init__(self) -> None:
+        self.eager = self.overlapped = False  # which of the two copies of a snapshot to hold up
+        self.ends: list[torch.cuda.Event] = []
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self.ends) and not self.ends[-1].query()
+
+
+@pytest.fixture
+def spins(monkeypatch: pytest.MonkeyPatch) -> Spins:
+    """Copies that begin late, on the device, as behind other traffic: who does not wait for them comes first."""
+    spins, copy = Spins(), Stager._copy
+
+    def late(self: Stager, pairs: Any, streams: Any) -> None:
+        begun = self._pending is not None and self._pending.eager_done.is_set()
+        for stream in streams.values() if (spins.overlapped if begun else spins.eager) else ():
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(LONG)
+            spins.ends.append(stream.record_event())
+        copy(self, pairs, streams)
+
+    monkeypatch.setattr(Stager, "_copy", late)
+    return spins
+
+
+def change_jobs(monkeypatch: pytest.MonkeyPatch, change: Callable[[PendingSnapshot], None]) -> None:
+    """Change what every snapshot from now on knows of the streams of the caller."""
+    begin = PendingSnapshot.__post_init__
+
+    def changed(self: PendingSnapshot) -> None:
+        begin(self)
+        change(self)
+
+    monkeypatch.setattr(PendingSnapshot, "__post_init__", changed)
+
+
+def ready(cp: ckpt.Checkpointer, run: Run) -> Any:
+    """One step saved, so that memory is there, and another one done; the boundary behind it."""
+    run.move(run.state, 1)
+    cp.save(1).staged(60.0)
+    run.move(run.state, 2)
+    return freeze(run.state)
+
+
+def adamw(**settings: Any) -> Run:
+    def build() -> State:
+        model = nn.Linear(LARGE, LARGE, device="cuda")
+        return {"model": model, "optim": torch.optim.AdamW(model.parameters(), lr=0.1, **settings), "rng": ckpt.RNG()}
+
+    def move(state: State, step: int) -> None:
+        gradients(state["model"], abs(step))
+        state["optim"].step()
+
+    return Run(build, move)
+
+
+@pytest.mark.parametrize("dtype", [d for d in DTYPE_NAME if "float4" not in str(d)], ids=str)
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_every_dtype_returns(dtype: torch.dtype) -> None:
+    """On the device and beside it, strided and empty: the bytes, and the device, are what they were."""
+
+    def build(seed: int) -> State:
+        host = [fill(torch.empty(shape, dtype=dtype), seed + i) for i, shape in enumerate([(3, 5), (), (0, 2)])]
+        device = [t.cuda() for t in host]
+        return {"host": host, "device": device, "turned": {"t": device[0].t()}}
+
+    state, twin = build(1), build(50)
+    wanted = freeze(state)
+    Saved(Capture(state).read()).restore(twin)
+    assert differences(freeze(twin), wanted) == []
+    assert {t.device.type for t in twin["device"]} == {"cuda"} and {t.device.type for t in twin["host"]} == {"cpu"}
+
+
+@pytest.mark.parametrize("settings", [{"foreach": True}, {"fused": True}, {"capturable": True}], ids=str)
+def test_training_that_goes_on_at_once_never_leaks_in(settings: Any, open_run: Any) -> None:
+    """Updates are queued right behind step(), without the host waiting: every snapshot is its boundary."""
+    run = adamw(**settings)
+    cp = open_run(run.state)
+    assert check_boundaries(cp, run, 20) == []
+
+
+def test_negative_control_without_waiting_the_update_leaks_in(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the compute stream does not wait for the copy, fused updates tear snapshots."""
+    run = adamw(fused=True)
+    cp = open_run(run.state)
+    monkeypatch.setattr(Stager, "before_update", lambda self, timeout_s=0.0: 0.0)
+    assert check_boundaries(cp, run, 20) != []
+
+
+def test_the_copy_begins_after_the_kernels_of_the_step(open_run: Any) -> None:
+    """The device is far behind the host when step() is called: the snapshot holds what the update is going to write."""
+    run = adamw(fused=True)
+    cp = open_run(run.state)
+    before = ready(cp, run)
+    for step in range(3, 6):
+        torch.cuda._sleep(LONG)
+        run.move(run.state, step)
+        updated = torch.cuda.current_stream().record_event()
+        save = cp.step(step)
+        assert not updated.query(), "the update had ended: this shows nothing"
+        save.staged(60.0)
+        after = freeze(run.state)
+        assert differences(read_back(cp, step, run.twin), after) == []
+        assert differences(after, before)
+        before = after
+
+
+def test_negative_control_a_copy_that_does_not_wait_reads_the_past(
+    open_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With events of streams on which nothing goes on, the snapshot is the step before, all of it."""
+    run = adamw(fused=True)
+    cp = open_run(run.state)
+    before = ready(cp, run)
+
+    def hasty(job: PendingSnapshot) -> None:
+        job.ready = {device: torch.cuda.Stream(device).record_event() for device in job.ready}
+
+    change_jobs(monkeypatch, hasty)
+    monkeypatch.setattr(PendingSnapshot, "check_copies", lambda self, slot: None)  # else it is noticed, and dropped
+    torch.cuda._sleep(LONG)
+    run.move(run.state, 3)
+    updated = torch.cuda.current_stream().record_event()
+    cp.step(3).staged(60.0)
+    assert not updated.query(), "the copy waited all the same"
+    torch.cuda.synchronize()
+    snapshot = read_back(cp, 3, run.twin)
+    assert differences(snapshot, before) == []
+    assert differences(snapshot, freeze(run.state))
+
+
+def test_updates_wait_for_the_copy_and_the_host_does_not(open_run: Any, spins: Spins) -> None:
+    """The copy begins a second late. The update is queued meanwhile, and comes after it."""
+    run = adamw(fused=True)
+    cp = open_run(run.state)
+    boundary = ready(cp, run)
+    spins.overlapped = True
+    save = cp.step(2)
+    run.move(run.state, 3)
+    assert spins.under_way, "the host has waited for the copy"
+    save.staged(60.0)
+    assert differences(read_back(cp, 2, run.twin), boundary) == []
+    assert differences(freeze(run.state), boundary)
+
+
+def test_negative_control_an_update_that_does_not_wait_is_in_the_snapshot(
+    open_run: Any, spins: Spins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If only the host knows that the copy is queued, the update is first."""
+    run = adamw(fused=True)
+    cp = open_run(run.state)
+    boundary = ready(cp, run)
+
+    def without(self: Stager, timeout_s: float = 60.0) -> float:
+        if self._pending is not None:
+            self._pending.enqueued.wait(timeout_s)
+            self._pending = None
+        return 0.0
+
+    monkeypatch.setattr(Stager, "before_update", without)
+    for check in ("check_copies", "check_versions"):  # else it is noticed, and dropped
+        monkeypatch.setattr(PendingSnapshot, check, lambda *_: None)
+    spins.overlapped = True
+    save = cp.step(2)
+    run.move(run.state, 3)
+    assert spins.under_way
+    save.staged(60.0)
+    assert differences(read_back(cp, 2, run.twin), boundary)
+
+
+def test_negative_control_a_host_that_waits_is_noticed(
+    open_run: Any, spins: Spins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waiting for the copy itself, as is right without a device, lets the late copy end."""
+    run = adamw(fused=True)
+    cp = open_run(run.state)
+    ready(cp, run)
+
+    def blocking(self: Stager, timeout_s: float = 60.0) -> float:
+        if self._pending is not None:
+            self._pending.copied.wait(timeout_s)
+            self._pending = None
+        return 0.0
+
+    monkeypatch.setattr(Stager, "before_update", blocking)
+    spins.overlapped = True
+    cp.step(2)
+    run.move(run.state, 3)
+    assert spins.ends and not spins.under_way
+
+
+def test_the_host_runs_ahead_of_the_device(open_run: Any) -> None:
+    """The device is a second behind: neither step() nor the next update makes the host wait for it."""
+    run = adamw(fused=True)
+    cp = open_run(run.state)
+    ready(cp, run)
+    torch.cuda._sleep(LONG)
+    behind = torch.cuda.current_stream().record_event()
+    cp.step(2)
+    assert not behind.query(), "step() has waited for the device"
+    run.move(run.state, 3)
+    assert not behind.query(), "the update has waited for the device"
+
+
+def test_the_host_runs_ahead_of_the_device_by_more_than_a_step(open_run: Any) -> None:
+    """Also with the last snapshot not copied yet, the next step() does not wait, and both are right."""
+    run = adamw(fused=True)
+    cp = open_run(run.state)
+    boundary = ready(cp, run)
+    torch.cuda._sleep(LONG)
+    behind = torch.cuda.current_stream().record_event()
+    saves = [cp.step(2)]
+    run.move(run.state, 3)
+    saves.append(cp.step(3))
+    assert not behind.query(), "step() has waited for the copy before"
+    for save in saves:
+        save.staged(60.0)
+    assert differences(read_back(cp, 2, run.twin), boundary) == []
+    assert differences(read_back(cp, 3, run.twin), freeze(run.state)) == []
+
+
+def buffers() -> Run:
+    """Large tensors that no optimizer steps, in a module and beside it; `move` overwrites them at once."""
+
+    def build() -> State:
+        model = nn.Linear(8, 8, device="cuda")
+        model.register_buffer("mean", torch.zeros(LARGE, LARGE, device="cuda"))
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        return {"model": model, "optim": optim, "mine": {"t": torch.zeros(LARGE, LARGE, device="cuda")}}
+
+    def move(state: State, step: int) -> None:
+        state["model"].mean.fill_(float(step))
+        state["mine"]["t"].data.fill_(float(step))  # leaves no trace in version counters
+        gradients(state["model"], abs(step))
+        state["optim"].step()
+
+    return Run(build, move)
+
+
+def test_buffers_may_be_overwritten_at_once(open_run: Any, spins: Spins) -> None:
+    """What is not guarded is copied a second late, and the user's next kernels come after it; the host goes on."""
+    run = buffers()
+    cp = open_run(run.state)
+    boundary = ready(cp, run)
+    spins.eager = True
+    save = cp.step(2)
+    run.state["model"].mean.fill_(-1.0)
+    run.state["mine"]["t"].data.fill_(-1.0)
+    assert spins.under_way, "step() has waited for the copy"
+    save.staged(60.0)
+    assert differences(read_back(cp, 2, run.twin), boundary) == []
+    assert run.state["model"].mean[0, 0].item() == -1.0
+
+
+def test_negative_control_buffers_are_overwritten_if_the_stream_does_not_wait(
+    open_run: Any, spins: Spins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If some other stream than the caller's waits for the copy, the snapshot holds what came later."""
+    run = buffers()
+    cp = open_run(run.state)
+    boundary = ready(cp, run)
+
+    def elsewhere(job: PendingSnapshot) -> None:
+        job.streams = {device: torch.cuda.Stream(device) for device in job.streams}
+
+    change_jobs(monkeypatch, elsewhere)
+    spins.eager = True
+    save = cp.step(2)
+    run.state["model"].mean.fill_(-1.0)
+    run.state["mine"]["t"].data.fill_(-1.0)
+    assert spins.under_way
+    save.staged(60.0)
+    found = "".join(differences(read_back(cp, 2, run.twin), boundary))
+    assert "mean" in found and "mine" in found
+
+
+def test_buffers_that_are_overwritten_at_every_step(open_run: Any) -> None:
+    """The same many times, without anything that is held up."""
+    run = buffers()
+    assert check_boundaries(open_run(run.state), run, 20) == []
+
+
+def test_every_stream_that_updates_waits(open_run: Any, spins: Spins) -> None:
+    """Two optimizers, each on a stream of its own: the second one waits for the copy as well."""
+
+    def build() -> State:
+        models = [nn.Linear(LARGE, LARGE, device="cuda") for _ in range(2)]
+        return {"nets": models, "optims": [torch.optim.AdamW(m.parameters(), fused=True) for m in models]}
+
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+
+    def move(state: State, step: int) -> None:
+        for net, optim, stream in zip(state["nets"], state["optims"], streams, strict=True):
+            with torch.cuda.stream(stream):
+                gradients(net, abs(step))
+                optim.step()
+
+    run = Run(build, move)
+    torch.cuda.synchronize()
+    cp = open_run(run.state)
+    run.move(run.state, 1)
+    torch.cuda.synchronize()
+    cp.save(1).staged(60.0)
+    run.move(run.state, 2)
+    torch.cuda.synchronize()
+    boundary = freeze(run.state)
+    spins.overlapped = True
+    save = cp.step(2)
+    run.move(run.state, 3)
+    assert spins.under_way
+    save.staged(60.0)
+    torch.cuda.synchronize()
+    assert differences(read_back(cp, 2, run.twin), boundary) == []
+
+
+def test_memory_that_is_freed_long_before_it_is_copied_is_not_reused(open_run: Any, spins: Spins) -> None:
+    """Weights are replaced right after step(), and what the allocator then gives out is filled: the copy is late."""
+    run = adamw(fused=True)
+    cp = open_run(run.state)
+    boundary = ready(cp, run)
+    spins.eager = spins.overlapped = True
+    save = cp.step(2)
+    for p in run.state["model"].parameters():
+        p.data = torch.full_like(p, 7.0)
+    run.state["optim"].state.clear()
+    filled = [torch.full((LARGE, LARGE), 9.0, device="cuda") for _ in range(4)]
+    assert spins.under_way
+    save.staged(60.0)
+    assert differences(read_back(cp, 2, run.twin), boundary) == []
+    del filled
+
+
+def test_memory_that_is_not_page_locked(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are slower then, and their own thread waits for them; snapshots are the same."""
+    monkeypatch.setattr(Stager, "_register", lambda self, arena: None)
+    run = adamw(fused=True)
+    cp = open_run(run.state)
+    assert check_boundaries(cp, run, 10) == []
+    assert cp._stager._registered == []
+
+
+def test_a_refusal_to_lock_memory_does_not_come_up_later(
+    open_run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CUDA keeps the last error of a thread, and the next kernel's check would raise it: copying strided tensors."""
+    taken: list[int] = []
+    register = Stager._register
+
+    def refused(self: Stager, arena: Any) -> None:
+        address = torch.frombuffer(arena.data(0), dtype=torch.uint8).data_ptr()
+        if int(torch.cuda.cudart().cudaHostRegister(address, arena.slot_size, 0)) == 0:
+            taken.append(address)  # so that the next try is refused
+        register(self, arena)
+
+    monkeypatch.setattr(Stager, "_register", refused)
+    state: State = {"turned": torch.randn(LARGE, 64, device="cuda").t(), "plain": torch.randn(9, device="cuda")}
+    twin: State = {"turned": torch.zeros(LARGE, 64, device="cuda").t(), "plain": torch.zeros(9, device="cuda")}
+    cp = open_run(state)
+    try:
+        cp.save(1).staged(60.0)
+        assert "could not be page-locked" in caplog.text
+        assert differences(read_back(cp, 1, twin), freeze(state)) == []
+    finally:
+        for address in taken:
+            torch.cuda.cudart().cudaHostUnregister(address)
+
+
+@two_devices
+def test_states_on_two_devices(open_run: Any) -> None:
+    """Parts of a model on each: both streams are waited for, and wait."""
+
+    def build() -> State:
+        model = nn.ModuleList([nn.Linear(LARGE, LARGE, device=f"cuda:{i}") for i in range(2)])
+        return {"model": model, "optim": torch.optim.AdamW(model.parameters(), fused=True)}
+
+    def move(state: State, step: int) -> None:
+        gradients(state["model"], abs(step))
+        state["optim"].step()
+
+    run = Run(build, move)
+    assert check_boundaries(open_run(run.state), run, 10) == []
+
+
+ON_SECOND = """
+import torch
+from torch import nn
+import ckpt
+torch.cuda.set_device(1)
+model = nn.Linear(512, 512, device="cuda")
+optim = torch.optim.AdamW(model.parameters(), fused=True)
+with ckpt.Checkpointer({"model": model, "optim": optim}, name="second") as cp:
+    cp.restore(default=0)
+    for step in range(1, 4):
+        model(torch.ones(2, 512, device="cuda")).sum().backward()
+        optim.step()
+        cp.save(step).staged(60.0)
+    slots = [torch.frombuffer(cp._stager.arena.data(slot), dtype=torch.uint8) for slot in range(2)]
+    assert all(slot.is_pinned() for slot in slots)
+    del slots
+print("first device used:", torch._C._cuda_hasPrimaryContext(0))
+"""
+
+
+@two_devices
+def test_a_rank_uses_no_other_device_than_its_own() -> None:
+    """The staging thread begins with device 0, as any thread does: it must not take memory there."""
+    result = run_script(ON_SECOND)
+    assert result.returncode == 0, result.stderr
+    assert "first device used: False" in result.stdout
+
+
+def test_arenas_are_page_locked(open_run: Any) -> None:
+    """Every slot is known to the driver, so copies are asynchronous; and it is given up at the end."""
+    run = adamw(fused=True)
+    cp = open_run(run.state)
+    run.move(run.state, 1)
+    save = cp.save(1)
+    save.staged(60.0)
+    arena = cp._stager.arena
+    assert arena is not None
+    slots = [torch.frombuffer(arena.data(slot), dtype=torch.uint8) for slot in range(arena.slots)]
+    assert len(cp._stager._registered) == arena.slots and all(slot.is_pinned() for slot in slots)
+    del slots
+    cp.close()
+    assert cp._stager._registered == []
+
+
+def test_states_on_both_sides(open_run: Any) -> None:
+    """A model on the device, an optimizer with its state on the host, buffers on both; restored where they were."""
+
+    def build() -> State:
+        model = nn.Sequential(nn.Linear(512, 512, device="cuda"), nn.Linear(512, 512))
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        return {"model": model, "optim": optim, "mine": {"host": torch.zeros(9), "device": torch.zeros(9).cuda()}}
+
+    def move(state: State, step: int) -> None:
+        gradients(state["model"], abs(step))
+        for p in state["model"].parameters():  # offloaded moments
+            moment = state["optim"].state[p].setdefault("moment", torch.zeros(p.shape))
+            moment.add_(p.grad.cpu())
+        state["mine"]["host"] += step
+        state["mine"]["device"] += step
+        state["optim"].step()
+
+    def offloaded(state: State) -> set[str]:
+        return {s["moment"].device.type for s in state["optim"].state.values()}
+
+    run = Run(build, move)
+    cp = open_run(run.state)
+    for step in range(1, 9):
+        move(run.state, step)
+        boundary = freeze(run.state)
+        save = cp.save(step)
+        save.staged(60.0)
+        assert differences(read_back(cp, step, run.twin), boundary) == []
+    assert offloaded(run.twin) == {"cpu"}
+    assert run.twin["mine"]["device"].is_cuda and not run.twin["mine"]["host"].is_cuda
+
+
+@pytest.mark.parametrize("settings", [{"fused": True}, {"capturable": True}, {"foreach": True}], ids=str)
+def test_optimizer_state_is_created_where_torch_would_put_it(settings: Any) -> None:
+    """Into an optimizer that never stepped: moments on the device, `step` where this kind of optimizer keeps it."""
+    run = adamw(**settings)
+    run.move(run.state, 1)
+    wanted = freeze(run.state)
+    Saved(Capture(run.state).read()).restore(run.twin)
+    assert differences(freeze(run.twin), wanted) == []
+
+    def devices(state: State) -> list[dict[str, str]]:
+        return [{k: v.device.type for k, v in values.items()} for values in state["optim"].state.values()]
+
+    assert devices(run.twin) == devices(run.state)
+
+
+def test_an_optimizer_inside_a_graph_is_copied_eagerly_and_exactly(open_run: Any) -> None:
+    """Replayed steps run no hooks. That is seen at the capture: from then on the copy comes before training."""
+
+    def build() -> State:
+        model = nn.Linear(LARGE, LARGE, device="cuda")
+        rate = torch.tensor(0.1, device="cuda")
+        return {"model": model, "optim": torch.optim.AdamW(model.parameters(), lr=rate, capturable=True)}
+
+    state, twin = build(), build()
+    optim = state["optim"]
+    gradients(state["model"], 1)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        optim.step()
+    torch.cuda.current_stream().wait_stream(side)
+    cp = open_run(state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optim.step()
+    reading = cp._capture.read()
+    names = [s.name for s in reading.layout.tensors]
+    assert not any(g for n, g in zip(names, reading.guarded, strict=True) if n.startswith(("model.", "optim.state")))
+    for step in range(1, 16):
+        graph.replay()
+        boundary = freeze(state)
+        save = cp.save(step)
+        graph.replay()
+        save.staged(60.0)
+        assert differences(read_back(cp, step, twin), boundary) == []
+    pointers = [t.data_ptr() for values in optim.state.values() for t in values.values()]
+    rate = optim.param_groups[0]["lr"]
+    cp.restore()
+    assert [t.data_ptr() for values in optim.state.values() for t in values.values()] == pointers
+    assert optim.param_groups[0]["lr"] is rate  # the graph reads this very tensor
+    assert differences(freeze(state), boundary) == []
+
+
+def test_saving_while_a_graph_is_captured_elsewhere(open_run: Any) -> None:
+    """A capture in the user's thread and the staging thread's copies do not disturb each other."""
+    run = adamw(fused=True)
+    run.move(run.state, 1)
+    cp = open_run(run.state)
+    cp.save(1).staged(60.0)
+    x, graph, outcome = torch.ones(64, 64, device="cuda"), torch.cuda.CUDAGraph(), list[Any]()
+    run.move(run.state, 2)
+    boundary = freeze(run.state)
+    save = cp.step(2)
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y = x @ x
+    worker = threading.Thread(target=lambda: outcome.append(save.staged(60.0)))
+    worker.start()
+    worker.join(60.0)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert outcome and y[0, 0].item() == 64.0
+    assert differences(read_back(cp, 2, run.twin), boundary) == []
+
+
+def test_a_scaler_is_not_disturbed(open_run: Any) -> None:
+    """GradScaler skips infinite steps as without us, and its scale and growth are in the snapshot."""
+
+    def build() -> State:
+        model = nn.Linear(64, 64, device="cuda")
+        return {
+            "model": model,
+            "optim": torch.optim.AdamW(model.parameters(), fused=True),
+            "scaler": torch.amp.GradScaler("cuda", init_scale=1024.0, growth_interval=3),
+        }
+
+    def move(state: State, step: int) -> None:
+        with torch.autocast("cuda", torch.float16):
+            x = torch.full((2, 64), float(step % 5), device="cuda")
+            loss = state["model"](x).float().pow(2).mean() * (float("inf") if step % 4 == 0 else 1.0)
+        state["optim"].zero_grad()
+        state["scaler"].scale(loss).backward()
+        state["scaler"].step(state["optim"])
+        state["scaler"].update()
+
+    run = Run(build, move)
+    torch.manual_seed(0)
+    alone = build()
+    assert check_boundaries(open_run(run.state), run, 12) == []
+    for step in range(1, 13):
+        move(alone, step)
+        move(alone, -step)
+    assert differences(freeze(alone), freeze(run.state)) == []
+
+
+def test_another_stream_trains(open_run: Any) -> None:
+    """Training on a stream of the user's own: the copy waits for that one, and its updates wait for the copy."""
+    run = adamw(fused=True)
+    cp = open_run(run.state)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        assert check_boundaries(cp, run, 15) == []
+
+
+def test_memory_that_is_freed_while_it_is_copied_is_not_reused(open_run: Any) -> None:
+    """The allocator may not hand out what a snapshot still reads: the state is replaced right after step()."""
+
+    def build() -> State:
+        model = nn.Linear(LARGE, LARGE, device="cuda")
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)  # so that the copy of the weights overlaps
+        return {"mine": {"t": torch.zeros(LARGE, LARGE, device="cuda")}, "model": model, "optim": optim}
+
+    def move(state: State, step: int) -> None:
+        state["mine"]["t"] = torch.full((LARGE, LARGE), float(step), device="cuda")
+        for p in state["model"].parameters():
+            p.data = torch.full_like(p, float(step))
+
+    run = Run(build, move)
+    assert check_boundaries(open_run(run.state), run, 15) == []

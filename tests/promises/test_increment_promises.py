@@ -1,0 +1,220 @@
+"""Where increments meet the rest: rollbacks, memory, copies of a run, damage that somebody has found."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckpt
+from ckpt.checkpoint import commit, incremental, read
+from ckpt.checkpoint.incremental import find_masters
+from ckpt.errors import SaveError
+from ckpt.format.layout import Layout, TensorSpec
+from ckpt.format.manifest import new_nonce
+from ckpt.runlog.log import RunLog, expand, summary
+from ckpt_backends.memory import MemoryStore
+from processes import run_script
+from test_increments import build, differing, flip, frozen_copy, live, place_of, sound, steps_at, train
+
+MEMORY_ONLY = """
+import os, signal, sys
+import ckpt, test_increments as t
+
+state = t.build(size=300)
+with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(sys.argv[1], every=1, keep=4, compression="zstd")]) as cp:
+    start = cp.restore(default=0)
+    restored = cp.last_restore
+    if start:
+        print(start, restored.tier, restored.verified, t.digest(state))
+        sys.exit()
+    for step in range(1, 7):
+        t.train(state, step)
+        cp.step(step).committed(60)
+    print(6, "memory", True, t.digest(state), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_memory_is_restored_after_saves_with_deltas(run_dir: str) -> None:
+    """The digests of a snapshot are those of its own blobs, whatever the last save of it was based on: it comes from
+    memory, verified, bit for bit."""
+    first = run_script(MEMORY_ONLY, run_dir)
+    table = next(iter(live(run_dir).values()))[1]
+    assert len(table.length) > table.owned, "there were no deltas"
+    second = run_script(MEMORY_ONLY, run_dir)
+    assert second.returncode == 0, second.stderr[-2000:]
+    assert second.stdout == first.stdout
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_rollbacks_do_not_fence_the_job_itself(compression: str, run_dir: str) -> None:
+    """A save may say what it builds on in the very moment in which a rollback opens the next epoch of the same job."""
+    state = build(size=300)
+    places = [ckpt.Memory(keep=4), ckpt.Tier(run_dir, every=1, keep=6, compression=compression)]
+    with ckpt.Checkpointer(state, places, on_error="warn") as cp:
+        step = int(cp.restore(default=0))
+        for _ in range(12):
+            for _ in range(3):
+                step += 1
+                train(state, step)
+                cp.step(step)
+            step = int(cp.restore(step=step - 1))
+        train(state, step + 1)
+        cp.save(step + 1).committed(60)  # not fenced
+    assert sound(run_dir) == []
+
+
+def test_two_places_with_one_root_do_not_clean_each_other_up(run_dir: str) -> None:
+    """A place that was filled by copying the folder of a run has its root id, and then stores what it gets in its own
+    way: what is known of the files of one says nothing about the other's."""
+    near, far = run_dir, f"{run_dir}-copy"
+    state = build(size=300)
+
+    def go(steps: range, *places: ckpt.Tier) -> None:
+        with ckpt.Checkpointer(state, [ckpt.Memory(), *places]) as cp:
+            cp.restore(default=0)
+            for step in steps:
+                train(state, step)
+                save = cp.step(step)
+                assert save is not None
+                save.promoted(60)
+
+    go(range(1, 4), ckpt.Tier(far, every=1, keep=2))
+    shutil.copytree(far, near)
+    zstd = ckpt.Tier(far, every=1, keep=2, compression="zstd")
+    go(range(4, 12), ckpt.Tier(near, every=1, keep=2, compression="none"), zstd)
+    assert sound(near) == sound(far) == []
+    assert steps_at(near)[:2] == steps_at(far)[:2] == [11, 10]
+
+
+def test_what_a_restore_has_found_damaged_is_not_built_on(run_dir: str) -> None:
+    """The piece came from elsewhere, so the state is whole; the next checkpoint does not refer to the damaged bytes."""
+    state = build(size=300)
+    tier = ckpt.Tier(run_dir, every=1, keep=3, compression="none", scrub_mib_s=0)
+    with ckpt.Checkpointer(state, [tier]) as cp:
+        cp.restore(default=0)
+        for step in range(1, 6):
+            train(state, step)
+            cp.save(step).committed(60)
+        wanted = frozen_copy(state)
+    table = next(iter(live(run_dir).values()))[1]
+    key, offset = place_of(table, "model.frozen.weight")
+    flip(Path(run_dir, key), offset + 100)
+    other = build(seed=5, size=300)
+    with ckpt.Checkpointer(other, [tier], on_error="warn") as cp:
+        assert cp.restore() == 5 and differing(other, wanted) == []
+        assert cp.last_restore is not None and len(cp.last_restore.repaired) == 1
+        train(other, 6)
+        cp.save(6).committed(60)
+        table = next(iter(live(run_dir).values()))[1]
+        assert place_of(table, "model.frozen.weight") != (key, offset)
+        newest = frozen_copy(other)
+    again = build(seed=6, size=300)
+    with ckpt.Checkpointer(again, [tier]) as cp:
+        assert cp.restore() == 6 and not cp.last_restore.repaired  # type: ignore[union-attr]
+    assert differing(again, newest) == []
+
+
+def test_a_load_takes_a_damaged_piece_from_another_step(run_dir: str) -> None:
+    """`ckpt.load` does as a restore does. Control: with that one damaged as well, it says what is wrong."""
+    state = build(size=300)
+    with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1, keep=3, compression="none")]) as cp:
+        cp.restore(default=0)
+        for step in range(1, 5):
+            train(state, step)
+            cp.save(step).committed(60)
+    places = {place_of(table, "model.frozen.weight") for _, table in live(run_dir).values()}
+    assert len(places) > 1
+    for n, (key, offset) in enumerate(sorted(places)):
+        flip(Path(run_dir, key), offset + 100)
+        last = n == len(places) - 1
+        if last:
+            with pytest.raises(ckpt.CorruptError, match="frozen"):
+                ckpt.load(run_dir)["model.frozen.weight"]
+        else:
+            assert ckpt.load(run_dir)["model.frozen.weight"].equal(state["model"]["frozen"].weight.detach())
+
+
+def test_doubts_are_known_to_all_writers() -> None:
+    """What one writer has found damaged is in the log, survives a SNAPSHOT, and is said once."""
+
+    async def scenario() -> None:
+        store = MemoryStore("memory://run")
+        await commit.create_run(store)
+        log, other = RunLog(store), RunLog(store)
+        await log.open()
+        mine = await commit.acquire(log, new_nonce())
+        attempt = incremental.Attempt(mine.epoch, 3, mine.nonce)
+        for _ in range(2):
+            await commit.doubt(log, mine, attempt, {("packs/a", 5), ("packs/b", 7)})
+        await commit.doubt(log, mine, attempt, set())
+        await other.open()
+        assert other.state.doubts == {("packs/a", 5), ("packs/b", 7)} and other.state.next_seq == 2
+        assert expand(summary(other.state)).doubts == other.state.doubts
+        old = {key: value for key, value in summary(other.state).items() if key != "doubts"}
+        assert expand(old).doubts == set(), "a snapshot of before there were any"
+
+    asyncio.run(scenario())
+
+
+def test_masters_are_looked_for_once_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many tensors have one shape: as many roundings as there are fp32 tensors, and each finds its own."""
+    count, calls = 60, [0]
+    shapes = [(f"half.{i:03}", "BF16") for i in range(count)] + [(f"m.{i:03}", "F32") for i in range(3 * count)]
+    layout = Layout(tuple(TensorSpec(name, dtype, (64,)) for name, dtype in shapes), {}, [])
+    dice = np.random.default_rng(1)
+    masters = dice.standard_normal((3 * count, 64)).astype(np.float32)
+    right = incremental.decode
+
+    def counted(*arguments: Any) -> None:
+        calls[0] += 1
+        right(*arguments)
+
+    monkeypatch.setattr(incremental, "decode", counted)
+    arrangement = layout.arrangement
+    data = bytearray(arrangement.data_size)
+    for i in range(3 * count):
+        at = arrangement.offsets[count + i]
+        data[at : at + 256] = masters[i].tobytes()
+    for i in range(count):  # each the rounding of one of them
+        at, room = arrangement.offsets[i], memoryview(bytearray(128))
+        right(incremental.BF16, b"", 128, masters[2 * i].tobytes(), room)
+        data[at : at + 128] = room
+    view = memoryview(data)
+
+    def peek(number: int) -> memoryview:
+        blob = arrangement.blobs[number]
+        return view[blob.offset : blob.offset + blob.length]
+
+    found = find_masters(layout, peek)
+    assert calls[0] == 3 * count
+    owner = {blob.tensor: number for number, blob in enumerate(arrangement.blobs)}
+    assert [found[owner[i]] for i in range(count)] == [owner[count + 2 * i] for i in range(count)]
+
+
+def test_a_save_error_about_damage_says_what_to_do(run_dir: str) -> None:
+    """What the clean-up finds damaged is raised once; training can go on, and the next save is sound."""
+    state = build(size=300)
+    tier = ckpt.Tier(run_dir, every=1, keep=2, compression="none", scrub_mib_s=0)
+    errors: list[str] = []
+    with ckpt.Checkpointer(state, [ckpt.Memory(), tier]) as cp:
+        cp.restore(default=0)
+        for step in range(1, 13):
+            train(state, step)
+            try:
+                cp.save(step).committed(60)
+                cp.wait(60)
+            except SaveError as error:
+                errors.append(str(error))
+            if step == 5:
+                key, offset = place_of(next(iter(live(run_dir).values()))[1], "model.frozen.weight")
+                flip(Path(run_dir, key), offset + 100)
+    assert all("ckpt repair" in error and "Training can go on" in error for error in errors)
+    newest = next(iter(live(run_dir)))
+    log = read.run(read.open_run(run_dir))
+    assert read.run(read.verify(log.store, log.state.commits[newest])) == []

@@ -1,0 +1,1055 @@
+"""Increments end to end: a real Checkpointer, its writer process, real files, an S3; and what goes wrong on the way.
+
+What a state of the test holds: a frozen layer of two blobs, a part that is trained, an embedding of which few rows
+change, bf16 weights that are roundings of an fp32 master, experts of which one is used a step, and every dtype with the
+bits where mistakes hide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.checkpoint import commit as commits
+from ckpt.checkpoint import incremental, read
+from ckpt.checkpoint.scrub import Scrub
+from ckpt.cli import cli
+from ckpt.errors import CheckpointError, NotFoundError, SaveError
+from ckpt.events import INCREMENT_POINTS, WRITER_POINTS
+from ckpt.format.codec import BF16, DELTA, FLOAT_DELTA, RAW
+from ckpt.format.manifest import Attempt, index_key, owner, table_key
+from ckpt.format.table import Table
+from ckpt.runlog.log import Commit, RunLog
+from ckpt.state.tensors import TORCH_DTYPE
+from ckpt.store import open_store, remember_options
+from kills import Chain, Told, Trainer, kill_all, problems
+from model_disk import Volume, volume
+from parallel import free_port, launch
+from processes import REPO, eventually, killed, run_script, writers
+from s3_server import FaultProxy, MotoServer, storage_options
+from suspects import suspect
+
+State = dict[str, Any]
+COMPRESSIONS = ["none", "auto", "zstd"]
+runs = count()
+
+
+# -- a state, and how it changes --
+
+
+def odd(dtype: torch.dtype) -> torch.Tensor:
+    """Every NaN, both zeros, denormals and infinities of a dtype, and noise."""
+    if dtype == torch.bool:
+        return torch.tensor([True, False] * 200)
+    word = {torch.complex128: 8, torch.complex64: 4, torch.complex32: 2}.get(dtype, dtype.itemsize)
+    top = 1 << (8 * word - 1)
+    few = [0, 1, top, top + 1, top - 1, 2 * top - 1, top // 2, 3 * (top // 2), top // 2 + 1, (top // 2) + top // 4]
+    data = b"".join(n.to_bytes(word, "little") for n in few) * 400
+    data += torch.randint(0, 256, (2000 * word,), dtype=torch.uint8).numpy().tobytes()
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)
+
+
+def build(seed: int = 0, size: int = 1100) -> State:
+    torch.manual_seed(seed)
+    frozen = torch.nn.Linear(size, size, bias=False).requires_grad_(False)
+    model = torch.nn.ModuleDict({"frozen": frozen, "lora": torch.nn.Linear(size, 40)})
+    plain = {
+        "embedding": torch.randn(4000, 64),
+        "master": torch.randn(300, 300),
+        "half": torch.zeros(300, 300, dtype=torch.bfloat16),
+        **{f"expert{i}": torch.randn(100, 200) for i in range(4)},
+        **{f"odd_{name}": odd(dtype) for name, dtype in TORCH_DTYPE.items()},
+    }
+    plain["half"].copy_(plain["master"])
+    optim = torch.optim.AdamW(model["lora"].parameters(), lr=1e-2)
+    return {"model": model, "optim": optim, "plain": plain, "rng": ckpt.RNG()}
+
+
+def train(state: State, step: int) -> None:
+    model, plain, width = state["model"], state["plain"], state["model"]["frozen"].in_features
+    state["optim"].zero_grad()
+    model["lora"](model["frozen"](torch.randn(4, width))).pow(2).mean().backward()
+    state["optim"].step()
+    plain["embedding"][torch.randint(0, 4000, (20,))] += 0.1
+    plain["master"] += 0.001 * torch.randn(300, 300)
+    plain["half"].copy_(plain["master"])
+    plain[f"expert{step % 4}"] *= 1.01
+    names = [name for name in plain if name.startswith("odd")]
+    bits = plain[names[step % len(names)]].view(torch.uint8)
+    bits[:: max(1, len(bits) // 3)] ^= 1
+
+
+def tensors(state: State) -> dict[str, torch.Tensor]:
+    found = {f"model.{name}": t.detach() for name, t in state["model"].state_dict().items()}
+    names = {p: name for name, p in state["model"].named_parameters()}
+    for p, values in state["optim"].state.items():
+        found |= {f"optim.state.model.{names[p]}.{key}": v for key, v in values.items() if isinstance(v, torch.Tensor)}
+    return found | {f"plain.{name}": t for name, t in state["plain"].items()}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def frozen_copy(state: State) -> dict[str, torch.Tensor]:
+    return {name: bits(t).clone() for name, t in tensors(state).items()}
+
+
+def differing(state: State, wanted: dict[str, torch.Tensor]) -> list[str]:
+    found = tensors(state)
+    assert found.keys() == wanted.keys()
+    return [name for name, t in found.items() if not torch.equal(bits(t), wanted[name])]
+
+
+def digest(state: State) -> str:
+    total = hashlib.sha256()
+    for _, t in sorted(tensors(state).items()):
+        total.update(bits(t).numpy().tobytes())
+    total.update(torch.get_rng_state().numpy().tobytes())
+    return total.hexdigest()
+
+
+# -- what is in a place --
+
+
+async def _look(url: str) -> dict[Attempt, tuple[Commit, Table]]:
+    log = await read.open_run(url)
+    try:
+        while True:
+            history = log.state.lineage()
+            try:
+                return {c.attempt: (c, (await read.load_manifest(log.store, c)).table) for c in history}
+            except NotFoundError:
+                if (await log.refresh()).lineage() == history:
+                    raise  # else it was retired meanwhile
+    finally:
+        await log.store.aclose()
+
+
+def live(url: str) -> dict[Attempt, tuple[Commit, Table]]:
+    """Every checkpoint of the present history with its table, newest first."""
+    return read.run(_look(url))
+
+
+def steps_at(url: str) -> list[int]:
+    return [attempt.step for attempt in live(url)]
+
+
+def packs_in(folder: Path | str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for path in sorted(Path(folder, "packs").glob("*.safetensors")):
+        with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+            found[f"packs/{path.name}"] = path.stat().st_size
+    return found
+
+
+def named(folder: Path | str) -> set[str]:
+    return {key for _, table in live(str(folder)).values() for key in table.packs}
+
+
+def owners(table: Table) -> set[int]:
+    return {a.step for key in table.packs if (a := owner(key)) is not None}
+
+
+def verified(url: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What `ckpt verify --all` finds wrong."""
+    capsys.readouterr()
+    cli.main(["verify", url, "--all", "--json"], standalone_mode=False)
+    found = json.loads(capsys.readouterr().out)
+    assert found["checkpoints"]
+    return found["problems"] + [p for c in found["checkpoints"] for p in c["problems"]]
+
+
+def place_of(table: Table, name: str, part: int = 0) -> tuple[str, int]:
+    """The pack and the offset of a blob of a tensor."""
+    shard = next(i for i, s in enumerate(table.shards) if s.name == name)
+    blob = table.blobs(shard)[part]
+    return table.packs[int(table.pack[blob])], int(table.offset[blob])
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b", buffering=0) as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+# -- every bit, at every step --
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_every_bit_comes_back_at_every_step(compression: str, run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """By load, by its slices and by restore, at every step that is kept; increments name older packs, and with
+    compression there are deltas, whole codecs and derived blobs; `verify --all` is clean."""
+    state, wanted = build(), dict[int, dict[str, torch.Tensor]]()
+    tier = ckpt.Tier(run_dir, every=1, keep=10, compression=compression, full_every=5)
+    with ckpt.Checkpointer(state, [ckpt.Memory(), tier]) as cp:
+        cp.restore(default=0)
+        for step in range(1, 8):
+            train(state, step)
+            save = cp.step(step)
+            wanted[step] = frozen_copy(state)
+            assert save is not None and save.committed(60).step == step
+    found = live(run_dir)
+    assert [a.step for a, (c, _) in found.items() if c.full] == [5, 2, 1]
+    for attempt, (commit, table) in found.items():
+        assert (owners(table) == {attempt.step}) == commit.full
+        assert [a.step for a in commit.needs] == ([] if commit.full else [attempt.step - 1])
+    codecs = Counter(code for _, table in found.values() for code in table.codec.tolist())
+    if compression == "zstd":
+        assert codecs[BF16] and codecs[FLOAT_DELTA] and len(codecs) >= 5
+    if compression == "none":
+        assert set(codecs) == {RAW}
+    assert verified(run_dir, capsys) == []
+    for step in wanted:
+        loaded = ckpt.load(run_dir, step=step)
+        for name, data in wanted[step].items():
+            assert torch.equal(bits(loaded[name]), data), f"{name} at {step}"
+        rows = loaded.slice("plain.embedding", slice(1000, 3000), slice(3, 5))
+        whole = wanted[step]["plain.embedding"].view(torch.float32).view(4000, 64)
+        assert torch.equal(bits(rows), bits(whole[1000:3000, 3:5]))
+    other = build(seed=9)
+    with ckpt.Checkpointer(other, [ckpt.Memory(), tier]) as cp:
+        for step in sorted(wanted, reverse=True):
+            assert cp.restore(step=step) == step
+            assert differing(other, wanted[step]) == []
+
+
+RANKS = """
+import sys
+import torch, torch.distributed as dist
+import ckpt
+from torch import nn
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = nn.ModuleDict({"frozen": nn.Linear(700, 700).requires_grad_(False), "head": nn.Linear(700, 30)})
+net["head"] = nn.parallel.DistributedDataParallel(net["head"])
+optim = torch.optim.AdamW(net["head"].parameters(), lr=1e-2)
+half = {"w": torch.zeros(30, 700, dtype=torch.bfloat16)}
+tier = ckpt.Tier(sys.argv[1], every=1, keep=5, compression=sys.argv[2])
+with ckpt.Checkpointer({"model": net, "optim": optim, "half": half}, [ckpt.Memory(), tier]) as cp:
+    cp.restore(default=0)
+    for step in range(1, 6):
+        optim.zero_grad()
+        x = torch.randn(4, 700, generator=torch.Generator().manual_seed(step))
+        net["head"](net["frozen"](x)).pow(2).mean().backward()
+        optim.step()
+        with torch.no_grad():
+            half["w"].copy_(net["head"].module.weight)
+        cp.step(step).committed(60)
+        if dist.get_rank() == 0:
+            torch.save({**net.state_dict(), "half": half["w"]}, f"{sys.argv[1]}.{step}.pt")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("compression", ["zstd", pytest.param("none", marks=pytest.mark.long)])
+def test_what_two_ranks_share_one_process_reads(compression: str, run_dir: str) -> None:
+    """Each rank takes its own share from the checkpoint before; merged, one process reads every step."""
+    for done in launch(2, RANKS, run_dir, compression, port=free_port()):
+        assert done.returncode == 0, done.stderr[-3000:]
+    found = live(run_dir)
+    assert [a.step for a, (c, _) in found.items() if not c.full] == [5, 4, 3]
+    for attempt, (_, table) in found.items():
+        assert {s.rank for s in table.shards} == {0, 1}
+        expected = torch.load(f"{run_dir}.{attempt.step}.pt", weights_only=True)
+        loaded = ckpt.load(run_dir, step=attempt.step)
+        assert torch.equal(loaded["half.w"], expected.pop("half"))
+        for name, tensor in expected.items():
+            assert torch.equal(loaded[f"model.{name}"], tensor), name
+
+
+# -- what is kept, and what it costs --
+
+
+def small_state() -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {
+        "frozen": {"w": torch.randn(600, 600)},
+        "slow": {f"w{i}": torch.randn(100, 100) for i in range(5)},
+        "moving": {"w": torch.randn(100, 100)},
+    }
+
+
+FROZEN, SLOW, MOVING = 600 * 600 * 4, 5 * 100 * 100 * 4, 100 * 100 * 4
+
+
+@pytest.mark.parametrize(
+    "keep, full_every, compression", [(2, 5, "none"), (3, 2, "zstd"), (4, 3, "none"), (2, 1000, "none")]
+)
+def test_what_is_needed_stays_and_nothing_else(keep: int, full_every: int, compression: str, run_dir: str) -> None:
+    """Over forty checkpoints: after each, every pack that a live one names is there, the newest and the two newest
+    full ones stay, and an increment takes no more than what has changed; in the end no pack is left that nobody
+    names."""
+    state, before = small_state(), dict[str, int]()
+    tier = ckpt.Tier(run_dir, every=1, keep=keep, full_every=full_every, compression=compression)
+    with ckpt.Checkpointer(state, [ckpt.Memory(), tier]) as cp:
+        cp.restore(default=0)
+        for step in range(1, 43):
+            state["moving"]["w"] += torch.randn(100, 100)
+            state["slow"][f"w{step % 5}"] += 1.0
+            save = cp.step(step)
+            assert save is not None
+            save.committed(60)
+            if step % 3:
+                continue
+            while True:  # a clean-up may be under way while we look
+                with contextlib.suppress(CheckpointError):
+                    found, there = live(run_dir), packs_in(run_dir)
+                    if found.keys() == live(run_dir).keys():
+                        break
+            assert {key for _, table in found.values() for key in table.packs} <= there.keys()
+            newest = [attempt.step for attempt in found]
+            assert newest[0] == step and len(newest) >= min(step, keep)
+            assert sum(commit.full for commit, _ in found.values()) >= min(2, step)
+            commit, _ = found[next(iter(found))]
+            own = sum(size for key, size in there.items() if owner(key) == commit.attempt)
+            if not commit.full:
+                assert own < 2 * MOVING + SLOW // 2 + 20_000, f"step {step} takes {own}"
+            else:
+                assert own > 0.7 * (FROZEN + SLOW + MOVING)
+            before = there
+    there = packs_in(run_dir)
+    assert named(run_dir) == there.keys()
+    full = FROZEN + SLOW + MOVING + 20_000
+    wholes = sum(commit.full for commit, _ in live(run_dir).values())
+    assert sum(there.values()) < (wholes + 1) * full + 2 * len(there) * (MOVING + SLOW // 5 + 9000)
+    assert len(before) < 60
+
+
+def test_negative_control_a_pack_that_is_gone_is_seen(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """If clean-up took a pack that only an increment names, both looks at a run would tell."""
+    state = small_state()
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1, keep=4, compression="none")]) as cp:
+        cp.restore(default=0)
+        for step in range(1, 5):
+            state["moving"]["w"] += 1
+            cp.step(step).committed(60)  # type: ignore[union-attr]
+    assert verified(run_dir, capsys) == []
+    pack, _ = place_of(next(iter(live(run_dir).values()))[1], "frozen.w")
+    Path(run_dir, pack).unlink()
+    assert any(pack in problem for problem in verified(run_dir, capsys))
+    assert not {pack} <= packs_in(run_dir).keys()
+
+
+# -- deaths --
+
+STEPS = 24
+KILLED = """
+import logging, os, sys
+import ckpt, test_increments as t
+
+run, steps, compression = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+spares = sys.argv[4:]
+
+class NextWriter(logging.Handler):
+    def emit(self, record):
+        if "a new writer has taken over" in record.getMessage():
+            print("replaced", 1, flush=True)
+            os.environ["CKPT_FAIL"] = spares.pop(0) if spares else ""
+
+logging.getLogger("ckpt").addHandler(NextWriter())
+state, open_saves = t.build(size=300), []
+tier = ckpt.Tier(run, every=2, keep=3, full_every=4, compression=compression)
+with ckpt.Checkpointer(state, [ckpt.Memory(), tier]) as cp:
+    os.environ["CKPT_FAIL"] = spares.pop(0) if spares else ""
+    start = cp.restore(default=0)
+    print("start", start, flush=True)
+    for step in range(start + 1, steps + 1):
+        t.train(state, step)
+        save = cp.step(step)
+        save.staged(60)
+        print("staged", step, flush=True)
+        open_saves += [save] if save.tiers else []
+        if save.tiers and step % 4 == 0:
+            cp.wait(60)
+        for save in [s for s in open_saves if s.status == "committed"]:
+            print("committed", save.step, flush=True)
+            open_saves.remove(save)
+print("closed", steps, flush=True)
+print("digest", t.digest(state), flush=True)
+"""
+MOMENTS = [p for p in (*WRITER_POINTS, *INCREMENT_POINTS) if p not in ("mirror.taken", "drain.started")]
+SAVING = [p for p in MOMENTS if p not in ("acquire.done", "recover.done")]
+
+
+class Increments(Chain):
+    """A run of increments, and the processes that train it one after the other."""
+
+    compression = "none"
+
+    def train(
+        self, fail: str = "", *, steps: int = STEPS, left: str = "memory", spares: tuple[str, ...] = ()
+    ) -> subprocess.CompletedProcess[str]:
+        safe = self.told.safe(self.left)
+        result = run_script(KILLED, self.run, steps, self.compression, *spares, fail=fail)
+        self.told.start = -1
+        self.told.hear(result.stdout)
+        if self.told.start >= 0:
+            assert self.told.start >= safe, f"{fail}: {safe} was safe, went on at {self.told.start}"
+        self.left = left if self.told.start >= 0 or left == "disk" else self.left
+        return result
+
+    def end(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        result = self.train()
+        assert result.returncode == 0, result.stderr
+        self.check(folder, capsys)
+
+    def check(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """Every bit as if nobody had been killed, all that is kept sound, and nothing left that `gc` cannot take."""
+        assert self.told.digest == undisturbed()
+        assert verified(self.run, capsys) == []
+        assert problems(self.run) == []
+        assert any(not commit.full for commit, _ in live(self.run).values()), "not a run of increments"
+        cli.main(
+            ["gc", self.run, "--yes", "--json"], standalone_mode=False
+        )  # what a death left between PLAN and deletion
+        assert named(self.run) == packs_in(self.run).keys()
+        assert eventually(lambda: not writers(folder)), "a process is left"
+
+
+_undisturbed: list[str] = []
+
+
+def undisturbed() -> str:
+    if not _undisturbed:
+        state = build(size=300)
+        for step in range(1, STEPS + 1):
+            train(state, step)
+        _undisturbed.append(digest(state))
+    return _undisturbed[0]
+
+
+def chain(run: str, compression: str) -> Increments:
+    made = Increments(run, Told())
+    made.compression = compression
+    return made
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_deaths_while_an_increment_is_saved(
+    compression: str, run_dir: str, own_sockets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The writer dies three times with part of an increment done, then both at once: nothing that was safe is lost, the
+    next start leaves nothing behind, and the end has every bit."""
+    run = chain(run_dir, compression)
+    fails = [f"writer/{point}:kill:{nth}" for nth, point in enumerate(INCREMENT_POINTS, 1)]
+    last = "trainer/stage.copied:kill:9,writer/part.stored:kill:2"
+    result = run.train(fails[0], spares=(*fails[1:], "writer/begin.landed:kill:2"))
+    assert result.returncode == 0, result.stderr
+    assert run.told.replaced >= len(INCREMENT_POINTS)
+    run.check(own_sockets, capsys)
+    shutil.rmtree(run_dir)
+    kill_all(writers(own_sockets))
+    run = chain(run_dir, compression)
+    assert killed(run.train(last, left="disk"))
+    kill_all(writers(own_sockets))
+    run.end(own_sockets, capsys)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+@pytest.mark.parametrize("point, nth", [(p, n) for p in SAVING for n in (1, 2, 4) if (p, n) != ("log.synced", 1)])
+def test_the_writer_dies_at_a_point(
+    point: str, nth: int, compression: str, run_dir: str, own_sockets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three times in one run, wherever it is: it is replaced, and training notices nothing."""
+    fail = f"writer/{point}:kill:{nth}"
+    run = chain(run_dir, compression)
+    result = run.train(fail, spares=(fail, fail))
+    assert result.returncode == 0, result.stderr
+    assert run.told.replaced >= 1
+    run.check(own_sockets, capsys)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+@pytest.mark.parametrize("left", ["memory", "disk"])
+@pytest.mark.parametrize("point", [*SAVING, "drain.started"])
+def test_both_die_at_a_point(
+    point: str, left: str, compression: str, run_dir: str, own_sockets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trainer, and with it or after it the writer: from memory, or from what is on the disk alone."""
+    run = chain(run_dir, compression)
+    for nth in (2, 3):
+        trainer = f"trainer/{'stage.copied' if left == 'disk' else 'stage.sealed'}:kill:{2 * nth + 3}"
+        run.train(f"{trainer},writer/{point}:kill:{nth}" if left == "disk" else trainer, left=left)
+        if left == "disk":
+            kill_all(writers(own_sockets))
+    run.end(own_sockets, capsys)
+
+
+# -- others at work in the same place --
+
+CLEANER = """
+import sys, threading
+from ckpt.cli import cli
+
+url, done = sys.argv[1], []
+threading.Thread(target=lambda: done.append(sys.stdin.read()), daemon=True).start()
+print("cleaning", flush=True)
+rounds = 0
+while not done:
+    for words in (["prune", url, "--keep-last", "1", "--yes", "--json"], ["gc", url, "--yes", "--json"]):
+        try:
+            cli.main(words, standalone_mode=False)
+        except Exception as error:
+            print("failed", type(error).__name__, error, file=sys.stderr, flush=True)
+    rounds += 1
+    print("round", rounds, flush=True)
+"""
+
+
+def sound(url: str) -> list[str]:
+    """What is wrong with checkpoints that are live before and after they are read."""
+
+    async def look() -> list[str]:
+        log = await read.open_run(url)
+        found: list[tuple[Attempt, str]] = []
+        try:
+            for commit in log.state.lineage():
+                found += [(commit.attempt, problem) for problem in await read.verify(log.store, commit)]
+            await log.refresh()
+            return [problem for attempt, problem in found if attempt in log.state.commits]
+        finally:
+            await log.store.aclose()
+
+    return read.run(look())
+
+
+@pytest.mark.parametrize("compression", ["zstd", pytest.param("none", marks=pytest.mark.long)])
+def test_cleaners_and_a_trainer_in_one_place(compression: str, run_dir: str) -> None:
+    """While others prune and collect as fast as they can, training goes on: a save may fail, in words of ours, and one
+    after it does not; whatever is live can be read, all the time, and restored in the end."""
+    state, failed, saved = build(size=300), list[str](), list[int]()
+    tier = ckpt.Tier(run_dir, every=1, keep=6, full_every=6, compression=compression)
+    with ckpt.Checkpointer(state, [ckpt.Memory(), tier]) as cp:
+        cp.restore(default=0)
+        train(state, 1)
+        cp.save(1).committed(60)
+        cleaner = Trainer(CLEANER, run_dir)
+        cleaner.read_until("round")
+        try:
+            for step in range(2, 40):
+                train(state, step)
+                try:
+                    save = cp.step(step)
+                    assert save is not None
+                    save.committed(60)
+                    saved.append(step)
+                except SaveError as error:
+                    failed.append(str(error))
+                if step % 4 == 0:
+                    assert sound(run_dir) == []
+        finally:
+            assert cleaner.process.stdin is not None
+            cleaner.process.stdin.close()
+            said = cleaner.read_until("never")
+            cleaner.process.wait(60)
+        assert cleaner.process.returncode == 0
+        assert said.count("round") > 1, said
+        wanted = frozen_copy(state)
+        cp.wait(60)
+    assert len(saved) > 20 and len(failed) < 10, failed
+    assert all("builds on" in text or "retired" in text for text in failed), failed
+    assert sound(run_dir) == []
+    other = build(seed=5, size=300)
+    with ckpt.Checkpointer(other, run_dir) as cp:
+        assert cp.restore() == max(saved)
+        assert max(saved) < 39 or differing(other, wanted) == []
+
+
+def test_what_others_are_built_on_is_taken_back(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Somebody gives up the newest checkpoint, again and again, which the next one would have been built on, and those
+    below are: all that is live can be read, and training goes on."""
+    state = build(size=300)
+
+    async def take_back() -> int:
+        store = open_store(f"file://{run_dir}", writable=True)
+        log = RunLog(store)
+        await log.open()
+        attempt = log.state.lineage()[0].attempt
+        await commits.retract(log, None, attempt, "a test")  # type: ignore[arg-type]
+        await store.aclose()
+        return attempt.step
+
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1, keep=4, compression="zstd")]) as cp:
+        cp.restore(default=0)
+        for step in range(1, 16):
+            train(state, step)
+            save = cp.step(step)
+            assert save is not None
+            save.committed(60)
+            if step % 3 == 0:
+                assert read.run(take_back()) == step
+                assert sound(run_dir) == []
+        for step in (16, 17, 18):
+            train(state, step)
+            cp.save(step).committed(60)
+    assert steps_at(run_dir)[:4] == [18, 17, 16, 14]
+    assert verified(run_dir, capsys) == []
+    assert named(run_dir) == packs_in(run_dir).keys()
+
+
+# -- damage --
+
+
+def built(folder: str, *, steps: int = 7, second: ckpt.Tier | None = None, **settings: Any) -> dict[int, Any]:
+    """A run whose steps 1, 2 and 4 are full and the others increments; what every step was."""
+    state, wanted = build(size=300), {}
+    tiers = [ckpt.Memory(), ckpt.Tier(folder, every=1, keep=4, full_every=4, **settings)]
+    with ckpt.Checkpointer(state, [*tiers, *([second] if second else [])]) as cp:
+        cp.restore(default=0)
+        for step in range(1, steps + 1):
+            train(state, step)
+            save = cp.step(step)
+            wanted[step] = frozen_copy(state)
+            assert save is not None
+            save.promoted(60)
+    return wanted
+
+
+def injure(folder: str, what: str) -> None:
+    """One bit: in the frozen layer that all increments share, in what deltas of all of them are based on, in a delta of
+    the newest only, in its table."""
+    newest, (_, table) = next(iter(live(folder).items()))
+    if what == "table":
+        for path in (*Path(folder, "index").glob(f"{newest}*"), Path(folder, table_key(newest, 0, 0))):
+            flip(path, path.stat().st_size - 40)
+        return
+    if what == "shared":
+        key, offset = place_of(table, "model.frozen.weight")
+        assert owner(key) != newest
+    else:
+        delta = next(b for b in range(table.owned) if table.codec[b] in (DELTA, FLOAT_DELTA))
+        row = int(table.base[delta]) if what == "base" else delta
+        key, offset = table.packs[int(table.pack[row])], int(table.offset[row])
+        assert (owner(key) == newest) == (what == "delta")
+    flip(Path(folder, key), offset + 20)
+
+
+@pytest.mark.parametrize("what, step", [("shared", 7), ("base", 2), ("delta", 6), ("table", 6)])
+def test_damage_costs_what_shares_it(what: str, step: int, run_dir: str) -> None:
+    """A flipped bit in what all increments are based on, in a delta, or in a table: a restore passes over what needs
+    it, says which, and takes the newest that does not. In what another full checkpoint has as well: nothing is lost, it
+    comes from there. What is saved then can be read, though more damage is there."""
+    wanted = built(run_dir, compression="zstd")
+    assert steps_at(run_dir) == [7, 6, 5, 4, 2]
+    injure(run_dir, what)
+    other = build(seed=3, size=300)
+    with ckpt.Checkpointer(other, [ckpt.Memory(), ckpt.Tier(run_dir, every=1, keep=4, compression="zstd")]) as cp:
+        assert cp.restore() == step
+        assert differing(other, wanted[step]) == []
+        assert cp.last_restore is not None
+        skipped = [s for s in cp.last_restore.skipped if "damaged" in s.reason]
+        assert len(skipped) == {"shared": 0, "base": 4, "delta": 1, "table": 1}[what]
+        assert ["step 2" in text for text in cp.last_restore.repaired] == ([True] if what == "shared" else [])
+        for more in (step + 1, step + 2):
+            train(other, more)
+            cp.save(more).committed(60)
+        new = frozen_copy(other)
+    again = build(seed=4, size=300)
+    with ckpt.Checkpointer(again, run_dir) as cp:
+        assert cp.restore() == step + 2
+        assert differing(again, new) == []
+
+
+@pytest.mark.parametrize("what", ["shared", "base", "delta"])
+def test_a_second_place_has_what_is_damaged(what: str, run_dir: str) -> None:
+    """With the same steps in another place, stored otherwise, the newest is restored, with that piece from there; if
+    another checkpoint in the same place has it too, from that."""
+    second = ckpt.Tier(f"{run_dir}2", every=1, keep=4, compression="none")
+    wanted = built(run_dir, compression="zstd", second=second)
+    injure(run_dir, what)
+    other = build(seed=3, size=300)
+    with ckpt.Checkpointer(other, [ckpt.Memory(), ckpt.Tier(run_dir, every=1), second]) as cp:
+        assert cp.restore() == 7
+        assert cp.last_restore is not None and len(cp.last_restore.repaired) == 1
+        assert (f"{run_dir}2" in cp.last_restore.repaired[0]) == (what != "shared")
+    assert differing(other, wanted[7]) == []
+
+
+async def scrubbed(folder: str) -> tuple[list[list[Any]], list[int], list[bool]]:
+    """Two rounds: what each found, what it read, and whether there was anything to do."""
+    log = await read.open_run(folder)
+    found: list[Any] = []
+    scrub = Scrub(log, 1e12, commits.Role, lambda: False, found.append)
+    seen, amounts, fresh = [], [], []
+    for _ in range(2):
+        fresh.append(await scrub.round())
+        seen.append(list(found))
+        amounts.append(scrub.nbytes)
+    await log.store.aclose()
+    return seen, amounts, fresh
+
+
+def test_scrubbing_finds_what_has_gone_bad(run_dir: str) -> None:
+    """A sound place is read once a round, and then there is nothing to do; a flipped bit is told of by the digests of
+    all that it takes with it. Control: before that nothing is told."""
+    built(run_dir, compression="zstd")
+    seen, amounts, fresh = read.run(scrubbed(run_dir))
+    assert seen == [[], []] and fresh == [True, False]
+    stored = sum(packs_in(run_dir).values())
+    assert 0.6 * stored < amounts[0] == amounts[1]
+    injure(run_dir, "shared")
+    seen, _, _ = read.run(scrubbed(run_dir))
+    newest = next(iter(live(run_dir).values()))[1]
+    shard = next(i for i, s in enumerate(newest.shards) if s.name == "model.frozen.weight")
+    assert suspect(newest, newest.blobs(shard)[0]) in seen[0]
+
+
+SCRUB_SOON = """
+import importlib.machinery, sys
+
+class Soon:
+    def find_spec(self, name, path=None, target=None):
+        if name != "ckpt.checkpoint.scrub":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        run = spec.loader.exec_module
+        def impatient(module):
+            run(module)
+            module.PAUSE_S = module.ROUND_S = 0.2
+        spec.loader.exec_module = impatient
+        return spec
+
+sys.meta_path.insert(0, Soon())
+"""
+
+
+HEALING = {
+    "scrubbing": (1000.0, 50),
+    "scrubbing, a file that is gone": (1000.0, 50),
+    "reading back": (0.0, 2),
+    "neither, the control": (0.0, 50),
+}
+
+
+@pytest.mark.parametrize("by", HEALING)
+def test_the_next_checkpoint_is_not_built_on_what_has_gone_bad(
+    by: str, run_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer notices, when it scrubs or reads a checkpoint back before it gives up older ones, and stores what is
+    damaged anew: the run heals by itself. Where nobody looks, the next one names the damaged pack."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "sitecustomize.py").write_text(SCRUB_SOON)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'home'}:{REPO}:{REPO / 'backends'}")
+    (rate, keep), state, numbers = HEALING[by], build(), count(1)
+    tier = ckpt.Tier(run_dir, every=1, keep=keep, full_every=1000, compression="none", scrub_mib_s=rate)
+    cp = ckpt.Checkpointer(state, [ckpt.Memory(), tier])
+    cp.restore(default=0)
+
+    def save() -> tuple[str, int]:
+        """Where the frozen layer lies."""
+        step = next(numbers)
+        train(state, step)
+        with contextlib.suppress(SaveError):  # of the damage that clean-up has noticed
+            cp.save(step).committed(60)
+        return place_of(read.run(newest_table(run_dir))[1], "model.frozen.weight")
+
+    try:
+        places = [save() for _ in range(4)]
+        assert len(set(places[1:])) == 1
+        key, offset = places[-1]
+        if "gone" in by:
+            Path(run_dir, key).unlink()
+        else:
+            flip(Path(run_dir, key), offset + 100)
+        hope_s = 2.0 if "neither" in by else 6.0
+        healed = eventually(lambda: time.sleep(0.2) is None and save() != places[-1], hope_s)
+        assert next(numbers) < incremental.MAX_CHAIN, "it was long enough for a full one"
+        log = "".join(p.read_text() for p in Path(os.environ["CKPT_RUNTIME_DIR"]).rglob("*.log"))
+        save()
+        problems = read.run(problems_of(run_dir))
+    finally:
+        with contextlib.suppress(SaveError):
+            cp.close()
+    assert healed == (problems == []) == (rate > 0 or keep == 2)
+    assert ("has gone bad" in log) == (rate > 0)
+
+
+async def newest_table(folder: str) -> tuple[Commit, Table]:
+    """By the index alone, whatever else is there."""
+    log = await read.open_run(folder)
+    newest = log.state.lineage()[0]
+    table = await commits.load_table(log.store, index_key(newest.attempt, newest.index), newest.index)
+    await log.store.aclose()
+    return newest, table
+
+
+async def problems_of(folder: str) -> list[str]:
+    """What is wrong with the newest checkpoint."""
+    newest, _ = await newest_table(folder)
+    async with read.opened(f"file://{folder}") as store:
+        return await read.verify(store, newest)
+
+
+# -- full disks --
+
+
+@pytest.fixture
+def little(tmp_path: Path) -> Iterator[Volume]:
+    with volume(tmp_path, "tmpfs", 40) as place:
+        yield place
+
+
+def free(place: Volume) -> int:
+    found = os.statvfs(place.path)
+    return found.f_bavail * found.f_frsize
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_the_disk_is_full_in_the_middle_of_an_increment(
+    compression: str, little: Volume, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The saves under way fail, and say so; training goes on; with space again the next one is a checkpoint. What the
+    failed ones would have been built on is not held for ever, and nothing of them is left."""
+    url, state, numbers = str(little.path / "run"), build(size=300), count(1)
+    tier = ckpt.Tier(url, every=1, keep=2, full_every=50, compression=compression)
+    with ckpt.Checkpointer(state, [ckpt.Memory(), tier]) as cp:
+        cp.restore(default=0)
+
+        def save() -> None:
+            step = next(numbers)
+            train(state, step)
+            cp.save(step).committed(60)
+
+        for _ in range(4):
+            save()
+        filler, failed = little.path / "filler", 0
+        for _ in range(3):
+            room = free(little) - 300_000  # an increment takes more, and its first part fits
+            with filler.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, room)
+            try:
+                save()
+            except SaveError as error:
+                assert "no space left" in str(error)
+                failed += 1
+            filler.unlink()
+            with contextlib.suppress(SaveError):  # of the one before, if nobody has been told yet
+                save()
+        assert failed
+        for _ in range(8):
+            save()
+        wanted, last = frozen_copy(state), next(numbers) - 1
+        assert sound(url) == []
+    assert {a.step for a, (c, _) in live(url).items() if not c.full} <= {last, last - 1}
+    assert named(url) == packs_in(url).keys()
+    other = build(seed=2, size=300)
+    with ckpt.Checkpointer(other, url) as cp:
+        assert cp.restore() == last
+        assert differing(other, wanted) == []
+    assert verified(url, capsys) == []
+
+
+# -- object storage --
+
+QUICK = {"connect_timeout": 2, "read_timeout": 2}
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[MotoServer]:
+    with MotoServer() as server:
+        server.make_bucket("bucket")
+        yield server
+
+
+@pytest.fixture
+def proxy(moto: MotoServer) -> Iterator[FaultProxy]:
+    with FaultProxy(moto.url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def url() -> str:
+    return f"s3://bucket/increments{next(runs)}"
+
+
+def bucket(url: str, server: MotoServer | FaultProxy, **settings: Any) -> ckpt.Tier:
+    settings = {"every": 1, "keep": 4, "compression": "zstd", **settings}
+    return ckpt.Tier(url, storage_options=storage_options(server.url, **QUICK), **settings)
+
+
+def test_an_upload_that_fails_costs_one_checkpoint(moto: MotoServer, proxy: FaultProxy, url: str) -> None:
+    """Packs that the bucket refuses: that save fails and says why, nothing of it is left in the end, the next one is
+    built on what is there; requests that fail once are made again. Restored from the bucket, every bit is there."""
+    state = build(size=300)
+    with ckpt.Checkpointer(state, [ckpt.Memory(), bucket(url, proxy)]) as cp:
+        cp.restore(default=0)
+        for step in range(1, 8):
+            train(state, step)
+            if step == 4:
+                proxy.fail("status", method="PUT", match="packs/", count=1000, code=403, s3_code="AccessDenied")
+            if step == 6:
+                proxy.fail("status", method="PUT", match="packs/", count=2, code=503)
+            save = cp.save(step)
+            if step == 4:
+                with pytest.raises(SaveError):
+                    save.committed(60)
+                proxy.clear()
+            else:
+                save.committed(60)
+        wanted = frozen_copy(state)
+    remember_options(url, storage_options(moto.url))
+    found = live(url)
+    assert [a.step for a, (c, _) in found.items() if not c.full] == [7, 6, 5, 3][: len(found) - 2]
+    assert 4 not in {a.step for a in found} and sound(url) == []
+    assert not any((table.codec == FLOAT_DELTA).any() for _, table in found.values()), "bases were fetched from there"
+    other = build(seed=2, size=300)
+    with ckpt.Checkpointer(other, [ckpt.Memory(), bucket(url, moto)]) as cp:
+        assert cp.restore() == 7
+    assert differing(other, wanted) == []
+
+
+def pack_reads(proxy: FaultProxy) -> list[str]:
+    return [path for path in proxy.paths() if path.startswith("GET") and "/packs/" in path]
+
+
+def test_raw_here_small_there(moto: MotoServer, proxy: FaultProxy, url: str, run_dir: str) -> None:
+    """Raw in the folder, compressed in the bucket, with deltas whose bases are read from the folder: no pack is fetched
+    from the bucket for them. When the folder is gone, the bucket alone has every bit of each step."""
+    state, wanted = build(size=300), {}
+    near = ckpt.Tier(run_dir, every=1, keep=2, compression="none")
+    far = bucket(url, proxy, every=2, keep=10)
+    with ckpt.Checkpointer(state, [ckpt.Memory(), near, far]) as cp:
+        cp.restore(default=0)
+        for step in range(1, 13):
+            train(state, step)
+            save = cp.step(step)
+            assert save is not None
+            save.promoted(60)
+            wanted[step] = frozen_copy(state)
+        assert pack_reads(proxy) == []
+    remember_options(url, storage_options(moto.url))
+    found = live(url)
+    assert [a.step for a, (c, _) in found.items() if not c.full] == [12, 10, 8, 6]
+    for attempt, (commit, table) in found.items():
+        if not commit.full:
+            assert (table.codec == FLOAT_DELTA).any() and (table.codec == BF16).any(), attempt
+    assert set(live(run_dir).popitem()[1][1].codec.tolist()) == {RAW}
+    assert sound(url) == []
+    shutil.rmtree(run_dir)
+    other = build(seed=2, size=300)
+    with ckpt.Checkpointer(other, [ckpt.Memory(), bucket(url, moto, every=2)]) as cp:
+        for step in (12, 8, 4):
+            assert cp.restore(step=step) == step
+            assert differing(other, wanted[step]) == []
+
+
+def bases_of_new(table: Table, step: int) -> set[int]:
+    """The steps against which the master, which changes in each, is stored as a delta in a checkpoint."""
+    of = [a.step for key in table.packs if (a := owner(key))]
+    shard = next(i for i, s in enumerate(table.shards) if s.name == "plain.master")
+    rows = [b for b in table.blobs(shard) if table.base[b] >= table.owned and of[table.pack[b]] == step]
+    return {of[table.pack[table.base[b]]] for b in rows}
+
+
+def test_a_base_that_is_gone_here_is_no_error_there(moto: MotoServer, url: str, run_dir: str) -> None:
+    """Somebody gives up, in the folder, what deltas in the bucket were taken against: the next one there is stored
+    without it, and every bit comes back."""
+    state = build(size=300)
+    near, far = ckpt.Tier(run_dir, every=1, keep=8, compression="none"), bucket(url, moto)
+    with ckpt.Checkpointer(state, [ckpt.Memory(), near, far]) as cp:
+        cp.restore(default=0)
+
+        def save(step: int) -> Table:
+            train(state, step)
+            cp.save(step).promoted(60)
+            return next(iter(live(url).values()))[1]
+
+        remember_options(url, storage_options(moto.url))
+        assert [bases_of_new(save(step), step) for step in (1, 2, 3, 4)] == [set(), set(), {2}, {2}]
+        kept = steps_at(run_dir)
+
+        async def take_back() -> None:
+            store = open_store(f"file://{run_dir}", writable=True)
+            log = RunLog(store)
+            await log.open()
+            for commit in log.state.lineage()[1:]:
+                await commits.retract(log, None, commit.attempt, "a test")  # type: ignore[arg-type]
+            await store.aclose()
+
+        read.run(take_back())
+        assert len(kept) > len(steps_at(run_dir)) == 1
+        cli.main(["gc", run_dir, "--yes", "--json"], standalone_mode=False)
+        save(5)
+        assert bases_of_new(save(6), 6) <= {4, 5}
+        wanted = frozen_copy(state)
+    assert sound(url) == []
+    other = build(seed=2, size=300)
+    with ckpt.Checkpointer(other, [ckpt.Memory(), bucket(url, moto)]) as cp:
+        assert cp.restore() == 6
+    assert differing(other, wanted) == []
+
+
+TWO_PLACES = """
+import sys, time
+import ckpt, test_increments as t
+
+folder, url, steps, options = sys.argv[1], sys.argv[2], int(sys.argv[3]), {options}
+state = t.build(size=300)
+near = ckpt.Tier(folder, every=1, keep=4, compression="none")
+far = ckpt.Tier(url, every=1, keep=4, compression="zstd", storage_options=options)
+cp = ckpt.Checkpointer(state, [ckpt.Memory(), near, far])
+cp.restore(default=0)
+for step in range(1, steps + 1):
+    t.train(state, step)
+    save = cp.step(step)
+    save.committed(60) if step == steps else save.promoted(60)
+print("committed", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    "steps, match", [(4, "parts/.*-4[.]"), pytest.param(3, "packs/.*-3[.]", marks=pytest.mark.long)]
+)
+def test_a_promotion_that_was_cut_off_is_taken_up(
+    steps: int, match: str, moto: MotoServer, proxy: FaultProxy, url: str, run_dir: str, own_sockets: Path
+) -> None:
+    """Both processes are killed while an increment is on its way to the bucket, with its packs there already or not:
+    the next start takes it there, compressed, and goes on from it. Control: before that it is not there."""
+    code = TWO_PLACES.format(options=storage_options(proxy.url, **QUICK))
+    proxy.fail("hang", method="PUT", match=match, count=1000)
+    trainer = Trainer(code, run_dir, url, steps)
+    trainer.read_until("committed")
+    assert eventually(lambda: bool(proxy.hits()))
+    os.kill(trainer.process.pid, signal.SIGKILL)
+    kill_all(writers(own_sockets))
+    trainer.process.wait(30)
+    remember_options(url, storage_options(moto.url))
+    assert steps_at(url)[0] == steps - 1
+    proxy.clear()
+    state = build(seed=5, size=300)
+    near = ckpt.Tier(run_dir, every=1, keep=4, compression="none")
+    with ckpt.Checkpointer(state, [ckpt.Memory(), near, bucket(url, moto)]) as cp:
+        assert cp.restore() == steps
+        assert eventually(lambda: steps_at(url)[0] == steps, 60)
+        wanted = frozen_copy(state)
+        train(state, steps + 1)
+        cp.save(steps + 1).promoted(60)
+    assert sound(url) == []
+    assert all((table.codec != RAW).any() for _, table in live(url).values())
+    shutil.rmtree(run_dir)
+    other = build(seed=6, size=300)
+    with ckpt.Checkpointer(other, [ckpt.Memory(), bucket(url, moto)]) as cp:
+        assert cp.restore(step=steps) == steps
+    assert differing(other, wanted) == []

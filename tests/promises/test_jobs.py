@@ -1,0 +1,196 @@
+"""Two jobs on one run: the newer one wins, the older one is told so, and whatever happens the run stays whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import ckpt
+import toy
+from kills import Trainer, problems, steps_on_disk
+from processes import eventually, writers
+
+EVERY = 2
+
+JOB = """
+import sys
+import ckpt, toy
+
+run, every = sys.argv[1], int(sys.argv[2])
+state = toy.build()
+cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=every, keep=1)], takeover=True)
+step = cp.restore(default=0)
+print("start", step, cp.last_restore.tier, flush=True)
+for line in sys.stdin:  # how many steps to train, or "close"
+    try:
+        if line.strip() == "close":
+            cp.close()
+            print("closed", toy.digest(state), flush=True)
+            continue
+        for _ in range(int(line)):
+            toy.train_step(state)
+            step += 1
+            save = cp.step(step)
+            save.staged(60)
+            if save.tiers:
+                save.committed(60)
+                print("committed", step, flush=True)
+        print("done", step, flush=True)
+    except ckpt.CheckpointError as error:
+        print("error", type(error).__name__, flush=True)
+"""
+
+
+class Job(Trainer):
+    """One job; it has started when it exists. `start`: the step and the tier that it goes on from."""
+
+    def __init__(self, run: str, *, every: int = EVERY, fail: str = "", path: str = "") -> None:
+        super().__init__(JOB, run, every, fail=fail, path=path)
+        self.start = self.read_until("start").split()[1:]
+
+    def train(self, steps: int) -> str:
+        """The last word on it: "done STEP" or "error NAME"."""
+        self.say(str(steps))
+        return self.outcome()
+
+    def outcome(self) -> str:
+        while (line := self.read_until("").strip()).startswith("committed"):
+            pass
+        return line
+
+    def close(self) -> str:
+        """The digest of what it trained, or the error."""
+        self.say("close")
+        return self.outcome().removeprefix("closed ")
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    """Jobs that are killed at the end, stopped ones too."""
+    started: list[Job] = []
+    yield started
+    for job in started:
+        job.process.kill()
+        job.process.wait(30)
+
+
+def test_second_job_wins(run_dir: str, own_sockets: Path, jobs: list[Job]) -> None:
+    """The second goes on from the first one's memory; the first is fenced at its next durable save, and ever after."""
+    jobs.append(first := Job(run_dir))
+    assert first.train(5) == "done 5"
+    jobs.append(second := Job(run_dir))
+    assert second.start == ["5", "memory"], "the last step is in the first one's memory only"
+    assert first.train(1) == "error FencedError"
+    assert first.train(1) == "error FencedError"
+    assert second.train(3) == "done 8"
+    first.close()
+    assert second.train(1) == "done 9"
+    assert second.close() == toy.reference(9)
+    assert steps_on_disk(run_dir)[0] == 9
+    assert problems(run_dir) == []
+    for job in (first, second):
+        job.kill()
+    assert eventually(lambda: not writers(own_sockets)), "a process is left"
+
+
+def test_killed_loser_harms_nothing(run_dir: str, jobs: list[Job]) -> None:
+    """The writer of a fenced job that dies does not write its memory into the run of the other."""
+    jobs.append(first := Job(run_dir))
+    assert first.train(5) == "done 5"
+    jobs.append(second := Job(run_dir))
+    assert first.train(1) == "error FencedError"
+    first.kill()
+    assert second.train(2) == "done 7"
+    assert second.close() == toy.reference(7)
+    assert steps_on_disk(run_dir)[0] == 7
+    assert problems(run_dir) == []
+
+
+@pytest.mark.parametrize(
+    "fail",
+    ["trainer/stage.claimed:stop:5", "trainer/stage.copied:stop:6", "trainer/save.requested:stop:3"],
+)
+def test_zombie_that_wakes(run_dir: str, jobs: list[Job], fail: str) -> None:
+    """A job that stood still, in the midst of a save, while another took over, is fenced when it wakes."""
+    jobs.append(zombie := Job(run_dir, fail=fail))
+    zombie.say("100")
+    process = psutil.Process(zombie.process.pid)
+    assert eventually(lambda: process.status() == psutil.STATUS_STOPPED)
+    jobs.append(second := Job(run_dir))
+    assert int(second.start[0]) >= 4
+    assert second.train(4).startswith("done")
+    process.send_signal(signal.SIGCONT)
+    assert zombie.outcome() == "error FencedError"
+    assert second.train(4) == f"done {int(second.start[0]) + 8}"
+    assert second.close() == toy.reference(int(second.start[0]) + 8)
+    assert problems(run_dir) == []
+
+
+@pytest.mark.parametrize("fail", ["writer/log.synced:stop:3"])
+def test_zombie_writer_that_wakes(run_dir: str, own_sockets: Path, jobs: list[Job], fail: str) -> None:
+    """A writer that stands still within a commit is woken up by the next start, and breaks nothing."""
+    jobs.append(first := Job(run_dir, fail=fail))
+    first.say("100")
+    (writer,) = writers(own_sockets)
+    assert eventually(lambda: writer.status() == psutil.STATUS_STOPPED)
+    jobs.append(second := Job(run_dir))
+    assert int(second.start[0]) >= 2
+    assert second.train(4).startswith("done")
+    assert first.outcome() == "error FencedError"
+    assert second.train(2) == f"done {int(second.start[0]) + 6}"
+    assert second.close() == toy.reference(int(second.start[0]) + 6)
+    assert problems(run_dir) == []
+
+
+def test_jobs_that_race(run_dir: str, own_sockets: Path, jobs: list[Job]) -> None:
+    """Jobs that take over from one another at full speed, each cleaning up after itself, leave a whole run."""
+    jobs.append(Job(run_dir, every=1))
+    for _ in range(2):
+        old = jobs[-1]
+        old.say("1000000")
+        safe = int(old.read_until("committed").split()[1])
+        jobs.append(Job(run_dir, every=1))
+        assert int(jobs[-1].start[0]) >= safe
+        assert old.outcome() == "error FencedError"
+    last = int(jobs[-1].start[0]) + 5
+    assert jobs[-1].train(5) == f"done {last}"
+    assert jobs[-1].close() == toy.reference(last)
+    assert problems(run_dir) == []
+    assert steps_on_disk(run_dir)[0] == last
+    for job in jobs:
+        job.kill()
+    assert eventually(lambda: not writers(own_sockets)), "a process is left"
+
+
+def test_negative_control_without_the_fence_nobody_is_told(
+    run_dir: str, tmp_path: Path, jobs: list[Job], own_sockets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the owner's check taken out of the log, and a second job that cannot tell it, the first goes on saving: the
+    tests above would see it."""
+    code = "import ckpt.runlog.log\nckpt.runlog.log.RunLog.check_owner = lambda self, owner: None\n"
+    (tmp_path / "sitecustomize.py").write_text(code)
+    jobs.append(first := Job(run_dir, path=str(tmp_path)))
+    assert first.train(5) == "done 5"
+    monkeypatch.setenv("CKPT_RUNTIME_DIR", str(own_sockets / "other"))
+    jobs.append(Job(run_dir))
+    assert first.train(1) == "done 6"
+
+
+def test_second_checkpointer_in_one_process(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an error while the first is open, however the folder is spelt, and none once it is closed."""
+    monkeypatch.chdir(Path(run_dir).parent)
+    state = toy.build()
+    with ckpt.Checkpointer(state, run_dir) as cp:
+        for spelling in (run_dir, run_dir + "/", f"file://{run_dir}", os.path.basename(run_dir), Path(run_dir)):
+            with pytest.raises(ckpt.UsageError, match="close"):
+                ckpt.Checkpointer(state, spelling)
+        toy.train_step(state)
+        save = cp.step(1)
+        assert save is not None and save.staged(60), "the attempt did no harm"
+    with ckpt.Checkpointer(state, run_dir) as cp:
+        assert cp.restore() == 1

@@ -1,0 +1,227 @@
+"""Faults of ranks under torchrun: the job is back at work from memory, at the step it had reached, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from processes import PYTHONPATH, REPO, eventually, writers
+
+STEPS = 70
+AT = 40
+Line = dict[str, Any]
+
+
+class Job:
+    """One torchrun, and what its ranks say."""
+
+    def __init__(self, folder: Path, options: dict[str, Any], *, ranks: int = 2, restarts: int = 3) -> None:
+        self.lines: list[Line] = []
+        self._news: queue.Queue[Line | None] = queue.Queue()
+        self.errors = folder / "errors"
+        path = PYTHONPATH
+        # torchrun's agent keeps its store over restarts, and gloo then reads addresses of the dead (pytorch 135712).
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        with self.errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [*command, "--max-restarts", str(restarts), str(REPO / "tests/lib/ladder_toy.py"), json.dumps(options)],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=environment,
+                text=True,
+            )
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for text in self.process.stdout:
+            if text.startswith("{"):
+                line = json.loads(text)
+                self.lines.append(line)
+                self._news.put(line)
+        self._news.put(None)
+
+    def until(self, wanted: Callable[[Line], bool], timeout_s: float = 60.0) -> Line:
+        """The next line that is wanted."""
+        end = time.monotonic() + timeout_s
+        while True:
+            line = self._news.get(timeout=max(0.1, end - time.monotonic()))
+            assert line is not None, f"the job ended: {self.errors.read_text()[-2000:]}"
+            if wanted(line):
+                return line
+
+    def finish(self, timeout_s: float = 90.0) -> int:
+        code = self.process.wait(timeout_s)
+        while self._news.get(timeout=10) is not None:
+            pass
+        return code
+
+    def said(self, what: str, **fields: Any) -> list[Line]:
+        return [x for x in self.lines if x["say"] == what and all(x[k] == v for k, v in fields.items())]
+
+    def reached(self, life: int = 0) -> int:
+        """The last step that all ranks had done in an incarnation of the job."""
+        done: dict[int, int] = {}
+        for line in self.said("done", life=life):
+            done[line["rank"]] = line["step"]
+        return min(done.values())
+
+    def digests(self) -> dict[int, str]:
+        return {line["rank"]: line["digest"] for line in self.said("end")}
+
+    def pids(self) -> list[int]:
+        return [line["pid"] for line in self.said("start")]
+
+    def kill(self) -> None:
+        for process in [*psutil.Process(self.process.pid).children(recursive=True)] if self.alive else []:
+            process.kill()
+        self.process.kill()
+        self.process.wait(10)
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Starts jobs, and ends what is left of them."""
+    jobs: list[Job] = []
+
+    def make(**options: Any) -> Job:
+        jobs.append(Job(tmp_path, {"run": str(tmp_path / "run"), "steps": STEPS, **options}))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.kill()
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """What a job without faults and without checkpoints ends with."""
+    job = Job(tmp_path_factory.mktemp("reference"), {"run": None, "steps": STEPS})
+    assert job.finish() == 0
+    return job.digests()
+
+
+def accounts(folder: Path) -> list[Line]:
+    """What was written about faults, in the order of time."""
+    return [json.loads(path.read_text()) for path in sorted((folder / "run/faults").glob("*.json"))]
+
+
+def lost(job: Job) -> int:
+    """Steps that all ranks had done, and that had to be done again."""
+    return job.reached(0) - min(line["step"] for line in job.said("start", life=1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "options", "at_most"),
+    [
+        ("kill", [1], {}, 1),
+        ("kill", [0], {"every": 10}, 0),  # rank 0 hosts the store; what rank 1 has alike completes its newest step
+        ("kill", [0, 1], {}, 1),
+        ("segv", [1], {}, 1),
+        ("stop", [1], {"exit_after": 1.5}, 1),
+        ("exception", [1], {"every": 10}, 0),
+        ("oom", [0], {}, 1),
+    ],
+    ids=["kill", "kill between saves", "kill all", "segv", "stop", "exception between saves", "oom"],
+)
+def test_a_rank_fails_and_the_job_goes_on_from_memory(
+    start: Callable[..., Job],
+    tmp_path: Path,
+    reference: dict[int, str],
+    kind: str,
+    ranks: list[int],
+    options: dict[str, Any],
+    at_most: int,
+) -> None:
+    """No disk holds anything by then: the steps are those of memory, at most one is lost, and all bits are right."""
+    job = start(fault={"kind": kind, "ranks": ranks, "at": AT + 5}, **options)
+    assert job.finish() == 0, job.errors.read_text()[-3000:]
+    again = job.said("start", life=1)
+    assert {line["tier"] for line in again} == {"memory"} and len({line["step"] for line in again}) == 1
+    assert lost(job) <= at_most
+    assert job.digests() == reference
+    kinds = {"kill": "death", "segv": "death", "stop": "hang"}
+    written = accounts(tmp_path)
+    first = [one for one in written if one["kind"] == kinds.get(kind, kind)]
+    assert {one["rank"] for one in first} & set(ranks), [(one["kind"], one["rank"]) for one in written]
+    told = [fault["kind"] for line in again for fault in line["faults"]]
+    assert kind not in ("kill", "segv") or "death" in told  # the next incarnation hears of it at once
+
+
+def test_negative_control_without_memory_more_is_lost(start: Callable[..., Job], reference: dict[int, str]) -> None:
+    """The same kill with the writers killed as well costs all steps since the last durable one."""
+    job = start(fault={"kind": "stop", "ranks": [0, 1], "at": AT + 5}, durable=30)
+    for _ in range(2):
+        job.until(lambda line: line["say"] == "fault")
+    for process in writers(Path(os.environ["CKPT_RUNTIME_DIR"])):
+        process.kill()
+    for pid in job.pids():
+        os.kill(pid, signal.SIGKILL)
+    assert job.finish() == 0
+    assert lost(job) == 15 and job.digests() == reference
+
+
+def test_saves_out_of_turn_are_of_one_step_on_all_ranks(start: Callable[..., Job], tmp_path: Path) -> None:
+    """However many ranks are asked, by whatever, at once or one after the other; training goes on all the while."""
+    job = start(steps=100_000)
+    job.until(lambda line: line["say"] == "done" and line["step"] == 10)
+    pids, run = job.pids(), tmp_path / "run"
+
+    def committed() -> list[int]:
+        path = f"{REPO}:{REPO / 'backends'}"
+        command = [sys.executable, "-m", "ckpt.cli", "ls", str(run), "--json"]
+        found = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONPATH": path}, check=True)
+        return [row["step"] for row in json.loads(found.stdout)["checkpoints"]]
+
+    def ask() -> None:
+        path = f"{REPO}:{REPO / 'backends'}"
+        command = [sys.executable, "-m", "ckpt.cli", "trigger", str(run), "--why", "test"]
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True, stdout=subprocess.DEVNULL)
+
+    def both() -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGUSR1)
+
+    def race() -> None:
+        threads = [threading.Thread(target=ask), threading.Thread(target=both)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    for trigger in (lambda: os.kill(pids[1], signal.SIGUSR1), both, ask, race):
+        before = job.lines[-1]["step"]
+        trigger()
+        assert eventually(lambda least=before: max(committed(), default=0) > least), (
+            before,
+            committed(),
+            job.errors.read_text()[-3000:],
+            accounts(tmp_path)[-3:],
+        )
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGTERM)
+    job.process.terminate()
+    assert job.finish() != 0
+    last = max(accounts(tmp_path), key=lambda one: one["time"])
+    assert (last["kind"], last["exit_code"], last["advice"]) == ("signal", 143, "resubmit")
+    assert max(committed()) >= job.reached(0) - 1
+    assert [line for line in job.said("start") if line["life"]] == []

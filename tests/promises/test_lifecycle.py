@@ -1,0 +1,902 @@
+"""One Checkpointer from its creation to its end, in one process: what may be called when, and what each end leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+import ckpt
+import toy
+from ckpt.trainer import writer_supervisor
+from kills import kill_all, problems, steps_on_disk
+from processes import eventually, run_script, writers
+
+State = dict[str, Any]
+
+
+def train(cp: ckpt.Checkpointer, state: State, first: int, last: int) -> ckpt.Save | None:
+    """Steps `first` to `last`, each staged; the handle of the last."""
+    save = None
+    for step in range(first, last + 1):
+        toy.train_step(state)
+        save = cp.step(step)
+        if save is not None:
+            save.staged(60)
+    return save
+
+
+def rare(run: str, **options: Any) -> list[Any]:
+    """Memory at every step, and a durable tier that is never due."""
+    return [ckpt.Memory(**options), ckpt.Tier(run, every=1000)]
+
+
+@contextlib.contextmanager
+def stopped(processes: list[psutil.Process]) -> Iterator[None]:
+    """Writers that make no progress, as behind a disk that hangs."""
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGCONT)
+
+
+def abandon(run: str, steps: int, *, every: int = 1000, name: str = "") -> None:
+    """Another process trains `steps` steps and is killed; its memory stays."""
+    tiers = f"ckpt.Tier({run!r}, every={every})" if run else ""
+    code = f"""
+import os, signal, ckpt, toy
+state = toy.build()
+cp = ckpt.Checkpointer(state, [ckpt.Memory(), {tiers}], name={name or None!r})
+for step in range(1, {steps} + 1):
+    toy.train_step(state)
+    cp.step(step).staged(60)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    result = run_script(code)
+    assert result.returncode == -signal.SIGKILL, result.stderr
+
+
+# -- the end --
+
+
+def test_close_twice_and_use_after_close(run_dir: str) -> None:
+    """A second close() does nothing; every other call says that the Checkpointer is closed."""
+    state = toy.build()
+    cp = ckpt.Checkpointer(state, run_dir)
+    train(cp, state, 1, 2)
+    cp.close()
+    cp.close()
+    for call in (lambda: cp.step(3), cp.save, cp.restore, lambda: cp.save(3)):
+        with pytest.raises(ckpt.ClosedError):
+            call()
+    assert steps_on_disk(run_dir) == [2]
+
+
+def test_exception_in_the_loop_stays_and_the_newest_step_is_durable(run_dir: str, own_sockets: Path) -> None:
+    """The user's own error comes out of the with-block, and the last step is on disk."""
+    state = toy.build()
+    with pytest.raises(ZeroDivisionError) as raised:
+        with ckpt.Checkpointer(state, rare(run_dir)) as cp:
+            train(cp, state, 1, 3)
+            _ = 1 / 0
+    assert not getattr(raised.value, "__notes__", [])
+    assert steps_on_disk(run_dir)[0] == 3
+    assert eventually(lambda: not writers(own_sockets))
+
+
+def test_exception_in_the_loop_is_not_replaced_by_a_failing_close(run_dir: str) -> None:
+    """When closing fails as well, the user's error comes out and carries a note about the other."""
+    state = toy.build()
+    with pytest.raises(ZeroDivisionError) as raised:
+        with ckpt.Checkpointer(state, rare(run_dir)) as cp:
+            train(cp, state, 1, 3)
+            Path(run_dir, "packs").write_text("in the way")
+            _ = 1 / 0
+    assert "closing the Checkpointer failed" in raised.value.__notes__[0]
+
+
+def test_close_keeps_the_newest_staged_step_though_a_later_one_was_dropped(run_dir: str) -> None:
+    """A last step that could not be staged does not take the one before it along."""
+    state = toy.build()
+    cp = ckpt.Checkpointer(state, rare(run_dir))
+    train(cp, state, 1, 3)
+    state["big"] = torch.zeros(64 << 20, dtype=torch.uint8)  # fits into no slot that is there
+    toy.train_step(state)
+    dropped = cp.step(4)
+    assert dropped is not None
+    with pytest.raises(ckpt.SkippedError):
+        dropped.staged(60)
+    toy.train_step(state)  # else it would be staged now
+    cp.close()
+    assert steps_on_disk(run_dir)[0] == 3
+
+
+def test_close_keeps_what_was_restored_from_memory_alone(run_dir: str) -> None:
+    """A step that was brought back from memory, with nothing trained after it, is durable after close()."""
+    packs = Path(run_dir, "packs")
+    Path(run_dir).mkdir()
+    ckpt.Checkpointer(toy.build(), rare(run_dir)).close()
+    packs.write_text("in the way")  # so that the writer cannot persist the ring at the death
+    abandon(run_dir, 5)
+    assert steps_on_disk(run_dir) == []
+    with ckpt.Checkpointer(toy.build(), rare(run_dir)) as cp:
+        assert cp.restore() == 5
+        assert cp.last_restore is not None and cp.last_restore.tier == "memory"
+        packs.unlink()
+    assert steps_on_disk(run_dir)[0] == 5
+
+
+def test_close_says_when_it_takes_too_long(run_dir: str, own_sockets: Path) -> None:
+    """With a store that hangs close() ends at its deadline, and the writer finishes when the store is back."""
+    state = toy.build()
+    cp = ckpt.Checkpointer(state, rare(run_dir))
+    train(cp, state, 1, 2)
+    with stopped(writers(own_sockets)):
+        with pytest.raises(ckpt.DeadlineError):
+            cp.close(timeout_s=0.2)
+    assert eventually(lambda: steps_on_disk(run_dir) == [2])
+    assert eventually(lambda: not writers(own_sockets)), "a process is left"
+
+
+def test_nothing_is_left_after_many_lives(run_dir: str, own_sockets: Path) -> None:
+    """Hooks, threads, descriptors and writers are as before after twenty lives."""
+
+    def live(i: int) -> None:
+        state = toy.build()
+        with ckpt.Checkpointer(state, f"{run_dir}{i}") as cp:
+            train(cp, state, 1, 1)
+
+    def held() -> tuple[int, int, int]:
+        gc.collect()
+        me = psutil.Process()
+        return threading.active_count(), me.num_fds(), len(writers(own_sockets)) + len(me.children())
+
+    live(0)
+    before = held()
+    for i in range(1, 21):
+        live(i)
+    assert eventually(lambda: held() <= before), (before, held())
+    assert all(now <= then for now, then in zip(held(), before, strict=True)), (before, held())
+    assert not _global_optimizer_pre_hooks
+
+
+def test_negative_control_an_open_one_is_seen(run_dir: str, own_sockets: Path) -> None:
+    """What the last test counts is there while a Checkpointer is open."""
+    me = psutil.Process()
+    gc.collect()
+    before = threading.active_count(), me.num_fds(), len(writers(own_sockets))
+    with ckpt.Checkpointer(toy.build(), run_dir):
+        during = threading.active_count(), me.num_fds(), len(writers(own_sockets))
+        assert _global_optimizer_pre_hooks
+    assert all(now > then for now, then in zip(during, before, strict=True))
+
+
+def test_writer_leaves_at_its_deadline(run_dir: str, own_sockets: Path) -> None:
+    """After the trainer's death the memory is held for linger_s and no longer; the ring is on disk by then."""
+    code = f"""
+import os, ckpt, toy
+state = toy.build()
+cp = ckpt.Checkpointer(state, [ckpt.Memory(linger_s=0.5), ckpt.Tier({run_dir!r}, every=1000)])
+for step in range(1, 6):
+    toy.train_step(state)
+    cp.step(step).staged(60)
+os._exit(0)
+"""
+    assert run_script(code).returncode == 0
+    assert eventually(lambda: not writers(own_sockets))
+    assert steps_on_disk(run_dir)[0] == 5
+
+
+def test_negative_control_the_default_deadline_is_long(run_dir: str, own_sockets: Path) -> None:
+    """A writer that may linger does so: what the last test sees is the deadline."""
+    abandon(run_dir, 2)
+    assert eventually(lambda: 2 in steps_on_disk(run_dir))
+    assert not eventually(lambda: not writers(own_sockets), 0.8)
+
+
+# -- forks --
+
+
+def in_fork(work: Callable[[], object]) -> str:
+    """What a forked child says: "ok", or how `work` failed."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            said = "ok"
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with os.fdopen(reading) as pipe:
+        return pipe.read()
+
+
+def small_update() -> None:
+    """An optimizer step, small enough for a forked child: torch's own threads do not survive a fork."""
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones(1)
+    torch.optim.SGD([parameter], lr=0.1).step()
+
+
+def test_fork_may_not_save_and_harms_nothing(run_dir: str, own_sockets: Path) -> None:
+    """Every call in a forked child raises ClosedError; its close() and its end do not touch the parent's run."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, rare(run_dir)) as cp:
+        train(cp, state, 1, 2)
+        for call in (lambda: cp.step(3), cp.save, cp.restore, lambda: cp.save(3)):
+            assert in_fork(call).startswith("ClosedError")
+        assert in_fork(cp.close) == "ok"
+        assert in_fork(small_update) == "ok"
+        assert writers(own_sockets)
+        train(cp, state, 3, 4)
+    assert steps_on_disk(run_dir)[0] == 4
+    assert problems(run_dir) == []
+
+
+def test_fork_that_exits_like_python_harms_nothing(run_dir: str) -> None:
+    """A child that runs exit handlers (as os.fork() users do) leaves the parent's writer alone."""
+    code = f"""
+import os, sys, ckpt, toy
+state = toy.build()
+with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier({run_dir!r}, every=1000)]) as cp:
+    for step in range(1, 4):
+        toy.train_step(state)
+        cp.step(step).staged(60)
+    if os.fork() == 0:
+        sys.exit(0)
+    os.wait()
+    toy.train_step(state)
+    cp.step(4).staged(60)
+"""
+    result = run_script(code)
+    assert result.returncode == 0, result.stderr
+    assert steps_on_disk(run_dir)[0] == 4
+
+
+class Numbers(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_data_loader_with_forked_workers(run_dir: str) -> None:
+    """Loader processes forked beside an open Checkpointer work, and saving goes on."""
+    state = toy.build()
+    loader = torch.utils.data.DataLoader(
+        Numbers(), batch_size=2, num_workers=2, multiprocessing_context=multiprocessing.get_context("fork")
+    )
+    with ckpt.Checkpointer(state, rare(run_dir)) as cp:
+        for step, batch in enumerate(loader, start=1):
+            assert batch.tolist() == [2 * step - 2, 2 * step - 1]
+            train(cp, state, step, step)
+    assert steps_on_disk(run_dir)[0] == 4
+    assert problems(run_dir) == []
+
+
+# -- places that cannot be used --
+
+
+def make_foreign(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("mine")
+
+
+def make_newer(folder: Path) -> None:
+    ckpt.Checkpointer(toy.build(), str(folder)).close()
+    path = folder / "FORMAT.json"
+    from ckpt.format.manifest import seal  # the file must be whole, and of a later version
+
+    content = json.loads(path.read_text())
+    del content["digest"]
+    path.write_bytes(seal({**content, "major": 99}))
+
+
+def make_file(folder: Path) -> None:
+    folder.write_text("a file")
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [(make_foreign, ckpt.FormatError), (make_newer, ckpt.FormatError), (make_file, ckpt.StoreError)],
+)
+def test_place_that_is_not_ours(
+    run_dir: str, own_sockets: Path, make: Callable[[Path], None], error: type[Exception]
+) -> None:
+    """A folder of somebody else's, of a newer version, or a file is refused untouched, and no process stays."""
+    make(Path(run_dir))
+
+    def content() -> dict[str, bytes]:
+        root = Path(run_dir)
+        return {str(p): p.read_bytes() for p in [root, *root.rglob("*")] if p.is_file()}
+
+    before = content()
+    with pytest.raises(error):
+        ckpt.Checkpointer(toy.build(), run_dir)
+    assert content() == before
+    assert eventually(lambda: not writers(own_sockets)), "a process is left"
+    assert not _global_optimizer_pre_hooks
+
+
+def test_place_that_is_read_only(run_dir: str, own_sockets: Path) -> None:
+    """A folder that nothing can be written to is refused when opened, with a hint."""
+    Path(run_dir).mkdir()
+    if subprocess.run(["mount", "--bind", "-o", "ro", run_dir, run_dir], capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", run_dir], capture_output=True, check=False)
+        if os.access(run_dir, os.W_OK):
+            pytest.skip("read-only mounts do not work here")
+        with pytest.raises(ckpt.StoreError, match="read-only"):
+            ckpt.Checkpointer(toy.build(), run_dir)
+    finally:
+        subprocess.run(["umount", run_dir], check=True)
+    assert eventually(lambda: not writers(own_sockets)), "a process is left"
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\0" * 200])
+def test_damaged_format_file_loses_nothing(run_dir: str, content: bytes) -> None:
+    """The run is refused or opened, never begun anew: its checkpoints are still there."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, run_dir) as cp:
+        train(cp, state, 1, 2)
+    Path(run_dir, "FORMAT.json").write_bytes(content)
+    with contextlib.suppress(ckpt.FormatError, ckpt.CorruptError):
+        with ckpt.Checkpointer(toy.build(1), run_dir) as cp:
+            assert cp.restore(default=0) == 2
+    assert len(list(Path(run_dir, "packs").iterdir())) == 1
+
+
+# -- steps --
+
+
+def test_step_without_restore(run_dir: str) -> None:
+    """Nobody loses a good run to a forgotten restore()."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, run_dir) as cp:
+        train(cp, state, 1, 2)
+    with ckpt.Checkpointer(state, run_dir) as cp:
+        for call in (lambda: cp.step(1), lambda: cp.save(1)):
+            with pytest.raises(ckpt.UsageError, match="restore"):
+                call()
+        assert cp.restore() == 2
+        train(cp, state, 3, 3)
+    assert steps_on_disk(run_dir) == [3, 2]
+
+
+def test_step_without_restore_beside_memory_alone(run_dir: str) -> None:
+    """The same where only memory holds steps, with and without a durable tier."""
+    ckpt.Checkpointer(toy.build(), rare(run_dir)).close()
+    Path(run_dir, "packs").write_text("in the way")
+    abandon(run_dir, 3)
+    cp = ckpt.Checkpointer(toy.build(), rare(run_dir))
+    try:
+        with pytest.raises(ckpt.UsageError, match="restore"):
+            cp.step(1)
+        assert cp.restore(default=0) == 3
+    finally:
+        Path(run_dir, "packs").unlink()
+        cp.close()
+
+
+@pytest.mark.parametrize("step", [2, 1, -1, True, 1.5, "3", 10**18])
+def test_steps_only_go_up(run_dir: str, step: Any) -> None:
+    """A step that is repeated, goes back or is no number is an error, and the run goes on."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, run_dir) as cp:
+        train(cp, state, 1, 2)
+        with pytest.raises(ckpt.UsageError):
+            cp.step(step)
+        train(cp, state, 3, 3)
+
+
+def test_call_amid_gradient_accumulation(run_dir: str) -> None:
+    """step() where no optimizer has stepped since the last call, and gradients wait, is an error."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, run_dir) as cp:
+        train(cp, state, 1, 1)
+        state["optim"].zero_grad()
+        state["model"](torch.randn(8, toy.WIDTH)).sum().backward()
+        with pytest.raises(ckpt.UsageError, match="accumulation"):
+            cp.step(2)
+        state["optim"].step()
+        saved = cp.step(2)
+        assert saved is not None
+        saved.staged(60)
+
+
+def test_step_left_out_by_a_grad_scaler(run_dir: str) -> None:
+    """A GradScaler that skips an optimizer step because of an overflow is no error."""
+    model = nn.Linear(4, 4)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    state = {"model": model, "optim": optim, "scaler": scaler}
+    with ckpt.Checkpointer(state, run_dir) as cp:
+        for step, factor in enumerate((1.0, float("inf"), 1.0), start=1):
+            before = model.weight.detach().clone()
+            optim.zero_grad()
+            scaler.scale((model(torch.ones(2, 4)) * factor).sum()).backward()
+            scaler.step(optim)
+            scaler.update()
+            assert torch.equal(before, model.weight) == (factor != 1.0)
+            cp.step(step)
+    assert steps_on_disk(run_dir) == [3]
+
+
+# -- restore --
+
+
+def test_default_only_where_nothing_is(run_dir: str) -> None:
+    """restore(default) gives the default in an empty place, and the step where there is one; without, it raises."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, run_dir) as cp:
+        with pytest.raises(ckpt.NoCheckpointError):
+            cp.restore()
+        assert cp.restore(default=None) is None
+        assert cp.restore(default=0) == 0
+        train(cp, state, 1, 2)
+    with ckpt.Checkpointer(state, run_dir) as cp:
+        assert cp.restore(default=0) == 2
+        with pytest.raises(ckpt.NoCheckpointError):
+            cp.restore(default=0, step=77)
+
+
+def test_default_is_not_given_where_all_is_damaged(run_dir: str) -> None:
+    """A run whose only checkpoint is damaged is not begun anew."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, run_dir) as cp:
+        train(cp, state, 1, 2)
+    (pack,) = Path(run_dir, "packs").iterdir()
+    pack.write_bytes(bytes(pack.stat().st_size))
+    with ckpt.Checkpointer(state, run_dir) as cp:
+        with pytest.raises(ckpt.CorruptError):
+            cp.restore(default=0)
+        with pytest.raises(ckpt.UsageError):
+            cp.step(1)
+
+
+def test_rollback_stays(run_dir: str, own_sockets: Path) -> None:
+    """restore(step=N) goes back, and no later restart brings the undone steps back, saved anything or not."""
+    code = f"""
+import os, signal, ckpt, toy
+state = toy.build()
+cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier({run_dir!r}, every=5, keep=9)])
+print(cp.restore(step=10), toy.digest(state), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    state = toy.build()
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=5, keep=9)]) as cp:
+        train(cp, state, 1, 20)
+    assert steps_on_disk(run_dir) == [20, 15, 10, 5]
+    assert run_script(code).stdout.split() == ["10", toy.reference(10)]
+    kill_all(writers(own_sockets))
+    for last in (10, 12):  # killed before anything was saved; then after two steps that are in memory only
+        state = toy.build()
+        with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=5, keep=9)]) as cp:
+            assert cp.restore() == 10
+            assert toy.digest(state) == toy.reference(10)
+            train(cp, state, 11, last)
+    assert steps_on_disk(run_dir)[:2] == [12, 10]
+    assert problems(run_dir) == []
+
+
+def test_rollback_in_memory_stays(run_dir: str) -> None:
+    """The same with the memory of the undone steps still there."""
+    abandon(run_dir, 5, every=1)
+    state = toy.build()
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1, keep=9)]) as cp:
+        assert cp.restore() == 5
+        assert cp.restore(step=3) == 3
+        assert toy.digest(state) == toy.reference(3)
+        assert cp.restore() == 3
+        assert cp.restore(step=5) == 5  # asked for by its number it can be had
+        assert cp.restore(step=3) == 3
+    with ckpt.Checkpointer(state, run_dir) as cp:
+        assert cp.restore() == 3
+
+
+def test_memory_only_run(own_sockets: Path) -> None:
+    """A run without any durable place is found again by its name, and by no other."""
+    abandon("", 4, name="mine")
+    with ckpt.Checkpointer(toy.build(), name="other") as cp:
+        assert cp.restore(default=None) is None
+    state = toy.build()
+    with ckpt.Checkpointer(state, name="mine") as cp:
+        with pytest.raises(ckpt.UsageError, match="restore"):
+            cp.step(1)
+        assert cp.restore() == 4
+        assert toy.digest(state) == toy.reference(4)
+        train(cp, state, 5, 6)
+    assert eventually(lambda: not writers(own_sockets)), "a process is left"
+    with pytest.raises(ckpt.UsageError, match="name"):
+        ckpt.Checkpointer(state)
+
+
+# -- handles and saves --
+
+
+def test_save_and_handles(run_dir: str) -> None:
+    """save() writes to every tier at once; handles say what is safe, and refuse what was never promised."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, rare(run_dir)) as cp:
+        with pytest.raises(ckpt.UsageError, match="which step"):
+            cp.save()
+        staged = train(cp, state, 1, 1)
+        assert staged is not None and staged.staged(60).tier == "memory"
+        assert staged.status == "staged"
+        with pytest.raises(ckpt.SaveError, match="stays in memory"):
+            staged.committed(60)
+        saved = cp.save()
+        assert saved.committed(60).step == 1
+        assert saved.status == "committed" and saved.committed(0).tier == f"file://{run_dir}"
+        with pytest.raises(ckpt.SaveError, match="not being written"):
+            saved.committed(tier="file:///elsewhere")
+        assert cp.save(1).attempt == saved.attempt, "a step that is safe is not saved again"
+        toy.train_step(state)
+        with pytest.raises(ckpt.UsageError, match="went on"):
+            cp.save()
+        assert cp.save(2).committed(60).step == 2
+        assert steps_on_disk(run_dir) == [2, 1]
+
+
+def test_handle_waits_no_longer_than_told(run_dir: str, own_sockets: Path) -> None:
+    """A wait past its deadline raises DeadlineError, and the save goes on."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1)]) as cp:
+        train(cp, state, 1, 1)
+        cp.wait(60)
+        with stopped(writers(own_sockets)):
+            save = train(cp, state, 2, 2)
+            assert save is not None
+            with pytest.raises(ckpt.DeadlineError):
+                save.committed(0.05)
+            with pytest.raises(ckpt.DeadlineError):
+                cp.wait(0.05)
+        assert save.committed(60).step == 2
+
+
+def test_two_tiers_with_their_own_cadences(tmp_path: Path) -> None:
+    """Each place gets the steps that are due there, and at the end the last one."""
+    near, far = str(tmp_path / "near"), str(tmp_path / "far")
+    state = toy.build()
+    tiers = [ckpt.Memory(), ckpt.Tier(near, every=2, keep=20), ckpt.Tier(far, every=3, keep=20)]
+    with ckpt.Checkpointer(state, tiers) as cp:
+        save = train(cp, state, 1, 12)
+        assert save is not None
+        assert save.committed(60, tier=f"file://{far}").step == 12
+        train(cp, state, 13, 13)
+    assert steps_on_disk(near) == [13, 12, 10, 8, 6, 4, 2]
+    assert steps_on_disk(far) == [13, 12, 9, 6, 3]
+    assert problems(near) == problems(far) == []
+    with ckpt.Checkpointer(state, tiers) as cp:
+        assert cp.restore() == 13
+
+
+def test_busy_skip(run_dir: str, own_sockets: Path) -> None:
+    """When the store hangs, steps are skipped, never waited for; what was due is written once it is back."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1, keep=50)], on_busy="skip") as cp:
+        train(cp, state, 1, 1)
+        cp.wait(60)
+        saves = []
+        with stopped(writers(own_sockets)):
+            for step in range(2, 12):
+                toy.train_step(state)
+                saves.append(cp.step(step))
+        assert saves[-1] is not None
+        with pytest.raises(ckpt.SkippedError):
+            saves[-1].staged(1)
+        skipped = [s.step for s in saves if s is not None and s.status == "failed"]
+        assert skipped and cp.stats.skipped == len(skipped)
+        assert eventually(lambda: saves[0] is not None and saves[0].status == "committed")
+        cp.wait(60)
+        train(cp, state, 12, 12)
+    assert set(steps_on_disk(run_dir)) == set(range(1, 13)) - set(skipped)
+
+
+def test_busy_wait_has_a_deadline(run_dir: str, own_sockets: Path) -> None:
+    """The other choice waits for the store, at most busy_timeout_s, and then says so; later saves succeed."""
+    state = toy.build()
+    cp = ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1, keep=50)], busy_timeout_s=0.3)
+    with cp:
+        train(cp, state, 1, 1)
+        cp.wait(60)
+        with stopped(writers(own_sockets)):
+            with pytest.raises(ckpt.DeadlineError, match="no slot became free"):
+                for step in range(2, 12):
+                    toy.train_step(state)
+                    cp.step(step)
+        cp.wait(60)
+        train(cp, state, 20, 20)
+    assert steps_on_disk(run_dir)[0] == 20
+    assert problems(run_dir) == []
+
+
+def test_busy_wait_goes_on_when_the_store_is_back(run_dir: str, own_sockets: Path) -> None:
+    """A wait ends when a slot is free, and no step is lost."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1, keep=50)]) as cp:
+        train(cp, state, 1, 1)
+        cp.wait(60)
+        frozen = writers(own_sockets)
+        with stopped(frozen):
+            thaw = threading.Timer(0.5, lambda: [process.resume() for process in frozen])
+            thaw.start()
+            train(cp, state, 2, 8)
+            thaw.join()
+    assert steps_on_disk(run_dir) == list(range(8, 0, -1))
+
+
+# -- memory --
+
+
+def test_state_that_grows(run_dir: str, own_sockets: Path) -> None:
+    """New parameters in mid-run get memory for themselves; every step staged before and after restores bit for bit."""
+
+    def grown() -> State:
+        state = toy.build()
+        state["extra"] = nn.Linear(1500, 1500)  # many times the rest
+        return state
+
+    state = toy.build()
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=5, keep=9)]) as cp:
+        train(cp, state, 1, 7)
+        state["extra"] = nn.Linear(1500, 1500)
+        state["optim"].add_param_group({"params": list(state["extra"].parameters())})
+        for step in range(8, 31):
+            loss = state["extra"](torch.randn(2, 1500)).pow(2).mean()
+            state["optim"].zero_grad()
+            loss.backward()
+            state["optim"].step()
+            cp.step(step)
+        cp.wait(60)
+        wanted = [t.clone() for t in (*state["extra"].parameters(), *state["model"].parameters())]
+        moments = [v.clone() for p in state["extra"].parameters() for v in state["optim"].state[p].values()]
+    assert steps_on_disk(run_dir)[0] == 30
+    assert problems(run_dir) == []
+    again = grown()
+    again["optim"].add_param_group({"params": list(again["extra"].parameters())})
+    with ckpt.Checkpointer(again, run_dir) as cp:
+        assert cp.restore() == 30
+    got = [*again["extra"].parameters(), *again["model"].parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    back = [v for p in again["extra"].parameters() for v in again["optim"].state[p].values()]
+    assert all(torch.equal(a, b) for a, b in zip(back, moments, strict=True))
+    small = toy.build()
+    with ckpt.Checkpointer(small, run_dir) as cp:
+        assert cp.restore(step=5) == 5
+        assert toy.digest(small) == toy.reference(5)
+
+
+HUGE = """
+import mmap, sys, psutil, torch, ckpt
+available = psutil.virtual_memory().available
+reserved = mmap.mmap(-1, available * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
+huge = torch.frombuffer(reserved, dtype=torch.uint8)  # takes no memory while nobody touches it
+run = sys.argv[1]
+state = {"small": torch.arange(4.0)}
+with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=2)]) as cp:
+    cp.step(1).staged(60)
+    cp.step(2).committed(60)
+    state["huge"] = huge
+    for step in (3, 4, 5):
+        print(step, cp.step(step), flush=True)
+    try:
+        cp.save()
+    except ckpt.SkippedError as error:
+        print(error, flush=True)
+    del state["huge"]
+    print(cp.step(6).committed(60).step)
+"""
+
+
+def test_state_too_large_for_memory(run_dir: str) -> None:
+    """Memory that is not there is refused with the numbers: no step() raises, a save() does, and what fits is saved."""
+    result = run_script(HUGE, run_dir)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[-1] == "6"
+    assert lines[1:3] == ["4 None", "5 None"] and "does not fit into" in lines[3], lines
+    assert steps_on_disk(run_dir) == [6, 2]
+
+
+def test_memory_refused_by_a_limit(run_dir: str) -> None:
+    """Where the kernel refuses address space, opening and saving fail with our errors, or work; nothing is torn."""
+    code = f"""
+import resource, torch, ckpt
+state = {{"w": torch.zeros(96 << 20, dtype=torch.uint8)}}
+with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier({run_dir!r}, every=1)]) as cp:
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+    try:
+        save = cp.step(1)
+        print("saved" if save and save.committed(60).step == 1 else "refused")
+    except ckpt.CheckpointError as error:
+        print("refused", type(error).__name__, error)
+"""
+    result = run_script(code)
+    assert result.stdout.startswith(("saved", "refused")), result.stderr
+    if result.stdout.startswith("saved"):
+        assert steps_on_disk(run_dir) == [1]
+    assert problems(run_dir) == []
+
+
+# -- failures in the background --
+
+
+def test_failure_is_raised_at_the_next_call_and_later_saves_succeed(run_dir: str) -> None:
+    """A write that fails is told once, by the next call; once the place is mended, saving works as before."""
+    state = toy.build()
+    packs = Path(run_dir, "packs")
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1, keep=50)]) as cp:
+        packs.write_text("in the way")
+        told: list[str] = []
+        for step in (1, 2):
+            toy.train_step(state)
+            try:
+                cp.step(step)
+            except ckpt.SaveError as error:  # by the next call, or by this one, if it failed that quickly
+                told += [str(error), *getattr(error, "__notes__", ())]
+            cp.wait(60)
+        assert sum("step 1 was not written" in one for one in told) == 1, told
+        packs.unlink()
+        if not any("step 2 was not written" in one for one in told):
+            with pytest.raises(ckpt.SaveError, match="step 2 was not written"):  # it failed after that call
+                cp.save()
+        toy.train_step(state)
+        saved = cp.step(3)
+        assert saved is not None and saved.committed(60).step == 3
+    assert steps_on_disk(run_dir)[0] == 3
+    assert problems(run_dir) == []
+
+
+def committed(save: ckpt.Save | None) -> None:
+    """A save that fails at once may be told of by the very step()."""
+    assert save is not None
+    save.committed(60)
+
+
+def test_failed_step_can_be_saved_again(run_dir: str) -> None:
+    """save() of a step whose write failed writes it once more."""
+    state = toy.build()
+    packs = Path(run_dir, "packs")
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
+        packs.write_text("in the way")
+        toy.train_step(state)
+        with pytest.raises(ckpt.SaveError):
+            committed(cp.step(1))
+        packs.unlink()
+        assert cp.save().committed(60).step == 1
+    assert steps_on_disk(run_dir) == [1]
+
+
+def test_failure_that_was_told_is_not_told_again(run_dir: str) -> None:
+    """An error that its handle has raised does not come out of the next call as well."""
+    state = toy.build()
+    packs = Path(run_dir, "packs")
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
+        packs.write_text("in the way")
+        toy.train_step(state)
+        with pytest.raises(ckpt.SaveError):
+            committed(cp.step(1))
+        packs.unlink()
+        train(cp, state, 2, 2)
+
+
+def test_failures_can_be_warnings(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    """With on_error="warn" they are logged and never raised."""
+    state = toy.build()
+    packs = Path(run_dir, "packs")
+    with caplog.at_level(logging.WARNING, "ckpt"):
+        with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)], on_error="warn") as cp:
+            packs.write_text("in the way")
+            toy.train_step(state)
+            cp.step(1)
+            cp.wait(60)
+            toy.train_step(state)
+            cp.step(2)
+            cp.wait(60)
+            packs.unlink()
+            train(cp, state, 3, 3)
+    assert "step 1 was not written" in caplog.text
+    assert steps_on_disk(run_dir)[0] == 3
+
+
+def test_packs_folder_that_vanishes(run_dir: str) -> None:
+    """A folder of the run that is removed beneath us is an error of the saves, or mended; saving recovers."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)], on_error="warn") as cp:
+        saved = train(cp, state, 1, 1)
+        assert saved is not None and saved.committed(60)
+        for path in Path(run_dir, "packs").iterdir():
+            path.unlink()
+        Path(run_dir, "packs").rmdir()
+        with contextlib.suppress(ckpt.SaveError):
+            train(cp, state, 2, 2)
+            cp.save().committed(60)
+        last = train(cp, state, 3, 3)
+        assert last is not None and last.committed(60).step == 3
+
+
+def test_writer_that_keeps_dying(run_dir: str, own_sockets: Path) -> None:
+    """After some deaths in a row no writer is started any more; this is said, and training goes on."""
+    state = toy.build()
+    cp = ckpt.Checkpointer(state, rare(run_dir))
+    train(cp, state, 1, 2)
+    for _ in range(writer_supervisor.RESPAWN_LIMIT):
+        old = {process.pid for process in writers(own_sockets)}
+        kill_all(writers(own_sockets))
+        assert eventually(lambda old=old: {p.pid for p in writers(own_sockets)} - old != set())
+        assert cp.save().committed(60)
+        last = (cp.save().step or 0) + 1
+        train(cp, state, last, last)
+    kill_all(writers(own_sockets))
+    with pytest.raises(ckpt.WriterError, match="died"):
+        for step in range(10, 10_000):
+            toy.train_step(state)
+            cp.step(step)
+    toy.train_step(state)
+    cp.step(20_001)
+    with pytest.raises(ckpt.CheckpointError, match="no writer"):
+        cp.save().committed(60)
+    with contextlib.suppress(ckpt.CheckpointError):
+        cp.close()
+    assert eventually(lambda: not writers(own_sockets)), "a process is left"
+    assert steps_on_disk(run_dir)[0] >= 2
+    assert problems(run_dir) == []
+
+
+CLOSED = """
+import gc, json, sys, torch, ckpt
+
+def shared_kib():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssShmem"))
+
+def train(folder):
+    model = torch.nn.Linear(1024, 1024)
+    with ckpt.Checkpointer({"model": model}, folder) as cp:
+        hook = sys.excepthook
+        sys.excepthook = lambda *what: hook(*what)  # as libraries do that are imported late, and keep it
+        cp.step(1).staged()
+        return shared_kib()
+
+def collect():
+    for _ in range(3):
+        gc.collect()
+    return shared_kib()
+
+print(json.dumps([train(sys.argv[1]), collect()]))
+"""
+
+
+def test_closed_gives_its_memory_back(run_dir: str) -> None:
+    """After close() nothing keeps the memory of the snapshots in this process, not even an excepthook around ours."""
+    done = run_script(CLOSED, run_dir)
+    assert done.returncode == 0, done.stderr
+    held, left = json.loads(done.stdout.splitlines()[-1])
+    assert held >= 4096 and left < 1024

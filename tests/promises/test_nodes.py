@@ -1,0 +1,742 @@
+"""Several machines: two nodes with disks, sockets and addresses of their own, joined by a network that can be cut.
+
+A node is a process in namespaces of its own (network, mounts, host name, processes), made with `unshare` and `ip`, so
+these tests need root. What one node has at FOLDER/local is not there on the other; FOLDER/shared is the same for both.
+Each job is started by torchrun on each node, and the nodes meet by torch's own rendezvous.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ckpt.checkpoint import read
+from ckpt.ipc.process import Process
+from ckpt.runlog.log import RunState
+from processes import PYTHONPATH, REPO, eventually
+
+TOY = REPO / "tests" / "lib" / "node_toy.py"
+ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
+
+# Its first process is a shell that waits for the end of its input, which comes with the end of the test at the latest;
+# with it everything on the node ends.
+BOOT = """
+set -e
+hostname node-{name}
+mount --bind {disk} {folder}/local
+mount --bind {sockets} {folder}/sockets
+mount --bind {folder}/hosts /etc/hosts
+mount --bind /dev/null /etc/resolv.conf
+ip link set lo up
+echo ready
+cat
+"""
+
+
+class Node:
+    """One machine. Its disk outlives it."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder, self.address = name, folder, ADDRESSES[name]
+        self.disk = folder / f"disk-{name}"
+        self.agents: list[subprocess.Popen[bytes]] = []
+
+    def boot(self) -> None:
+        sockets = self.folder / f"sockets-{self.name}"
+        shutil.rmtree(sockets, ignore_errors=True)
+        sockets.mkdir(mode=0o700)
+        self.disk.mkdir(exist_ok=True)
+        script = BOOT.format(name=self.name, disk=self.disk, sockets=sockets, folder=self.folder)
+        spaces = ["--net", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "--propagation", "private"]
+        self.keeper = subprocess.Popen(
+            ["unshare", *spaces, "sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.keeper.stdout is not None
+        if self.keeper.stdout.readline() != "ready\n":
+            self.keeper.kill()
+            raise OSError("this machine does not let us make namespaces")
+        (first,) = psutil.Process(self.keeper.pid).children()
+        self.first = first.pid
+
+    def inside(self, *words: object) -> list[str]:
+        """A command line that runs there."""
+        spaces = ["--net", "--uts", "--pid", "--mount"]
+        return ["nsenter", "--target", str(self.first), *spaces, "--", *map(str, words)]
+
+    def do(self, *words: object) -> None:
+        subprocess.run(self.inside(*words), check=True, timeout=30)
+
+    def join(self, other: Node) -> None:
+        """A cable between two nodes."""
+        here = ["nsenter", "--target", str(self.first), "--net", "ip", "link", "add", "eth0"]  # sees the other's number
+        subprocess.run([*here, "type", "veth", "peer", "name", "eth0", "netns", str(other.first)], check=True)
+        for node in (self, other):
+            node.do("ip", "address", "add", f"{node.address}/24", "dev", "eth0")
+            node.do("ip", "link", "set", "eth0", "up")
+
+    def network(self, state: str) -> None:
+        """`up` or `down`."""
+        self.do("ip", "link", "set", "eth0", state)
+
+    def processes(self, word: str = "") -> list[psutil.Process]:
+        """What was started there, if the command line says `word`."""
+        space, found = os.readlink(f"/proc/{self.first}/ns/pid"), []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                mine = os.readlink(f"/proc/{process.pid}/ns/pid") == space
+                started = mine and process.pid != self.first and process.name() != "cat"
+                if started and any(word in each for each in process.cmdline()):
+                    found.append(process)
+        return found
+
+    def trainers(self) -> list[psutil.Process]:
+        return [p for p in self.processes(TOY.name) if "torch.distributed.run" not in p.cmdline()]
+
+    def kill(self, word: str) -> None:
+        processes = self.processes(word)
+        ending = [Process.of(process.pid) for process in processes]
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        assert eventually(lambda: not any(process.alive for process in ending))
+
+    def die(self) -> None:
+        """All at once; the disk stays."""
+        self.keeper.kill()
+        self.keeper.communicate()
+        assert eventually(lambda: not os.path.exists(f"/proc/{self.first}/ns/pid"))
+
+
+class Job:
+    """One start of the toy on some of the nodes."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        nodes: list[Node],
+        words: list[str],
+        *,
+        fails: dict[str, str] | None = None,
+        ranks: int = 2,
+        restarts: int = 0,
+        **settings: Any,
+    ) -> None:
+        """`fails`: what the processes of a node are armed with; `ranks`: of each node; the rest is for the toy."""
+        self.cluster, self.name, self.nodes, self.world = cluster, name, nodes, ranks * len(nodes)
+        toy = json.dumps({"folder": str(cluster.folder), "job": name, "words": words, **settings})
+        cluster.port += 1
+        for node in nodes:
+            agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", len(nodes)]
+            agent += ["--nproc-per-node", ranks, "--rdzv-backend", "c10d", "--rdzv-id", name]
+            agent += ["--rdzv-endpoint", f"{nodes[0].address}:{cluster.port}", "--local-addr", node.address]
+            agent += ["--rdzv-conf", f"is_host={int(node is nodes[0])},join_timeout=60", "--max-restarts", restarts]
+            environment = {
+                **os.environ,
+                "PYTHONPATH": PYTHONPATH,
+                "CKPT_RUNTIME_DIR": str(cluster.folder / "sockets"),
+                "GLOO_SOCKET_IFNAME": "eth0",
+                "OMP_NUM_THREADS": "1",
+                "OMP_WAIT_POLICY": "passive",
+                # Else the store outlives the ranks, and those of a second round find what gloo left there in the first.
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(restarts > 0)),
+                "CKPT_FAIL": (fails or {}).get(node.name, ""),
+            }
+            self.output = (cluster.folder / f"{name}.{node.name}.log").open("ab")
+            process = subprocess.Popen(
+                node.inside(*agent, TOY, toy), env=environment, stdout=self.output, stderr=self.output
+            )
+            node.agents.append(process)
+            cluster.agents.append(process)
+        self.agents = cluster.agents[-len(nodes) :]
+
+    def said(self, rank: int) -> list[dict[str, Any]]:
+        path = self.cluster.folder / "reports" / f"{self.name}.{rank}"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def all(self, what: str, **fields: Any) -> list[list[dict[str, Any]]]:
+        """What each rank has said of this kind."""
+        wanted = {"what": what, **fields}.items()
+        return [[one for one in self.said(rank) if wanted <= one.items()] for rank in range(self.world)]
+
+    def wait(self, what: str, *, count: int = 1, timeout_s: float = 90.0, **fields: Any) -> None:
+        """Until all ranks have said this so often."""
+
+        def come() -> bool:
+            assert all(agent.poll() in (None, 0) for agent in self.agents), self.log()
+            return all(len(found) >= count for found in self.all(what, **fields))
+
+        assert eventually(come, timeout_s), f"no {what!r} {fields}: {self.log()}"
+
+    def end(self, timeout_s: float = 90.0) -> None:
+        """Wait for all of it."""
+        for agent in self.agents:
+            assert agent.wait(timeout_s) == 0, self.log()
+
+    def kill(self) -> None:
+        """Agents and trainers; the writers live on."""
+        threads = [threading.Thread(target=node.kill, args=(TOY.name,)) for node in self.nodes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for agent in self.agents:
+            agent.wait(30)
+
+    def log(self) -> str:
+        paths = sorted(self.cluster.folder.glob(f"{self.name}.?.log"))
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-6000:]}" for path in paths)
+
+    def started(self) -> list[dict[str, Any]]:
+        return [found[0] for found in self.all("started")]
+
+    def steps(self) -> list[dict[int, tuple[str, dict[str, str]]]]:
+        """Of each rank, by step: the digest of what it had, and, of each model, of what all had."""
+        return [
+            {one["start"]: (one["mine"], one["whole"]) for one in self.all("started")[rank]}
+            | {one["step"]: (one["mine"], one["whole"]) for one in self.all("step")[rank]}
+            for rank in range(self.world)
+        ]
+
+
+class Cluster:
+    """Two nodes and what they share."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.port, self.jobs = folder, 29400, 0
+        self.agents: list[subprocess.Popen[bytes]] = []
+        for name in ("local", "sockets", "shared", "reports"):
+            (folder / name).mkdir()
+        names = [f"{address} node-{name}\n" for name, address in ADDRESSES.items()]
+        (folder / "hosts").write_text("".join(["127.0.0.1 localhost\n", *names]))
+        self.a, self.b = Node("a", folder), Node("b", folder)
+        self.a.boot()
+        self.b.boot()
+        self.a.join(self.b)
+
+    def start(self, *words: str, nodes: str = "ab", **settings: Any) -> Job:
+        self.jobs += 1
+        return Job(self, f"job{self.jobs}", [getattr(self, name) for name in nodes], list(words), **settings)
+
+    def replace(self, node: Node) -> None:
+        """The machine is lost, its disk too; another one gets its name and address."""
+        node.die()
+        shutil.rmtree(node.disk)
+        self.reboot(node)
+
+    def reboot(self, node: Node) -> None:
+        """A machine that went down comes up again, with its disk."""
+        node.boot()
+        self.a.join(self.b)
+
+    def exchange_addresses(self) -> None:
+        """Ranks are numbered by address: the first ones are now on the other node."""
+        self.a.address, self.b.address = self.b.address, self.a.address
+        self.a.do("ip", "link", "del", "eth0")
+        self.a.join(self.b)
+
+    def roots(self) -> dict[str, RunState]:
+        """What the log of each place says."""
+        places = {"a": self.a.disk, "b": self.b.disk, "shared": self.folder / "shared"}
+
+        async def look(path: Path) -> RunState:
+            log = await read.open_run(f"file://{path}/run")
+            await log.store.aclose()
+            return log.state
+
+        return {name: read.run(look(path)) for name, path in places.items() if (path / "run").exists()}
+
+    def close(self) -> None:
+        for node in (self.a, self.b):
+            with contextlib.suppress(AttributeError):
+                node.keeper.kill()
+                node.keeper.communicate()
+        for agent in self.agents:
+            agent.kill()
+            agent.wait(30)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """Two new machines."""
+    missing = [tool for tool in ("ip", "unshare", "nsenter", "mount", "hostname") if shutil.which(tool) is None]
+    if os.geteuid() != 0 or missing:
+        pytest.skip(f"only root can make namespaces ({', '.join(missing) or 'no tool'} missing)")
+    try:
+        made = Cluster(tmp_path)
+    except (OSError, subprocess.SubprocessError) as error:
+        pytest.skip(f"no namespaces here: {error}")
+    yield made
+    made.close()
+
+
+def records(root: Path) -> list[tuple[str, str]]:
+    """(type, attempt) of all records of a log that are about one attempt."""
+    found = [json.loads(path.read_text()) for path in sorted((root / "run" / "log").iterdir())]
+    return [(one["type"], one["body"]["attempt"]) for one in found if "attempt" in one["body"]]
+
+
+def ranks_in(root: Path) -> set[int]:
+    """Of which ranks there are files in a place."""
+    paths = [path for folder in ("packs", "parts") for path in (root / "run" / folder).iterdir()]
+    return {int(path.name.split(".")[-3]) for path in paths}
+
+
+def steps_in(state: RunState) -> list[int]:
+    return sorted(commit.step for commit in state.lineage())
+
+
+def check_saved(job: Job, steps: set[int]) -> None:
+    """All ranks were told that these steps are committed in the local root."""
+    for rank, found in enumerate(job.all("saved")):
+        assert [one for one in found if one["error"]] == [], f"rank {rank}"
+        assert {one["step"] for one in found if one["tier"] == "local"} == steps, f"rank {rank}"
+
+
+def check_started(job: Job, step: int, tier: str, before: Job, *, resharded: bool = False) -> None:
+    """All ranks went on from this step, in this tier, with the bits that `before` had."""
+    for rank, one in enumerate(job.started()):
+        assert one["start"] == step, (rank, one)
+        assert one["tier"] == "memory" if tier == "memory" else Path(one["tier"]).parent.name == tier, (rank, one)
+        own, whole = before.steps()[0 if resharded else rank][step]
+        assert one["whole"] == whole, f"rank {rank} has other tensors than at step {step}"
+        assert resharded or one["mine"] == own, f"rank {rank} is not what it was at step {step}"
+
+
+def data_size(root: Path, step: int) -> int:
+    """Bytes of tensors of a step in a place."""
+    parts = [json.loads(path.read_text()) for path in (root / "run" / "parts").glob(f"*-{step}.*.json")]
+    return sum(pack["size"] - pack["header_size"] for part in parts for pack in part["packs"])
+
+
+def check_local_disks(cluster: Cluster, job: Job, steps: list[int]) -> None:
+    """Each node's disk HELD its ranks' parts, COMMITted when the other HELD its own, and has nothing of the other's."""
+    roots = cluster.roots()
+    check_saved(job, set(steps))
+    assert steps_in(roots["a"])[-len(steps) :] == steps_in(roots["b"])[-len(steps) :] == steps
+    for node, ranks in ((cluster.a, (0, 1)), (cluster.b, (2, 3))):
+        state, said = roots[node.name], records(node.disk)
+        assert {tuple(rank for rank, _, _ in c.parts) for c in state.commits.values()} == {ranks}
+        assert ranks_in(node.disk) == set(ranks)
+        committed = [text for kind, text in said if kind == "COMMIT"]
+        assert all(said.index(("HELD", text)) < said.index(("COMMIT", text)) for text in committed)
+        assert {text for kind, text in said if kind == "HELD"} == set(committed) and not state.held
+    assert all(commit.whole for commit in roots["shared"].commits.values())
+
+
+def test_two_nodes_lose_one_thing_after_another(cluster: Cluster) -> None:
+    """After a clean end, a kill and the loss of a node, all ranks go on from the nearest place that has all parts.
+
+    These are the disks of both nodes, each byte read once and passed on; their memory; and the place that they share.
+    """
+    a, b = cluster.a, cluster.b
+    first = cluster.start("train 4", "close")
+    first.end()
+    assert [one["nodes"] for one in first.started()] == [[0, 0, 1, 1]] * 4
+    assert [one["node"] for one in first.started()] == ["node-a", "node-a", "node-b", "node-b"]
+    check_local_disks(cluster, first, [1, 2, 3, 4])
+    assert steps_in(cluster.roots()["shared"]) == [4]
+    assert a.processes() == b.processes() == [], "a process is left"
+
+    size = data_size(a.disk, 4) + data_size(b.disk, 4)
+    second = cluster.start("train 3", "hang")
+    second.wait("hangs")
+    check_started(second, 4, "local", first)
+    check_local_disks(cluster, second, [5, 6, 7])
+    assert [one["local_ranks"] for one in second.started()] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert sum(one["nbytes"] for one in second.started()) == size, "a byte was read twice, or not at all"
+    assert all(one["nbytes_received"] for one in second.started()), "the other node's disk has what is missing here"
+    second.kill()
+
+    third = cluster.start("train 3", "hang")
+    third.wait("hangs")
+    check_started(third, 7, "memory", second)
+    check_local_disks(cluster, third, [8, 9, 10])
+    assert all(one["nbytes_received"] for one in third.started())
+    digests = [one[1] for job in (first, second, third) for one in job.steps()[0].values()]
+    for mode in ("ddp", "fsdp"):
+        assert len({digest[mode] for digest in digests}) == 11, "a digest does see what a step changes"
+
+    cluster.replace(b)
+    third.kill()
+    assert a.processes("ckpt.writer.main"), "part of the newest step is still in memory"
+    fourth = cluster.start("train 3", "close")
+    fourth.end()
+    check_started(fourth, 8, "shared", third)
+    check_local_disks(cluster, fourth, [9, 10, 11])
+    # DDP sums gradients in another order in its first iteration, so it is not bound to do the same again.
+    before, after = third.steps()[0], fourth.steps()[0]
+    assert [before[step][1]["fsdp"] for step in (9, 10)] == [after[step][1]["fsdp"] for step in (9, 10)]
+
+
+@pytest.mark.long
+def test_the_first_node_is_replaced(cluster: Cluster) -> None:
+    """The one of rank 0, who speaks for all in most matters."""
+    first = cluster.start("train 6", "hang")
+    first.wait("hangs")
+    cluster.replace(cluster.a)
+    first.kill()
+    second = cluster.start("train 3", "close")
+    second.end()
+    check_started(second, 4, "shared", first)
+    check_local_disks(cluster, second, [5, 6, 7])
+
+
+@pytest.mark.long
+def test_a_node_is_rebooted(cluster: Cluster) -> None:
+    """Its memory is gone and its disk is not: all go on from the newest step that was on both disks."""
+    first = cluster.start("train 5", "rush 2", "hang", local_every=5)
+    first.wait("hangs")
+    cluster.b.die()
+    cluster.reboot(cluster.b)
+    first.kill()
+    second = cluster.start("train 5", "close", local_every=5)
+    second.end()
+    check_started(second, 5, "local", first)
+    check_saved(second, {10})
+    roots = cluster.roots()
+    assert steps_in(roots["a"]) == steps_in(roots["b"]) == [5, 10]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("left", ["memory", "local"])
+def test_nodes_change_places(cluster: Cluster, left: str) -> None:
+    """Each node has the parts of ranks that are now on the other one; what is read is passed on."""
+    a, b = cluster.a, cluster.b
+    first = cluster.start("train 3", "hang")
+    first.wait("hangs")
+    first.kill()
+    if left == "local":
+        a.die()
+        b.die()
+        a.disk, b.disk = b.disk, a.disk
+        a.boot()
+        cluster.reboot(b)
+    else:
+        cluster.exchange_addresses()
+    second = cluster.start("train 3", "close")
+    second.end()
+    check_started(second, 3, left, first)
+    check_saved(second, {4, 5, 6})
+    roots = cluster.roots()
+    assert steps_in(roots["a"]) == steps_in(roots["b"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("left", ["memory", "local"])
+def test_fewer_ranks_on_each_node(cluster: Cluster, left: str) -> None:
+    """One rank takes over what two had on its node, and gets the rest from the other node; and back again."""
+    first = cluster.start("train 3", "hang")
+    first.wait("hangs")
+    first.kill()
+    if left == "local":
+        for node in (cluster.a, cluster.b):
+            node.kill("")
+    second = cluster.start("train 3", "hang", ranks=1)
+    second.wait("hangs")
+    check_started(second, 3, left, first, resharded=True)
+    check_saved(second, {4, 5, 6})
+    second.kill()
+    third = cluster.start("train 1", "close")
+    third.end()
+    check_started(third, 6, "memory", second, resharded=True)
+    check_saved(third, {7})
+
+
+@pytest.mark.long
+def test_torchrun_restarts_after_the_death_of_one_rank(cluster: Cluster) -> None:
+    """Both nodes' agents start their ranks anew, which go on from the memory of the step that all had."""
+    job = cluster.start("train 3", "pause once", "train 2", "close", restarts=1)
+    job.wait("paused")
+    trainers = cluster.b.trainers()
+    assert len(trainers) == 2
+    trainers[1].kill()
+    (cluster.folder / "once").touch()
+    job.end()
+    before = job.steps()
+    for rank, found in enumerate(job.all("started")):
+        assert [(one["start"], one["tier"]) for one in found] == [(0, None), (3, "memory")]
+        assert found[1]["mine"] == before[rank][3][0]
+    check_saved(job, {1, 2, 3, 4, 5, 6, 7, 8})
+
+
+@pytest.mark.parametrize("both_hold", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_killed_between_held_and_commit(cluster: Cluster, both_hold: bool) -> None:
+    """A step that one disk HELD becomes a checkpoint if the other disk has its parts too, and else never.
+
+    The writers of node b stand still: after its parts were written and before it HELD them, or before all of that.
+    """
+    stop, words = ("index.stored:stop:1", ["rush 1"]) if both_hold else ("pack.opened:stop:2", ["train 1", "rush 1"])
+    first = cluster.start(*words, "hang", fails={"b": f"writer/{stop}"}, shared_every=1000)
+    first.wait("hangs")
+    assert eventually(lambda: len(cluster.roots()["a"].held) == 1)
+    frozen = [p for p in cluster.b.processes("ckpt.writer.main") if p.status() == psutil.STATUS_STOPPED]
+    roots = cluster.roots()
+    assert frozen and not roots["b"].held and len(roots["a"].commits) == len(words) - 1
+    (attempt,) = roots["a"].held
+    for node in (cluster.a, cluster.b):
+        node.kill("")
+    second = cluster.start("train 4", "close", shared_every=1000)
+    second.end()
+    check_started(second, 1, "local", first)
+    roots = cluster.roots()
+    for name in "ab":
+        assert (("COMMIT", str(attempt)) in records(getattr(cluster, name).disk)) == both_hold
+        assert not roots[name].held
+    assert steps_in(roots["a"]) == steps_in(roots["b"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("away", [False, True])
+def test_a_node_does_not_undo_a_rollback(cluster: Cluster, away: bool) -> None:
+    """What was saved beyond the step that a job went back to stays undone, also if one disk has not heard of it.
+
+    That node was away while the other one went back, alone; or else both were there.
+    """
+    first = cluster.start("train 6", *([] if away else ["restore 4"]), "hang")
+    first.wait("hangs")
+    for node in (cluster.a, cluster.b):
+        node.kill("")
+    if away:
+        alone = cluster.start("hang", nodes="a")
+        alone.wait("hangs")
+        check_started(alone, 4, "shared", first, resharded=True)
+        cluster.a.kill("")
+    second = cluster.start("train 2", "close")
+    second.end()
+    assert [one["start"] for one in second.started()] == [4] * 4
+    check_saved(second, {5, 6})
+    third = cluster.start("close")
+    third.end()
+    check_started(third, 6, "local", second)
+
+
+@pytest.mark.long
+def test_network_is_cut_while_saving(cluster: Cluster) -> None:
+    """A short cut is not noticed. During a long one local disks HOLD what they have, and say so in time; no more.
+
+    The shared place is none of this network's, so what goes there is committed. After a restart all of it is there.
+    """
+    first = cluster.start("train 2", "pause short", "save", "pause long", "save", "hang", busy_timeout_s=10.0)
+    first.wait("paused", name="short")
+    cluster.b.network("down")
+    (cluster.folder / "short").touch()
+    assert eventually(lambda: bool(cluster.roots()["a"].held and cluster.roots()["b"].held))
+    cluster.b.network("up")
+    first.wait("paused", name="long")
+    check_saved(first, {1, 2, 3})
+    cluster.b.network("down")
+    (cluster.folder / "long").touch()
+    first.wait("hangs")
+    for found in first.all("saved", step=4):
+        outcome = {one["tier"]: one for one in found}
+        assert outcome["shared"]["error"] is None
+        assert "other nodes" in outcome["local"]["error"] and outcome["local"]["seconds"] < 60
+    roots = cluster.roots()
+    assert [a.step for a in roots["a"].held] == [a.step for a in roots["b"].held] == [4]
+    first.kill()
+    cluster.b.network("up")
+    second = cluster.start("train 1", "close")
+    second.end()
+    assert [(one["start"], one["tier"]) for one in second.started()] == [(4, "memory")] * 4
+    check_saved(second, {5})
+    roots = cluster.roots()
+    assert not roots["a"].held and not roots["b"].held
+    assert steps_in(roots["a"]) == steps_in(roots["b"]) and 4 in steps_in(roots["a"])
+
+
+@pytest.mark.long
+def test_one_disk_fails(cluster: Cluster) -> None:
+    """A step that one node could not write fails on all ranks, in time; the other disk does not keep it; later ones do.
+
+    One rank of node b has no space for step 2.
+    """
+    job = cluster.start("train 4", "close", fails={"b": "writer/pack.written:enospc:2"}, busy_timeout_s=10.0)
+    job.end()
+    for rank, found in enumerate(job.all("saved")):
+        errors = {one["step"]: one["error"] for one in found if one["tier"] == "local"}
+        assert errors.pop(2), f"rank {rank}"
+        assert errors == {1: None, 3: None, 4: None}, f"rank {rank}"
+    roots = cluster.roots()
+    assert steps_in(roots["a"]) == steps_in(roots["b"]) == [1, 3, 4]
+    assert not roots["a"].held and not roots["b"].held
+    second = cluster.start("close")
+    second.end()
+    check_started(second, 4, "local", job)
+
+
+@pytest.mark.long
+def test_a_full_disk_does_not_fill_the_other(cluster: Cluster) -> None:
+    """What one disk HOLDs while the other takes nothing is bounded, as checkpoints are; later all is well again."""
+    local, full = cluster.folder / "local", cluster.folder / "local" / "rubbish"
+    cluster.b.do("mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", local)
+    words = ["train 2", "pause full", "train 8", "pause empty", "train 3", "close"]
+    job = cluster.start(*words, busy_timeout_s=4.0, shared_every=1000)
+    job.wait("paused", name="full")
+    subprocess.run(cluster.b.inside("dd", "if=/dev/zero", f"of={full}"), stderr=subprocess.DEVNULL, check=False)
+    (cluster.folder / "full").touch()
+    job.wait("paused", name="empty", timeout_s=150)
+    for rank, found in enumerate(job.all("saved")):
+        assert [one["step"] for one in found if one["error"]] == list(range(3, 11)), f"rank {rank}"
+    state = cluster.roots()["a"]
+    assert steps_in(state) == [1, 2] and sorted(attempt.step for attempt in state.held)[-4:] == [7, 8, 9, 10]
+    assert len(state.held) <= 5
+    assert eventually(lambda: len(list((cluster.a.disk / "run" / "packs").iterdir())) <= 2 * 7)
+    cluster.b.do("rm", full)
+    (cluster.folder / "empty").touch()
+    job.end()
+    for found in job.all("saved"):
+        assert {one["step"]: one["error"] for one in found if one["step"] > 10} == {11: None, 12: None, 13: None}
+    assert steps_in(cluster.roots()["a"])[-3:] == [11, 12, 13] and not cluster.roots()["a"].held
+
+
+@pytest.mark.long
+def test_a_disk_that_cannot_be_used_is_told_everywhere(cluster: Cluster) -> None:
+    """No rank begins if one node's disk is read-only: all raise the same error and leave no process behind."""
+    cluster.b.do("mount", "-o", "remount,ro,bind", cluster.folder / "local")
+    job = cluster.start("train 1", "close")
+    assert [agent.wait(90) for agent in job.agents] == [1, 1]
+    for rank, node in enumerate("aabb"):
+        log = (cluster.folder / f"{job.name}.{node}.log").read_text()
+        assert f"[rank{rank}]: ckpt.errors.StoreError: " in log and "Read-only file system" in log, log
+    for node in (cluster.a, cluster.b):
+        assert eventually(lambda node=node: not node.processes()), "a process is left"  # type: ignore[misc]
+    cluster.b.do("mount", "-o", "remount,rw,bind", cluster.folder / "local")
+    job = cluster.start("train 2", "close")
+    job.end()
+    check_local_disks(cluster, job, [1, 2])
+
+
+@pytest.mark.long
+def test_writers_die_all_the_time(cluster: Cluster) -> None:
+    """Whichever dies, and however far it has come: the next one goes on, and every step is committed on both disks."""
+    job = cluster.start("train 30", "close", shared_every=5)
+    rng = random.Random(1)
+    deaths = dict.fromkeys([(node.name, place) for node in (cluster.a, cluster.b) for place in (0, 1)], 0)
+    job.wait("step")
+    while min(deaths.values()) < 3 and not job.all("closed")[0]:
+        node = rng.choice([cluster.a, cluster.b])
+        for process in node.processes("ckpt.writer.main"):
+            place = int(next(word for word in process.cmdline() if word.endswith(".log"))[-5])
+            if deaths[node.name, place] < 3 and rng.random() < 0.5:
+                deaths[node.name, place] += 1
+                process.kill()
+        time.sleep(rng.random())
+    job.end(timeout_s=150)
+    assert sum(deaths.values()) > 4
+    check_saved(job, set(range(1, 31)))
+    roots = cluster.roots()
+    assert steps_in(roots["a"]) == steps_in(roots["b"]) == [27, 28, 29, 30]
+    assert not roots["a"].held and not roots["b"].held
+
+
+@pytest.mark.long
+def test_a_newer_job_takes_over(cluster: Cluster) -> None:
+    """It goes on from the memory of the older one, on both nodes; that one is told, and saves nothing any more."""
+    first = cluster.start("train 3", "pause later", "train 1", "hang", shared_every=1000)
+    first.wait("paused")
+    second = cluster.start("train 2", "pause end", "close", shared_every=1000)
+    second.wait("paused")
+    check_started(second, 3, "memory", first)
+    check_saved(second, {4, 5})
+    (cluster.folder / "later").touch()
+    first.wait("hangs")
+    for rank, found in enumerate(first.all("saved", step=4)):
+        assert "FencedError" in found[0]["error"], f"rank {rank}"
+    (cluster.folder / "end").touch()
+    second.end()
+    roots = cluster.roots()
+    assert steps_in(roots["a"]) == steps_in(roots["b"]) == [2, 3, 4, 5]
+    third = cluster.start("close", shared_every=1000)
+    third.end()
+    check_started(third, 5, "local", second)
+
+
+@pytest.mark.long
+def test_a_node_stands_still(cluster: Cluster) -> None:
+    """Its disk's word comes when it goes on, and until then the other disk HOLDs what it has."""
+    job = cluster.start("train 2", "pause freeze", "save", "close")
+    job.wait("paused")
+    frozen = [*cluster.b.processes("ckpt.writer.main"), *cluster.b.trainers()]
+    for process in frozen:
+        process.suspend()
+    (cluster.folder / "freeze").touch()
+    assert eventually(lambda: bool(cluster.roots()["a"].held))
+    assert not cluster.roots()["b"].held
+    for process in frozen:
+        process.resume()
+    job.end()
+    check_local_disks(cluster, job, [1, 2, 3])
+
+
+@pytest.mark.long
+def test_negative_control_a_disk_that_all_see_is_not_held(cluster: Cluster) -> None:
+    """If both nodes have the same disk, one of them commits there at once, and what is checked above goes red."""
+    cluster.a.die()
+    cluster.b.die()
+    cluster.b.disk = cluster.a.disk
+    cluster.a.boot()
+    cluster.reboot(cluster.b)
+    job = cluster.start("train 2", "close")
+    job.end()
+    assert [kind for kind, _ in records(cluster.a.disk)] == ["COMMIT", "COMMIT"]
+    assert ranks_in(cluster.a.disk) == {0, 1, 2, 3}
+    with pytest.raises(AssertionError):
+        check_local_disks(cluster, job, [1, 2])
+
+
+@pytest.mark.long
+def test_second_copies_of_memory(cluster: Cluster) -> None:
+    """With `replicas=2` each node has the snapshots of all ranks, and the loss of one takes no step away."""
+    settings = {"replicas": 2, "local_every": 1000, "shared_every": 1000}
+    first = cluster.start("rush 3", "copies", "hang", **settings)
+    first.wait("hangs")
+    assert [found[0]["ranks"] for found in first.all("copies", step=3)] == [[0, 1, 2, 3]] * 4
+    cluster.replace(cluster.b)
+    cluster.a.kill(TOY.name)
+    second = cluster.start("rush 2", "copies", "close", **settings)
+    second.end()
+    check_started(second, 3, "memory", first)
+    assert [found[0]["ranks"] for found in second.all("copies", step=5)] == [[0, 1, 2, 3]] * 4
+
+
+@pytest.mark.long
+def test_second_copies_do_not_stand_in_the_way(cluster: Cluster) -> None:
+    """A step that a running job goes back to comes from memory, where the same of it is known twice, by two writers.
+
+    One of them has digested what it wrote to disk, the other keeps its copy only.
+    """
+    job = cluster.start("train 4", "copies", "restore 3", "train 1", "close", replicas=2)
+    job.end()
+    for rank, found in enumerate(job.all("started")):
+        assert [(one["start"], one["tier"]) for one in found] == [(0, None), (3, "memory")]
+        assert found[1]["mine"] == job.all("step", step=3)[rank][0]["mine"] and found[1]["verified"]
+    for found in job.all("saved"):
+        assert [one for one in found if one["error"]] == []
+
+
+@pytest.mark.long
+def test_negative_control_one_copy_is_lost_with_its_node(cluster: Cluster) -> None:
+    """Without `replicas=2` each node has the snapshots of its own ranks only, and nobody restores a step from them."""
+    first = cluster.start("train 4", "rush 1", "copies", "hang", local_every=1000)
+    first.wait("hangs", timeout_s=150)
+    assert [found[0]["ranks"] for found in first.all("copies", step=5)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    for node in (cluster.a, cluster.b):
+        node.kill("")
+    second = cluster.start("close", local_every=1000)
+    second.end()
+    check_started(second, 4, "shared", first)

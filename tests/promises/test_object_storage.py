@@ -1,0 +1,532 @@
+"""Training that is saved to object storage, and goes on from there when nothing else is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import ckpt
+import toy
+from ckpt.checkpoint import read
+from ckpt.errors import AccessError, CorruptError, SaveError, UsageError
+from ckpt.store import open_store, remember_options
+from kills import Trainer, kill_all
+from parallel import free_port
+from processes import eventually, run_script, writers
+from s3_server import FaultProxy, MotoServer, environment, storage_options
+
+QUICK = {"connect_timeout": 2, "read_timeout": 2}
+runs = count()
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[MotoServer]:
+    with MotoServer() as server:
+        server.make_bucket("bucket")
+        yield server
+
+
+@pytest.fixture
+def proxy(moto: MotoServer) -> Iterator[FaultProxy]:
+    with FaultProxy(moto.url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def url() -> str:
+    return f"s3://bucket/run{next(runs)}"
+
+
+def tier(url: str, server: MotoServer | FaultProxy, *, every: int = 1, **settings: Any) -> ckpt.Tier:
+    return ckpt.Tier(url, every, storage_options=storage_options(server.url, **QUICK), **settings)
+
+
+def train(cp: ckpt.Checkpointer, state: dict[str, Any], steps: range, *, wait: bool = False) -> list[ckpt.Save]:
+    """`wait`: until each step is where it is due, since a bucket leaves out what comes too fast."""
+    saves = []
+    for step in steps:
+        toy.train_step(state)
+        save = cp.step(step)
+        if save is not None:
+            saves.append(save)
+            if wait and save.tiers:
+                save.promoted(60)
+    return saves
+
+
+def steps_at(url: str) -> list[int]:
+    async def look() -> list[int]:
+        log = await read.open_run(url)
+        try:
+            return [commit.step for commit in log.state.lineage()]
+        finally:
+            await log.store.aclose()
+
+    return read.run(look())
+
+
+def keys_at(url: str, prefix: str = "") -> list[str]:
+    async def look() -> list[str]:
+        async with read.opened(url) as store:
+            return [info.key async for info in store.list(prefix)]
+
+    return read.run(look())
+
+
+def digest_after(steps: int) -> str:
+    state = toy.build()
+    for _ in range(steps):
+        toy.train_step(state)
+    return toy.digest(state)
+
+
+ANYWHERE = """
+import sys
+import ckpt, toy
+
+state = toy.build(seed=7)
+with ckpt.Checkpointer(state, sys.argv[1]) as cp:
+    start = cp.restore()
+    print(start, cp.last_restore.tier, toy.digest(state))
+"""
+
+
+def test_a_machine_that_has_only_the_url_goes_on(moto: MotoServer, url: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """Trained into a folder and a bucket; the folder and the memory are gone; by the URL and the environment alone a
+    new process has every bit of the newest step back."""
+    state = toy.build()
+    folder = tmp_path / "run"
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(str(folder), every=2), tier(url, moto, every=4)]) as cp:
+        cp.restore(default=0)
+        train(cp, state, range(1, 9))
+        cp.wait(60)
+    shutil.rmtree(folder)
+    for name, value in environment(moto.url).items():
+        monkeypatch.setenv(name, value)
+    found = run_script(ANYWHERE, url)
+    assert found.stdout.split() == ["8", url, digest_after(8)], found.stderr
+    assert steps_at(url) == [8, 4]
+
+
+def test_straight_from_memory(moto: MotoServer, url: str) -> None:
+    """Without a folder checkpoints go from memory to the bucket; loading, verifying and going back work by the URL."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, [ckpt.Memory(), tier(url, moto, every=2, keep=5)]) as cp:
+        cp.restore(default=0)
+        saves = train(cp, state, range(1, 7), wait=True)
+        assert saves[-1].committed(60).tier == saves[-1].promoted(60).tier == url
+    loaded = ckpt.load(url)
+    assert loaded.step == 6
+    for name, tensor in state["model"].state_dict().items():
+        assert torch.equal(loaded[f"model.{name}"], tensor)
+    other = toy.build(seed=3)
+    with ckpt.Checkpointer(other, [ckpt.Memory(), tier(url, moto, every=2)]) as cp:
+        assert cp.restore(step=4) == 4
+        assert toy.digest(other) == digest_after(4)
+
+
+def test_what_a_crash_interrupted_is_taken_up(moto: MotoServer, proxy: FaultProxy, url: str, tmp_path: Path) -> None:
+    """Trainer and writer are killed while a checkpoint that is safe in the folder is on its way to the bucket: the next
+    start takes it there, and aborts nothing that it still needs. Control: before that it is not there."""
+    proxy.fail("hang", method="PUT", match="packs/", count=1000)
+    folder = str(tmp_path / "run")
+    code = TWO_PLACES.format(options=storage_options(proxy.url, **QUICK))
+    trainer = Trainer(code, folder, url)
+    trainer.read_until("committed")
+    os.kill(trainer.process.pid, signal.SIGKILL)
+    kill_all(writers(Path(os.environ["CKPT_RUNTIME_DIR"])))
+    remember_options(url, storage_options(moto.url))
+    assert steps_at(url) == []
+    proxy.clear()
+    state = toy.build(seed=5)
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(folder, every=2), tier(url, moto, every=2)]) as cp:
+        assert cp.restore() == 2
+        eventually(lambda: steps_at(url) == [2], 30)
+    assert toy.digest(state) == digest_after(2)
+    shutil.rmtree(folder)
+    with ckpt.Checkpointer(toy.build(), [ckpt.Memory(), tier(url, moto)]) as cp:
+        assert cp.restore() == 2
+
+
+TWO_PLACES = """
+import sys, time
+import ckpt, toy
+
+state = toy.build()
+cp = ckpt.Checkpointer(
+    state, [ckpt.Memory(), ckpt.Tier(sys.argv[1], every=2), ckpt.Tier(sys.argv[2], every=2, storage_options={options})]
+)
+cp.restore(default=0)
+for step in (1, 2):
+    toy.train_step(state)
+    save = cp.step(step)
+save.committed(60)
+print("committed", flush=True)
+time.sleep(600)
+"""
+
+
+def flip(path: Path, offset: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[offset] ^= 1
+    path.write_bytes(raw)
+
+
+def test_a_damaged_piece_comes_from_the_bucket(moto: MotoServer, url: str, tmp_path: Path) -> None:
+    """A flipped bit in the folder: that piece comes from the bucket, all else from the folder, bit-exactly, and the
+    restore says so. Control: without the bucket the step before it is all there is."""
+    state, folder = toy.build(), tmp_path / "run"
+    places = [ckpt.Memory(), ckpt.Tier(str(folder), every=2), tier(url, moto, every=2)]
+    with ckpt.Checkpointer(state, places) as cp:
+        cp.restore(default=0)
+        train(cp, state, range(1, 5))
+        cp.wait(60)
+    pack = next(path for path in (folder / "packs").iterdir() if "-4." in path.name)
+    flip(pack, pack.stat().st_size - 100)
+    other = toy.build(seed=4)
+    with ckpt.Checkpointer(other, places) as cp:
+        assert cp.restore() == 4
+        assert cp.last_restore is not None
+        assert cp.last_restore.tier == f"file://{folder}"
+        assert len(cp.last_restore.repaired) == 1 and url in cp.last_restore.repaired[0]
+    assert toy.digest(other) == digest_after(4)
+    with ckpt.Checkpointer(toy.build(), [ckpt.Memory(), ckpt.Tier(str(folder), every=2)]) as cp:
+        assert cp.restore() == 2
+        assert cp.last_restore is not None and not cp.last_restore.repaired
+
+
+def test_both_places_damaged_in_different_pieces(moto: MotoServer, url: str, tmp_path: Path) -> None:
+    """One piece is damaged here, another there: both together have it. The same piece in both: the older step."""
+    state, folder, second = toy.build(), tmp_path / "run", tmp_path / "second"
+    folders = [ckpt.Tier(str(home), every=2) for home in (folder, second)]
+    places = [ckpt.Memory(), *folders, tier(url, moto, every=4)]
+    with ckpt.Checkpointer(state, places) as cp:
+        cp.restore(default=0)
+        train(cp, state, range(1, 3))
+        cp.wait(60)
+    for home, offset in ((folder, 100), (second, 9000)):
+        pack = next((home / "packs").iterdir())
+        flip(pack, pack.stat().st_size - offset)
+    other = toy.build(seed=4)
+    with ckpt.Checkpointer(other, places[:3]) as cp:
+        assert cp.restore() == 2
+        assert cp.last_restore is not None and len(cp.last_restore.repaired) == 1
+    assert toy.digest(other) == digest_after(2)
+    flip(pack, pack.stat().st_size - 100)
+    with ckpt.Checkpointer(toy.build(), places[:3]) as cp, pytest.raises(CorruptError):
+        cp.restore()
+
+
+def test_an_outage_does_not_stop_the_training(moto: MotoServer, proxy: FaultProxy, url: str, tmp_path: Path) -> None:
+    """While the bucket answers 503 to everything, steps are trained and saved to the folder; when it is back, what was
+    due is taken there, and at the end the last step."""
+    state = toy.build()
+    places = [ckpt.Memory(), ckpt.Tier(str(tmp_path / "run"), every=2), tier(url, proxy, every=4)]
+    with ckpt.Checkpointer(state, places) as cp:
+        cp.restore(default=0)
+        proxy.fail("status", count=100_000, code=503)
+        saves = train(cp, state, range(1, 5))
+        assert saves[-1].committed(30).step == 4
+        train(cp, state, range(5, 7))
+        assert not saves[3].written(url)
+        assert proxy.hits()
+        proxy.clear()
+        assert saves[3].promoted(60).tier == url
+    remember_options(url, storage_options(moto.url))
+    assert steps_at(url) == [6, 4]
+
+
+@pytest.mark.parametrize("code, s3_code", [(403, "AccessDenied"), (403, "ExpiredToken"), (404, "NoSuchBucket")])
+def test_a_bucket_that_refuses_is_told_of(proxy: FaultProxy, url: str, tmp_path: Path, code: int, s3_code: str) -> None:
+    """Permission, credentials or the bucket are lost in the middle of a run: the next call raises what to do; the step
+    is in the folder, training goes on, and later saves succeed."""
+    state = toy.build()
+    places = [ckpt.Memory(), ckpt.Tier(str(tmp_path / "run"), every=1), tier(url, proxy)]
+    with ckpt.Checkpointer(state, places) as cp:
+        cp.restore(default=0)
+        proxy.fail("status", method="PUT", count=100_000, code=code, s3_code=s3_code)
+        proxy.fail("status", method="POST", count=100_000, code=code, s3_code=s3_code)
+        toy.train_step(state)
+        first = cp.step(1)
+        assert first is not None and first.committed(30).tier.startswith("file://")
+        with pytest.raises(SaveError, match="still in file://"):
+            first.promoted(60)
+        proxy.clear()
+        toy.train_step(state)
+        second = cp.step(2)
+        assert second is not None and second.promoted(60).tier == url
+
+
+def test_a_bucket_that_is_not_there_is_refused_at_once(moto: MotoServer, tmp_path: Path) -> None:
+    """Before the training begins, with what to do about it; it is not created, and no process is left."""
+    place = tier("s3://nobodys/run", moto)
+    with pytest.raises(AccessError, match="nobodys"):
+        ckpt.Checkpointer(toy.build(), [ckpt.Memory(), ckpt.Tier(str(tmp_path / "run")), place])
+    assert not eventually_left()
+
+
+def eventually_left() -> list[psutil.Process]:
+    folder = Path(os.environ["CKPT_RUNTIME_DIR"])
+    end = time.monotonic() + 20
+    while writers(folder) and time.monotonic() < end:
+        time.sleep(0.1)
+    return writers(folder)
+
+
+def test_somebody_elses_files_are_not_touched(moto: MotoServer, url: str) -> None:
+    """A prefix that holds other files is refused, and stays as it is; beside a run they survive all clean-up."""
+    remember_options(url, storage_options(moto.url))
+
+    async def put(key: str) -> None:
+        store = open_store(url)
+        await store.put(key, b"mine")
+        await store.aclose()
+
+    read.run(put("notes/mine.txt"))
+    with pytest.raises(ckpt.FormatError, match="not empty"):
+        ckpt.Checkpointer(toy.build(), [ckpt.Memory(), tier(url, moto)])
+    assert keys_at(url) == ["notes/mine.txt"]
+    other = f"{url}-other"
+    state = toy.build()
+    with ckpt.Checkpointer(state, [ckpt.Memory(), tier(other, moto, keep=2, reader_grace_s=0)]) as cp:
+        cp.restore(default=0)
+        train(cp, state, range(1, 3), wait=True)
+        remember_options(other, storage_options(moto.url))
+
+        async def beside() -> None:
+            store = open_store(other)
+            for key in ("packs/mine.txt", "mine.txt", "log/mine.txt"):
+                await store.put(key, b"mine")
+            await store.aclose()
+
+        read.run(beside())
+        train(cp, state, range(3, 8), wait=True)
+        eventually(lambda: len(steps_at(other)) <= 3, 30)
+    assert steps_at(other)[0] == 7 and len(steps_at(other)) <= 3
+    assert {"packs/mine.txt", "mine.txt", "log/mine.txt"} <= set(keys_at(other))
+
+
+def test_retention_in_a_bucket(moto: MotoServer, url: str) -> None:
+    """`keep` holds there, and the files of what is given up go; with a grace they stay until it is over."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, [ckpt.Memory(), tier(url, moto, keep=2, reader_grace_s=0)]) as cp:
+        cp.restore(default=0)
+        train(cp, state, range(1, 9), wait=True)
+        eventually(lambda: len(keys_at(url, "packs/")) == len(steps_at(url)) <= 3, 30)
+    steps = steps_at(url)
+    assert steps[:2] == [8, 7] and len(steps) <= 3  # besides, the newest that was read back
+    assert len(keys_at(url, "packs/")) == len(steps)
+    patient = f"{url}-patient"
+    with ckpt.Checkpointer(state, [ckpt.Memory(), tier(patient, moto, keep=2, reader_grace_s=3600)]) as cp:
+        cp.restore(default=0)
+        train(cp, state, range(11, 17), wait=True)
+        eventually(lambda: len(steps_at(patient)) <= 3, 30)
+    assert len(steps_at(patient)) <= 3
+    assert len(keys_at(patient, "packs/")) == 6
+
+
+def quiet(proxy: FaultProxy) -> int:
+    """Waits until nothing is asked for any more; how many requests there were."""
+    count = -1
+    while count != (count := len(proxy.paths())):
+        time.sleep(1)
+    return count
+
+
+def test_requests_are_few(proxy: FaultProxy, url: str) -> None:
+    """A checkpoint takes at most its data divided by the part size, plus 10 requests."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, [ckpt.Memory(), tier(url, proxy, keep=2, reader_grace_s=3600)]) as cp:
+        cp.restore(default=0)
+        train(cp, state, range(1, 4), wait=True)  # the first clean-up looks at everything
+        before = quiet(proxy)
+        train(cp, state, range(4, 8), wait=True)
+        quiet(proxy)
+        paths = proxy.paths()[before:]
+    assert len(paths) <= 4 * (1 + 10), paths
+
+
+def test_a_bucket_that_is_too_slow_is_left_behind(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
+    """Steps come faster than the bucket takes them: some are left out there, with a warning that says what to do; the
+    training does not wait, memory is not used up, the folder has them, and the newest gets there in the end."""
+    state = toy.build()
+    places = [ckpt.Memory(), ckpt.Tier(str(tmp_path / "run"), every=1, keep=20), tier(url, proxy, keep=20)]
+    with ckpt.Checkpointer(state, places) as cp:
+        cp.restore(default=0)
+        proxy.fail("delay", method="PUT", match="packs/", count=100, s=0.7)
+        saves = train(cp, state, range(1, 11))
+        for save in saves:
+            save.committed(60)
+        cp.wait(60)
+        assert cp.stats.skipped > 0
+        left_out = [save.step for save in saves if save.failed(url)]
+        assert left_out and len(left_out) < 10
+    remember_options(url, storage_options(proxy.url))
+    assert len(steps_at(url)) == 10 - len(left_out)
+
+
+def test_two_jobs_on_one_bucket(moto: MotoServer, url: str) -> None:
+    """The newer one wins, and the older one is told; the run stays whole."""
+    first = toy.build()
+    with ckpt.Checkpointer(first, [ckpt.Memory(), tier(url, moto)]) as old:
+        old.restore(default=0)
+        train(old, first, range(1, 3), wait=True)
+        script = OTHER_JOB.format(options=storage_options(moto.url))
+        found = run_script(script, url)
+        assert found.stdout.split() == ["2", "3"], found.stderr
+        with pytest.raises(ckpt.FencedError):
+            train(old, first, range(3, 4))[0].committed(60)
+        with pytest.raises(ckpt.FencedError):
+            old.step(4)
+    assert steps_at(url) == [3, 2, 1]
+
+
+OTHER_JOB = """
+import os, sys, tempfile
+os.environ["CKPT_RUNTIME_DIR"] = tempfile.mkdtemp()  # of another machine
+import ckpt, toy
+
+state = toy.build(seed=1)
+with ckpt.Checkpointer(state, [ckpt.Tier(sys.argv[1], every=1, storage_options={options})], takeover=True) as cp:
+    print(cp.restore(), flush=True)
+    toy.train_step(state)
+    print(cp.step(3).committed(60).step, flush=True)
+"""
+
+
+def test_unfinished_uploads_are_aborted_at_the_next_start(moto: MotoServer, url: str) -> None:
+    """A multipart upload that a dead process left costs money and is seen by nobody: the next start aborts it. One of
+    a name that is not ours stays."""
+    import boto3
+
+    client = boto3.client(
+        "s3",
+        endpoint_url=moto.url,
+        aws_access_key_id="testing",
+        aws_secret_access_key="testing",
+        region_name="us-east-1",
+    )
+    prefix = url.removeprefix("s3://bucket/")
+    ours, others = f"{prefix}/packs/1.0f3a9c21-50.0.0.safetensors", f"{prefix}/packs/mine"
+    state = toy.build()
+    with ckpt.Checkpointer(state, [ckpt.Memory(), tier(url, moto)]) as cp:
+        cp.restore(default=0)
+        train(cp, state, range(1, 2))[0].committed(60)
+    for key in (ours, others):
+        client.create_multipart_upload(Bucket="bucket", Key=key)
+    with ckpt.Checkpointer(state, [ckpt.Memory(), tier(url, moto)]) as cp:
+        cp.restore()
+    open_ones = [one["Key"] for one in client.list_multipart_uploads(Bucket="bucket", Prefix=prefix).get("Uploads", [])]
+    assert open_ones == [others]
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    """A place in the memory of one process, limits below zero, options that cannot be handed over."""
+    for wrong in (
+        lambda: ckpt.Tier("memory://run"),
+        lambda: ckpt.Tier("s3://b/r", max_mib_s=-1),
+        lambda: ckpt.Tier("s3://b/r", max_inflight_mib=0),
+        lambda: ckpt.Tier("s3://b/r", reader_grace_s=-1),
+        lambda: ckpt.Tier("s3://b/r", storage_options={"session": object()}),
+    ):
+        with pytest.raises(UsageError):
+            wrong()
+    assert "secret" not in repr(ckpt.Tier("s3://b/r", storage_options={"secret": "secret"}))
+
+
+RANKS = """
+import json, os, sys
+os.environ.update(json.loads(sys.argv[5]))
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import ckpt, toy
+
+folder, url, steps, options = sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
+dist.init_process_group("gloo")
+state = toy.build(seed=dist.get_rank() if steps == 0 else 0)
+if dist.get_world_size() > 1:
+    state["model"] = DistributedDataParallel(state["model"])
+far = ckpt.Tier(url, every=2, storage_options=options)
+tiers = [ckpt.Memory(), *([ckpt.Tier(folder, every=1)] if folder else []), far]
+cp = ckpt.Checkpointer(state, tiers)
+start = cp.restore(default=0)
+for step in range(start, steps):
+    torch.manual_seed(step)
+    toy.train_step(state)
+    save = cp.step(step + 1)
+    if folder:
+        save.committed(60)
+print("trained", start, cp.last_restore.tier, toy.digest({**state, "meta": {}}), flush=True)
+sys.stdin.readline()
+cp.close()
+os._exit(0)  # gloo's threads may abort an interpreter that ends
+"""
+
+
+class Ranks:
+    """Two or so processes over gloo, each with a writer."""
+
+    def __init__(self, world: int, folder: str, url: str, steps: int, server: MotoServer | FaultProxy) -> None:
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
+        options = json.dumps(storage_options(server.url))
+        self.processes = []
+        for rank in map(str, range(world)):
+            mine = {**meeting, "LOCAL_WORLD_SIZE": str(world), "RANK": rank, "LOCAL_RANK": rank}
+            self.processes.append(Trainer(RANKS, folder, url, steps, options, json.dumps(mine)))
+        self.said = [process.read_until("trained").split()[1:] for process in self.processes]
+
+    def kill(self) -> None:
+        for process in (*(one.process for one in self.processes), *writers(Path(os.environ["CKPT_RUNTIME_DIR"]))):
+            process.kill()
+            process.wait(10)
+
+    def end(self) -> None:
+        for one in self.processes:
+            one.say("")
+        assert [one.process.wait(60) for one in self.processes] == [0] * len(self.processes)
+
+
+def test_two_ranks_lose_everything_while_they_upload(
+    moto: MotoServer, proxy: FaultProxy, url: str, tmp_path: Path
+) -> None:
+    """All trainers and writers are killed while the bucket takes nothing. The next two ranks take what is due from the
+    folder there; then one rank, with nothing but the URL, has every bit."""
+    folder = str(tmp_path / "run")
+    proxy.fail("hang", method="PUT", match="packs/", count=1000)
+    job = Ranks(2, folder, url, 4, proxy)
+    job.kill()
+    remember_options(url, storage_options(moto.url))
+    assert steps_at(url) == []
+    again = Ranks(2, folder, url, 4, moto)
+    assert [said[:2] for said in again.said] == [["4", f"file://{folder}"]] * 2
+    eventually(lambda: steps_at(url)[:1] == [4], 60)
+    again.end()
+    alone = Ranks(1, "", url, 0, moto)
+    assert alone.said == [["4", url, job.said[0][2]]]
+    alone.end()
+
+
+def test_a_bucket_alone_that_is_down_does_not_stop_the_training(proxy: FaultProxy, url: str) -> None:
+    """There is no folder, and the bucket answers nothing but 503: steps go on, in memory; what would take too much
+    of it is left out of the bucket. When it is back, it gets what waited, and at the end the newest step."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, [ckpt.Memory(), tier(url, proxy)], busy_timeout_s=20) as cp:
+        cp.restore(default=0)
+        proxy.fail("status", count=100_000, code=503)
+        saves = train(cp, state, range(1, 13))
+        saves[-1].staged(20)
+        assert [save.step for save in saves if save.failed(url)]
+        proxy.clear()
+    remember_options(url, storage_options(proxy.url))
+    assert steps_at(url)[0] == 12

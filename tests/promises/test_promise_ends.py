@@ -1,0 +1,462 @@
+"""What a script that ends has done, what memory that is acknowledged is worth, and trainings where memory is short."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+import toy
+from ckpt.trainer.stage import Stager
+from ckpt.trainer.writer_supervisor import WriterSupervisor
+from parallel import free_port, launch
+from processes import REPO, eventually, killed, run_script
+
+STEPS = 25
+
+# Trains steps not all of which are due anywhere, and ends within the next one.
+ENDING = """
+import sys, torch, toy, ckpt
+run, how = sys.argv[1:]
+state = toy.build()
+cp = ckpt.Checkpointer(state, [ckpt.Memory(every=10), ckpt.Tier(run, every=100), ckpt.Tier(run + "-far", every=1000)])
+for step in range(cp.restore(default=0), 25):
+    toy.train_step(state)
+    cp.step(step + 1)
+if how != "end":
+    state["model"](torch.randn(8, toy.WIDTH))
+if how == "raise":
+    raise ValueError("enough")
+"""
+
+
+def restored(place: str, step: int | None = None) -> tuple[int, str]:
+    """The step that a place gives back, and a digest of every bit of it."""
+    state = toy.build(seed=1)
+    with ckpt.Checkpointer(state, place, triggers=None) as cp:
+        return cp.restore(step=step), toy.digest(state)
+
+
+def sparse(run: str) -> list[Any]:
+    return [ckpt.Memory(every=10), ckpt.Tier(run, every=100), ckpt.Tier(run + "-far", every=1000)]
+
+
+def newest(place: str) -> int:
+    """The newest step that is durable there, -1 if there is none."""
+    with contextlib.suppress(ckpt.CheckpointError):
+        return ckpt.load(place).step
+    return -1
+
+
+@pytest.mark.parametrize(
+    ("error", "auto"),
+    [(None, False), (None, True), (ValueError, False), (ValueError, True), (KeyboardInterrupt, False)],
+)
+def test_leaving_the_block_keeps_the_last_step(run_dir: str, error: type[BaseException] | None, auto: bool) -> None:
+    """Whatever the cadences and however the training ends: its last step is in every tier as it was at step(), bit for
+    bit, also if the next one had begun; a restart does not save it again."""
+    state = toy.build()
+    tiers: Any = {"tiers": run_dir, "every": "auto"} if auto else {"tiers": sparse(run_dir)}
+    with contextlib.suppress(error or ZeroDivisionError), ckpt.Checkpointer(state, **tiers) as cp:
+        for step in range(cp.restore(default=0), STEPS):
+            toy.train_step(state)
+            cp.step(step + 1)
+        if error is not None:
+            state["model"](torch.randn(8, toy.WIDTH))  # random numbers and buffers move on
+            raise error("enough")
+    for place in [run_dir] if auto else [run_dir, run_dir + "-far"]:
+        assert newest(place) == STEPS
+    assert restored(run_dir) == (STEPS, toy.reference(STEPS))
+
+
+@pytest.mark.parametrize("how", ["end", "raise"])
+def test_a_script_that_just_ends_keeps_its_last_step(run_dir: str, how: str) -> None:
+    """Nobody closes anything: the end of the interpreter does, after an exception too."""
+    done = run_script(ENDING, run_dir, how)
+    assert done.returncode == (how == "raise"), done.stderr
+    assert newest(run_dir + "-far") == STEPS
+    assert restored(run_dir) == (STEPS, toy.reference(STEPS))
+
+
+def test_an_update_that_has_begun_is_said(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Once an optimizer has begun the next step the last one cannot be had any more: the newest that memory holds is
+    kept, and one warning says which it is, why, and what that costs."""
+    state = toy.build()
+    with caplog.at_level(logging.WARNING, "ckpt"), ckpt.Checkpointer(state, sparse(run_dir)) as cp:
+        for step in range(cp.restore(default=0), STEPS):
+            toy.train_step(state)
+            cp.step(step + 1)
+        toy.train_step(state)
+    said = [record.getMessage() for record in caplog.records if "was the last one" in record.getMessage()]
+    assert said == [
+        "step 25 was the last one, and step 20 is kept: an optimizer has begun a further step; a restart does 5 steps "
+        "again"
+    ]
+    assert restored(run_dir) == (20, toy.reference(20))
+
+
+@pytest.mark.parametrize("swapped", ["pause", "by hand"])
+def test_weights_that_are_others_at_the_end_are_not_saved(run_dir: str, swapped: str) -> None:
+    """An exception within an evaluation with other weights: what lies in the model is of no step."""
+    state = toy.build()
+
+    def swap() -> None:
+        with torch.no_grad():
+            state["model"][0].weight.zero_()
+
+    with contextlib.suppress(ValueError), ckpt.Checkpointer(state, sparse(run_dir)) as cp:
+        for step in range(cp.restore(default=0), STEPS):
+            toy.train_step(state)
+            cp.step(step + 1)
+        with cp.pause(changes_state=swapped == "pause"):
+            swap()
+            raise ValueError("enough")
+    assert restored(run_dir) == (20, toy.reference(20))
+
+
+def test_what_was_only_restored_is_not_saved_again(run_dir: str) -> None:
+    """A script that restores and ends has done no step: there is nothing to bring anywhere."""
+    for _ in range(2):
+        state = toy.build()
+        with ckpt.Checkpointer(state, ckpt.Tier(run_dir, every=5)) as cp:
+            if cp.restore(default=0) == 0:
+                toy.train_step(state)
+                cp.step(5)
+    with ckpt.Checkpointer(toy.build(), [ckpt.Tier(run_dir, every=5), ckpt.Tier(run_dir + "-far")]) as cp:
+        assert cp.restore() == 5
+    assert newest(run_dir) == 5 and newest(run_dir + "-far") == -1
+
+
+def test_a_broken_last_step_does_not_stand_alone(run_dir: str) -> None:
+    """With finite=False it is saved as that, and the newest sound step beside it."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=100)]) as cp:
+        for step in range(cp.restore(default=0), 8):
+            toy.train_step(state)
+            save = cp.step(step + 1, finite=step < 6)
+            assert save is not None
+            save.staged(60)
+    assert ckpt.load(run_dir, step=8).step == 8
+    assert restored(run_dir) == (6, toy.reference(6))
+
+
+RANKS = """
+import sys, torch.distributed as dist, toy, ckpt
+run, how = sys.argv[1:]
+dist.init_process_group("gloo")
+state = toy.build()
+tiers = [ckpt.Memory(every=10), ckpt.Tier(run, every=100), ckpt.Tier(run + "-far", every=100)]
+with ckpt.Checkpointer(state, tiers) as cp:
+    for step in range(cp.restore(default=0), 15):
+        toy.train_step(state)
+        cp.step(step + 1)
+    dist.barrier()
+    if how == "raise":
+        raise ValueError("enough")
+"""
+
+
+@pytest.mark.parametrize("how", ["with", "raise"])
+def test_several_ranks_keep_their_last_step(run_dir: str, how: str) -> None:
+    """All have it when they end together; after an exception on each of them the writers see to it, and no rank waits
+    for another."""
+    launch(2, RANKS, run_dir, how, port=free_port())
+    assert eventually(lambda: newest(run_dir) == 15)
+    if how == "with":
+        assert newest(run_dir + "-far") == 15
+
+
+# Loses its writer; the next one starts when a file `gate` appears. Says what its handles say, and is killed.
+UNKEPT = """
+import json, os, signal, sys, time, psutil, toy, ckpt
+run, folder, when = sys.argv[1:]
+state = toy.build()
+cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=1000)], on_error="warn")
+cp.restore(default=0)
+
+def train(step):
+    toy.train_step(state)
+    return cp.step(step)
+
+train(1).staged(60)
+with open(f"{folder}/python", "w") as script:
+    script.write(f'#!/bin/sh\\nwhile [ ! -e {folder}/gate ]; do sleep 0.02; done\\nexec {sys.executable} "$@"\\n')
+os.chmod(f"{folder}/python", 0o700)
+sys.executable = f"{folder}/python" if when != "never" else f"{folder}/nothing"
+writer = psutil.Process(cp.writer_pid)
+writer.kill()
+writer.wait()
+saves = [train(step) for step in range(2, 12)]
+
+def outcome(save, timeout_s):
+    try:
+        return save.staged(timeout_s).tier
+    except ckpt.CheckpointError as error:
+        return type(error).__name__
+
+found = {"at once": outcome(saves[-1], 0.1), "status": saves[-1].status}
+open(f"{folder}/gate", "w")
+found["then"] = [outcome(save, 60) for save in saves]
+print(json.dumps(found), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_staged_is_told_when_another_process_has_the_memory(run_dir: str, tmp_path: Path) -> None:
+    """After the writer's death steps are staged on, and acknowledged only when the next one has the memory: killed
+    right after that, the newest is restored from there. What was overwritten before is told that."""
+    done = run_script(UNKEPT, run_dir, tmp_path, "after")
+    assert killed(done), done.stderr
+    found = json.loads(done.stdout)
+    assert (found["at once"], found["status"]) == ("DeadlineError", "staging")
+    assert found["then"][-1] == "memory" and found["then"][0] == "SaveError"
+    state = toy.build(seed=1)
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1000)]) as cp:
+        assert cp.restore() == 11 and toy.digest(state) == toy.reference(11)
+        assert cp.last_restore is not None and cp.last_restore.tier == "memory"
+
+
+def test_without_a_writer_nothing_is_acknowledged(run_dir: str, tmp_path: Path) -> None:
+    """No writer can be started any more: no step that only the trainer holds is called staged, and nobody waits."""
+    done = run_script(UNKEPT, run_dir, tmp_path, "never")
+    assert killed(done), done.stderr
+    assert set(json.loads(done.stdout)["then"]) <= {"WriterError", "SaveError"}
+
+
+def test_staged_says_what_it_is_worth(run_dir: str) -> None:
+    """Memory that nobody keeps beyond the trainer, and that nobody writes anywhere, is called so."""
+    for tiers, name, worth in (
+        (ckpt.Memory(linger_s=0), "short", "trainer"),
+        (ckpt.Memory(), "long", "memory"),
+        (ckpt.Tier(run_dir, every=1), None, "memory"),
+    ):
+        with ckpt.Checkpointer({"w": torch.ones(3)}, tiers, name=name) as cp:
+            cp.restore(default=0)
+            assert cp.save(1).staged(60).tier == worth
+
+
+# Trains on a machine with the free memory that a file says (as lxcfs has it in containers): 20 MiB a snapshot.
+SHORT = """
+import json, logging, sys, torch, ckpt
+logging.basicConfig(level=logging.WARNING, format="%(message)s")
+run, meminfo, memory = sys.argv[1:]
+weight = torch.nn.Parameter(torch.zeros(5 << 20))
+optim = torch.optim.SGD([weight], lr=1.0)
+tier = ckpt.Tier(run, every=2, keep=9, incremental=False)
+found = []
+
+def train(step):
+    weight.grad = torch.full_like(weight, -1.0)
+    optim.step()
+    save = cp.step(step)
+    found.append(save and (save.staged(60).tier, *(save.committed(60, tier=t).step for t in save.tiers)))
+
+with ckpt.Checkpointer({"w": weight, "opt": optim}, [ckpt.Memory(), tier] if memory == "memory" else tier) as cp:
+    start = cp.restore(default=0)
+    for step in range(start + 1, start + 5):
+        train(step)
+    explicit = ""
+    try:
+        cp.save().committed(60)
+    except ckpt.CheckpointError as error:
+        explicit = type(error).__name__
+    if explicit:
+        with open(meminfo, "w") as file:
+            file.write("MemTotal: 9000000 kB\\nMemAvailable: 1000000 kB\\n")
+        train(start + 5)
+        train(start + 6)
+    print(json.dumps({"start": start, "found": found, "explicit": explicit}))
+"""
+
+
+def on_short_machine(folder: Path, mib: int, *arguments: str) -> dict[str, Any]:
+    """What a training says where only so much memory is free, and its log under "log"."""
+    enter = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-rm"]
+    bind = 'mount --bind "$0" /proc/meminfo && exec "$@"'
+    meminfo = folder / "meminfo"
+    meminfo.write_text(f"MemTotal: 9000000 kB\nMemAvailable: {mib << 10} kB\n")
+    if subprocess.run([*enter, "sh", "-c", bind, meminfo, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this system lets nobody mount something over /proc/meminfo")
+    done = subprocess.run(
+        [*enter, "sh", "-c", bind, meminfo, sys.executable, "-c", SHORT, str(folder / "run"), meminfo, *arguments],
+        env={**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONPATH": f"{REPO}:{REPO / 'backends'}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return {**json.loads(done.stdout), "log": done.stderr}
+
+
+def test_fewer_snapshots_are_held_where_memory_is_short(tmp_path: Path) -> None:
+    """Two fit where four were asked for: that is said once, and every step is staged."""
+    found = on_short_machine(tmp_path, 70, "memory")
+    assert found["found"] == [["memory"], ["memory", 2], ["memory"], ["memory", 4]]
+    assert found["log"].count("memory is short: 2 of 4 snapshots") == found["log"].count("memory is short") == 1
+
+
+@pytest.mark.parametrize("memory", ["memory", "folder alone"])
+def test_checkpoints_are_written_where_one_snapshot_fits(tmp_path: Path, memory: str) -> None:
+    """No step stays in memory, which is said once; those that are due in the folder get there, one after the other."""
+    for start in (0, 4):
+        found = on_short_machine(tmp_path, 35, memory)
+        assert found["start"] == start
+        assert found["found"] == [None, ["memory", start + 2], None, ["memory", start + 4]]
+        assert found["log"].count("memory is short: 1 of") == found["log"].count("memory is short") == 1
+    assert float(ckpt.load(str(tmp_path / "run"))["w"][0]) == 8.0
+
+
+def test_training_goes_on_where_no_snapshot_fits(tmp_path: Path) -> None:
+    """No step is saved, which is said once, and no step() raises; who asks for a save is told; with room again the next
+    one that is due is saved."""
+    found = on_short_machine(tmp_path, 20, "memory")
+    assert found["found"] == [None, None, None, None, None, ["memory", 6]]
+    assert found["explicit"] == "SkippedError" and found["log"].count("memory is short") == 1
+    assert float(ckpt.load(str(tmp_path / "run"))["w"][0]) == 6.0
+
+
+# -- an end within an end --
+
+
+def closing(cp: ckpt.Checkpointer, patch: pytest.MonkeyPatch, owner: type, method: str, *, before: bool = True) -> None:
+    """Have a signal handler close it, the first time that this method is called."""
+    original, left = getattr(owner, method), [signal.SIGUSR1]
+    signal.signal(signal.SIGUSR1, lambda *_: cp.close())
+
+    def interrupted(*a: Any, **k: Any) -> Any:
+        if before and left:
+            signal.raise_signal(left.pop())
+        found = original(*a, **k)
+        if left:
+            signal.raise_signal(left.pop())
+        return found
+
+    patch.setattr(owner, method, interrupted)
+
+
+@pytest.mark.parametrize("method", ["prepare", "take_prepared", "tell_layout", "write", "acknowledge"])
+@pytest.mark.parametrize("before", [True, False])
+def test_closed_by_a_handler_within_a_step(
+    run_dir: str, monkeypatch: pytest.MonkeyPatch, method: str, before: bool
+) -> None:
+    """The step is saved as it is at that moment, at once; step() then says that this Checkpointer is closed, or has
+    come to its own end."""
+    state = toy.build()
+    cp = ckpt.Checkpointer(state, run_dir, close_timeout_s=30)
+    cp.restore(default=0)
+    toy.train_step(state)
+    if method in ("write", "acknowledge"):  # in another thread, to which no signal comes
+        closing(cp, monkeypatch, Stager, "submit", before=before)
+    else:
+        closing(cp, monkeypatch, WriterSupervisor, method, before=before)
+    began = time.monotonic()
+    with contextlib.suppress(ckpt.ClosedError):
+        cp.step(1)
+    assert time.monotonic() - began < 15
+    with pytest.raises(ckpt.ClosedError):
+        cp.step(2)
+    monkeypatch.undo()
+    assert restored(run_dir) == (1, toy.reference(1))
+
+
+@pytest.mark.parametrize("method", ["_stage_last", "_save_last", "wait", "_end", "_let_go"])
+@pytest.mark.parametrize("before", [True, False])
+def test_closed_by_a_handler_within_close(
+    run_dir: str, monkeypatch: pytest.MonkeyPatch, method: str, before: bool
+) -> None:
+    """Neither waits for the other, and the last step stays."""
+    state = toy.build()
+    cp = ckpt.Checkpointer(state, [ckpt.Memory(every=10), ckpt.Tier(run_dir, every=100)], close_timeout_s=30)
+    cp.restore(default=0)
+    for step in range(7):
+        toy.train_step(state)
+        cp.step(step + 1)
+    closing(cp, monkeypatch, ckpt.Checkpointer, method, before=before)
+    began = time.monotonic()
+    cp.close()
+    assert time.monotonic() - began < 15
+    monkeypatch.undo()
+    assert restored(run_dir) == (7, toy.reference(7))
+
+
+@pytest.mark.parametrize("method", ["_stage_last", "_save_last", "wait", "_end", "_let_go"])
+@pytest.mark.parametrize("before", [True, False])
+def test_ctrl_c_within_close(run_dir: str, monkeypatch: pytest.MonkeyPatch, method: str, before: bool) -> None:
+    """As in a notebook: closed again, or opened again, the last step is there."""
+    state = toy.build()
+    cp = ckpt.Checkpointer(state, [ckpt.Memory(every=10), ckpt.Tier(run_dir, every=100)], close_timeout_s=30)
+    cp.restore(default=0)
+    for step in range(7):
+        toy.train_step(state)
+        cp.step(step + 1)
+    original = getattr(ckpt.Checkpointer, method)
+
+    def interrupted(*a: Any, **k: Any) -> Any:
+        if not before:
+            original(*a, **k)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ckpt.Checkpointer, method, interrupted)
+        cp.close()
+    cp.close()
+    assert restored(run_dir) == (7, toy.reference(7))
+
+
+def test_on_fault_may_save_while_we_close(run_dir: str) -> None:
+    """It hears that this Checkpointer is closed, and close() does not wait for it until its time is over."""
+    heard: list[object] = []
+    arrived, state = threading.Event(), toy.build()
+
+    def on_fault(fault: object) -> None:
+        arrived.set()
+        while not cp._closed:
+            time.sleep(0.01)
+        try:
+            cp.save()
+        except ckpt.CheckpointError as error:
+            heard.append(error)
+
+    with ckpt.Checkpointer(state, run_dir, on_fault=on_fault, close_timeout_s=60) as cp:
+        cp.restore(default=0)
+        toy.train_step(state)
+        cp.step(1)
+        cp.request("a test")
+        toy.train_step(state)
+        cp.step(2)
+        assert arrived.wait(30)
+        began = time.monotonic()
+    assert time.monotonic() - began < 20
+    assert restored(run_dir) == (2, toy.reference(2))
+    assert [type(one) for one in heard] == [ckpt.ClosedError]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_optimizer_of_something_else_begins_no_further_step(run_dir: str, shared: bool) -> None:
+    """A probe with a model of its own is trained after the last step, which is saved all the same. If the optimizer
+    has memory of what is saved, that is a further step."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, [ckpt.Memory(every=10), ckpt.Tier(run_dir, every=100)]) as cp:
+        cp.restore(default=0)
+        for step in range(13):
+            toy.train_step(state)
+            cp.step(step + 1)
+        probe = torch.nn.Linear(4, 1)
+        params = [next(iter(state["model"].parameters())).detach().view(-1)[:1]] if shared else probe.parameters()
+        probe(torch.randn(2, 4)).sum().backward()
+        torch.optim.SGD(params, lr=0.0).step()
+    kept = 10 if shared else 13
+    assert restored(run_dir) == (kept, toy.reference(kept))

@@ -1,0 +1,383 @@
+"""What one trainer leaves reaches the next: when it closed too late, left, had more ranks, or when nobody answers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import ckpt
+from ckpt.ipc import channel
+from ckpt.ipc.process import Process
+from ckpt.ipc.requests import Greeting, Taken
+from ckpt.ipc.watch_requests import Look
+from ckpt.trainer.writer_client import WriterClient
+from parallel import free_port
+from processes import PYTHONPATH, REPO, eventually, writers
+
+NAME = "handover"
+LIFE = """
+import os, sys, ckpt, torch
+import ckpt.trainer.writer_supervisor as supervisor
+import torch.distributed as dist
+from torch import nn
+until, words = int(sys.argv[1]), sys.argv[2:]
+options = {"name": "handover"}
+def prepare(): pass
+#PATCH#
+if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    dist.init_process_group("gloo")
+w = nn.Parameter(torch.zeros(8))
+opt = torch.optim.SGD([w], lr=1.0)
+cp = ckpt.Checkpointer({"w": w, "opt": opt}, takeover="takeover" in words, busy_timeout_s=20, **options)
+start = step = cp.restore(default=0)
+print("start", start, int(w[0]), flush=True)
+def train():
+    global step
+    w.grad = torch.full_like(w, -1.0)
+    opt.step()
+    step += 1
+    cp.step(step).staged(30)
+while step < until:
+    train()
+print("trained", cp.writer_pid, flush=True)
+for line in sys.stdin:
+    try:
+        exec(line)
+        print("done", step, flush=True)
+    except ckpt.CheckpointError as error:
+        print(type(error).__name__, error, flush=True)
+"""
+FOLDER = 'options = {"tiers": [ckpt.Memory(), ckpt.Tier(os.environ["PLACE"], every=1000)]}'
+HELD = """
+import os, time
+def held(real):
+    def sync(fd):
+        while "/packs/" in os.readlink(f"/proc/self/fd/{fd}") and os.path.exists(os.environ["HELD"]):
+            if os.path.getsize(os.environ["HELD"]):
+                with open(os.environ["HELD"] + ".failed", "a") as file:
+                    file.write("x")
+                raise OSError(5, "as a test wants it")
+            time.sleep(0.05)
+        return real(fd)
+    return sync
+os.fsync, os.fdatasync = held(os.fsync), held(os.fdatasync)
+"""
+IMPATIENT = "supervisor.HELLO_S = supervisor.PATIENT_S = 1.0"
+
+
+class Rank:
+    """A trainer that has trained up to a step, and then does what it is told."""
+
+    def __init__(self, until: int, *words: str, patch: str = "", before: tuple[str, ...] = (), **more: str) -> None:
+        path = f"{PYTHONPATH}:{more.pop('site', '')}"
+        self.process = subprocess.Popen(
+            [*before, sys.executable, "-c", LIFE.replace("#PATCH#", patch), str(until), *words],
+            env={**os.environ, "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def line(self) -> str:
+        """What it says next; at its end the last line of its error."""
+        assert self.process.stdout is not None and self.process.stderr is not None
+        if line := self.process.stdout.readline():
+            return line.strip()
+        said = self.process.stderr.read().splitlines()
+        return next((one for one in reversed(said) if one.startswith("ckpt.errors.")), said[-1] if said else "")
+
+    def trained(self) -> str:
+        """Where it has begun, once it is ready."""
+        began = self.line()
+        if began.startswith("start"):
+            self.writer = int(self.line().split()[1])
+        return began
+
+    def tell(self, code: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(code + "\n")
+        self.process.stdin.flush()
+
+    def do(self, code: str = "train()") -> str:
+        self.tell(code)
+        return self.line()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+@contextlib.contextmanager
+def life(until: int = 0, *words: str, patch: str = "", before: tuple[str, ...] = (), **more: str) -> Iterator[Rank]:
+    one = Rank(until, *words, patch=patch, before=before, **more)
+    try:
+        yield one
+    finally:
+        one.kill()
+
+
+@contextlib.contextmanager
+def two_ranks(until: int, patch: str = "", **more: str) -> Iterator[list[Rank]]:
+    """A job of two that has trained up to a step."""
+    shared: dict[str, Any] = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    ranks = [Rank(until, patch=patch, RANK=str(i), LOCAL_RANK=str(i), **shared, **more) for i in range(2)]
+    try:
+        assert [rank.trained() for rank in ranks] == ["start 0 0"] * 2
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def start(**more: str) -> str:
+    """Where a start of one rank begins, which is killed then."""
+    with life(**more) as one:
+        return one.trained()
+
+
+# -- close --
+
+
+class Place:
+    """A folder for a run, where nothing becomes durable until it is let go on."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.run, self.held = tmp_path / "run", tmp_path / "held"
+        self.held.touch()
+        (tmp_path / "sitecustomize.py").write_text(HELD)
+        self.options: dict[str, Any] = {
+            "patch": FOLDER,
+            "PLACE": str(self.run),
+            "HELD": str(self.held),
+            "site": str(tmp_path),
+        }
+
+    @property
+    def failures(self) -> int:
+        failed = Path(f"{self.held}.failed")
+        return failed.stat().st_size if failed.exists() else 0
+
+
+@pytest.fixture
+def place(tmp_path: Path, own_sockets: Path) -> Place:
+    return Place(tmp_path)
+
+
+@pytest.mark.parametrize("then", ["ends", "lives on"])
+def test_what_a_close_had_no_time_for_is_found_by_the_next_start(then: str, place: Place) -> None:
+    """A close that has run out of time says that saves go on. Whoever starts before they have ended goes on from the
+    step that they are of, whether the process that closed has ended or not; and so does the next, on its memory."""
+    with life(3, **place.options) as first:
+        assert first.trained() == "start 0 0"
+        assert first.do("cp.close(0.5)").startswith("DeadlineError")
+        if then == "ends":
+            first.kill()
+        with life(5, **place.options) as second:
+            assert second.trained() == "start 3 3"
+            assert second.do() == "done 6"
+        assert start(**place.options) == "start 6 6"
+
+
+def test_a_writer_that_nobody_comes_for_leaves_when_all_is_durable(place: Place, own_sockets: Path) -> None:
+    """After a close that has run out of time the writer finishes, and is no more; the step is in the place."""
+    with life(3, **place.options) as first:
+        first.trained()
+        assert first.do("cp.close(0.5)").startswith("DeadlineError")
+    place.held.unlink()
+    assert eventually(lambda: not writers(own_sockets))
+    assert ckpt.load(str(place.run)).step == 3
+
+
+def test_what_fails_after_a_close_is_tried_again(place: Place, own_sockets: Path) -> None:
+    """The place fails once nobody is left to be told: the step is tried again, and is in memory for the next start."""
+    with life(3, **place.options) as first:
+        first.trained()
+        assert first.do("cp.close(0.5)").startswith("DeadlineError")
+    place.held.write_text("fail")
+    assert eventually(lambda: place.failures >= 2)
+    assert start(**place.options) == "start 3 3"
+
+
+# -- a trainer that has left, and lives --
+
+
+def test_memory_that_is_let_go_of_late_is_free_then(own_sockets: Path) -> None:
+    """A trainer leaves, and is still copying when the next one comes. That one waits until it has let go of its memory,
+    and not until it has died."""
+    late = "stop = cp._stager.stop; cp._stager.stop = lambda *a: (print('leaving'), sys.stdin.readline(), stop(*a))"
+    with life(4) as first:
+        first.trained()
+        assert first.do(late) == "done 4"
+        assert first.do("cp._abandon()") == "leaving"
+        with life(4) as second:
+            key = channel.run_key(f"memory:{NAME}", 0)
+            assert eventually(
+                lambda: (
+                    (channel.ask_once(key, Look(), 10.0) or {}).get("pid") == second.process.pid
+                    or (
+                        (there := channel.ask_once(key, Greeting(visit=True), 10.0)) is not None
+                        and there.trainer == second.process.pid
+                    )
+                )
+            )
+            assert first.do("") == "done 4"
+            assert second.trained() == "start 4 4"
+            assert [second.do(), second.do(), second.do()] == ["done 5", "done 6", "done 7"]
+
+
+def test_an_error_in_the_staging_thread_is_no_death() -> None:
+    """Something fails in the thread that copies. The trainer lives: it is not taken for dead, and goes on saving."""
+    with life(3) as first:
+        first.trained()
+        assert first.do("cp._stager._queue.put(lambda: 1 / 0)") == "done 3"
+        with life() as second:
+            assert f"InUseError: process {first.process.pid}" in second.line()
+        assert [first.do(), first.do()] == ["done 4", "done 5"]
+    assert start() == "start 5 5"
+
+
+# -- ranks that are no more --
+
+
+def test_memory_of_a_writer_that_is_slow_to_answer_is_not_passed_over(own_sockets: Path) -> None:
+    """Two ranks die, one starts; the writer of the other stands still. What it holds is part of the newest step: it is
+    woken up and waited for."""
+    with two_ranks(4) as ranks:
+        slow = psutil.Process(ranks[1].writer)
+    slow.suspend()
+    assert start() == "start 4 4"
+    assert start() == "start 4 4"
+
+
+def test_a_writer_that_never_answers_is_no_older_step(own_sockets: Path) -> None:
+    """The same, and somebody has its name who says nothing: the start ends with an error that names it, and not with an
+    older step; when it is gone, all is found."""
+    with two_ranks(4):
+        pass
+    silent = channel.listen(channel.run_key(f"memory:{NAME}", 3))
+    assert silent is not None
+    with silent:
+        with life(patch=IMPATIENT) as one:
+            assert f"{channel.run_key(f'memory:{NAME}', 3)}" in (error := one.line()) and "DeadlineError" in error
+    assert start() == "start 4 4"
+
+
+def test_a_writer_goes_only_when_all_it_has_is_held_elsewhere(own_sockets: Path) -> None:
+    """Told that its memory has been taken, it looks whether that is all of its memory."""
+    with life(4) as first:
+        first.trained()
+    key = channel.run_key(f"memory:{NAME}", 0)
+    assert eventually(lambda: (there := channel.ask_once(key, Greeting(visit=True), 10.0)) and not there.alive)
+    channel.ask_once(key, Taken(["00" * 16]), 10.0)
+    assert start() == "start 4 4"
+
+
+def test_every_rank_that_loses_a_run_is_told(own_sockets: Path) -> None:
+    """Two ranks train, and one takes the run over: both are told at their next call, and the one has their newest
+    step. So it is if it dies right after."""
+    with two_ranks(4) as ranks:
+        with life(0, "takeover") as one:
+            assert one.trained() == "start 4 4"
+        assert [rank.do().split()[0] for rank in ranks] == ["FencedError"] * 2
+    assert start() == "start 4 4"
+
+
+def test_a_takeover_that_fails_ends_no_training_of_any_rank(own_sockets: Path, tmp_path: Path) -> None:
+    """The one that would take the run over from two ranks cannot use its second place: the rank that lives goes on."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "notes.txt").write_text("somebody else's")
+    more = f"; options['tiers'].append(ckpt.Tier({str(other)!r}))"
+    with two_ranks(4, patch=FOLDER, PLACE=str(tmp_path / "run")) as ranks:
+        ranks[0].kill()
+        with life(0, "takeover", patch=FOLDER + more, PLACE=str(tmp_path / "run")) as one:
+            assert "FormatError" in one.line()
+        assert ranks[1].do() == "done 5"
+
+
+def test_a_rank_that_lives_is_in_nobodys_way_for_nothing(own_sockets: Path) -> None:
+    """Of two ranks one has died. A plain start of one rank is refused, by the process that lives, which goes on; after
+    its death all is found."""
+    with two_ranks(4) as ranks:
+        ranks[0].kill()
+        with life() as one:
+            assert f"InUseError: process {ranks[1].process.pid}" in one.line()
+        assert ranks[1].do() == "done 5"
+    assert start() == "start 4 4"
+
+
+# -- whom a start may end --
+
+
+def test_a_stranger_with_the_name_of_a_writer_is_not_killed(own_sockets: Path) -> None:
+    """It holds the name and does not answer: the start says who it is, and leaves it alone."""
+    code = (
+        "import sys; from ckpt.ipc.channel import listen; "
+        "s = listen(sys.argv[1]); print('listens', flush=True); input()"
+    )
+    path = f"{REPO}:{REPO / 'backends'}"
+    stranger = subprocess.Popen(
+        [sys.executable, "-c", code, channel.run_key(f"memory:{NAME}", 0)],
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with stranger:
+        assert stranger.stdout is not None and stranger.stdout.readline() == "listens\n"
+        with life(patch=IMPATIENT) as one:
+            assert f"InUseError: process {stranger.pid}" in one.line()
+        assert stranger.poll() is None
+        stranger.kill()
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "--pid", "--fork", "true"], check=False, capture_output=True).returncode != 0,
+    reason="needs namespaces",
+)
+def test_a_start_ends_nothing_that_it_cannot_see(own_sockets: Path) -> None:
+    """Two containers share a network, and do not see each other's processes. The writer of one stands still: a start in
+    the other is refused, and kills neither that writer nor its own process group."""
+    away = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+    with life(2, before=away) as first:
+        first.trained()
+        (writer,) = writers(own_sockets)
+        writer.suspend()
+        with life(patch=IMPATIENT + "; os.setsid()", before=away) as second:
+            assert "InUseError" in second.line() and second.process.wait() == 1
+        writer.resume()
+        assert first.do() == "done 3"
+
+
+def test_a_writer_knows_its_trainer_by_more_than_its_number(own_sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer dies while its writer is being started, and another process gets its number: the writer does not take
+    that one for its trainer, and leaves."""
+    earlier = Process(os.getpid(), Process.of(os.getpid()).started - 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Process, "of", lambda pid: earlier)
+        client = WriterClient.spawn(channel.run_key(f"memory:{NAME}", 0))
+    try:
+        assert eventually(lambda: bool(writers(own_sockets))) and eventually(lambda: not writers(own_sockets))
+    finally:
+        client.close()
+        for process in writers(own_sockets):
+            process.send_signal(signal.SIGKILL)

@@ -1,0 +1,446 @@
+"""What a step that was not due is saved as when it is saved after all: what it was at `step()`, or it is not saved."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ckpt
+import toy
+from ckpt.format.values import encode
+from ckpt.state.fingerprint import SampledPlaces
+from processes import run_script
+from test_promise_ends import newest, restored
+from test_promise_provenance import staged
+
+STEPS = 25
+
+
+def rare(run: str, *, between: bool | None = None) -> list[Any]:
+    return [ckpt.Memory(every=10, between=between), ckpt.Tier(run, every=1000)]
+
+
+def train(cp: ckpt.Checkpointer, state: dict[str, Any], steps: int = STEPS) -> None:
+    for step in range(cp.restore(default=0), steps):
+        toy.train_step(state)
+        cp.step(step + 1)
+
+
+def halve(state: dict[str, Any]) -> None:
+    with torch.no_grad():
+        for param in state["model"].parameters():
+            param.mul_(0.5)
+
+
+# -- nothing was kept of it --
+
+
+def test_what_nothing_was_kept_of_is_not_saved_as_it_is_later(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Weights were exchanged after the last step, and nobody can say what they were: the step before it stays."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, rare(run_dir, between=False)) as cp:
+        train(cp, state)
+        halve(state)
+    assert restored(run_dir) == (20, toy.reference(20))
+    assert "step 25 was the last one, and step 20 is kept: Memory(between=False)" in caplog.text
+
+
+EXIT = """
+import sys, torch, toy, ckpt
+state = toy.build()
+cp = ckpt.Checkpointer(state, [ckpt.Memory(every=10, between=False), ckpt.Tier(sys.argv[1], every=1000)])
+for step in range(cp.restore(default=0), 25):
+    toy.train_step(state)
+    cp.step(step + 1)
+state["model"](torch.randn(8, toy.WIDTH))
+sys.exit(0)
+"""
+
+
+def test_exit_in_the_middle_of_a_step_is_no_boundary(run_dir: str) -> None:
+    """Buffers and random numbers have moved on by then."""
+    done = run_script(EXIT, run_dir)
+    assert done.returncode == 0, done.stderr
+    assert restored(run_dir) == (20, toy.reference(20))
+
+
+def test_a_long_history_costs_little_to_keep(run_dir: str) -> None:
+    """A plain list of 20,000 numbers is not looked through one by one, and is saved as it was all the same."""
+    numbers = [0.1 * i for i in range(20_000)]
+    assert encode(numbers) == numbers and encode(numbers) is not numbers
+    assert encode(list(range(100))) == list(range(100))
+    for odd in (float("nan"), float("inf"), 2**60, None, True, "x", 1.5):
+        mixed = [*range(100), odd]
+        assert encode(mixed) == [encode(one) for one in mixed]
+        assert [type(one) for one in encode(mixed)] == [type(encode(one)) for one in mixed]
+
+
+# -- arrays, buffers, frozen things --
+
+
+def replay_state() -> dict[str, Any]:
+    return {**toy.build(), "replay": np.zeros((300, 1000))}
+
+
+def test_an_array_is_what_it_was_at_that_step(run_dir: str) -> None:
+    """A replay memory of 2.4 MB, filled in place as training goes on: weights and array are of one step."""
+    state = replay_state()
+    with contextlib.suppress(ValueError), ckpt.Checkpointer(state, rare(run_dir, between=True)) as cp:
+        for step in range(cp.restore(default=0), STEPS):
+            state["replay"][step] = step + 1
+            toy.train_step(state)
+            cp.step(step + 1)
+        state["replay"][STEPS] = 99
+        raise ValueError("the environment broke")
+    found = replay_state()
+    with ckpt.Checkpointer(found, run_dir, triggers=None) as cp:
+        assert cp.restore() == STEPS
+    assert found["replay"][STEPS - 1, 0] == STEPS and not found["replay"][STEPS:].any()
+    assert toy.digest(found) == toy.reference(STEPS)
+
+
+def with_book() -> dict[str, Any]:
+    state = toy.build()
+    state["model"].register_buffer("book", torch.zeros(600_000))
+    return state
+
+
+@pytest.mark.parametrize("write", ["counted", "past the counters"])
+def test_a_large_buffer_is_what_it_was_at_that_step(run_dir: str, write: str) -> None:
+    """It moves in each forward; the exception comes behind the one of a step that has not ended."""
+
+    def forward(state: dict[str, Any], value: int) -> None:
+        book = state["model"].book
+        (book if write == "counted" else book.data.numpy())[:] = value
+
+    state = with_book()
+    with contextlib.suppress(ValueError), ckpt.Checkpointer(state, rare(run_dir, between=True)) as cp:
+        for step in range(cp.restore(default=0), STEPS):
+            forward(state, step + 1)
+            toy.train_step(state)
+            cp.step(step + 1)
+        forward(state, 99)
+        raise ValueError("enough")
+    found = with_book()
+    with ckpt.Checkpointer(found, run_dir, triggers=None) as cp:
+        step = cp.restore()
+    # A write that nobody counts is noticed, and then the step cannot be had any more; one that is counted is foreseen.
+    assert step == STEPS if write == "counted" else step in (20, STEPS)
+    assert bool((found["model"].book == step).all())
+
+
+def test_a_teacher_of_inference_mode_ends_no_training(run_dir: str) -> None:
+    """Its tensors count nothing, and nobody trains them."""
+    state = toy.build()
+    with torch.inference_mode():
+        teacher = torch.nn.Linear(800, 800)
+    state["teacher"] = teacher
+    with ckpt.Checkpointer(state, rare(run_dir)) as cp:
+        train(cp, state)
+    assert newest(run_dir) == STEPS
+
+
+def test_the_other_half_of_a_complex_number_is_looked_at() -> None:
+    """A write to imaginary parts alone, past torch's counters, is seen in every complex type."""
+    for dtype in (torch.complex64, torch.complex128):
+        tensor = torch.randn(100, 50, dtype=dtype).t()
+        state = {"w": tensor}
+        reading = ckpt_reading(state)
+        spots = SampledPlaces(reading.layout, [0], reading.tensors)
+        seen = spots.look()
+        assert not seen.changed() and not seen.differing(staged(reading.layout, reading.tensors))
+        tensor.data.imag.neg_()
+        assert seen.changed() == {0} and seen.differing(staged(reading.layout, reading.tensors)) == {0}
+
+
+def ckpt_reading(state: dict[str, Any]) -> Any:
+    from ckpt.state.capture import Capture
+
+    return Capture(state).read()
+
+
+def test_a_tensor_put_into_the_same_group_is_saved(run_dir: str) -> None:
+    """A master that takes a weight's place in the list itself, after the Checkpointer was made."""
+    model = torch.nn.Linear(16, 16, bias=False)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ckpt.Checkpointer({"model": model, "optim": optim}, run_dir, every="auto") as cp:
+        cp.restore(default=0)
+        master = model.weight.detach().double().clone().requires_grad_()
+        optim.param_groups[0]["params"][0] = master
+        cp.save(1).committed(60)
+    assert torch.equal(ckpt.load(run_dir)["optim.params.0.0"], master.detach())
+
+
+# -- save() of a step that was not due --
+
+
+def test_a_step_that_was_not_due_is_saved_as_it_was(run_dir: str) -> None:
+    """Random numbers and buffers have moved on between step() and save(): both are those of the step."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, rare(run_dir)) as cp:
+        train(cp, state)
+        state["model"](torch.randn(8, toy.WIDTH))
+        cp.save().committed(60)
+    assert restored(run_dir) == (STEPS, toy.reference(STEPS))
+
+
+@pytest.mark.parametrize("how", ["pause", "by hand"])
+def test_a_step_whose_weights_are_exchanged_cannot_be_saved(run_dir: str, how: str) -> None:
+    """save() says so, whatever the cadence, and the run keeps what it has."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, rare(run_dir)) as cp:
+        train(cp, state)
+        with cp.pause(changes_state=True) if how == "pause" else contextlib.nullcontext():
+            halve(state)
+            with pytest.raises(ckpt.UsageError, match=r"step 25 cannot be saved any more.*right after step"):
+                cp.save()
+    assert restored(run_dir) == (20, toy.reference(20))
+
+
+def test_going_back_to_a_step_that_is_on_its_way(run_dir: str) -> None:
+    """restore(step=) waits until it has arrived, whichever memory it has left meanwhile."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, [ckpt.Memory(keep=2), ckpt.Tier(run_dir, every=5)]) as cp:
+        for step in range(cp.restore(default=0), 40):
+            toy.train_step(state)
+            cp.step(step + 1)
+            if step % 10 == 9:
+                assert cp.restore(step=step - 4) == step - 4
+                assert toy.digest(state) == toy.reference(step - 4)
+                assert cp.restore(step=step - 4) == step - 4
+                while (back := cp._last_step) is not None and back < step + 1:
+                    toy.train_step(state)
+                    cp.step(back + 1)
+
+
+# -- memory alone --
+
+ALONE = """
+import sys, os, signal, torch, toy, ckpt
+name, every, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+state = toy.build()
+cp = ckpt.Checkpointer(state, ckpt.Memory(every=every, linger_s=60), name=name)
+def train():
+    for step in range(cp.restore(default=0), 25):
+        toy.train_step(state)
+        save = cp.step(step + 1)
+        if save is not None:
+            save.staged(60)
+    if how.endswith("raise"): raise ValueError("enough")
+    if how.endswith("interrupt"): raise KeyboardInterrupt
+    if how.endswith("exit"): sys.exit(75)
+if how.startswith("with "):
+    with cp: train()
+elif how.startswith("finally "):
+    try: train()
+    finally: cp.close()
+else:
+    train()
+"""
+AGAIN = """
+import sys, toy, ckpt
+state = toy.build(seed=1)
+with ckpt.Checkpointer(state, ckpt.Memory(), name=sys.argv[1]) as cp:
+    step = cp.restore(default=-1)
+    print("FOUND", step, step == -1 or toy.digest(state) == toy.reference(step))
+"""
+
+
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("how", ["with raise", "with interrupt", "with exit", "finally raise", "raise", "end"])
+def test_memory_alone_outlives_what_is_no_clean_end(every: int, how: str, own_sockets: Path) -> None:
+    """Exceptions, Ctrl-C, an exit code, and a script that never closes: a restart finds the last step, bit for bit."""
+    run_script(ALONE, "alone", str(every), how)
+    assert run_script(AGAIN, "alone").stdout.split() == ["FOUND", "25", "True"]
+
+
+def test_a_clean_end_lets_go_of_memory_alone(own_sockets: Path) -> None:
+    """Nobody needs it any more; the next run of that name begins anew."""
+    run_script(ALONE, "alone", "1", "with end")
+    assert run_script(AGAIN, "alone").stdout.split()[:2] == ["FOUND", "-1"]
+
+
+# -- other threads, other processes --
+
+
+def test_closing_while_another_thread_trains(tmp_path: Path) -> None:
+    """close() of a watchdog at any moment: what it keeps is a boundary, and no step() hangs."""
+    for trial in range(6):
+        state, place, boundaries = toy.build(), str(tmp_path / str(trial)), dict[int, str]()
+        cp = ckpt.Checkpointer(state, rare(place, between=True if trial % 2 else None))
+        cp.restore(default=0)
+        closed = threading.Event()
+
+        def close(cp: ckpt.Checkpointer = cp, wait_s: float = 0.05 + 0.013 * trial, closed: Any = closed) -> None:
+            time.sleep(wait_s)
+            with contextlib.suppress(ckpt.CheckpointError):
+                cp.close()
+            closed.set()
+
+        thread = threading.Thread(target=close)
+        thread.start()
+        step = 0
+        with contextlib.suppress(ckpt.ClosedError):
+            while True:
+                toy.train_step(state)
+                step += 1
+                boundaries[step] = toy.digest(state)
+                cp.step(step)
+        while not closed.is_set():
+            toy.train_step(state)
+        thread.join()
+        found = toy.build(seed=1)
+        with ckpt.Checkpointer(found, place, triggers=None) as again:
+            back = again.restore(default=0)
+        assert back == 0 or toy.digest(found) == boundaries[back]
+
+
+FORKED = """
+import multiprocessing, sys, torch, toy, ckpt
+torch.set_num_threads(1)
+def train(run, how):
+    state = toy.build()
+    cp = ckpt.Checkpointer(state, [ckpt.Memory(every=10), ckpt.Tier(run, every=1000)])
+    for step in range(cp.restore(default=0), 25):
+        toy.train_step(state)
+        cp.step(step + 1)
+    print("DIGEST", toy.digest(state), flush=True)
+    if how == "raise":
+        raise ValueError("enough")
+if __name__ == "__main__":
+    child = multiprocessing.get_context("fork").Process(target=train, args=sys.argv[1:])
+    child.start()
+    child.join()
+    print("ENDED", child.exitcode)
+"""
+
+
+@pytest.mark.parametrize("how", ["end", "raise"])
+def test_a_trainer_that_another_process_has_forked(run_dir: str, how: str) -> None:
+    """It ends by os._exit, which calls nothing that is registered for the interpreter's end."""
+    done = run_script(FORKED, run_dir, how)
+    assert f"ENDED {int(how == 'raise')}" in done.stdout, done.stderr
+    assert restored(run_dir) == (STEPS, done.stdout.split()[1])
+
+
+# -- what somebody does behind step() --
+
+
+def test_a_dropped_step_is_not_saved_as_it_is_now(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Averaged weights came while the snapshot was copied: it was dropped, and save() does not take them for it."""
+    model = torch.nn.Linear(3000, 3000)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    boundaries: dict[int, torch.Tensor] = {}
+    with ckpt.Checkpointer({"model": model, "optim": optim}, [ckpt.Memory(), ckpt.Tier(run_dir)]) as cp:
+        cp.restore(default=0)
+        for step in range(1, 5):
+            model.weight.grad = torch.ones_like(model.weight)
+            optim.step()
+            boundaries[step] = model.weight.detach().clone()
+            cp.step(step)
+            with torch.no_grad():
+                model.weight.mul_(0.5)  # whatever the copy has of it by now
+            with contextlib.suppress(ckpt.CheckpointError):
+                cp.save().committed(60)
+            with torch.no_grad():
+                model.weight.copy_(boundaries[step])
+    with contextlib.suppress(ckpt.NoCheckpointError):
+        found = ckpt.load(run_dir)
+        assert torch.equal(found["model.weight"], boundaries[found.step])
+
+
+def test_stage_is_of_the_step_that_was_named(run_dir: str) -> None:
+    """After a further update it is refused, as save() is."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, rare(run_dir, between=False)) as cp:
+        train(cp, state, 3)
+        toy.train_step(state)
+        for call in (cp.stage, cp.save):
+            with pytest.raises(ckpt.UsageError, match="training went on"):
+                call()
+
+
+def test_what_was_said_of_a_step_is_of_that_step_alone(run_dir: str) -> None:
+    """Back from one that had gone wrong, the older one is saved with other settings: a restart finds those."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
+        train(cp, state, 4)
+        toy.train_step(state)
+        cp.step(5, finite=False)
+        assert cp.restore(step=4) == 4
+        state["optim"].param_groups[0]["weight_decay"] = 0.5
+        cp.save().committed(60)
+    again = toy.build(seed=1)
+    with ckpt.Checkpointer(again, run_dir, triggers=None) as cp:
+        assert cp.restore() == 4 and again["optim"].param_groups[0]["weight_decay"] == 0.5
+
+
+def test_moments_changed_by_hand_are_noticed(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Two of their rows are made new behind step(), by a write that torch counts: that step is not kept."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, rare(run_dir)) as cp:
+        train(cp, state)
+        with torch.no_grad():
+            state["optim"].state[state["model"][0].weight]["exp_avg"][3:5] = 0
+    assert restored(run_dir) == (20, toy.reference(20))
+    assert "exp_avg was written to since" in caplog.text
+
+
+def test_a_pause_within_a_pause_gives_nothing_free(run_dir: str) -> None:
+    """An evaluation inside of an exchange of weights ends before the exchange does."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, rare(run_dir, between=False)) as cp:
+        train(cp, state)
+        with cp.pause(changes_state=True):
+            with cp.pause():
+                halve(state)
+            with pytest.raises(ckpt.UsageError, match="exchanged"):
+                cp.save()
+
+
+def test_what_is_replaced_costs_no_step(run_dir: str) -> None:
+    """Behind the last step a history becomes another array, and a value comes that cannot be saved: no matter."""
+    state = {**toy.build(), "history": np.zeros(3)}
+    with contextlib.suppress(ValueError), ckpt.Checkpointer(state, rare(run_dir, between=True)) as cp:
+        for step in range(cp.restore(default=0), STEPS):
+            toy.train_step(state)
+            cp.step(step + 1)
+        state["history"] = np.zeros(4)
+        state["meta"]["score"] = {1, 2}
+        raise ValueError("the evaluation failed")
+    found = {**toy.build(), "history": np.zeros(3)}
+    with ckpt.Checkpointer(found, run_dir, triggers=None) as cp:
+        assert cp.restore() == STEPS
+    assert toy.digest(found) == toy.reference(STEPS)
+
+
+@pytest.mark.parametrize("what", ["buffer", "parameter there and back"])
+def test_a_tensor_in_the_place_of_another(run_dir: str, what: str) -> None:
+    """From step 22 on a buffer is another tensor at each step; or a weight lies elsewhere at step 25, and back again
+    behind it. What is found afterwards is the state of its step."""
+    state, bias = toy.build(), torch.zeros(0)
+    state["model"].register_buffer("book", torch.zeros(10))
+    with contextlib.suppress(ValueError), ckpt.Checkpointer(state, rare(run_dir, between=True)) as cp:
+        for step in range(cp.restore(default=0), STEPS):
+            toy.train_step(state)
+            if step >= 21 and what == "buffer":
+                state["model"].book = state["model"].book + 1
+            if step == STEPS - 1 and what != "buffer":
+                bias, state["model"][0].bias.data = state["model"][0].bias.data, torch.full((toy.WIDTH,), 7.0)
+            cp.step(step + 1)
+        if what != "buffer":
+            state["model"][0].bias.data = bias
+        raise ValueError("enough")
+    found = toy.build()
+    found["model"].register_buffer("book", torch.zeros(10))
+    with ckpt.Checkpointer(found, run_dir, triggers=None) as cp:
+        step = cp.restore()
+    assert bool((found["model"].book == max(0, step - 21) * (what == "buffer")).all())
+    assert bool((found["model"][0].bias == 7).all()) == (step == STEPS and what != "buffer")

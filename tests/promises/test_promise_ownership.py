@@ -1,0 +1,541 @@
+"""Who owns a run, and its memory: one at a time, provably; whoever loses it is told, and what it held is found."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+import toy
+from ckpt.ipc import channel
+from ckpt.ipc.notes import GoneNote, SaidNote
+from ckpt.ipc.process import Process
+from ckpt.ipc.protocol import Note
+from ckpt.ipc.requests import Close, Resume
+from ckpt.trainer.writer_client import WriterClient
+from processes import PYTHONPATH, REPO, eventually, killed, run_script, writers
+
+LIFE = """
+import os, sys, time, ckpt, torch
+from torch import nn
+place, until, words = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+w = nn.Parameter(torch.zeros(8))
+opt = torch.optim.SGD([w], lr=1.0)
+place = {"name": place[7:]} if place.startswith("memory:") else {"tiers": place}
+with ckpt.Checkpointer({"w": w, "opt": opt}, takeover="takeover" in words, **place) as cp:
+    start = cp.restore(default=0)
+    print("start", start, int(w[0]), cp.last_restore.tier, flush=True)
+    step = start
+    for step in range(start + 1, until + 1):
+        w.grad = torch.full_like(w, -1.0)
+        opt.step()
+        cp.step(step).staged(30)
+    if "kill" in words:
+        os.kill(os.getpid(), 9)
+    if "go on" in words:
+        print("trained", flush=True)
+    for line in sys.stdin if "go on" in words else ():
+        if line.strip():
+            exec(line)
+            continue
+        w.grad = torch.full_like(w, -1.0)
+        opt.step()
+        step += 1
+        try:
+            cp.step(step).staged(30)
+            print("staged", step, flush=True)
+        except ckpt.CheckpointError as error:
+            print(type(error).__name__, error, flush=True)
+"""
+
+
+def patched(patch: str) -> str:
+    """The same life, after something was made otherwise in that process."""
+    return LIFE.replace("w = nn", f"import ckpt.trainer.writer_supervisor as supervisor\n{patch}\nw = nn", 1)
+
+
+class Trainer:
+    """A script that has trained up to a step, and does one more for each empty line it is told; others are code."""
+
+    def __init__(self, place: str, until: int, *words: str, before: list[str] | None = None, code: str = LIFE) -> None:
+        path = PYTHONPATH
+        self.process = subprocess.Popen(
+            [*(before or []), sys.executable, "-c", code, place, str(until), "go on", *words],
+            env={**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.began = self.line()
+        if self.began.startswith("start"):
+            assert self.line() == "trained"
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def tell(self, code: str = "") -> None:
+        """Have it do a step, or this."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{code}\n")
+        self.process.stdin.flush()
+
+    def step(self) -> str:
+        """What comes of one more step."""
+        self.tell()
+        return self.line()
+
+    def ask(self, code: str) -> str:
+        """What it prints in answer."""
+        self.tell(f"print({code}, flush=True)")
+        return self.line()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+@contextlib.contextmanager
+def trainer(
+    place: str, until: int, *words: str, before: list[str] | None = None, code: str = LIFE
+) -> Iterator[Trainer]:
+    one = Trainer(place, until, *words, before=before, code=code)
+    try:
+        yield one
+    finally:
+        one.kill()
+
+
+def start_of(place: str, until: int = 0, *words: str) -> list[str]:
+    """What the next start finds."""
+    found = run_script(LIFE, place, until, *words)
+    return found.stdout.split() if found.returncode in (0, -signal.SIGKILL) else [found.stderr]
+
+
+@pytest.mark.parametrize("where", ["memory:owned", "folder"])
+def test_a_run_whose_trainer_lives_is_not_taken_over_by_an_opening(where: str, run_dir: str) -> None:
+    """A second opening is refused by name, and harms nothing: each step of the first goes on being held, and the next
+    start after its death finds the last one."""
+    place = run_dir if where == "folder" else where
+    with trainer(place, 3) as first:
+        second = run_script(LIFE, place, 9)
+        assert f"InUseError: process {first.process.pid}" in second.stderr and "takeover=True" in second.stderr
+        assert [first.step(), first.step()] == ["staged 4", "staged 5"]
+    assert start_of(place, 0) == ["start", "5", "5", "memory"]
+
+
+def test_whoever_loses_a_run_is_told_and_its_memory_is_found(run_dir: str) -> None:
+    """With takeover=True the second goes on from the first one's newest step, the first is told at its next call, and a
+    third finds that step, though the second was killed before it had done any of its own."""
+    with trainer("memory:taken", 4) as first:
+        assert start_of("memory:taken", 0, "takeover", "kill") == ["start", "4", "4", "memory"]
+        assert first.step().startswith("FencedError")
+        assert start_of("memory:taken", 6, "kill") == ["start", "4", "4", "memory"]
+    assert start_of("memory:taken") == ["start", "6", "6", "memory"]
+
+
+@pytest.mark.parametrize("moment", ["_inherit", "_listen", "_take_orphans", "_open"])
+def test_a_taker_that_dies_half_way_leaves_what_was_there(moment: str, run_dir: str) -> None:
+    """Whenever one that takes a run over is killed, the next start goes on from the newest step of the history: neither
+    from nothing, nor from one that was undone."""
+    patch = f"supervisor.WriterSupervisor.{moment} = lambda *_: os.kill(os.getpid(), 9)"
+    with trainer("memory:halfway", 6) as first:
+        assert first.ask("cp.restore(step=5)") == "5"
+        assert killed(run_script(patched(patch), "memory:halfway", 9, "takeover"))
+    assert start_of("memory:halfway") == ["start", "5", "5", "memory"]
+
+
+@pytest.mark.parametrize("third", ["", "takeover"])
+def test_one_that_comes_into_a_takeover_harms_nothing(third: str, run_dir: str) -> None:
+    """A first trainer is taken over from by a second, and before that has opened the run a third comes. Without
+    takeover it is refused; with it the second is told. Whoever has the run goes on from the first one's last step."""
+    held = patched(
+        "supervisor.WriterSupervisor._take_orphans = "
+        "lambda self: (print('held', flush=True), sys.stdin.readline(), {})[-1]"
+    )
+    with trainer("memory:three", 4) as first, trainer("memory:three", 0, "takeover", code=held) as second:
+        assert second.began == "held"
+        found = run_script(LIFE, "memory:three", 6, "kill", third)
+        assert first.step().startswith("FencedError")
+        second.tell()
+        if third:
+            assert killed(found) and found.stdout.split() == ["start", "4", "4", "memory"]
+            assert second.line() == ""
+        else:
+            assert "InUseError" in found.stderr
+            assert [second.line(), second.line(), second.step()] == ["start 4 4 memory", "trained", "staged 5"]
+    last = "6" if third else "5"
+    assert start_of("memory:three") == ["start", last, last, "memory"]
+
+
+@pytest.mark.parametrize("where", ["memory:alone", "folder"])
+def test_a_trainer_whose_writer_has_died_is_seen(where: str, run_dir: str) -> None:
+    """Its writer is killed, and before it has another one somebody opens the run: refused, and the trainer goes on."""
+    place = run_dir if where == "folder" else where
+    with trainer(place, 4) as first:
+        writer = int(first.ask("cp.writer_pid"))
+        first.process.send_signal(signal.SIGSTOP)
+        os.kill(writer, signal.SIGKILL)
+        assert f"InUseError: process {first.process.pid}" in run_script(LIFE, place, 9).stderr
+        first.process.send_signal(signal.SIGCONT)
+        assert [first.step(), first.step()] == ["staged 5", "staged 6"]
+    assert start_of(place) == ["start", "6", "6", "memory"]
+
+
+def test_a_trainer_waits_for_the_name_of_a_writer_that_goes(run_dir: str) -> None:
+    """Its writer has died, and a late writer of a start that came to nothing has the name for a while: the run was not
+    lost to that one."""
+    key = channel.run_key("memory:late", 0)
+    with trainer("memory:late", 4) as first:
+        writer = Process.of(int(first.ask("cp.writer_pid")))
+        first.process.send_signal(signal.SIGSTOP)
+        os.kill(writer.pid, signal.SIGKILL)
+        assert eventually(lambda: not writer.alive)
+        late = WriterClient.spawn(key)
+        late.greet(60.0, 60.0)
+        first.process.send_signal(signal.SIGCONT)
+        first.tell()
+        time.sleep(2.0)
+        late.ask(Close())
+        late.close()
+        assert first.line() == "staged 5" and first.step() == "staged 6"
+    assert start_of("memory:late") == ["start", "6", "6", "memory"]
+
+
+def test_a_trainer_that_lost_takes_no_name_again(run_dir: str) -> None:
+    """It has heard that the run is another's; that one and all writers are killed. It does not stand in the way of the
+    next start."""
+    with trainer("memory:lost", 4) as first:
+        with trainer("memory:lost", 7, "takeover") as second:
+            assert first.step().startswith("FencedError")
+            writer = int(second.ask("cp.writer_pid"))
+        for pid in {writer, int(first.ask("cp._supervisor.client.pid"))}:
+            os.kill(pid, signal.SIGKILL)
+        assert first.step().startswith("FencedError")
+        assert start_of("memory:lost") == ["start", "0", "0", "None"]
+
+
+def test_a_loser_that_stands_still_is_in_nobodys_way(run_dir: str) -> None:
+    """A run is taken over from a trainer that is stopped: whoever comes later is refused as long as the second lives,
+    whatever becomes of the first."""
+    with trainer("memory:still", 4) as first:
+        first.process.send_signal(signal.SIGSTOP)
+        with trainer("memory:still", 6, "takeover") as second:
+            assert second.began == "start 4 4 memory"
+            assert "InUseError" in run_script(LIFE, "memory:still", 9).stderr
+            first.kill()
+            assert eventually(
+                lambda: channel.holder(channel.trainer_key(channel.run_key("memory:still", 0))) is not None
+            )
+            os.kill(int(second.ask("cp.writer_pid")), signal.SIGKILL)
+            assert f"InUseError: process {second.process.pid}" in run_script(LIFE, "memory:still", 9).stderr
+            assert second.step() == "staged 7"
+        assert start_of("memory:still") == ["start", "7", "7", "memory"]
+
+
+def test_who_lost_a_run_and_stands_still_keeps_nobody_from_starting_again(run_dir: str) -> None:
+    """Its writer says that it has lost the run, so the name that it still has is nobody's. It is told when it wakes."""
+    with trainer("memory:wakes", 4) as first:
+        first.process.send_signal(signal.SIGSTOP)
+        with trainer("memory:wakes", 6, "takeover") as second:
+            assert second.began == "start 4 4 memory"
+        with trainer("memory:wakes", 8) as third:
+            assert third.began == "start 6 6 memory"
+            first.process.send_signal(signal.SIGCONT)
+            assert first.step().startswith("FencedError")
+            assert third.step() == "staged 9"
+
+
+def test_a_child_does_not_keep_its_parents_name(run_dir: str) -> None:
+    """A forked child outlives the trainer: the run is nobody's all the same."""
+    key = channel.trainer_key(channel.run_key("memory:parent", 0))
+    with trainer("memory:parent", 4) as first:
+        assert channel.holder(key) == first.process.pid
+        child = int(first.ask("os.fork() or time.sleep(600)"))
+    try:
+        assert channel.holder(key) is None
+        assert start_of("memory:parent") == ["start", "4", "4", "memory"]
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_writer_that_stands_still_is_ended_only_if_its_trainer_is_dead(lives: bool, run_dir: str) -> None:
+    """It cannot be woken up. An opening is refused while its trainer lives, which goes on with it afterwards; after
+    that one's death it is ended, and the run begins, however long it was waited for."""
+    patch = (
+        "supervisor.MEET_S = supervisor.HELLO_S = supervisor.PATIENT_S = 2.0; "
+        "supervisor.WriterClient._wake = lambda _: 0"
+    )
+    with trainer("memory:silent", 4) as first:
+        writer = int(first.ask("cp.writer_pid"))
+        os.kill(writer, signal.SIGSTOP)
+        if lives:
+            assert "InUseError" in run_script(patched(patch), "memory:silent", 0).stderr
+            os.kill(writer, signal.SIGCONT)
+            assert first.step() == "staged 5" and int(first.ask("cp.writer_pid")) == writer
+    if not lives:
+        assert run_script(patched(patch), "memory:silent", 0).stdout.split() == ["start", "0", "0", "None"]
+
+
+def test_a_takeover_that_cannot_succeed_ends_no_training(run_dir: str, tmp_path: Path) -> None:
+    """One of the places of the second cannot be used: it says so, and the first trains on."""
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "notes.txt").write_text("somebody else's")
+    script = LIFE.replace("**place)", f"tiers=[sys.argv[1], ckpt.Tier({str(tmp_path / 'bad')!r})])")
+    with trainer(run_dir, 3) as first:
+        assert "FormatError" in run_script(script, run_dir, 9, "takeover").stderr
+        assert first.step() == "staged 4"
+    assert start_of(run_dir) == ["start", "4", "4", "memory"]
+
+
+def test_what_a_writer_says_before_anybody_listens_is_heard() -> None:
+    """In turn, and once."""
+    ours, theirs = socket.socketpair()
+    client, writer = WriterClient(channel.Channel(ours), "none"), channel.Channel(theirs)
+    writer.send(GoneNote())
+    future = client.send(Resume())
+    writer.reply(1, None)
+    future.result(30)
+    heard: list[Note] = []
+    client.listen(heard.append, lambda: None)
+    writer.send(SaidNote("so"))
+    assert eventually(lambda: heard == [GoneNote(), SaidNote("so")])
+    client.close()
+    writer.close()
+
+
+def test_a_name_that_does_not_answer_yet_is_taken_all_the_same(own_sockets: Path) -> None:
+    """Its owner was stopped before it came to listen: nobody goes on to the names that are for other users' sake."""
+    key = channel.run_key("memory:bound", 0)
+    with socket.socket(socket.AF_UNIX) as owner:
+        owner.bind(channel._address(key, 0))
+        assert channel.listen(key) is None
+
+
+def test_a_start_that_fails_takes_nothing_from_a_run_that_goes_on(run_dir: str) -> None:
+    """Opened with takeover=True and a place that cannot be used, a second start ends with an error; a third finds all
+    the steps of the first."""
+    Path(run_dir).mkdir()
+    (Path(run_dir) / "notes.txt").write_text("somebody else's")
+    script = LIFE.replace("**place)", "tiers=[ckpt.Memory(), ckpt.Tier(sys.argv[1])])")
+    with trainer("memory:kept", 3) as first:
+        assert "FormatError" in run_script(script, run_dir, 9).stderr
+        assert first.step() == "staged 4"
+    assert start_of("memory:kept") == ["start", "4", "4", "memory"]
+
+
+def test_a_name_has_one_owner(own_sockets: Path) -> None:
+    """Of many that ask for a name at once one gets it; it is free again when that one is gone, and not before. A writer
+    that starts late neither takes nor removes its successor's."""
+    key = channel.run_key("memory:name", 0)
+    got = list[object]()
+    threads = [threading.Thread(target=lambda: got.append(channel.listen(key))) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (owner,) = [one for one in got if one is not None]
+    assert channel.listen(key) is None and channel.siblings(key) == {0: key}
+    with pytest.raises(ckpt.WriterError, match="another writer"):
+        late = WriterClient.spawn(key)
+        try:
+            late.greet(60.0, 60.0)
+        finally:
+            late.close()
+    assert channel.siblings(key) == {0: key}
+    owner.close()  # type: ignore[attr-defined]
+    again = channel.listen(key)
+    assert again is not None
+    again.close()
+
+
+def test_memory_is_found_whatever_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of a login is gone, TMPDIR is another one, the home too: the survivor is found all the same. One that
+    cannot be reached, in a network of its own, is spoken of."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert killed(run_script(LIFE, "memory:session", 5, "kill"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/nowhere")
+    monkeypatch.delenv("TMPDIR")
+    assert start_of("memory:session", 7, "kill") == ["start", "5", "5", "memory"]
+    if subprocess.run(["unshare", "--net", "true"], check=False, capture_output=True).returncode == 0:
+        path = f"{REPO}:{REPO / 'backends'}"
+        found = subprocess.run(
+            ["unshare", "--net", sys.executable, "-c", LIFE, "memory:session", "0"],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert "start 0" in found.stdout and "cannot be reached from here" in found.stderr
+
+
+def test_a_fresh_folder_is_a_fresh_run(run_dir: str, own_sockets: Path) -> None:
+    """kill -9, rm -rf, start again: it begins at 0, at once, and the memory of the run that was is let go of."""
+    assert killed(run_script(LIFE, run_dir, 5, "kill"))
+    remove(run_dir)
+    assert start_of(run_dir, 3, "kill") == ["start", "0", "0", "None"]
+    assert start_of(run_dir) == ["start", "3", "3", "memory"]
+    remove(run_dir)
+    assert eventually(lambda: not writers(own_sockets))
+
+
+def remove(folder: str) -> None:
+    """As often as the writer of a dead trainer puts something more there."""
+    while Path(folder).exists():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.parametrize("how", ["moved", "emptied", "replaced"])
+def test_a_folder_that_is_not_the_run_any_more_is_not_written_to(how: str, run_dir: str, tmp_path: Path) -> None:
+    """The next save says so; nothing is written into the void. Put back, saves go on."""
+    state, folder, deferred = toy.build(), Path(run_dir), tmp_path / "aside"
+    with ckpt.Checkpointer(toy.build(), [ckpt.Tier(str(tmp_path / "other"), every=1)]) as other:
+        other.restore(default=0)
+        other.save(7).committed(60)
+    cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)], on_error="warn")
+    cp.restore(default=0)
+    toy.train_step(state)
+    cp.save(1).committed(60)
+    folder.rename(deferred)
+    if how == "emptied":
+        folder.mkdir()
+    if how == "replaced":
+        (tmp_path / "other").rename(folder)
+    before = sorted(folder.rglob("*")) if folder.exists() else None
+    toy.train_step(state)
+    with pytest.raises(ckpt.SaveError, match="moved, emptied or replaced"):
+        cp.save(2).committed(60)
+    assert (sorted(folder.rglob("*")) if folder.exists() else None) == before
+    if folder.exists():
+        shutil.rmtree(folder)
+    deferred.rename(folder)
+    toy.train_step(state)
+    cp.save(3).committed(60)
+    cp.close()
+    assert ckpt.load(run_dir).step == 3
+
+
+@pytest.mark.skipif(not os.access("/proc/sys/kernel/ns_last_pid", os.W_OK), reason="only root can choose numbers")
+def test_a_number_that_is_used_again_is_no_trainer(run_dir: str) -> None:
+    """The pid of the dead trainer belongs to another process by now: the next start does not wait for that one."""
+    with trainer(run_dir, 3) as first:
+        pid = first.process.pid
+    other = None
+    for _ in range(200):
+        Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
+        candidate = subprocess.Popen(["sleep", "600"])
+        if candidate.pid == pid:
+            other = candidate
+            break
+        candidate.kill()
+        candidate.wait()
+    if other is None:
+        pytest.skip("another process was quicker, each time")
+    try:
+        script = LIFE.replace("**place)", "tiers=[ckpt.Memory(), ckpt.Tier(sys.argv[1])], busy_timeout_s=5)")
+        found = run_script(script, run_dir, 8)
+        assert found.stdout.split() == ["start", "3", "3", "memory"] and found.returncode == 0, found.stderr
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_process_is_more_than_its_number() -> None:
+    """It is told from one with the same number by its start; one that has ended is not alive, reaped or not."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = Process.of(child.pid)
+    assert process.alive and not Process(child.pid, process.started - 1).alive
+    assert abs(process.born - time.monotonic()) < 60
+    child.kill()
+    assert eventually(lambda: not process.alive)  # a zombie
+    child.wait()
+    assert not process.alive and Process.of(child.pid) != process
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "--pid", "--fork", "true"], check=False, capture_output=True).returncode != 0,
+    reason="needs namespaces",
+)
+def test_another_machine_sees_whether_a_trainer_lives(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From where its process cannot be seen, a run that is trained is refused, by the beats in its ledger; after a
+    death that was noticed it is opened, at once."""
+    away = ["unshare", "--pid", "--net", "--fork", "--mount-proc", "--kill-child"]
+    with trainer(run_dir, 3) as first:
+        assert eventually((Path(run_dir) / "ledger").exists)
+        path = f"{REPO}:{REPO / 'backends'}"
+        found = subprocess.run(
+            [*away, sys.executable, "-c", LIFE, run_dir, "9"],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert f"InUseError: process {first.process.pid}" in found.stderr and "waiting up to" in found.stderr
+        assert first.step() == "staged 4"
+    with trainer(run_dir, 0, before=away) as second:
+        assert second.began == f"start 4 4 file://{run_dir}"
+
+
+def test_the_loser_of_two_starts_is_told_even_if_errors_are_only_logged(run_dir: str) -> None:
+    """Two that train one run do not both go on: with on_error="warn" too, the one that lost it hears of it, at a step
+    or at its end at last."""
+    weight = nn.Parameter(torch.zeros(8))
+    state = {"w": weight, "opt": torch.optim.SGD([weight], lr=1.0)}
+    cp = ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=10)], on_error="warn")
+    cp.restore(default=0)
+    cp.save(1).committed(60)
+    script = 'import os, sys, tempfile\nos.environ["CKPT_RUNTIME_DIR"] = tempfile.mkdtemp()\n' + LIFE
+    assert start_of_script(script, run_dir, 3, "takeover")[:2] == ["start", "1"]
+    with pytest.raises(ckpt.FencedError):
+        cp.close()
+
+
+def start_of_script(script: str, *arguments: object) -> list[str]:
+    found = run_script(script, *arguments)
+    assert found.returncode == 0, found.stderr
+    return found.stdout.split()
+
+
+def test_the_writer_is_no_child_of_the_trainer(own_sockets: Path) -> None:
+    """Launchers end the children of what they started, and wait for them: the writer is not among these, nor in the
+    trainer's session, and outlives it."""
+    with trainer("memory:orphan", 2) as first:
+        (writer,) = writers(own_sockets)
+        below = psutil.Process(first.process.pid).children(recursive=True)
+        assert writer.pid not in [child.pid for child in below]
+        assert os.getsid(writer.pid) != os.getsid(first.process.pid)
+        for child in below:
+            child.kill()
+    assert writer.is_running() and start_of("memory:orphan") == ["start", "2", "2", "memory"]
+
+
+def test_a_checkpointer_of_another_thread_says_what_signals_do(caplog: pytest.LogCaptureFixture) -> None:
+    """Signals are no triggers there, as under Ray, and a word says so and what is left."""
+
+    def make() -> None:
+        ckpt.Checkpointer(toy.build(), name="thread", triggers=[ckpt.on_signal("SIGTERM")]).close()
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert "SIGTERM: no trigger here" in caplog.text

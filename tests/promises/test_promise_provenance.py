@@ -1,0 +1,547 @@
+"""A snapshot is of one moment, whoever writes to what it is copied from; and what was whole when its copy ended stays.
+
+Who writes otherwise than an optimizer does here: by hand with and without torch counting it, by a fused step past its
+hook, by a graph. What is read back is compared with the boundary, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ckpt
+from boundaries import LARGE, Run, adamw, gate, gradients, open_run, read_back
+from ckpt.errors import SaveError
+from ckpt.format.layout import Layout
+from ckpt.ipc.requests import KnowGuarded
+from ckpt.state.capture import Capture, Reading
+from ckpt.state.fingerprint import ELEMENTS, SampledPlaces
+from ckpt.state.tensors import as_bytes, spec
+from ckpt.trainer.stage import Stager
+from ckpt.trainer.unchanged import Frozen
+from ckpt.writer.held_memory import HeldMemory
+from processes import eventually, killed, run_script
+from toy_states import State, differences, freeze
+
+__all__ = ["gate", "open_run"]  # fixtures
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+def sgd() -> Run:
+    """Two layers, so that one may be copied before a write and one after it."""
+
+    def build() -> State:
+        model = nn.Sequential(nn.Linear(LARGE, LARGE), nn.Linear(LARGE, LARGE))
+        return {"model": model, "optim": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+    def move(state: State, step: int) -> None:
+        gradients(state["model"], step)
+        state["optim"].step()
+
+    return Run(build, move)
+
+
+def exchange(state: State) -> None:
+    """As averaged weights are, for an evaluation; torch counts it."""
+    state["model"].load_state_dict({name: t * 0.5 + 1.0 for name, t in state["model"].state_dict().items()})
+
+
+# -- what was whole stays --
+
+
+def test_a_committed_step_stays_when_weights_are_exchanged_later(run_dir: str) -> None:
+    """Weights that are exchanged when the copy has long ended are no reason to take a checkpoint, a snapshot in memory
+    or a logged step back: not at the next update, not at the next step, not when somebody waits for it again."""
+    run = sgd()
+    with ckpt.Checkpointer(run.state, ckpt.Tier(run_dir, every=1, log_every_step=True)) as cp:
+        cp.restore(default=0)
+        boundaries = {}
+        for step in (1, 2, 3):
+            run.move(run.state, step)
+            boundaries[step] = freeze(run.state)
+            save = cp.step(step)
+            assert save is not None
+            assert eventually(lambda save=save: not save.unfinished())  # and nobody has asked for it
+            exchange(run.state)
+            run.move(run.state, step)  # the first to look, if anybody does
+            assert (save.committed(1.0).step, save.logged(1.0).step, save.staged(1.0).step) == (step, step, step)
+            assert save.status == "committed"
+            assert differences(read_back(cp, step, run.twin), boundaries[step]) == []
+    with ckpt.Checkpointer(run.twin, ckpt.Tier(run_dir, every=1)) as cp:
+        for step in (1, 2, 3):
+            assert cp.restore(step=step) == step
+            assert differences(freeze(run.twin), boundaries[step]) == []
+
+
+def test_a_staged_step_stays_when_weights_are_exchanged_later(open_run: Any) -> None:
+    """The same in memory, where nobody has waited for anything: the copy has ended, whether or not that was asked."""
+    run = sgd()
+    cp = open_run(run.state)
+    for step in range(1, 5):
+        run.move(run.state, step)
+        boundary = freeze(run.state)
+        save = cp.step(step)
+        assert cp._last[1].copied.wait(30.0)
+        exchange(run.state)
+        run.move(run.state, step)
+        save.staged(30.0)
+        assert differences(read_back(cp, step, run.twin), boundary) == []
+
+
+# -- writes that torch does not count --
+
+
+def decayed(state: State) -> None:
+    for p in state["model"].parameters():
+        p.data.mul_(1 - 1e-4)
+
+
+def clipped(state: State) -> None:
+    """Changes the outermost hundredth."""
+    for p in state["model"].parameters():
+        p.data.clamp_(*p.data.flatten()[:100_000].quantile(torch.tensor([0.005, 0.995])).tolist())
+
+
+def averaged(state: State) -> None:
+    for p in state["model"].parameters():
+        p.data.copy_(p.data.roll(1, 0) * 0.5)
+
+
+def through_numpy(state: State) -> None:
+    for p in state["model"].parameters():
+        p.detach().numpy()[...] += 1.0
+
+
+@pytest.mark.parametrize("write", [decayed, clipped, averaged, through_numpy])
+def test_writes_past_the_counters_tear_nothing(write: Any, open_run: Any, gate: threading.Event) -> None:
+    """Between step() and the next optimizer, before the rest is copied: that snapshot is dropped, with the names of
+    what was written; from then on it is copied before step() returns, and every snapshot is its boundary."""
+    run = sgd()
+    cp = open_run(run.state, on_error="warn")
+    run.move(run.state, 1)
+    cp.step(1).staged(30.0)
+    run.move(run.state, 2)
+    gate.clear()
+    save = cp.step(2)
+    write(run.state)
+    gate.set()
+    with pytest.raises(SaveError, match=r"step 2 was dropped: model\.0\.weight"):
+        save.staged(30.0)
+    for step in range(3, 9):
+        run.move(run.state, step)
+        boundary = freeze(run.state)
+        save = cp.step(step)
+        write(run.state)
+        save.staged(30.0)
+        assert differences(read_back(cp, step, run.twin), boundary) == []
+
+
+def test_weights_that_are_exchanged_and_back_again_while_they_are_copied(
+    open_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is to be seen in the weights when the copy has ended, nor in any counter: the copy itself tells."""
+    run = sgd()
+    cp = open_run(run.state, on_error="warn")
+    run.move(run.state, 1)
+    cp.step(1).staged(30.0)
+    run.move(run.state, 2)
+    first, others, put = run.state["model"][0].weight, list(run.state["model"][1].parameters()), Frozen.put
+
+    def meanwhile(self: Frozen, number: int, target: Tensor, source: Tensor) -> None:
+        if source.data_ptr() == first.data_ptr():
+            put(self, number, target, source)
+            for p in others:
+                p.data.neg_()
+            return
+        put(self, number, target, source)
+        if source.data_ptr() == others[0].data_ptr():
+            for p in others:
+                p.data.neg_()
+
+    monkeypatch.setattr(Frozen, "put", meanwhile)
+    save = cp.step(2)
+    with pytest.raises(SaveError, match=r"step 2 was dropped: model\.1\.weight"):
+        save.staged(30.0)
+
+
+def test_a_few_elements_by_a_write_that_torch_counts(open_run: Any, gate: threading.Event) -> None:
+    """One element, which no fingerprint needs to meet, is noticed by the counter."""
+    run = sgd()
+    cp = open_run(run.state, on_error="warn")
+    run.move(run.state, 1)
+    cp.step(1).staged(30.0)
+    gate.clear()
+    run.move(run.state, 2)
+    save = cp.step(2)
+    with torch.no_grad():
+        run.state["model"][1].weight[321, 123] += 1.0
+    gate.set()
+    with pytest.raises(SaveError, match=r"step 2 was dropped: model\.1\.weight"):
+        save.staged(30.0)
+
+
+def test_a_step_that_was_not_due_and_is_copied_later(open_run: Any) -> None:
+    """What is copied at a fault only, because weights stay as they are until an optimizer begins, is looked at in the
+    same way: no snapshot, if somebody else has written to them."""
+    run = sgd()
+    cp = open_run(run.state, tiers=ckpt.Memory(every=1000, between=True), on_error="warn")
+    run.move(run.state, 1)
+    cp.save(1).staged(30.0)
+    for step in (2, 3):
+        run.move(run.state, step)
+        boundary = freeze(run.state)
+        assert cp.step(step) is None
+        if step == 3:
+            decayed(run.state)
+        assert cp.copy_live() == (step if step == 2 else None)
+        if step == 2:
+            assert differences(read_back(cp, step, run.twin), boundary) == []
+    with cp._supervisor.snapshots() as snapshots:
+        assert [s.attempt.step for s in snapshots] == [2, 1]
+
+
+def test_the_next_step_is_saved_instead(open_run: Any, gate: threading.Event) -> None:
+    """Memory is due at every fourth step: when that snapshot is dropped, the step behind it is saved."""
+    run = sgd()
+    cp = open_run(run.state, tiers=ckpt.Memory(every=4, between=False), on_error="warn")
+    saved = []
+    for step in range(1, 10):
+        run.move(run.state, step)
+        if step == 4:
+            gate.clear()
+        save = cp.step(step)
+        if save is None:
+            continue
+        saved.append(step)
+        if step == 4:
+            decayed(run.state)
+            gate.set()
+            with pytest.raises(SaveError, match="step 4 was dropped"):
+                save.staged(30.0)
+        else:
+            save.staged(30.0)
+    assert saved == [4, 5, 8]
+
+
+IN_THE_MIDDLE = """
+import os, signal, sys, time
+import torch, ckpt
+from ckpt.trainer.stage import Stager
+
+model = torch.nn.Linear(1500, 1500, bias=False)
+weight, optim = torch.nn.init.zeros_(model.weight), torch.optim.SGD(model.parameters(), lr=1.0)
+
+def move():
+    weight.grad = torch.full_like(weight, -1.0)
+    optim.step()
+
+cp = ckpt.Checkpointer({"model": model, "optim": optim}, name="killed", triggers=())
+cp.restore(default=0)
+move()
+cp.step(1).staged(30.0)
+move()
+copy, first = Stager._copy, weight.detach().view(-1)
+
+def in_the_middle(self, pairs, streams):
+    while pairs and float(first[0]) == 2.0:
+        time.sleep(0.0001)
+    copy(self, pairs, streams)
+
+Stager._copy = in_the_middle
+save = cp.step(2)
+save._staged.add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGKILL))  # if it is not sealed
+with torch.no_grad():
+    torch._foreach_mul_([weight] * 5000, 1.001)  # is counted when all of it has ended
+"""
+
+
+def test_a_write_under_way_when_the_trainer_dies(own_sockets: Path) -> None:
+    """The copy ends in the middle of a long write that torch counts at its end, and the process is killed before any
+    thread of it looks again: what is found in memory by the next one is a whole step."""
+    assert killed(run_script(IN_THE_MIDDLE, fail="trainer/stage.sealed:kill:2"))
+    model = nn.Linear(1500, 1500, bias=False)
+    state = {"model": model, "optim": torch.optim.SGD(model.parameters(), lr=1.0)}
+    with ckpt.Checkpointer(state, name="killed", triggers=()) as cp:
+        step = cp.restore()
+        assert model.weight.unique().tolist() == [step] == [1.0]
+
+
+# -- what a fingerprint sees --
+
+
+def kinds() -> dict[str, Tensor]:
+    """Tensors of all widths and forms. What follows `odd` lies at odd places of a slot."""
+    wide = torch.arange(60_000.0).view(200, 300)
+    raw = torch.arange(41, dtype=torch.uint8)
+    return {
+        "f32": wide.clone(),
+        "f64": wide.double(),
+        "c128": wide.to(torch.complex128),
+        "bf16": wide.bfloat16(),
+        "bool": wide > 100,
+        "turned": wide.clone().t(),
+        "permuted": wide.clone().view(20, 10, 300).permute(2, 0, 1),
+        "cut": wide.clone()[:, 10:20],
+        "scalar": torch.tensor(3.0),
+        "empty": torch.zeros(0, 3),
+        "odd": torch.arange(7, dtype=torch.int8),
+        "behind": wide.clone(),
+        "misplaced": raw[1:],
+    }
+
+
+def staged(layout: Layout, tensors: list[Tensor]) -> Tensor:
+    """A slot with these tensors in it."""
+    slot = torch.zeros(layout.arrangement.data_size, dtype=torch.uint8)
+    for tensor, offset in zip(tensors, layout.arrangement.offsets, strict=True):
+        slot[offset : offset + tensor.nbytes].copy_(as_bytes(tensor.contiguous()))
+    return slot
+
+
+@pytest.mark.parametrize("name", [name for name, tensor in kinds().items() if tensor.numel()])
+@pytest.mark.parametrize("where", [0, -1, None], ids=["first", "last", "all"])
+def test_whichever_tensor_is_written_to_is_named(name: str, where: int | None) -> None:
+    """By the first of its elements, by the last, and by all: in the tensor, in its copy, at every turn; and nothing is
+    said of any other, nor while nothing has changed."""
+    live = kinds()
+    layout = Layout(tuple(spec(key, tensor) for key, tensor in live.items()), {}, [])
+    spots = SampledPlaces(layout, range(len(live)), list(live.values()))
+    number, tensor = list(live).index(name), live[name]
+    before = staged(layout, list(live.values()))
+    for _ in range(17):
+        print_ = spots.look()
+        assert print_.changed() == print_.differing(before) == set()
+        was = tensor.clone()
+        if where is None:
+            tensor.copy_(~tensor if tensor.dtype == torch.bool else tensor + 1)
+        else:
+            at = tuple(i if where == 0 else n - 1 for i, n in zip([0] * tensor.dim(), tensor.shape, strict=True))
+            tensor[at] = ~tensor[at] if tensor.dtype == torch.bool else tensor[at] * 2 + 1
+        assert print_.changed() == {number}
+        assert print_.differing(before) == set()
+        assert print_.differing(staged(layout, list(live.values()))) == {number}
+        tensor.copy_(was)
+
+
+def test_a_hundredth_of_the_elements_is_met() -> None:
+    """Where there are few tensors, so many of their elements are looked at that writes to some are seen; each time at
+    other places, and all of them inside the tensor."""
+    tensor = torch.zeros(1000, 1000)
+    layout = Layout((spec("t", tensor),), {}, [])
+    spots, met = SampledPlaces(layout, [0], [tensor]), 0
+    changed = torch.rand(1000, 1000, generator=torch.Generator().manual_seed(0)) < 0.01
+    for _ in range(16):
+        found = spots.look()
+        tensor[changed] += 1.0
+        met += found.changed() == {0}
+    assert met == 16
+    places = {tuple(sorted(_looked_at(spots, tensor))) for _ in range(16)}
+    assert len(places) == 16 and all(len(one) in (ELEMENTS - 1, ELEMENTS) for one in places)
+
+
+def _looked_at(spots: SampledPlaces, tensor: Tensor) -> set[int]:
+    """The elements that one fingerprint has, by writing each element's number into it."""
+    tensor.copy_(torch.arange(tensor.numel(), dtype=torch.float32).view_as(tensor))
+    return {int(value) for found in spots.look()._found for value in found.view(torch.float32)}
+
+
+# -- optimizers that step without their hook --
+
+
+def replay(state: State, step: int) -> None:
+    """What a replayed graph is to us: no hook runs, no version is counted."""
+    gradients(state["model"], step)
+    type(state["optim"]).step.__wrapped__(state["optim"])
+
+
+def test_an_optimizer_that_steps_past_its_hook_tears_nothing(open_run: Any) -> None:
+    """Whose hook has not run since the last step is copied before step() returns: with nothing dropped."""
+    run = adamw(fused=True)
+    replay(run.state, 1)
+    cp = open_run(run.state)
+    for step in range(1, 12):
+        replay(run.state, step)
+        boundary = freeze(run.state)
+        save = cp.step(step)
+        replay(run.state, step)
+        with contextlib.suppress(ckpt.SkippedError):  # the first may come before its memory
+            save.staged(30.0)
+            assert differences(read_back(cp, step, run.twin), boundary) == []
+    assert not any(cp._capture.read().guarded) and cp._hook.count == 0
+
+
+def test_a_wrapper_is_trusted_when_what_it_wraps_has_stepped(open_run: Any) -> None:
+    """As of Accelerate: an optimizer by its class, without hooks of its own, with the groups of another."""
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+        state = property(lambda self: self.optimizer.state)
+        param_groups = property(lambda self: self.optimizer.param_groups)
+
+        def step(self, closure: Any = None) -> Any:
+            return self.optimizer.step(closure)
+
+    model = nn.Linear(8, 8)
+    cp = open_run({"model": model, "optim": Wrapper(torch.optim.AdamW(model.parameters()))})
+    gradients(model, 1)
+    cp._capture.state["optim"].step()
+    cp.step(1).staged(30.0)
+    assert all(cp._capture.read().guarded)
+    model.zero_grad()
+    cp.step(2)
+    assert not any(cp._capture.read().guarded)
+
+
+def two() -> State:
+    one, other = nn.Linear(LARGE, 8), nn.Linear(LARGE, 8)
+    return {
+        "one": one,
+        "other": other,
+        "optim one": torch.optim.AdamW(one.parameters()),
+        "optim other": torch.optim.AdamW(other.parameters()),
+    }
+
+
+def step_of(state: State, name: str) -> None:
+    gradients(state[name], 1)
+    state[f"optim {name}"].step()
+
+
+def guarded_names(reading: Reading) -> set[str]:
+    pairs = zip(reading.layout.tensors, reading.guarded, strict=True)
+    return {t.name.split(".")[0].removeprefix("optim ") for t, guarded in pairs if guarded}
+
+
+def test_optimizers_that_take_turns(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is guarded at the steps at which its hook has run. The layout stays the same object, what is guarded is
+    worked out, and told to the writer, once for each of them, and every snapshot is its boundary."""
+    state, twin = two(), two()
+    for name in ("one", "other"):
+        step_of(state, name)
+    cp = open_run(state)
+    sent: list[KnowGuarded] = []
+    send = cp._supervisor.client.send
+    monkeypatch.setattr(
+        cp._supervisor.client,
+        "send",
+        lambda request, *a: (sent.append(request) if isinstance(request, KnowGuarded) else None, send(request, *a))[1],
+    )
+    layouts, lists = set(), set()
+    for step in range(1, 13):
+        name = ("one", "other")[step % 2]
+        step_of(state, name)
+        boundary = freeze(state)
+        save = cp.step(step)
+        reading = cp._capture.read()
+        assert guarded_names(reading) == {name}
+        layouts.add(id(reading.layout))
+        lists.add(id(reading.guarded))
+        save.staged(30.0)
+        assert differences(read_back(cp, step, twin), boundary) == []
+    assert (len(layouts), len(lists)) == (1, 2)
+    assert len(sent) == 12 and sum(one.tensors is not None for one in sent) == 2
+
+
+def test_a_writer_knows_lists_again_by_their_number() -> None:
+    """A list that begins anew with number 0 replaces all; a number alone is the list that had it."""
+    holdings = HeldMemory()
+    for layout, number, tensors in [("a", 0, [1, 2]), ("a", 1, [3])]:
+        holdings.know_guarded(layout, number, tensors)
+    holdings.know_guarded("a", 0, None)
+    assert holdings.guarded == {"a": [1, 2]}
+    holdings.know_guarded("b", 0, [5])
+    holdings.know_guarded("b", 1, [6])
+    holdings.know_guarded("b", 0, None)
+    assert holdings.guarded == {"b": [5]}
+
+
+def test_a_step_saved_by_hand_behind_it_is_as_much_guarded() -> None:
+    """save() right after step() is of the same step: the optimizer has announced itself for both."""
+    run = adamw()
+    capture = Capture(run.state)
+    run.move(run.state, 1)
+    for announced, guarded in [([run.state["optim"]], True), ([], False), ([run.state["optim"]], True)]:
+        capture.trust(announced)
+        for _ in range(2):
+            assert any(capture.read().guarded) is guarded
+
+
+# -- on a device --
+
+
+def on_device(**settings: Any) -> Run:
+    def build() -> State:
+        model = nn.Linear(512, 512, device="cuda")
+        return {"model": model, "optim": torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), **settings)}
+
+    def move(state: State, step: int) -> None:
+        gradients(state["model"], step)
+        state["optim"].step()
+
+    return Run(build, move)
+
+
+@gpu
+@pytest.mark.gpu
+def test_a_write_past_the_counters_on_a_device(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy is held up on its stream, and a kernel that torch does not count comes first."""
+    run, copy, late = on_device(fused=True), Stager._copy, threading.Event()
+
+    def held(self: Stager, pairs: Any, streams: Any) -> None:
+        for stream in streams.values() if late.is_set() else ():
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(2_000_000_000)
+        copy(self, pairs, streams)
+
+    cp = open_run(run.state, on_error="warn")
+    run.move(run.state, 1)
+    cp.save(1).staged(60.0)
+    monkeypatch.setattr(Stager, "_copy", held)
+    run.move(run.state, 2)
+    late.set()
+    save = cp.step(2)
+    run.state["model"].weight.data.mul_(0.5)
+    late.clear()
+    with pytest.raises(SaveError, match=r"step 2 was dropped: model\.weight"):
+        save.staged(60.0)
+    for step in (3, 4, 5):
+        run.move(run.state, step)
+        boundary = freeze(run.state)
+        save = cp.step(step)
+        run.state["model"].weight.data.mul_(0.5)
+        save.staged(60.0)
+        assert differences(read_back(cp, step, run.twin), boundary) == []
+
+
+@gpu
+@pytest.mark.gpu
+def test_a_graph_that_was_captured_before(open_run: Any) -> None:
+    """An optimizer inside a graph of before the Checkpointer was made: no hook ever runs, and nothing is torn."""
+    run = on_device(capturable=True)
+    state = run.state
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run.move(state, 1)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        state["optim"].step()
+    cp = open_run(state)
+    for step in range(1, 9):
+        graph.replay()
+        boundary = freeze(state)
+        save = cp.save(step)
+        graph.replay()
+        save.staged(60.0)
+        assert differences(read_back(cp, step, run.twin), boundary) == []
+    assert cp._hook.count == 0

@@ -1,0 +1,295 @@
+"""Where a run is kept: what stays there, who may read it, and which places are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from click.testing import CliRunner
+from fsspec.implementations.memory import MemoryFileSystem
+
+import ckpt
+import toy
+from ckpt import dcp
+from ckpt.checkpoint import commit
+from ckpt.checkpoint.open_tier import open_place
+from ckpt.checkpoint.retention import Keep
+from ckpt.cli import cli
+from ckpt.errors import SaveError, StoreError, UsageError
+from ckpt.store import open_store
+from ckpt.tiers import as_tiers
+from model_disk import volume
+from processes import eventually, killed, run_script
+
+# -- who may read a run --
+
+LIFE = """
+import os, signal, sys
+os.umask(int(sys.argv[2], 8))
+import ckpt, toy
+state = toy.build()
+tiers = [ckpt.Memory(linger_s=0), ckpt.Tier(sys.argv[1], every=2, keep=2, log_every_step=True)]
+with ckpt.Checkpointer(state, tiers, metrics=ckpt.Metrics(tensorboard=sys.argv[3])) as cp:
+    cp.restore(default=0)
+    for step in range(1, 12):
+        toy.train_step(state)
+        cp.step(step).staged(30)
+        if step % 2 == 0:
+            cp.save(step).committed(30)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+COMMAND = """
+import os, sys
+os.umask(int(sys.argv[1], 8))
+sys.argv = ["ckpt", *sys.argv[2:]]
+from ckpt.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o002, 0o077])
+def test_a_run_is_as_readable_as_the_umask_says(tmp_path: Path, umask: int) -> None:
+    """Every file of a run has mode 0666 less the umask, every folder 0777: after commits, redo logs, retirement, a
+    SIGKILL and what the writer then says about it; the folders above it, what is exported, and a report as well."""
+    home = tmp_path / "team"
+    run, text = home / "someone" / "run", f"{umask:o}"
+    result = run_script(LIFE, run, text, home / "boards")
+    assert killed(result), result.stderr
+    assert eventually(lambda: any(run.glob("faults/*.json"))), "the writer tells what it saw"
+    for words in (
+        ["restore", run, "--to", home / "out" / "exp.safetensors"],
+        ["restore", run, "--to", home / "out" / "other", "--format", "run"],
+        ["report", run, "-o", home / "page.html"],
+    ):
+        result = run_script(COMMAND, text, *words)
+        assert result.returncode == 0, result.stderr
+    made = [home, *home.rglob("*")]
+    kinds = {path.relative_to(home).parts[-2] for path in made[1:] if path.is_file() and run in path.parents}
+    assert {"run", "log", "packs", "parts", "index", "redo", "faults", "ledger"} <= kinds
+    wrong = {str(path): f"{mode:o}" for path in made if (mode := mode_of(path)) != usual(path) & ~umask}
+    assert not wrong
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def usual(path: Path) -> int:
+    return 0o777 if path.is_dir() else 0o666
+
+
+# -- what stays --
+
+STEPS = """
+import os, signal, sys, ckpt, toy
+run, first, last, kill = sys.argv[1], *map(int, sys.argv[2:])
+state = toy.build()
+tier = ckpt.Tier(run, every=2, compression="zstd", full_every=4, log_every_step=True)
+with ckpt.Checkpointer(state, [ckpt.Memory(), tier]) as cp:
+    assert cp.restore(default=0) == first - 1, cp.last_restore
+    for step in range(first, last + 1):
+        toy.train_step(state)
+        save = cp.step(step)
+        if step % 2 == 0:
+            save.committed(60)
+        print(step, toy.bits(state["model"].state_dict()), flush=True)
+    if kill:
+        save.staged(60)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_plain_folder_keeps_everything(tmp_path: Path) -> None:
+    """Without `keep=` every checkpoint of a folder stays, with increments, deltas and redo logs, through a SIGKILL and
+    the start after it: each is sound, and each is what it was, bit for bit."""
+    run, said = tmp_path / "run", dict[str, str]()
+    for first, last, kill in ((1, 7, 1), (8, 18, 0)):
+        result = run_script(STEPS, run, first, last, kill)
+        assert killed(result) if kill else result.returncode == 0, result.stderr
+        said |= dict(line.split() for line in result.stdout.splitlines())
+    assert set(range(2, 19, 2)) <= set(steps_of(run))
+    assert told("verify", run, "--all").exit_code == 0
+    for step in range(2, 19, 2):
+        assert toy.bits(ckpt.load(run, step=step, only="model.*").sub("model").all()) == said[str(step)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "stay"),
+    [
+        ({}, [1, 2, 3, 4, 5, 6, 7, 8]),
+        ({"keep": "all"}, [1, 2, 3, 4, 5, 6, 7, 8]),
+        ({"keep": 3}, [6, 7, 8]),
+        ({"keep": Keep(last=2, every=4)}, [4, 7, 8]),
+    ],
+    ids=["nothing", "all", "three", "some"],
+)
+def test_what_keep_says_stays(run_dir: str, settings: dict[str, Any], stay: list[int]) -> None:
+    """All of them, a number, or a `Keep`, through the writer, which deletes nothing else; `ckpt prune` takes the same
+    words afterwards."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1, incremental=False, **settings)]) as cp:
+        for step in range(1, 9):
+            toy.train_step(state)
+            save = cp.step(step)
+            assert save is not None
+            save.committed(60)
+    assert steps_of(run_dir) == stay
+    assert json.loads(told("prune", run_dir, "--keep-last", "all", "--yes", "--json").stdout)["give_up"] == []
+    assert steps_of(run_dir) == stay
+    assert told("prune", run_dir, "--keep-last", 2, "--yes").exit_code == 0
+    assert steps_of(run_dir) == stay[-2:]
+
+
+def test_what_is_given_by_a_word_keeps_everything(tmp_path: Path) -> None:
+    """A folder or URL that is no `Tier`, wherever places are said; and a `Tier` says the same to all of them."""
+    from ckpt.lightning import callback as lightning
+    from ckpt.transformers import callback as transformers
+
+    folder, three = str(tmp_path / "run"), ckpt.Tier(str(tmp_path / "run"), keep=3)
+    for kept, given in ((True, folder), (False, three)):
+        words: Any = [given]
+        places = [as_tiers(words)[1], as_tiers(lightning.places(words, None))[1], dcp.storage._tiers(words)]
+        places.append(as_tiers(transformers._spread(words, None)[0])[1])
+        if kept:
+            spread, _ = transformers._spread(words, 20)
+            places += [as_tiers(words, "auto")[1], as_tiers(lightning.places(words, 20))[1], as_tiers(spread)[1]]
+        assert [tier.keeping.all for (tier,) in places] == [kept] * len(places)
+        assert all(tier.keeping.last == 3 for (tier,) in places)
+
+
+@pytest.mark.parametrize("keep", ["some", "3", "", 0, -1, True, 2.5, None, ["all"]])
+def test_other_words_are_refused(keep: Any) -> None:
+    with pytest.raises(UsageError, match=r"all|from 1"):
+        ckpt.Tier("/tmp/run", keep=keep)
+
+
+def test_a_disk_that_fills_up_says_what_to_do(tmp_path: Path) -> None:
+    """Where all is kept, a disk gets full: the error says how to give up older ones; after that the same run goes on,
+    and what was committed before is sound."""
+    with volume(tmp_path, "tmpfs", 8) as place:
+        run, state = str(place.path / "run"), toy.build()
+        with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=1, incremental=False)]) as cp:
+            with pytest.raises(SaveError, match=r"no space left.*ckpt prune .* --keep-last 3.*keep=3") as caught:
+                for step in range(1, 1000):
+                    toy.train_step(state)
+                    save = cp.step(step)
+                    assert save is not None
+                    save.committed(60)
+            assert f"file://{run}" in str(caught.value)
+            full = steps_of(run)
+            assert full == list(range(1, step)) and len(full) > 10
+            pruned = told("prune", run, "--keep-last", 3, "--yes")
+            assert pruned.exit_code == 0, pruned.output
+            toy.train_step(state)
+            assert cp.save(step + 1).committed(60).step == step + 1
+        assert steps_of(run) == [*full[-3:], step + 1]
+        assert told("verify", run, "--all").exit_code == 0
+
+
+# -- places that cannot hold a run --
+
+
+class Honest(MemoryFileSystem):  # type: ignore[misc]
+    """Objects of a class of its own each; what is deleted was there."""
+
+    def __init_subclass__(cls) -> None:
+        cls.store, cls.pseudo_dirs = {}, [""]
+        cls.protocol = cls.__name__.lower()
+        fsspec.register_implementation(cls.protocol, f"{__name__}.{cls.__name__}", clobber=True)
+
+    store: dict[str, Any] = {}  # noqa: RUF012 - as of MemoryFileSystem
+    pseudo_dirs = [""]  # noqa: RUF012
+
+
+class Keeping(Honest):
+    """As it should be."""
+
+
+class Twice(Honest):
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **more: Any) -> None:
+        super().pipe_file(path, value, **more)
+
+
+class Both(Honest):
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **more: Any) -> None:
+        there = self.exists(path)
+        super().pipe_file(path, value, **more)
+        if there and mode == "create":
+            raise FileExistsError(path)
+
+
+class Whole(Honest):
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **more: Any) -> bytes:
+        return bytes(super().cat_file(path, **more))
+
+
+class First(Honest):
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **more: Any) -> bytes:
+        return bytes(super().cat_file(path, **more))[: None if end is None else end - (start or 0)]
+
+
+class Looking(Honest):
+    pipe_file = fsspec.AbstractFileSystem.pipe_file  # looks, and then writes
+
+
+MISFITS = {
+    "twice": "lets an object be created twice",
+    "both": "says that an object is there already, and overwrites it",
+    "whole": "asked for 13 bytes of an object from byte 7 on, it does not give them .* bytes came",
+    "first": "asked for 13 bytes of an object from byte 7 on, it gives others",
+    "looking": "its driver, Looking, cannot create an object only if it is absent",
+}
+
+
+@pytest.mark.parametrize("scheme", MISFITS)
+def test_a_place_that_cannot_hold_a_run_is_refused_by_name(scheme: str) -> None:
+    """When it is opened, with its URL and what it did, and nothing is left there; also where a run was copied to it,
+    which stays as it was. The same driver without the fault holds one."""
+    driver = fsspec.get_filesystem_class(scheme)
+
+    async def refused() -> None:
+        with pytest.raises(StoreError, match=MISFITS[scheme]) as caught:
+            await open_place(ckpt.Tier(f"{scheme}://bucket/run").spec())
+        assert str(caught.value).startswith(f"{scheme}://bucket/run cannot hold a run: ")
+        assert "gs:// or az://" in str(caught.value) and not caught.value.retryable
+
+    async def honest() -> None:
+        place = await open_place(ckpt.Tier("keeping://bucket/run").spec())
+        await place.close(None, lambda message: None)
+
+    asyncio.run(refused())
+    assert driver.store == {}
+    asyncio.run(honest())
+    (made,) = Keeping.store
+    assert made.endswith("bucket/run/FORMAT.json")
+    driver().pipe({made.replace("keeping", scheme): bytes(Keeping.store[made].getvalue())})
+    before = {path: bytes(file.getvalue()) for path, file in driver.store.items()}
+    if scheme != "both":  # its lie is about other bytes than those that are there
+        asyncio.run(refused())
+    assert {path: bytes(file.getvalue()) for path, file in driver.store.items()} == before
+
+
+def test_a_look_at_the_place_is_no_file_of_somebody_else(tmp_path: Path) -> None:
+    """What a start that was killed has left of its look is not taken for somebody's files by the next one."""
+
+    async def main() -> None:
+        store = open_store("keeping://bucket/other", writable=True)
+        await store.put("doctor-1700000000-0123abcd/probe", b"left")
+        await commit.create_run(store)
+        await commit.create_run(store)
+        await store.aclose()
+
+    asyncio.run(main())
+
+
+def steps_of(run: str | Path) -> list[int]:
+    return sorted(one["step"] for one in json.loads(told("ls", run, "--json").stdout)["checkpoints"])
+
+
+def told(*words: object) -> Any:
+    return CliRunner().invoke(cli, [str(word) for word in words])

@@ -1,0 +1,307 @@
+"""What nobody expects of users and their files: exports that were edited, sources that change, names that collide."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import ckpt
+from ckpt.checkpoint.write import build_table
+from ckpt.convert import source_files
+from ckpt.convert.source_run import RunOrigin
+from ckpt.format.layout import Layout, TensorSpec
+from ckpt.format.manifest import Attempt
+from ckpt.format.merged import SavedState
+from commands import call, save
+from peak import PEAK
+from processes import run_script
+
+__all__ = ["call"]  # the fixture
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A small training with an optimizer and plain values."""
+    torch.manual_seed(0)
+    model = nn.Linear(30, 20)
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 30)).sum().backward()
+    optim.step()
+    save(tmp_path / "run", {"model": model, "opt": optim, "meta": {"epoch": 3}}, range(1, 2), every=1)
+    return tmp_path / "run"
+
+
+# -- files that changed --
+
+
+def test_an_export_that_was_edited_is_not_taken_for_what_it_was(run: Path, tmp_path: Path, call: Any) -> None:
+    """A setting, a value, a tensor more or less: refused, with what to do; without the description all of it counts."""
+    assert call("restore", run, "--to", tmp_path / "e.pt").code == 0
+    edits = (
+        lambda x: x["opt"]["param_groups"][0].update(lr=5.0),
+        lambda x: x["meta"].update(epoch=99),
+        lambda x: x["model"].update(extra=torch.ones(7)),
+        lambda x: x.update(note="hi"),
+        lambda x: x["model"].pop("bias"),
+    )
+    for number, edit in enumerate(edits):
+        edited = torch.load(tmp_path / "e.pt", weights_only=True)
+        edit(edited)
+        torch.save(edited, tmp_path / f"{number}.pt")
+        found = call("import", tmp_path / f"{number}.pt", tmp_path / f"run-{number}")
+        assert found.code == 2 and "changed after it was exported" in found.err, number
+        del edited["__everystep__"]
+        torch.save(edited, tmp_path / f"{number}.pt")
+        assert call("import", tmp_path / f"{number}.pt", tmp_path / f"run-{number}").code == 0
+    shown = call("show", tmp_path / "run-1", "--json").json
+    assert {v["path"]: v["value"] for v in shown["values"]}["meta.epoch"] == 99
+    unedited = torch.load(tmp_path / "e.pt", weights_only=True)
+    torch.save(unedited, tmp_path / "same.pt")
+    assert call("import", tmp_path / "same.pt", tmp_path / "same").code == 0
+    assert call("diff", run, tmp_path / "same").code == 0
+
+
+def test_a_source_that_changes_while_it_is_read(tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Overwritten in place between two windows, or replaced: nothing appears."""
+    for how in ("in place", "replaced"):
+        source, target = tmp_path / "s.pt", tmp_path / f"run {how}"
+        torch.save({"model": {"a": torch.zeros(3000, 1000), "b": torch.zeros(3000, 1000)}}, source)
+        real, count = source_files.FilesOrigin._read, iter(range(100))
+
+        def change(self: Any, wants: Any, real: Any = real, count: Any = count, how: str = how) -> None:
+            real(self, wants)
+            if next(count) == 0:
+                torch.save({"model": {"a": torch.ones(3000, 1000), "b": torch.ones(3000, 1000)}}, tmp_path / "new.pt")
+                if how == "replaced":
+                    os.replace(tmp_path / "new.pt", tmp_path / "s.pt")
+                else:
+                    shutil.copyfile(tmp_path / "new.pt", tmp_path / "s.pt")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(source_files.FilesOrigin, "_read", change)
+            found = call("import", source, target)
+        assert found.code == 2 and "changed while it was read" in found.err and not target.exists(), how
+
+
+def test_arrays_in_pickles_are_not_taken_from_an_older_file(tmp_path: Path, call: Any) -> None:
+    """An import that was stopped, and is called again after its source was written anew, is another import."""
+    import numpy as np
+
+    source = tmp_path / "s.pt"
+    torch.save({"meta": {"arr": np.zeros(1000), "tag": "old"}}, source)
+    fail = "export.whole:kill"
+    code = "import sys\nfrom ckpt.cli import main\nsys.exit(main(sys.argv[1:]))"
+    assert run_script(code, "import", source, tmp_path / "new", fail=fail).returncode == -9
+    torch.save({"meta": {"arr": np.ones(1000), "tag": "new"}}, source)
+    found = call("import", source, tmp_path / "new")
+    assert found.code == 2 and "unfinished export of something else" in found.err
+    shutil.rmtree(tmp_path / "new.partial")
+    assert call("import", source, tmp_path / "new").code == 0
+    assert ckpt.load(tmp_path / "new").plain("meta")["arr"].sum() == 1000
+
+
+# -- tensors that lie otherwise --
+
+
+def test_transposed_tensors_within_bounds(tmp_path: Path, call: Any) -> None:
+    """A large tensor that is stored in columns arrives right, in no more memory than was said."""
+    weight = torch.randn(4000, 5000).t()
+    torch.save({"model": {"w": weight, "v": torch.randn(7, 6, 5).permute(2, 0, 1)[1:4, ::2]}}, tmp_path / "t.pt")
+    expected = torch.load(tmp_path / "t.pt")["model"]
+    result = run_script(PEAK, "import", tmp_path / "t.pt", tmp_path / "new", "--max-memory", "420MiB")
+    assert result.returncode == 0 and int(result.stderr) < 420 * 1024, result.stderr  # of which torch has 310
+    found = ckpt.load(tmp_path / "new")
+    assert all(torch.equal(found[f"model.{name}"], expected[name]) for name in expected)
+
+
+# -- names --
+
+
+def test_chosen_names_are_the_names_that_are_written(tmp_path: Path, call: Any) -> None:
+    """Of tied weights, the one whose name matches; a run of only that module restores into it."""
+    a, b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3)
+    b.weight = a.weight
+    save(tmp_path / "run", {"a": a, "b": b}, range(1, 2), every=1)
+    assert call("restore", tmp_path / "run", "--to", tmp_path / "b.safetensors", "--only", "b.*").code == 0
+    assert set(safetensors.torch.load_file(tmp_path / "b.safetensors")) == {"weight", "bias"}
+    words = ["--only", "b.*", "--format", "run"]
+    assert call("restore", tmp_path / "run", "--to", tmp_path / "b", *words).code == 0
+    fresh = nn.Linear(3, 3)
+    with ckpt.Checkpointer({"b": fresh}, str(tmp_path / "b")) as cp:
+        assert cp.restore() == 1
+    assert torch.equal(fresh.weight, a.weight)
+
+
+def test_each_pattern_must_match(run: Path, tmp_path: Path, call: Any) -> None:
+    """`meta.*` means the entry meta, and a typo among good patterns is named."""
+    words = ["--only", "model.*", "--only", "opt.*", "--only", "meta.*"]
+    assert call("restore", run, "--to", tmp_path / "a.pt", *words).code == 0
+    there = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert there["meta"] == {"epoch": 3} and "opt" in there
+    found = call("restore", run, "--to", tmp_path / "b.pt", *words, "--only", "typo.*")
+    assert found.code == 2 and "'typo.*'" in found.err
+
+
+def test_tied_names_in_another_order_are_the_same(tmp_path: Path, call: Any) -> None:
+    """Two files that keep different names of tied weights are equal, or differ in bytes, and this is said."""
+    for name, state in (("one", ("a", "b")), ("two", ("b", "a"))):
+        shared = nn.Parameter(torch.ones(5))
+        model = nn.Module()
+        for key in state:
+            model.register_parameter(key, shared)
+        save(tmp_path / name, {"model": model}, range(1, 2), every=1)
+    assert call("diff", tmp_path / "one", tmp_path / "two").out == "equal\n"
+    shutil.rmtree(tmp_path / "two")
+    with torch.no_grad():
+        shared += 2
+    save(tmp_path / "two", {"model": model}, range(1, 2), every=1)
+    found = call("diff", tmp_path / "one", tmp_path / "two", "--json").json
+    assert [(row["differing"], row["max_abs_difference"]) for row in found["tensors"]] == [(5, 2.0)]
+    assert found["changed"] == []
+
+
+def two_ranks(*own: str) -> SavedState:
+    """Two ranks, each with tensors of its own of these names."""
+    layouts, tables = [], []
+    for rank in range(2):
+        specs = tuple(TensorSpec(name, "F32", (2,), instance=rank) for name in own)
+        component = {"path": ["d"], "kind": "plain", "facts": {}, "names": list(own)}
+        layout = Layout(specs, {}, [component], rank, 2, dict.fromkeys(own, rank))
+        layouts.append(layout)
+        digests = b"".join(bytes([rank + 1] * 16) for _ in own)
+        tables.append(build_table(layout, f"packs/1.aaaaaaaa-1.{rank}.0.safetensors", digests))
+    from ckpt.format.table import merge
+
+    return SavedState(layouts, [[None], [None]], merge(tables))
+
+
+def test_names_with_hashes_are_told_apart() -> None:
+    """Labels of ranks' own tensors never collide with what others are called."""
+    for own in (("queue#",), ("x", "x#1"), ("x", "x#0", "x#1", "x#1#")):
+        labels = two_ranks(*own).labels
+        assert len(labels) == 2 * len(own) == len(set(labels.values()))
+
+
+def test_stages_with_buffers_of_their_own(tmp_path: Path) -> None:
+    """What only some ranks have, each its own: left out for others of as many ranks, else taken from the lowest."""
+    saved = two_ranks("mine")
+
+    class Manifested:
+        commit = type("C", (), {"step": 1, "finite": None})
+        attempt = Attempt(1, 1, "aaaaaaaa")
+
+        def saved(self) -> SavedState:
+            return saved
+
+    log: Any = type("L", (), {"store": type("S", (), {"url": "file:///x", "remote": False})})
+    manifest: Any = Manifested()
+    origin = RunOrigin(log, manifest)
+    assert [origin.view(rank, 2).tensors for rank in (0, 1)] == [{"mine": "mine#0"}, {"mine": "mine#1"}]
+    assert dict(origin.view(0, 1).tensors) == {"mine": "mine#0"} and "lowest rank" in origin.view(0, 1).notes[0]
+    assert "same random numbers" in origin.view(3, 4).notes[0]
+
+
+def test_a_tensor_called_format(tmp_path: Path, call: Any) -> None:
+    """The header's own word is not taken for a tied weight, and not written as one."""
+    safetensors.torch.save_file({"pt": torch.ones(2), "w": torch.ones(3)}, tmp_path / "w.safetensors", {"format": "pt"})
+    assert call("import", tmp_path / "w.safetensors", tmp_path / "run").code == 0
+    assert set(ckpt.load(tmp_path / "run")) == {"model.pt", "model.w"}
+
+
+# -- places --
+
+
+def test_targets_that_cannot_be_are_refused_at_once(run: Path, tmp_path: Path, call: Any) -> None:
+    """An empty folder in the place of a file, and where a file system is mounted: before a byte is written."""
+    (tmp_path / "empty.pt").mkdir()
+    found = call("restore", run, "--to", tmp_path / "empty.pt")
+    assert found.code == 2 and "is a folder" in found.err and not (tmp_path / "empty.pt.partial").exists()
+    found = call("restore", run, "--to", "/proc")
+    assert found.code == 2 and "mounted" in found.err
+
+
+def test_a_run_whose_name_ends_like_a_step(run: Path, tmp_path: Path, call: Any) -> None:
+    """`r@7` is that folder if it is a run, and a step of `r` else."""
+    run.rename(tmp_path / "r@7")
+    assert call("diff", tmp_path / "r@7", f"{tmp_path / 'r@7'}@1").code == 0
+
+
+def test_dcp_folders_with_keys_in_tuples(tmp_path: Path, call: Any) -> None:
+    """Dicts with numbers as keys, inside of tuples, go to DCP and come back."""
+    state = {"model": nn.Linear(2, 2), "meta": {"x": ({0: torch.ones(3), 1: 2},), "y": [{5: torch.zeros(1)}]}}
+    save(tmp_path / "run", state, range(1, 2), every=1)
+    assert call("restore", tmp_path / "run", "--to", tmp_path / "d", "--format", "dcp").code == 0
+    assert call("import", tmp_path / "d", tmp_path / "back").code == 0
+    assert call("diff", tmp_path / "run", tmp_path / "back").out == "equal\n"
+
+
+# -- what is passed over --
+
+
+def test_a_name_means_all_that_belongs_to_it(run: Path, tmp_path: Path, call: Any) -> None:
+    """`--only model` is the whole model, `opt` the whole optimizer, `meta` its values; diff takes the same words."""
+    words = ["--only", "model", "--only", "opt", "--only", "meta"]
+    assert call("restore", run, "--to", tmp_path / "a", "--format", "run", *words).code == 0
+    assert call("diff", run, tmp_path / "a").code == 0
+    assert call("diff", run, tmp_path / "a", "--only", "meta").code == 0
+    assert call("diff", run, tmp_path / "a", "--only", "met").code == 2
+
+
+def test_lenient_restores_say_what_they_leave_out(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """strict=False names what did not fit; what fits nowhere is an error all the same, and nothing is changed."""
+    model = nn.Linear(30, 20)
+    with ckpt.Checkpointer({"model": model, "optim": torch.optim.AdamW(model.parameters())}, str(run)) as cp:
+        assert cp.restore(strict=False) == 1
+        assert any("opt is in the checkpoint" in text for text in cp.last_restore.left_out)
+        assert "strict=False took what fits" in caplog.text
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with (
+        ckpt.Checkpointer({"net": model}, str(run)) as cp,
+        pytest.raises(ckpt.MismatchError, match="nothing of it fits"),
+    ):
+        cp.restore(strict=False)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_what_is_no_run_and_no_whole(run: Path, tmp_path: Path, call: Any) -> None:
+    """Files of other programs where a run is expected, and a part of a DCP folder: what to do instead is said."""
+    call("restore", run, "--to", tmp_path / "e.pt")
+    call("restore", run, "--to", tmp_path / "d", "--format", "dcp")
+    call("restore", run, "--to", tmp_path / "hf")
+    for source in ("e.pt", "d", "hf"):
+        found = call("restore", tmp_path / source, "--to", tmp_path / "x")
+        assert found.code == 2 and "`ckpt import" in found.err, source
+    found = call("import", tmp_path / "d" / "__0_0.distcp", tmp_path / "x")
+    assert found.code == 2 and "give its folder" in found.err
+
+
+class Config:
+    """Something that only a loader which runs code could make again."""
+
+
+def test_objects_that_are_refused_do_not_lock_the_weights_in(tmp_path: Path, call: Any) -> None:
+    """A run that DCP saved with an object of somebody's class: its weights are exported, and a note names the object.
+    A Checkpointer that is pointed at such a run is told what to do, also with strict=False."""
+    import torch.distributed.checkpoint as dcp
+
+    import ckpt.dcp
+
+    state = {"model": {"w": torch.randn(3)}, "cfg": Config()}
+    with pytest.warns(UserWarning):
+        dcp.save(state, checkpoint_id="step-1", storage_writer=ckpt.dcp.StorageWriter(tmp_path / "run"))
+    found = call("restore", tmp_path / "run", "--to", tmp_path / "w.safetensors")
+    assert found.code == 0 and torch.equal(
+        safetensors.torch.load_file(tmp_path / "w.safetensors")["w"], state["model"]["w"]
+    )
+    assert "cfg" in found.out and "left out" in found.out
+    for strict in (True, False):
+        with ckpt.Checkpointer({"model": nn.Linear(2, 2)}, str(tmp_path / "run")) as cp:
+            with pytest.raises(ckpt.MismatchError, match=r"through ckpt\.dcp"):
+                cp.restore(strict=strict)

@@ -1,0 +1,595 @@
+"""`ckpt report -o`: a page about a run that needs nothing but itself, whatever the run is like."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+from accounts import WALL, account, died, invoke, run, seen, write
+from ckpt.cli.report_page import class_of
+from ckpt.errors import CorruptError, FormatError
+from ckpt.faults.report import Fault, SavedStep
+from ckpt.goodput.accounting import settled
+from ckpt.goodput.breakdown import decimal
+from ckpt.goodput.ledger import MOST_LANDED, Account, Decision, End, LandedSave, Saves, stall_bucket, thinned
+from ckpt.report import style, svg
+from ckpt.report.chronicle import Chronicle, chronicle, columns
+from ckpt.report.page import page, sentences
+from ckpt.report.words import StoredBytes, Subject, TensorKind
+from processes import REPO, eventually
+
+__all__ = ["run"]  # a fixture
+
+EVIL = "<script>window.hacked=1</script><img src=x onerror='window.hacked=2'>\"&\u2028</script>\u202e]]>-->"
+TIERS = ("file:///run", "s3://bucket/run")
+
+
+def rich(number: int, born: float, first: int = 1, steps: int = 60, **given: Any) -> Account:
+    """An account in which everything has happened, as the present version keeps it."""
+    found = account(number, born, first, steps, of=f"{number - 1}.abc" if number > 1 else "", **given)
+    begin = found.rows[0].at
+    found.host, found.world, found.pid = "node7", 4, 1234
+    found.rows = [replace(row, stalled=0.004, slowed=0.01, saves=1) for row in found.rows]
+    found.saves = {url: Saves(6, 1, 6.0, 3.0, 6000, 600) for url in TIERS}
+    found.stalls = {stall_bucket(0.001 * 2**n): 10 + n for n in range(6)}
+    found.landed = [
+        LandedSave(TIERS[n % 2], begin + 4.0 * n, first + 4 * n, 0.5 + 3 * (n % 2), n % 3, 1000, 400, n == 5)
+        for n in range(12)
+    ]
+    found.decisions = [
+        Decision(
+            first + n, {TIERS[0]: 10 + n, "memory": 1}, {TIERS[0]: "a save costs 0.2 s"}, {TIERS[0]: 0.2}, at=begin + n
+        )
+        for n in range(3)
+    ]
+    found.versions = {"everystep": "0.1.0", "torch": "2.13.0"}
+    if number > 1:
+        found.restores = [replace(found.restores[0], repaired=2, passed_over=1, why="step 9 in s3://b: damaged")]
+    return found
+
+
+def history() -> tuple[list[Account], list[Fault]]:
+    one = died(rich(1, 0.0, faults=[seen(65.0)]), 3.0)
+    two = died(rich(2, 90.0, 51), 1.0)
+    three = died(rich(3, 180.0, 101), how="closed")
+    fault = Fault("oom", "rank 2 ran out of memory", rank=2, world=4, host="node7", attempt="2.abc", exit_code=1)
+    fault.time = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(WALL + two.beat + 0.9))
+    fault.steps, fault.saved = (
+        {"2": 110},
+        [SavedStep(110, TIERS[0], "live", 1.5), SavedStep(110, TIERS[1], "live", 1.5, "gone")],
+    )
+    return [one, two, three], [fault]
+
+
+STOCK = StoredBytes(
+    160, False, 4, 4000, (TensorKind("weights of model", 12, 2000, 900), TensorKind("exp_avg of optim", 12, 2000, 700))
+)
+
+
+def subject(accounts: list[Account], faults: list[Fault] | None = None, **given: Any) -> Subject:
+    now = given.pop("now", WALL + 1e6)
+    run = settled(accounts, faults or [], now=now)
+    facts = {"stock": STOCK, "stored": (80, 160), "made": now, "version": "0.1.0", **given}
+    return Subject("file:///run", run.statement, chronicle(run, faults or []), **facts)
+
+
+class Seen(HTMLParser):
+    """What a page consists of, as a browser takes it apart."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    def every(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def looked_at(text: str) -> Seen:
+    """With what holds of every page: one script, one style, no event handlers, and nothing from anywhere else."""
+    found = Seen(text)
+    assert len(found.every("script")) == len(found.every("style")) == 1
+    known = {"html", "head", "meta", "title", "style", "body", "main", "script", "div", "section", "header", "footer"}
+    known |= {"h1", "h2", "h3", "p", "span", "ul", "li", "dl", "dt", "dd", "small", "details", "summary", "svg", "rect"}
+    known |= {"table", "thead", "tbody", "tr", "th", "td", "text", "line", "circle", "path"}
+    assert {tag for tag, _ in found.tags} <= known
+    for _, attributes in found.tags:
+        assert not {name for name in attributes if name.startswith("on") or name in ("src", "href", "style", "action")}
+    rest = text.replace(style.STYLE, "").replace(style.SCRIPT, "")
+    assert not re.search(r"@import|url\(|javascript:", style.STYLE + style.SCRIPT)
+    assert "<!--" not in rest and "\u2028" not in rest and "\u202e" not in rest
+    return found
+
+
+# -- what it says --
+
+
+def test_a_page_has_every_part_of_a_run() -> None:
+    """And all pictures have a size, a text for those who do not see them, and can be reached by the keyboard."""
+    found = looked_at(page(subject(*history())))
+    for text in (
+        "Where the time went", "Timeline", "How long training waited", "How long a save took to be durable",
+        "What the newest checkpoint holds", "Stored, over checkpoints", "Interruptions", "Faults", "Restores",
+        "Cadence", "rank 2 ran out of memory",
+        "step 110 in file:///run", "not in s3://bucket/run: gone", "a save costs 0.2 s",
+        "step 9 in s3://b: damaged", "torch 2.13.0", "4 ranks", "3 starts", "closed",
+    ):  # fmt: skip
+        assert text in found.text, text
+    pictures = [one for one in found.every("svg") if "area" in (one.get("class") or "")]
+    assert len(pictures) >= 8
+    for one in pictures:
+        assert one["role"] == "img" and one["tabindex"] == "0" and len(one["aria-label"] or "") > 20
+        assert one["width"] == "100%" and float(one["height"] or 0) > 0
+    for tag, attributes in found.tags:  # nothing is drawn where there is no place, or of no number
+        for name in ("x", "y", "width", "height", "cx", "cy", "x1", "x2", "d"):
+            assert not re.search("nan|inf|e[-+]", attributes.get(name) or "", re.I), (tag, attributes)
+
+
+def test_the_bar_adds_up_to_the_wall_clock() -> None:
+    """Its parts fill it, each as wide as its share; and the timeline below gives the same to each."""
+    accounts, faults = history()
+    one = subject(accounts, faults)
+    found = one.statement
+    parts = {"trained": found.productive_s, "saving": found.saving_s, "restart": found.cost.restart}
+    parts |= {"recompute": found.cost.recompute, "restore": found.cost.restore, "perceive": found.cost.perceive}
+    seen = looked_at(page(one))
+    cells = [r for r in seen.every("rect") if (r["class"] or "").endswith(" cell")]
+    first = list(itertools.takewhile(lambda r: r is cells[0] or r["x"] != "0%", cells))
+    widths = {(r["class"] or "").split()[0]: float((r["width"] or "").rstrip("%")) for r in first}
+    assert sum(widths.values()) == pytest.approx(100, abs=0.1)
+    for name, seconds in parts.items():
+        assert widths[name] == pytest.approx(100 * seconds / found.wall_s, abs=0.02)
+
+    shown = columns(one.chronicle.pieces, one.chronicle.begin, one.chronicle.until, 70)
+    total = {name: math.fsum(cell.get(name, 0.0) for cell in shown) for name in parts}
+    assert math.fsum(math.fsum(cell.values()) for cell in shown) == pytest.approx(found.wall_s, rel=0.001)
+    for name in parts:
+        assert total[name] == pytest.approx(parts[name], rel=1e-6, abs=1e-6), name
+
+
+def test_advice_is_given_only_where_figures_give_the_reason() -> None:
+    """By the rule that at the best cadence both cost about the same; not of few interruptions, and not of guesses."""
+
+    def said(again: int, stalled: float, count: int = 4) -> str:
+        accounts, born, first = [], 0.0, 1
+        for number in range(1, count + 2):
+            one = account(number, born, first, 200, of=f"{number - 1}.abc" if number > 1 else "")
+            one.rows = [replace(row, stalled=stalled, saves=1, quiet=int(n % 2)) for n, row in enumerate(one.rows)]
+            accounts.append(died(one))
+            born, first = one.beat + 5, first + 200 - again
+        return " ".join(sentences(subject(accounts)))
+
+    assert "saving more often pays" in said(80, 0.001)
+    assert "saving less often pays" in said(1, 0.4)
+    assert "the cadence fits" in said(40, 0.2)
+    assert "pays" not in said(80, 0.001, 1) and "fits" not in said(40, 0.2, 1)
+    assert "pays" not in said(0, 0.00001)
+
+
+@pytest.mark.parametrize(
+    ("accounts", "words"),
+    [
+        ([account(1, 100.0, steps=0)], "no step is done yet"),
+        ([account(1, 100.0)], "nothing interrupted it"),
+        ([account(1, 100.0, kept=112.0)], "running"),
+        ([died(account(1, 100.0))], "ended by death, not started again"),
+        ([replace(account(1, 100.0), end=End("closed", 114.5, 115.0))], "closed"),
+        ([replace(account(1, 100.0), boot="", anchor=(-1e11 + 1, 0.0))], "In short"),
+    ],
+)
+def test_runs_that_have_hardly_begun(accounts: list[Account], words: str) -> None:
+    """A page of each says so; older accounts, which know nothing of single saves, have a page as well."""
+    found = looked_at(page(subject(accounts, stock=None, stored=(), now=WALL + 115)))
+    assert words in found.text and "There is no checkpoint to look into" in found.text
+
+
+def test_hostile_words_are_words() -> None:
+    """Wherever they come from: nothing of them is markup, and a reader sees what they are."""
+    accounts, faults = history()
+    for one in accounts:
+        one.host, one.url, one.versions = EVIL, EVIL, {EVIL: EVIL}
+        one.restores = [replace(r, source=EVIL, why=EVIL) for r in one.restores]
+        one.landed = [replace(landed, url=EVIL) for landed in one.landed]
+        one.decisions = [replace(d, every={EVIL: 5}, why={EVIL: EVIL}, costs={EVIL: 1.0}) for d in one.decisions]
+        one.faults = [replace(each, kind=EVIL, summary=EVIL) for each in one.faults]
+    faults[0].kind = faults[0].summary = faults[0].host = faults[0].advice = EVIL
+    faults[0].saved = [SavedStep(1, EVIL, EVIL, 1.0, ""), SavedStep(1, EVIL, EVIL, 1.0, EVIL)]
+    stock = replace(
+        STOCK, classes=(TensorKind(EVIL, 1, 10, 5), TensorKind("\ud800" * 5, 1, 3, 3), TensorKind("x" * 10**6, 1, 1, 1))
+    )
+    one = replace(subject(accounts, faults, stock=stock, problems=(EVIL,)), url=EVIL)
+    text = page(one)
+    found = looked_at(text)
+    assert "<script>window.hacked=1</script>" in found.text and "\\u2028" in found.text
+    assert len(text.encode()) < 500_000
+    label = html.escape(EVIL.split("\u2028")[0], quote=True)
+    assert label in text
+    bad = text.replace("&lt;script&gt;", "<script>", 1)  # a negative control of the check
+    with pytest.raises(AssertionError):
+        looked_at(bad)
+
+
+def test_only_the_script_and_style_of_the_page_are_allowed() -> None:
+    """By their digests; nothing may be fetched."""
+    text = page(subject(*history()))
+    policy = next(m["content"] for m in Seen(text).every("meta") if m.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None and policy.startswith("default-src 'none'; ") and "unsafe" not in policy
+    for tag in ("script", "style"):
+        (inside,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.S)
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+    assert text.index("Content-Security-Policy") < text.index("<style>") < text.index("<script>")
+
+
+def many(count: int) -> list[Account]:
+    """So many starts, of a million steps together."""
+    found, born, first = [], 0.0, 1
+    for number in range(1, count + 1):
+        one = rich(number, born, first, 150)
+        one.rows = [replace(row, step=first + 16 * n + 15, steps=16) for n, row in enumerate(one.rows)]
+        one.step, one.faults = one.rows[-1].step, [seen(one.beat + 0.2)]
+        found.append(died(one))
+        born, first = one.beat + 30, one.step - 20
+    return found
+
+
+def test_a_long_life_makes_no_long_page() -> None:
+    """500 starts and a million steps: aggregated, below 2 MB, tables cut off with a word about it."""
+    one = subject(many(500), now=WALL + 500 * 700)
+    assert one.statement.steps > 1_000_000 and one.statement.count == 500
+    text = page(one)
+    assert len(text.encode()) < 2_000_000
+    found = looked_at(text)
+    assert "The newest 100 of 500 are here" in found.text and "85 earlier ones" in found.text
+    assert len(one.chronicle.curve) < 5000
+
+
+# -- what it is made of --
+
+
+def test_the_ledger_keeps_some_saves_of_each_tier() -> None:
+    """However many there were: bounded, spread over all of the time, no tier lost; and read back."""
+    landed: list[LandedSave] = []
+    for n in range(10_000):
+        landed = thinned([*landed, LandedSave(TIERS[n % 10 == 0], float(n), n, 0.5)])
+        assert len(landed) <= MOST_LANDED
+    assert (landed[0].step, landed[-1].step) == (0, 9_999)
+    assert [one.step for one in landed] == sorted(one.step for one in landed)
+    for url in TIERS:
+        steps = [one.step for one in landed if one.url == url]
+        assert len(steps) > 100 and max(b - a for a, b in itertools.pairwise(steps)) < 400
+    one = replace(rich(1, 0.0), landed=landed)
+    again = Account.from_bytes(one.to_bytes())
+    assert (again.landed, again.stalls, again.versions) == (landed, one.stalls, one.versions)
+    assert len(one.to_bytes()) < 100_000
+
+
+def test_older_ledgers_and_damaged_ones() -> None:
+    """Without what is new here an account is read as before; with nonsense in it, it is damaged."""
+    data = json.loads(rich(2, 0.0).to_bytes())
+    for name in ("landed", "stalls", "versions"):
+        del data[name]
+    for name in ("repaired", "passed_over", "why"):
+        del data["restores"][0][name]
+    old = Account.from_bytes(json.dumps(data).encode())
+    assert (old.landed, old.stalls, old.versions, old.restores[0].why) == ([], {}, {}, "")
+    assert "an older version kept the ledger" in looked_at(page(subject([old]))).text
+    for name, value in (("landed", [1]), ("stalls", {"-3": 1.5}), ("versions", {"torch": 1}), ("landed", {"url": [1]})):
+        with pytest.raises(CorruptError):
+            Account.from_bytes(json.dumps({**data, name: value}).encode())
+    wild = {**data, "stalls": {"7000": 1, "x": 1, "-8": -5, "8": 2**60, "-16": 3}}
+    wild["landed"] = {
+        "url": ["a", "b"],
+        "at": [1.0, 2.0],
+        "step": [1, 2],
+        "seconds": [-5.0, 1e300],
+        "behind": [0, 2**70],
+    }
+    wild["landed"] |= {"nbytes": [1, 2**70], "stored": [0, 0], "failed": [False, False]}
+    found = subject([Account.from_bytes(json.dumps(wild).encode())])
+    assert found.chronicle.stalls == {-16: 3} and found.chronicle.landed == []
+    looked_at(page(found))
+
+
+def test_what_kind_a_tensor_is_of() -> None:
+    """By the entry of the state that it is in, and for optimizers by what they keep."""
+    kinds = {"model": "module", "model.ema": "module", "optim": "optimizer", "extra": "plain"}
+    for name, kind in (
+        ("model.0.weight", "weights of model"), ("model.ema.w", "weights of model.ema"), ("extra.a", "extra"),
+        ("optim.state.0.weight.exp_avg_sq", "exp_avg_sq of optim"), ("other.x", "other"),
+    ):  # fmt: skip
+        assert class_of(name, kinds) == kind
+
+
+def test_numbers_for_people() -> None:
+    """Sizes, counts and axes: with round numbers, and never empty."""
+    assert [decimal(n) for n in (0, 999, 999_600, 4_100, 1_234_567_890)] == [
+        "0 B",
+        "999 B",
+        "1.0 MB",
+        "4.1 kB",
+        "1.2 GB",
+    ]
+    assert [svg.count(n) for n in (0, 950, 9999, 12_000, 1_500_000)] == ["0", "950", "9,999", "12k", "1.5M"]
+    for low, high in ((0, 0), (5, 5), (0, 1), (3, 4.2), (0, 1e12), (-2, 7)):
+        scale = svg.linear(low, high, str)
+        assert scale.low <= low and scale.high >= high and 2 <= len(scale.ticks) <= 8
+        assert 0 <= scale.at(low) <= scale.at(high) <= 1
+    for low, high in ((1e-9, 1e-9), (0.001, 0.002), (1, 1e9), (0, 5)):
+        scale = svg.decades(low, high, str)
+        assert scale.high > scale.low > 0 and 2 <= len(scale.ticks) <= 8
+    for span in (0.0, 0.5, 10, 3600, 1e5, 1e7, 1e9):
+        assert len(svg.clock(WALL, WALL + span).ticks) <= 7
+    assert svg.clock(-1e17, 1e17).ticks == ()  # of clocks that make no sense
+    assert columns([], 0.0, 0.0, 5) == [] and chronicle(settled([]), []) == Chronicle()
+
+
+# -- the command --
+
+
+def test_the_command_writes_all_or_nothing(run: Path, tmp_path: Path) -> None:
+    """A file that is there is kept, unless told; nothing else is left beside it; - is stdout."""
+    write(run, died(rich(1, 0.0)), rich(2, 90.0, 51))
+    target = tmp_path / "out" / "report.html"
+    with pytest.raises(click.UsageError, match="cannot be written: No such file"):
+        raise invoke(run, "-o", target).exception
+    target.parent.mkdir()
+    result = invoke(run, "-o", target)
+    assert result.return_value == 0 and "is written" in result.stderr and not result.stdout
+    text = target.read_text()
+    assert "everystep 0.1.0" in looked_at(text).text and f"file://{run}" in text
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE(target.stat().st_mode) == 0o666 & ~mask
+    target.write_text("mine")
+    with pytest.raises(click.UsageError, match="there already"):
+        raise invoke(run, "-o", target).exception
+    assert target.read_text() == "mine"
+    assert invoke(run, "-o", target, "--force").return_value == 0 and "everystep" in target.read_text()
+    assert [path.name for path in target.parent.iterdir()] == ["report.html"]
+    command = [sys.executable, "-m", "ckpt.cli", "report", str(run), "-o", "-"]
+    path = {"PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}
+    done = subprocess.run(command, capture_output=True, env={**os.environ, **path}, timeout=120, check=True)
+    assert done.stdout.decode().startswith("<!doctype html>") and done.stdout.decode().endswith("</html>\n")
+    with pytest.raises(click.UsageError, match="give one of them"):
+        raise invoke(run, "-o", "-", "--json").exception
+    assert json.loads(invoke(run, "--json").stdout)["count"] == 1  # as before
+
+
+def test_what_is_no_file_is_written_to_and_never_replaced(run: Path, tmp_path: Path) -> None:
+    """A pipe, as a device, takes the page and stays what it is, whatever is forced; a link stays a link."""
+    write(run, died(rich(1, 0.0)), rich(2, 90.0, 51))
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
+    os.mkfifo(pipe)
+    for more in ((), ("--force",)):
+        with ThreadPoolExecutor(1) as reader:
+            read = reader.submit(pipe.read_bytes)
+            assert invoke(run, "-o", pipe, *more).return_value == 0
+            assert read.result(60.0).endswith(b"</html>\n")
+        assert stat.S_ISFIFO(pipe.lstat().st_mode)
+    file.write_text("mine")
+    link.symlink_to(file)
+    with pytest.raises(click.UsageError, match="there already"):
+        raise invoke(run, "-o", link).exception
+    assert invoke(run, "-o", link, "--force").return_value == 0
+    assert link.is_symlink() and "everystep" in file.read_text()
+    assert sorted(path.name for path in tmp_path.iterdir() if path != run) == ["file", "link", "pipe"]
+
+
+def test_runs_that_are_damaged_have_a_page_that_says_so(run: Path, tmp_path: Path) -> None:
+    """Cut-off ledgers, no ledger, a checkpoint that cannot be read; what is no run at all has none."""
+    none = tmp_path / "none.html"
+    assert invoke(run, "-o", none).return_value == 0
+    found = looked_at(none.read_text())
+    assert "has no ledger" in found.text and "1: step 1" in found.text and "weights of model" in found.text
+
+    write(run, died(rich(1, 0.0)), rich(2, 90.0, 51))
+    (cut,) = (run / "ledger").glob("2.*")
+    cut.write_bytes(cut.read_bytes()[:-40])
+    for part in (run / "parts").iterdir():
+        part.unlink()
+    for index in (run / "index").glob("*"):
+        index.unlink()
+    (run / "faults").mkdir(exist_ok=True)
+    (run / "faults" / "20300101T000000000000.0.json").write_text("{")
+    damaged = tmp_path / "damaged.html"
+    assert invoke(run, "-o", damaged).return_value == 1
+    found = looked_at(damaged.read_text())
+    for text in (
+        "2.abc.0.json is damaged",
+        "20300101T000000000000.0.json is damaged",
+        "cannot be looked into",
+        "1 start",
+    ):
+        assert text in found.text, text
+
+    for path in (run / "ledger").iterdir():
+        path.write_bytes(b"{}")
+    assert invoke(run, "-o", tmp_path / "all.html").return_value == 1
+    assert "all of the ledger" in looked_at((tmp_path / "all.html").read_text()).text
+    with pytest.raises(FormatError):
+        raise invoke(tmp_path / "nowhere", "-o", tmp_path / "no.html").exception
+    assert not (tmp_path / "no.html").exists()
+
+
+def test_a_real_run_has_a_page(run_dir: str, tmp_path: Path) -> None:
+    """What a Checkpointer wrote down itself: stalls, saves in two tiers, kinds of tensors with hostile names."""
+    model = nn.Linear(16, 16)
+    of = {"model": model, "optim": torch.optim.AdamW(model.parameters()), EVIL[:40]: torch.ones(5)}
+    tiers = [ckpt.Tier(run_dir, every=2), ckpt.Tier(f"{run_dir}2", every=4)]
+    with ckpt.Checkpointer(of, tiers) as cp:
+        cp.restore(default=0)
+        for step in range(1, 11):
+            model(torch.randn(2, 16)).sum().backward()
+            of["optim"].step()
+            cp.step(step)
+    assert invoke(run_dir, "-o", tmp_path / "page.html").return_value == 0
+    found = looked_at((tmp_path / "page.html").read_text())
+    for text in ("10 steps", "weights of model", "exp_avg of optim", "<script>window.hacked=1", f"file://{run_dir}2"):
+        assert text in found.text, text
+    assert "Nothing is known of single saves" not in found.text and f"torch {torch.__version__}" in found.text
+
+
+# -- a browser --
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """One that reaches nothing but files."""
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip("there is no chromium with its chromedriver on this machine")
+    webdriver = pytest.importorskip("selenium.webdriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for word in (
+        "headless=new", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
+        "disable-component-update", "disable-sync", "disable-dev-shm-usage", "proxy-server=127.0.0.1:9",
+        f"user-data-dir={tmp_path_factory.mktemp('chromium')}",
+    ):  # fmt: skip
+        options.add_argument(f"--{word}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    driver.execute_cdp_cmd("Network.enable", {})
+    offline = {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
+    driver.execute_cdp_cmd("Network.emulateNetworkConditions", offline)
+    yield driver
+    driver.quit()
+
+
+def show(browser: Any, path: Path, width: int = 1400, scheme: str = "light") -> None:
+    browser.get_log("browser")
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    browser.get(path.as_uri())
+
+
+def evil() -> Subject:
+    accounts, faults = history()
+    for one in accounts:
+        one.host, one.faults = EVIL, [replace(each, summary=EVIL) for each in one.faults]
+        one.restores = [replace(r, why=EVIL) for r in one.restores]
+    faults[0].summary = EVIL
+    return replace(subject(accounts, faults, problems=(EVIL,)), url=EVIL)
+
+
+def test_a_browser_draws_it_and_runs_nothing_of_the_run(browser: Any, tmp_path: Path) -> None:
+    """No word on its console, nothing fetched, every picture has a size, and hostile names stay names."""
+    path = tmp_path / "page.html"
+    path.write_text(page(evil()))
+    show(browser, path)
+    assert browser.get_log("browser") == []
+    assert browser.execute_script("return typeof window.hacked") == "undefined"
+    assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
+    sizes = browser.execute_script(
+        "return Array.from(document.querySelectorAll('svg.area')).map(e => {"
+        " const r = e.getBoundingClientRect();"
+        " return [r.width, r.height, e.querySelectorAll('rect,path,circle').length]})"
+    )
+    assert len(sizes) >= 8 and all(width > 200 and height > 20 and marks > 0 for width, height, marks in sizes)
+    drawn = browser.execute_script(
+        "return Array.from(document.querySelectorAll('svg.area rect')).filter(e =>"
+        " !e.classList.contains('catch') && e.getBoundingClientRect().width > 0"
+        " && getComputedStyle(e).fill !== 'rgb(0, 0, 0)').length"
+    )
+    assert drawn > 50  # with colours of the style
+    assert "<script>window.hacked=1</script>" in browser.execute_script("return document.body.innerText")
+
+
+def test_figures_are_read_by_mouse_and_by_keyboard(browser: Any, tmp_path: Path) -> None:
+    """Arrow keys go from mark to mark of the picture in focus, and what is shown is text."""
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+
+    path = tmp_path / "page.html"
+    path.write_text(page(evil()))
+    show(browser, path)
+    tip, bar = browser.find_element(By.ID, "tip"), browser.find_element(By.CSS_SELECTOR, "svg.bar")
+    assert not tip.is_displayed()
+    browser.execute_script("arguments[0].focus()", bar)
+    ActionChains(browser).send_keys(Keys.ARROW_RIGHT).perform()
+    assert tip.is_displayed() and tip.text.startswith("training: ")
+    ActionChains(browser).send_keys(Keys.ARROW_RIGHT).perform()
+    assert tip.text.startswith("saving: ")
+    ActionChains(browser).send_keys(Keys.ESCAPE).perform()
+    assert not tip.is_displayed()
+    every = browser.find_elements(By.CSS_SELECTOR, "line.hit")
+    rule = next(one for one in every if "script" in one.get_attribute("data-tip"))
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", rule)
+
+    def pointed() -> bool:  # scrolling hides what is shown
+        ActionChains(browser).move_by_offset(1, 1).move_to_element(rule).perform()
+        return bool(tip.is_displayed())
+
+    assert eventually(pointed) and "<script>" in tip.text
+    assert browser.execute_script("return typeof window.hacked") == "undefined" and not browser.get_log("browser")
+
+
+@pytest.mark.parametrize("width", [400, 1600])
+@pytest.mark.parametrize("name", ["rich", "empty", "many"])
+def test_it_fits_narrow_and_wide_windows_light_and_dark(browser: Any, tmp_path: Path, name: str, width: int) -> None:
+    """Nothing sticks out to the right; the ground is dark where that is wished, and the words are not."""
+    empty = Subject("file:///run", settled([]).statement, Chronicle(), None, problems=("no ledger",))
+    one = {"rich": evil, "empty": lambda: empty, "many": lambda: subject(many(30))}[name]()
+    path = tmp_path / "page.html"
+    path.write_text(page(one))
+    grounds = []
+    for scheme in ("light", "dark"):
+        show(browser, path, width, scheme)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+        look = "const s = getComputedStyle(document.body); return [s.backgroundColor, s.color]"
+        pair = [sum(map(int, re.findall(r"\d+", color)[:3])) for color in browser.execute_script(look)]
+        grounds.append(pair[0])
+        assert abs(pair[0] - pair[1]) > 400  # words can be read
+        assert browser.get_log("browser") == []
+    assert grounds[0] > 600 > 200 > grounds[1]
+
+
+def test_negative_control_the_browser_would_run_it(browser: Any, tmp_path: Path) -> None:
+    """Words that were not escaped become markup; the policy of the page keeps even those from running, and without it
+    the check above would go red."""
+    text = page(subject(*history()))
+    bad = text.replace("<footer>", "<script>window.hacked=1</script><footer>")
+    path = tmp_path / "page.html"
+    path.write_text(bad)
+    show(browser, path)
+    assert browser.execute_script("return typeof window.hacked") == "undefined"
+    assert any("Content Security Policy" in entry["message"] for entry in browser.get_log("browser"))
+    path.write_text(bad.replace("Content-Security-Policy", "X-No-Policy"))
+    show(browser, path)
+    assert browser.execute_script("return window.hacked") == 1

@@ -1,0 +1,317 @@
+"""What `ckpt report` makes of what nobody had thought of: hangs that were survived, copies of running jobs, files that
+say what cannot be, evaluations, runs that nobody started again, narrow terminals."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accounts import WALL, account, costs, died, invoke, near, run, seen, settled, write
+from ckpt.cli import report as cli_report
+from ckpt.errors import CorruptError
+from ckpt.faults.report import Fault
+from ckpt.goodput import timeline
+from ckpt.goodput.accounting import settle
+from ckpt.goodput.breakdown import Statement
+from ckpt.goodput.ledger import PREFIX, Account, Decision, End
+
+__all__ = ["run"]  # a fixture
+
+DAY_S = 86400.0
+
+
+def closed(one: Account, after_s: float = 0.5, gone_s: float = 0.25) -> Account:
+    return died(one, after_s, gone_s, how="closed")
+
+
+def at(seconds: float) -> str:
+    """As a fault report has it."""
+    return datetime.fromtimestamp(WALL + seconds, UTC).isoformat(timespec="microseconds")
+
+
+# -- hangs --
+
+
+def test_a_hang_that_somebody_ended_by_hand_is_an_interruption() -> None:
+    """The last step was done at 14, the hang was seen at 24, Ctrl-C came at 54: nothing of that was wanted."""
+    one = closed(replace(account(1, 0.0), faults=[seen(24.0, "hang", ends=False)]), 40.0)
+    assert one.failed
+    found = settled(one, account(2, 60.0, first=11, of="1.abc"))
+    (only,) = found.interruptions
+    assert (only.kind, found.count, found.idle_s) == ("hang", 1, 0.0)
+    assert costs(only.cost) == {
+        "unfinished": 1.0, "perceive": 9.0, "leave": 30.25, "launch": 5.75, "start": 2.0, "open": 1.0, "restore": 1.0,
+    }  # fmt: skip
+    assert any("closed after a hang" in note and "pause()" in note for note in found.notes)
+    assert settled(one).ended == "hang" and settled(one).count == 1
+
+
+def test_a_hang_that_was_survived_ends_nothing() -> None:
+    """Steps were done after it: closing is closing, and 5 s before another end it is not the beginning of that."""
+    one = replace(account(1, 0.0), faults=[seen(9.5, "hang", ends=False)])
+    assert not closed(one).failed and settled(closed(one)).count == 0
+    assert settled(closed(one), account(2, 60.0, first=11, of="1.abc")).count == 0
+    two = account(2, 60.0, first=11, of="1.abc")
+    for ends in (False, True):  # older ledgers say that every hang ended something
+        hung = died(replace(one, faults=[seen(9.5, "hang", ends=ends)]), 10.0)
+        (only,) = settled(hung, two).interruptions
+        assert (only.kind, only.cost.perceive) == ("death", near(9.0))
+    (only,) = settled(died(replace(one, faults=[seen(20.0, "hang", ends=False)]), 10.0), two).interruptions
+    assert (only.kind, only.cost.perceive, only.cost.leave) == ("hang", near(5.0), near(4.25))
+
+
+def test_reports_of_hangs_are_taken_as_what_is_in_the_ledger() -> None:
+    """One that was survived does not spoil another end; one that was not makes an interruption of closing."""
+    one, two = died(account(1, 0.0), 10.0), account(2, 60.0, first=11, of="1.abc")
+    report = Fault("hang", "rank 3 waits", rank=3, time=at(9.5), attempt="1.abc")
+    (only,) = settled(one, two, faults=(report,)).interruptions
+    assert (only.kind, only.cost.perceive) == ("death", near(9.0))
+    late = replace(report, time=at(20.0))
+    (only,) = settled(closed(account(1, 0.0), 10.0), two, faults=(late,)).interruptions
+    assert (only.kind, only.summary, only.cost.perceive) == ("hang", "rank 3 waits", near(5.0))
+    assert settled(closed(account(1, 0.0), 10.0), two, faults=(report,)).count == 0
+
+
+def test_what_did_not_leave_is_no_end() -> None:
+    """An exception after which the process went on, as its report says, is not why it died later; a death that the
+    writer saw is."""
+    one, two = died(account(1, 0.0), 10.0), account(2, 60.0, first=11, of="1.abc")
+    survived = Fault("exception", "rank 1 raised", time=at(18.0), attempt="1.abc")
+    assert settled(one, two, faults=(survived,)).interruptions[0].kind == "death"
+    left = replace(survived, exit_code=1)
+    assert settled(one, two, faults=(left,)).interruptions[0].kind == "exception"
+    of_writer = replace(survived, kind="oom", by="writer")
+    assert settled(one, two, faults=(of_writer,)).interruptions[0].kind == "oom"
+
+
+@pytest.mark.parametrize(
+    ("how", "faults", "failed"),
+    [
+        (None, [seen(20.0)], False), ("died", [], True), ("left", [], True), ("closed", [], False),
+        ("closed", [seen(20.0, "exception")], True), ("closed", [seen(20.0, "request", ends=False)], False),
+        ("closed", [seen(13.0, "exception")], False), ("closed", [seen(14.0, "hang", ends=False)], False),
+    ],
+)  # fmt: skip
+def test_what_a_failed_end_is(how: str | None, faults: list[Any], failed: bool) -> None:
+    """One word for all who ask: by the end, and by what came after the last step."""
+    one = replace(account(1, 0.0), faults=faults)
+    assert (one if how is None else died(one, 10.0, how=how)).failed is failed
+
+
+# -- copies, and times that cannot be --
+
+
+def test_steps_between_the_last_word_of_a_copied_ledger_and_the_copy_are_work() -> None:
+    """The ledger was last kept at step 10; the copy was made, and goes on, three steps later."""
+    two = account(2, 9000.0, first=14, of="1.abc", url="file:///copy", inode=8)
+    found = settled(account(1, 0.0), two)
+    assert (found.steps, found.redone_steps, found.count, found.wall_s) == (23, 0, 0, near(23.0))
+    assert found.productive_s == near(23.0) and found.moved_s == near(9004 - 17)
+    assert any("done unseen" in note for note in found.notes)
+
+
+def test_a_report_from_after_the_next_start_was_not_40_days_unnoticed() -> None:
+    """Its clock was wrong: nothing of the incarnation before can have been noticed after the next was born."""
+    one, two = account(1, 0.0), account(2, 20.0, first=11, of="1.abc")
+    report = Fault("oom", "x", time=at(40 * DAY_S), attempt="1.abc", exit_code=1)
+    found = settled(one, two, faults=(report,))
+    assert found.interruptions[0].cost.perceive == near(5.0) and found.wall_s == near(16 + 14)
+    assert settled(one, faults=(report,), now=WALL + 30).interruptions[0].cost.perceive == near(15.0)
+    assert settled(died(one, 2.0), two, faults=(report,)).interruptions[0].cost.perceive == near(1.0)
+
+
+def test_an_end_in_the_future_is_now() -> None:
+    """And a note says so. A minute is how much the clocks of machines may differ."""
+    one, now = account(1, 0.0), WALL + 100
+    for wild in (
+        replace(one, kept=9 * DAY_S),
+        replace(one, end=End("died", 9 * DAY_S, 9 * DAY_S)),
+        replace(one, end=End("closed", 15.0, 9 * DAY_S)),
+    ):
+        found = settled(wild, now=now)
+        assert found.wall_s == near(96.0) and found.until == near(now)
+        assert any("9.0 d from now: that counts as now" in note for note in found.notes)
+    assert settled(replace(one, kept=140.0), now=now).notes == ()
+    assert settled(replace(one, kept=9 * DAY_S)).wall_s > 8 * DAY_S  # who does not say what time it is believes it
+
+
+@pytest.mark.parametrize("how", ["died", "closed"])
+def test_a_process_is_gone_before_the_next_is_born(how: str) -> None:
+    """What is said of a later time is taken from nothing that the next one did."""
+    one = replace(account(1, 0.0), end=End(how, 14.5, 400.0))
+    found = settled(one, account(2, 20.0, first=11, of="1.abc"))
+    assert found.cost.leave <= 6.0 and found.steps == 20 and found.other_s == near(0.0 if how == "died" else 6.0)
+    assert found.productive_s == near(20.0)
+
+
+def test_the_same_process_opens_the_run_again() -> None:
+    """It was born long before the end of what it did first: that does not make this end earlier."""
+    one = replace(account(1, 0.5), end=End("left", 15.0, 16.5))
+    two = replace(account(2, 17.0, first=11, of="1.abc"), born=0.5)
+    (only,) = settled(one, two).interruptions
+    assert costs(only.cost) == {"unfinished": 0.5, "leave": 1.5, "start": 2.5, "open": 1.0, "restore": 1.0}
+
+
+def test_a_clock_that_was_set_back_by_milliseconds_deserves_no_note() -> None:
+    """Clocks of machines are not better than that."""
+    one = died(account(1, 0.0), 0.0, 0.0)
+    for back_s, told in ((0.4, False), (30.0, True)):
+        two = account(2, 14.0, first=11, of="1.abc", boot="two", clock=WALL - back_s)
+        assert any("clock went back" in note for note in settled(one, two).notes) is told
+
+
+# -- what is said --
+
+
+def test_evaluations_beside_a_save_are_told() -> None:
+    """Three of them took ten times as long as a step: that looks like slowing. Without a save it does not."""
+    one = account(1, 0.0, steps=20)
+    for number in (5, 10, 15):
+        one.rows[number] = replace(one.rows[number], seconds=11.0, slowed=10.0, quiet=0, saves=1)
+        for later in range(number, 20):
+            one.rows[later] = replace(one.rows[later], at=one.rows[later].at + 10)
+    one.beat = one.kept = one.rows[-1].at
+    (note,) = settled(one).notes
+    assert note.startswith("3 steps beside a save took 30 s longer than others") and "pause()" in note
+    usual = replace(one, rows=[replace(row, slowed=min(row.slowed, 2.0)) for row in one.rows])
+    usual.rows = [replace(row, seconds=min(row.seconds, 3.0)) for row in usual.rows]
+    assert settled(usual).notes == ()
+    assert settled(replace(one, rows=[replace(row, slowed=0.0, quiet=1) for row in one.rows])).notes == ()
+
+
+def test_effective_and_trained_are_two_figures() -> None:
+    """A pause is no fault's doing, and no training."""
+    one = account(1, 0.0)
+    one.rows[5:] = [replace(row, at=row.at + 10.0) for row in one.rows[5:]]
+    one.rows[5] = replace(one.rows[5], paused=10.0)
+    one.beat = one.kept = one.rows[-1].at
+    found = settled(one)
+    assert (found.effective, found.trained) == (1.0, near(0.5))
+    assert dict(cli_report.summary(found))["trained"] == "50.0 % in steps that stand; effective has 10 s paused besides"
+    assert Statement().trained is None and found.to_json()["trained"] == near(0.5)
+
+
+def test_the_state_says_how_it_ended_and_since_when_nothing_runs() -> None:
+    """Time in which a dead run waits for its restart is counted nowhere, and that is said."""
+    one, now = account(1, 0.0), WALL + 14.75 + 7 * DAY_S
+    states = {
+        "ended by death": settled(died(one), now=now),
+        "ended by left": settled(died(one, how="left"), now=now),
+        "closed": settled(closed(one), now=now),
+        "nobody saw it end": settled(one, now=now),
+        "running": settled(one, now=WALL + 20),
+    }
+    for text, found in states.items():
+        line = dict(cli_report.summary(found))["state"]
+        assert text in line, line
+        assert ("for 7.0 d: that is counted nowhere" in line) is (text not in ("closed", "running")), line
+    assert "not started again" in dict(cli_report.summary(states["ended by death"]))["state"]
+    assert states["ended by death"].wall_s == near(10.75)
+    ended = [found.ended for found in states.values()]
+    assert ended == ["death", "left", "closed", "", ""]
+
+
+def test_a_long_break_names_the_option() -> None:
+    """With which it can be said that it was wanted."""
+    found = settled(died(account(1, 0.0), 0.0, 0.0), account(2, 7214.0, first=11, of="1.abc"))
+    assert any("--idle-after" in note for note in found.notes)
+
+
+def test_the_help_says_what_its_options_do_not_do(run: Path) -> None:
+    """And what is effective, but no training."""
+    text = " ".join(invoke("--help").output.split())
+    for part in ("Shorter breaks still are restart", "in local time", "as a whole", "paused", "Trained is"):
+        assert part in text, part
+
+
+# -- damage --
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("every", {"x": "x"}), ("every", {"x": 1.5}), ("every", {"x": True}), ("every", {"x": None}), ("why", {"x": 3}),
+     ("costs", {"x": "a lot"}), ("costs", {"x": [1]}), ("mtbf_s", {"x": {}})],
+)  # fmt: skip
+def test_wrong_values_inside_a_decision_are_damage(name: str, value: Any) -> None:
+    """Told when it is read, and not by whoever reckons with them."""
+    one = replace(account(1, 0.0), decisions=[Decision(3, {"x": 2}, {"x": "why"}, {"x": 1}, {"x": 2.0})])
+    Account.from_bytes(one.to_bytes())
+    data = json.loads(one.to_bytes())
+    data["decisions"][0][name] = value
+    with pytest.raises(CorruptError):
+        Account.from_bytes(json.dumps(data).encode())
+
+
+def test_numbers_that_make_no_sense_are_damage_to_the_command(run: Path) -> None:
+    """Named, left out, and exit code 1, as what cannot be read."""
+    write(run, died(account(1, 0.0)), account(2, 1e300), account(3, 20.0, first=8, of="1.abc"))
+    result = invoke(run)
+    assert result.return_value == 1 and "2.abc.0.json cannot be read" in result.stderr
+    found = json.loads(invoke(run, "--json").stdout)
+    assert found["damaged"] == [f"{PREFIX}2.abc.0.json"] and found["incarnations"] == 2
+
+
+def test_stops_that_were_wanted_are_no_earlier_interruptions(run: Path) -> None:
+    """With --last 0 the rest is told by what it is."""
+    one = closed(account(1, 0.0))
+    two = died(account(2, 20.0, first=9, of="1.abc"))
+    write(run, one, two, account(3, 40.0, first=17, of="2.abc"))
+    assert "and 1 earlier interruption and 1 earlier break that was none; --json" in invoke(run, "--last", 0).stdout
+    assert "and 1 earlier break that was none; --json" in invoke(run, "--last", 1).stdout
+    assert "earlier" not in invoke(run, "--last", 2).stdout
+
+
+# -- people --
+
+
+@pytest.mark.parametrize("columns", [80, 132])
+def test_what_was_said_of_a_fault_has_its_own_line(
+    run: Path, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Below its row, on narrow terminals as well, where only the place is folded; a time is never cut in two."""
+    summary = "rank 3 waits for rank 5 " * 4
+    hang = replace(seen(20.0, "hang"), summary=summary)
+    far = account(2, 60.0, first=9, of="1.abc", source="s3://bucket/a/long/name/of/a/run/that/nobody/likes")
+    found = settle([died(replace(account(1, 0.0), faults=[hang]), 10.0), far])
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    cli_report.print_interruptions(found.interruptions)
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= columns for line in lines)
+    (first,) = (number for number, line in enumerate(lines) if " hang " in line)
+    below = " ".join(line.strip() for line in lines[first + 1 :])
+    assert summary.strip() in below and "5.0 s" in lines[first]
+
+
+def test_nothing_is_shown_as_0_0_ms(run: Path) -> None:
+    """Remains of rounding are nothing."""
+    one = died(account(1, 0.0), 0.00001, 0.00001)
+    write(run, one, account(2, 20.0, first=8, of="1.abc", back=0.00002))
+    text = invoke(run).stdout
+    assert "0.0 ms" not in text and "0 s" in text
+
+
+# -- negative controls --
+
+
+def test_negative_control_survived_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who takes every hang for the end is found out."""
+    monkeypatch.setattr(Account, "failed", property(lambda self: self.end is not None))
+    with pytest.raises(AssertionError):
+        test_a_hang_that_was_survived_ends_nothing()
+
+
+def test_negative_control_ends_in_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who believes them is found out, and so is who believes what cannot be reckoned with."""
+    monkeypatch.setattr(timeline, "_until", lambda account, now, notes: account)
+    with pytest.raises(AssertionError):
+        test_an_end_in_the_future_is_now()
+    monkeypatch.setattr(timeline.PlacedAccount, "starts", lambda self, before: float("inf"))
+    with pytest.raises(AssertionError):
+        test_a_report_from_after_the_next_start_was_not_40_days_unnoticed()

@@ -1,0 +1,1565 @@
+"""The run log: what its records mean, who may append, and what no interleaving of crashes may break.
+
+The simulator runs the real log, commit and retain code over a store in which every request may wait, be killed before
+or after it took effect, or lose its reply; two trainers and a cleaner share one run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt.checkpoint import commit as commits
+from ckpt.checkpoint import retention
+from ckpt.checkpoint.commit import Role
+from ckpt.checkpoint.read import load_manifest, verify
+from ckpt.checkpoint.retention import Keep
+from ckpt.checkpoint.write import RankSnapshot, WrittenPart, write_part
+from ckpt.errors import (
+    CorruptError,
+    ExistsError,
+    FencedError,
+    FormatError,
+    FullError,
+    OutcomeUnknownError,
+    SaveError,
+    StoreError,
+)
+from ckpt.format.layout import Layout, TensorSpec
+from ckpt.format.manifest import (
+    MAX_NEEDS,
+    Attempt,
+    PackInfo,
+    Part,
+    new_nonce,
+    owner,
+    pack_key,
+    part_key,
+    rank_and_try,
+    seal,
+    table_key,
+)
+from ckpt.runlog.log import (
+    MAX_GAP,
+    Acquire,
+    Commit,
+    Record,
+    RunLog,
+    RunState,
+    commit_body,
+    expand,
+    fold,
+    in_history,
+    record_key,
+    summary,
+)
+from ckpt.store import ObjectInfo
+from ckpt_backends.local import LocalStore
+from ckpt_backends.memory import MemoryStore
+from interleave import write_increment
+from logs import DIGEST, attempt, committed, folded, new_log, record, reopened
+
+LAYOUT = Layout(
+    (TensorSpec("w", "F32", (4,)), TensorSpec("n", "I64", ())),
+    {},
+    [{"path": [], "kind": "x", "facts": {}, "names": []}],
+)
+
+
+def acquired(epoch: int, restored: Attempt | None = None) -> dict[str, Any]:
+    return record(
+        "ACQUIRE",
+        {"epoch": epoch, "nonce": f"{epoch:08x}", "restored": restored and str(restored)},
+        request=f"a{epoch}",
+    )
+
+
+def kept(of: Attempt, request: str) -> Callable[[RunState], Record]:
+    return lambda state: Record("KEEP", {"attempt": str(of), "note": ""}, request)
+
+
+async def save(log: RunLog, mine: Acquire, step: int, number: int = 0) -> Attempt:
+    """One whole save; the bytes say which attempt they belong to."""
+    named = Attempt(mine.epoch, step, mine.nonce)
+    data = memoryview(f"{mine.nonce}{step:016d}".encode())
+    await commits.commit(
+        log, mine, [await write_part(log.store, RankSnapshot(named, LAYOUT, data, [None]), number=number)]
+    )
+    return named
+
+
+class Gate:
+    """Every request of one actor takes a while, and may be the moment at which its process is killed."""
+
+    remote = False
+
+    def __init__(self, inner: Any, dice: random.Random, kill: float = 0.0, lose: float = 0.0) -> None:
+        self.inner, self.dice, self.kill, self.lose = inner, dice, kill, lose
+        self.url = inner.url
+        self.dead = False
+
+    async def _pass(self) -> None:
+        for _ in range(self.dice.choice((0, 0, 1, 2, 7))):
+            await asyncio.sleep(0)
+        if self.dead or self.dice.random() < self.kill:
+            self.dead = True
+            raise asyncio.CancelledError
+
+    async def _do(self, work: Coroutine[Any, Any, Any], *, may_lose: bool = False) -> Any:
+        try:
+            await self._pass()
+        except BaseException:
+            work.close()
+            raise
+        result = await work
+        await self._pass()
+        if may_lose and self.dice.random() < self.lose:
+            raise StoreError("the reply was lost")
+        return result
+
+    async def put(self, key: str, data: Any, *, create: bool = False) -> None:
+        await self._do(self.inner.put(key, bytes(data), create=create), may_lose=True)
+
+    async def get(self, key: str, **where: Any) -> Any:
+        return await self._do(self.inner.get(key, **where))
+
+    async def head(self, key: str) -> ObjectInfo:
+        found: ObjectInfo = await self._do(self.inner.head(key))
+        return found
+
+    async def delete(self, key: str) -> None:
+        await self._do(self.inner.delete(key), may_lose=True)
+
+    async def delete_many(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            await self.delete(key)
+
+    async def drop_uploads(self, wanted: Callable[[str], bool]) -> int:
+        return 0
+
+    async def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
+        await self._pass()
+        found = [info async for info in self.inner.list(prefix, after=after)]
+        await self._pass()
+        for info in found:
+            yield info
+
+    async def upload(self, key: str, *, size: int, replace: bool = False) -> Any:
+        upload = await self._do(self.inner.upload(key, size=size, replace=replace))
+        gate = self
+
+        class Upload:
+            part = 0
+
+            async def write_at(self, offset: int, view: memoryview) -> None:
+                await upload.write_at(offset, bytes(view))
+
+            async def finish(self) -> None:
+                await gate._do(upload.finish(), may_lose=True)
+
+            async def abort(self) -> None:
+                await upload.abort()
+
+        return Upload()
+
+    async def aclose(self) -> None:
+        pass
+
+
+# -- fold --
+
+
+def test_fold_of_a_commit_and_its_end() -> None:
+    """COMMIT makes a checkpoint once; ABORT and PLAN end an attempt for ever, in whichever order they come."""
+    a, b, c = attempt(1, 1), attempt(1, 2), attempt(1, 3)
+    plan = record("PLAN", {"retire": [str(a)], "delete": ["packs/x"]})
+    abort = record("ABORT", {"attempt": str(b), "reason": ""}, request="abort:b")
+    state = folded(acquired(1), committed(a), abort, committed(b), committed(c), plan, committed(a))
+    assert set(state.commits) == {c}
+    assert (state.retired, state.aborted) == ({a}, {b})
+    late = folded(committed(c), record("ABORT", {"attempt": str(c), "reason": ""}))
+    assert set(late.commits) == {c} and not late.aborted
+
+
+def held(of: Attempt, world: int = 2) -> dict[str, Any]:
+    return {**committed(of), "type": "HELD", "id": f"held:{of}", "body": committed(of)["body"] | {"world": world}}
+
+
+def aborted(of: Attempt, reason: str = "", request: str = "") -> dict[str, Any]:
+    return record("ABORT", {"attempt": str(of), "reason": reason}, request=request or f"abort:{of}")
+
+
+def test_fold_of_what_is_held() -> None:
+    """HELD is no checkpoint and no end; COMMIT, ABORT and PLAN end it, and after them it means nothing."""
+    a, b, c, d = (attempt(1, step) for step in (1, 2, 3, 4))
+    state = folded(acquired(1), held(a), held(b), held(c), held(d))
+    assert set(state.held) == {a, b, c, d} and not state.commits and not state.lineage()
+    assert not any(state.ended(one) for one in (a, b, c, d))
+    plan = record("PLAN", {"retire": [str(c)], "delete": []})
+    after = [committed(a), aborted(b), plan]
+    for order in itertools.permutations(after):
+        state = folded(acquired(1), held(a), held(b), held(c), held(d), *order, held(a), held(b), held(c))
+        assert (set(state.held), set(state.commits)) == ({d}, {a})
+        assert (state.aborted, state.retired) == ({b}, {c})
+
+
+def test_why_an_attempt_was_aborted_is_kept() -> None:
+    """The first reason, of a bearable length; none of an attempt that was a checkpoint before."""
+    a, b, c = (attempt(1, step) for step in (1, 2, 3))
+    again = aborted(a, "another", "again")
+    state = folded(acquired(1), aborted(a, "no space left"), again, aborted(b, "x" * 10_000), committed(c), aborted(c))
+    assert state.reasons[a] == "no space left"
+    assert len(state.reasons[b]) == 500
+    assert set(state.reasons) == {a, b}
+
+
+def test_a_commit_may_hold_the_parts_of_some_ranks() -> None:
+    """What is on the disk of one node says so; ranks ascend, and may leave others out."""
+    body = committed(attempt(1, 1))["body"] | {"world": 8, "parts": [[2, 0, DIGEST], [5, 7, DIGEST]]}
+    (found,) = folded(record("COMMIT", body)).commits.values()
+    assert not found.whole and found.parts == ((2, 0, DIGEST), (5, 7, DIGEST))
+    (found,) = folded(committed(attempt(1, 1))).commits.values()
+    assert found.whole
+
+
+def begun(of: Attempt, *pins: Attempt) -> dict[str, Any]:
+    return record("BEGIN", {"attempt": str(of), "pins": [str(pin) for pin in pins]}, request=f"begin:{of}")
+
+
+def needing(of: Attempt, *needs: Attempt, kind: str = "COMMIT") -> dict[str, Any]:
+    body = committed(of)["body"] | {"needs": [str(need) for need in needs]}
+    return record(kind, body, request=f"{kind.lower()}:{of}")
+
+
+def test_pins_live_as_long_as_their_attempt_is_open() -> None:
+    """What BEGIN pins stays so until COMMIT, ABORT or PLAN of the attempt, in whichever order they come; and HELD is
+    no end."""
+    a, b, c = (attempt(1, step) for step in (1, 2, 3))
+    begin = begun(c, a, b)
+    assert folded(begin).pins == {c: (a, b)}
+    assert folded(begin, held(c)).pins == {c: (a, b)}
+    assert folded(begin, begun(c, b)).pins == {c: (b,)}
+    for end in (committed(c), aborted(c), record("PLAN", {"retire": [str(c)], "delete": []})):
+        assert folded(begin, end).pins == {} == folded(end, begin).pins
+
+
+def test_what_a_checkpoint_was_built_on_is_in_its_record() -> None:
+    """COMMIT and HELD say it, and a full one says nothing at all, as ever; a SNAPSHOT says the same of both."""
+    a, b, c, d = (attempt(1, step) for step in (1, 2, 3, 4))
+    state = folded(acquired(1), committed(a), committed(b), needing(c, a, b), needing(d, b, kind="HELD"), begun(d, b))
+    assert [state.commits[one].needs for one in (a, b, c)] == [(), (), (a, b)]
+    assert [state.commits[one].full for one in (a, b, c)] == [True, True, False]
+    assert state.held[d].needs == (b,)
+    assert "needs" not in commit_body(state.commits[a]) and commit_body(state.commits[a]) == committed(a)["body"]
+    assert commit_body(state.commits[c]) == needing(c, a, b)["body"]
+    state.next_seq = 8
+    again = expand(json.loads(json.dumps(summary(state))))
+    assert (again.commits, again.held, again.pins) == (state.commits, state.held, state.pins)
+
+
+OTHERS = {
+    "itself": ["1.00000001-5"],
+    "a newer one": ["2.00000002-1"],
+    "one twice": ["1.00000001-1", "1.00000001-1"],
+    "in no order": ["1.00000001-2", "1.00000001-1"],
+    "in the order of text": ["1.00000001-10", "1.00000001-9"],
+    "too many": [f"1.00000000-{step}" for step in range(MAX_NEEDS + 1)],
+    "a path": ["../../x"],
+    "a pack": ["packs/1.00000001-1.0.0.safetensors"],
+    "numbers": 5,
+    "text": "1.00000001-1",
+    "a list of lists": [["1.00000001-1"]],
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("kind", ["BEGIN", "COMMIT", "HELD"])
+def test_what_cannot_be_built_on_is_an_impossible_record(kind: str, name: str) -> None:
+    """Only older attempts, each once, in their order, and not too many; of a part as well."""
+    of = attempt(1, 5 if name != "in the order of text" else 50)
+    bad = needing(of, kind=kind)
+    bad["body"] = bad["body"] | {"needs": OTHERS[name], "pins": OTHERS[name]}
+    state, same = folded(acquired(1)), folded(acquired(1))
+    with pytest.raises(CorruptError):
+        fold(state, {**bad, "seq": 1})
+    assert state == same
+    with pytest.raises(CorruptError):
+        part_of(of, needs=OTHERS[name]).check("a part")
+
+
+def part_of(of: Attempt, packs: Sequence[str] = (), **fields: Any) -> Part:
+    infos = [PackInfo(key, 100, 10, DIGEST) for key in packs]
+    return Part(str(of), 0, 0, 1, {}, [], DIGEST, infos, 0.0, **fields)
+
+
+def test_what_a_part_may_say_about_older_ones() -> None:
+    """Older attempts, how far the last full one is, and packs of older attempts; of none if it is full."""
+    older, other = attempt(1, 1), attempt(1, 2)
+    keys = [pack_key(attempt(1, 5), 0, 0, 3), pack_key(older, 0, 0)]
+    part_of(attempt(1, 5), keys[:1]).check("a part")
+    for needs in ([str(older)], [str(other)], [str(older), str(other)], []):
+        part = part_of(attempt(1, 5), keys if needs else keys[:1], needs=needs, chain=3 if needs else 0)
+        part.check("a part")
+        assert Part.from_bytes(part.to_bytes(), "a part") == part
+    told = json.loads(part_of(older).to_bytes())
+    assert not told.keys() & {"needs", "chain", "full"}, "a full one says what it said before there were increments"
+    bad: list[dict[str, Any]] = [
+        {"chain": 1}, {"chain": -1, "needs": [str(older)]}, {"chain": 1.0, "needs": [str(older)]},
+        {"chain": True, "needs": [str(older)]}, {"packs": keys}, {"packs": [pack_key(attempt(2, 1), 0, 0)]},
+        {"packs": [pack_key(attempt(1, 6), 0, 0)], "needs": [str(older)]},
+    ]  # fmt: skip
+    for fields in bad:
+        with pytest.raises(CorruptError):
+            part_of(attempt(1, 5), **fields).check("a part")
+
+
+def test_a_part_of_before_there_were_increments_is_full() -> None:
+    """Without the new fields it is read as ever."""
+    data = json.loads(part_of(attempt(1, 5)).to_bytes())
+    del data["digest"]
+    part = Part.from_bytes(seal(data), "a part")
+    assert (part.needs, part.chain) == ([], 0)
+
+
+def test_names_of_several_packs_of_a_part() -> None:
+    """They belong to their attempt, rank and try; nothing else has such names."""
+    of = attempt(1, 5)
+    assert pack_key(of, 7, 2) == f"packs/{of}.7.2.safetensors"
+    for segment in (0, 1, 12345):
+        key = pack_key(of, 7, 2, segment)
+        assert key == f"packs/{of}.7.2-{segment}.safetensors"
+        assert owner(key) == of and rank_and_try(key) == (7, 2)
+        assert owner(key.replace("packs/", "parts/")) is None and owner(key.replace("packs/", "index/")) is None
+    for key in (f"packs/{of}.7.2-.safetensors", f"packs/{of}.7.2-x.safetensors", f"packs/{of}.7.2-1-1.safetensors"):
+        assert owner(key) is None
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        acquired(0),
+        acquired(10**12),
+        record("ACQUIRE", {"epoch": 2.5, "nonce": "x", "restored": None}),
+        record("ACQUIRE", {"epoch": 2, "nonce": "x", "restored": "../1"}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 0}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 2.0}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": (1 << 20) + 1}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"parts": [[0, 0, DIGEST], [1, 0, DIGEST]]}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 3, "parts": [[1, 0, DIGEST], [0, 0, DIGEST]]}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 3, "parts": [[1, 0, DIGEST], [1, 1, DIGEST]]}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 3, "parts": [[3, 0, DIGEST]]}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"world": 3, "parts": [[True, 0, DIGEST]]}),
+        record("HELD", committed(attempt(1, 1))["body"] | {"parts": []}),
+        record("HELD", committed(attempt(1, 1))["body"] | {"world": 0}),
+        record("HELD", {"attempt": str(attempt(1, 1))}),
+        record("ABORT", {"attempt": str(attempt(1, 1))}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"parts": []}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"parts": [[1, 0, DIGEST]]}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"parts": [[0, -1, DIGEST]]}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"index": "../../x"}),
+        record("COMMIT", committed(attempt(1, 1))["body"] | {"finite": 0}),
+        record("PLAN", {"retire": ["x"], "delete": []}),
+        record("KEEP", {}),
+        record("NONSENSE", {"attempt": str(attempt(1, 1))}),
+    ],
+)
+def test_an_impossible_record_changes_nothing(bad: dict[str, Any]) -> None:
+    """CorruptError, and the state is as it was."""
+    state, same = folded(acquired(1)), folded(acquired(1))
+    with pytest.raises(CorruptError):
+        fold(state, {**bad, "seq": 1})
+    assert state == same
+
+
+# -- history --
+
+
+def test_a_rollback_is_not_undone() -> None:
+    """What lay beyond the attempt gone back to is not history, before anything new is saved as well as after."""
+    old = [attempt(1, step) for step in (10, 20, 30)]
+    state = folded(acquired(1), *map(committed, old), acquired(2, restored=old[0]))
+    assert [c.step for c in state.lineage()] == [10]
+    fold(state, {**acquired(3), "seq": 9})  # a restart that has not restored yet
+    assert [c.step for c in state.lineage()] == [10]
+    fold(state, {**committed(attempt(3, 15)), "seq": 10})
+    assert [c.step for c in state.lineage()] == [15, 10]
+    late = {**committed(attempt(2, 99)), "seq": 11}  # rolled forward by epoch 3: of an epoch in between
+    fold(state, late)
+    assert state.lineage()[0].step == 15
+
+
+def test_a_roll_forward_does_not_displace_a_newer_step() -> None:
+    """Latest is by epoch and step, not by place in the log."""
+    state = folded(acquired(1), committed(attempt(1, 30)), committed(attempt(1, 20)))
+    assert [c.step for c in state.lineage()] == [30, 20]
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_history_never_contains_what_was_gone_back_behind(data: st.DataObject) -> None:
+    """For random histories: newest first, nothing twice, nothing beyond any later rollback, the present epoch whole."""
+    saved: list[Attempt] = []
+    acquires: list[Acquire] = []
+    gone: set[Attempt] = set()
+    for epoch in range(1, data.draw(st.integers(1, 6)) + 1):
+        present = [a for a in saved if a not in gone]
+        back = data.draw(st.sampled_from([None, *present]))
+        acquires.append(Acquire(epoch, f"{epoch:08x}", back))
+        if back is not None:
+            gone |= {a for a in present if (a.epoch, a.step) > (back.epoch, back.step)}
+        saved += [attempt(epoch, step) for step in data.draw(st.sets(st.integers(0, 50), max_size=4))]
+    expected = sorted((a for a in saved if a not in gone), reverse=True)
+    assert in_history(acquires, saved) == expected
+
+
+# -- the chain --
+
+
+@dataclass
+class Scripted:
+    """A store in front of another: what happens at each creation of a log record is taken from a script."""
+
+    inner: Any
+    script: list[str] = field(default_factory=list)
+    url: str = "memory://scripted"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    async def put(self, key: str, data: Any, *, create: bool = False) -> None:
+        action = self.script.pop(0) if self.script and key.startswith("log/") else "do"
+        if action != "refuse":
+            await self.inner.put(key, data, create=create)
+        if action == "exists":
+            raise ExistsError("somebody (we ourselves) was first")
+        if action == "full":
+            raise FullError("no space")
+        if action in ("lost", "refuse"):
+            raise StoreError("no answer")
+
+
+def test_own_record_is_adopted_when_the_reply_says_that_it_exists() -> None:
+    """A blind retry below us turns our own success into a conflict: the record is found and lands only once."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await new_log(Scripted(store))
+        log.store.script[:] = ["exists"]  # type: ignore[attr-defined]
+        await log.append(kept(attempt(1, 1), "mine"), owner=mine)
+        state = (await reopened(store)).state
+        assert state.next_seq == 2 and state.requests["mine"] == 1 and not state.damaged
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("action", "landed"), [("lost", True), ("refuse", False)])
+def test_a_lost_reply_is_an_unknown_outcome_and_asking_again_is_harmless(action: str, landed: bool) -> None:
+    """OutcomeUnknownError whether it landed or not; the same request again leaves exactly one record."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await new_log(Scripted(store))
+        log.store.script[:] = [action]  # type: ignore[attr-defined]
+        with pytest.raises(OutcomeUnknownError):
+            await log.append(kept(attempt(1, 1), "mine"), owner=mine)
+        assert (record_key(1) in store.objects) is landed
+        await log.append(kept(attempt(1, 1), "mine"), owner=mine)
+        state = (await reopened(store)).state
+        assert state.next_seq == 2 and state.requests["mine"] == 1 and not state.damaged
+
+    asyncio.run(scenario())
+
+
+def test_a_full_store_is_a_plain_failure() -> None:
+    """FullError says that nothing landed, so it stays what it is."""
+
+    async def scenario() -> None:
+        log, mine = await new_log(Scripted(MemoryStore()))
+        log.store.script[:] = ["full"]  # type: ignore[attr-defined]
+        with pytest.raises(FullError):
+            await log.append(kept(attempt(1, 1), "mine"), owner=mine)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("place", ["memory", "local"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_concurrent_appends_all_land_once(place: str, shared: bool, tmp_path: Path) -> None:
+    """8 tasks, over one RunLog or one each, with refreshes in between: every request once, no gap, an intact chain."""
+
+    async def scenario() -> None:
+        store: Any = MemoryStore() if place == "memory" else LocalStore(f"file://{tmp_path}/run", writable=True)
+        slow = Gate(store, random.Random(1))
+        first, mine = await new_log(store)
+        logs = [first if shared else await reopened(slow) for _ in range(8)]
+        first.store = slow
+
+        async def work(i: int) -> None:
+            for n in range(5):
+                await logs[i].append(kept(attempt(1, n), f"{i}.{n}"), owner=mine)
+                await logs[i].refresh()
+
+        await asyncio.gather(*map(work, range(8)))
+        state = (await reopened(store)).state
+        assert (state.next_seq, state.damaged) == (41, [])
+        assert set(state.requests) == {f"acquire:{mine.nonce}", *(f"{i}.{n}" for i in range(8) for n in range(5))}
+        assert all(log.state.damaged == [] for log in logs)
+        await store.aclose()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_acquire_gives_every_job_an_epoch_of_its_own_and_fences_the_others() -> None:
+    """Of jobs that race for a run, only the newest may append; the epoch exceeds the floor and all before."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        await commits.create_run(store)
+        logs = [await reopened(Gate(store, random.Random(i))) for i in range(8)]
+        owners = await asyncio.gather(*(commits.acquire(log, new_nonce(), floor=40) for log in logs))
+        assert sorted(o.epoch for o in owners) == list(range(41, 49))
+        for log, one in zip(logs, owners, strict=True):
+            if one.epoch == 48:
+                await log.append(kept(attempt(1, 1), "newest"), owner=one)
+            else:
+                with pytest.raises(FencedError):
+                    await log.append(kept(attempt(1, 1), f"{one.epoch}"), owner=one)
+        again = await commits.acquire(logs[0], owners[0].nonce)
+        assert again == owners[0]  # the same request twice is one record
+
+    asyncio.run(scenario())
+
+
+def test_a_new_epoch_leaves_room_for_one_that_was_damaged() -> None:
+    """No two jobs ever have one epoch, though the record of one of them is lost; and the gap is left once only."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, first = await new_log(store)
+        await log.append(kept(attempt(1, 1), "between"), owner=first)
+        lost = await commits.acquire(log, new_nonce())
+        for seq in (1, 2):
+            store.objects[record_key(seq)] = b"{}"
+        log = await reopened(store)
+        later = [await commits.acquire(log, new_nonce()) for _ in range(3)]
+        assert [first.epoch, lost.epoch] == [1, 2] and later[0].epoch > lost.epoch
+        assert [owner.epoch - later[0].epoch for owner in later] == [0, 1, 2]
+
+    asyncio.run(scenario())
+
+
+def test_commit_after_abort_is_refused() -> None:
+    """An attempt that was ended stays ended: SaveError, no record."""
+
+    async def scenario() -> None:
+        log, mine = await new_log(MemoryStore())
+        named = Attempt(mine.epoch, 5, mine.nonce)
+        await commits.abort(log, mine, named, "changed my mind")
+        with pytest.raises(SaveError):
+            await save(log, mine, 5)
+        assert not log.state.commits
+
+    asyncio.run(scenario())
+
+
+def test_a_record_of_a_newer_version_stays_an_error() -> None:
+    """Reading again must not step over it: an older version would fork the chain behind a record it cannot read."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await new_log(store)
+        newer = {"seq": 1, "prev": log.state.last, "root": log.root, "epoch": 1, "id": "n", "type": "NEWER", "body": {}}
+        store.objects[record_key(1)] = seal(newer)
+        for _ in range(2):
+            with pytest.raises(FormatError):
+                await log.append(kept(attempt(1, 1), "mine"), owner=mine)
+        assert record_key(2) not in store.objects
+
+    asyncio.run(scenario())
+
+
+def test_a_stray_name_far_off_is_not_waited_for() -> None:
+    """A file called like record number 10**12 - 1 is reported and passed over; the run goes on below it."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await new_log(store)
+        store.objects["log/999999999999.json"] = b"{}"
+        await log.append(kept(attempt(1, 1), "mine"), owner=mine)
+        assert log.state.damaged == [10**12 - 1] and log.state.next_seq == 2
+        assert MAX_GAP < 10**6
+
+    asyncio.run(scenario())
+
+
+# -- several ranks --
+
+WORLD = 3
+ROWS = 7  # of "w", that each rank has
+
+
+def share_of(rank: int, world: int = WORLD, *, at: int | None = None, rows: int = ROWS, dtype: str = "F32") -> Layout:
+    """What one rank stages of a tensor that all hold alike, and rank 0 of a number besides."""
+    start = rank * ROWS if at is None else at
+    pieces = (TensorSpec("w", dtype, (rows,), whole=(world * ROWS,), offsets=(start,)),)
+    components = [{"path": [], "kind": "x", "facts": {}, "names": ["w", "n"]}]
+    if rank == 0:
+        return Layout((*pieces, TensorSpec("n", "F32", ())), {}, components, rank, world)
+    return Layout(pieces, {}, components, rank, world, elsewhere={"n": ("F32", ())})
+
+
+def data_of(named: Attempt, layout: Layout) -> bytes:
+    """The bytes say which attempt and rank they belong to."""
+    return f"{named.nonce}{named.step:016d}{layout.rank:04d}".encode().ljust(layout.arrangement.data_size, b".")
+
+
+async def write_share(
+    log: RunLog, mine: Acquire, step: int, layout: Layout, *, number: int = 0, reason: str = "due"
+) -> WrittenPart:
+    named = Attempt(mine.epoch, step, mine.nonce)
+    snapshot = RankSnapshot(named, layout, memoryview(data_of(named, layout)), [None])
+    return await write_part(log.store, snapshot, number=number, reason=reason)
+
+
+@dataclass
+class Ranks:
+    """The writers of one job, each with a log of its own over the same store. `told`: who appended what."""
+
+    store: Any
+    mine: Acquire
+    logs: list[RunLog]
+    told: list[tuple[int, str]] = field(default_factory=list)
+
+    @classmethod
+    async def open(cls, world: int = WORLD, store: Any = None) -> Ranks:
+        store = MemoryStore() if store is None else store
+        _, mine = await new_log(store)
+        ranks = cls(store, mine, [])
+        for rank in range(world):
+            ranks.logs.append(await reopened(Heard(store, rank, ranks.told)))
+        return ranks
+
+    def attempt(self, step: int = 1) -> Attempt:
+        return Attempt(self.mine.epoch, step, self.mine.nonce)
+
+    async def write(self, rank: int, step: int = 1, layout: Layout | None = None, **details: Any) -> WrittenPart:
+        return await write_share(self.logs[rank], self.mine, step, layout or share_of(rank, len(self.logs)), **details)
+
+    async def settle(self, own: WrittenPart, role: Role | None = None, **details: Any) -> None:
+        rank, world = own.part.rank, len(self.logs)
+        role = role or Role(tuple(range(world)), rank, world)
+        await commits.settle(self.logs[rank], lambda: self.mine, own, role, **{"deadline_s": 30.0, **details})
+
+    async def save(self, rank: int, **details: Any) -> None:
+        await self.settle(await self.write(rank, **details))
+
+    async def check(self, step: int = 1) -> Commit:
+        """The checkpoint: committed once, and whole."""
+        state = (await reopened(self.store)).state
+        found = state.commits[self.attempt(step)]
+        assert found.whole and state.damaged == []
+        assert [kind for _, kind in self.told].count("COMMIT") == len(state.commits)
+        assert await verify(self.store, found) == []
+        (await load_manifest(self.store, found)).saved()
+        return found
+
+    async def reason(self, step: int = 1) -> str:
+        """Why there is no such checkpoint, as whoever looks later finds it."""
+        state = (await reopened(self.store)).state
+        assert self.attempt(step) not in state.commits and not state.damaged
+        return state.reasons[self.attempt(step)]
+
+
+class Heard:
+    """The store as one rank uses it: notes which records it appended."""
+
+    def __init__(self, inner: Any, rank: int, told: list[tuple[int, str]]) -> None:
+        self.inner, self.rank, self.told, self.url = inner, rank, told, inner.url
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    async def put(self, key: str, data: Any, *, create: bool = False) -> None:
+        await self.inner.put(key, data, create=create)
+        if key.startswith("log/"):
+            self.told.append((self.rank, json.loads(bytes(data))["type"]))
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writers look often; each further rank waits so long that only the first commits."""
+    monkeypatch.setattr(commits, "POLL_S", (0.001, 0.005))
+    monkeypatch.setattr(commits, "STAGGER_S", 1000.0)
+
+
+def refused(results: list[Any]) -> list[str]:
+    """What the writers say that all had a SaveError."""
+    assert all(type(result) is SaveError for result in results), results
+    return [str(result) for result in results]
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("order", list(itertools.permutations(range(WORLD))))
+def test_parts_in_any_order_are_one_checkpoint(order: tuple[int, ...]) -> None:
+    """Whoever is first or last: one COMMIT, of the writer of the first rank, and every writer hears of it."""
+
+    async def scenario() -> None:
+        ranks, tasks = await Ranks.open(), list[asyncio.Task[None]]()
+        for rank in order:
+            assert not any(task.done() for task in tasks), "settled before all parts were there"
+            tasks.append(asyncio.create_task(ranks.settle(await ranks.write(rank))))
+            await asyncio.sleep(0.02)
+        await asyncio.wait_for(asyncio.gather(*tasks), 30)
+        assert [rank for rank, _, _ in (await ranks.check()).parts] == [0, 1, 2]
+        assert ranks.told == [(0, "COMMIT")]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_part_that_never_comes_ends_the_attempt() -> None:
+    """After the deadline ABORT names the rank; who comes later, or was waiting, hears why."""
+
+    async def scenario() -> None:
+        ranks = await Ranks.open()
+        waiting = [ranks.settle(await ranks.write(rank), deadline_s=0.1) for rank in (0, 1)]
+        said = refused(await asyncio.gather(*waiting, return_exceptions=True))
+        assert all("the parts of ranks 2 did not come within 0.1 s" in text for text in said)
+        assert "ranks 2 did not come" in await ranks.reason()
+        said += refused(await asyncio.gather(ranks.save(2), return_exceptions=True))
+        assert "was given up: the parts of ranks 2" in said[-1]
+        assert [kind for _, kind in ranks.told] == ["ABORT"]
+        await asyncio.gather(*(ranks.save(rank, step=2) for rank in range(WORLD)))
+        await ranks.check(2)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("who", range(WORLD))
+def test_a_rank_that_gives_up_need_not_be_waited_for(who: int) -> None:
+    """Its ABORT ends the waiting of all others, with its reason, though their deadline is far."""
+
+    async def scenario() -> None:
+        ranks = await Ranks.open()
+        waiting = [
+            asyncio.create_task(ranks.settle(await ranks.write(r), deadline_s=1000)) for r in range(WORLD) if r != who
+        ]
+        await asyncio.sleep(0.02)
+        await commits.abort(ranks.logs[who], ranks.mine, ranks.attempt(), f"rank {who}: its disk is gone")
+        said = refused(await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 30))
+        assert all(f"rank {who}: its disk is gone" in text for text in said)
+        assert await ranks.reason() == f"rank {who}: its disk is gone"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_that_commit_at_once_make_one_record(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any stagger, and with requests that take their time: one COMMIT, and everybody's save has succeeded."""
+
+    async def scenario() -> None:
+        monkeypatch.setattr(commits, "STAGGER_S", 0.0)
+        ranks = await Ranks.open()
+        for rank, log in enumerate(ranks.logs):
+            log.store = Gate(log.store, random.Random(WORLD * seed + rank))
+        await asyncio.wait_for(asyncio.gather(*(ranks.save(rank) for rank in range(WORLD))), 30)
+        await ranks.check()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("where", ["before it looks", "after the index", "after the record"])
+def test_a_committer_that_dies_is_stood_in_for(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer of the next rank commits after a while what the first one could not, or finds that it did."""
+
+    async def scenario() -> None:
+        monkeypatch.setattr(commits, "STAGGER_S", 0.05)
+        ranks = await Ranks.open()
+        parts = [await ranks.write(rank) for rank in range(WORLD)]
+        others = [asyncio.create_task(ranks.settle(own)) for own in parts[1:]]
+        if where != "before it looks":
+            ranks.logs[0].store = Dying(ranks.logs[0].store, "index/" if where == "after the index" else "log/")
+            with pytest.raises(asyncio.CancelledError):
+                await ranks.settle(parts[0])
+        await asyncio.wait_for(asyncio.gather(*others), 30)
+        await ranks.check()
+        assert ranks.told == [(0 if where == "after the record" else 1, "COMMIT")]
+
+    asyncio.run(scenario())
+
+
+class Dying:
+    """A store of which the first put below a prefix is the last thing that happens."""
+
+    def __init__(self, inner: Any, prefix: str) -> None:
+        self.inner, self.prefix, self.url = inner, prefix, inner.url
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    async def put(self, key: str, data: Any, *, create: bool = False) -> None:
+        await self.inner.put(key, data, create=create)
+        if key.startswith(self.prefix):
+            raise asyncio.CancelledError
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("wrong", ["another attempt", "another rank", "another try", "damaged", "empty", "no pack"])
+def test_what_is_no_part_of_this_attempt_does_not_count(wrong: str) -> None:
+    """A file of the right name is not enough: no checkpoint, and ABORT names the rank whose part is missing."""
+
+    async def scenario() -> None:
+        ranks = await Ranks.open()
+        parts = [await ranks.write(rank) for rank in (0, 1)]
+        objects, named = ranks.store.objects, ranks.attempt()
+        await ranks.write(2, number=1 if wrong == "another try" else 0)
+        await ranks.write(2, step=2)
+        key = part_key(named, 2, 0)
+        if wrong == "no pack":
+            del objects[f"packs/{named}.2.0.safetensors"]
+        else:
+            sources = {"another attempt": (ranks.attempt(2), 2, 0), "another rank": (named, 1, 0)}
+            at = sources.get(wrong, (named, 2, 1 if wrong == "another try" else 0))
+            raw = bytearray(objects[part_key(*at)])
+            if wrong == "another try":
+                del objects[part_key(*at)]
+            raw[len(raw) // 2] ^= wrong == "damaged"
+            objects[key] = b"" if wrong == "empty" else bytes(raw)
+        waiting = (ranks.settle(own, deadline_s=0.1) for own in parts)
+        for text in refused(await asyncio.gather(*waiting, return_exceptions=True)):
+            assert "the parts of ranks 2 did not come" in text
+        assert "the parts of ranks 2 did not come" in await ranks.reason()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("hasty")
+def test_of_several_tries_the_highest_that_is_sound_counts() -> None:
+    """A rank whose writer died half-way writes again; what it has left of its last try is passed over."""
+
+    async def scenario() -> None:
+        ranks = await Ranks.open()
+        first = await ranks.write(0)
+        await ranks.write(1)
+        for number in (0, 1000, 2000):
+            await ranks.write(2, number=number)
+        del ranks.store.objects[table_key(ranks.attempt(), 2, 2000)]
+        await ranks.settle(first)
+        assert [number for _, number, _ in (await ranks.check()).parts] == [0, 0, 1000]
+
+    asyncio.run(scenario())
+
+
+UNFIT: dict[str, tuple[Layout, str]] = {
+    "rows twice": (share_of(2, at=ROWS, rows=2 * ROWS), "do not agree about w: some of it was saved 2 times"),
+    "a row twice": (share_of(2, at=2 * ROWS - 1, rows=ROWS + 1), "do not agree about w: some of it was saved 2 times"),
+    "a hole": (share_of(2, rows=ROWS - 1), "do not agree about w: some of it was saved by nobody"),
+    "another dtype": (share_of(2, dtype="I32"), "w is of shape [21] and dtype"),
+    "another shape": (
+        Layout((TensorSpec("w", "F32", (ROWS,)),), {}, share_of(2).components, 2, WORLD, {}, {"n": ("F32", ())}),
+        "w is of shape",
+    ),
+    "another form of what others stage": (replace(share_of(2), elsewhere={"n": ("F32", (2,))}), "n is of shape [2]"),
+    "a tensor less": (
+        replace(share_of(2), components=[{**share_of(2).components[0], "names": ["w"]}]),
+        "n is not in the state of rank 2",
+    ),
+    "of another world": (share_of(2, 4), "rank 2 of 3 says it is rank 2 of 4"),
+}
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("how", UNFIT)
+@pytest.mark.parametrize("late", [False, True])
+def test_parts_that_do_not_fit_together_are_refused(how: str, late: bool) -> None:
+    """By whoever commits, or by recovery: no checkpoint of which something is there twice, or not at all."""
+
+    async def scenario() -> None:
+        ranks = await Ranks.open()
+        layout, message = UNFIT[how]
+        parts = [await ranks.write(rank, layout=layout if rank == 2 else None) for rank in range(WORLD)]
+        if late:
+            await commits.recover(ranks.logs[0], ranks.mine)
+            message = "not whole" if how == "of another world" else message
+        else:
+            waiting = (ranks.settle(own, deadline_s=1000) for own in parts)
+            said = refused(await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 30))
+            assert all(message in text for text in said), said
+        assert message in await ranks.reason()
+
+    asyncio.run(scenario())
+
+
+def test_negative_control_shares_that_fit_are_not_refused() -> None:
+    """The check that refuses the above accepts what they were made from."""
+
+    async def scenario() -> None:
+        ranks = await Ranks.open()
+        commits.check_fit([await ranks.write(rank) for rank in (2, 0, 1)])
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("hasty")
+def test_who_waits_for_others_hears_that_the_run_was_taken_over() -> None:
+    """FencedError, and no ABORT: the new job decides about the attempt. Nobody of ours is fenced by ourselves."""
+
+    async def scenario() -> None:
+        ranks = await Ranks.open()
+        waiting = asyncio.create_task(ranks.save(0, step=1))
+        await asyncio.sleep(0.02)
+        await commits.acquire(await reopened(ranks.store), new_nonce())
+        with pytest.raises(FencedError):
+            await asyncio.wait_for(waiting, 30)
+        assert ranks.told == []
+
+        log = ranks.logs[1]
+        await log.refresh()
+        owners = [await commits.acquire(log, new_nonce())]
+        own = await write_share(log, owners[0], 2, share_of(1, 2))
+        named = Attempt(owners[0].epoch, 2, owners[0].nonce)
+        task = asyncio.create_task(commits.settle(log, lambda: owners[-1], own, Role((0, 1), 0, 2), deadline_s=1000))
+        await asyncio.sleep(0.02)
+        owners.append(await commits.acquire(log, new_nonce()))
+        await write_share(log, owners[0], 2, share_of(0, 2))
+        await asyncio.wait_for(task, 30)
+        assert named in log.state.commits
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("hasty")
+def test_who_looks_late_finds_a_checkpoint_that_was_retired_meanwhile() -> None:
+    """That its part was committed, and newer ones have replaced it since, is a success."""
+
+    async def scenario() -> None:
+        ranks = await Ranks.open()
+        slow = await ranks.write(2)
+        for step in (1, 2, 3, 4):
+            rest = (0, 1) if step == 1 else range(WORLD)
+            await asyncio.gather(*(ranks.save(rank, step=step) for rank in rest))
+        await retention.retire(ranks.logs[0], ranks.mine, Keep(last=1), {ranks.attempt(4)})
+        assert ranks.attempt() in ranks.logs[0].state.retired
+        await asyncio.wait_for(ranks.settle(slow), 30)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("committed", [False, True])
+def test_who_looks_late_hears_that_it_was_taken_back(committed: bool) -> None:
+    """A rank found that its snapshot was not of one moment, before the checkpoint was there or after: SaveError."""
+
+    async def scenario() -> None:
+        ranks = await Ranks.open()
+        slow = await ranks.write(2)
+        if committed:
+            await asyncio.gather(*(ranks.save(rank) for rank in (0, 1)))
+        for _ in range(2):
+            await commits.retract(ranks.logs[1], ranks.mine, ranks.attempt(), "it mixes two moments")
+        (said,) = refused(await asyncio.gather(ranks.settle(slow), return_exceptions=True))
+        assert "it mixes two moments" in said
+        assert await ranks.reason() == "it mixes two moments"
+        await commits.recover(ranks.logs[0], ranks.mine)
+        assert not (await reopened(ranks.store)).state.commits
+
+    asyncio.run(scenario())
+
+
+# -- disks that only some of the ranks see --
+
+HERE = Role((0, 1), 0, 4)
+
+
+async def held_here(step: int = 1) -> tuple[Ranks, WrittenPart]:
+    """The parts of two of four ranks, as their node has them."""
+    ranks = await Ranks.open(4)
+    own = await ranks.write(0, step)
+    await ranks.write(1, step)
+    return ranks, own
+
+
+@pytest.mark.usefixtures("hasty")
+def test_parts_of_one_node_are_held_until_the_others_hold_theirs() -> None:
+    """HELD is said once, and is no checkpoint; `complete` makes it one, of the parts that are here."""
+
+    async def scenario() -> None:
+        (ranks, own), said = await held_here(), list[Attempt]()
+        waiting = asyncio.create_task(ranks.settle(own, HERE, on_held=lambda: said.append(ranks.attempt())))
+        other = replace(HERE, place=1)
+        neighbour = asyncio.create_task(ranks.settle(await ranks.write(1, number=1), other, on_held=lambda: None))
+        await asyncio.sleep(0.05)
+        assert said == [ranks.attempt()] and not waiting.done() and not neighbour.done()
+        state = (await reopened(ranks.store)).state
+        assert not state.commits and not state.lineage() and not state.held[ranks.attempt()].whole
+        for _ in range(2):
+            await commits.complete(ranks.logs[2], ranks.mine, ranks.attempt())
+        await asyncio.wait_for(asyncio.gather(waiting, neighbour), 30)
+        assert ranks.told == [(0, "HELD"), (2, "COMMIT")] and len(said) == 1
+        state = (await reopened(ranks.store)).state
+        (found,) = state.lineage()
+        assert (state.held, found.world, found.whole) == ({}, 4, False)
+        assert [rank for rank, _, _ in found.parts] == [0, 1]
+        assert await verify(ranks.store, found) == []
+        with pytest.raises(CorruptError, match="holds 2 of the 4 parts"):
+            (await load_manifest(ranks.store, found)).saved()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("hasty")
+def test_what_is_held_outlives_a_deadline_and_is_given_up_by_abort_only() -> None:
+    """The other nodes may hold theirs all the same: SaveError for who waits, no ABORT. After one it is over."""
+
+    async def scenario() -> None:
+        ranks, own = await held_here()
+        (said,) = refused(await asyncio.gather(ranks.settle(own, HERE, deadline_s=0.1), return_exceptions=True))
+        assert "the disks of other nodes" in said
+        log = await reopened(ranks.store)
+        assert set(log.state.held) == {ranks.attempt()} and not log.state.aborted
+        await commits.abort(log, ranks.mine, ranks.attempt(), "who says that does not know of other places")
+        assert set(log.state.held) == {ranks.attempt()} and not log.state.aborted
+        await commits.abort(log, ranks.mine, ranks.attempt(), "other nodes do not hold their parts", held=True)
+        assert not log.state.held
+        await commits.complete(log, ranks.mine, ranks.attempt())
+        assert not log.state.commits
+        (said,) = refused(await asyncio.gather(ranks.settle(own, HERE), return_exceptions=True))
+        assert "other nodes do not hold" in said
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_node_that_misses_a_part_holds_nothing() -> None:
+    """SaveError that names the rank, after the deadline; nothing is said about the attempt here."""
+
+    async def scenario() -> None:
+        ranks = await Ranks.open(4)
+        own = await ranks.write(0)
+        (said,) = refused(await asyncio.gather(ranks.settle(own, HERE, deadline_s=0.1), return_exceptions=True))
+        assert "the parts of ranks 1 did not come" in said
+        assert ranks.told == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("hasty")
+def test_the_files_of_what_is_held_stay() -> None:
+    """Clean-up takes nothing of an attempt that may still become a checkpoint, and all of one that was given up."""
+
+    async def scenario() -> None:
+        ranks, own = await held_here()
+        await commits.commit(ranks.logs[0], ranks.mine, [own], kind="HELD")
+        for step in (2, 3, 4):
+            share = await write_share(ranks.logs[0], ranks.mine, step, share_of(0, 1))
+            await commits.commit(ranks.logs[0], ranks.mine, [share])
+        log, mine, checked = ranks.logs[0], ranks.mine, {ranks.attempt(4)}
+
+        def files() -> int:
+            return sum(str(ranks.attempt()) in key for key in ranks.store.objects)
+
+        assert await retention.retire(log, mine, Keep(last=1), checked) == {ranks.attempt(2)}
+        assert files() == 7  # a pack, a table and a part a rank, and the index
+        await commits.abort(log, mine, ranks.attempt(), "other nodes do not hold their parts", held=True)
+        await retention.retire(log, mine, Keep(last=1), checked)
+        assert files() == 0
+
+    asyncio.run(scenario())
+
+
+# -- recovery --
+
+
+@dataclass
+class Left:
+    """What a crash has left of an attempt: tries of each rank that wrote, and what became of it."""
+
+    ranks: tuple[int, ...]
+    shared: str  # in a place that all ranks see
+    partial: str  # in one that only ranks 0 and 1 see
+    damaged: tuple[int, ...] = ()
+    twice: bool = False
+
+
+LEFT: dict[str, Left] = {
+    "nothing but a pack": Left((), "ABORT", "ABORT"),
+    "some parts": Left((0, 1), "ABORT", "HELD"),
+    "one part": Left((1,), "ABORT", "HELD"),
+    "all parts": Left((0, 1, 2), "COMMIT", "COMMIT"),
+    "all parts, one damaged": Left((0, 1, 2), "ABORT", "HELD", damaged=(1,)),
+    "all parts, all damaged": Left((0, 1, 2), "ABORT", "ABORT", damaged=(0, 1, 2)),
+    "all parts, one twice": Left((0, 1, 2), "COMMIT", "COMMIT", damaged=(1,), twice=True),
+}
+
+
+async def leave(ranks: Ranks, step: int, left: Left) -> None:
+    for rank in left.ranks:
+        await ranks.write(rank, step)
+        if rank in left.damaged:
+            key = part_key(ranks.attempt(step), rank, 0)
+            ranks.store.objects[key] = ranks.store.objects[key][:-1]
+            if left.twice:
+                await ranks.write(rank, step, number=1)
+    if not left.ranks:
+        ranks.store.objects[f"packs/{ranks.attempt(step)}.0.0.safetensors"] = b"half"
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("name", LEFT)
+def test_recovery_decides_about_everything_that_a_crash_left(name: str, partial: bool) -> None:
+    """Whole: COMMIT. Else ABORT; where other nodes may have the rest, HELD with what is sound. Twice is once."""
+
+    async def scenario() -> None:
+        ranks, left = await Ranks.open(), LEFT[name]
+        await leave(ranks, 1, left)
+        log = await reopened(ranks.store)
+        mine = await commits.acquire(log, new_nonce())
+        for _ in range(2):
+            done = await commits.recover(log, mine, partial=partial)
+            expected = left.partial if partial else left.shared
+            state = (await reopened(ranks.store)).state
+            found = {"COMMIT": state.commits, "HELD": state.held, "ABORT": state.reasons}
+            assert [kind for kind, which in found.items() if ranks.attempt() in which] == [expected]
+            assert state.next_seq == 3 and not state.damaged
+        assert not done.rolled_forward and not done.aborted
+        if expected == "HELD":
+            whole = [rank for rank in left.ranks if rank not in left.damaged]
+            assert [rank for rank, _, _ in state.held[ranks.attempt()].parts] == whole
+            assert state.held[ranks.attempt()].world == WORLD
+        if expected == "COMMIT":
+            assert await verify(ranks.store, state.commits[ranks.attempt()]) == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_recovery_leaves_what_is_being_written(partial: bool) -> None:
+    """Our own writer may still be at it; everything else is decided."""
+
+    async def scenario() -> None:
+        ranks = await Ranks.open()
+        for step in (1, 2):
+            await leave(ranks, step, LEFT["some parts"])
+        log = ranks.logs[0]
+        await commits.recover(log, ranks.mine, frozenset({ranks.attempt(2)}), partial=partial)
+        assert (ranks.attempt() in (log.state.held if partial else log.state.aborted)) and len(ranks.told) == 1
+        await commits.recover(log, ranks.mine, partial=partial)
+        assert len(ranks.told) == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_part_that_is_stored_is_found_again_without_its_memory() -> None:
+    """The writer that follows a dead one commits by it; of a rank that stored nothing, or damage, there is none."""
+
+    async def scenario() -> None:
+        ranks = await Ranks.open()
+        written = [await ranks.write(rank) for rank in (0, 1)]
+        for own in written:
+            found = await commits.stored_part(ranks.store, ranks.attempt(), own.part.rank)
+            assert found is not None and (found.part, found.digest) == (own.part, own.digest)
+        assert await commits.stored_part(ranks.store, ranks.attempt(), 2) is None
+        assert await commits.stored_part(ranks.store, ranks.attempt(2), 0) is None
+        ranks.store.objects[part_key(ranks.attempt(), 1, 0)] = b"{}"
+        assert await commits.stored_part(ranks.store, ranks.attempt(), 1) is None
+
+    asyncio.run(scenario())
+
+
+# -- increments --
+
+TWO = Layout(
+    (TensorSpec("f", "F32", (4,)), TensorSpec("w", "F32", (4,))),
+    {},
+    [{"path": [], "kind": "x", "facts": {}, "names": ["f", "w"]}],
+)
+
+
+def of_two(mine: Acquire, step: int) -> RankSnapshot:
+    data = b"never changes...".ljust(16) + f"{step:016d}".encode()
+    return RankSnapshot(Attempt(mine.epoch, step, mine.nonce), TWO, memoryview(data), [None])
+
+
+@dataclass
+class Chain:
+    """A run with a full checkpoint, step 1, and what can be built on it."""
+
+    store: Any
+    log: RunLog
+    mine: Acquire
+    base: WrittenPart
+
+    @classmethod
+    async def open(cls, store: Any = None) -> Chain:
+        log, mine = await new_log(MemoryStore() if store is None else store)
+        chain = cls(log.store, log, mine, await write_part(log.store, of_two(mine, 1)))
+        await commits.commit(log, mine, [chain.base])
+        return chain
+
+    def attempt(self, step: int) -> Attempt:
+        return Attempt(self.mine.epoch, step, self.mine.nonce)
+
+    async def build(
+        self, step: int, base: WrittenPart | None = None, *, say: bool = True, number: int = 0
+    ) -> WrittenPart:
+        """The part of an increment; `say` it before."""
+        base = base or self.base
+        if say:
+            await commits.begin(self.log, self.mine, self.attempt(step), {Attempt.parse(base.part.attempt)})
+        return await write_increment(self.store, of_two(self.mine, step), base, ["f"], number=number)
+
+    async def lose(self, *steps: int) -> None:
+        """These are taken back."""
+        for step in steps:
+            await commits.retract(self.log, self.mine, self.attempt(step), "it mixes two moments")
+
+    async def records(self) -> list[str]:
+        keys = sorted(key for key in self.store.objects if key.startswith("log/"))
+        return [json.loads(self.store.objects[key])["type"] for key in keys]
+
+    async def sound(self) -> list[int]:
+        """The steps that are live; every one of them is whole."""
+        state = (await reopened(self.store)).state
+        assert not state.damaged
+        for found in state.commits.values():
+            assert await verify(self.store, found) == []
+        return sorted(found.step for found in state.commits.values())
+
+
+def test_an_increment_is_a_checkpoint_that_says_what_it_was_built_on() -> None:
+    """It can be read, and goes on being whole when what it was built on is retired and its files are gone."""
+
+    async def scenario() -> None:
+        chain = await Chain.open()
+        second = await chain.build(2)
+        found = await commits.commit(chain.log, chain.mine, [second])
+        assert found.needs == (chain.attempt(1),) and not found.full
+        third = await chain.build(3, second)
+        await commits.commit(chain.log, chain.mine, [third])
+        assert third.part.packs[1].key == chain.base.table.packs[0] and third.part.needs == [str(chain.attempt(2))]
+        assert await chain.records() == ["ACQUIRE", "COMMIT", "BEGIN", "COMMIT", "BEGIN", "COMMIT"]
+        await chain.lose(1, 2)
+        await retention.retire(chain.log, chain.mine, Keep(last=1), {chain.attempt(3)})
+        assert await chain.sound() == [3]
+        left = [key for key in chain.store.objects if owner(key) == chain.attempt(1)]
+        assert left == [pack_key(chain.attempt(1), 0, 0)]
+        fourth = await chain.build(4, third)  # what it builds on is live, though a pack is of one that is not
+        await commits.commit(chain.log, chain.mine, [fourth])
+        assert await chain.sound() == [3, 4]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("kind", ["COMMIT", "HELD"])
+@pytest.mark.parametrize("how", ["retired", "aborted", "never there", "of another try"])
+def test_what_was_built_on_something_that_is_gone_is_no_checkpoint(kind: str, how: str) -> None:
+    """SaveError that names the step; no record, and nothing is damaged."""
+
+    async def scenario() -> None:
+        chain = await Chain.open()
+        if how == "retired":
+            own = await chain.build(3)
+            await chain.lose(1)
+            message = "step 3 builds on step 1, which was retired meanwhile: the next save will be whole"
+        else:
+            base = await write_part(chain.store, of_two(chain.mine, 2), number=4)
+            message = "step 3 builds on step 2, which is no checkpoint here: the next save will be whole"
+            if how == "aborted":
+                await commits.abort(chain.log, chain.mine, chain.attempt(2), "no")
+            if how == "of another try":
+                await commits.commit(chain.log, chain.mine, [await write_part(chain.store, of_two(chain.mine, 2))])
+                message = f"builds on {pack_key(chain.attempt(2), 0, 4)}, of a try that was not committed"
+            assert not commits.vouches(chain.log.state, base) and commits.vouches(chain.log.state, chain.base)
+            own = await chain.build(3, base, say=False)
+        records = await chain.records()
+        with pytest.raises(SaveError, match=re.escape(message)):
+            await commits.commit(chain.log, chain.mine, [own], kind=kind)
+        assert await chain.records() == records and 3 not in await chain.sound()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("late", ["before the index", "before the record"])
+def test_what_was_built_on_is_looked_at_in_the_very_slot(late: str) -> None:
+    """However late a base is taken back: the COMMIT that comes next does not land."""
+
+    class Late(MemoryStore):
+        then: Any = None
+
+        async def put(self, key: str, data: Any, *, create: bool = False) -> None:
+            if self.then is not None and key.startswith("index/" if late == "before the index" else "log/"):
+                work, self.then = self.then, None
+                await work()
+            await super().put(key, data, create=create)
+
+    async def scenario() -> None:
+        chain = await Chain.open(Late())
+        own, other = await chain.build(2), await reopened(chain.store)
+
+        async def meanwhile() -> None:
+            await commits.retract(other, chain.mine, chain.attempt(1), "it mixes two moments")
+
+        chain.store.then = meanwhile
+        with pytest.raises(SaveError, match="step 1, which was retired"):
+            await commits.commit(chain.log, chain.mine, [own])
+        assert await chain.sound() == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("partial", [False, True])
+def test_who_waits_hears_at_once_that_a_base_is_gone(partial: bool) -> None:
+    """SaveError though the deadline is far, and the attempt has ended: nothing stays open, and nothing is pinned."""
+
+    async def scenario() -> None:
+        chain = await Chain.open()
+        own = await chain.build(2)
+        own = replace(own, part=replace(own.part, world=2 if partial else 1))
+        await chain.lose(1)
+        role = Role((0,), 0, 2 if partial else 1)
+        task = commits.settle(chain.log, lambda: chain.mine, own, role, deadline_s=1000)
+        (said,) = refused(await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 30))
+        assert "step 1, which was retired meanwhile" in said
+        state = (await reopened(chain.store)).state
+        assert state.aborted == {chain.attempt(1), chain.attempt(2)} - state.retired and not state.pins
+        assert "step 1, which was retired" in state.reasons[chain.attempt(2)]
+        assert (await chain.records())[-1] == "ABORT"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("gone", [False, True])
+def test_what_is_held_is_no_checkpoint_once_its_base_is_gone(gone: bool) -> None:
+    """`complete` refuses and ends it, and who waits for it hears why; while the base is there it completes it."""
+
+    async def scenario() -> None:
+        chain = await Chain.open()
+        own = await chain.build(2)
+        own = replace(own, part=replace(own.part, world=2))
+        waiting = asyncio.create_task(
+            commits.settle(chain.log, lambda: chain.mine, own, Role((0,), 0, 2), deadline_s=1000)
+        )
+        other = await reopened(chain.store)
+        while chain.attempt(2) not in other.state.held:
+            await asyncio.sleep(0.01)
+            await other.refresh()
+        assert other.state.pins == {chain.attempt(2): (chain.attempt(1),)}
+        if not gone:
+            await commits.complete(other, chain.mine, chain.attempt(2))
+            await asyncio.wait_for(waiting, 30)
+            assert other.state.commits[chain.attempt(2)].needs == (chain.attempt(1),) and not other.state.pins
+            return
+        await chain.lose(1)
+        with pytest.raises(SaveError, match="step 1, which was retired"):
+            await commits.complete(other, chain.mine, chain.attempt(2))
+        (said,) = refused(await asyncio.wait_for(asyncio.gather(waiting, return_exceptions=True), 30))
+        assert "step 1, which was retired" in said
+        assert not other.state.held and not other.state.pins and await chain.sound() == []
+        await commits.complete(other, chain.mine, chain.attempt(2))  # there is nothing to do any more
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("swept", [False, True])
+@pytest.mark.parametrize("lost", [False, True])
+def test_recovery_of_increments(lost: bool, swept: bool, partial: bool) -> None:
+    """Rolled forward while what they were built on is there, else ended, with its files there or not; once and for
+    all."""
+
+    async def scenario() -> None:
+        chain = await Chain.open()
+        await chain.build(2)
+        await chain.build(3, say=False)
+        if lost:
+            await chain.lose(1)
+        if swept:
+            sound = await save(chain.log, chain.mine, 9)
+            await retention.retire(chain.log, chain.mine, Keep(last=1), {sound})
+        log = await reopened(chain.store)
+        mine = await commits.acquire(log, new_nonce())
+        await commits.recover(log, mine, partial=partial)
+        records = await chain.records()
+        state = (await reopened(chain.store)).state
+        assert not state.pins and not state.held
+        for step in (2, 3):
+            assert (chain.attempt(step) in state.commits) is not lost and state.ended(chain.attempt(step))
+        await commits.recover(log, mine, partial=partial)
+        assert await chain.records() == records
+        await chain.sound()
+
+    asyncio.run(scenario())
+
+
+def test_recovery_ends_what_has_only_begun() -> None:
+    """An attempt without any file would pin what it would have built on for ever; not one that is being written."""
+
+    async def scenario() -> None:
+        chain = await Chain.open()
+        for step in (2, 3):
+            await commits.begin(chain.log, chain.mine, chain.attempt(step), {chain.attempt(1)})
+        done = await commits.recover(chain.log, chain.mine, frozenset({chain.attempt(3)}))
+        assert done.aborted == [chain.attempt(2)] and set(chain.log.state.pins) == {chain.attempt(3)}
+        await commits.recover(chain.log, chain.mine, partial=True)
+        assert not chain.log.state.pins and chain.log.state.aborted == {chain.attempt(2), chain.attempt(3)}
+
+    asyncio.run(scenario())
+
+
+def test_what_begin_says() -> None:
+    """Once, however often it is called; of several ranks all that they say; nothing of what has ended."""
+
+    async def scenario() -> None:
+        chain = await Chain.open()
+        for step in (2, 3):
+            await commits.commit(chain.log, chain.mine, [await write_part(chain.store, of_two(chain.mine, step))])
+        one, two, three, of = (chain.attempt(step) for step in (1, 2, 3, 10))
+        logs = [await reopened(chain.store) for _ in range(3)]
+        for log, pins in zip([*logs, *logs], [{one}, {two}, {one, two}] * 2, strict=True):
+            await commits.begin(log, chain.mine, of, pins)
+        assert (await chain.log.refresh()).pins == {of: (one, two)}
+        assert (await chain.records()).count("BEGIN") == 2
+        await chain.lose(1)
+        await commits.begin(chain.log, chain.mine, of, {three})  # one that is gone needs no protection
+        assert chain.log.state.pins == {of: (two, three)}
+        await commits.begin(chain.log, chain.mine, chain.attempt(11), set())
+        assert chain.attempt(11) not in chain.log.state.pins
+        for ended in (of, chain.attempt(12)):
+            await commits.abort(chain.log, chain.mine, ended, "no")
+        records = await chain.records()
+        for ended in (of, chain.attempt(12)):
+            await commits.begin(chain.log, chain.mine, ended, {two})
+        assert await chain.records() == records and not chain.log.state.pins and not chain.log.state.damaged
+
+    asyncio.run(scenario())
+
+
+def test_what_cannot_be_built_on_is_refused_before_anything_is_written() -> None:
+    """SaveError, and no record: what is gone or was never there, what is not older, and too many of them."""
+
+    async def scenario() -> None:
+        chain = await Chain.open()
+        for step in range(3, 3 + MAX_NEEDS):
+            await commits.commit(chain.log, chain.mine, [await write_part(chain.store, of_two(chain.mine, step))])
+        await chain.lose(3)
+        records, live = await chain.records(), set(chain.log.state.commits)
+        assert len(live) == MAX_NEEDS
+        for of, pins, message in (
+            (100, {chain.attempt(3)}, "step 3, which was retired"),
+            (100, {chain.attempt(2)}, "step 2, which is no checkpoint"),
+            (2, {chain.attempt(4)}, "step 4, which is not older"),
+        ):
+            with pytest.raises(SaveError, match=message):
+                await commits.begin(chain.log, chain.mine, chain.attempt(of), pins)
+        assert await chain.records() == records
+        await commits.begin(chain.log, chain.mine, chain.attempt(100), live)
+        own = await write_part(chain.store, of_two(chain.mine, 99))
+        await commits.commit(chain.log, chain.mine, [own])
+        with pytest.raises(SaveError, match="65 older ones"):
+            await commits.begin(chain.log, chain.mine, chain.attempt(100), {chain.attempt(99)})
+        newer = str(chain.attempt(99))
+        for needs, message in (([*map(str, live), newer], "65 older ones"), ([newer], "not older")):
+            bad = replace(own, part=replace(own.part, attempt=str(chain.attempt(98)), needs=needs))
+            with pytest.raises(SaveError, match=message):
+                await commits.commit(chain.log, chain.mine, [bad])
+        assert not (await reopened(chain.store)).state.damaged
+
+    asyncio.run(scenario())
+
+
+def test_what_a_copy_brings_along_need_not_be_a_checkpoint_there() -> None:
+    """The packs of what it was built on came with it. Refused if one may be deleted at any moment: of an attempt that
+    has ended there, unless a checkpoint there uses it, at the time of the record."""
+
+    async def scenario() -> None:
+        for how in ("unknown", "aborted", "in use", "in use no more", "its own"):
+            chain = await Chain.open()
+            second, third = await chain.build(2), await chain.build(3)
+            store = MemoryStore()
+            log, mine = await new_log(store)
+            store.objects |= {key: raw for key, raw in chain.store.objects.items() if owner(key) is not None}
+            used: dict[Attempt, set[str]] = {}
+            if how.startswith("in use"):
+                await commits.commit(log, mine, [second], used={})
+                used = {chain.attempt(2): set(second.table.packs)}
+            if how == "its own":
+                await commits.commit(log, mine, [chain.base])
+                used = {chain.attempt(1): set(chain.base.table.packs)}
+            else:
+                with pytest.raises(SaveError, match="step 1, which is no checkpoint here"):
+                    await commits.commit(log, mine, [third])
+            if how not in ("unknown", "its own"):
+                await commits.abort(log, mine, chain.attempt(1), "no")
+            if how == "in use no more":
+                await commits.retract(log, mine, chain.attempt(2), "no")
+            if how in ("aborted", "in use no more"):
+                with pytest.raises(SaveError, match="of an attempt that was given up here"):
+                    await commits.commit(log, mine, [third], used=used)
+                continue
+            found = await commits.commit(log, mine, [third], used=used)
+            assert found.needs == (chain.attempt(1),) and await verify(store, found) == []
+            await commits.recover(log, mine)  # what is there of others is ended, and their packs stay
+            for step in (8, 9):
+                last = await save(log, mine, step)
+            await retention.retire(log, mine, Keep(last=3), {last})
+            assert await verify(store, found) == [] and chain.attempt(3) in log.state.commits
+
+    asyncio.run(scenario())
+
+
+def test_a_begin_whose_reply_is_lost_is_found_again() -> None:
+    """Whether it had landed or not: it is in the log once."""
+
+    class Lossy(MemoryStore):
+        remote = True
+        lose = ""
+
+        async def put(self, key: str, data: Any, *, create: bool = False) -> None:
+            how, self.lose = (self.lose, "") if key.startswith("log/") else ("", self.lose)
+            if how != "not done":
+                await super().put(key, data, create=create)
+            if how:
+                raise StoreError("no answer", retryable=True)
+
+    async def scenario() -> None:
+        for how in ("done", "not done"):
+            chain = await Chain.open(Lossy())
+            chain.store.lose = how
+            await commits.begin(chain.log, chain.mine, chain.attempt(2), {chain.attempt(1)})
+            assert chain.log.state.pins == {chain.attempt(2): (chain.attempt(1),)}
+            assert (await chain.records()).count("BEGIN") == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_table_that_names_other_packs_than_its_part_does_not_count() -> None:
+    """Nobody would know of what it uses: CorruptError, and recovery ends the attempt."""
+
+    async def scenario() -> None:
+        chain = await Chain.open()
+        own = await chain.build(2)
+        part = replace(own.part, packs=own.part.packs[:1])
+        chain.store.objects[part_key(chain.attempt(2), 0, 0)] = part.to_bytes()
+        with pytest.raises(CorruptError, match="names packs that its part does not"):
+            await commits.load_part(chain.store, chain.attempt(2), 0, 0)
+        await commits.recover(chain.log, chain.mine)
+        assert await chain.sound() == [1]
+
+    asyncio.run(scenario())

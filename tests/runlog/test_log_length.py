@@ -1,0 +1,230 @@
+"""Long logs: a reader needs the newest snapshot and what follows, and sees the same as by all of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_log import kept
+
+from ckpt.checkpoint import commit as commits
+from ckpt.errors import CorruptError, StoreError
+from ckpt.format.manifest import new_nonce, unseal
+from ckpt.runlog import log as logs
+from ckpt.runlog.log import Record, RunLog, expand, record_key, summary
+from ckpt.store import ObjectInfo
+from ckpt_backends.memory import MemoryStore
+from logs import attempt, committed, new_log, reopened
+
+EVERY = 8
+
+
+class Counted(MemoryStore):
+    """Counts what is read of the log."""
+
+    def __init__(self, objects: dict[str, bytes] | None = None) -> None:
+        super().__init__(objects=objects)
+        self.reads: list[str] = []
+
+    async def get(self, key: str, **where: Any) -> memoryview:
+        self.reads.append(key)
+        return await super().get(key, **where)
+
+    async def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[ObjectInfo]:
+        self.reads.append(f"list {prefix} {after}")
+        async for info in super().list(prefix, after=after):
+            yield info
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "SNAPSHOT_EVERY", EVERY)
+
+
+async def grow(log: RunLog, owner: Any, to: int) -> None:
+    """Commits, some built on older ones, aborts, what is retired and kept, and other owners."""
+    while log.state.next_seq < to:
+        step = log.state.next_seq
+        one = attempt(owner.epoch, step)
+        kind = step % 5
+        if kind == 1:
+            await log.append(
+                lambda s, one=one: Record("ABORT", {"attempt": str(one), "reason": "x"}, f"a{one}"), owner=owner
+            )
+        elif kind == 2 and log.state.commits:
+            old = min(log.state.commits)
+            body = {"retire": [str(old)], "delete": []}
+            await log.append(lambda s, body=body, n=step: Record("PLAN", body, f"p{n}"), owner=owner)
+        elif kind == 3:
+            await log.append(kept(one, f"k{one}"), owner=owner)
+        elif kind == 4 and step % 3 == 0:
+            owner = await commits.acquire(log, new_nonce())
+        elif kind == 4 and step % 3 == 1 and log.state.commits:
+            await commits.begin(log, owner, one, {max(log.state.commits)})
+        else:
+            body = committed(one)["body"]
+            if step % 2 and log.state.commits:
+                body["needs"] = [str(max(log.state.commits))]
+            await log.append(lambda s, body=body, one=one: Record("COMMIT", body, f"commit:{one}"), owner=owner)
+
+
+def record_types(store: MemoryStore) -> dict[int, str]:
+    keys = sorted(key for key in store.objects if key.startswith("log/"))
+    return {seq: unseal(store.objects[key], key)["type"] for seq, key in enumerate(keys)}
+
+
+def test_every_so_many_records_say_all_that_was_before() -> None:
+    """At each multiple of SNAPSHOT_EVERY, and nowhere else. Whoever starts at one knows the same as who has read all,
+    and so do those who read on, and they write the same snapshots."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await new_log(store)
+        await grow(log, mine, 5 * EVERY + 3)
+        kinds = record_types(store)
+        assert [seq for seq, kind in kinds.items() if kind == "SNAPSHOT"] == [EVERY * n for n in range(1, 6)]
+        whole = RunLog(store, whole=True)
+        await whole.open()
+        jumped = await reopened(store)
+        assert not whole.state.damaged and not jumped.state.damaged
+        assert summary(whole.state) == summary(jumped.state) == summary(log.state)
+        assert log.state.pins and any(found.needs for found in log.state.commits.values())
+        assert whole.state.lineage() == jumped.state.lineage() and whole.state.last == jumped.state.last
+        await grow(jumped, jumped.state.acquires[-1], 7 * EVERY + 1)
+        await whole.refresh()
+        assert summary(whole.state) == summary(jumped.state) and not whole.state.damaged
+
+    asyncio.run(scenario())
+
+
+def test_a_long_log_is_opened_by_few_reads() -> None:
+    """At most one snapshot and what follows it, however long it is; and what is new costs its own records only."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await new_log(store)
+        await grow(log, mine, 100 * EVERY + 5)
+        counted = Counted(store.objects)
+        fresh = await reopened(counted)
+        assert len([key for key in counted.reads if key.startswith("log/")]) == 5
+        await grow(log, log.state.acquires[-1], 100 * EVERY + 7)
+        counted.reads.clear()
+        await fresh.refresh()
+        assert counted.reads == [
+            f"list log/ {record_key(100 * EVERY + 3)}", record_key(100 * EVERY + 5), record_key(100 * EVERY + 6)
+        ]  # fmt: skip
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("damage", ["flip", "missing", "other"])
+def test_a_damaged_snapshot_is_done_without(damage: str) -> None:
+    """The one before it is used, and it is told of; nothing that was in the log is lost."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await new_log(store)
+        await grow(log, mine, 3 * EVERY + 2)
+        key = record_key(3 * EVERY)
+        if damage == "flip":
+            raw = bytearray(store.objects[key])
+            raw[len(raw) // 2] ^= 1
+            store.objects[key] = bytes(raw)
+        elif damage == "missing":
+            del store.objects[key]
+        else:
+            store.objects[key] = store.objects[record_key(2 * EVERY)]
+        found = await reopened(store)
+        assert found.state.damaged == [3 * EVERY]
+        assert found.state.commits == log.state.commits and found.state.acquires == log.state.acquires
+
+    asyncio.run(scenario())
+
+
+def test_a_snapshot_that_says_something_else_is_damage() -> None:
+    """Whoever has read what was before compares; a run with such a record is never cleaned up."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await new_log(store)
+        await grow(log, mine, EVERY)
+        body = summary(log.state) | {"commits": []}
+        assert body["commits"] != summary(log.state)["commits"]
+        await store.put(record_key(EVERY), log._sealed(Record("SNAPSHOT", body, "snapshot"), log.state), create=True)
+        await log.refresh()
+        assert log.state.damaged == [EVERY] and log.state.commits
+
+    asyncio.run(scenario())
+
+
+def test_no_snapshot_is_made_of_a_log_with_damage() -> None:
+    """What cannot be read now may be read later: an ordinary record takes its place; readers go further back."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        log, mine = await new_log(store)
+        await grow(log, mine, EVERY - 1)
+        sound = store.objects.pop(record_key(2))
+        blind = await reopened(store)
+        assert blind.state.damaged == [2]
+        await grow(blind, mine, 2 * EVERY + 2)
+        assert "SNAPSHOT" not in record_types(store).values()
+        store.objects[record_key(2)] = sound
+        assert (await reopened(store)).state.damaged == []
+
+    asyncio.run(scenario())
+
+
+def test_a_lost_reply_is_looked_up() -> None:
+    """A store that loses replies: every request lands exactly once, whether the lost one had landed or not."""
+
+    class Lossy(MemoryStore):
+        remote = True
+
+        async def put(self, key: str, data: Any, *, create: bool = False) -> None:
+            self.turn = getattr(self, "turn", 0) + 1
+            if key.startswith("log/") and self.turn % 3 == 0:
+                raise StoreError("no answer", retryable=True)
+            await super().put(key, data, create=create)
+            if key.startswith("log/") and self.turn % 3 == 1:
+                raise StoreError("no answer", retryable=True)
+
+    async def scenario() -> None:
+        store = Lossy()
+        log, mine = await new_log(store)
+        for step in range(20):
+            await log.append(kept(attempt(1, step), f"mine{step}"), owner=mine)
+        found = (await reopened(MemoryStore(objects=store.objects))).state
+        assert list(found.kept) == [attempt(1, step) for step in range(20)] and not found.damaged
+
+    asyncio.run(scenario())
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_impossible_snapshots_are_damage(data: st.DataObject) -> None:
+    """Whatever a SNAPSHOT says, if it cannot be it is a CorruptError of ours, and nothing else."""
+
+    async def grown() -> dict[str, Any]:
+        log, mine = await new_log(MemoryStore())
+        await grow(log, mine, 2 * EVERY + 3)
+        return summary(log.state)
+
+    body = json.loads(json.dumps(asyncio.run(grown())))
+    odd = [None, True, -1, 1.5, float("inf"), "", "x", [], [1], {}, {"x": 1}, "1.00000000-1", 10**30]
+    place, keys = body, list(body)
+    for _ in range(data.draw(st.integers(0, 3))):
+        key = data.draw(st.sampled_from(keys))
+        if not isinstance(place[key], (dict, list)) or not place[key]:
+            break
+        place = place[key]
+        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+    place[data.draw(st.sampled_from(keys))] = data.draw(st.sampled_from(odd))
+    with contextlib.suppress(CorruptError):
+        expand(body)

@@ -1,0 +1,783 @@
+"""Reading a state, and what comes of it in a twin that was built differently: every bit, alias and type.
+
+`freeze` and `differences` are the oracle here and in the tests of staging and restoring. They know nothing of the
+library: they ask modules and optimizers themselves, and compare bytes.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ckpt
+from ckpt.errors import MismatchError, StateError
+from ckpt.format.layout import Layout
+from ckpt.format.merged import SavedState as SavedState
+from ckpt.state.capture import Capture
+from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE
+from toy_states import Loader, Saved, State, differences, fill, freeze, raw
+
+# -- the oracle --
+
+
+def check_twin(state: State, twin: State) -> None:
+    """What is saved of `state` makes `twin`, which differs before, equal in every bit."""
+    wanted = freeze(state)
+    saved = Saved(Capture(state).read())
+    assert differences(freeze(twin), wanted), "the twin must differ, or this shows nothing"
+    saved.restore(twin)
+    assert differences(freeze(twin), wanted) == []
+    assert differences(freeze(state), wanted) == []
+
+
+def backward(module: nn.Module, *shape: int) -> None:
+    x = torch.randn(*shape)
+    y = module(x)
+    y.pow(2).mean().backward()
+
+
+# -- tensors --
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPE_NAME, key=str), ids=str)
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_every_dtype_and_stride_returns(dtype: torch.dtype) -> None:
+    """Any dtype, 0-d, empty, transposed, channels_last and sliced: bytes, dtype and shape are what they were."""
+
+    def build(seed: int) -> State:
+        def make(*shape: int, k: int = 0) -> Tensor:
+            return fill(torch.empty(shape, dtype=dtype), 100 * seed + k)
+
+        whole = make(6, 8, k=5)
+        image = torch.empty(2, 3, 4, 5, dtype=dtype, memory_format=torch.channels_last)
+        return {
+            "scalar": make(k=1),
+            "empty": make(0, 3),
+            "empty_sliced": make(0, k=6)[::2],
+            "single_sliced": make(2, k=7)[::2],
+            "flat": make(7, k=2),
+            "transposed": make(3, 5, k=3).t(),
+            "channels_last": image.copy_(make(2, 3, 4, 5, k=4)),
+            "sliced": whole[::2, 1:],
+            "offset": whole[1:2, :1],
+        }
+
+    state, twin = build(1), build(2)
+    strides = {name: tensor.stride() for name, tensor in twin.items()}
+    check_twin(state, twin)
+    assert {name: tensor.stride() for name, tensor in twin.items()} == strides
+
+
+def test_the_table_of_dtypes_is_one_to_one() -> None:
+    """No two dtypes share a name, so none can come back as another."""
+    assert {TORCH_DTYPE[name] for name in DTYPE_NAME.values()} == set(DTYPE_NAME)
+
+
+def test_views_of_one_tensor_stay_views() -> None:
+    """Two names of the same memory are saved once, and share memory in a twin that shares; `.T` of it is exact too."""
+
+    def build(seed: int) -> State:
+        torch.manual_seed(seed)
+        one = torch.randn(4, 4)
+        return {"a": one, "b": one, "view": one[:], "t": one.t(), "row": one[1]}
+
+    state, twin = build(0), build(1)
+    layout = Capture(state).read().layout
+    assert layout.aliases == {"b": "a", "view": "a"}
+    check_twin(state, twin)
+    assert twin["a"].data_ptr() == twin["b"].data_ptr() == twin["view"].data_ptr()
+
+
+def test_conjugated_and_negated_views_return() -> None:
+    """Lazy conj and neg bits are part of the value, in the source and in the target."""
+    lazy = torch.randn(3, dtype=torch.complex64).conj()
+    state: State = {"conj": lazy, "neg": torch.randn(3, dtype=torch.complex64).conj().imag, "into": torch.randn(3)}
+    twin: State = {
+        "conj": torch.randn(3, dtype=torch.complex64),
+        "neg": torch.randn(3),
+        "into": torch.randn(3, dtype=torch.complex64).conj().imag,
+    }
+    assert state["conj"].is_conj() and state["neg"].is_neg() and twin["into"].is_neg()
+    check_twin(state, twin)
+
+
+class Subclass(Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+REFUSED: dict[str, Callable[[], Tensor]] = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "sparse_csr": lambda: torch.eye(3).to_sparse_csr(),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "expanded": lambda: torch.ones(1, 3).expand(2, 3),
+    "overlapping": lambda: torch.arange(10.0).as_strided((3, 3), (1, 1)),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "subclass": lambda: torch.ones(3).as_subclass(Subclass),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_whose_bytes_are_not_the_whole_truth_are_refused(kind: str) -> None:
+    """In a buffer, as a plain value, in a Stateful: the error names the path."""
+    tensor = REFUSED[kind]()
+    module = nn.Module()
+    module.inner = nn.Module()
+    module.inner.register_buffer("bad", tensor)
+    with pytest.raises(StateError, match=r"net\.inner\.bad: this tensor"):
+        Capture({"net": module}).read()
+    with pytest.raises(StateError, match=r"deep\.1\.x: this tensor"):
+        Capture({"deep": [0, {"x": tensor}]}).read()
+    with pytest.raises(StateError, match=r"loader\.x: this tensor"):
+        Capture({"loader": Loader({"x": tensor})}).read()
+
+
+def test_negative_control_a_dense_neighbour_is_taken() -> None:
+    """The refusals are about the tensor, not about where it stands."""
+    Capture({"deep": [0, {"x": torch.ones(3)}], "loader": Loader({"x": torch.ones(1, 3)})}).read()
+
+
+def test_a_lazy_module_is_refused_until_it_has_a_shape() -> None:
+    """A parameter without a shape cannot be saved; after the first forward it can."""
+    module = nn.LazyLinear(3)
+    with pytest.raises(StateError, match=r"net\.weight: .*run the model once"):
+        Capture({"net": module}).read()
+    module(torch.ones(1, 2))
+    assert Capture({"net": module}).read().layout.by_name["net.weight"].shape == (3, 2)
+
+
+# -- modules --
+
+
+class Tied(nn.Module):
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.head = nn.Linear(4, 5, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.register_buffer("cache", torch.randn(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.body(self.embed(x)))
+        return found
+
+
+def test_a_module_says_what_its_state_dict_says() -> None:
+    """The same names, tied weights once; non-persistent buffers are left out."""
+    model = Tied()
+    layout = Capture({"m": model}).read().layout
+    assert set(layout.by_name) | set(layout.aliases) == {f"m.{k}" for k in model.state_dict()}
+    assert layout.aliases == {"m.head.weight": "m.embed.weight"}
+
+
+def test_tied_weights_return_tied() -> None:
+    """Into a tied twin: equal, and still one tensor."""
+    state, twin = {"m": Tied()}, {"m": Tied()}
+    check_twin(state, twin)
+    assert twin["m"].head.weight is twin["m"].embed.weight
+
+
+@pytest.mark.parametrize(("saved", "here"), [(True, False), (False, True)])
+@pytest.mark.parametrize("custom", [False, True])
+def test_tying_must_be_the_same_on_both_sides(saved: bool, here: bool, custom: bool) -> None:
+    """A tied checkpoint does not go into an untied model, nor the other way round, and nothing is changed."""
+    kind = CustomTied if custom else Tied
+    twin: State = {"m": kind(here)}
+    before = freeze(twin)
+    with pytest.raises(MismatchError, match=r"one tensor.*(when they were saved|here)"):
+        Saved(Capture({"m": kind(saved)}).read()).restore(twin)
+    assert differences(freeze(twin), before) == []
+
+
+class CustomTied(Tied):
+    """Speaks for itself through extra state of plain values, tensors and arrays."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__(tied)
+        self.extra: Any = {"seen": 0, "array": np.arange(3), "tensor": torch.randn(2)}
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+class OwnStateDict(nn.Module):
+    """Stores its weight under another name, the other way up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 3))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "flipped"] = self.weight.detach().t().contiguous()
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *_: Any) -> None:
+        with torch.no_grad():
+            self.weight.copy_(state[prefix + "flipped"].t())
+
+
+def hooked() -> nn.Module:
+    """A hook adds an entry on saving; another takes it away on loading."""
+    module = nn.Linear(2, 2)
+    module._register_state_dict_hook(lambda m, state, prefix, meta: state.update({prefix + "extra": torch.ones(1)}))
+    module._register_load_state_dict_pre_hook(lambda state, prefix, *_: state.pop(prefix + "extra"))
+    return module
+
+
+@pytest.mark.parametrize("kind", [CustomTied, OwnStateDict, hooked], ids=["extra", "own", "hooks"])
+def test_modules_that_speak_for_themselves(kind: Callable[[], nn.Module]) -> None:
+    """Extra state and hooks that add to it come back in their own words; what is only turned round, as it lies."""
+    state: State = {"m": nn.Sequential(kind())}
+    if kind is CustomTied:
+        state["m"][0].extra["seen"] = 7
+    capture = Capture(state)
+    capture.read()
+    assert capture.nodes[0].kind == ("module" if kind is OwnStateDict else "custom module")
+    check_twin(state, {"m": nn.Sequential(kind())})
+
+
+def test_a_compiled_module_has_the_names_of_the_plain_one() -> None:
+    """Only the wrapper's prefix goes; a run may turn compilation on and off between restarts."""
+
+    def wrapped(module: nn.Module) -> nn.Module:
+        wrapper = nn.Module()
+        wrapper._orig_mod = module
+        return wrapper
+
+    one, two, three = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    assert Capture({"m": one}).read().layout == Capture({"m": wrapped(two)}).read().layout
+    for source, target in [(one, two), (two, three), (three, one)]:
+        wanted = freeze(source)
+        assert differences(freeze(target), wanted) or source is three
+        Saved(Capture({"m": source}).read()).restore({"m": wrapped(target)})
+        assert differences(freeze(target), wanted) == []
+        Saved(Capture({"m": wrapped(target)}).read()).restore({"m": source})
+        assert differences(freeze(source), wanted) == []
+
+
+def test_frozen_and_gradless_parameters_return() -> None:
+    """Frozen parameters and ones that never had a gradient are state like all others."""
+
+    def build(seed: int) -> State:
+        torch.manual_seed(seed)
+        model = nn.ModuleDict({"used": nn.Linear(3, 3), "unused": nn.Linear(3, 3), "frozen": nn.Linear(3, 3)})
+        model["frozen"].requires_grad_(False)
+        optim = torch.optim.AdamW(model.parameters())
+        backward(model["used"], 2, 3)
+        optim.step()
+        return {"model": model, "optim": optim}
+
+    state = build(0)
+    assert len(state["optim"].state) == 2  # of six
+    check_twin(state, build(1))
+
+
+def test_parameters_may_thaw() -> None:
+    """What optimizer state is called does not depend on which parameters are frozen at the moment."""
+
+    def build(frozen: bool) -> State:
+        model = nn.Linear(3, 3)
+        model.weight.requires_grad_(not frozen)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        backward(model, 2, 3)
+        optim.step()
+        return {"model": model, "optim": optim}
+
+    check_twin(build(False), build(True))
+    check_twin(build(True), build(False))
+
+
+# -- optimizers --
+
+
+def trained(make: Callable[[Any], torch.optim.Optimizer], steps: int) -> Callable[[int], State]:
+    def build(seed: int) -> State:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        optim = make(model.parameters())
+        x = torch.randn(3, 4)
+
+        def closure() -> Tensor:
+            optim.zero_grad()
+            loss: Tensor = (model(x) - x).pow(2).mean()
+            loss.backward()
+            return loss
+
+        for _ in range(steps):
+            optim.step(closure)
+        return {"model": model, "optim": optim}
+
+    return build
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam_amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "adamw_foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+    "adamw_fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "adam_tensor_lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-2)),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, max_iter=5),
+    "lbfgs_wolfe": lambda p: torch.optim.LBFGS(p, max_iter=5, line_search_fn="strong_wolfe"),
+    "adagrad": lambda p: torch.optim.Adagrad(p),
+    "adadelta": lambda p: torch.optim.Adadelta(p),
+    "adamax": lambda p: torch.optim.Adamax(p),
+    "asgd": lambda p: torch.optim.ASGD(p),
+    "nadam": lambda p: torch.optim.NAdam(p),
+    "radam": lambda p: torch.optim.RAdam(p),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+    "rprop": lambda p: torch.optim.Rprop(p),
+    "adafactor": lambda p: torch.optim.Adafactor(p),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_return(name: str) -> None:
+    """Into an optimizer that has stepped, and into one that never has; and both go on exactly as the first does."""
+    build, fresh = trained(OPTIMIZERS[name], 3), trained(OPTIMIZERS[name], 0)
+    check_twin(build(0), build(1))
+    check_twin(build(0), fresh(1))
+    check_twin(fresh(0), build(1))  # state that is not in the checkpoint goes
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_restored_optimizer_goes_on_alike(name: str) -> None:
+    """Two more steps from the restored state give the same bits as two more from the first one."""
+    state, twin = trained(OPTIMIZERS[name], 3)(0), trained(OPTIMIZERS[name], 0)(1)
+    Saved(Capture(state).read()).restore(twin)
+    for one in (state, twin):
+        x = torch.ones(3, 4)
+        for _ in range(2):
+
+            def closure(one: State = one, x: Tensor = x) -> Tensor:
+                one["optim"].zero_grad()
+                loss: Tensor = one["model"](x).pow(2).mean()
+                loss.backward()
+                return loss
+
+            one["optim"].step(closure)
+    assert differences(freeze(twin), freeze(state)) == []
+
+
+def test_moments_keep_their_own_dtype() -> None:
+    """Float32 moments of bfloat16 parameters are not cast: torch's own loader would."""
+
+    def build(seed: int, stepped: bool) -> State:
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 4).bfloat16()
+        optim = torch.optim.AdamW(model.parameters())
+        if stepped:
+            for p in model.parameters():
+                optim.state[p] = {"step": torch.tensor(3.0), "exp_avg": torch.randn(p.shape), "note": "mine"}
+        return {"model": model, "optim": optim}
+
+    twin = build(1, False)
+    check_twin(build(0, True), twin)
+    moments = [s["exp_avg"].dtype for s in twin["optim"].state.values()]
+    assert moments == [torch.float32] * 2
+    control = build(1, False)
+    control["optim"].load_state_dict(build(0, True)["optim"].state_dict())
+    assert [s["exp_avg"].dtype for s in control["optim"].state.values()] == [torch.bfloat16] * 2
+
+
+class LateState(torch.optim.Optimizer):
+    """Puts None where a tensor comes later, and tensors inside lists and dicts."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "limits": {"low": 0.5, 1: [torch.zeros(2)]}})
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["n"] = state.get("n", 0) + 1
+            state.setdefault("late", None)
+            if state["n"] >= 2:
+                state["late"] = torch.full_like(p, state["n"])
+                state["parts"] = [state["late"] * 2, {"x": torch.ones(2) * state["n"]}]
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_state_that_was_none_may_become_a_tensor(watched: bool) -> None:
+    """Whether or not it was read while it was None, it returns, into fresh optimizers and used ones."""
+
+    def build(seed: int, steps: int) -> tuple[State, Capture]:
+        torch.manual_seed(seed)
+        p = nn.Parameter(torch.randn(3))
+        state: State = {"p": p, "optim": LateState([p])}
+        capture = Capture(state)
+        for _ in range(steps):
+            state["optim"].step()
+            if watched:
+                capture.read()
+        return state, capture
+
+    for twin_steps in (0, 1, 2, 5):
+        state, capture = build(0, 3)
+        wanted = freeze(state)
+        twin, _ = build(1, twin_steps)
+        Saved(capture.read()).restore(twin)
+        assert differences(freeze(twin), wanted) == []
+
+
+def test_groups_and_an_optimizer_of_parameters_that_nobody_names() -> None:
+    """Several groups with settings of their own; parameters in no module are called by their place."""
+
+    def build(seed: int) -> State:
+        torch.manual_seed(seed)
+        loose = [nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(2, 2))]
+        model = nn.Linear(3, 3)
+        groups = [{"params": loose, "lr": 0.5 + seed}, {"params": list(model.parameters()), "weight_decay": 0.25}]
+        optim = torch.optim.AdamW(groups)
+        for p in [*loose, *model.parameters()]:
+            p.grad = torch.randn_like(p)
+        optim.step()
+        return {"optim": optim, "model": model, "unrelated": (1, 2.5, None)}
+
+    state = build(0)
+    names = set(Capture(state).read().layout.by_name)
+    assert {"optim.state.0.1.exp_avg", "optim.state.model.weight.exp_avg"} <= names
+    optimizers, models = copy.deepcopy(freeze(state["optim"])), freeze(state["model"])
+    twin = build(1)
+    Saved(Capture(state).read()).restore(twin)
+    assert differences(freeze(twin["optim"]), optimizers) == [] == differences(freeze(twin["model"]), models)
+
+
+def test_state_of_a_tensor_in_no_group_is_refused() -> None:
+    """A removed group leaves its state behind: that is said, by the optimizer's path."""
+    p = nn.Parameter(torch.ones(2))
+    optim = torch.optim.SGD([p], lr=0.1)
+    optim.state[nn.Parameter(torch.ones(1))]["momentum_buffer"] = torch.ones(1)
+    with pytest.raises(StateError, match=r"deep\.optim: holds state of a tensor"):
+        Capture({"deep": {"optim": optim}, "p": p}).read()
+
+
+# -- everything else --
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 2),
+    "multistep": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [1, 3]),
+    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 0.9**n),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
+    "restarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "onecycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.5, total_steps=20),
+    "cyclic": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.1, 0.5),
+    "sequential": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o, [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], [2]
+    ),
+    "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o),
+    "polynomial": lambda o: torch.optim.lr_scheduler.PolynomialLR(o),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.filterwarnings("ignore")
+def test_schedulers_return(name: str) -> None:
+    """Every scheduler of torch, with the learning rate it has set, and its next steps are the same."""
+
+    def build(steps: int) -> State:
+        torch.manual_seed(steps)
+        p = nn.Parameter(torch.randn(2))
+        optim = torch.optim.SGD([p], lr=0.3, momentum=0.9)
+        sched = SCHEDULERS[name](optim)
+        state: State = {"p": p, "optim": optim, "sched": sched}
+        for _ in range(steps):
+            move(state)
+        return state
+
+    def move(state: State) -> None:
+        state["p"].grad = torch.ones(2)
+        state["optim"].step()
+        state["sched"].step(*([1.0] if name == "plateau" else []))
+
+    state, twin = build(4), build(0)
+    check_twin(state, twin)
+    for _ in range(3):
+        move(state)
+        move(twin)
+    assert differences(freeze(twin), freeze(state)) == []
+
+
+def test_generators_scalers_and_loaders_return() -> None:
+    """Every generator gives the same next numbers; a GradScaler and a data loader say the same of themselves."""
+
+    def build(seed: int) -> State:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (3 + seed))
+        return {
+            "torch": torch.Generator().manual_seed(seed),
+            "numpy": {"new": np.random.default_rng(seed), "mt": np.random.Generator(np.random.MT19937(seed))},
+            "python": [random.Random(seed)],
+            "rng": ckpt.RNG(),
+            "scaler": scaler,
+            "loader": Loader({"at": seed, "order": np.arange(5) + seed, "buffer": [torch.ones(2) * seed]}),
+        }
+
+    def draw(state: State) -> list[Any]:
+        new, mt = state["numpy"]["new"], state["numpy"]["mt"]
+        return [
+            torch.rand(3, generator=state["torch"]).tolist(),
+            new.normal(size=3).tolist(),
+            new.integers(9, size=3, dtype=np.uint32).tolist(),
+            mt.random(3).tolist(),
+            [state["python"][0].gauss(0, 1) for _ in range(3)],
+            [random.gauss(0, 1), np.random.normal(), torch.randn(3).tolist()],
+            state["scaler"].get_scale(),
+        ]
+
+    state, twin = build(1), build(2)
+    for one in (random.gauss(0, 1), state["python"][0].gauss(0, 1), np.random.normal()):
+        assert one is not None  # leaves a second Gaussian number behind, which is state as well
+    saved = Saved(Capture(state).read())
+    loader = freeze(state["loader"])
+    wanted = draw(state)
+    assert draw(twin) != wanted
+    saved.restore(twin)
+    assert draw(twin) == wanted
+    assert differences(freeze(twin["loader"]), loader) == []
+
+
+def test_plain_values_of_every_kind_return() -> None:
+    """Types, order and bits; see test_values.py for all of them."""
+    values = {"t": (1, [2.5, None]), 3: Counter("aab"), "o": OrderedDict(b=1, a=2), "n": np.float16(1.5)}
+    arrays = {"a": np.asfortranarray(np.arange(6).reshape(2, 3)), "z": np.zeros(()), "e": np.empty((0, 2), "<M8[s]")}
+    check_twin({"x": values, "y": [arrays, b"\0"]}, {"x": {}, "y": None})
+
+
+def test_an_object_that_repeats_a_tensor_of_the_model_returns() -> None:
+    """A Stateful whose state_dict gives out the model's own tensors is no case of untied weights."""
+
+    class Wrapper:
+        def __init__(self, model: nn.Module) -> None:
+            self.model = model
+
+        def state_dict(self) -> Any:
+            return dict(self.model.state_dict(keep_vars=True))
+
+        def load_state_dict(self, state: Any) -> None:
+            self.model.load_state_dict(state)
+
+    def build() -> State:
+        model = nn.Linear(3, 3)
+        return {"model": model, "again": Wrapper(model)}
+
+    check_twin(build(), build())
+
+
+# -- names --
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a": {"b": torch.ones(1)}, "a.b": torch.ones(2)},
+        {"a": {1: torch.ones(1), "1": torch.ones(2)}},
+        {"__metadata__": torch.ones(1)},
+        {"\ud800": torch.ones(1)},
+    ],
+    ids=["dots", "int and str", "reserved", "surrogate"],
+)
+def test_names_that_clash_are_refused(state: State) -> None:
+    """Two tensors never get one name, and none gets a name that no file can hold."""
+    with pytest.raises(StateError, match="get this name"):
+        Capture(state).read()
+
+
+def test_the_same_object_twice_is_refused() -> None:
+    """Restoring it twice would be ambiguous; the error names both places."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(StateError, match=r"b\.0 is the same object as a"):
+        Capture({"a": model, "b": [model]})
+
+
+@pytest.mark.parametrize("state", [[nn.Linear(1, 1)], None, nn.Linear(1, 1), OrderedDict()], ids=lambda s: type(s))
+def test_the_state_is_a_dict(state: Any) -> None:
+    """Anything else is refused with an example of what is wanted."""
+    with pytest.raises(StateError, match="must be a dict"):
+        Capture(state)
+
+
+def test_wrong_values_name_their_path() -> None:
+    """Of plain values, group settings, optimizer state and what objects say of themselves."""
+    p = nn.Parameter(torch.ones(1))
+    optim = torch.optim.SGD([{"params": [p], "odd": {1, 2}}], lr=0.1)
+    with pytest.raises(StateError, match=r"optim\.param_groups\.0\.odd"):
+        Capture({"optim": optim}).read()
+    with pytest.raises(StateError, match=r"loader\.x"):
+        Capture({"loader": Loader({"x": {1}})}).read()
+    with pytest.raises(StateError, match=r"a\.0\.b"):
+        Capture({"a": [{"b": object()}]}).read()
+    with pytest.raises(StateError, match="neither str nor int"):
+        Capture({"a": {1.5: nn.Linear(1, 1)}}).read()
+    with pytest.raises(StateError, match="use a list"):
+        Capture({"a": (nn.Linear(1, 1), 1)}).read()
+    optim = torch.optim.SGD([p], lr=0.1)
+    optim.state[p]["odd"] = {1}
+    with pytest.raises(StateError, match=r"optim\.state\.p\.odd"):
+        Capture({"p": p, "optim": optim}).read()
+
+
+def test_a_state_inside_itself_is_refused() -> None:
+    """Without end, and without objects inside."""
+    ring: State = {"m": nn.Linear(1, 1)}
+    ring["again"] = ring
+    with pytest.raises(StateError, match="containing itself"):
+        Capture(ring)
+    plain: State = {}
+    plain["again"] = plain
+    with pytest.raises(StateError, match="containing itself"):
+        Capture(plain).read()
+
+
+# -- what makes it cheap --
+
+
+def everything() -> State:
+    """Modules, optimizers with state, and all that is read anew each time."""
+    torch.manual_seed(0)
+    model = Tied()
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.tensor([1, 2, 3])).sum().backward()
+    optim.step()
+    return {
+        "model": model,
+        "optim": optim,
+        "custom": CustomTied(),
+        "loose": {"t": torch.ones(3), "a": np.zeros(4), "n": 1},
+        "rng": ckpt.RNG(),
+        "loader": Loader({"x": torch.ones(2)}),
+        "heads": [nn.Linear(2, 2), {"deep": nn.Linear(2, 2)}],
+    }
+
+
+def test_a_reading_of_the_same_structure_has_the_same_layout_object() -> None:
+    """Values and contents change at every step; the layout is not built again for that."""
+    state = everything()
+    capture = Capture(state)
+    first = capture.read()
+    for i in range(3):
+        state["loose"]["n"] += 1
+        state["loose"]["t"] = torch.ones(3) * i
+        state["model"](torch.tensor([1, 2, 3])).sum().backward()
+        state["optim"].step()
+        again = capture.read()
+        assert again.layout is first.layout
+        assert again.tensors[-1] is not None and len(again.tensors) == len(first.tensors)
+    assert capture.read().values != first.values
+
+
+def replace_parameter(state: State) -> None:
+    state["model"].body[0].weight = nn.Parameter(torch.ones(4, 4) * 7)
+    state["optim"].param_groups[0]["params"] = list(state["model"].parameters())
+    state["optim"].state.clear()
+
+
+def add_group(state: State) -> None:
+    state["optim"].add_param_group({"params": list(state["heads"][0].parameters())})
+
+
+def set_data(state: State, value: Tensor) -> None:
+    state["model"].body[0].weight.data = value
+
+
+def untie(state: State) -> None:
+    state["model"].head.weight = nn.Parameter(state["model"].embed.weight.detach().clone())
+    state["optim"].add_param_group({"params": [state["model"].head.weight]})
+
+
+CHANGES: dict[str, Callable[[State], Any]] = {
+    "parameter replaced": replace_parameter,
+    "group added": add_group,
+    "weights untied": untie,
+    "buffer replaced": lambda s: setattr(s["model"].body[1], "running_mean", torch.ones(4)),
+    "buffer added": lambda s: s["model"].register_buffer("late", torch.ones(2)),
+    "module added": lambda s: s["model"].add_module("late", nn.Linear(2, 2)),
+    "module replaced": lambda s: s["model"].body.__setitem__(1, nn.BatchNorm1d(4)),
+    "whole module replaced": lambda s: s.__setitem__("heads", [nn.Linear(3, 3), s["heads"][1]]),
+    "whole module replaced in a list": lambda s: s["heads"].__setitem__(0, nn.Linear(3, 3)),
+    "stateful replaced": lambda s: s.__setitem__("loader", Loader({"y": torch.ones(5)})),
+    "entry added": lambda s: s.__setitem__("late", torch.ones(2)),
+    "entry removed": lambda s: s.pop("loose"),
+    "entry renamed": lambda s: s.__setitem__("tight", s.pop("loose")),
+    "module removed": lambda s: s["heads"].pop(),
+    "data swapped": lambda s: set_data(s, torch.ones(4, 4) * 3),
+    "data reshaped in place": lambda s: set_data(s, s["model"].body[0].weight.data.view(2, 8)),
+    "data transposed in place": lambda s: set_data(s, s["model"].body[0].weight.data.t()),
+    "data of another dtype": lambda s: set_data(s, s["model"].body[0].weight.data.view(torch.int32).float()),
+    "data swapped and freed": lambda s: (set_data(s, torch.empty(0)), set_data(s, torch.ones(2, 8))),
+    "optimizer state added": lambda s: s["optim"].state[s["model"].embed.weight].update(late=torch.ones(2)),
+    "optimizer state replaced": lambda s: next(iter(s["optim"].state.values())).update(step=torch.tensor(9.0)),
+    "optimizer state cleared": lambda s: s["optim"].state.clear(),
+    "optimizer state loaded": lambda s: s["optim"].load_state_dict(copy.deepcopy(s["optim"].state_dict())),
+    "loose shape": lambda s: s["loose"].update(t=torch.ones(4)),
+    "loose dtype": lambda s: s["loose"].update(t=torch.ones(3).double()),
+    "loose alias": lambda s: s["loose"].update(t2=s["loose"]["t"]),
+    "loose array": lambda s: s["loose"].update(a=np.zeros(5)),
+    "loader": lambda s: s["loader"].state.update(y=torch.ones(1)),
+    "custom module": lambda s: s["custom"].extra.update(tensor=torch.ones(9)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_of_structure_is_seen(change: str) -> None:
+    """After a change, a reading that was kept up is equal to one made from nothing, in names and in bits."""
+    state = everything()
+    capture = Capture(state)
+    capture.read()
+    CHANGES[change](state)
+    kept, fresh = capture.read(), Capture(state).read()
+    assert kept.layout == fresh.layout
+    assert kept.guarded == fresh.guarded
+    assert [raw(t) for t in kept.tensors] == [raw(t) for t in fresh.tensors]
+    for spec, tensor in zip(kept.layout.tensors, kept.tensors, strict=True):
+        assert (spec.shape, spec.dtype) == (tuple(tensor.shape), DTYPE_NAME[tensor.dtype])
+    assert kept.values == fresh.values or change == "never"
+    assert capture.read().layout is kept.layout
+
+
+@pytest.mark.parametrize(
+    "change", ["weights untied", "loose shape", "loose dtype", "loose alias", "data reshaped in place", "group added"]
+)
+def test_a_changed_structure_makes_another_layout(change: str) -> None:
+    """Also by its digest, which is how snapshots of the two are told apart."""
+    state = everything()
+    capture = Capture(state)
+    before = capture.read().layout
+    CHANGES[change](state)
+    after = capture.read().layout
+    assert after is not before and after.digest != before.digest
+
+
+def test_only_what_optimizers_step_may_be_copied_late() -> None:
+    """Guarded: stepped parameters, optimizer state. Eager: buffers, loose tensors, others' and frozen parameters."""
+    state = everything()
+    reading = Capture(state).read()
+    late = {s.name for s, guarded in zip(reading.layout.tensors, reading.guarded, strict=True) if guarded}
+    assert {"model.embed.weight", "model.body.0.weight", "optim.state.model.embed.weight.exp_avg"} <= late
+    assert not {"model.body.1.running_mean", "loose.t", "loader.x", "heads.0.weight", "custom.embed.weight"} & late
+    state["heads"][0].requires_grad_(False)
+    reading = Capture(state).read()
+    assert not reading.guarded[[s.name for s in reading.layout.tensors].index("heads.0.weight")]
+
+
+def test_predicted_layouts_survive_json() -> None:
+    """A layout that went through JSON is the same layout, with the same digest."""
+    layout = Capture(everything()).read().layout
+    again = Layout.from_json(json.loads(json.dumps(layout.to_json())))
+    assert again == layout and again.digest == layout.digest

@@ -1,0 +1,363 @@
+"""Hugging Face's Trainer with our callback: killed anywhere, it goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from processes import PYTHONPATH, REPO
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+from peft import PeftModel
+from torch.utils.data import IterableDataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TrainerCallback
+
+import ckpt
+import ckpt.transformers
+import hf_toy
+from ckpt.transformers.__main__ import command
+from ckpt.transformers.pretrained import export_pretrained
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SAME = ("digest", "log", "loss", "step", "best")
+TOY = REPO / "tests" / "lib" / "hf_toy.py"
+EXAMPLES = REPO / "examples"
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """As in the processes that are killed: OpenMP's threads starve each other where others use the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    """Weights, optimizer, random numbers and logs, bit for bit."""
+    assert {k: found[k] for k in SAME} == {k: wanted[k] for k in SAME}
+    return True
+
+
+def start(*arguments: str | Path, ranks: int = 0) -> subprocess.CompletedProcess[str]:
+    """A script as one process, or as so many ranks."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    environment = {
+        **os.environ,
+        "PYTHONPATH": PYTHONPATH,
+        "OMP_WAIT_POLICY": "passive",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, *launcher, *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+def toy(*runs: dict[str, Any], ranks: int = 0) -> list[dict[str, Any]]:
+    """What came of these, one after the other in one process; nothing if it was killed."""
+    ended = start(TOY, *map(json.dumps, runs), ranks=ranks)
+    if runs[-1].get("kill"):
+        assert "killed" in ended.stdout, ended.stdout + ended.stderr
+        return []
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith('{"')]
+
+
+def test_killed_at_a_step_in_accumulation_and_in_evaluation(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    """SIGKILL at any of these leaves weights, logs, best metric and EarlyStopping as if it had never been."""
+    setting: dict[str, Any] = {"patience": 8}
+    first = random.randrange(2, 14)
+    print(f"killed after step {first}")
+    kills = (("step", first), ("substep", 18), ("eval", 24))
+    for where, step in kills:
+        toy({"run": run_dir, "kill": [where, step], **setting})
+    found = hf_toy.run(run_dir, **setting)
+    assert found["started_at"] == 23  # the evaluation belongs to step 24, and is done again with it
+    assert same(found, hf_toy.run(None, **setting))
+    assert found["step"] == 36 < 45, "stopped early"
+    assert found["read"] < 2 * (15 * 4), "what was trained on is not read again"
+    again = hf_toy.run(run_dir, **setting)
+    assert (again["read"], again["step"]) == (0, 36)
+    assert torch.equal(again["weights"]["lm_head.weight"], found["weights"]["lm_head.weight"])
+    assert "is finished, at step 36" in caplog.text
+
+
+def test_sigterm_saves_and_leaves(run_dir: str) -> None:
+    """SIGTERM between two saves: the process leaves with 143, and nothing is done twice."""
+    ended = start(TOY, json.dumps({"run": run_dir, "every": 1000, "kill": ["term", 7], "epochs": 200}))
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stdout + ended.stderr
+    step = ckpt.load(run_dir).step
+    assert step >= 7
+    found = hf_toy.run(run_dir, epochs=200, max_steps=step + 1)
+    assert (found["started_at"], found["step"]) == (step, step + 1)
+
+
+class Stream(IterableDataset[dict[str, torch.Tensor]]):
+    """Tokens without a length."""
+
+    def __iter__(self) -> Any:
+        data = hf_toy.Tokens(58)
+        return (data[i] for i in range(len(data)))
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "sampler with a generator": {"accelerator_config": {"use_seedable_sampler": False}},
+    "grouped by length": {"train_sampling_strategy": "group_by_length"},
+    "every epoch": {"eval_strategy": "epoch", "logging_strategy": "epoch", "epochs": 4},
+    "on a plateau": {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0}},
+    "two workers": {"dataloader_num_workers": 2},
+    "logged rarely": {"logging_steps": 7, "gradient_accumulation_steps": 3},
+    "a stream": {"data": Stream(), "max_steps": 20, "stop": 9},
+    "plain": {},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_interrupted_in_the_second_epoch(run_dir: str, name: str) -> None:
+    """However batches are drawn, and whatever is due when, the run goes on exactly where it was."""
+    setting = dict(VARIANTS[name])
+    at = setting.pop("stop", 20)
+    assert hf_toy.run(run_dir, kill=("stop", at), **setting) == {}
+    found = hf_toy.run(run_dir, **setting)
+    assert found["started_at"] == at
+    assert same(found, hf_toy.run(None, **setting))
+
+
+def test_stopped_at_the_end_of_an_epoch_and_prolonged(run_dir: str) -> None:
+    """A run that is finished goes on when it is to be longer, as if it had been so from the beginning."""
+    setting: dict[str, Any] = {"lr_scheduler_type": "constant", "eval_steps": 5}
+    assert hf_toy.run(run_dir, kill=("stop", 15), **setting) == {}
+    assert hf_toy.run(run_dir, epochs=2, **setting)["step"] == 30
+    assert same(hf_toy.run(run_dir, epochs=3, **setting), hf_toy.run(None, epochs=3, **setting))
+
+
+def test_random_numbers_of_a_dataset_are_warned_of(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Where the run cannot be the same bit for bit, that is said, once; and not where it can."""
+
+    class Noisy(hf_toy.Tokens):
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            torch.rand(1)
+            return super().__getitem__(index)
+
+    hf_toy.run(f"{run_dir}-1", epochs=1)
+    assert "draws random numbers" not in caplog.text
+    hf_toy.run(f"{run_dir}-2", epochs=1, data=Noisy(58))
+    assert caplog.text.count("draws random numbers") == 1
+
+
+def test_workers_that_stay_are_warned_of(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    """They draw a number when they begin, which a run that goes on does at another time: said then, and only then."""
+    setting = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "eval_strategy": "no"}
+    assert hf_toy.run(run_dir, kill=("stop", 7), epochs=1, **setting) == {}
+    assert "persistent" not in caplog.text
+    assert hf_toy.run(run_dir, epochs=1, **setting)["step"] == 15
+    assert caplog.text.count("dataloader_persistent_workers=True") == 1
+
+
+class Interrupt(TrainerCallback):
+    """As Ctrl-C does in a notebook, at a step: nobody closes anything."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 20:
+            raise KeyboardInterrupt
+
+
+def test_interrupted_and_started_again_in_one_process(run_dir: str) -> None:
+    """A training that an exception has ended does not hold its place: the next one goes on there, exactly."""
+    with pytest.raises(KeyboardInterrupt):
+        hf_toy.run(run_dir, more=(Interrupt(),))
+    found = hf_toy.run(run_dir)
+    assert found["started_at"] == 20 and same(found, hf_toy.run(None))
+
+
+def test_a_training_inside_of_another_ends_only_itself(run_dir: str) -> None:
+    """Two Trainers in one thread, both under way: the outer one goes on saving."""
+
+    class Inner(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 10:
+                assert hf_toy.run(f"{run_dir}-inner", epochs=1)["step"] == 15
+
+    assert hf_toy.run(run_dir, more=(Inner(),))["step"] == 45
+    assert (ckpt.load(run_dir).step, ckpt.load(f"{run_dir}-inner").step) == (45, 15)
+
+
+def test_the_best_weights_do_not_take_the_place_of_the_last(run_dir: str, tmp_path: Path) -> None:
+    """load_best_model_at_end writes over the model when all is done: the last step is copied by then."""
+    at = Weights(15)
+    setting: dict[str, Any] = {
+        "save_strategy": "steps", "save_steps": 4, "load_best_model_at_end": True, "output_dir": str(tmp_path / "out"),
+        "metric_for_best_model": "eval_loss", "greater_is_better": True,
+        "epochs": 1, "width": 256,
+    }  # fmt: skip
+    found = hf_toy.run(run_dir, more=(at,), **setting)
+    stored = ckpt.load(run_dir)
+    assert stored.step == 15 and found["best"][1] < 15
+    assert all(torch.equal(stored.sub("model")[name], tensor) for name, tensor in at.found.items())
+    assert any(not torch.equal(found["weights"][name], tensor) for name, tensor in at.found.items())
+    again = hf_toy.run(run_dir, **setting)
+    assert again["started_at"] == 15
+    assert all(torch.equal(again["weights"][name], tensor) for name, tensor in found["weights"].items())
+
+
+def test_what_has_changed_is_refused(run_dir: str) -> None:
+    """Other data or another model: an error that says what, and nothing is lost; strict=False goes on."""
+    assert hf_toy.run(run_dir, kill=("stop", 7)) == {}
+    for changed, words in (
+        ({"examples": 60}, "examples: 58 then, 60 now"),
+        ({"seed": 8}, "seed: 7 then, 8 now"),
+        ({"per_device_train_batch_size": 4}, "examples_per_step: 4 then, 8 now"),
+        ({"gradient_accumulation_steps": 1}, "steps_per_epoch: 15 then, 29 now"),
+        ({"width": 16}, "has shape"),
+    ):
+        with pytest.raises(ckpt.MismatchError, match=words):
+            hf_toy.run(run_dir, **changed)
+    assert same(hf_toy.run(run_dir), hf_toy.run(None))
+    found = hf_toy.run(run_dir, examples=60, epochs=4, callback={"strict": False})
+    assert (found["started_at"], found["step"]) == (45, 60)
+
+
+def test_two_callbacks_and_wrong_arguments_are_refused(run_dir: str) -> None:
+    """Before anything is trained, with an error that says what to do."""
+    other = ckpt.transformers.CheckpointCallback(run_dir)
+    with pytest.raises(ckpt.UsageError, match="two CheckpointCallbacks"):
+        hf_toy.run(run_dir, more=(other,))
+    with pytest.raises(ckpt.UsageError, match="every=200"):
+        ckpt.transformers.CheckpointCallback([ckpt.Tier(run_dir)], every=3)
+    assert not Path(run_dir).exists()
+
+
+def test_beside_the_trainers_own_checkpoints(run_dir: str, tmp_path: Path) -> None:
+    """The Trainer may save and resume by itself: what is newer wins, and with nothing of ours its own is taken."""
+    setting: dict[str, Any] = {"save_strategy": "steps", "save_steps": 6, "output_dir": str(tmp_path / "out")}
+    wanted = hf_toy.run(None)
+    assert hf_toy.run(run_dir, kill=("stop", 20), **setting) == {}
+    theirs = str(tmp_path / "out" / "checkpoint-18")
+    assert same(hf_toy.run(run_dir, resume=theirs, **setting), wanted)
+    assert hf_toy.run(f"{run_dir}-2", resume=theirs, kill=("stop", 20), **setting) == {}
+    found = hf_toy.run(f"{run_dir}-2", **setting)
+    assert (found["started_at"], found["step"]) == (20, 45)
+    with pytest.raises(ckpt.UsageError, match="brought step 18"):
+        hf_toy.run(f"{run_dir}-3", kill=("stop", 7))
+        hf_toy.run(f"{run_dir}-3", resume=theirs, **setting)
+
+
+def test_lora_stores_what_is_trained(run_dir: str, tmp_path: Path) -> None:
+    """An adapter's run is small, exact, refuses another base, and peft reads what is exported."""
+    assert hf_toy.run(run_dir, lora=True, kill=("stop", 20)) == {}
+    with pytest.raises(ckpt.MismatchError, match="frozen base model is another one"):
+        hf_toy.run(run_dir, lora=True, base=1)
+    found = hf_toy.run(run_dir, lora=True)
+    assert same(found, hf_toy.run(None, lora=True))
+    full, stored = found["bytes"]
+    assert stored < full / 10
+    names = list(ckpt.load(run_dir, only="model.*"))
+    assert names and all("lora_" in name for name in names)
+
+    export_pretrained(run_dir, tmp_path / "adapter")
+    read = PeftModel.from_pretrained(hf_toy.model_of(0), tmp_path / "adapter").state_dict()
+    assert read.keys() == found["weights"].keys()
+    assert all(torch.equal(read[name], tensor) for name, tensor in found["weights"].items())
+    whole = hf_toy.run(f"{run_dir}-2", lora=True, epochs=1, callback={"only_trained": False})
+    assert whole["bytes"] == [full, full]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    made = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w0")
+
+
+class Weights(TrainerCallback):
+    """Copies them at a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.found = step, dict[str, torch.Tensor]()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step == self.step:
+            self.found = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_from_pretrained_reads_an_export(run_dir: str, tmp_path: Path, tied: bool) -> None:
+    """Weights of any step, tied or not, cast or not, with config and tokenizer; nothing is ever replaced."""
+    at = Weights(5)
+    found = hf_toy.run(run_dir, tied=tied, epochs=1, tokenizer=tokenizer(), more=(at,))
+    for step, wanted in ((None, found["weights"]), (5, at.found)):
+        folder = tmp_path / f"export-{step}"
+        export_pretrained(run_dir, folder, step=step)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        read = model.state_dict()
+        assert read.keys() == wanted.keys()
+        assert all(torch.equal(read[name], tensor) for name, tensor in wanted.items())
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+        assert AutoTokenizer.from_pretrained(folder)("w5 w7").input_ids == [5, 7]
+    with pytest.raises(ckpt.UsageError, match="exists: nothing is ever replaced"):
+        export_pretrained(run_dir, tmp_path / "export-5")
+
+
+def test_the_export_command(run_dir: str, tmp_path: Path) -> None:
+    """It casts, and its errors are one line and exit code 2."""
+    hf_toy.run(run_dir, epochs=1)
+    with ckpt.Checkpointer({"x": 1}, f"{run_dir}-2") as cp:
+        cp.step(1)
+    ended = start("-m", "ckpt.transformers", run_dir, "--to", tmp_path / "bf16", "--dtype", "bf16", "--step", "15")
+    assert (ended.returncode, ended.stderr) == (0, ""), ended.stderr
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16")
+    assert model.dtype == torch.bfloat16
+    wanted = ckpt.load(run_dir)["model.lm_head.weight"].to(torch.bfloat16)
+    assert torch.equal(model.lm_head.weight, wanted)
+    for arguments, words in (
+        ((f"{run_dir}-2", "--to", tmp_path / "no"), "was not saved by ckpt.transformers"),
+        ((run_dir, "--to", tmp_path / "bf16"), "nothing is ever replaced"),
+        ((run_dir, "--to", tmp_path / "no", "--step", "4"), "step 4"),
+    ):
+        with pytest.raises(ckpt.CheckpointError, match=words):
+            command.main([str(a) for a in arguments], standalone_mode=False)
+    assert not (tmp_path / "no").exists()
+
+
+def test_two_ranks(run_dir: str) -> None:
+    """Under torchrun with DDP: killed in the middle of accumulation in the second epoch, and the same in the end."""
+    setting = {"ddp_backend": "gloo", "epochs": 2}
+    toy({"run": run_dir, "kill": ["substep", 11], **setting}, ranks=2)
+    found = toy({"run": run_dir, **setting}, {"run": None, **setting}, ranks=2)
+    resumed = [one for one in found if one["started_at"] is not None]
+    alone = [one for one in found if one["started_at"] is None]
+    assert len({one["started_at"] for one in resumed}) == 1 and resumed[0]["started_at"] in (10, 11)
+    assert len(resumed) == len(alone) == 2
+    assert {one["digest"] for one in resumed} == {one["digest"] for one in alone}
+    assert {json.dumps(one["log"]) for one in resumed} == {json.dumps(one["log"]) for one in alone}
+
+
+def lines(ended: subprocess.CompletedProcess[str], beginning: str) -> list[str]:
+    return [line for line in ended.stdout.splitlines() if line.startswith(beginning)]
+
+
+@pytest.mark.parametrize("script", ["hf_finetune.py", "lora.py"])
+def test_the_examples(run_dir: str, script: str) -> None:
+    """Killed and started again, they end with the weights that they have when they were never killed."""
+    short = ("--steps", "24")
+    killed = start(EXAMPLES / script, run_dir, "--kill-at", "13", *short)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    resumed = start(EXAMPLES / script, run_dir, *short)
+    assert resumed.returncode == 0, resumed.stderr
+    (begun,) = lines(resumed, "starts at")
+    assert begun in ("starts at step 12", "starts at step 13"), "at most the step that was being staged is lost"
+    alone = start(EXAMPLES / script, f"{run_dir}-2", *short)
+    assert lines(resumed, "weights") == lines(alone, "weights") != []
+    assert lines(resumed, "loss")[-1] == lines(alone, "loss")[-1]

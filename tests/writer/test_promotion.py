@@ -1,0 +1,350 @@
+"""Checkpoints on their way to a far place that is slow, fails, or is given up by another rank: what a writer does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from ckpt.checkpoint import commit as commits
+from ckpt.checkpoint import open_tier, promote
+from ckpt.checkpoint.open_tier import OpenTier
+from ckpt.checkpoint.retention import Keep
+from ckpt.errors import AccessError, CorruptError, SaveError, SkippedError, StoreError
+from ckpt.format.manifest import Attempt
+from ckpt.ipc.notes import DamagedNote, StoredNote
+from ckpt.ipc.protocol import Note
+from ckpt.ipc.requests import OpenRun, OwnRun, WriteSlot
+from ckpt.runlog.log import Commit, Record, commit_body
+from ckpt.store import options_of
+from ckpt.writer.persist import Persister
+from ckpt_backends.memory import MemoryStore
+from ckpt_backends.retry import Retry
+from logs import attempt, committed, folded, new_log, reopened
+
+
+class Far(MemoryStore):
+    """An object store that may be down, and whose answers may be damaged once."""
+
+    remote = True
+
+    def __init__(self, url: str = "s3://far", **more: Any) -> None:
+        super().__init__(url, **more)
+        self.up = asyncio.Event()
+        self.up.set()
+        self.flip = ""
+
+    async def put(self, key: str, data: Any, *, create: bool = False) -> None:
+        await self.up.wait()
+        await super().put(key, data, create=create)
+
+    async def list(self, prefix: str = "", *, after: str = "") -> AsyncIterator[Any]:
+        await self.up.wait()
+        async for info in super().list(prefix, after=after):
+            yield info
+
+    async def get(self, key: str, **where: Any) -> memoryview:
+        found = await super().get(key, **where)
+        if key != self.flip:
+            return found
+        self.flip = ""
+        raw = bytearray(found)
+        raw[20] ^= 1
+        return memoryview(bytes(raw))
+
+
+class Writer:
+    """A persister of rank 0 of two, with a near and a far place, and slots that hold whatever one says."""
+
+    def __init__(self) -> None:
+        self.told: list[Note] = []
+        self.holdings: Any = SimpleNamespace(arenas={}, layouts={}, digests={}, forget_old=set)
+        self.persister = Persister(self.holdings, self.told.append, asyncio.create_task)
+
+    async def open(self, ranks: int = 2) -> None:
+        role = commits.Role(tuple(range(ranks)), 0, ranks)
+        for store in (MemoryStore("file:///near"), Far()):
+            log, self.owner = await new_log(store)
+            self.persister.tiers.append(OpenTier(store.url, Keep(3), log, role=role))
+        self.near, self.far = self.persister.tiers
+        self.persister.owner = self.owner
+
+    def attempt(self, step: int) -> Attempt:
+        return Attempt(self.owner.epoch, step, self.owner.nonce)
+
+    async def write(self, step: int) -> None:
+        """As if the near place had it already."""
+        one = self.attempt(step)
+        label = SimpleNamespace(attempt=one, layout="x")
+        self.holdings.arenas["aa"] = SimpleNamespace(label=lambda slot: label, id=b"\xaa")
+        stored = asyncio.get_running_loop().create_future()
+        stored.set_result(True)
+        self.persister._parts[self.near.url, one] = stored
+        await self.persister.write(WriteSlot(tier=1, arena="aa", slot=0, attempt=str(one)))
+
+    @property
+    def freed(self) -> set[int]:
+        """The steps whose memory is not needed any more."""
+        return {Attempt.parse(note.attempt).step for note in self.told if isinstance(note, StoredNote)}
+
+
+def scenario(work: Callable[[Writer], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    def test() -> None:
+        async def main() -> None:
+            writer = Writer()
+            await writer.open()
+            await asyncio.wait_for(work(writer), 60)
+
+        asyncio.run(main())
+
+    test.__name__, test.__doc__ = work.__name__, work.__doc__
+    return test
+
+
+@scenario
+async def test_what_another_rank_gave_up_is_no_success(writer: Writer) -> None:
+    """A step waits behind another one, and meanwhile another rank aborts it: an error, and not a checkpoint."""
+    async with writer.far.busy:
+        writing = asyncio.create_task(writer.write(10))
+        await asyncio.sleep(0.01)
+        await commits.abort(writer.far.log, writer.owner, writer.attempt(10), "rank 1: its disk is full")
+    with pytest.raises(SaveError, match="its disk is full"):
+        await writing
+
+
+@scenario
+async def test_what_was_taken_back_is_not_promoted(writer: Writer) -> None:
+    """A snapshot that was torn is retracted while it waits for the far place: it never gets there."""
+    async with writer.far.busy:
+        writing = asyncio.create_task(writer.write(10))
+        await asyncio.sleep(0.01)
+        writer.persister.retracted.add(writer.attempt(10))
+    with pytest.raises(SaveError, match="taken back"):
+        await writing
+
+
+@scenario
+async def test_steps_that_are_left_out_hold_nothing(writer: Writer) -> None:
+    """The far place is down, and steps go on coming: all give their memory back at once, only those that wait stay
+    pinned in the near place, and the others are answered without waiting for the place that is down."""
+    far: Any = writer.far.store
+    async with writer.far.busy:
+        far.up.clear()
+        writing = {step: asyncio.create_task(writer.write(step)) for step in range(1, 9)}
+        await asyncio.sleep(0.1)
+        assert writer.freed == set(range(1, 9))
+        late = [step for step, task in writing.items() if task.done()]
+        assert late == [4, 5, 6, 7, 8]
+        assert all(isinstance(writing[step].exception(), SkippedError) for step in late)
+        assert {one.step for one in writer.near.promoting} == {1, 2, 3}
+        for task in writing.values():
+            task.cancel()
+        await asyncio.gather(*writing.values(), return_exceptions=True)
+    assert not writer.near.promoting
+
+
+@scenario
+async def test_what_one_rank_leaves_out_stops_no_other(writer: Writer) -> None:
+    """The others are told that it was left out, which is a warning, and not that it failed. Control: a real failure."""
+    for step, reason, kind in (
+        (10, f"step 10 {commits.LEFT_OUT} s3://far", SkippedError),
+        (20, "disk full", SaveError),
+    ):
+        await commits.abort(writer.far.log, writer.owner, writer.attempt(step), f"rank 1: {reason}")
+        own: Any = SimpleNamespace(part=SimpleNamespace(attempt=str(writer.attempt(step)), rank=0, world=2))
+        with pytest.raises(SaveError) as caught:
+            await commits.settle(writer.far.log, lambda: writer.owner, own, writer.far.role, deadline_s=5)
+        assert type(caught.value) is kind
+
+
+@scenario
+async def test_one_that_cannot_be_resumed_does_not_hold_up_the_others(writer: Writer) -> None:
+    """What a crash interrupted is taken up one by one: a damaged one is passed over, and the other ranks are told."""
+    steps = (30, 20, 10)
+    writer.persister._pending = lambda near, tier: [  # type: ignore[method-assign]
+        Commit(writer.attempt(step), 2, ((0, 0, "0" * 64),), "0" * 64) for step in steps
+    ]
+    resumed: list[int] = []
+
+    async def resume_one(tier: OpenTier, near: OpenTier, one: Commit) -> None:
+        resumed.append(one.step)
+        if one.step == 30:
+            raise CorruptError("a flipped bit")
+
+    writer.persister._resume_one = resume_one  # type: ignore[method-assign]
+    await writer.persister._resume()
+    assert resumed == [30, 20, 10]
+    await writer.far.log.refresh()
+    assert writer.far.log.state.aborted == {writer.attempt(30)}
+
+
+@scenario
+async def test_two_far_places_pin_the_near_one_each(writer: Writer) -> None:
+    """The near place keeps a checkpoint until the last of them has it."""
+    one = writer.attempt(10)
+    writer.near.promoting[one] += 2
+    writer.near.unpin(one)
+    assert one in writer.near.promoting
+    writer.near.unpin(one)
+    assert one not in writer.near.promoting
+
+
+def test_what_is_pending_does_not_depend_on_when_one_looks() -> None:
+    """Checkpoints of earlier epochs that are due and newer than what the far place has of them; what this epoch saves
+    meanwhile, in either place, changes nothing. Without any of them none."""
+    epoch = [
+        {"type": "ACQUIRE", "id": f"a{n}", "body": {"epoch": n, "nonce": f"{n:08x}", "restored": None}} for n in (1, 2)
+    ]
+    old = [committed(attempt(1, step)) for step in (10, 15, 20, 30, 40)]
+    near = folded(epoch[0], *old, epoch[1])
+    far = folded(epoch[0], committed(attempt(1, 10)), epoch[1])
+    found = promote.pending(near, far, 10, before=2)
+    assert [one.step for one in found] == [40, 30, 20]
+    later = folded(epoch[0], *old, epoch[1], *(committed(attempt(2, step)) for step in (50, 60)))
+    there = folded(epoch[0], committed(attempt(1, 10)), epoch[1], committed(attempt(2, 50)))
+    assert [one.attempt for one in promote.pending(later, there, 10, before=2)] == [one.attempt for one in found]
+    given_up = folded(
+        epoch[0], epoch[1], {"type": "ABORT", "id": "x", "body": {"attempt": str(attempt(1, 40)), "reason": ""}}
+    )
+    assert [one.step for one in promote.pending(near, given_up, 10, before=2)] == [30, 20]
+    assert promote.pending(near, near, 10, before=2) == []
+
+
+# -- answers that are wrong, or come to nothing --
+
+
+def test_a_damaged_answer_does_not_damage_the_log() -> None:
+    """One flipped bit in one answer: it is asked again, the record counts, and what is written next fits for all."""
+
+    async def main() -> None:
+        store = Far()
+        a, mine = await new_log(store)
+        b = await reopened(store)
+        await b.append(lambda state: Record("KEEP", {"attempt": "1.ab12cd34-1", "note": ""}, "k1"), owner=mine)
+        store.flip = "log/000000000001.json"
+        await a.append(lambda state: Record("KEEP", {"attempt": "1.ab12cd34-2", "note": ""}, "k2"), owner=mine)
+        assert not store.flip
+        for log in (a, await reopened(store)):
+            assert not log.state.damaged and len(log.state.kept) == 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_lost_answer_to_the_probe_is_no_lie(failing: int) -> None:
+    """The store is honest, and one request fails, or is carried out without an answer: it is not refused. A store that
+    really creates twice is."""
+
+    class Once(Far):
+        count = 0
+
+        async def put(self, key: str, data: Any, *, create: bool = False) -> None:
+            self.count += 1
+            if self.count == failing + 1:
+                raise StoreError("503", retryable=True)
+            await super().put(key, data, create=create)
+
+    class Liar(Far):
+        async def put(self, key: str, data: Any, *, create: bool = False) -> None:
+            await super().put(key, data)
+
+    async def main() -> None:
+        store = Retry(Once(), base_s=0.001)
+        await commits.create_run(store)
+        await commits.create_run(store)
+        with pytest.raises(StoreError, match="created twice"):
+            await commits.create_run(Retry(Liar(), base_s=0.001))
+
+    asyncio.run(main())
+
+
+def test_not_being_let_in_is_not_damage() -> None:
+    """Credentials expire while a checkpoint is read back: clean-up waits, and nobody is told that it is damaged.
+    Control: of files that are gone they are."""
+
+    class Shut(Far):
+        error: Exception | None = AccessError("ExpiredToken. Renew the credentials")
+
+        async def get(self, key: str, **where: Any) -> memoryview:
+            if self.error and key.startswith("parts/"):
+                raise self.error
+            return await super().get(key, **where)
+
+    async def main() -> None:
+        store = Shut()
+        log, mine = await new_log(store)
+        for step in range(1, 6):
+            one = Commit(Attempt(mine.epoch, step, mine.nonce), 1, ((0, 0, "0" * 64),), "0" * 64)
+            body = commit_body(one)
+            await log.append(lambda s, body=body, step=step: Record("COMMIT", body, f"c{step}"), owner=mine)  # type: ignore[misc]
+        told: list[Any] = []
+        place = OpenTier(store.url, Keep(2), log)
+        await place.sweep(mine, told.append)
+        assert told == []
+        store.error = None
+        await place.sweep(mine, told.append)
+        assert [type(note) for note in told] == [DamagedNote]
+
+    asyncio.run(main())
+
+
+def test_new_credentials_reach_a_writer_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that comes back with other options has them used, by a writer that outlived the one before; with the
+    same ones nothing is opened anew."""
+    opened: list[Any] = []
+    objects: dict[str, bytes] = {}
+
+    def open_store(url: str, **settings: Any) -> Far:
+        opened.append(dict(options_of(url)))
+        return Far(url, objects=objects)
+
+    monkeypatch.setattr(open_tier, "open_store", open_store)
+
+    def message(key: str) -> OpenRun:
+        return OpenRun([{"url": "s3://b/r", "last": 3, "every": None, "options": {"key": key}}], 1.0, 1.0, [], [])
+
+    async def main() -> None:
+        writer = Writer().persister
+        for key in ("expired", "expired", "renewed"):
+            await writer.open(message(key))
+
+    asyncio.run(main())
+    assert opened == [{"key": "expired"}, {"key": "renewed"}]
+
+
+def test_a_new_writer_does_not_need_every_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer died while a far place was down: the next one goes on with the near one, and opens the other when it
+    is back. At a first start it is an error."""
+    down = [True]
+
+    class Down(Far):
+        async def head(self, key: str) -> Any:
+            if down[0]:
+                raise StoreError("503", retryable=True)
+            return await super().head(key)
+
+    stores = {"near": MemoryStore("near"), "s3://far": Down()}
+    monkeypatch.setattr(open_tier, "open_store", lambda url, **settings: stores[url])
+
+    async def main() -> None:
+        specs = [{"url": url, "last": 3, "every": None} for url in stores]
+        message = OpenRun(specs, 1.0, 1.0, [], [])
+        with pytest.raises(StoreError):
+            await Writer().persister.open(message)
+        down[0] = False
+        await new_log(stores["s3://far"])
+        down[0] = True
+        writer = Writer().persister
+        await writer.open(structs.replace(message, first_try=1000))
+        near, far = writer.tiers
+        assert near.opened and not far.opened
+        await writer.own(OwnRun((1, "0" * 8, None), [([0], 0, 1)] * 2, []))
+        down[0] = False
+        await far.prepare()
+        assert far.opened and far.log.root
+
+    asyncio.run(main())

@@ -1,0 +1,206 @@
+"""A second copy of the memory on another node. Nodes are told apart by their folder of sockets: one machine will do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt.format.layout import Layout, TensorSpec, pages
+from ckpt.format.manifest import Attempt
+from ckpt.format.partition import partner
+from ckpt.ipc.arena import EMPTY, FILLING, SEALED, Arena, Label
+from ckpt.writer.replicate import Replicator
+from parallel import free_port, launch
+from processes import eventually, writers
+
+TRAINER = """
+import hashlib, json, os, sys, time
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+import ckpt
+
+root, action, replicas = sys.argv[1], sys.argv[2], int(sys.argv[3])
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+os.environ["CKPT_RUNTIME_DIR"] = f"{root}/node{rank * int(os.environ['NODES']) // world}"
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 301), torch.nn.Linear(301, 8))
+fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+optim = torch.optim.AdamW(model.parameters())
+state = {"model": model, "optim": optim, "rng": ckpt.RNG(), "own": {"rank": rank}}
+
+def digest():
+    found = [p.full_tensor() for p in model.parameters()]
+    found += [optim.state[p]["exp_avg"].full_tensor() for p in model.parameters() if p in optim.state]
+    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in found)).hexdigest()
+
+cp = ckpt.Checkpointer(state, ckpt.Memory(replicas=replicas), name=root)
+start = cp.restore(default=0)
+report = {"rank": rank, "start": start, "tier": cp.last_restore.tier, "own": state["own"]["rank"], "restored": digest()}
+for step in range(start, start + 7):
+    model(torch.ones(2, 8)).sum().backward()
+    optim.step()
+    optim.zero_grad()
+    save = cp.step(step + 1)
+save.staged()
+print(json.dumps({**report, "trained": digest()}), flush=True)
+dist.barrier()
+if action == "die":
+    time.sleep(2.0)  # what is sealed is on its way to the other node
+    os.kill(os.getpid(), 9)
+cp.close()
+dist.destroy_process_group()
+"""
+
+
+def train(root: Path, world: int, nodes: int, action: str, replicas: int, fails: str = "") -> list[dict[str, Any]]:
+    done = launch(world, TRAINER, root, action, replicas, port=free_port(), NODES=str(nodes))
+    if fails:
+        assert all(fails in p.stderr for p in done), [p.stderr[-2000:] for p in done]
+        return []
+    assert all(p.returncode == (-9 if action == "die" else 0) for p in done), [p.stderr[-2000:] for p in done]
+    return [json.loads(p.stdout.splitlines()[-1]) for p in done]
+
+
+def lose(folder: Path) -> None:
+    """All processes of a node, and what they hold."""
+    for process in writers(folder):
+        process.kill()
+    assert eventually(lambda: not writers(folder))
+
+
+@pytest.mark.parametrize("replicas", [2, 1])
+def test_memory_survives_the_loss_of_a_node(tmp_path: Path, replicas: int) -> None:
+    """With a second copy the survivors restore the last step from memory, on fewer ranks; without it they refuse."""
+    for node in (0, 1):
+        (tmp_path / f"node{node}").mkdir(mode=0o700)
+    before = train(tmp_path, 4, 2, "die", replicas)
+    lose(tmp_path / "node1")
+    if replicas == 2:
+        after = train(tmp_path, 2, 1, "close", 1)
+        assert [one["start"] for one in after] == [7, 7]
+        assert {one["tier"] for one in after} == {"memory"}
+        assert {one["restored"] for one in after} == {before[0]["trained"]}
+        assert [one["own"] for one in after] == [0, 1]
+    else:
+        train(tmp_path, 2, 1, "close", 1, fails="NoCheckpointError")
+    lose(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ((0, 0, 1, 1), [2, 3, 0, 1]),
+        ((0, 1, 0, 1), [1, 0, 3, 2]),
+        ((0, 0, 0, 1), [3, 3, 3, 0]),
+        ((0, 0, 1, 2), [2, 2, 3, 0]),
+        ((0, 0), [None, None]),
+    ],
+)
+def test_partners_are_on_other_nodes(nodes: tuple[int, ...], expected: list[int | None]) -> None:
+    """Each rank's copy is on the next node; with one node there is none."""
+    assert [partner(rank, nodes) for rank in range(len(nodes))] == expected
+
+
+# -- both ends in one process --
+
+
+def snapshot(arena: Arena, slot: int, layout: Layout, step: int) -> Label:
+    size = layout.arrangement.data_size
+    arena.data(slot, size)[:] = bytes((step * 7 + i) % 256 for i in range(size))
+    start = pages(size)
+    arena.data(slot)[start : start + 4] = b"[1]\n"
+    label = Label(SEALED, step, Attempt(1, step, "0" * 8), layout.digest, size, 4, 1.0)
+    arena.set_label(slot, label)
+    return label
+
+
+def layout_of(elements: int) -> Layout:
+    names = [{"path": ["w"], "kind": "plain", "facts": {}, "names": ["w"]}]
+    return Layout((TensorSpec("w", "F32", (elements,)),), {}, names, 3, 4)
+
+
+async def pushed(taker: Replicator, sender: Replicator, arena: Arena, layout: Layout, steps: range) -> None:
+    sender.send_to({**taker.serve(), "addresses": ["127.0.0.1"]}, rank=3)
+    for step in steps:
+        slot = step % arena.slots
+        sender.push(arena, slot, snapshot(arena, slot, layout, step), layout)
+        for _ in range(500):
+            await asyncio.sleep(0.01)
+            if 3 in taker.arenas and any(la.attempt.step == step for _, la in taker.arenas[3].sealed() if la.attempt):
+                break
+
+
+def test_what_is_pushed_is_what_arrives() -> None:
+    """Data, plain values and label of each snapshot; old ones make room for new ones, as in the first ring."""
+
+    async def work() -> None:
+        layouts: list[Layout] = []
+        taker, sender = Replicator(lambda *_: None, layouts.append), Replicator(lambda *_: None, layouts.append)
+        layout = layout_of(300_000)
+        arena = Arena.create(3, pages(layout.arrangement.data_size) + 4096)
+        await pushed(taker, sender, arena, layout, range(1, 6))
+        copies = {label.attempt: (slot, label) for slot, label in taker.arenas[3].sealed()}
+        originals = {label.attempt: (slot, label) for slot, label in arena.sealed()}
+        assert copies.keys() == originals.keys() and layouts[0] == layout
+        for attempt, (slot, label) in originals.items():
+            there, copy = copies[attempt]
+            assert taker.arenas[3].data(there, label.data_size) == arena.data(slot, label.data_size)
+            assert taker.arenas[3].values(there, copy) == b"[1]\n" == arena.values(slot, label)
+        taker.close()
+        sender.close()
+
+    asyncio.run(work())
+
+
+def test_a_snapshot_that_is_overwritten_on_its_way_is_not_kept() -> None:
+    """The trainer goes round its ring meanwhile: what arrived is of two moments, and stays unsealed."""
+
+    async def work() -> None:
+        taker, sender = Replicator(lambda *_: None, lambda _: None), Replicator(lambda *_: None, lambda _: None)
+        layout = layout_of(8_000_000)
+        arena = Arena.create(2, pages(layout.arrangement.data_size) + 4096)
+        await pushed(taker, sender, arena, layout, range(1, 2))
+        label = snapshot(arena, 0, layout, 2)
+        sender.push(arena, 0, label, layout)
+        for _ in range(1000):
+            await asyncio.sleep(0)
+            states = [taker.arenas[3].label(slot) for slot in range(2)]
+            if any(la is not None and la.state == FILLING for la in states):
+                break
+        arena.set_label(0, Label(FILLING, 9, Attempt(1, 9, "0" * 8), layout.digest, label.data_size, 4, 1.0))
+        for _ in range(500):
+            await asyncio.sleep(0.01)
+            if all(la is not None and la.state in (EMPTY, SEALED) for la in map(taker.arenas[3].label, range(2))):
+                break
+        assert [la.attempt.step for _, la in taker.arenas[3].sealed() if la.attempt] == [1]
+        taker.close()
+        sender.close()
+
+    asyncio.run(work())
+
+
+def test_strangers_are_hung_up_on() -> None:
+    """Without the token nothing is taken, and nobody else is disturbed."""
+
+    async def work() -> None:
+        taker, sender = Replicator(lambda *_: None, lambda _: None), Replicator(lambda *_: None, lambda _: None)
+        contact = taker.serve()
+        reader, writer = await asyncio.open_connection("127.0.0.1", contact["port"])
+        writer.write(b"x" * 32 + b"\xff" * 100)
+        with contextlib.suppress(ConnectionResetError):
+            assert await asyncio.wait_for(reader.read(), 10.0) == b""
+        layout = layout_of(1000)
+        arena = Arena.create(2, pages(layout.arrangement.data_size) + 4096)
+        await pushed(taker, sender, arena, layout, range(1, 2))
+        assert [la.attempt.step for _, la in taker.arenas[3].sealed() if la.attempt] == [1]
+        taker.close()
+        sender.close()
+
+    asyncio.run(work())

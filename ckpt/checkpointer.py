@@ -106,7 +106,7 @@ class Checkpointer:
     an object's state_dict() does not say, though its load_state_dict() needs it, is not saved: nobody else can know it.
     `tiers`: a folder or URL, or a list of `Memory` and `Tier`; None keeps snapshots in memory only, found again by
     `name`. `every`: "auto" has it found out how often to save, see `ckpt.Auto`; without it, memory is saved at every
-    step, and a place that is given by a word only at every 100th.
+    step, and a tier that is given as a string at every 100th.
     `on_busy`: whether a step waits for a free slot ("wait", at most `busy_timeout_s`) or is not saved ("skip").
     `on_error`: "raise" lets the next call raise what went wrong in the background, "warn" only logs it.
     `agree_timeout_s`: how long the other ranks are waited for where all must come: here, in restore() and in close().
@@ -255,7 +255,7 @@ class Checkpointer:
         self._supervisor.show(request, (self._heartbeat.fd,))
 
     def _keep_books(self) -> None:
-        """The writer of the rank that speaks for the nearest place keeps the ledger, see `ckpt.writer.bookkeeper`."""
+        """The writer of the rank that speaks for the nearest tier keeps the ledger, see `ckpt.writer.bookkeeper`."""
         if self._supervisor.roles[0].place > 0 if self._tiers else self._world.rank > 0:
             return
         owner = self._supervisor.owner
@@ -855,7 +855,7 @@ class Checkpointer:
 
     @traced("ckpt.restore")
     def restore(self, default: Any = MISSING, *, step: int | None = None, strict: bool = True) -> Any:
-        """Bring the state back to the newest step there is, from the nearest place, and return the step.
+        """Bring the state back to the newest step there is, from the nearest tier, and return the step.
 
         Tensors are filled in place. A damaged checkpoint is passed over, loudly: `last_restore` says which and why.
         `default` is returned only if every tier was read and none holds a checkpoint. `step` asks for that one, also
@@ -923,8 +923,8 @@ class Checkpointer:
             lines = "\n  ".join(f"step {s.step} in {s.tier}: {s.reason}" for s in result.skipped)
             touched = ". The state is partly overwritten: do not train on it" if self._torn else ""
             raise CorruptError(
-                f"no checkpoint could be restored{touched}. `ckpt repair URL`, with --from another place, may mend it"
-                f"\n  {lines}"
+                f"no checkpoint could be restored{touched}. `ckpt repair URL`, with --from another location, may mend "
+                f"it\n  {lines}"
             )
         if default is MISSING or self._ownership.has_checkpoints or step is not None:
             wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
@@ -1013,7 +1013,7 @@ class Checkpointer:
             raise UsageError("the last restore failed half-way, so the state is not one of any step: restore again")
         if self._ownership.has_checkpoints and not self._restored:
             raise UsageError(
-                f"{self._places()} holds checkpoints: call restore() before the first step, or use another place"
+                f"{self._places()} holds checkpoints: call restore() before the first step, or use another location"
             )
 
     def _check_step(self, step: int) -> None:

@@ -81,7 +81,7 @@ class NoCheckpointError(CheckpointError):
     """There is nothing to restore."""
 
     advice = (
-        "Nothing was changed. `ckpt ls URL` lists what a place has; restore(default=0) begins anew where "
+        "Nothing was changed. `ckpt ls URL` lists what a run has; restore(default=0) begins anew where "
         "there is nothing."
     )
 
@@ -91,7 +91,7 @@ class FencedError(CheckpointError):
 
     advice = (
         "What this job committed stays part of the run. Only the newer job saves from now on: end this one, "
-        "or give it a place of its own."
+        "or give it a location of its own."
     )
 
 
@@ -109,7 +109,7 @@ class SaveError(CheckpointError):
 
     advice = (
         "The training state, older checkpoints and later saves are untouched. `ckpt doctor URL` tries out "
-        "what a place can do."
+        "what a store can do."
     )
 
 
@@ -158,7 +158,7 @@ class DeadlineError(CheckpointError, TimeoutError):
 
     advice = (
         "Nothing that was committed is lost. `ckpt top RUN` shows what the run is doing; `ckpt doctor URL` "
-        "whether a place answers."
+        "whether a store answers."
     )
 
     retryable = True
@@ -183,7 +183,7 @@ class StoreError(CheckpointError):
     """A store could not do what was asked."""
 
     advice = (
-        "What was committed before is untouched. `ckpt doctor URL` tries out what a place can do, and says "
+        "What was committed before is untouched. `ckpt doctor URL` tries out what a store can do, and says "
         "what is wrong."
     )
 
@@ -205,7 +205,7 @@ class FullError(StoreError):
 
     advice = (
         "What was committed before is untouched. `ckpt prune URL --keep-last 3` and `ckpt gc URL` make room; "
-        "both show a plan first. A place keeps all checkpoints unless its Tier says otherwise: keep=3 keeps three."
+        "both show a plan first. A tier keeps all checkpoints unless its Tier says otherwise: keep=3 keeps three."
     )
 
 

@@ -134,7 +134,7 @@ _BUILT_IN = {
 }
 _LIMIT, _RETRY = "ckpt_backends.limit:Limit", "ckpt_backends.retry:Retry"
 _options: dict[str, Mapping[str, Any]] = {}
-_ANYWHERE = ""  # among them, what holds for every place
+_ANYWHERE = ""  # among them, what holds for every tier
 
 
 def normalise(url: str | Path) -> str:
@@ -149,7 +149,7 @@ def normalise(url: str | Path) -> str:
     if not separator:
         scheme, rest = "file", text
     if not rest:
-        raise UsageError(f"no place named in {text!r}: give a folder or a URL such as file:///data/run1")
+        raise UsageError(f"no folder or URL in {text!r}: give a folder or a URL such as file:///data/run1")
     scheme = scheme.lower()
     if scheme == "file":
         return "file://" + str(Path(rest).expanduser().resolve())  # one name for one folder, links or not

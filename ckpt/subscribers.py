@@ -32,7 +32,7 @@ class Event:
     - "logged": it is in the redo log of `tier`, and can be redone. `seconds` that took; `nbytes`, `stored` for them.
     - "committed": it is durable in `tier`, a URL. `seconds` since it was ordered; `nbytes`, and `stored` of them.
     - "failed": it is not in `tier` ("memory" or a URL), and why: `error`.
-    - "restored": `step` from `source`, "memory" or a URL; `seconds`; `repaired`: pieces taken from a further place.
+    - "restored": `step` from `source`, "memory" or a URL; `seconds`; `repaired`: pieces taken from a further tier.
     - "fault": one that was noticed, of this start or the one before: `account`, a line for people; `fault`, its kind.
     - "decided": from `step` on saves are taken as `every` says, in steps by place, 0 for never; `why`, by place.
     - "closed": nothing comes after it from that Checkpointer.

@@ -49,7 +49,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A durable place: a folder or URL. `every`: steps between checkpoints; "auto": what loses least, by what a save
+    """A durable tier: a folder or URL. `every`: steps between checkpoints; "auto": what loses least, by what a save
     costs and how often the place is needed, see `ckpt.Auto`. `keep`: "all" of them stay; a number: so many of the
     newest; or a `Keep`.
 
@@ -167,7 +167,7 @@ class Tier:
 def as_tiers(tiers: object, every: object = None) -> tuple[Memory | None, list[Tier]]:
     """What the user passed, as at most one memory tier and the durable ones in order, nearest first.
 
-    `every`: "auto" or an `Auto`, for places that are given by a word only, and the memory that comes with them.
+    `every`: "auto" or an `Auto`, for tiers that are given as a string, and the memory that comes with them.
     """
     if every is not None and not isinstance(every := as_every(every), Auto):
         raise UsageError('every= is "auto" or ckpt.Auto(...) here: a number of steps belongs to a Memory or a Tier')
@@ -181,10 +181,10 @@ def as_tiers(tiers: object, every: object = None) -> tuple[Memory | None, list[T
         raise UsageError(f"tiers must be a folder, a URL, or a list of Memory and Tier, not {tiers!r}")
     memory = [t for t in given if isinstance(t, Memory)]
     if auto and not any(isinstance(t, (str, Path)) for t in given):
-        raise UsageError('every= is for places that are given by a word only: say Tier(url, every="auto") here')
+        raise UsageError('every= is for tiers that are given as a string: say Tier(url, every="auto") here')
     durable = [t if isinstance(t, Tier) else Tier(str(t), **auto) for t in given if not isinstance(t, Memory)]
     if len(memory) > 1 or len({t.url for t in durable}) != len(durable) or not given:
-        raise UsageError("tiers must name at least one place, at most one Memory, and each URL once")
+        raise UsageError("tiers must name at least one tier, at most one Memory, and each URL once")
     for tier in durable:
         remember_options(tier.url, tier.storage_options)
     return (memory[0] if memory else None), durable

@@ -9,7 +9,7 @@ from ckpt.store import Buffer, ObjectInfo, check_key
 
 
 class MemoryStore:
-    """Each instance is a place of its own. `objects` maps keys to bytes and may be looked into."""
+    """Each instance is a store of its own. `objects` maps keys to bytes and may be looked into."""
 
     remote = False
 

@@ -97,7 +97,8 @@ async def _check_empty(store: Store) -> None:
             return  # another rank or job was quicker
         if not info.key.startswith(PREFIX):  # `ckpt doctor` is at work, or another start tries the place out
             raise FormatError(
-                f"{store.url} is not empty and not a run: it holds {info.key}, and no FORMAT.json. Choose another place"
+                f"{store.url} is not empty and not a run: it holds {info.key}, and no FORMAT.json. Choose another "
+                "location"
             )
 
 
@@ -121,7 +122,7 @@ async def acquire(log: RunLog, nonce: str, *, restored: Attempt | None = None, f
     point("acquire.done")
     mine = [a for a in state.acquires if a.nonce == nonce]
     if not mine:
-        raise FormatError(f"the log of {log.store.url} has used up its epochs: go on in another place")
+        raise FormatError(f"the log of {log.store.url} has used up its epochs: go on in another location")
     return mine[-1]
 
 
@@ -456,7 +457,7 @@ async def recover(
 
     Also one that has no file yet, and only said what it would build on: that could never be retired.
 
-    `partial`: this place holds the parts of some ranks only. There an attempt is left HELD with what is sound of it,
+    `partial`: this tier holds the parts of some ranks only. There an attempt is left HELD with what is sound of it,
     since the disks of other nodes may have the rest.
 
     Where a record that is damaged may have ended an attempt, all of it being there does not say that it was not taken

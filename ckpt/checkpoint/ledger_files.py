@@ -71,7 +71,7 @@ class LedgerFiles:
                 kept.failed = True
 
     async def finish(self, timeout_s: float) -> None:
-        """Wait for what is on its way; for the nearest place first."""
+        """Wait for what is on its way; for the nearest tier first."""
         end = time.monotonic() + timeout_s
         for tier in self._tiers():
             kept = self._kept.get(tier.url)
@@ -85,7 +85,7 @@ def interval_s(store: Store) -> float:
 
 
 async def find(tiers: list[OpenTier], key: str) -> Account | None:
-    """An account that was put into the nearest place; None if there is none, or it cannot be read after all."""
+    """An account that was put into the nearest tier; None if there is none, or it cannot be read after all."""
     end = time.monotonic() + FIND_S
     while tiers:
         try:
@@ -128,7 +128,7 @@ async def newest_accounts(
 
 
 async def read_back(tiers: list[OpenTier], most: int = LOOK_BACK) -> list[Account]:
-    """The last incarnations, as the nearest place has them."""
+    """The last incarnations, as the nearest tier has them."""
     try:
         return ledger.in_order(await newest_accounts(tiers[0].log.store, most, (CheckpointError,))) if tiers else []
     except StoreError as error:

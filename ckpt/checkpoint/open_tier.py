@@ -1,4 +1,4 @@
-"""A durable place as a writer holds it open: its log, what is on its way there, and how it is kept tidy.
+"""A durable tier as a writer holds it open: its log, what is on its way there, and how it is kept tidy.
 
 Older checkpoints go only once a newer one has been read back and found sound. In a remote place that would cost as
 much as the uploads themselves, so there it is done now and then: the newest one that was read back always stays.
@@ -55,9 +55,9 @@ class OpenTier:
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
     verified: set[Attempt] = field(default_factory=set)
     in_flight: set[Attempt] = field(default_factory=set)
-    promoting: Counter[Attempt] = field(default_factory=Counter)  # read from here, on their way to further places
+    promoting: Counter[Attempt] = field(default_factory=Counter)  # read from here, on their way to further tiers
     encoder: Encoder = field(default_factory=Encoder)
-    anchors: dict[str, Attempt] = field(default_factory=dict)  # what further places take deltas against, by their URL
+    anchors: dict[str, Attempt] = field(default_factory=dict)  # what further tiers take deltas against, by their URL
     read_back: set[Attempt] = field(default_factory=set)  # sound when they were read
     waiting: int = 0  # checkpoints on their way here, those that wait for their turn among them
     spec: dict[str, Any] = field(default_factory=dict, repr=False)  # perhaps secrets

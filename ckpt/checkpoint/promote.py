@@ -2,7 +2,7 @@
 
     pending -> copy_part of every rank -> commit
 
-Names are the same in all places, so what was copied before a crash is found again and not copied twice. Nothing counts
+Names are the same in all tiers, so what was copied before a crash is found again and not copied twice. Nothing counts
 in the target before its log says so.
 """
 
@@ -96,7 +96,7 @@ async def _copy_pack(source: Store, target: Store, pack: PackInfo, table: Table,
     if used and there >= 0 and (there != pack.size or not await _same(target, pack, table)):
         raise CorruptError(
             f"{target.url} uses a {pack.key} that is damaged, or another one: mend it with `ckpt repair`, or copy "
-            "to a new place"
+            "to a new location"
         )
     if there == pack.size and (target.remote or used):
         if on_bytes is not None:

@@ -81,7 +81,7 @@ class Manifest:
         """The checkpoint as one state. CorruptError if only some of the ranks' parts are in this place."""
         if len(self.parts) != self.commit.world:
             raise CorruptError(
-                f"this place holds {len(self.parts)} of the {self.commit.world} parts of step {self.commit.step}: the "
+                f"this tier holds {len(self.parts)} of the {self.commit.world} parts of step {self.commit.step}: the "
                 "others are on the disks of other nodes"
             )
         return SavedState(

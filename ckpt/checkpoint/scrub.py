@@ -125,7 +125,7 @@ class Scrub:
         url = self.log.store.url
         text = (
             f"step {commit.step} in {url} has gone bad: {problem}. The next checkpoint does not build on it; `ckpt "
-            f"repair {url}`, with --from another place if there is one, may mend it"
+            f"repair {url}`, with --from another location if there is one, may mend it"
         )
         logger.warning("%s", text)
         self.say(text)

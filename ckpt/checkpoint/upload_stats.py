@@ -1,4 +1,4 @@
-"""What is on its way to one durable place, and what went there in all. Numbers only: whoever writes counts."""
+"""What is on its way to one durable tier, and what went there in all. Numbers only: whoever writes counts."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ dry_option = click.option("--dry-run", is_flag=True, help="Only say what would b
 @dtype_option
 @click.option("--shard-size", metavar="SIZE", callback=size_of, help="Bytes of a safetensors file, 5GB by default.")
 @memory_option
-@from_option("Another place that has the same checkpoint, for what is damaged")
+@from_option("Another location that has the same checkpoint, for what is damaged")
 @dry_option
 @place_option
 @json_option
@@ -128,7 +128,7 @@ def restore(
     If a redo log leads further, its last step: redone in memory, of which that takes as much as the state has. What was
     loaded and what was redone is said, and --step chooses any other.
 
-    Every byte is verified on the way; what is damaged comes from another step or, with --from, another place, or the
+    Every byte is verified on the way; what is damaged comes from another step or, with --from, another location, or the
     tensor is named and nothing appears. An interrupted restore goes on where it was when it is called again. Only
     safetensors leave out what is not a weight.
     """

@@ -30,7 +30,7 @@ UNREACHABLE = 2
 )
 @click.argument("urls", metavar="[URL]...", nargs=-1)
 @click.option("--size", type=click.IntRange(min=1), default=256, show_default=True, metavar="MIB",
-              help="Write and read at most so much in each place, for at most 10 s each.")  # fmt: skip
+              help="Write and read at most so much in each tier, for at most 10 s each.")  # fmt: skip
 @click.option("--state-gb", type=click.FloatRange(min=0, min_open=True), help="The whole job's state, in 10**9 bytes.")
 @click.option("--step-s", type=click.FloatRange(min=0, min_open=True), help="How long a training step takes.")
 @click.option("--world", type=click.IntRange(min=1), default=1, help="How many ranks the job has.")

@@ -94,7 +94,7 @@ def copy(
     yes: bool,
     as_json: bool,
 ) -> int:
-    """Copy the newest checkpoint, or that of STEP, to another place: a new run, or one that is there.
+    """Copy the newest checkpoint, or that of STEP, to another location: a new run, or one that is there.
 
     Every byte is verified on the way. What is there already is not copied again, so an interrupted copy goes on where
     it stopped. A training that is started in a new DST goes on from there. With --all, what turns out damaged is left
@@ -103,7 +103,7 @@ def copy(
     if every and step is not None:
         raise click.UsageError("STEP and --all exclude each other")
     if normalise(src) == normalise(dst):
-        raise click.UsageError("SRC and DST are the same place")
+        raise click.UsageError("SRC and DST are the same location")
     remember_options(src, src_options or None)
     remember_options(dst, dst_options or None)
     found = act(_copy(src, dst, step, every, take_over, yes, nothing if as_json else show_copy))
@@ -242,7 +242,7 @@ def show_prune(found: Found) -> None:
         print(f"{found['leftovers']} files of attempts that have ended go as well")
     print(f"{len(found['give_up'])} to give up: {count_of(found['files'], 'file')}, {human(found['bytes'])}")
     if found["partial"]:
-        print("this place holds the parts of some ranks only: do the same in those of the other nodes")
+        print("this tier holds the parts of some ranks only: do the same in those of the other nodes")
     if found["files"] or found["give_up"]:
         print(f"step {found['check']} is read back before anything goes; then {_patience(found['grace_s'])}")
 
@@ -403,7 +403,7 @@ def show_keep(found: Found) -> None:
     if found["was"] != found["note"]:
         print(safe("to let it go, as its age demands" if found["note"] is None else f"to keep it: {found['note']}"))
     if found["partial"]:
-        print("this place holds the parts of some ranks only: do the same in those of the other nodes")
+        print("this tier holds the parts of some ranks only: do the same in those of the other nodes")
 
 
 async def _keep(url: str, step: int, note: str | None, yes: bool, show: Show) -> Found:

@@ -47,7 +47,7 @@ NAMES = 2  # tensors of one damaged piece that a person gets to see
     )
 )
 @click.argument("url")
-@from_option("Where sound bytes may be had besides: another place of the run")
+@from_option("Where sound bytes may be had besides: another tier of the run")
 @click.option("--step", type=click.IntRange(min=0), help="Only what the checkpoint of this step needs.")
 @place_option
 @yes_option
@@ -56,13 +56,13 @@ def repair(url: str, others: Sequence[str], step: int | None, yes: bool, as_json
     """Put damaged or missing files right again, bit for bit. A job may be training there.
 
     Reads all that checkpoints need, and says what is damaged and where each piece can be had: in the same file of
-    another place, or wherever the same content is sound. With --yes the files are written again under their names,
+    another location, or wherever the same content is sound. With --yes the files are written again under their names,
     verified on the way; until a file is complete the old one stays. Log records are not repaired. Exit code 1 if
     damage remains, or was found and --yes was not given.
     """
     places = [normalise(other) for other in others]
     if normalise(url) in places or len(set(places)) != len(places):
-        raise click.UsageError("URL and each --from are different places")
+        raise click.UsageError("URL and each --from are different locations")
     found = act(_repair(url, places, step, yes, as_json))
     if as_json:
         print_json(found)

@@ -164,7 +164,7 @@ class RunOrigin(SavedOrigin):
             )
         except CorruptError as error:
             raise CorruptError(
-                f"{error}. Give another place that has it (--from), an older step (--step), or see `ckpt repair`"
+                f"{error}. Give another location that has it (--from), an older step (--step), or see `ckpt repair`"
             ) from error
         self.repaired += found.repaired
 

@@ -120,7 +120,7 @@ class Workshop:
             free, need = shutil.disk_usage(self.target.parent).free, need * (1 + output.staged)
             raise FullError(
                 f"{self.target} needs {need >> 20} MiB, and {free >> 20} MiB are free there ({error.strerror}): "
-                "nothing was written. Make room, or choose another place"
+                "nothing was written. Make room, or choose another location"
             ) from None
 
     def note(self, done: Sequence[tuple[str, int, int, str]]) -> None:

@@ -190,7 +190,7 @@ async def begin(tiers: Sequence[Tier], mine: Incarnation, step: int, world: int)
 
 
 async def _take_over(tiers: Sequence[Tier], mine: Incarnation, *, again: bool) -> Acquire:
-    """Own the run in all places, by one epoch. `again`: by a new one."""
+    """Own the run in all tiers, by one epoch. `again`: by a new one."""
     async with contextlib.AsyncExitStack() as stack:
         logs = [await stack.enter_async_context(opened(tier)) for tier in tiers]
         found = [{a.nonce: a for a in log.state.acquires} for log in logs]
@@ -217,7 +217,7 @@ async def _take_over(tiers: Sequence[Tier], mine: Incarnation, *, again: bool) -
             found = [{**each, a.nonce: a} for each, a in zip(found, acquires, strict=True)]
             if len({a.epoch for a in acquires}) == 1:
                 break
-            floor = max(a.epoch for a in acquires)  # another job came between: one epoch for all places
+            floor = max(a.epoch for a in acquires)  # another job came between: one epoch for all tiers
         for log, acquire in zip(logs, acquires, strict=True):
             await commit.recover(log, acquire)
         return acquires[0]
@@ -338,7 +338,7 @@ def _own(log: RunLog, job: Incarnation, restored: Attempt | None) -> Acquire:
 
 
 async def write(tiers: Sequence[Tier], share: RankShare, content: Content) -> Receipt:
-    """A rank's share in all places that it is told. What one place refuses, the others get all the same; if there is
+    """A rank's share in all tiers that it is told. What one place refuses, the others get all the same; if there is
     none left, or the state cannot be saved at all, the attempt is given up and the error raised."""
     attempt = Attempt.parse(share.attempt)
     written: dict[str, WrittenPart] = {}
@@ -386,7 +386,7 @@ async def give_up(tier: Tier, owner: Acquire, attempt: Attempt, reason: str) -> 
 
 
 async def end(saving: Saving, receipts: Sequence[Receipt]) -> None:
-    """Make a checkpoint of what the ranks wrote, in each place that has all of it. SaveError, or FencedError, if there
+    """Make a checkpoint of what the ranks wrote, in each tier that has all of it. SaveError, or FencedError, if there
     is one that has not."""
     errors: dict[str, Exception] = dict(saving.errors)
     attempt = saving.attempt
@@ -405,7 +405,7 @@ async def end(saving: Saving, receipts: Sequence[Receipt]) -> None:
     if errors:
         what = "; ".join(f"{url}: {error}" for url, error in errors.items())
         there = " and ".join(tier.url for tier in saving.tiers if tier.url not in errors)
-        where = f"It is in {there}" if there else "It is in no place"
+        where = f"It is in {there}" if there else "It is in no tier"
         raise SaveError(f"step {attempt.step} was not written to {what}. {where}") from next(iter(errors.values()))
 
 

@@ -224,7 +224,7 @@ async def write(store: Store, attempt: Attempt, content: Content, *, read_back: 
 
 
 def check_alike(written: Sequence[WrittenPart]) -> None:
-    """SaveError unless all places got the same bytes: else the state changed while it was written."""
+    """SaveError unless all tiers got the same bytes: else the state changed while it was written."""
     digests = {one.table.digest.tobytes() for one in written}
     if len(digests) > 1:
         raise SaveError(

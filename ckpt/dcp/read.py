@@ -46,7 +46,7 @@ SPARSE = 10_000  # elements of a list that may be empty, and have no name
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint to read. `others`: further places that may have it; `places`: those that are of the same run."""
+    """A checkpoint to read. `others`: further tiers that may have it; `places`: those that are of the same run."""
 
     url: str
     attempt: Attempt
@@ -65,7 +65,7 @@ class Found:
 
 
 async def find(urls: Sequence[str], step: int | None) -> Found:
-    """The newest checkpoint of the present history that can be read, or that of a step; from the nearest place.
+    """The newest checkpoint of the present history that can be read, or that of a step; from the nearest tier.
 
     What is wrong with one place is made up for by the others, and what is damaged or gone, without `step`, by an older
     checkpoint. StoreError if the newest cannot be had now: to go on from an older one is not ours to decide.

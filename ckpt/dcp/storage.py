@@ -205,7 +205,7 @@ class StorageWriter(storage.StorageWriter):
 
 class StorageReader(storage.StorageReader):
     """Reads a step, or the newest: from the nearest of these places that has it. Every byte is verified; what is
-    damaged comes from another place or another step that has the same bytes, else CorruptError names the tensor.
+    damaged comes from another location or another step that has the same bytes, else CorruptError names the tensor.
 
     `trusted`: unpickle objects that could run code, see above. `resume`: what this process saves to these places from
     now on goes on from what was loaded; False to look at a checkpoint without going back to it. What a Checkpointer
@@ -326,5 +326,5 @@ def _tiers(places: object) -> list[Tier]:
     for tier in tiers:
         tier.steps  # noqa: B018 - refuses "auto": nobody sees the steps here
     if len({tier.url for tier in tiers}) != len(tiers):
-        raise UsageError("each place can be named once")
+        raise UsageError("each tier can be named once")
     return tiers

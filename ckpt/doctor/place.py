@@ -94,7 +94,7 @@ async def _examine(store: Store, place: TierFindings, bounds: Bounds, on_bytes: 
     if (s3 := bare_s3(store)) is not None:
         add(await bounded("bucket", bucket(s3), bounds))
     elif root is None and writable:
-        add([Finding("clock", "this kind of place does not tell its time")])
+        add([Finding("clock", "this kind of store does not tell its time")])
 
 
 async def _probe(store: Store, root: str | None, place: TierFindings, bounds: Bounds, on_bytes: OnBytes) -> bool:
@@ -211,7 +211,7 @@ async def look(store: Store) -> list[Finding]:
     data = {"newest": newest, "epoch": state.epoch, "damaged": state.damaged}
     if state.damaged:
         text += f"; damaged records: {', '.join(map(str, state.damaged[:10]))}"
-    advice = "See `ckpt verify --all`. It can go on, but nothing is deleted there any more: better begin a new place"
+    advice = "See `ckpt verify --all`. It can go on, but nothing is deleted there any more: better begin a new location"
     return [judge("run", text, bool(state.damaged), advice, data, verdict=PROBLEM)]
 
 
@@ -224,10 +224,10 @@ async def _no_run(store: Store, why: str) -> list[Finding]:
         elif re.fullmatch(PREFIX + r"[0-9]+-[0-9a-f]{8}", folder):
             continue  # another doctor is at work
         elif info.key == "FORMAT.json":
-            return [Finding("run", why, PROBLEM, "Use the version that wrote it, or another place", "foreign")]
+            return [Finding("run", why, PROBLEM, "Use the version that wrote it, or another location", "foreign")]
         else:
-            advice = "Choose a place of its own for each run. Nothing was written there"
+            advice = "Choose a location of its own for each run. Nothing was written there"
             return [Finding("run", f"it holds somebody else's files: {info.key}", PROBLEM, advice, "foreign")]
     for prefix in left:
         await remove(store, prefix)
-    return [Finding("run", "none yet, the place is empty")]
+    return [Finding("run", "none yet, it is empty")]

@@ -29,7 +29,7 @@ FIRST_MEMORY, FIRST_DURABLE = 4, 100  # steps, until something is known
 FIRST_S = 10.0  # between the durable saves by which their cost is found out
 FLEET_GPU_S = 54 * 86400 * 16384 / 419  # GPU seconds between interruptions: Llama 3, arXiv 2407.21783, section 3.3.4
 FURTHER = 10.0  # a place is needed so much more rarely than the one before, as long as nothing else is known
-SAMPLES = 4  # saves of a durable place that say enough
+SAMPLES = 4  # saves of a durable tier that say enough
 SNAPSHOTS = 12
 UNSURE = 2.0  # standard errors, within which what is may be right
 SEVERAL = 2  # faults, from which on a run tells something about the time between them
@@ -279,7 +279,7 @@ def _durable(
     why = f"a checkpoint takes {_ms(cost.save_s)} from training and {cost.write_s:.1f} s to be durable; it is expected "
     why += f"to be needed once in {_long(mtbf_s)} ({faults})"
     if least > best:
-        why += f"; not more often than every {least:.0f} s, so that the place is not busy all the time"
+        why += f"; not more often than every {least:.0f} s, so that the tier is not busy all the time"
     return every, why
 
 

@@ -60,11 +60,11 @@ class CheckpointCallback(Base):
     """Saves a Lightning training as it goes, and brings it back when the same script starts again.
 
     `tiers`: a folder or URL, or a list of `ckpt.Memory`, `ckpt.Tier` and such words, nearest first. `every`: optimizer
-    steps between the checkpoints of places that are given by a word, or "auto". All other keywords are those of
+    steps between the checkpoints of tiers that are given as a string, or "auto". All other keywords are those of
     `ckpt.Checkpointer`: `name`, `on_busy`, `on_error`, `triggers`, `on_fault` and the time-outs.
 
     `monitor`: a logged metric, such as "val_loss": the `top_k` best of the steps it was measured at (smallest with
-    `mode="min"`, or "max") are saved to every place and kept there, however old they get. `best_step`, `best_score` and
+    `mode="min"`, or "max") are saved to every tier and kept there, however old they get. `best_step`, `best_score` and
     `best_model` say which. It is looked at where a validation ends, and where an epoch does; what was not logged there
     is no score of that step, a metric of single training batches only if the last step logged it. In distributed
     training, log it with `sync_dist=True`; the first rank's value decides.
@@ -140,7 +140,7 @@ class CheckpointCallback(Base):
             return None
         _, durable = as_tiers(self._places)
         if not durable:
-            raise UsageError("the best model is kept in a durable place: give the callback a folder or URL")
+            raise UsageError("the best model is kept in a durable tier: give the callback a folder or URL")
         return load(durable[0].url, step=self.best_step, only="model.*").sub("model")
 
     # -- Lightning's events --
@@ -151,7 +151,7 @@ class CheckpointCallback(Base):
         others = [c for c in trainer.callbacks if c is not self]
         if any(isinstance(c, CheckpointCallback) for c in others):
             raise UsageError(
-                "two CheckpointCallbacks in one trainer: give one of them all places, CheckpointCallback([a, b])"
+                "two CheckpointCallbacks in one trainer: give one of them all tiers, CheckpointCallback([a, b])"
             )
         kind = type(trainer.strategy).__name__
         if kind in NOT_OURS:
@@ -226,7 +226,7 @@ class CheckpointCallback(Base):
             raise UsageError(
                 f"{self._where()} holds step {trainer.global_step} of a run that began "
                 f"{'from ' + self._began_from if self._began_from else 'without ckpt_path'}, and this is "
-                f"fit(ckpt_path={given!r}): leave it out to go on, or give the callback another place for a new run"
+                f"fit(ckpt_path={given!r}): leave it out to go on, or give the callback another location for a new run"
             )
         self._open_keeper(trainer)
         self._has_step = restored
@@ -370,12 +370,12 @@ def _again(kept: State) -> CheckpointCallback:
 
 
 def places(tiers: object, every: int | str | Auto | None) -> object:
-    """What the user passed, with `every` at each place that is given by a word only."""
+    """What the user passed, with `every` at each tier that is given as a string."""
     if every is None:
         return tiers
     words = [tiers] if isinstance(tiers, (str, Path)) else tiers
     if not isinstance(words, Sequence) or not any(isinstance(one, (str, Path)) for one in words):
-        raise UsageError("every= is for places that are given by a word only: say Tier(url, every=...) here")
+        raise UsageError("every= is for tiers that are given as a string: say Tier(url, every=...) here")
     found = [Tier(str(one), every=every) if isinstance(one, (str, Path)) else one for one in words]
     if any(isinstance(one, Memory) for one in found):
         return found

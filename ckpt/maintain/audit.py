@@ -4,7 +4,7 @@
     survey    those ranges, read and compared
 
 What is retired while somebody looks is no damage. A small file is put right at once, in memory, if what is left of its
-checkpoint or another place can say what it was.
+checkpoint or another location can say what it was.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copy checkpoints of a run to another place from outside: a new run, or one that is there.
+"""Copy checkpoints of a run to another location from outside: a new run, or one that is there.
 
 It begins with a plan that can be shown; what decides is pure. Nothing here owns a run, and only where it is told to
 does a copy take one over. It may be stopped at any moment and called again: what was copied is found again.
@@ -56,7 +56,7 @@ class CopyPlan:
 
 
 async def look(store: Store) -> RunLog | None:
-    """The run in a place, None if the place is empty. FormatError if it holds somebody else's files."""
+    """The run in a place, None if it is empty. FormatError if it holds somebody else's files."""
     log = RunLog(store)
     try:
         await log.open()
@@ -65,14 +65,15 @@ async def look(store: Store) -> RunLog | None:
             if info.key == "FORMAT.json":
                 raise
             raise FormatError(
-                f"{store.url} is not empty and not a run: it holds {info.key}, and no FORMAT.json. Choose another place"
+                f"{store.url} is not empty and not a run: it holds {info.key}, and no FORMAT.json. Choose another "
+                "location"
             ) from None
         return None
     return log
 
 
 async def plan_copy(source: RunLog, target: RunLog | None, wanted: Sequence[Commit], take_over: bool) -> CopyPlan:
-    """What to do to have these in another place. `target`: None if there is no run yet.
+    """What to do to have these in another location. `target`: None if there is no run yet.
 
     What cannot be copied, because it is damaged or for another reason, is left out with the reason. UsageError if it
     needs `take_over`; CorruptError if the target's log is damaged.
@@ -81,7 +82,7 @@ async def plan_copy(source: RunLog, target: RunLog | None, wanted: Sequence[Comm
     if target is not None and far.damaged:
         raise CorruptError(
             f"log records {some(far.damaged)} of {target.store.url} are damaged or missing: nobody can say what was "
-            "given up there. Copy to another place"
+            "given up there. Copy to another location"
         )
     copy, there, left_out = list[Item](), list[Item](), list[Item]()
     counted: set[str] = set()
@@ -115,18 +116,18 @@ def _newest(first: Item, there: Sequence[Item]) -> Attempt:
 
 
 def why_not(near: RunState, far: RunState, commit: Commit) -> str:
-    """Why a checkpoint cannot be brought to another place; empty if it can. Pure."""
+    """Why a checkpoint cannot be brought to another location; empty if it can. Pure."""
     attempt = commit.attempt
     if not commit.whole:
         have = f"only {len(commit.parts)} of its {commit.world} parts"
         return f"{have} are in the source: the others are on the disks of other nodes"
     if far.ended(attempt) and attempt not in far.commits:
         said = far.reasons.get(attempt, "retired")
-        return f"it was given up in the target ({said}) and cannot come back there: copy it to another place"
+        return f"it was given up in the target ({said}) and cannot come back there: copy it to another location"
     undone = attempt not in in_history(near.acquires, near.commits)
     if undone and far.commits and attempt in in_history(far.acquires, {*far.commits, attempt}):
         why = "a rollback has undone it in the source, and the target would take it for history"
-        return f"{why}: copy it to a new place"
+        return f"{why}: copy it to a new location"
     return ""
 
 
@@ -211,7 +212,7 @@ async def copy(
                 raise blamed from None
             left_out.append(Item(item.attempt, why=str(blamed)))
         except SaveError as error:
-            raise SaveError(f"{target.store.url}: {error}. Copy to another place") from None
+            raise SaveError(f"{target.store.url}: {error}. Copy to another location") from None
     return left_out
 
 

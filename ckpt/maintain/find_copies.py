@@ -1,8 +1,8 @@
 """Where damaged pieces of packs can be had, bit for bit: see `ckpt repair`.
 
 Content decides, and each piece is fetched once and compared before it counts. In this order: the same range of the same
-file in another place; any sound blob of the same content, in any place, as it is or encoded again in the same way. The
-header of a pack is had from another place, or made again by the code that made it.
+file in another location; any sound blob of the same content, anywhere, as it is or encoded again in the same way.
+The header of a pack is had from another location, or made again by the code that made it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CopyFinder:
         self._rows: dict[Plain, list[tuple[Store, Table, int]]] = {}
 
     async def prepare(self) -> None:
-        """Where the contents that may be of use lie, in all places."""
+        """Where the contents that may be of use lie, in all tiers."""
         audit = self.audit
         wanted: set[Plain] = set()
         for pack in audit.found.packs:

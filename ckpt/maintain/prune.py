@@ -116,7 +116,8 @@ def refuse(state: RunState, stock: RunFiles, url: str, retiring: Set[Attempt] = 
     if state.damaged:
         raise CorruptError(
             f"log records {some(state.damaged)} of {url} are damaged or missing, and may protect what looks "
-            "superfluous: nothing is deleted there. Go on in another place: `ckpt copy --all` brings over what is whole"
+            "superfluous: nothing is deleted there. Go on in another location: `ckpt copy --all` brings over what is "
+            "whole"
         )
     unreadable = sorted(a for a in (state.commits.keys() & stock.seen) - stock.used.keys() if a not in retiring)
     if unreadable:

@@ -93,7 +93,7 @@ def restores(found: Chronicle) -> str:
         half, most = duration(statistics.median(times)), duration(times[-1])
         says = f"{len(times):,} {'restore' if len(times) == 1 else 'restores'}: {half} usually, {most} at most."
     if mended := sum(r.one.repaired > 0 for r in every):
-        says += f" {mended:,} took damaged pieces from a further place."
+        says += f" {mended:,} took damaged pieces from a further tier."
     if passed := sum(r.one.passed_over > 0 for r in every):
         says += f" {passed:,} passed newer checkpoints over that could not be used."
     lines = [

@@ -327,7 +327,7 @@ def _restore(
 ) -> None:
     try:
         described = together(world, "describe", source.describe) if source.partial else []
-    except UsageError as error:  # more than one message holds; another place may need no telling
+    except UsageError as error:  # more than one message holds; another location may need no telling
         raise CorruptError(f"the ranks cannot tell each other what they have of it: {error}") from error
     exchange: Exchange | None = None
     try:

@@ -32,7 +32,7 @@ class SlotStatus:
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """A durable place. `every`: steps between its checkpoints; `committed`: the newest step there, None for none.
+    """A durable tier. `every`: steps between its checkpoints; `committed`: the newest step there, None for none.
 
     `writing`: the step on its way there now, None for none, with `done` of `total` bytes; `rate`: bytes of state a
     second, now or at the last one; `waiting`: checkpoints on their way, those that wait for their turn among them.

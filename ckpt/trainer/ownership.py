@@ -95,14 +95,14 @@ class Ownership:
         return nonce
 
     def take_over(self, floor: int, restored: Attempt | None) -> None:
-        """Open an epoch, the same in all places; with `restored` one that continues from there."""
+        """Open an epoch, the same in all tiers; with `restored` one that continues from there."""
         world, supervisor = self._world, self.supervisor
         nonce = self._agree_nonce()
         while True:
             epochs = together(world, "acquire", partial(supervisor.acquire, nonce, floor, restored), _union)
             if len(epochs) == 1:
                 break
-            floor = max(epochs)  # another job came between: one epoch for all places
+            floor = max(epochs)  # another job came between: one epoch for all tiers
             nonce = self._agree_nonce()
         point("run.taken")
         owner = Acquire(epochs[0], nonce, restored)

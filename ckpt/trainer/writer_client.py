@@ -234,7 +234,7 @@ class WriterClient:
         if process.alive and not self._kill(process):
             raise InUseError(
                 f"process {process.pid} has the name of this run's writer on this machine, does not answer, and is "
-                "none: end it, or give this run another place"
+                "none: end it, or give this run another location"
             )
         _until_gone(process)
 

@@ -49,7 +49,7 @@ __all__ = ["CheckpointCallback"]
 class CheckpointCallback(TrainerCallback):
     """Saves a Trainer's run as it goes, and brings it back when the same script is started again.
 
-    `tiers`: where to, as of `ckpt.Checkpointer`. `every`: steps between two saves to a place that is given by a word
+    `tiers`: where to, as of `ckpt.Checkpointer`. `every`: steps between two saves to a tier that is given as a string
     (100 by default), or "auto". `only_trained`: whether frozen parameters are left out, which `from_pretrained` brings
     again; a digest of them is kept, and another base is refused. By default so where the model is a PeftModel.
     `strict=False` goes on where model, optimizer or data have changed. Further arguments go to `ckpt.Checkpointer`.
@@ -98,7 +98,7 @@ class CheckpointCallback(TrainerCallback):
         handler = trainer.callback_handler
         others = [one for one in handler.callbacks if one is not self and one is not self._last]
         if any(isinstance(one, CheckpointCallback) for one in others):
-            raise UsageError("this Trainer has two CheckpointCallbacks: use one, and give it all places, as a list")
+            raise UsageError("this Trainer has two CheckpointCallbacks: use one, and give it all tiers, as a list")
         handler.callbacks = [self, *others, self._last]  # a new list: the old one is being gone through
 
     def on_train_begin(
@@ -164,7 +164,7 @@ class CheckpointCallback(TrainerCallback):
         if theirs > step:
             raise UsageError(
                 f"resume_from_checkpoint brought step {theirs}, and {self._where()} has step {step} only: leave that "
-                "argument away, or use another place"
+                "argument away, or use another location"
             )
         if theirs:
             say.warning("resume_from_checkpoint is passed over: %s has step %d", self._where(), step)
@@ -331,12 +331,12 @@ def _epoch_over(state: TrainerState) -> bool:
 
 
 def _spread(tiers: object, every: int | str | Auto | None) -> tuple[object, dict[str, Any]]:
-    """A number of steps goes to the places that are given by a word."""
+    """A number of steps goes to the tiers that are given as a string."""
     if every is None or isinstance(every, (str, Auto)):
         return tiers, {} if every is None else {"every": every}
     if isinstance(tiers, (str, Path)):
         return [Memory(), Tier(str(tiers), every=every)], {}
     given = list(tiers) if isinstance(tiers, (list, tuple)) else [tiers]
     if not any(isinstance(one, (str, Path)) for one in given):
-        raise UsageError("every= is for places that are given by a word: say Tier(url, every=200) here")
+        raise UsageError("every= is for tiers that are given as a string: say Tier(url, every=200) here")
     return [Tier(str(one), every=every) if isinstance(one, (str, Path)) else one for one in given], {}

@@ -43,7 +43,7 @@ PATIENCE_S = 5.0  # for the ledger to be put when the writer ends
 
 @dataclass(slots=True)
 class Write:
-    """A checkpoint on its way to a durable place."""
+    """A checkpoint on its way to a durable tier."""
 
     url: str
     began: float
@@ -276,7 +276,7 @@ class Bookkeeper:
 
     @contextlib.contextmanager
     def saving(self, url: str, nbytes: int, step: int = -1) -> Iterator[Write]:
-        """Around the writing of a checkpoint to a durable place."""
+        """Around the writing of a checkpoint to a durable tier."""
         write = Write(url, time.monotonic())
         self._writes.append(write)
         account = self.account

@@ -49,7 +49,7 @@ class FaultReporter:
         return fault
 
     async def keep(self, fault: Fault, *, untold: bool = True) -> None:
-        """Say it, and write it into the nearest tier; another place is not tried, since nobody would look there."""
+        """Say it, and write it into the nearest tier; another location is not tried, since nobody would look there."""
         log.warning("%s", fault.line)
         self.on_kept(fault)
         if untold:

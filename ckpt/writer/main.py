@@ -353,7 +353,7 @@ class Writer:
     def _dispossess(self, taker: int) -> None:
         """Our trainer has lost the run: nothing is taken from it any more. It lives, and may go on writing where it
         did: nobody else ever does there, so that nobody has to wait for its end."""
-        text = f"process {taker} has taken this run over (takeover=True). Stop this one, or give it another place"
+        text = f"process {taker} has taken this run over (takeover=True). Stop this one, or give it another location"
         self._fenced(text)
         if self.channel is not None:
             self._losers[self.channel], self.channel = text, None

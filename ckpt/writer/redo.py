@@ -1,4 +1,4 @@
-"""The writer's side of redo logs: steps that the trainer has sealed are appended, one after the other in each place."""
+"""The writer's side of redo logs: steps that the trainer has sealed are appended, one after the other in each tier."""
 
 from __future__ import annotations
 

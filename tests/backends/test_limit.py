@@ -497,7 +497,7 @@ def test_cancelled_at_the_moment_of_being_let_in() -> None:
 
 
 def test_any_mix_of_calls_and_cancels() -> None:
-    """Under a random load with cancels everywhere the bounds hold, and in the end every place is free."""
+    """Under a random load with cancels everywhere the bounds hold, and in the end every tier is free."""
 
     async def one(limit: Limit, store: Slow, draw: random.Random) -> None:
         await asyncio.sleep(draw.random() * 20)

@@ -472,7 +472,7 @@ def test_the_last_save_of_a_script_is_not_lost(run_dir: str) -> None:
     assert "not in an atexit handler" in done.stdout
 
 
-# -- several places --
+# -- several tiers --
 
 
 def test_each_place_has_its_cadence_and_keeps_what_it_should(tmp_path: Path) -> None:
@@ -792,7 +792,7 @@ def test_a_checkpoint_whose_small_files_are_damaged_is_not_the_end(run_dir: str)
 
 
 def test_what_is_out_of_reach_for_a_moment_is_not_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another place with this step is as good; else it is an error, and no older checkpoint is taken instead."""
+    """Another location with this step is as good; else it is an error, and no older checkpoint is taken instead."""
     near, far, state = str(tmp_path / "near"), str(tmp_path / "far"), {"w": torch.zeros(3), "n": 0}
     for step in (1, 2):
         save(state | {"n": step}, step, [near, far])

@@ -311,7 +311,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     assert toy.fit(run=run, extra=1, callback={"strict": False})["steps"] == 24
     with pytest.raises(TypeError, match="on_bussy"):
         CheckpointCallback(run, on_bussy="skip")
-    with pytest.raises(ckpt.UsageError, match="given by a word"):
+    with pytest.raises(ckpt.UsageError, match="given as a string"):
         CheckpointCallback([ckpt.Tier(run)], every=5)
 
 

@@ -45,7 +45,7 @@ COMMAND = "import sys\nfrom ckpt.cli import main\nsys.exit(main())"
 
 @pytest.fixture(scope="module", params=FORMS)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run in two places, `near` and `far`, each of which has encoded by itself."""
+    """A folder with a run in two tiers, `near` and `far`, each of which has encoded by itself."""
     folder = tmp_path_factory.mktemp(request.param)
     patch = pytest.MonkeyPatch()
     patch.setenv("CKPT_RUNTIME_DIR", str(folder))

@@ -214,7 +214,7 @@ def test_what_is_there_and_damaged_is_said(run: Path, call: Call, tmp_path: Path
 
 
 def test_one_step_or_all_of_the_present_history(run: Path, call: Call, tmp_path: Path) -> None:
-    """What a rollback has undone is not part of --all; a new place takes it by its number."""
+    """What a rollback has undone is not part of --all; a new location takes it by its number."""
     make(run, 20, back_to=3)
     call("copy", run, tmp_path / "one", 2, "--yes")
     call("copy", run, tmp_path / "all", "--all", "--yes")

@@ -673,7 +673,7 @@ def test_damage_costs_what_shares_it(what: str, step: int, run_dir: str) -> None
 
 @pytest.mark.parametrize("what", ["shared", "base", "delta"])
 def test_a_second_place_has_what_is_damaged(what: str, run_dir: str) -> None:
-    """With the same steps in another place, stored otherwise, the newest is restored, with that piece from there; if
+    """With the same steps in another location, stored otherwise, the newest is restored, with that piece from there; if
     another checkpoint in the same place has it too, from that."""
     second = ckpt.Tier(f"{run_dir}2", every=1, keep=4, compression="none")
     wanted = built(run_dir, compression="zstd", second=second)

@@ -520,7 +520,7 @@ def test_rollback_in_memory_stays(run_dir: str) -> None:
 
 
 def test_memory_only_run(own_sockets: Path) -> None:
-    """A run without any durable place is found again by its name, and by no other."""
+    """A run without any durable tier is found again by its name, and by no other."""
     abandon("", 4, name="mine")
     with ckpt.Checkpointer(toy.build(), name="other") as cp:
         assert cp.restore(default=None) is None

@@ -339,7 +339,7 @@ def check_local_disks(cluster: Cluster, job: Job, steps: list[int]) -> None:
 
 
 def test_two_nodes_lose_one_thing_after_another(cluster: Cluster) -> None:
-    """After a clean end, a kill and the loss of a node, all ranks go on from the nearest place that has all parts.
+    """After a clean end, a kill and the loss of a node, all ranks go on from the nearest tier that has all parts.
 
     These are the disks of both nodes, each byte read once and passed on; their memory; and the place that they share.
     """
@@ -529,7 +529,7 @@ def test_a_node_does_not_undo_a_rollback(cluster: Cluster, away: bool) -> None:
 def test_network_is_cut_while_saving(cluster: Cluster) -> None:
     """A short cut is not noticed. During a long one local disks HOLD what they have, and say so in time; no more.
 
-    The shared place is none of this network's, so what goes there is committed. After a restart all of it is there.
+    The shared tier is none of this network's, so what goes there is committed. After a restart all of it is there.
     """
     first = cluster.start("train 2", "pause short", "save", "pause long", "save", "hang", busy_timeout_s=10.0)
     first.wait("paused", name="short")

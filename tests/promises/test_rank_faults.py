@@ -405,7 +405,7 @@ def test_an_absent_rank_is_named(told: dict[str, list[Any]], where: str, step: i
 
 
 def test_ranks_with_other_settings(told: dict[str, list[Any]]) -> None:
-    """Another place or cadence is said at once, on all ranks alike, with both settings."""
+    """Another location or cadence is said at once, on all ranks alike, with both settings."""
     text = both(told["other place"], "error")
     assert text.startswith("UsageError: rank 1 saves to ") and "/1 every 1 steps, rank 0 to " in text
     text = both(told["other cadence"], "error")

@@ -134,7 +134,18 @@ _BUILT_IN = {
 }
 _LIMIT, _RETRY = "ckpt_backends.limit:Limit", "ckpt_backends.retry:Retry"
 _options: dict[str, Mapping[str, Any]] = {}
+_FILE = "file://"
 _ANYWHERE = ""  # among them, what holds for every tier
+
+
+def folder_of(url: str) -> Path | None:
+    """The folder of this machine that a normalised URL is; None if it is elsewhere."""
+    return Path(url.removeprefix(_FILE)) if url.startswith(_FILE) else None
+
+
+def url_of(folder: str | Path) -> str:
+    """Of a folder of this machine, by its absolute path."""
+    return f"{_FILE}{folder}"
 
 
 def normalise(url: str | Path) -> str:
@@ -152,7 +163,7 @@ def normalise(url: str | Path) -> str:
         raise UsageError(f"no folder or URL in {text!r}: give a folder or a URL such as file:///data/run1")
     scheme = scheme.lower()
     if scheme == "file":
-        return "file://" + str(Path(rest).expanduser().resolve())  # one name for one folder, links or not
+        return url_of(Path(rest).expanduser().resolve())  # one name for one folder, links or not
     user, at, _ = rest.partition("/")[0].rpartition("@")
     if at and ":" in user:
         raise UsageError(

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from ckpt.checkpoint.retention import Keep, as_keep
 from ckpt.errors import UsageError
 from ckpt.goodput.cadence import FIRST_DURABLE, Auto, as_every
-from ckpt.store import normalise, remember_options
+from ckpt.store import folder_of, normalise, remember_options
 
 COMPRESSION = ("auto", "none", "zstd")
 CREDENTIALS = ("AWS_", "GOOGLE_", "AZURE_")  # so begin the names of what says who one is
@@ -96,7 +96,7 @@ class Tier:
         object.__setattr__(self, "url", normalise(self.url))
         if urlsplit(self.url).password:
             raise UsageError("a password does not belong into a URL, which is logged: give it in storage_options=")
-        if self.log_every_step and not self.url.startswith("file://"):
+        if self.log_every_step and folder_of(self.url) is None:
             raise UsageError(
                 f"{self.url}: a redo log is appended to and fsynced at every step, which a folder on a disk can do. "
                 "Put log_every_step=True on a Tier for a folder, before this one"

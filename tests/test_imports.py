@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import shutil
 import subprocess
 import sys
@@ -105,6 +106,19 @@ def test_nothing_that_runs_code_or_forks(path: Path) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "shell"):
             assert ast.unparse(node.value) == "False"
+
+
+KNOWS_FOLDERS = {"ckpt.store", "ckpt.convert.output"}  # the second takes what a user has written off a path
+
+
+def test_who_knows_what_the_url_of_a_folder_looks_like() -> None:
+    """`ckpt.store` and the stores themselves: everybody else asks `folder_of`."""
+    for path in (REPO / "ckpt").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        said = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in texts]
+        known = any(isinstance(value, str) and re.match(r"\^?file:/+$", value) for value in said)
+        assert not known or named(path) in KNOWS_FOLDERS, path
 
 
 def loaded_by(statement: str) -> set[str]:

@@ -52,7 +52,7 @@ from ckpt.format.digest import file_digest
 from ckpt.format.manifest import MAX_JSON, REDO, Attempt, owner, part_key, rank_and_try, read_format
 from ckpt.format.typed_json import decoded
 from ckpt.runlog.log import Commit, RunLog
-from ckpt.store import Store, get_small
+from ckpt.store import Store, folder_of, get_small
 
 if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
     pass
@@ -229,7 +229,8 @@ def redo_of(log: RunLog) -> list[dict[str, Any]]:
 
 
 def has_redo(log: RunLog) -> bool:
-    return os.path.isdir(os.path.join(log.store.url.removeprefix("file://"), REDO))
+    root = folder_of(log.store.url)
+    return root is not None and (root / REDO).is_dir()
 
 
 async def created_at(log: RunLog, commit: Commit) -> str | None:

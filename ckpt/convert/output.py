@@ -16,7 +16,7 @@ from pathlib import Path
 from ckpt.errors import UsageError
 from ckpt.format.boxes import Box
 from ckpt.format.layout import BITS
-from ckpt.store import normalise
+from ckpt.store import folder_of, normalise
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,7 @@ class Output:
 
 def local_path(target: str) -> Path:
     """A file or folder of this machine. UsageError if it is anything else."""
-    url = normalise(target)
-    if not url.startswith("file://"):
+    if folder_of(normalise(target)) is None:
         raise UsageError(
             f"{target} is not on this machine: make it in a folder, and take it there, a run with `ckpt copy`"
         )

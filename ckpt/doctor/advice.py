@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ckpt.doctor.findings import GB, PROBLEM, Finding, JobSize, TierFindings
 from ckpt.doctor.machine import Speed
 from ckpt.goodput.interval import least_interval, steps_apart
+from ckpt.store import folder_of
 
 COST = 0.01  # of training that saving may take
 
@@ -87,6 +88,6 @@ def tiers_line(job: JobSize, cadences: Sequence[Cadence], places: Sequence[TierF
         last = number == len(durable) - 1 and number > 0
         keeping = f"ckpt.Keep(last=3, every={100 * every})" if last else "2"
         options = ", storage_options=options" if one.where in needs else ""
-        url = one.where.removeprefix("file://")
-        words.append(f"ckpt.Tier({url!r}, every={every}, keep={keeping}{options})")
+        url = folder_of(one.where) or one.where
+        words.append(f"ckpt.Tier({str(url)!r}, every={every}, keep={keeping}{options})")
     return f"tiers=[{', '.join(words)}]"

@@ -43,7 +43,7 @@ from ckpt.errors import (
     FormatError,
 )
 from ckpt.runlog.log import RunLog
-from ckpt.store import Store, normalise, open_store, options_of
+from ckpt.store import Store, folder_of, normalise, open_store, options_of, url_of
 
 FOLDER = ".ckpt-doctor-"
 LEFT_S = 3600  # a scratch name older than this belongs to a doctor that was killed
@@ -83,7 +83,8 @@ async def _examine(store: Store, place: TierFindings, bounds: Bounds, on_bytes: 
     if looked[0].what == "reach":
         place.reached = False
         return
-    root = store.url.removeprefix("file://") if store.url.startswith("file://") else None
+    folder = folder_of(store.url)
+    root = None if folder is None else str(folder)
     if root is not None:
         lies_on, room = file_system(root), space(root)
         place.shared, place.free = lies_on.shared, room[0].data
@@ -109,8 +110,8 @@ async def _probe(store: Store, root: str | None, place: TierFindings, bounds: Bo
             add(await bounded("create-if-absent", create_if_absent(inner, prefix), bounds))
             add(await bounded("consistency", consistency(inner, prefix, rates), bounds))
             if root is not None:
-                folder = inner.url.removeprefix("file://")
-                add(found := await bounded("disk", asyncio.to_thread(disk, folder), bounds))
+                folder = folder_of(inner.url)
+                add(found := await bounded("disk", asyncio.to_thread(disk, str(folder)), bounds))
                 cached = any(f.what == "O_DIRECT" and f.verdict != OK for f in found)
             size = bounds.size if place.free is None else min(bounds.size, place.free // 10)
             less = replace(bounds, size=size, check_s=bounds.check_s + 3 * bounds.measure_s)
@@ -164,7 +165,7 @@ async def _scratch_folder(root: Path, name: str, findings: list[Finding]) -> Asy
     folder = root / name
     inner: Store | None = None
     try:
-        inner = open_store(f"file://{folder}", writable=True)
+        inner = open_store(url_of(folder), writable=True)
         yield inner
     finally:
         if inner is not None:

@@ -48,6 +48,7 @@ from ckpt.redo.frame import (
     scan,
     units,
 )
+from ckpt.store import folder_of
 
 TAKEN_BACK = ".void"  # behind the name that a log beginning with that step would have
 SMALL = 4096  # bytes; a smaller blob that has changed is stored as it is
@@ -71,10 +72,10 @@ def _at(attempt: Attempt) -> tuple[int, int]:
 def holds_logs(url: str) -> bool:
     """Whether a place has any redo log with a frame in it, sound or not. One whose first frame was never complete holds
     nothing that anybody was told of."""
-    folder = os.path.join(url.removeprefix("file://"), REDO)
-    if not url.startswith("file://") or not os.path.isdir(folder):
+    root = folder_of(url)
+    if root is None or not (root / REDO).is_dir():
         return False
-    return any(_has_frames(os.path.join(folder, name)) for name in os.listdir(folder) if parse_redo(name))
+    return any(_has_frames(str(path)) for path in (root / REDO).iterdir() if parse_redo(path.name))
 
 
 def _has_frames(path: str) -> bool:

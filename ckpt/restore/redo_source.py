@@ -47,6 +47,7 @@ from ckpt.redo.frame import (
 )
 from ckpt.restore.sources import HeldSnapshot, MemorySource
 from ckpt.runlog.log import Acquire, Commit, RunLog, in_history
+from ckpt.store import folder_of
 
 NEWEST = 16  # steps of a rank that others are told of: ranks are no farther apart, but for damage
 MOST = 4096  # where there is some
@@ -196,9 +197,10 @@ def look(url: str, *, verify: bool = True) -> Logs:
     """All redo logs of a place, read and compared with their digests unless they are only to be listed; none where it
     is no folder of this machine. Nothing is changed."""
     found = Logs(url)
-    folder = os.path.join(url.removeprefix("file://"), REDO)
-    if not url.startswith("file://") or not os.path.isdir(folder):
+    root = folder_of(url)
+    if root is None or not (root / REDO).is_dir():
         return found
+    folder = str(root / REDO)
     names = os.listdir(folder)
     voids = [parse_redo(name.removesuffix(TAKEN_BACK)) for name in names if name.endswith(TAKEN_BACK)]
     found.taken_back = {void[0] for void in voids if void is not None}

@@ -29,6 +29,7 @@ from ckpt.ipc.notes import CadenceNote
 from ckpt.ipc.watch_requests import CadenceOf
 from ckpt.ranks.world import Mailbox, World
 from ckpt.restore.resume import together
+from ckpt.store import folder_of
 from ckpt.subscribers import publish
 from ckpt.tiers import Memory, Tier
 from ckpt.trainer.writer_supervisor import WriterSupervisor
@@ -81,7 +82,7 @@ class CadenceSync:
         if self._memory is not None:
             found.append(CadenceOf(MEMORY, _wire(self._memory.every), now.memory, False))
         for tier, every in zip(self._tiers, now.tiers, strict=True):
-            remote = not tier.url.startswith("file://")
+            remote = folder_of(tier.url) is None
             found.append(CadenceOf(tier.url, _wire(tier.every), every, remote))
         return found
 

@@ -16,6 +16,7 @@ from ckpt.ipc.requests import KnowRecipes, LogStep, LogStepReply
 from ckpt.redo.adam import Settings
 from ckpt.redo.append import Appended, Sealed, StepLog
 from ckpt.redo.frame import Recipe
+from ckpt.store import folder_of
 from ckpt.writer.held_memory import HeldMemory
 from ckpt.writer.persist import Persister
 
@@ -105,7 +106,7 @@ class RedoKeeper:
         if found is None or (found.log.rank, found.log.world) != (rank, world):
             if found is not None and not found.turn.locked():  # of another number of ranks
                 found.log.close()
-            root = tier.url.removeprefix("file://")
+            root = str(folder_of(tier.url))
 
             def pace(seconds: float) -> None:
                 if not self._logs[tier.url].waiting:  # else a training that waits for this would be held up by it

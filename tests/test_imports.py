@@ -108,7 +108,7 @@ def test_nothing_that_runs_code_or_forks(path: Path) -> None:
             assert ast.unparse(node.value) == "False"
 
 
-KNOWS_FOLDERS = {"ckpt.store", "ckpt.convert.output"}  # the second takes what a user has written off a path
+KNOWS_FOLDERS = {"store", "convert.output"}  # the second takes what a user has written off a path
 
 
 def test_who_knows_what_the_url_of_a_folder_looks_like() -> None:

@@ -1085,9 +1085,7 @@ class Checkpointer:
 
     def _close_now(self, timeout_s: float, clean: bool) -> None:
         self._heartbeat.touch(LEAVING)
-        if self._last is not None and not self._last[1].submitted:  # a signal handler closes us within step()
-            self._last[0].set_failed(ClosedError(f"closed before step {self._last_step} was staged"))
-            self._last = None
+        self._forgo_begun()
         end = time.monotonic() + timeout_s
         failure: CheckpointError | None = None
         agreed = False
@@ -1126,6 +1124,12 @@ class Checkpointer:
         if failure is not None:
             raise failure
         self._raise_pending()
+
+    def _forgo_begun(self) -> None:
+        """A snapshot that a signal handler, which closes us within `step()`, has kept from being staged."""
+        if self._last is not None and not self._last[1].submitted:
+            self._last[0].set_failed(ClosedError(f"closed before step {self._last_step} was staged"))
+            self._last = None
 
     def _let_go(self, leave: bool, end: float) -> None:
         """Of memory, and of the writer. `leave`: as if this process had died."""

@@ -9,20 +9,23 @@ import pytest
 
 from processes import writers
 
-# Files of real jobs that are killed and continued, and of whole disks; about by how long they take, the longest first.
+# Files that take long, mostly since they wait for processes: real jobs that are killed and continued, whole disks,
+# servers. All others are the quick part. About by how long they take, the longest first.
 SLOW = (
-    "test_rank_faults", "test_random_faults", "test_transformers", "test_lightning", "test_ranks",
-    "test_kill", "test_redo", "test_redo_ranks", "test_nodes", "test_ladder", "test_fault_handler", "test_accelerate",
-    "test_loader", "test_resize", "test_increments", "test_object_storage", "test_faults_example", "test_dcp",
-    "test_full_disk", "test_ledger", "test_chaos", "test_jobs", "test_interleavings", "test_replicate",
-    "test_power_cut", "test_source_redo", "test_promise_damage", "test_promise_trainers", "test_promise_state",
+    "test_promise_ownership", "test_rank_faults", "test_random_faults", "test_transformers", "test_lightning",
+    "test_ranks", "test_kill", "test_redo", "test_promise_handover", "test_redo_ranks", "test_nodes", "test_ladder",
+    "test_fault_handler", "test_accelerate", "test_loader", "test_resize", "test_increments", "test_object_storage",
+    "test_faults_example", "test_promise_moments", "test_lifecycle", "test_hostile", "test_dcp", "test_s3",
+    "test_offline", "test_promise_ends", "test_stores", "test_full_disk", "test_ledger", "test_chaos", "test_jobs",
+    "test_interleavings", "test_replicate", "test_power_cut", "test_source_redo", "test_promise_damage",
+    "test_promise_trainers", "test_promise_state", "test_damage", "test_export", "test_examples",
+    "test_promise_interrupts", "test_stage", "test_repair", "test_protocol", "test_retry", "test_promises",
+    "test_written_before", "test_restore", "test_promise_stores", "test_upkeep", "test_top", "test_benchmarks",
 )  # fmt: skip
-# Of the others those that take long.
+# Of the others those that take longest.
 LONGER = (
-    "test_promise_ownership", "test_promise_handover", "test_promise_ends", "test_promise_stores",
-    "test_promise_provenance", "test_s3", "test_stores", "test_lifecycle", "test_offline", "test_hostile",
-    "test_examples", "test_damage", "test_retry", "test_repair", "test_stage", "test_promises", "test_restore",
-    "test_export", "test_top",
+    "test_metrics", "test_world", "test_incremental", "test_preemption", "test_plan", "test_unchanged", "test_survival",
+    "test_source_files", "test_save_rounds", "test_step_log", "test_surprises", "test_events", "test_quarantine",
 )  # fmt: skip
 
 

@@ -433,7 +433,7 @@ folder = to_dcp.plan(*large)
 assert file.size >= 1 << 40 and sum(f.size for f in folder.files) >= 1 << 40
 print(peak() - before)
 """
-    environment = {"PYTHONPATH": PYTHONPATH, "PATH": "/usr/bin:/bin"}
+    environment = {"PYTHONPATH": f"{PYTHONPATH}:{Path(__file__).parent}", "PATH": "/usr/bin:/bin"}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr[-3000:]
     assert int(result.stdout) < 40 << 10  # KiB

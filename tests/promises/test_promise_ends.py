@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -329,6 +330,14 @@ def test_training_goes_on_where_no_snapshot_fits(tmp_path: Path) -> None:
 
 
 # -- an end within an end --
+
+
+@pytest.fixture(autouse=True)
+def own_handler() -> Iterator[None]:
+    """What a test has SIGUSR1 do ends with it."""
+    before = signal.getsignal(signal.SIGUSR1)
+    yield
+    signal.signal(signal.SIGUSR1, before)
 
 
 def closing(cp: ckpt.Checkpointer, patch: pytest.MonkeyPatch, owner: type, method: str, *, before: bool = True) -> None:

@@ -70,7 +70,7 @@ from ckpt.trainer.replica_rescue import MissingTensors
 from ckpt.trainer.snapshot import PendingSnapshot
 from ckpt.trainer.stage import Stager
 from ckpt.trainer.writer_supervisor import WriteInFlight, WriterSupervisor
-from ckpt.triggers import as_triggers
+from ckpt.triggers import Trigger, as_triggers
 
 SURELY_NEWER = 2  # snapshots of a rank: another may be one step behind
 COMPARE_S = 120.0  # until the digests of other ranks' replicas are there
@@ -201,35 +201,39 @@ class Checkpointer:
         self._stager = Stager()
         self._heartbeat = Heartbeat.create()
         self._ownership = Ownership(self._world, self._tiers, self._memory, place, busy_timeout_s)
-        try:
+        with contextlib.ExitStack() as undo:  # whatever comes in between, Ctrl-C too
+            undo.callback(self._stager.stop)
             self._supervisor = self._ownership.open(lambda: self._prepare(state, takeover))
-        except BaseException:
-            self._stager.stop()
-            raise
+            undo.callback(self._supervisor.give_up)
+            self._start(undo, wanted, on_fault)
+            undo.pop_all()
+
+    def _start(
+        self, undo: contextlib.ExitStack, wanted: tuple[Trigger, ...], on_fault: Callable[[Fault], None] | None
+    ) -> None:
+        """Everything that needs a writer. `undo`: what ends it all again if something fails."""
+        undo.callback(setattr, self, "_closed", True)
         self._cadence_sync = CadenceSync(
             self._world, self._supervisor, self._heartbeat, self._memory, self._tiers, self._ownership.cadence
         )
+        undo.callback(self._cadence_sync.stop)
         self._supervisor.hear(DamagedNote, self._on_damaged)
         self._supervisor.on_failure = lambda error: self._note_error(error, None)
         self._fenced = self._supervisor.lost  # while it was opened
         self._hook = UpdateHook(self._wait_for_copy, self._capture.unguard, self._capture.concerns)
+        undo.callback(self._hook.remove)
         logging_tiers = {i: tier.url for i, tier in enumerate(self._tiers) if tier.log_every_step}
         self._redo = RedoClient(logging_tiers, self._supervisor, self._stager, self._capture, self._note_error)
         self._hook.on_step = self._redo.watch.note if logging_tiers else None
         self.faults = list(self._supervisor.faults)
-        try:
-            self._fault_handler = FaultHandler(wanted, self._world, self._supervisor, self._heartbeat, self, on_fault)
-            self._fault_handler.start()
-        except BaseException:
-            self._cadence_sync.stop()
-            self._hook.remove()
-            self._supervisor.give_up()
-            self._stager.stop()
-            raise
+        self._fault_handler = FaultHandler(wanted, self._world, self._supervisor, self._heartbeat, self, on_fault)
+        self._fault_handler.start()
+        undo.callback(self._fault_handler.stop, STOP_S)
         for fault in self.faults:
             log.warning("before this start: %s", fault.line)
             self._fault_handler.tell(fault)
-        _open[place] = self
+        _open[self._place] = self
+        undo.callback(_open.pop, self._place, None)
         os.register_at_fork(after_in_child=_weakly(self._after_fork))
         self._atexit = _weakly(self._close_at_exit)
         atexit.register(self._atexit)
@@ -296,7 +300,6 @@ class Checkpointer:
 
     def _step(self, step: int, finite: bool | None) -> Save | None:
         self._check_usable()
-        self._finite = finite
         self._check_step(step)
         asked = self._fault_handler.due(step)
         durable = list(range(len(self._tiers))) if asked else self._cadence_sync.schedule.tiers_due(step)
@@ -305,7 +308,7 @@ class Checkpointer:
         save = None
         try:
             with self._not_cut_off(step):
-                self._begin_step(step)
+                self._begin_step(step, finite)
                 kept = (self._dropped or self._cadence_sync.schedule.memory_due(step)) and self._supervisor.rings
                 if durable or asked or self._redo.on or kept:
                     save = self._save(step, durable, explicit=asked, asked=asked)
@@ -323,7 +326,8 @@ class Checkpointer:
         self._raise_pending()
         return save
 
-    def _begin_step(self, step: int) -> None:
+    def _begin_step(self, step: int, finite: bool | None) -> None:
+        self._finite = finite
         self._last_step, self._updates_before, self._deferred, self._moment = step, self._hook.count, None, None
         self._heartbeat.beat(step, self.stats.stalled_s, self.stats.saves, self.stats.skipped)
         self._stepped, self._exchanged, self._thread = True, False, threading.get_ident()
@@ -377,9 +381,8 @@ class Checkpointer:
             save = self._save_again()
         else:
             self._check_step(step)
-            self._finite = None
             with self._not_cut_off(step):
-                self._begin_step(step)
+                self._begin_step(step, None)
                 save = self._save(step, list(range(len(self._tiers))), explicit=True)
         self._raise_pending()
         return save
@@ -416,7 +419,7 @@ class Checkpointer:
         self._check_usable()
         assert self._last_step is not None
         self._check_same_step()
-        if self._last is not None and self._last[0].step == self._last_step and self._last[1].error is None:
+        if self._last is not None and self._last[0].step == self._last_step and self._last[1].under_way:
             save, job = self._last
             if job.copied.wait(self._busy_timeout_s) and job.place is not None:
                 return save
@@ -429,7 +432,7 @@ class Checkpointer:
         """The last step is in memory already, perhaps on its way to a tier: write it to the tiers that it misses."""
         assert self._last_step is not None
         save, job = self._last or (None, None)
-        if job is not None and job.error is None:
+        if job is not None and job.under_way:
             job.copied.wait(self._busy_timeout_s)
         if save is None or job is None or save.step != self._last_step or job.place is None:
             everywhere = list(range(len(self._tiers)))
@@ -441,9 +444,18 @@ class Checkpointer:
         self._written.append(save.step)
         for i, tier in enumerate(self._tiers):
             if tier.url not in save.tiers or save.failed(tier.url):
-                save.add_tier(tier.url)
-                self._write(save, job.attempt, job.place, i)
+                self._write_to(save, job.attempt, job.place, i)
         return save
+
+    def _write_to(self, save: Save, attempt: Attempt, place: tuple[Arena, int], tier: int) -> None:
+        """To a tier that it was not on its way to. Cut off by Ctrl-C, nobody waits for it, and close() tries again."""
+        url = self._tiers[tier].url
+        try:
+            save.add_tier(url)
+            self._write(save, attempt, place, tier)
+        except BaseException as error:
+            save.cut_off(url, SaveError(f"step {save.step} was not written to {url}: {error!r}"))
+            raise
 
     def _as_stepped(self) -> DeferredStep | None:
         """What the state was at the last step, which is not in memory; None if only the caller can know that it still
@@ -749,14 +761,15 @@ class Checkpointer:
         self._newest = (save, job.attempt, job.place)
         self._owed.difference_update(durable)
         self._dropped = False
-        if self._supervisor.superseded or self._world.size == 1:
+        sound = job.finite is not False  # else what was there before is needed yet
+        if sound and (self._supervisor.superseded or self._world.size == 1):
             self._unpin_restored()
-        if self._world.size > 1 and self._supervisor.newer == SURELY_NEWER:
+        if sound and self._world.size > 1 and self._supervisor.newer == SURELY_NEWER:
             self._ownership.tell_newer(job.attempt.epoch)
         self._supervisor.acknowledge(job.attempt, *job.place, lambda error: self._on_kept(save, job, error))
         if settings is not None:
             self._redo.log(save, job.attempt, job.place, settings)
-        self._supervisor.on_sealed()
+        self._supervisor.on_sealed(sound=sound)
         for i in durable:
             self._write(save, job.attempt, job.place, i)
 
@@ -940,26 +953,30 @@ class Checkpointer:
 
     def _finish_restore(self, source: RestoreSource, result: Restored, started: float) -> None:
         self._ownership.take_over(self._supervisor.owner.epoch, source.attempt)
-        self._torn = False
         if source.damaged:
             self._supervisor.doubt(source.tier, source.attempt, source.damaged)
-        self._last_step, self._updates_before = source.attempt.step, self._hook.count
         self._heartbeat.went_back(source.attempt.step)
-        self._restored, self._last, self._newest = True, None, None
-        self._stepped, self._moment, self._exchanged, self._finite = False, None, False, None
-        self._unpin_restored()
         memory = source if isinstance(source, MemorySource) else None
         place = memory.place_of(self._world.rank) if memory is not None else None
-        if memory is not None and place is not None and self._supervisor.holds(place[0]):
+        newest: tuple[Save, Attempt, tuple[Arena, int]] | None = None
+        kept = memory is not None and place is not None and self._supervisor.holds(place[0])
+        if memory is not None and place is not None and kept:
             if memory.world == self._world.size:  # else it is not a share of what this rank has now
-                self._newest = (Save(source.attempt.step, str(source.attempt), []), source.attempt, place)
-                self._newest[0].set_staged()
+                newest = (Save(source.attempt.step, str(source.attempt), []), source.attempt, place)
+                newest[0].set_staged()
             if self._supervisor.rings:
                 # After a rollback it may be the oldest in the ring, and still it is the one that must not be lost.
-                self._restored_place = place
                 self._stager.pin(*place)
-            elif self._newest is not None:  # its slot is needed again
-                self._write_missing(*self._newest, self._tiers[:1])
+        before = self._restored_place
+        # At once, so that Ctrl-C leaves either what was or what is.
+        self._restored_place = place if kept and self._supervisor.rings else None
+        self._last_step, self._updates_before = source.attempt.step, self._hook.count
+        self._restored, self._last, self._newest, self._torn = True, None, newest, False
+        self._stepped, self._moment, self._exchanged, self._finite = False, None, False, None
+        if before is not None:
+            self._stager.unpin(before[0].id, before[1])
+        if newest is not None and not self._supervisor.rings:  # its slot is needed again
+            self._write_missing(*newest, self._tiers[:1])
         result.seconds = time.perf_counter() - started
         self.last_restore = result
         how = "" if result.verified else ", not yet verified by a digest"
@@ -1239,11 +1256,10 @@ class Checkpointer:
 
     def _write_missing(self, save: Save, attempt: Attempt, place: tuple[Arena, int], tiers: list[Tier]) -> None:
         for tier in tiers:
-            if tier.url not in save.tiers:
-                save.add_tier(tier.url)
+            if save.misses(tier.url):
                 with self._lock:
                     self._active = [*(s for s in self._active if s is not save), save]
-                self._write(save, attempt, place, self._tiers.index(tier))
+                self._write_to(save, attempt, place, self._tiers.index(tier))
 
     def _say_lost(self, kept: int | None, why: str) -> None:
         """Once, at the end, if the step that stays is not the last one."""

@@ -31,6 +31,7 @@ class Save:
         self._staged: Future[Checkpoint] = Future()
         self._durable: dict[str, Future[Checkpoint]] = {url: Future() for url in durable}
         self._logs: dict[str, Future[Checkpoint]] = {}
+        self._cut_off: set[str] = set()  # tiers that it may not be on its way to, since Ctrl-C came in between
 
     def __repr__(self) -> str:
         return f"<Save of step {self.step}: {self.status}>"
@@ -123,6 +124,17 @@ class Save:
     def add_tier(self, url: str) -> None:
         """To be written there, for the first time or again."""
         self._durable[url] = Future()
+        self._cut_off.discard(url)
+
+    def cut_off(self, url: str, error: CheckpointError) -> None:
+        """It may never have been asked for there."""
+        self._cut_off.add(url)
+        if url in self._durable:
+            self.set_failed(error, url)
+
+    def misses(self, url: str) -> bool:
+        """Whether it is not on its way there, nor has been."""
+        return url not in self._durable or url in self._cut_off
 
     def written(self, url: str) -> bool:
         future = self._durable[url]

@@ -76,6 +76,12 @@ class PendingSnapshot:
                 stream = torch.get_device_module(device).current_stream(device)
                 self.streams[device], self.ready[device] = stream, stream.record_event()
 
+    @property
+    def under_way(self) -> bool:
+        """Whether it comes, or has come, into memory by itself. (Not one that step() is about to submit, and was called
+        away from by a signal handler.)"""
+        return self.submitted and self.error is None
+
     def clone_eager(self) -> bool:
         """Take what may change before the next optimizer step, if it is little; whether that is done."""
         layout, guarded = self.reading.layout, self.reading.guarded

@@ -465,7 +465,8 @@ class Stager:
         empty = [slot for slot in free if slot not in held]
         finite = [slot for slot, label in sealed if label.finite is not False][:1]  # while a training is broken
         oldest = [slot for slot, _ in reversed(sealed[1:]) if slot in free and slot not in finite]
-        return next(iter([*empty, *oldest]), None)
+        broken = [slot for slot, label in sealed[:1] if label.finite is False and slot in free and finite]
+        return next(iter([*empty, *oldest, *broken]), None)
 
     def _fill_eager(self, arena: Arena, slot: int, job: PendingSnapshot) -> None:
         """What may change before the next optimizer step."""

@@ -154,6 +154,7 @@ class WriterSupervisor:
         self._ring = memory.keep if memory is not None else 1
         self._lock = threading.RLock()
         self._layouts: dict[str, Layout] = {}
+        self._heard: dict[str, Future[tuple[None, list[int]]]] = {}  # of those: when the writer has
         self._writes: list[WriteInFlight] = []
         self._unkept: dict[tuple[bytes, int], UnheldSlot] = {}  # by slot
         self._deaths: list[float] = []
@@ -858,12 +859,13 @@ class WriterSupervisor:
 
         self._stager.use(arena, watch)
 
-    def on_sealed(self) -> None:
-        """A snapshot was sealed in the present arena. When there are enough, older memory is not needed any more.
+    def on_sealed(self, *, sound: bool = True) -> None:
+        """A snapshot was sealed in the present arena. When there are enough of a `sound` training, older memory is not
+        needed any more.
 
         Another rank may be one step behind, and die: then the step before is the newest that all have.
         """
-        self._newer += 1
+        self._newer += sound
         arena = self._stager.arena
         if self._contact is not None and arena is not None:
             for slot, label in arena.sealed()[:1]:
@@ -950,8 +952,18 @@ class WriterSupervisor:
     def acknowledge(
         self, attempt: Attempt, arena: Arena, slot: int, done: Callable[[CheckpointError | None], None]
     ) -> None:
-        """Call `done` once a process that survives this one has the slot: at once, unless our writer has died. With an
-        error if there will be none any more, or if the slot was used again before there was one."""
+        """Call `done` once a process that survives this one has the slot, and knows its layout: at once, unless our
+        writer has died, or the layout is new. With an error if there will be none any more, or if the slot was used
+        again before there was one."""
+        label = arena.label(slot)
+        heard = None if label is None else self._heard.get(label.layout)
+        if heard is not None and not heard.done():
+            heard.add_done_callback(lambda _: self.acknowledge(attempt, arena, slot, done))
+            return
+        refusal = None if heard is None else heard.exception()
+        if isinstance(refusal, CheckpointError) and not isinstance(refusal, WriterError):
+            done(refusal)  # who has lost the run, say, is not listened to
+            return
         if arena.is_kept():
             done(None)
             return
@@ -1003,7 +1015,7 @@ class WriterSupervisor:
             if not known:
                 if len(self._layouts) > 64:
                     self._forget_layouts()
-                self.client.send(requests.KnowLayout(said))
+                self._heard[layout.digest] = self.client.send(requests.KnowLayout(said))
                 self._layouts[layout.digest] = layout  # last: Ctrl-C may come in between
 
     def _tell_guarded(self, layout: Layout, guarded: list[bool]) -> None:
@@ -1023,6 +1035,7 @@ class WriterSupervisor:
         """A state whose shapes keep changing must not fill the memory with layouts."""
         used = {label.layout for arena in self._arenas() for _, label in arena.sealed()} | {*list(self._layouts)[-8:]}
         self._layouts = {digest: layout for digest, layout in self._layouts.items() if digest in used}
+        self._heard = {digest: heard for digest, heard in self._heard.items() if digest in used}
 
     @contextlib.contextmanager
     def snapshots(self) -> Iterator[Iterator[HeldSnapshot]]:

@@ -7,7 +7,9 @@ memory of another node (`mirror`).
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from ckpt.checkpoint.write import digest_blobs
 from ckpt.errors import SkippedError
@@ -85,6 +87,12 @@ class HeldMemory:
         if arena is not None:
             self.keeping.pop(key).let_go()
             arena.close()
+
+    def layouts_in_use(self, arenas: Iterable[Arena]) -> dict[str, Any]:
+        """What a trainer needs to read what is in these, in JSON. A state that has another at each step leaves many."""
+        kinds = (SEALED, EAGER)
+        used = {label.layout for arena in arenas for kind in kinds for _, label in arena.labels(kind)}
+        return {digest: layout.to_json() for digest, layout in self.layouts.items() if digest in used}
 
     def ring(self) -> list[tuple[Arena, int, Label]]:
         """Every sealed snapshot but copies of another node's, newest first."""

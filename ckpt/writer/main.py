@@ -326,7 +326,7 @@ class Writer:
             lost=lost,
             arenas=[arena.id.hex() for arena in shown],
             foreign=list(self.held_memory.foreign),
-            layouts={digest: layout.to_json() for digest, layout in self.held_memory.layouts.items()},
+            layouts=self.held_memory.layouts_in_use(shown),
             digests=self.held_memory.known_digests(),
             writing=list(self.persister.writing),
             acquires=[(a.epoch, a.nonce, str(a.restored) if a.restored else None) for a in self.persister.acquires],

@@ -469,3 +469,59 @@ def test_an_optimizer_of_something_else_begins_no_further_step(run_dir: str, sha
         torch.optim.SGD(params, lr=0.0).step()
     kept = 10 if shared else 13
     assert restored(run_dir) == (kept, toy.reference(kept))
+
+
+def test_ctrl_c_while_a_step_is_asked_for_elsewhere(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`save()` is cut off before the writer was asked: close() asks again, and waits for nothing that nobody does."""
+    state = toy.build()
+    cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run_dir, every=100)], close_timeout_s=60)
+    cp.restore(default=0)
+    toy.train_step(state)
+    done = cp.step(1)
+    assert done is not None and done.staged(30)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ckpt.Checkpointer, "_write", interrupt)
+        cp.save()
+    began = time.monotonic()
+    cp.close()
+    assert time.monotonic() - began < 20
+    assert restored(run_dir) == (1, toy.reference(1))
+
+
+def interrupt(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("method", ["_start", "_keep_books", "_show"])
+def test_ctrl_c_while_it_is_made(run_dir: str, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """As in a notebook: it can be made again at once, and has what was there."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, run_dir) as cp:
+        cp.restore(default=0)
+        toy.train_step(state)
+        cp.step(1)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ckpt.Checkpointer, method, interrupt)
+        ckpt.Checkpointer(state, run_dir)
+    began = time.monotonic()
+    assert restored(run_dir) == (1, toy.reference(1))
+    assert time.monotonic() - began < 20
+
+
+def test_a_step_is_in_memory_when_its_layout_is_too(own_sockets: Path) -> None:
+    """A writer that stands still has not heard of a new layout: nothing is told until it has."""
+    state: dict[str, Any] = {"left": torch.zeros(1)}
+    with ckpt.Checkpointer(state, [ckpt.Memory()], name="layouts") as cp:
+        cp.restore(default=0)
+        first = cp.step(1)
+        assert first is not None and first.staged(30)
+        os.kill(cp.writer_pid, signal.SIGSTOP)
+        try:
+            state["left"] = torch.zeros(2)
+            second = cp.step(2)
+            assert second is not None
+            with pytest.raises(ckpt.DeadlineError):
+                second.staged(1.0)
+        finally:
+            os.kill(cp.writer_pid, signal.SIGCONT)
+        assert second.staged(30).step == 2

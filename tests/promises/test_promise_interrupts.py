@@ -1,5 +1,5 @@
-"""Ctrl-C, or a signal handler that closes, anywhere in `step()`: what was acknowledged stays, and what is stored is
-what it says.
+"""Ctrl-C, or a signal handler that closes or saves, anywhere in `step()`: what was acknowledged stays, and what is
+stored is what it says.
 
 Python runs signal handlers between any two lines of the main thread. So a trace of one `step()` counts its lines within
 the library, and at one of them the interruption comes. Which lines are tried changes with the seed; all of them in
@@ -8,6 +8,7 @@ the library, and at one of them the interruption comes. Which lines are tried ch
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import time
@@ -88,6 +89,9 @@ def interrupted(run: str, at: int, how: str, step: int) -> int:
     def act() -> None:
         if how == "handler":
             cp.close()
+        elif how == "saves":
+            with contextlib.suppress(ckpt.UsageError):  # before the first step
+                cp.save()
         else:
             raise KeyboardInterrupt
 
@@ -129,7 +133,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("how", ["ctrl-c", "handler"])
+@pytest.mark.parametrize("how", ["ctrl-c", "handler", "saves"])
 @pytest.mark.parametrize("step", [1, 3, 4])
 def test_interrupted_anywhere(how: str, step: int, tmp_path: Path, one_thread: None) -> None:
     """At the first step, whose layout nobody knows; at one for memory alone; at one for the folder too."""
@@ -141,7 +145,7 @@ def test_interrupted_anywhere(how: str, step: int, tmp_path: Path, one_thread: N
 
 @pytest.mark.long
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("how", ["ctrl-c", "handler"])
+@pytest.mark.parametrize("how", ["ctrl-c", "handler", "saves"])
 @pytest.mark.parametrize("step", [1, 3, 4])
 def test_interrupted_everywhere(how: str, step: int, tmp_path: Path, one_thread: None) -> None:
     """At every line."""

@@ -444,3 +444,90 @@ def test_a_tensor_in_the_place_of_another(run_dir: str, what: str) -> None:
         step = cp.restore()
     assert bool((found["model"].book == max(0, step - 21) * (what == "buffer")).all())
     assert bool((found["model"][0].bias == 7).all()) == (step == STEPS and what != "buffer")
+
+
+# -- steps that the user calls broken --
+
+
+def broken(cp: ckpt.Checkpointer, state: dict[str, Any], step: int) -> None:
+    toy.train_step(state)
+    save = cp.step(step, finite=False)
+    assert save is not None and save.staged(30)
+
+
+def test_what_was_said_of_a_refused_step_is_not_said_of_another(run_dir: str) -> None:
+    """A batch is left out, and `step()` refused: the last step that was done is still a sound one."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, [ckpt.Memory(every=50), ckpt.Tier(run_dir, every=1000)]) as cp:
+        train(cp, state, 9)
+        state["model"](torch.randn(8, toy.WIDTH)).sum().backward()
+        with pytest.raises(ckpt.UsageError, match="no optimizer has stepped"):
+            cp.step(10, finite=False)
+        for param in state["model"].parameters():
+            param.grad = None
+    state = toy.build(seed=1)
+    with ckpt.Checkpointer(state, run_dir) as cp:
+        assert cp.restore(default=0) == 9
+
+
+GONE_BACK = """
+import os, signal, sys, toy, ckpt
+state = toy.build()
+cp = ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(sys.argv[1], every=5)])
+for step in range(cp.restore(default=0), 9):
+    toy.train_step(state)
+    save = cp.step(step + 1)
+    save.staged(30)
+    if save.tiers:
+        save.committed(30)
+assert cp.restore(step=7) == 7
+for step in (8, 9, 10, 11, 12):
+    toy.train_step(state)
+    cp.step(step, finite=False).staged(30)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_step_that_was_gone_back_to_stays_while_training_is_broken(run_dir: str) -> None:
+    """However many broken steps come after it."""
+    killed = run_script(GONE_BACK, run_dir)
+    assert killed.returncode == -9, killed.stderr
+    assert restored(run_dir) == (7, toy.reference(7))
+
+
+def test_two_slots_and_broken_steps_hold_nobody_up(own_sockets: Path) -> None:
+    """The newest slot is broken, the other the newest sound one: the next step takes the broken one's place."""
+    state = toy.build()
+    with ckpt.Checkpointer(state, [ckpt.Memory()], name="two", busy_timeout_s=20) as cp:
+        cp.restore(default=0)
+        toy.train_step(state)
+        done = cp.step(1)
+        assert done is not None and done.staged(30)
+        while cp._stager.give_up_slot():
+            pass
+        began = time.monotonic()
+        for step in range(2, 8):
+            broken(cp, state, step)
+        assert time.monotonic() - began < 15
+        assert {label.finite for _, label in cp._stager.arena.sealed()} == {None, False}  # type: ignore[union-attr]
+
+
+def test_memory_that_was_outgrown_stays_while_training_is_broken(own_sockets: Path) -> None:
+    """The state grows, and goes wrong from then on: the last sound step lies in memory that is not used any more."""
+    state = toy.build() | {"more": torch.zeros(1)}
+    with ckpt.Checkpointer(state, [ckpt.Memory()], name="grown") as cp:
+        cp.restore(default=0)
+        toy.train_step(state)
+        done = cp.step(1)
+        assert done is not None and done.staged(30)
+        state["more"] = torch.zeros(4 << 20)
+        staged_broken, step = 0, 1
+        while staged_broken < 3:
+            step += 1
+            try:
+                broken(cp, state, step)
+                staged_broken += 1
+            except ckpt.SkippedError:  # its memory is not ready yet
+                time.sleep(0.1)
+        held = [label for arena in cp._supervisor._arenas() for _, label in arena.sealed()]
+        assert 1 in {label.attempt.step for label in held if label.attempt is not None}

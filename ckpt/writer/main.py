@@ -281,7 +281,9 @@ class Writer:
                 raise FencedError(self._losers[channel])
             value = await HANDLERS[type(request)](self, request, Caller(channel, incoming.fds))
         except Exception as error:
-            if not isinstance(error, CheckpointError):
+            if self.leaving and isinstance(error, RuntimeError):  # its threads have ended already
+                error = WriterError("this writer is about to leave")
+            elif not isinstance(error, CheckpointError):
                 events.log.exception("the writer failed at %r", incoming.op)
             value = failure(error)
         self._reply(channel, incoming.id, *(value if isinstance(value, Answer) else (value,)))
@@ -300,9 +302,9 @@ class Writer:
         check_version(request)
         visit = request.visit
         self._gone_by += map(Process.of, request.losers)
+        self._check_stays(visit)
         lost = [] if visit else await self.persister.lost()  # before anything changes
-        if self.leaving and not visit:
-            raise WriterError("this writer is about to leave")
+        self._check_stays(visit)
         process = Process.of(link.peer_pid(caller.channel.sock))
         if process.started < 0 and not visit:
             raise InUseError(
@@ -336,6 +338,12 @@ class Writer:
         if adopts:
             self._adopted_by(process, caller.channel, reply.gone)
         return Answer(reply, tuple(arena.fd for arena in shown))
+
+    def _check_stays(self, visit: bool) -> None:
+        """WriterError for a trainer that comes when it is too late: it waits for the name, and has a writer of its
+        own."""
+        if self.leaving and not visit:
+            raise WriterError("this writer is about to leave")
 
     def _adopted_by(self, process: Process, channel: Channel, gone: bool) -> None:
         """This is our trainer from now on. `gone`: none before it can write to the arenas any more."""

@@ -940,7 +940,7 @@ def test_hostile_facts_are_corrupt(run_dir: str, monkeypatch: pytest.MonkeyPatch
 
 def ranks(world: int, *actions: list[Any], check: bool = True, timeout_s: float = 120.0) -> list[dict[str, Any]]:
     """Run actions as the ranks of a job; what the ranks report, in their order."""
-    code = "import test_dcp; test_dcp.main()"
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_dcp; test_dcp.main()"
     done = launch(world, code, json.dumps(actions), port=free_port(), timeout_s=timeout_s)
     found = []
     for process in done:

@@ -996,7 +996,8 @@ class WriterSupervisor:
             found = [self._unkept.pop(key) for key in list(self._unkept) if key[0] == arena.id]
         for one in found:
             holds = any((slot, label.attempt) == (one.slot, one.attempt) for slot, label in arena.sealed())
-            one.done(None if kept and holds else _used_again(one))
+            refusal = error if isinstance(error, FencedError) else None  # who has lost the run is not kept anything for
+            one.done(refusal or (None if kept and holds else _used_again(one)))
 
     def _forgo(self, error: CheckpointError) -> None:
         with self._lock:

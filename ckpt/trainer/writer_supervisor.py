@@ -958,7 +958,10 @@ class WriterSupervisor:
         label = arena.label(slot)
         heard = None if label is None else self._heard.get(label.layout)
         if heard is not None and not heard.done():
-            heard.add_done_callback(lambda _: self.acknowledge(attempt, arena, slot, done))
+            closed = WriterError(f"closed before the writer had heard of the layout of step {attempt.step}")
+            heard.add_done_callback(
+                lambda _: done(closed) if self._closing else self.acknowledge(attempt, arena, slot, done)
+            )
             return
         refusal = None if heard is None else heard.exception()
         if isinstance(refusal, CheckpointError) and not isinstance(refusal, WriterError):

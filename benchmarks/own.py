@@ -253,7 +253,7 @@ def fingerprint(count: int, width: int) -> None:
         checkpointer.restore(default=0)
         optim.step()
         checkpointer.save(1).staged(60.0)
-        reading = checkpointer._capture.read()
+        reading = checkpointer._session.capture.read()
         for step in range(2, 102):
             optim.step()
             began = time.perf_counter()

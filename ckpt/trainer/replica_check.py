@@ -9,22 +9,70 @@ Nothing here is waited for by training.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ckpt.errors import CheckpointError
+from ckpt.events import log
 from ckpt.format.digest import blob_digest
 from ckpt.format.partition import Holding
 from ckpt.ranks.world import Mailbox
 from ckpt.state.sharding import LocalPiece
 from ckpt.state.tensors import as_bytes
+from ckpt.trainer.progress import Progress
+from ckpt.trainer.session import Session
+from ckpt.trainer.snapshot import PendingSnapshot
 
 EVERY = 1000  # steps between two comparisons
+COMPARE_S = 120.0  # until the digests of other ranks are there
 
 Label = tuple[str, int, tuple[int, ...]]
 """What the ranks compare: name, instance and offsets of a piece."""
+
+
+class ReplicaCheck:
+    """Of one Checkpointer. `differing`: tensors that ranks should hold alike, and do not; replaced, never changed."""
+
+    def __init__(self, session: Session, progress: Progress) -> None:
+        self._session, self._progress = session, progress
+        self._epoch: int | None = None  # in which they were compared last
+        self.differing: set[str] = set()
+
+    def begin(self, job: PendingSnapshot) -> None:
+        """At the first save of an epoch, and now and then. Nobody waits for the answer."""
+        epoch = job.attempt.epoch
+        due = self._epoch != epoch or job.attempt.step % EVERY == 0
+        if self._session.world.size == 1 or not due or self._progress.closed:
+            return
+        self._epoch = epoch
+        comparison = Comparison(self._session.capture.replicated)
+        job.beside = comparison.look
+        threading.Thread(target=self._compare, args=(job, comparison), name="ckpt-replicas", daemon=True).start()
+
+    def _compare(self, job: PendingSnapshot, comparison: Comparison) -> None:
+        if not job.copied.wait(self._session.settings.busy_timeout_s) or job.error is not None:
+            return
+        world, step = self._session.world, job.attempt.step
+        try:
+            mailbox = self._session.ownership.mailbox()
+            names = differing(mailbox, f"{job.attempt}", world.rank, world.size, comparison.digests(), COMPARE_S)
+        except CheckpointError as error:
+            log.warning("the replicas of step %d could not be compared: %s", step, error)
+            return
+        if names:
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            log.error(
+                "%s: ranks that should hold the same hold different values at step %d. Steps saved until now mix "
+                "them. From the next one on each rank's own are saved, but of sharded tensors (HSDP) still a "
+                "mixture. Look for what lets the replicas drift",
+                shown,
+                step,
+            )
+            self.differing = self.differing.union(names)
 
 
 class Comparison:

@@ -25,6 +25,7 @@ from ckpt.format.manifest import Attempt
 from ckpt.ipc.arena import Arena
 from ckpt.state.capture import Reading
 from ckpt.state.fingerprint import Fingerprint
+from ckpt.trainer.deferred import DeferredStep
 
 LITTLE = 1 << 20  # bytes that are cloned sooner than another thread has woken up
 
@@ -54,9 +55,9 @@ class PendingSnapshot:
     order: int = 0  # as in its label
     place: tuple[Arena, int] | None = None  # where it was sealed
     versions: list[int] = field(default_factory=list)
+    taken: DeferredStep | None = None  # the state at that step, if that is not what it is now
     fingerprints: list[Fingerprint] = field(default_factory=list)  # of what is copied beside training; when it begins
     watched: Mapping[int, int] = field(default_factory=dict)  # versions, by number, from which on nobody may write
-    alive: object = None  # keeps the memory that the fingerprints look at
     streams: dict[torch.device, Any] = field(default_factory=dict)  # the caller's compute streams
     ready: dict[torch.device, Any] = field(default_factory=dict)  # events on them
     eager: dict[torch.device, Any] = field(default_factory=dict)  # events after the copies of the eager part
@@ -66,6 +67,8 @@ class PendingSnapshot:
 
     def __post_init__(self) -> None:
         reading = self.reading
+        if self.taken is not None:
+            self.fingerprints, self.watched = list(self.taken.fingerprints), self.taken.watched
         self.sources = reading.tensors
         self.numbers = list(self.watched or compress(range(len(reading.guarded)), reading.guarded))
         self.overlapped = [self.sources[n] for n in self.numbers]

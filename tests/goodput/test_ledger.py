@@ -42,10 +42,10 @@ with ckpt.Checkpointer(state, [ckpt.Memory(every=every if mode == "auto" else 1)
             if mode == "both":
                 cp.wait(30)
                 time.sleep(1.5)
-                os.kill(cp._supervisor.client._process.pid, 9)
+                os.kill(cp._session.supervisor.client._process.pid, 9)
             if mode == "writer":
                 time.sleep(1.2)
-                os.kill(cp._supervisor.client._process.pid, 9)
+                os.kill(cp._session.supervisor.client._process.pid, 9)
                 time.sleep(1.0)
                 continue
             if save is not None:
@@ -273,7 +273,7 @@ with ckpt.Checkpointer(state, [ckpt.Memory(every="auto"), ckpt.Tier(sys.argv[1],
         time.sleep(0.008)
         dist.barrier()
         cp.step(step + 1)
-    newest = cp._cadence_sync.schedule.newest
+    newest = cp._session.cadence.schedule.newest
     told = f"RANK {dist.get_rank()} {newest.step} {newest.memory} {newest.tiers} {cp.stats.saves}\\n"
     os.write(1, told.encode())  # in one piece: both ranks write to one pipe at the same moment
 os._exit(0)

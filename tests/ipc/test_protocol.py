@@ -97,7 +97,7 @@ def test_a_writer_does_not_start_without_a_handler(monkeypatch: pytest.MonkeyPat
 def test_every_note_is_heard(run_dir: str) -> None:
     """By a Checkpointer that has triggers and keeps books."""
     with ckpt.Checkpointer(toy.build(), [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
-        assert set(cp._supervisor._hears) == set(NOTES)
+        assert set(cp._session.supervisor._hears) == set(NOTES)
     assert table(NOTES) == writer_client.NOTES
 
 

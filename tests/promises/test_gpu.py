@@ -384,7 +384,7 @@ def test_memory_that_is_not_page_locked(open_run: Any, monkeypatch: pytest.Monke
     run = adamw(fused=True)
     cp = open_run(run.state)
     assert check_boundaries(cp, run, 10) == []
-    assert cp._stager._registered == []
+    assert cp._session.stager._registered == []
 
 
 def test_a_refusal_to_lock_memory_does_not_come_up_later(
@@ -442,7 +442,7 @@ with ckpt.Checkpointer({"model": model, "optim": optim}, name="second") as cp:
         model(torch.ones(2, 512, device="cuda")).sum().backward()
         optim.step()
         cp.save(step).staged(60.0)
-    slots = [torch.frombuffer(cp._stager.arena.data(slot), dtype=torch.uint8) for slot in range(2)]
+    slots = [torch.frombuffer(cp._session.stager.arena.data(slot), dtype=torch.uint8) for slot in range(2)]
     assert all(slot.is_pinned() for slot in slots)
     del slots
 print("first device used:", torch._C._cuda_hasPrimaryContext(0))
@@ -464,13 +464,13 @@ def test_arenas_are_page_locked(open_run: Any) -> None:
     run.move(run.state, 1)
     save = cp.save(1)
     save.staged(60.0)
-    arena = cp._stager.arena
+    arena = cp._session.stager.arena
     assert arena is not None
     slots = [torch.frombuffer(arena.data(slot), dtype=torch.uint8) for slot in range(arena.slots)]
-    assert len(cp._stager._registered) == arena.slots and all(slot.is_pinned() for slot in slots)
+    assert len(cp._session.stager._registered) == arena.slots and all(slot.is_pinned() for slot in slots)
     del slots
     cp.close()
-    assert cp._stager._registered == []
+    assert cp._session.stager._registered == []
 
 
 def test_states_on_both_sides(open_run: Any) -> None:
@@ -540,7 +540,7 @@ def test_an_optimizer_inside_a_graph_is_copied_eagerly_and_exactly(open_run: Any
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         optim.step()
-    reading = cp._capture.read()
+    reading = cp._session.capture.read()
     names = [s.name for s in reading.layout.tensors]
     assert not any(g for n, g in zip(names, reading.guarded, strict=True) if n.startswith(("model.", "optim.state")))
     for step in range(1, 16):

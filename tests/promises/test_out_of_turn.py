@@ -69,7 +69,7 @@ def test_close_makes_durable_what_was_copied_out_of_turn(run_dir: str, trained: 
             save = cp.step(step)
             if save is not None:
                 save.staged(30)
-        assert cp.copy_live() == 15
+        assert cp._live.copy_live() == 15
     assert durable(run_dir) == [15]
     assert torch.equal(ckpt.load(run_dir)["w"], torch.full((1000,), 15.0))
 
@@ -84,7 +84,7 @@ def test_a_copy_is_not_made_once_an_optimizer_has_begun(run_dir: str, trained: A
             update(weight, optimizer, float(step))
             cp.step(step)
         update(weight, optimizer, 16.0)
-        assert cp.copy_live() is None
+        assert cp._live.copy_live() is None
 
 
 def test_the_newest_sound_step_is_made_durable_beside_the_newest(run_dir: str, trained: Any) -> None:
@@ -98,7 +98,7 @@ def test_the_newest_sound_step_is_made_durable_beside_the_newest(run_dir: str, t
             save = cp.step(step, finite=step <= 5)
             assert save is not None
             save.staged(30)
-        with cp._supervisor.holding_still(alone=True) as attempts:
+        with cp._session.supervisor.holding_still(alone=True) as attempts:
             assert [attempt.step for attempt in attempts] == [8, 5]
 
 
@@ -110,8 +110,8 @@ def test_who_stays_after_all_has_not_announced_its_end(run_dir: str, trained: An
         cp.restore(default=0)
         update(weight, optimizer, 1.0)
         cp.step(1)
-        ask = cp._supervisor.client.ask
-        cp._supervisor.client.ask = lambda request, *a: (told.append(request), ask(request, *a))[1]  # type: ignore
+        ask = cp._session.supervisor.client.ask
+        cp._session.supervisor.client.ask = lambda request, *a: (told.append(request), ask(request, *a))[1]  # type: ignore
         before = signal.getsignal(signal.SIGTERM)
         call = cp._fault_handler._new_call("signal", "SIGTERM came", how="test", grace_s=5.0)
         call.signal, call.leave = signal.SIGTERM, 143

@@ -20,7 +20,12 @@ import torch
 
 import ckpt
 import toy
+from ckpt.trainer.closing import Closing
+from ckpt.trainer.fault_handler import FaultHandler
+from ckpt.trainer.session import Session
 from ckpt.trainer.stage import Stager
+from ckpt.trainer.step_keeper import StepKeeper
+from ckpt.trainer.tier_writes import TierWrites
 from ckpt.trainer.writer_supervisor import WriterSupervisor
 from parallel import free_port, launch
 from processes import REPO, eventually, killed, run_script
@@ -29,13 +34,16 @@ STEPS = 25
 
 # Trains steps not all of which are due anywhere, and ends within the next one.
 ENDING = """
-import sys, torch, toy, ckpt
+import gc, sys, torch, toy, ckpt
 run, how = sys.argv[1:]
 state = toy.build()
 cp = ckpt.Checkpointer(state, [ckpt.Memory(every=10), ckpt.Tier(run, every=100), ckpt.Tier(run + "-far", every=1000)])
 for step in range(cp.restore(default=0), 25):
     toy.train_step(state)
     cp.step(step + 1)
+if how == "unheld":
+    del cp
+    gc.collect()
 if how != "end":
     state["model"](torch.randn(8, toy.WIDTH))
 if how == "raise":
@@ -82,9 +90,9 @@ def test_leaving_the_block_keeps_the_last_step(run_dir: str, error: type[BaseExc
     assert restored(run_dir) == (STEPS, toy.reference(STEPS))
 
 
-@pytest.mark.parametrize("how", ["end", "raise"])
+@pytest.mark.parametrize("how", ["end", "raise", "unheld"])
 def test_a_script_that_just_ends_keeps_its_last_step(run_dir: str, how: str) -> None:
-    """Nobody closes anything: the end of the interpreter does, after an exception too."""
+    """Nobody closes anything: the end of the interpreter does, after an exception too, and if nobody holds it."""
     done = run_script(ENDING, run_dir, how)
     assert done.returncode == (how == "raise"), done.stderr
     assert newest(run_dir + "-far") == STEPS
@@ -340,6 +348,16 @@ def own_handler() -> Iterator[None]:
     signal.signal(signal.SIGUSR1, before)
 
 
+# What close() does, one after the other.
+CLOSING = [
+    (Closing, "_save_last"),
+    (StepKeeper, "stage_last"),
+    (TierWrites, "wait"),
+    (Closing, "_end"),
+    (Closing, "_let_go"),
+]
+
+
 def closing(cp: ckpt.Checkpointer, patch: pytest.MonkeyPatch, owner: type, method: str, *, before: bool = True) -> None:
     """Have a signal handler close it, the first time that this method is called."""
     original, left = getattr(owner, method), [signal.SIGUSR1]
@@ -381,10 +399,10 @@ def test_closed_by_a_handler_within_a_step(
     assert restored(run_dir) == (1, toy.reference(1))
 
 
-@pytest.mark.parametrize("method", ["_stage_last", "_save_last", "wait", "_end", "_let_go"])
+@pytest.mark.parametrize(("owner", "method"), CLOSING)
 @pytest.mark.parametrize("before", [True, False])
 def test_closed_by_a_handler_within_close(
-    run_dir: str, monkeypatch: pytest.MonkeyPatch, method: str, before: bool
+    run_dir: str, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, before: bool
 ) -> None:
     """Neither waits for the other, and the last step stays."""
     state = toy.build()
@@ -393,7 +411,7 @@ def test_closed_by_a_handler_within_close(
     for step in range(7):
         toy.train_step(state)
         cp.step(step + 1)
-    closing(cp, monkeypatch, ckpt.Checkpointer, method, before=before)
+    closing(cp, monkeypatch, owner, method, before=before)
     began = time.monotonic()
     cp.close()
     assert time.monotonic() - began < 15
@@ -401,9 +419,11 @@ def test_closed_by_a_handler_within_close(
     assert restored(run_dir) == (7, toy.reference(7))
 
 
-@pytest.mark.parametrize("method", ["_stage_last", "_save_last", "wait", "_end", "_let_go"])
+@pytest.mark.parametrize(("owner", "method"), CLOSING)
 @pytest.mark.parametrize("before", [True, False])
-def test_ctrl_c_within_close(run_dir: str, monkeypatch: pytest.MonkeyPatch, method: str, before: bool) -> None:
+def test_ctrl_c_within_close(
+    run_dir: str, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, before: bool
+) -> None:
     """As in a notebook: closed again, or opened again, the last step is there."""
     state = toy.build()
     cp = ckpt.Checkpointer(state, [ckpt.Memory(every=10), ckpt.Tier(run_dir, every=100)], close_timeout_s=30)
@@ -411,7 +431,7 @@ def test_ctrl_c_within_close(run_dir: str, monkeypatch: pytest.MonkeyPatch, meth
     for step in range(7):
         toy.train_step(state)
         cp.step(step + 1)
-    original = getattr(ckpt.Checkpointer, method)
+    original = getattr(owner, method)
 
     def interrupted(*a: Any, **k: Any) -> Any:
         if not before:
@@ -419,7 +439,7 @@ def test_ctrl_c_within_close(run_dir: str, monkeypatch: pytest.MonkeyPatch, meth
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(ckpt.Checkpointer, method, interrupted)
+        patch.setattr(owner, method, interrupted)
         cp.close()
     cp.close()
     assert restored(run_dir) == (7, toy.reference(7))
@@ -432,7 +452,7 @@ def test_on_fault_may_save_while_we_close(run_dir: str) -> None:
 
     def on_fault(fault: object) -> None:
         arrived.set()
-        while not cp._closed:
+        while not cp._progress.closed:
             time.sleep(0.01)
         try:
             cp.save()
@@ -480,7 +500,7 @@ def test_ctrl_c_while_a_step_is_asked_for_elsewhere(run_dir: str, monkeypatch: p
     done = cp.step(1)
     assert done is not None and done.staged(30)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(ckpt.Checkpointer, "_write", interrupt)
+        patch.setattr(TierWrites, "write", interrupt)
         cp.save()
     began = time.monotonic()
     cp.close()
@@ -492,8 +512,10 @@ def interrupt(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("method", ["_start", "_keep_books", "_show"])
-def test_ctrl_c_while_it_is_made(run_dir: str, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+@pytest.mark.parametrize(
+    ("owner", "method"), [(Session, "introduce"), (Session, "_show"), (Session, "_prepare"), (FaultHandler, "start")]
+)
+def test_ctrl_c_while_it_is_made(run_dir: str, monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> None:
     """As in a notebook: it can be made again at once, and has what was there."""
     state = toy.build()
     with ckpt.Checkpointer(state, run_dir) as cp:
@@ -501,7 +523,7 @@ def test_ctrl_c_while_it_is_made(run_dir: str, monkeypatch: pytest.MonkeyPatch, 
         toy.train_step(state)
         cp.step(1)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(ckpt.Checkpointer, method, interrupt)
+        patch.setattr(owner, method, interrupt)
         ckpt.Checkpointer(state, run_dir)
     began = time.monotonic()
     assert restored(run_dir) == (1, toy.reference(1))

@@ -223,11 +223,14 @@ def test_what_fails_after_a_close_is_tried_again(place: Place, own_sockets: Path
 def test_memory_that_is_let_go_of_late_is_free_then(own_sockets: Path) -> None:
     """A trainer leaves, and is still copying when the next one comes. That one waits until it has let go of its memory,
     and not until it has died."""
-    late = "stop = cp._stager.stop; cp._stager.stop = lambda *a: (print('leaving'), sys.stdin.readline(), stop(*a))"
+    late = (
+        "stager = cp._session.stager; stop = stager.stop; "
+        "stager.stop = lambda *a: (print('leaving'), sys.stdin.readline(), stop(*a))"
+    )
     with life(4) as first:
         first.trained()
         assert first.do(late) == "done 4"
-        assert first.do("cp._abandon()") == "leaving"
+        assert first.do("cp._closing.abandon()") == "leaving"
         with life(4) as second:
             key = channel.run_key(f"memory:{NAME}", 0)
             assert eventually(
@@ -248,7 +251,7 @@ def test_an_error_in_the_staging_thread_is_no_death() -> None:
     """Something fails in the thread that copies. The trainer lives: it is not taken for dead, and goes on saving."""
     with life(3) as first:
         first.trained()
-        assert first.do("cp._stager._queue.put(lambda: 1 / 0)") == "done 3"
+        assert first.do("cp._session.stager._queue.put(lambda: 1 / 0)") == "done 3"
         with life() as second:
             assert f"InUseError: process {first.process.pid}" in second.line()
         assert [first.do(), first.do()] == ["done 4", "done 5"]

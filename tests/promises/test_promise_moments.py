@@ -215,7 +215,7 @@ def test_going_back_to_a_step_that_is_on_its_way(run_dir: str) -> None:
                 assert cp.restore(step=step - 4) == step - 4
                 assert toy.digest(state) == toy.reference(step - 4)
                 assert cp.restore(step=step - 4) == step - 4
-                while (back := cp._last_step) is not None and back < step + 1:
+                while (back := cp._progress.step) is not None and back < step + 1:
                     toy.train_step(state)
                     cp.step(back + 1)
 
@@ -503,13 +503,13 @@ def test_two_slots_and_broken_steps_hold_nobody_up(own_sockets: Path) -> None:
         toy.train_step(state)
         done = cp.step(1)
         assert done is not None and done.staged(30)
-        while cp._stager.give_up_slot():
+        while cp._session.stager.give_up_slot():
             pass
         began = time.monotonic()
         for step in range(2, 8):
             broken(cp, state, step)
         assert time.monotonic() - began < 15
-        assert {label.finite for _, label in cp._stager.arena.sealed()} == {None, False}  # type: ignore[union-attr]
+        assert {label.finite for _, label in cp._session.stager.arena.sealed()} == {None, False}  # type: ignore[union-attr]
 
 
 def test_memory_that_was_outgrown_stays_while_training_is_broken(own_sockets: Path) -> None:
@@ -529,5 +529,5 @@ def test_memory_that_was_outgrown_stays_while_training_is_broken(own_sockets: Pa
                 staged_broken += 1
             except ckpt.SkippedError:  # its memory is not ready yet
                 time.sleep(0.1)
-        held = [label for arena in cp._supervisor._arenas() for _, label in arena.sealed()]
+        held = [label for arena in cp._session.supervisor._arenas() for _, label in arena.sealed()]
         assert 1 in {label.attempt.step for label in held if label.attempt is not None}

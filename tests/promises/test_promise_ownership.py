@@ -227,7 +227,7 @@ def test_a_trainer_that_lost_takes_no_name_again(run_dir: str) -> None:
         with trainer("memory:lost", 7, "takeover") as second:
             assert first.step().startswith("FencedError")
             writer = int(second.ask("cp.writer_pid"))
-        for pid in {writer, int(first.ask("cp._supervisor.client.pid"))}:
+        for pid in {writer, int(first.ask("cp._session.supervisor.client.pid"))}:
             os.kill(pid, signal.SIGKILL)
         assert first.step().startswith("FencedError")
         assert start_of("memory:lost") == ["start", "0", "0", "None"]

@@ -88,7 +88,7 @@ def test_a_staged_step_stays_when_weights_are_exchanged_later(open_run: Any) -> 
         run.move(run.state, step)
         boundary = freeze(run.state)
         save = cp.step(step)
-        assert cp._last[1].copied.wait(30.0)
+        assert cp._staged.last[1].copied.wait(30.0)
         exchange(run.state)
         run.move(run.state, step)
         save.staged(30.0)
@@ -200,10 +200,10 @@ def test_a_step_that_was_not_due_and_is_copied_later(open_run: Any) -> None:
         assert cp.step(step) is None
         if step == 3:
             decayed(run.state)
-        assert cp.copy_live() == (step if step == 2 else None)
+        assert cp._live.copy_live() == (step if step == 2 else None)
         if step == 2:
             assert differences(read_back(cp, step, run.twin), boundary) == []
-    with cp._supervisor.snapshots() as snapshots:
+    with cp._session.supervisor.snapshots() as snapshots:
         assert [s.attempt.step for s in snapshots] == [2, 1]
 
 
@@ -374,7 +374,7 @@ def test_an_optimizer_that_steps_past_its_hook_tears_nothing(open_run: Any) -> N
         with contextlib.suppress(ckpt.SkippedError):  # the first may come before its memory
             save.staged(30.0)
             assert differences(read_back(cp, step, run.twin), boundary) == []
-    assert not any(cp._capture.read().guarded) and cp._hook.count == 0
+    assert not any(cp._session.capture.read().guarded) and cp._session.hook.count == 0
 
 
 def test_a_wrapper_is_trusted_when_what_it_wraps_has_stepped(open_run: Any) -> None:
@@ -393,12 +393,12 @@ def test_a_wrapper_is_trusted_when_what_it_wraps_has_stepped(open_run: Any) -> N
     model = nn.Linear(8, 8)
     cp = open_run({"model": model, "optim": Wrapper(torch.optim.AdamW(model.parameters()))})
     gradients(model, 1)
-    cp._capture.state["optim"].step()
+    cp._session.capture.state["optim"].step()
     cp.step(1).staged(30.0)
-    assert all(cp._capture.read().guarded)
+    assert all(cp._session.capture.read().guarded)
     model.zero_grad()
     cp.step(2)
-    assert not any(cp._capture.read().guarded)
+    assert not any(cp._session.capture.read().guarded)
 
 
 def two() -> State:
@@ -429,9 +429,9 @@ def test_optimizers_that_take_turns(open_run: Any, monkeypatch: pytest.MonkeyPat
         step_of(state, name)
     cp = open_run(state)
     sent: list[KnowGuarded] = []
-    send = cp._supervisor.client.send
+    send = cp._session.supervisor.client.send
     monkeypatch.setattr(
-        cp._supervisor.client,
+        cp._session.supervisor.client,
         "send",
         lambda request, *a: (sent.append(request) if isinstance(request, KnowGuarded) else None, send(request, *a))[1],
     )
@@ -441,7 +441,7 @@ def test_optimizers_that_take_turns(open_run: Any, monkeypatch: pytest.MonkeyPat
         step_of(state, name)
         boundary = freeze(state)
         save = cp.step(step)
-        reading = cp._capture.read()
+        reading = cp._session.capture.read()
         assert guarded_names(reading) == {name}
         layouts.add(id(reading.layout))
         lists.add(id(reading.guarded))
@@ -544,4 +544,4 @@ def test_a_graph_that_was_captured_before(open_run: Any) -> None:
         graph.replay()
         save.staged(60.0)
         assert differences(read_back(cp, step, run.twin), boundary) == []
-    assert cp._hook.count == 0
+    assert cp._session.hook.count == 0

@@ -65,7 +65,7 @@ def test_only_broken_steps_are_no_fresh_start(run_dir: str) -> None:
     state: dict[str, Any] = {"w": weight, "opt": torch.optim.SGD([weight], lr=1.0)}
     for _ in range(2):
         with ckpt.Checkpointer(state, [ckpt.Tier(run_dir, every=1)]) as cp:
-            if cp._ownership.has_checkpoints:
+            if cp._session.ownership.has_checkpoints:
                 with pytest.raises(ckpt.NoCheckpointError):
                     cp.restore(default=0)
                 assert cp.restore(step=1) == 1

@@ -822,14 +822,14 @@ def test_no_writer_any_more(run_dir: str, own_sockets: Path) -> None:
         for step in range(1, 30):
             train(step)
             saves += [cp.step(step)]  # type: ignore[list-item]
-            if cp._supervisor.failure is not None:
+            if cp._session.supervisor.failure is not None:
                 break
             saves[-1].staged(60)
             if step % 3 == 0:
                 for writer in writers(own_sockets):
                     writer.kill()
-                eventually(lambda: bool(writers(own_sockets)) or cp._supervisor.failure is not None, 10.0)
-        assert cp._supervisor.failure is not None
+                eventually(lambda: bool(writers(own_sockets)) or cp._session.supervisor.failure is not None, 10.0)
+        assert cp._session.supervisor.failure is not None
         cp.wait(60)
         with pytest.raises(CheckpointError, match="no writer any more"):
             saves[-1].logged(60)

@@ -142,7 +142,7 @@ def opened(memory=1, **settings):
     say("start", cp.restore(default=0))
     return cp
 def train(cp, steps, pause_s=0.01):
-    first = (cp._last_step or 0) + 1
+    first = (cp._progress.step or 0) + 1
     for step in range(first, first + steps):
         toy.train_step(state)
         cp.step(step)
@@ -302,7 +302,7 @@ def test_sigterm_while_the_main_thread_is_blocked(run_dir: str) -> None:
     """In C code that nothing interrupts: what is in memory becomes durable, and the process leaves. A second SIGTERM
     makes it neither quicker nor worse."""
     with trainer(
-        run_dir, "cp = opened(); train(cp, 5); cp._last[1].copied.wait(); say('blocked'); block()\n"
+        run_dir, "cp = opened(); train(cp, 5); cp._staged.last[1].copied.wait(); say('blocked'); block()\n"
     ) as process:
         await_line(process, "blocked")
         for _ in range(3):
@@ -602,9 +602,9 @@ def test_the_next_start_knows_how_the_last_one_died(run_dir: str, how: str) -> N
     stderr as ever. Nobody can trigger a dead trainer."""
     if how == "crash":  # faulthandler is on before, as in `python -X faulthandler`
         code = "faulthandler.enable()\ndef crash(): ctypes.string_at(1)\ncp = opened(); train(cp, 5)\n"
-        code += "cp._last[1].copied.wait(); crash()\n"
+        code += "cp._staged.last[1].copied.wait(); crash()\n"
     else:
-        code = "cp = opened(); train(cp, 5); cp._last[1].copied.wait(); os.kill(me, signal.SIGKILL)\n"
+        code = "cp = opened(); train(cp, 5); cp._staged.last[1].copied.wait(); os.kill(me, signal.SIGKILL)\n"
     result = run_script(HEAD + code, run_dir)
     assert result.returncode == (-signal.SIGSEGV if how == "crash" else -signal.SIGKILL)
     assert ("Segmentation fault" in result.stderr) == (how == "crash")
@@ -632,7 +632,7 @@ def test_sigterm_while_the_interpreter_is_held_up(run_dir: str) -> None:
     code = """
 cp = opened()
 train(cp, 5)
-cp._last[1].copied.wait()
+cp._staged.last[1].copied.wait()
 mutex, held = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
 held.pthread_mutex_lock(mutex)
 say("held")
@@ -696,7 +696,7 @@ def test_a_pause_inside_a_pause(run_dir: str) -> None:
         with run.cp.pause():
             with run.cp.pause():
                 pass
-            assert run.cp._heartbeat.read().doing == "paused"
+            assert run.cp._session.heartbeat.read().doing == "paused"
 
 
 # -- requests --
@@ -727,7 +727,7 @@ def test_a_request_after_going_back(run_dir: str) -> None:
         run.go(2)
         for _ in range(2):
             run.cp.request("now")
-            assert eventually(lambda: run.cp._heartbeat.save_at == 7, 5.0)
+            assert eventually(lambda: run.cp._session.heartbeat.save_at == 7, 5.0)
             time.sleep(0.3)  # the second time it is 7 already
             save = run.go()
             assert save is not None and save.tiers
@@ -860,18 +860,18 @@ def test_memory_is_given_back_and_saving_goes_on(run_dir: str) -> None:
     """Slot by slot down to two; pages return to the system, no step is skipped, and what is saved then restores."""
     with training(run_dir) as run:
         run.go(10)
-        arena = run.cp._stager.arena
+        arena = run.cp._session.stager.arena
         assert arena is not None
         slots, blocks = arena.slots, os.fstat(arena.fd).st_blocks
         given = []
-        while freed := run.cp.give_memory_back():
+        while freed := run.cp._live.give_memory_back():
             given.append(freed)
             assert is_sealed_newest(run)
             run.go(3)
         assert len(given) == slots - 2 and set(given) == {arena.slot_size}
         assert os.fstat(arena.fd).st_blocks * 512 <= blocks * 512 - sum(given)
         run.go(10)
-        assert run.cp.stats.skipped == 0 and run.cp._stager.arena is arena
+        assert run.cp.stats.skipped == 0 and run.cp._session.stager.arena is arena
         exact = toy.digest(run.state)
         run.cp.save().committed(ANSWER_S)
         with torch.no_grad():
@@ -887,16 +887,16 @@ def test_memory_is_given_back_and_saving_goes_on(run_dir: str) -> None:
 
 def is_sealed_newest(run: Training) -> bool:
     """Whether memory still holds the newest step."""
-    assert run.cp._last is not None
-    run.cp._last[1].copied.wait(ANSWER_S)
-    return max(attempt.step for attempt in run.cp._supervisor.sealed()) == run.at
+    assert run.cp._staged.last is not None
+    run.cp._staged.last[1].copied.wait(ANSWER_S)
+    return max(attempt.step for attempt in run.cp._session.supervisor.sealed()) == run.at
 
 
 def test_pressure_is_accounted_for(run_dir: str) -> None:
     """What the writer says of memory frees a slot, and the account says how much."""
     with training(run_dir) as run:
         run.go(5)
-        run.cp._supervisor._on_note(PressureNote(1, 2, "little is left"))
+        run.cp._session.supervisor._on_note(PressureNote(1, 2, "little is left"))
         fault = run.fault("memory")
         assert "little is left" in fault.summary and "of snapshots back" in fault.summary
         assert fault.exit_code is None and saved_on_disk(fault)

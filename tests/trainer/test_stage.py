@@ -198,7 +198,7 @@ def test_buffers_of_the_next_forward_stay_out(open_run: Any) -> None:
 def busy(cp: ckpt.Checkpointer) -> threading.Event:
     """The staging thread does nothing until this is set."""
     opened = threading.Event()
-    cp._stager._queue.put(lambda: opened.wait(30.0))
+    cp._session.stager._queue.put(lambda: opened.wait(30.0))
     return opened
 
 
@@ -286,15 +286,15 @@ def test_steps_do_not_pile_up_behind_a_full_ring(open_run: Any) -> None:
     """Without an optimizer between them, a step that finds the one before still waiting for a slot waits itself."""
     cp = open_run({"t": torch.zeros(4)}, busy_timeout_s=0.5)
     cp.step(1).staged(30.0)
-    arena = cp._stager.arena
+    arena = cp._session.stager.arena
     for slot in range(arena.slots):
-        cp._stager.pin(arena, slot)
+        cp._session.stager.pin(arena, slot)
     with pytest.raises(CheckpointError, match="no slot became free"):
         for step in range(2, 100):
             cp.step(step)
-    assert cp._last_step < 6
+    assert cp._progress.step < 6
     for slot in range(arena.slots):
-        cp._stager.unpin(arena.id, slot)
+        cp._session.stager.unpin(arena.id, slot)
 
 
 def test_a_moving_average_is_copied_eagerly(open_run: Any) -> None:
@@ -424,8 +424,8 @@ def test_an_optimizer_whose_steps_run_no_hooks_is_copied_eagerly(open_run: Any) 
     gradients(run.state["model"], 1)
     run.state["optim"].step()
     cp = open_run(run.state)
-    cp._capture.unguard(run.state["optim"])
-    reading = cp._capture.read()
+    cp._session.capture.unguard(run.state["optim"])
+    reading = cp._session.capture.read()
     assert not any(reading.guarded)
     assert check_boundaries(cp, run, 10) == []
 
@@ -523,7 +523,7 @@ def test_a_layout_that_changes_every_step(open_run: Any) -> None:
         try:
             save.staged(30.0)
         except ckpt.SkippedError:
-            cp._supervisor.take_prepared(30.0)  # memory for more was on its way
+            cp._session.supervisor.take_prepared(30.0)  # memory for more was on its way
             continue
         staged += 1
         assert differences(read_back(cp, step, build(step)), boundary) == []
@@ -542,7 +542,7 @@ def test_a_hundred_saves_without_pause(open_run: Any) -> None:
         if step % 10 == 0:
             save.staged(30.0)
             assert differences(read_back(cp, step, run.twin), boundary) == []
-    with cp._supervisor.snapshots() as snapshots:
+    with cp._session.supervisor.snapshots() as snapshots:
         steps = [s.attempt.step for s in snapshots]
     assert steps == sorted(steps, reverse=True) and steps[0] == 100 and len(steps) >= 3
 
@@ -554,5 +554,5 @@ def test_nothing_is_held_after_the_copy(open_run: Any) -> None:
     save = cp.step(1)
     assert save is not None
     save.staged(30.0)
-    assert cp._last is not None
-    assert cp._last[1].sources == [] == cp._last[1].overlapped
+    assert cp._staged.last is not None
+    assert cp._staged.last[1].sources == [] == cp._staged.last[1].overlapped

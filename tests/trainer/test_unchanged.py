@@ -81,15 +81,15 @@ def follow(cp: ckpt.Checkpointer, state: State, twin: State, steps: range, move:
         try:
             save.staged(30.0)
         except ckpt.SkippedError:  # more memory, for optimizer state, is on its way
-            cp._supervisor.take_prepared(30.0)
+            cp._session.supervisor.take_prepared(30.0)
             continue
         found += [f"step {step}: {d}" for d in differences(read_back(cp, step, twin), freeze(state))]
     return found
 
 
 def slots(cp: ckpt.Checkpointer) -> int:
-    assert cp._stager.arena is not None
-    return cp._stager.arena.slots
+    assert cp._session.stager.arena is not None
+    return cp._session.stager.arena.slots
 
 
 def large(state: State) -> int:
@@ -108,7 +108,7 @@ def test_frozen_weights_are_copied_once_a_slot(all_params: bool, open_run: Any) 
     cp = open_run(state)
     assert follow(cp, state, twin, range(1, 21), train) == []
     # The first fill shows how it begins; each slot is then filled once.
-    assert cp._stager.skipped_bytes == (20 - 1 - slots(cp)) * large(state) > 0
+    assert cp._session.stager.skipped_bytes == (20 - 1 - slots(cp)) * large(state) > 0
 
 
 def by_data(state: State) -> None:
@@ -167,7 +167,7 @@ def written(how: Callable[[State], None], open_run: Any) -> list[str]:
 
     cp = open_run(state)
     found = follow(cp, state, twin, range(1, 3 * CALM + 6), move)
-    assert cp._stager.skipped_bytes > 0
+    assert cp._session.stager.skipped_bytes > 0
     return found
 
 
@@ -205,7 +205,7 @@ def woken(settings: dict[str, Any], open_run: Any) -> list[str]:
 
     cp = open_run(state)
     found = follow(cp, state, twin, range(1, 2 * CALM + 6), move)
-    assert cp._stager.skipped_bytes > 0
+    assert cp._session.stager.skipped_bytes > 0
     return found
 
 
@@ -237,12 +237,12 @@ def test_frozen_thawed_and_frozen_again(open_run: Any) -> None:
         one["base"].requires_grad_(True)
         one["optim"].add_param_group({"params": list(one["base"].parameters())})
     assert follow(cp, state, twin, range(10, 16), trains) == []
-    before = cp._stager.skipped_bytes
+    before = cp._session.stager.skipped_bytes
     for one in (state, twin):
         for p in one["base"].requires_grad_(False).parameters():
             p.grad = None
     assert follow(cp, state, twin, range(16, 40), train) == []
-    assert cp._stager.skipped_bytes > before
+    assert cp._session.stager.skipped_bytes > before
 
 
 def test_averages_of_frozen_and_of_trained_weights(open_run: Any) -> None:
@@ -268,7 +268,7 @@ def test_averages_of_frozen_and_of_trained_weights(open_run: Any) -> None:
     run = Run(build, move)
     cp = open_run(run.state)
     assert check_boundaries(cp, run, 30) == []
-    assert cp._stager.skipped_bytes > 0
+    assert cp._session.stager.skipped_bytes > 0
 
 
 def test_weights_that_train_are_hardly_ever_read_twice(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +287,7 @@ def test_weights_that_train_are_hardly_ever_read_twice(open_run: Any, monkeypatc
     run = Run(build, move)
     cp = open_run(run.state)
     assert check_boundaries(cp, run, 40) == []
-    assert cp._stager.skipped_bytes == 0
+    assert cp._session.stager.skipped_bytes == 0
     assert len(digested) <= 3 * 16 and set(digested) == {unchanged.PROBE}
 
 
@@ -321,11 +321,11 @@ def test_tensors_of_all_kinds(open_run: Any) -> None:
     train(state, 1)
     cp = open_run(state)
     assert follow(cp, state, twin, range(1, 20), move) == []
-    assert cp._stager.skipped_bytes > 0
+    assert cp._session.stager.skipped_bytes > 0
 
 
 def known(cp: ckpt.Checkpointer) -> dict[int, dict[int, bytes]]:
-    return cp._stager._frozen._known
+    return cp._session.stager._frozen._known
 
 
 def given_up_and_taken_again(open_run: Any) -> list[str]:
@@ -333,11 +333,11 @@ def given_up_and_taken_again(open_run: Any) -> list[str]:
     train(state, 1)
     cp = open_run(state)
     found = follow(cp, state, twin, range(1, 12), train)
-    before = dict(cp._stager._pinned)
-    assert cp._stager.give_up_slot() > 0
-    (pin,) = cp._stager._pinned.keys() - before.keys()
+    before = dict(cp._session.stager._pinned)
+    assert cp._session.stager.give_up_slot() > 0
+    (pin,) = cp._session.stager._pinned.keys() - before.keys()
     found += follow(cp, state, twin, range(12, 18), train)
-    cp._stager.unpin(*pin)
+    cp._session.stager.unpin(*pin)
     return found + follow(cp, state, twin, range(18, 24), train)
 
 
@@ -415,7 +415,7 @@ def test_layouts_that_come_and_go(open_run: Any) -> None:
         twin = build(count)
         assert follow(cp, state, twin, range(step + 1, step + 8), train) == []
         step += 7
-    assert cp._stager.skipped_bytes > 0
+    assert cp._session.stager.skipped_bytes > 0
 
 
 def test_restoring_an_older_step(open_run: Any) -> None:
@@ -446,7 +446,7 @@ def test_steps_that_are_completed_only_at_a_fault(open_run: Any) -> None:
             assert save is not None
             save.staged(30.0)
         elif step % 4 == 0:
-            assert cp.copy_live() == step
+            assert cp._live.copy_live() == step
             completed += 1
         else:
             continue
@@ -471,7 +471,7 @@ def test_a_write_in_the_middle_of_the_overlapped_part_is_noticed(
     train(state, 1)
     cp = open_run(state, on_error="warn")
     assert follow(cp, state, twin, range(1, 12), train) == []
-    before = cp._stager.skipped_bytes
+    before = cp._session.stager.skipped_bytes
     assert before > 0
     train(state, 12)
     opened.clear()
@@ -491,7 +491,7 @@ def test_the_labels_say_nothing_of_it(open_run: Any) -> None:
     train(state, 1)
     cp = open_run(state)
     assert follow(cp, state, twin, range(1, 16), train) == []
-    arena = cp._stager.arena
+    arena = cp._session.stager.arena
     assert arena is not None and len(arena.labels(SEALED)) == len(known(cp)) == slots(cp)
 
 

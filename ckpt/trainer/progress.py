@@ -1,0 +1,132 @@
+"""Where the training is: the step that it named last, and what may be done there."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from ckpt.errors import ClosedError, UsageError
+from ckpt.ipc.heartbeat import PAUSED
+from ckpt.save import Save
+from ckpt.trainer.deferred import DeferredStep
+from ckpt.trainer.session import Session
+from ckpt.trainer.snapshot import PendingSnapshot
+
+TURN_S = 0.2  # between two looks at whether we were closed
+
+
+class Progress:
+    """Of one Checkpointer. Changed by the thread that trains; read by any."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.step: int | None = None
+        self.stepped = False  # whether that is a step that was done since the last restore
+        self.thread = 0  # that did it
+        self.finite: bool | None = None  # what was said of it
+        self.within: int | None = None  # the step that step() or save() is at this moment dealing with
+        self.moment: DeferredStep | None = None  # what it was made of, if it was not due
+        self.deferred: tuple[Save, PendingSnapshot] | None = None  # how to copy it after all, if it was not due
+        self.exchanged = False  # weights are others at the moment, as `pause` was told
+        self.restored = False
+        self.torn = False  # a restore failed half-way
+        self.closed = self.forked = False
+        self.turn = threading.RLock()  # of whoever is in step(), save(), restore() or close()
+        self._updates = 0  # optimizer steps before the last call of step()
+
+    def begin(self, step: int, finite: bool | None) -> None:
+        """The training has done this step."""
+        session, stats = self._session, self._session.stalls.stats
+        self.finite = finite
+        self.step, self._updates, self.deferred, self.moment = step, session.hook.count, None, None
+        session.heartbeat.beat(step, stats.stalled_s, stats.saves, stats.skipped)
+        self.stepped, self.exchanged, self.thread = True, False, threading.get_ident()
+        session.capture.trust(session.hook.announced())
+
+    def went_back(self, step: int) -> None:
+        """The state is that of a checkpoint."""
+        self.step, self._updates = step, self._session.hook.count
+        self.restored, self.torn = True, False
+        self.stepped, self.moment, self.exchanged, self.finite = False, None, False, None
+
+    def starts(self, default: object) -> None:
+        """There is no checkpoint."""
+        self.restored, self.finite = True, None
+        if isinstance(default, int):
+            self.step = default
+
+    @property
+    def moved_on(self) -> bool:
+        """Whether an optimizer has begun a further step."""
+        return self._session.hook.count != self._updates
+
+    def unmoved(self) -> Callable[[], bool]:
+        """For another thread, to ask later: whether the state is still what it is now."""
+        hook, updates = self._session.hook, self._updates
+        return lambda: hook.count == updates
+
+    @contextlib.contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """One thread at a time. Whoever closes us may wait for a thread that waits here, such as that of `on_fault`."""
+        while not self.turn.acquire(timeout=TURN_S):
+            if self.closed:
+                self.check_usable()
+        try:
+            yield
+        finally:
+            self.turn.release()
+
+    @contextlib.contextmanager
+    def pause(self, changes_state: bool) -> Iterator[None]:
+        heartbeat, outer = self._session.heartbeat, self.exchanged
+        if changes_state:
+            self.deferred, self.exchanged = None, True
+        before, began = heartbeat.state, time.monotonic()
+        heartbeat.touch(PAUSED)
+        try:
+            yield
+            self.exchanged = outer  # after an exception they may be so still
+        finally:
+            heartbeat.paused(time.monotonic() - began if before != PAUSED else 0.0)
+            heartbeat.touch(before)
+
+    # -- checks --
+
+    def check_not_forked(self) -> None:
+        if self.forked:
+            raise ClosedError("this process was forked from the trainer: only the trainer saves")
+
+    def check_usable(self, *, restoring: bool = False) -> None:
+        self.check_not_forked()
+        if self.closed:
+            raise ClosedError("this Checkpointer is closed: make a new one")
+        self._session.errors.check_owner()
+        if restoring:
+            return
+        if self.torn:
+            raise UsageError("the last restore failed half-way, so the state is not one of any step: restore again")
+        if self._session.ownership.has_checkpoints and not self.restored:
+            raise UsageError(
+                f"{self._session.settings.places} holds checkpoints: call restore() before the first step, or use "
+                "another location"
+            )
+
+    def check_next(self, step: int) -> None:
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
+            raise UsageError(f"a step is a number from 0, not {step!r}")
+        if self.step is not None and step <= self.step:
+            raise UsageError(f"step {step} cannot follow step {self.step}: steps only go up (restore() goes back)")
+        capture = self._session.capture
+        silent = capture.has_scaler or capture.has_unguarded  # steps may be skipped, or run no hooks
+        accumulating = self._session.hook.count > 0 and not self.moved_on and not silent
+        if accumulating and capture.holds_gradients():
+            raise UsageError(
+                f"no optimizer has stepped since step {self.step}: call step() once per optimizer step, not in the "
+                "middle of gradient accumulation. After a batch left out on purpose, drop its gradients first"
+            )
+
+    def check_same(self) -> None:
+        if self.moved_on:
+            raise UsageError(f"training went on after step {self.step}: call save() right after step()")

@@ -1,0 +1,232 @@
+"""One save: the state is read, staged, and sent to the tiers that are due."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+
+from ckpt.errors import CheckpointError, SaveError, SkippedError
+from ckpt.events import log
+from ckpt.format.manifest import Attempt
+from ckpt.save import Save
+from ckpt.state.capture import Reading
+from ckpt.subscribers import publish
+from ckpt.trainer.deferred import DeferredStep
+from ckpt.trainer.progress import Progress
+from ckpt.trainer.replica_check import ReplicaCheck
+from ckpt.trainer.session import Session
+from ckpt.trainer.snapshot import PendingSnapshot
+from ckpt.trainer.staged import Staged, StagedStep
+from ckpt.trainer.tier_writes import TierWrites
+
+SURELY_NEWER = 2  # snapshots of a rank: another may be one step behind
+FIRST_ARENA_S = 2.0  # the first save may wait this long for its memory, once
+
+Settings = list[list[float] | None]  # of optimizers, as the redo log wants them
+
+
+class Saves:
+    """Of one Checkpointer. `begin` belongs to the thread that trains; what comes of it, to that of the stager."""
+
+    def __init__(self, session: Session, progress: Progress, staged: Staged, writes: TierWrites) -> None:
+        self._session, self._progress, self._staged, self._writes = session, progress, staged, writes
+        self._stats = session.stalls.stats
+        self._replicas = ReplicaCheck(session, progress)
+        self._owed: set[int] = set()  # tiers whose due snapshot was dropped
+        self._dropped = False  # whether the last snapshot was: the next step is saved instead, due or not
+        self._exposed: set[str] = set()  # tensors that others than optimizers write to; replaced, never changed
+        self._written: deque[int] = deque(maxlen=256)  # steps that went to a durable tier, or were to
+        self._said_paused = False
+
+    def is_sent(self, step: int) -> bool:
+        """Whether it goes to a durable tier in any case."""
+        return bool(self._session.cadence.schedule.tiers_due(step)) or step in self._written
+
+    def tiers_due(self, step: int, asked: bool) -> list[int]:
+        """The numbers of the tiers that this step goes to."""
+        due = self._session.settings.everywhere if asked else self._session.cadence.schedule.tiers_due(step)
+        return sorted({*due, *self._owed}) if self._owed else due
+
+    def memory_due(self, step: int) -> bool:
+        due = self._dropped or self._session.cadence.schedule.memory_due(step)
+        return due and self._session.supervisor.rings
+
+    def new(self, step: int, tiers: list[int]) -> tuple[Save, Attempt]:
+        if tiers:
+            self._written.append(step)
+        owner = self._session.supervisor.owner
+        attempt = Attempt(owner.epoch, step, owner.nonce)
+        return Save(step, str(attempt), [self._session.tiers[i].url for i in tiers]), attempt
+
+    def begin(
+        self,
+        step: int,
+        tiers: list[int],
+        *,
+        explicit: bool,
+        asked: bool = False,
+        taken: DeferredStep | None = None,
+        timeout_s: float | None = None,
+    ) -> Save:
+        """`taken`: what the state was at that step, if that is not what it is now. `timeout_s`: given by close()."""
+        started = time.perf_counter()
+        wait_s = self._session.settings.busy_timeout_s if timeout_s is None else timeout_s
+        self._progress.deferred = None
+        save, attempt = self.new(step, tiers)
+        save.told = asked and not self._session.cadence.schedule.tiers_due(step)  # a best effort is no error
+        try:
+            reading, values, settings = self._read(save, taken)
+            must = explicit or bool(tiers) or (self._session.redo.on and self._session.settings.on_busy == "wait")
+            self._ready_memory(step, reading, len(values), wait_s, must=must)
+        except BaseException as error:
+            what = error if isinstance(error, CheckpointError) else SaveError(f"step {step} was not saved: {error!r}")
+            save.set_failed(what)
+            self._retract(attempt, tiers, what)
+            raise
+        job = PendingSnapshot(
+            attempt=attempt,
+            reading=reading,
+            values=values,
+            finite=self._progress.finite,
+            busy="wait" if explicit else self._session.settings.on_busy,
+            deadline=time.monotonic() + wait_s,
+            on_end=lambda job: self.on_ended(save, job, tiers, settings),
+            taken=taken,
+        )
+        if timeout_s is None:  # else nobody comes to compare any more
+            self._replicas.begin(job)
+        self._submit(save, job, started)
+        return save
+
+    def write_again(self, save: Save, job: PendingSnapshot) -> None:
+        """It is in memory already, perhaps on its way to a tier: write it to the tiers that it misses."""
+        assert job.place is not None
+        if save.told:
+            self._session.errors.forget(save)
+        self._written.append(save.step)
+        for i, tier in enumerate(self._session.tiers):
+            if tier.url not in save.tiers or save.failed(tier.url):
+                self._writes.write_also(save, job.attempt, job.place, i)
+
+    def _read(self, save: Save, taken: DeferredStep | None) -> tuple[Reading, bytes, Settings | None]:
+        """The state, its plain values as JSON, and what the redo log needs to know of a step that goes there."""
+        session = self._session
+        if taken is None:
+            session.capture.copy_eagerly(self._exposed)
+            session.capture.keep_apart(self._replicas.differing)
+        reading = session.capture.read() if taken is None else taken.reading
+        values = json.dumps(reading.values, separators=(",", ":")).encode()
+        session.supervisor.tell_layout(reading.layout, reading.guarded)
+        if not session.redo.on:
+            return reading, values, None
+        session.redo.prepare(reading)
+        for url in session.redo.urls:
+            save.add_log(url)
+        return reading, values, session.redo.told()
+
+    def _submit(self, save: Save, job: PendingSnapshot, started: float) -> None:
+        save.began = started
+        try:
+            self._staged.last = (save, job)
+            self._writes.follow(save)
+            self._session.stager.submit(job)
+        except BaseException as error:
+            if not job.submitted:
+                save.set_failed(SaveError(f"step {save.step} was not saved: {error!r}"))
+            raise
+        save.stalled_s = time.perf_counter() - started
+        self._session.stalls.count(save.stalled_s)
+
+    def _ready_memory(self, step: int, reading: Reading, values_size: int, timeout_s: float, *, must: bool) -> None:
+        session, data_size = self._session, reading.layout.arrangement.data_size
+        if not session.fits(data_size, values_size):
+            first = session.stager.arena is None and not self._said_paused
+            end = time.monotonic() + (timeout_s if must else FIRST_ARENA_S if first else 0.0)
+            self._make_memory(data_size, values_size, end, must=must)
+            if not session.fits(data_size, values_size) and not self._said_paused:
+                self._said_paused = True
+                log.warning("memory for snapshots is being prepared; until it is ready, steps are not kept in memory")
+        if not (must or session.redo.on or session.supervisor.rings):
+            raise SkippedError(f"step {step} was not saved: memory is short, and it was due nowhere else")
+
+    def _make_memory(self, data_size: int, values_size: int, end: float, *, must: bool) -> None:
+        supervisor = self._session.supervisor
+        while True:
+            if self._progress.closed:  # by a signal handler
+                self._progress.check_usable()
+            supervisor.prepare(data_size, values_size, again=must)
+            try:
+                supervisor.take_prepared(max(0.0, end - time.monotonic()))
+            except CheckpointError as error:
+                if must or isinstance(error, SkippedError):
+                    raise
+                self._session.errors.note(error)
+                return
+            if not must and supervisor.refused(data_size + values_size):
+                raise SkippedError("memory is short")
+            ready = self._session.fits(data_size, values_size)
+            if ready or supervisor.failure is not None or time.monotonic() >= end:
+                return
+            time.sleep(0.02)  # the writer died meanwhile, and the next one is asked
+
+    # -- events, from the staging thread and the receiving thread --
+
+    def on_ended(self, save: Save, job: PendingSnapshot, tiers: list[int], settings: Settings | None = None) -> None:
+        """It is staged, or never will be."""
+        if job.error is None and job.place is None:
+            return
+        self._exposed = self._exposed.union(job.written_by_others)  # before the user hears of it
+        if job.error is not None:
+            self._on_dropped(save, job, job.error, tiers)
+            return
+        assert job.place is not None
+        self._staged.newest = StagedStep(save, job.attempt, job.place)
+        self._owed.difference_update(tiers)
+        self._dropped = False
+        sound, supervisor = job.finite is not False, self._session.supervisor
+        if sound:  # else what was there before is needed yet
+            self._supersede(job)
+        supervisor.acknowledge(job.attempt, *job.place, lambda error: self._on_kept(save, job, error))
+        if settings is not None:
+            self._session.redo.log(save, job.attempt, job.place, settings)
+        supervisor.on_sealed(sound=sound)
+        for i in tiers:
+            self._writes.write(save, job.attempt, job.place, i)
+
+    def _supersede(self, job: PendingSnapshot) -> None:
+        """What was restored, and what ranks keep for each other, is needed no longer."""
+        supervisor, alone = self._session.supervisor, self._session.world.size == 1
+        if supervisor.superseded or alone:
+            self._staged.unpin_restored()
+        if not alone and supervisor.newer == SURELY_NEWER:
+            self._session.ownership.tell_newer(job.attempt.epoch)
+
+    def _on_dropped(self, save: Save, job: PendingSnapshot, error: CheckpointError, tiers: list[int]) -> None:
+        if job.written_by_others or isinstance(error, SkippedError):
+            alone = self._session.world.size == 1
+            if alone:  # the next step makes up for it; other ranks would not save that one
+                self._owed.update(tiers)
+            self._dropped = alone and bool(job.written_by_others)
+            self._stats.skipped += 1
+            log.warning("%s", error)
+        else:
+            self._session.errors.note(error, save)
+        self._retract(job.attempt, tiers, error)
+        publish("failed", save.step, tier="memory", error=str(error))
+        save.set_failed(error)
+
+    def _retract(self, attempt: Attempt, tiers: list[int], why: CheckpointError) -> None:
+        """The others wait for this rank's part."""
+        if tiers and self._session.world.size > 1:
+            self._session.supervisor.retract(attempt, f"rank {self._session.world.rank}: {why}")
+
+    def _on_kept(self, save: Save, job: PendingSnapshot, error: CheckpointError | None) -> None:
+        """A process that survives this one has the snapshot, or none will have it any more."""
+        if error is not None:
+            publish("failed", save.step, tier="memory", error=str(error))
+            save.set_unstaged(error)
+            return
+        save.set_staged(self._session.supervisor.survives)
+        stalled_s = self._session.stalls.until_staged(save)
+        publish("staged", save.step, stall_s=stalled_s, nbytes=job.reading.layout.arrangement.data_size)

@@ -1,4 +1,4 @@
-"""What a test starts by `processes.start` is a process like any other."""
+"""What a test starts by `processes.start_python` is a process like any other."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from processes import Forked, start
-from processes import run as run_forked
+from processes import Forked, run_python, start_python
 
-STARTS = pytest.mark.parametrize("run", (subprocess.run, run_forked), ids=("spawned", "forked"))
+STARTS = pytest.mark.parametrize("run", (subprocess.run, run_python), ids=("spawned", "forked"))
 
 
 def python(run: Any, code: str, *words: str, **settings: Any) -> tuple[int, str, str]:
@@ -25,7 +24,7 @@ def python(run: Any, code: str, *words: str, **settings: Any) -> tuple[int, str,
 def test_the_one_is_forked_and_the_other_is_not() -> None:
     words = [sys.executable, "-c", "import os; print(os.getppid())"]
     for settings, forked in (({}, True), ({"env": {**os.environ, "PYTHONHASHSEED": "1"}}, False)):
-        with start(words, stdout=subprocess.PIPE, text=True, **settings) as process:  # type: ignore[arg-type]
+        with start_python(words, stdout=subprocess.PIPE, text=True, **settings) as process:  # type: ignore[arg-type]
             assert isinstance(process, Forked) == forked
             assert process.stdout is not None
             assert (int(process.stdout.read()) != os.getpid()) == forked
@@ -87,7 +86,9 @@ for line in sys.stdin:
     print(line.strip(), flush=True)
 """
     pipe = subprocess.PIPE
-    with start([sys.executable, "-c", echo], stdin=pipe, stdout=pipe, text=True, start_new_session=True) as process:
+    with start_python(
+        [sys.executable, "-c", echo], stdin=pipe, stdout=pipe, text=True, start_new_session=True
+    ) as process:
         assert process.stdout is not None and process.stdin is not None
         assert process.stdout.readline() == f"{process.pid} {process.pid}\n"
         process.stdin.write("hello\n")
@@ -103,10 +104,10 @@ for line in sys.stdin:
 
 def test_children_differ_in_what_is_drawn() -> None:
     draw = "import random, numpy; print(random.random(), numpy.random.random())"
-    found = {python(run_forked, draw)[1] for _ in range(3)}
+    found = {python(run_python, draw)[1] for _ in range(3)}
     assert len(found) == 3
 
 
 def test_torch_works() -> None:
     code = "import torch; x = torch.ones(300, 300, requires_grad=True); (x @ x).sum().backward(); print(x.grad.sum())"
-    assert python(run_forked, code) == (0, "tensor(54000000.)\n", "")
+    assert python(run_python, code) == (0, "tensor(54000000.)\n", "")

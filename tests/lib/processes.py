@@ -43,7 +43,7 @@ _SERVE = "import sys; sys.path[0] = sys.argv[2]; import zygote; del sys.path[0];
 # What an interpreter and the libraries that it loads look at only once, when they start; and what of it is no matter.
 _AT_START = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC", "GLIBC", "OMP_", "MKL_", "OPENBLAS", "TORCH_", "KMP_")
 _LATER = ("PYTHONPATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
-_PLAIN = {"stdin", "stdout", "stderr", "cwd", "env", "text", "bufsize", "encoding", "pass_fds", "start_new_session"}
+_PLAIN = {"stdin", "stdout", "stderr", "cwd", "env", "text", "bufsize", "encoding", "start_new_session"}
 
 
 class Zygote:
@@ -60,7 +60,10 @@ class Zygote:
             words[0] == sys.executable
             and (words[1] in ("-c", "-m") or not str(words[1]).startswith("-"))
             and settings.keys() <= _PLAIN
-            and _at_start(settings.get("env") or os.environ) == self.environment
+            and _at_start(environment := settings.get("env") or os.environ) == self.environment
+            and not any(
+                Path(path, "sitecustomize.py").exists() for path in environment.get("PYTHONPATH", "").split(":")
+            )
         )
 
     def fork(self, request: dict[str, Any], files: list[int]) -> int:
@@ -101,21 +104,20 @@ class Forked(subprocess.Popen[Any]):
     """A child of the zygote, which is used like any process."""
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
-        pass_fds, folder, environment = rest[3:6]
+        folder, environment = rest[4:6]
         pipes, session = rest[9:15], rest[20]
         request = {
             "words": list(map(os.fspath, args)),
             "environment": dict(os.environ if environment is None else environment),
             "folder": os.fspath(folder or os.getcwd()),
             "session": session,
-            "pass": list(pass_fds),
         }
         theirs = pipes[0], pipes[3], pipes[5]
         files = [number if fd == -1 else fd for number, fd in enumerate(theirs)]
         assert ZYGOTE is not None
         self._ended, status = os.pipe()
         try:
-            self.pid = ZYGOTE.fork(request, [*files, *pass_fds, status])
+            self.pid = ZYGOTE.fork(request, [*files, status])
         finally:
             os.close(status)
         self._child_created = True
@@ -133,7 +135,7 @@ class Forked(subprocess.Popen[Any]):
         return self.pid, NUMBER.unpack(status)[0] if status else signal.SIGKILL
 
 
-def start(words: Sequence[Any], **settings: Any) -> subprocess.Popen[Any]:
+def start_python(words: Sequence[Any], **settings: Any) -> subprocess.Popen[Any]:
     """`subprocess.Popen`, or its like by a fork if that tells nobody apart.
 
     Use `subprocess` itself where the start is what is tested: what is imported, the command line, the parent.
@@ -142,7 +144,7 @@ def start(words: Sequence[Any], **settings: Any) -> subprocess.Popen[Any]:
     return (Forked if forked else subprocess.Popen)(words, **settings)
 
 
-def run(
+def run_python(
     words: Sequence[Any],
     *,
     input: Any = None,
@@ -151,12 +153,12 @@ def run(
     check: bool = False,
     **settings: Any,
 ) -> subprocess.CompletedProcess[Any]:
-    """`subprocess.run`, by `start`."""
+    """`subprocess.run`, by `start_python`."""
     if input is not None:
         settings["stdin"] = subprocess.PIPE
     if capture_output:
         settings |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with start(words, **settings) as process:
+    with start_python(words, **settings) as process:
         try:
             out, err = process.communicate(input, timeout=timeout)
         except BaseException:
@@ -175,7 +177,7 @@ def run_script(
     # OpenMP's threads spin while they wait, which starves everything else on a machine with few cores.
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "CKPT_FAIL": fail, "PYTHONPATH": PYTHONPATH}
     words = [sys.executable, "-c", code, *map(str, arguments)]
-    return run(words, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    return run_python(words, env=environment, capture_output=True, text=True, timeout=timeout_s)
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:

@@ -6,14 +6,13 @@ imports: no thread, no tensor, no open file, nothing of `ckpt`, which each child
 -c`, `python -m` or `python script.py` would be: `__main__`, arguments, path, environment, folder, files and session are
 its own, and it ends as an interpreter ends. Only its command line in /proc is this process's, and so is its parent.
 
-The other end of the socket is `processes.start`, which knows which starts have to be real.
+The other end of the socket is `processes.start_python`, which knows which starts have to be real.
 """
 
 from __future__ import annotations
 
 import builtins
 import contextlib
-import fcntl
 import gc
 import importlib.machinery
 import io
@@ -74,8 +73,8 @@ def serve(path: list[str]) -> Program:
 
 
 def _receive(control: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """A request, and files: 0 to 2, those to pass, and the pipe for how the child ends."""
-    head, fds, _, _ = socket.recv_fds(control, NUMBER.size, 64)
+    """A request, and four files: 0 to 2, and the pipe for how the child ends."""
+    head, fds, _, _ = socket.recv_fds(control, NUMBER.size, 4)
     if not head:
         return None, []
     (length,) = NUMBER.unpack(head)
@@ -100,10 +99,7 @@ def _become(request: dict[str, Any], files: list[int], path: list[str]) -> Progr
     """Be what an interpreter is when it starts."""
     if request["session"]:
         os.setsid()
-    above = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 500) for fd in files]  # where none of their numbers is taken
-    for fd in files:
-        os.close(fd)
-    for fd, number in zip(above, (0, 1, 2, *request["pass"]), strict=True):
+    for number, fd in enumerate(files):
         os.dup2(fd, number)
         os.close(fd)
     _open_standard_files()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import processes
 from processes import writers
 
 # Files that take long, mostly since they wait for processes: real jobs that are killed and continued, whole disks,
@@ -36,6 +37,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="all",
         help="files that take minutes, all others, or both; files that are named are run in any case",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    processes.ZYGOTE = processes.Zygote()
+    config.add_cleanup(processes.ZYGOTE.close)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -25,7 +25,7 @@ from ckpt.errors import SkippedError
 from ckpt.goodput.ledger import Account
 from ckpt.subscribers import Board, Event
 from ckpt.trainer import profiler
-from processes import REPO, eventually, run_script
+from processes import REPO, eventually, run_script, start_python
 
 WAIT_S = 60.0
 
@@ -317,7 +317,7 @@ def test_only_rank_0_says_that_a_save_is_durable(run_dir: str) -> None:
         port = str(sock.getsockname()[1])
     path = f"{REPO}:{REPO / 'backends'}"
     ranks = [
-        subprocess.Popen(
+        start_python(
             [sys.executable, "-c", RANK, str(rank), run_dir, port],
             env={**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"},
             stdout=subprocess.PIPE,

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
-from processes import PYTHONPATH, REPO
+from processes import PYTHONPATH, REPO, run_python
 
 
 class Noisy(Dataset[tuple[int, float]]):
@@ -210,7 +210,7 @@ def test_killed_with_two_ranks_and_continued_by_three(run_dir: str, tmp_path: Pa
     given_out: list[int] = []
     for world, kill in ((2, 7), (3, 10), (1, 0)):
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-        done = subprocess.run(
+        done = run_python(
             [*words, str(script), run_dir, str(kill)],
             env=environment,
             capture_output=True,

@@ -39,7 +39,7 @@ from ckpt.store import Store, open_store, options_of, remember_options
 from ckpt.testing import StoreTests, keys, upload
 from ckpt_backends.remote import RemoteStore
 from ckpt_backends.s3 import S3Store
-from processes import PYTHONPATH, eventually, killed, run_script
+from processes import PYTHONPATH, eventually, killed, run_script, start_python
 from s3_server import FaultProxy, MotoServer, storage_options
 
 pytestmark = pytest.mark.s3
@@ -582,7 +582,7 @@ def side_by_side(code: str, place: str, count: int) -> list[list[list[int]]]:
     path = PYTHONPATH
     options = json.dumps(options_of(place))
     processes = [
-        subprocess.Popen(
+        start_python(
             [sys.executable, "-c", code, place, options, str(who)],
             env={**os.environ, "PYTHONPATH": path},
             stdout=subprocess.PIPE,

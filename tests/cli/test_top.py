@@ -38,7 +38,7 @@ from ckpt.cli.top_data import RunWatch
 from ckpt.cli.top_view import PLAIN, Glyphs, RunStored, TopView, lines, plain
 from ckpt.store import normalise, open_store
 from ckpt.telemetry.status import DeviceStatus, RankStatus, SlotStatus, TierStatus
-from processes import PYTHONPATH, eventually, writers
+from processes import PYTHONPATH, eventually, start_python, writers
 
 PATIENCE_S = 60.0
 RUN = "file:///data/runs/exp1"
@@ -90,7 +90,7 @@ def seen(run: str, **more: str) -> dict[str, Any]:
 def child(run: str, **more: str) -> Iterator[tuple[subprocess.Popen[str], Callable[[int], int]]]:
     """A trainer in a process of its own, and how to have it do steps."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", CHILD, run], env=environment(**more), **pipes) as process:
+    with start_python([sys.executable, "-c", CHILD, run], env=environment(**more), **pipes) as process:
 
         def go(steps: int) -> int:
             assert process.stdin is not None and process.stdout is not None

@@ -12,7 +12,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -44,7 +43,7 @@ from ckpt.dcp import read as dcp_source
 from ckpt.format.manifest import Attempt
 from ckpt.runlog.log import RunLog
 from parallel import build, free_port, gathered, launch, train_step
-from processes import REPO
+from processes import REPO, run_python
 from s3_server import MotoServer, storage_options
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -467,7 +466,7 @@ def test_the_last_save_of_a_script_is_not_lost(run_dir: str) -> None:
     """Nobody calls .result(): as with torch's own writer it is whole. After that it is too late, and that is said."""
     words = [sys.executable, "-c", LAST_SAVE, run_dir]
     environment = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+    done = run_python(words, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and history(run_dir) == [1], done.stderr[-3000:]
     assert "not in an atexit handler" in done.stdout
 
@@ -1175,6 +1174,6 @@ def test_the_example_goes_on_with_another_number_of_ranks(tmp_path: Path) -> Non
     for world, begins in ((2, "starts at step 0"), (1, "starts at step 60")):
         torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}"]
         words = [*torchrun, f"--master-port={free_port()}", str(REPO / "examples" / "dcp.py"), str(tmp_path / "run")]
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+        done = run_python(words, env=environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0 and begins in done.stdout, done.stdout + done.stderr[-3000:]
     assert history(str(tmp_path / "run")) == [60, 50, 40]

@@ -19,7 +19,7 @@ import ckpt
 from ckpt.errors import CorruptError, FormatError
 from ckpt.goodput import ledger
 from ckpt.goodput.ledger import Account, Decision, End, Restore, Saves, SeenFault, StepRow
-from processes import PYTHONPATH, eventually, killed, run_script, writers
+from processes import PYTHONPATH, eventually, killed, run_python, run_script, start_python, writers
 
 JOB = """
 import os, sys, time, toy, ckpt
@@ -291,7 +291,7 @@ os._exit(0)
         run_dir,
     ]
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    result = run_python(words, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stderr
     told = sorted(line.split(maxsplit=2)[2] for line in result.stdout.splitlines() if line.startswith("RANK"))
     assert len(told) == 2 and told[0] == told[1]
@@ -321,7 +321,7 @@ def test_a_frozen_trainer_is_still_accounted_for(run_dir: str) -> None:
         "23",
         "",
     ]
-    process = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE)
+    process = start_python(words, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None and process.stdout.readline()
         assert eventually(

@@ -13,7 +13,7 @@ import psutil
 import toy
 from ckpt.checkpoint import read
 from ckpt.ipc.process import Process
-from processes import PYTHONPATH, eventually, run_script, writers
+from processes import PYTHONPATH, eventually, run_script, start_python, writers
 
 STEPS = 60
 
@@ -153,7 +153,7 @@ class Trainer:
     def __init__(self, code: str, *arguments: object, fail: str = "", path: str = "") -> None:
         folders = [*filter(None, [path]), PYTHONPATH]
         environment = {**os.environ, "CKPT_FAIL": fail, "PYTHONPATH": ":".join(map(str, folders))}
-        self.process = subprocess.Popen(
+        self.process = start_python(
             [sys.executable, "-c", code, *map(str, arguments)],
             env=environment,
             stdin=subprocess.PIPE,

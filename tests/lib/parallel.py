@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ckpt
-from processes import PYTHONPATH
+from processes import PYTHONPATH, start_python
 
 MODES = ("ddp", "fsdp", "hsdp", "tp", "fsdp_tp", "pp")
 WIDTH, HIDDEN, LAYERS = 20, 36, 5  # 36 is divided evenly by 2, 3 and 4; 20 unevenly by 3
@@ -219,7 +219,7 @@ def launch(
         **environment,
     }
     processes = [
-        subprocess.Popen(
+        start_python(
             [sys.executable, "-c", code, *map(str, arguments)],
             env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,

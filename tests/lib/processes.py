@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-REPO = Path(__file__).parent.parent.parent
+from zygote import NUMBER
+
+LIB = Path(__file__).parent
+REPO = LIB.parent.parent
 # What a process of a test may import: the library, and what tests share.
-PYTHONPATH = ":".join(map(str, (REPO, REPO / "backends", REPO / "tests" / "lib", REPO / "tests" / "promises")))
+PYTHONPATH = ":".join(map(str, (REPO, REPO / "backends", LIB, REPO / "tests" / "promises")))
 
 
 def writers(folder: Path) -> list[psutil.Process]:
@@ -29,20 +37,147 @@ def writers(folder: Path) -> list[psutil.Process]:
     return found
 
 
+# -- Python processes, forked where that is as good as a start --
+
+_SERVE = "import sys; sys.path[0] = sys.argv[2]; import zygote; del sys.path[0]; exec(*zygote.serve(list(sys.path)))"
+# What an interpreter and the libraries that it loads look at only once, when they start; and what of it is no matter.
+_AT_START = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC", "GLIBC", "OMP_", "MKL_", "OPENBLAS", "TORCH_", "KMP_")
+_LATER = ("PYTHONPATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+_PLAIN = {"stdin", "stdout", "stderr", "cwd", "env", "text", "bufsize", "encoding", "start_new_session"}
+
+
+class Zygote:
+    """See zygote.py. It starts with the first process that is asked of it, and ends with this one."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.environment = _at_start(os.environ)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def can(self, words: Sequence[Any], settings: dict[str, Any]) -> bool:
+        """Whether a child would be like the process that `subprocess.Popen` starts."""
+        return (
+            words[0] == sys.executable
+            and (words[1] in ("-c", "-m") or not str(words[1]).startswith("-"))
+            and settings.keys() <= _PLAIN
+            and _at_start(environment := settings.get("env") or os.environ) == self.environment
+            and not any(
+                Path(path, "sitecustomize.py").exists() for path in environment.get("PYTHONPATH", "").split(":")
+            )
+        )
+
+    def fork(self, request: dict[str, Any], files: list[int]) -> int:
+        """The pid of a child that has these files."""
+        message = json.dumps(request).encode()
+        with self.lock:
+            if self.process is None:
+                self._start()
+            socket.send_fds(self.control, [NUMBER.pack(len(message))], files)
+            self.control.sendall(message)
+            (pid,) = NUMBER.unpack(self.control.recv(NUMBER.size, socket.MSG_WAITALL))
+        return int(pid)
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.control.close()
+            self.process.wait(60)
+
+    def _start(self) -> None:
+        # OpenMP's threads spin while they wait, which starves everything else on a machine with few cores; OpenBLAS
+        # starts its own when it is loaded.
+        environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1"}
+        environment = {k: v for k, v in environment.items() if k not in ("PYTHONPATH", "OMP_NUM_THREADS")}
+        self.control, theirs = socket.socketpair()
+        words = [sys.executable, "-c", _SERVE, str(theirs.fileno()), str(LIB)]
+        with theirs, open(os.devnull) as nothing:
+            self.process = subprocess.Popen(words, env=environment, pass_fds=[theirs.fileno()], stdin=nothing)
+
+
+def _at_start(environment: Any) -> dict[str, str]:
+    return {k: v for k, v in environment.items() if k.startswith(_AT_START) and k not in _LATER}
+
+
+ZYGOTE: Zygote | None = None  # of pytest; what tests start does not start so many that it would pay
+
+
+class Forked(subprocess.Popen[Any]):
+    """A child of the zygote, which is used like any process."""
+
+    def _execute_child(self, args: Any, *rest: Any) -> None:
+        folder, environment = rest[4:6]
+        pipes, session = rest[9:15], rest[20]
+        request = {
+            "words": list(map(os.fspath, args)),
+            "environment": dict(os.environ if environment is None else environment),
+            "folder": os.fspath(folder or os.getcwd()),
+            "session": session,
+        }
+        theirs = pipes[0], pipes[3], pipes[5]
+        files = [number if fd == -1 else fd for number, fd in enumerate(theirs)]
+        assert ZYGOTE is not None
+        self._ended, status = os.pipe()
+        try:
+            self.pid = ZYGOTE.fork(request, [*files, status])
+        finally:
+            os.close(status)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+    def _internal_poll(self, _deadstate: Any = None, **_: Any) -> int | None:
+        poll = super()._internal_poll  # type: ignore[misc]
+        return poll(_deadstate, _waitpid=lambda _, flags: self._try_wait(flags))  # type: ignore[no-any-return]
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if wait_flags & os.WNOHANG and not select.select([self._ended], [], [], 0)[0]:
+            return 0, 0
+        status = os.read(self._ended, NUMBER.size)
+        os.close(self._ended)
+        return self.pid, NUMBER.unpack(status)[0] if status else signal.SIGKILL
+
+
+def start_python(words: Sequence[Any], **settings: Any) -> subprocess.Popen[Any]:
+    """`subprocess.Popen`, or its like by a fork if that tells nobody apart.
+
+    Use `subprocess` itself where the start is what is tested: what is imported, the command line, the parent.
+    """
+    forked = ZYGOTE is not None and ZYGOTE.can(words, settings)
+    return (Forked if forked else subprocess.Popen)(words, **settings)
+
+
+def run_python(
+    words: Sequence[Any],
+    *,
+    input: Any = None,
+    capture_output: bool = False,
+    timeout: float | None = None,
+    check: bool = False,
+    **settings: Any,
+) -> subprocess.CompletedProcess[Any]:
+    """`subprocess.run`, by `start_python`."""
+    if input is not None:
+        settings["stdin"] = subprocess.PIPE
+    if capture_output:
+        settings |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with start_python(words, **settings) as process:
+        try:
+            out, err = process.communicate(input, timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    result = subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    if check:
+        result.check_returncode()
+    return result
+
+
 def run_script(
     code: str, *arguments: object, fail: str = "", timeout_s: float = 120.0
 ) -> subprocess.CompletedProcess[str]:
     """Run Python code as a training process of its own; `fail` arms fail points (see ckpt/events.py)."""
     # OpenMP's threads spin while they wait, which starves everything else on a machine with few cores.
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "CKPT_FAIL": fail, "PYTHONPATH": PYTHONPATH}
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    words = [sys.executable, "-c", code, *map(str, arguments)]
+    return run_python(words, env=environment, capture_output=True, text=True, timeout=timeout_s)
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from ckpt.ranks.world import World
+from processes import start_python
 
 StoreOf = Callable[[int], Any]
 
@@ -72,7 +73,7 @@ time.sleep(300)
 @pytest.fixture
 def host() -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A process that hosts a TCPStore, and its port."""
-    with subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True) as process:
+    with start_python([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             yield process, int(process.stdout.readline())

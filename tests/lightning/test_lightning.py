@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import ckpt
-from processes import PYTHONPATH, REPO
+from processes import PYTHONPATH, REPO, start_python
 
 pytest.importorskip("lightning")
 import lightning.pytorch as pl
@@ -62,7 +62,7 @@ def start(spec: dict[str, Any], *, ranks: int = 1) -> list[subprocess.Popen[str]
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "RANK": str(rank)}
         world |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "test"}
         found.append(
-            subprocess.Popen(
+            start_python(
                 [sys.executable, str(REPO / "tests" / "lib" / "lightning_toy.py"), json.dumps(spec)],
                 env={**base, **(world if ranks > 1 else {})},
                 stdout=subprocess.PIPE,

@@ -32,7 +32,7 @@ from ckpt.maintain import copy_run, prune
 from ckpt.runlog.log import Acquire, Record, RunLog, RunState
 from ckpt.store import open_store, options_of, remember_options
 from commands import Result, attempt_of, call, flip, save_increments
-from processes import PYTHONPATH, REPO, eventually, killed, run_script
+from processes import PYTHONPATH, REPO, eventually, killed, run_script, start_python
 from s3_server import MotoServer, storage_options
 from trees import tree
 
@@ -530,7 +530,7 @@ def test_ctrl_c_leaves_nothing_half_done(trained: Path, tmp_path: Path, call: Ca
     there, path = tmp_path / "there", f"{REPO}:{REPO / 'backends'}"
     environment = {**os.environ, "PYTHONPATH": path, "CKPT_FAIL": "pack.opened:stop"}
     words = [sys.executable, "-c", COMMAND, "copy", str(trained), str(there), "--yes"]
-    with subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+    with start_python(words, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
         stat = Path(f"/proc/{process.pid}/stat")
         assert eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
         process.send_signal(signal.SIGINT)
@@ -794,7 +794,7 @@ def test_a_training_beside_it_is_not_hurt(tmp_path: Path, call: Call) -> None:
     path = PYTHONPATH
     environment = {**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"}
     words = [sys.executable, "-c", LIVE, str(run), str(enough)]
-    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+    with start_python(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
         assert eventually(lambda: (run / "log").exists() and len(list((run / "log").iterdir())) > 6)
         for _ in range(2):
             for line in (("prune", run, "--keep-last", 2), ("gc", run), ("gc", run, "--abort-open")):

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from processes import PYTHONPATH, REPO, eventually, writers
+from processes import PYTHONPATH, REPO, eventually, start_python, writers
 
 STEPS = 70
 AT = 40
@@ -37,7 +37,7 @@ class Job:
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         with self.errors.open("wb") as errors:
-            self.process = subprocess.Popen(
+            self.process = start_python(
                 [*command, "--max-restarts", str(restarts), str(REPO / "tests/lib/ladder_toy.py"), json.dumps(options)],
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -21,7 +21,7 @@ from ckpt.ipc.requests import Greeting, Taken
 from ckpt.ipc.watch_requests import Look
 from ckpt.trainer.writer_client import WriterClient
 from parallel import free_port
-from processes import PYTHONPATH, REPO, eventually, writers
+from processes import PYTHONPATH, REPO, eventually, start_python, writers
 
 NAME = "handover"
 LIFE = """
@@ -79,7 +79,7 @@ class Rank:
 
     def __init__(self, until: int, *words: str, patch: str = "", before: tuple[str, ...] = (), **more: str) -> None:
         path = f"{PYTHONPATH}:{more.pop('site', '')}"
-        self.process = subprocess.Popen(
+        self.process = start_python(
             [*before, sys.executable, "-c", LIFE.replace("#PATCH#", patch), str(until), *words],
             env={**os.environ, "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more},
             stdin=subprocess.PIPE,
@@ -338,7 +338,7 @@ def test_a_stranger_with_the_name_of_a_writer_is_not_killed(own_sockets: Path) -
         "s = listen(sys.argv[1]); print('listens', flush=True); input()"
     )
     path = f"{REPO}:{REPO / 'backends'}"
-    stranger = subprocess.Popen(
+    stranger = start_python(
         [sys.executable, "-c", code, channel.run_key(f"memory:{NAME}", 0)],
         env={**os.environ, "PYTHONPATH": path},
         stdin=subprocess.PIPE,

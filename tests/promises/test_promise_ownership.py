@@ -27,7 +27,7 @@ from ckpt.ipc.process import Process
 from ckpt.ipc.protocol import Note
 from ckpt.ipc.requests import Close, Resume
 from ckpt.trainer.writer_client import WriterClient
-from processes import PYTHONPATH, REPO, eventually, killed, run_script, writers
+from processes import PYTHONPATH, REPO, eventually, killed, run_script, start_python, writers
 
 LIFE = """
 import os, sys, time, ckpt, torch
@@ -73,7 +73,7 @@ class Trainer:
 
     def __init__(self, place: str, until: int, *words: str, before: list[str] | None = None, code: str = LIFE) -> None:
         path = PYTHONPATH
-        self.process = subprocess.Popen(
+        self.process = start_python(
             [*(before or []), sys.executable, "-c", code, place, str(until), "go on", *words],
             env={**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONPATH": path},
             stdin=subprocess.PIPE,

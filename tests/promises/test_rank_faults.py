@@ -32,7 +32,7 @@ from ckpt.events import TRAINER_POINTS, WRITER_POINTS
 from kills import DISK, MEMORY, kill_all, problems
 from model_disk import volume, why_not
 from parallel import free_port
-from processes import PYTHONPATH, eventually, writers
+from processes import PYTHONPATH, eventually, start_python, writers
 from rank_toy import SHAPES
 
 Line = dict[str, Any]
@@ -99,7 +99,7 @@ def job(
             begin = ["unshare", "-m", "sh", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"']
             begin += [str(node(disk, rank) / "disk"), str(disk), *command]
         with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
-            processes.append(subprocess.Popen(begin, env=environment | own, stdout=out, stderr=err))
+            processes.append(start_python(begin, env=environment | own, stdout=out, stderr=err))
     try:
         if hangs := not eventually(lambda: _ended(processes), timeout_s):
             for process in processes:

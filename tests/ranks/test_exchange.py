@@ -27,7 +27,7 @@ from ckpt.errors import ClosedError, CorruptError, DeadlineError, PeerError, Sto
 from ckpt.format.table import MAX_BLOB
 from ckpt.ranks import exchange
 from ckpt.ranks.exchange import Exchange, RankReads, assign
-from processes import REPO, eventually
+from processes import REPO, eventually, start_python
 
 QUICK = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 LONG = settings(QUICK, max_examples=20_000)
@@ -671,7 +671,7 @@ def send(blobs):
 @contextlib.contextmanager
 def child(code: str, peer: Exchange, nodes: list[int]) -> Iterator[subprocess.Popen[str]]:
     """Rank 1 in a process of its own, connected to `peer` and `peer` to it."""
-    process = subprocess.Popen(
+    process = start_python(
         [sys.executable, "-c", CHILD + code, "1", json.dumps(nodes)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

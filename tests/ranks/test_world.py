@@ -30,7 +30,7 @@ from ckpt.errors import (
 )
 from ckpt.ranks import world as worlds
 from ckpt.ranks.world import Mailbox, World
-from processes import REPO, run_script
+from processes import REPO, run_script, start_python
 from threads import StoreOf, host, store_of, tcp, tcp_client, together
 
 __all__ = ["host", "store_of", "tcp"]  # fixtures
@@ -564,7 +564,7 @@ def test_ranks_that_are_processes() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
     processes = [
-        subprocess.Popen(
+        start_python(
             [sys.executable, "-c", RANK, str(rank), "3", str(server.port)],
             env=environment,
             stdout=subprocess.PIPE,

@@ -49,7 +49,7 @@ from ckpt.telemetry.nvml import Devices
 from ckpt.telemetry.status import DeviceStatus, RankStatus, SlotStatus, TierStatus, shown
 from ckpt_backends.limit import Limit
 from ckpt_backends.memory import MemoryStore
-from processes import PYTHONPATH, eventually, writers
+from processes import PYTHONPATH, eventually, run_python, start_python, writers
 
 PATIENCE_S = 60.0
 
@@ -169,7 +169,7 @@ def training(run_dir: str, **options: Any) -> Iterator[tuple[ckpt.Checkpointer, 
 def child(*arguments: object, **environment: str) -> Iterator[tuple[subprocess.Popen[str], Callable[[int], Any]]]:
     """A trainer in a process of its own, and how to have it do steps."""
     command = [sys.executable, "-c", CHILD, *map(str, arguments)]
-    with subprocess.Popen(
+    with start_python(
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -628,7 +628,7 @@ print(failed)
 def test_a_disk_that_is_full_leaves_whole_records(tmp_path: Path) -> None:
     """What a record lacks would spoil those after it: it is taken back, and the file goes on when there is room."""
     folder = tmp_path / "rank0"
-    done = subprocess.run(
+    done = run_python(
         [sys.executable, "-c", FULL_DISK, folder], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr

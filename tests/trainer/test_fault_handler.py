@@ -30,7 +30,7 @@ from ckpt.ipc.notes import PressureNote
 from ckpt.ipc.watch_requests import TriggerSave
 from ckpt.runlog.log import RunLog
 from ckpt.store import normalise, open_store
-from processes import PYTHONPATH, eventually, run_script, writers
+from processes import PYTHONPATH, eventually, run_script, start_python, writers
 
 SIGTERM_CODE = 128 + signal.SIGTERM
 QUICK_HANG = {"min_s": 1.0, "factor": 2.0}
@@ -164,7 +164,7 @@ def trainer(run: str, code: str, fail: str = "") -> Iterator[subprocess.Popen[st
     """A training process that the test acts upon while it runs."""
     path = PYTHONPATH
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "CKPT_FAIL": fail, "PYTHONPATH": path}
-    process = subprocess.Popen(
+    process = start_python(
         [sys.executable, "-c", HEAD + code, run],
         env=environment,
         stdout=subprocess.PIPE,

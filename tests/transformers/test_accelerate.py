@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from processes import REPO
+from processes import REPO, run_python
 
 pytest.importorskip("accelerate")
 
@@ -25,7 +25,7 @@ def start(launcher: list[str], *arguments: str) -> subprocess.CompletedProcess[s
         "OMP_NUM_THREADS": "1",
     }
     command = [*launcher, str(SCRIPT), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    return run_python(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
 
 def lines(ended: subprocess.CompletedProcess[str], beginning: str) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from processes import PYTHONPATH, REPO
+from processes import PYTHONPATH, REPO, run_python
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -61,7 +61,7 @@ def start(*arguments: str | Path, ranks: int = 0) -> subprocess.CompletedProcess
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, *launcher, *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    return run_python(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
 
 def toy(*runs: dict[str, Any], ranks: int = 0) -> list[dict[str, Any]]:

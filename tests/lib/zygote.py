@@ -1,0 +1,148 @@
+"""A Python process that has imported torch and forks a child for each script that a test starts: half a second of CPU
+until a script trains, not three and a half.
+
+The library spawns and never forks; this is a tool of tests, and sound since nothing has run here before the fork but
+imports: no thread, no tensor, no open file, nothing of `ckpt`, which each child imports anew. A child is what `python
+-c`, `python -m` or `python script.py` would be: `__main__`, arguments, path, environment, folder, files and session are
+its own, and it ends as an interpreter ends. Only its command line in /proc is this process's, and so is its parent.
+
+The other end of the socket is `processes.start_python`, which knows which starts have to be real.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import gc
+import importlib.machinery
+import io
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+from types import CodeType, ModuleType
+from typing import Any
+
+# What nearly every training process imports sooner or later: constructing an optimizer imports torch._dynamo.
+WARM = (
+    "numpy", "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+    "torch.nn.parallel", "torch.utils.data", "asyncio", "logging.handlers", "multiprocessing.connection",
+)  # fmt: skip
+NUMBER = struct.Struct("!I")  # a request's length, and the child's pid in reply
+
+Program = tuple[CodeType, dict[str, Any]]
+Children = dict[int, tuple[int, int]]  # by their pidfd: pid, and the pipe for how they end
+
+
+def serve(path: list[str]) -> Program:
+    """Fork children until the socket closes. Returns in each child, with what it shall run in `__main__`."""
+    for name in WARM:
+        importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "a thread would not be there after the fork"
+    gc.collect()
+    gc.freeze()  # a child that ends would look at all of it, and copy it by that
+    control = socket.socket(fileno=int(sys.argv[1]))
+    children: Children = {}
+    with selectors.DefaultSelector() as ready:
+        ready.register(control, selectors.EVENT_READ)
+        while True:
+            for key, _ in ready.select():
+                if key.fileobj is not control:
+                    ready.unregister(key.fd)
+                    _report(key.fd, *children.pop(key.fd))
+                    continue
+                request, fds = _receive(control)
+                if request is None:
+                    _kill(children)
+                    sys.exit()
+                *files, status = fds
+                child = os.fork()
+                if child == 0:
+                    for fd in (control.detach(), status, *children, *(status for _, status in children.values())):
+                        os.close(fd)
+                    return _become(request, files, path)
+                for fd in files:
+                    os.close(fd)
+                pidfd = os.pidfd_open(child)
+                children[pidfd] = (child, status)
+                ready.register(pidfd, selectors.EVENT_READ)
+                control.sendall(NUMBER.pack(child))
+
+
+def _receive(control: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """A request, and four files: 0 to 2, and the pipe for how the child ends."""
+    head, fds, _, _ = socket.recv_fds(control, NUMBER.size, 4)
+    if not head:
+        return None, []
+    (length,) = NUMBER.unpack(head)
+    return json.loads(control.recv(length, socket.MSG_WAITALL)), fds
+
+
+def _report(pidfd: int, child: int, status: int) -> None:
+    _, ended = os.waitpid(child, 0)
+    with contextlib.suppress(BrokenPipeError):
+        os.write(status, NUMBER.pack(ended))
+    os.close(status)
+    os.close(pidfd)
+
+
+def _kill(children: Children) -> None:
+    """Whoever has asked for them is gone."""
+    for child, _ in children.values():
+        os.kill(child, signal.SIGKILL)
+
+
+def _become(request: dict[str, Any], files: list[int], path: list[str]) -> Program:
+    """Be what an interpreter is when it starts."""
+    if request["session"]:
+        os.setsid()
+    for number, fd in enumerate(files):
+        os.dup2(fd, number)
+        os.close(fd)
+    _open_standard_files()
+    os.chdir(request["folder"])
+    environment = request["environment"]
+    os.environ.clear()
+    os.environ.update(environment)
+    if "OMP_NUM_THREADS" in environment:
+        sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    sys.modules["numpy"].random.seed()
+    sys.orig_argv = request["words"]
+    sys.path[:] = [*filter(None, environment.get("PYTHONPATH", "").split(":")), *path]
+    importlib.invalidate_caches()
+    return _program(*request["words"][1:])
+
+
+def _open_standard_files() -> None:
+    """Anew: how they are read and written depends on what they are."""
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
+    raw = open(2, "wb", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = io.TextIOWrapper(raw, errors="backslashreplace", line_buffering=True)
+
+
+def _program(first: str, *rest: str) -> Program:
+    """What `python first rest…` runs in `__main__`, and that module's names."""
+    module = ModuleType("__main__")  # anew: what can be reached from the frozen one is never collected
+    module.__loader__ = importlib.machinery.BuiltinImporter
+    module.__annotations__ = {}
+    module.__builtins__ = builtins  # type: ignore[attr-defined]
+    sys.modules["__main__"] = module
+    sys.argv, name = [first, *rest], "<string>"
+    if first in ("-c", "-m"):
+        del sys.argv[1]
+    if first == "-c":
+        sys.path.insert(0, "")
+        text: str | bytes = rest[0]
+    elif first == "-m":
+        sys.path.insert(0, os.getcwd())
+        text = f"__import__('runpy')._run_module_as_main({rest[0]!r})"
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(first)))
+        module.__file__ = name = os.path.abspath(first)
+        with io.open_code(name) as file:
+            text = file.read()
+    return compile(text, name, "exec", dont_inherit=True), vars(module)

@@ -1,0 +1,113 @@
+"""What a test starts by `processes.start_python` is a process like any other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from processes import Forked, run_python, start_python
+
+STARTS = pytest.mark.parametrize("run", (subprocess.run, run_python), ids=("spawned", "forked"))
+
+
+def python(run: Any, code: str, *words: str, **settings: Any) -> tuple[int, str, str]:
+    done = run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, **settings)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_one_is_forked_and_the_other_is_not() -> None:
+    words = [sys.executable, "-c", "import os; print(os.getppid())"]
+    for settings, forked in (({}, True), ({"env": {**os.environ, "PYTHONHASHSEED": "1"}}, False)):
+        with start_python(words, stdout=subprocess.PIPE, text=True, **settings) as process:  # type: ignore[arg-type]
+            assert isinstance(process, Forked) == forked
+            assert process.stdout is not None
+            assert (int(process.stdout.read()) != os.getpid()) == forked
+
+
+@STARTS
+def test_how_it_ends(run: Any) -> None:
+    assert python(run, "import sys; sys.exit(3)") == (3, "", "")
+    assert python(run, "raise SystemExit('no')") == (1, "", "no\n")
+    assert python(run, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")[0] == -signal.SIGKILL
+    code, _, err = python(run, "1 / 0")
+    assert code == 1 and err.startswith("Traceback") and err.endswith("ZeroDivisionError: division by zero\n")
+    late = """
+import atexit, threading, time
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: (time.sleep(0.1), print("thread"))).start()
+class Loud:
+    def __del__(self): print("deleted")
+loud = Loud()
+print("end")
+"""
+    assert python(run, late) == (0, "end\nthread\nat exit\ndeleted\n", "")
+
+
+@STARTS
+def test_what_it_finds(run: Any, tmp_path: Path) -> None:
+    look = """
+import os, sys, threading
+print(__name__, sys.argv, os.getcwd(), sorted(os.environ), sys.path[:2], sys.stdin.read())
+print(sorted(vars()), threading.active_count(), len(os.listdir("/proc/self/fd")), "ckpt" in sys.modules)
+"""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP", "CKPT"))}
+    environment |= {"PYTHONPATH": "/here", "NEW": "é"}
+    code, out, err = python(run, look, "a", "é b", cwd=tmp_path, env=environment, input="said")
+    there, inside = out.splitlines()
+    assert (code, err) == (0, "")
+    assert there == f"__main__ ['-c', 'a', 'é b'] {tmp_path} {sorted(environment)} ['', '/here'] said"
+    names = ["__annotations__", "__builtins__", "__doc__", "__loader__", "__name__", "__package__", "__spec__"]
+    assert inside == f"{[*names, 'os', 'sys', 'threading']} 1 4 False"
+
+
+@STARTS
+def test_scripts_and_modules(run: Any, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys, there\nprint(__name__, __file__, sys.argv, there.__name__, sys.path[0])\n")
+    (tmp_path / "there.py").touch()
+    words: list[Any] = [sys.executable, script, "a"]
+    done = run(words, capture_output=True, text=True)
+    assert done.stdout == f"__main__ {script} {[str(script), 'a']} there {tmp_path}\n", done.stderr
+    done = run([sys.executable, "-m", "script", "a"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == f"__main__ {script} {[str(script), 'a']} there {tmp_path}\n", done.stderr
+
+
+def test_signals_pipes_and_sessions() -> None:
+    echo = """
+import os, sys
+print(os.getpid(), os.getsid(0), flush=True)
+for line in sys.stdin:
+    print(line.strip(), flush=True)
+"""
+    pipe = subprocess.PIPE
+    with start_python(
+        [sys.executable, "-c", echo], stdin=pipe, stdout=pipe, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout.readline() == f"{process.pid} {process.pid}\n"
+        process.stdin.write("hello\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "hello\n"
+        assert process.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.01)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == -signal.SIGINT
+        assert process.poll() == -signal.SIGINT
+
+
+def test_children_differ_in_what_is_drawn() -> None:
+    draw = "import random, numpy; print(random.random(), numpy.random.random())"
+    found = {python(run_python, draw)[1] for _ in range(3)}
+    assert len(found) == 3
+
+
+def test_torch_works() -> None:
+    code = "import torch; x = torch.ones(300, 300, requires_grad=True); (x @ x).sum().backward(); print(x.grad.sum())"
+    assert python(run_python, code) == (0, "tensor(54000000.)\n", "")

@@ -28,6 +28,7 @@ from ckpt.errors import (
 from ckpt.events import log as logger
 from ckpt.events import point
 from ckpt.format.digest import file_digest
+from ckpt.format.join_ranks import Slim, build
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import (
     MAX_FORMAT,
@@ -44,7 +45,6 @@ from ckpt.format.manifest import (
     table_key,
 )
 from ckpt.format.merged import SavedState
-from ckpt.format.rank_index import Slim, build
 from ckpt.format.table import MAX_TABLE, Table, merge
 from ckpt.runlog.log import MAX_DOUBTS, Acquire, Commit, Record, RunLog, RunState, commit_body, infer_root
 from ckpt.store import Store, get_small

@@ -192,10 +192,7 @@ def find_masters(layout: Layout, peek: Callable[[int], memoryview]) -> I64:
 
     `peek(blob)`: its bytes. Only the first values are compared: whether it holds for all is for the encoder to see.
     """
-    arrangement = layout.arrangement
-    first: dict[int, int] = {}
-    for number, blob in enumerate(arrangement.blobs):
-        first.setdefault(blob.tensor, number)
+    arrangement, first = layout.arrangement, layout.arrangement.first_blob
     heads = dict[tuple[object, bytes], int]()
     for i, tensor in enumerate(layout.tensors):
         if tensor.dtype == "F32" and i in first:

@@ -18,9 +18,10 @@ import numpy as np
 from ckpt.errors import FullError, StoreError
 from ckpt.events import point
 from ckpt.format.digest import DIGEST_SIZE, blob_digest, file_digest
-from ckpt.format.layout import BLOB, Layout, pages
+from ckpt.format.layout import Layout, pages
 from ckpt.format.manifest import Attempt, PackInfo, Part, owner, pack_key, part_key, table_key
-from ckpt.format.table import Shard, Table
+from ckpt.format.shards import Shards
+from ckpt.format.table import Table
 from ckpt.store import PAGE, Store
 
 CHUNK = 8 << 20  # one write; large enough for full speed, small enough for several in flight
@@ -220,13 +221,12 @@ def digest_blobs(layout: Layout, data: memoryview) -> bytes:
 def build_table(layout: Layout, pack: str, digests: bytes | None) -> Table:
     """The table of one rank's pieces in one raw pack. `digests`: None if nobody has digested them, then zeros."""
     arrangement = layout.arrangement
-    pieces = [layout.tensors[i] for i in arrangement.order]
     blobs = arrangement.blobs
     length = np.array([b.length for b in blobs], np.int64)
     raw = bytes(len(blobs) * DIGEST_SIZE) if digests is None else digests[: len(blobs) * DIGEST_SIZE]
     return Table(
-        shards=tuple(Shard(t.name, t.dtype, t.full, t.at, t.shape, layout.rank, t.instance) for t in pieces),
-        starts=np.cumsum([0, *(-(-t.nbytes // BLOB) for t in pieces)], dtype=np.int64),
+        shards=Shards.of_layout(layout),
+        starts=np.array(arrangement.blob_starts, np.int64),
         pack=np.zeros(len(blobs), np.int64),
         offset=np.array([b.offset for b in blobs], np.int64) + len(arrangement.header),
         stored=length,

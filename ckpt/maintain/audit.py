@@ -22,6 +22,7 @@ from ckpt.checkpoint.read import AT_ONCE, FAR_READ, GAP, PARALLEL, READ, name_of
 from ckpt.errors import AccessError, CheckpointError, CorruptError, FormatError, NotFoundError, StoreError
 from ckpt.events import log as logger
 from ckpt.format.digest import blob_digest, file_digest
+from ckpt.format.join_ranks import build
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import (
     MAX_FORMAT,
@@ -36,7 +37,7 @@ from ckpt.format.manifest import (
     read_format,
     table_key,
 )
-from ckpt.format.rank_index import build, is_directory
+from ckpt.format.rank_index import is_directory
 from ckpt.format.table import MAX_TABLE, Table, merge
 from ckpt.runlog.log import Commit, RunLog
 from ckpt.store import Store, get_small

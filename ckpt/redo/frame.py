@@ -286,9 +286,7 @@ class Appender:
 def units(layout: Layout, recipes: Sequence[Recipe]) -> list[tuple[int, ...]]:
     """Blobs in the order in which they are stored and redone: of each recipe exp_avg, exp_avg_sq and weight, piece by
     piece, with the number of the recipe behind them; then the others, one by one."""
-    first: dict[int, int] = {}
-    for number, blob in enumerate(layout.arrangement.blobs):
-        first.setdefault(blob.tensor, number)
+    first = layout.arrangement.first_blob
     found: list[tuple[int, ...]] = []
     for number, one in enumerate(recipes):
         for k in range(-(-layout.tensors[one.weight].nbytes // BLOB)):

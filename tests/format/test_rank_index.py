@@ -28,7 +28,7 @@ import scale
 from ckpt.checkpoint import commit as commits
 from ckpt.checkpoint import read
 from ckpt.errors import CorruptError, SaveError
-from ckpt.format import rank_index
+from ckpt.format import join_ranks, rank_index
 from ckpt.format.boxes import Box
 from ckpt.format.digest import file_digest
 from ckpt.format.manifest import Attempt, Part, index_key, pack_key, part_key, table_key
@@ -341,7 +341,7 @@ def built(state: list[list[Shard]]) -> tuple[Directory, list[Table]]:
     alike = {s.name for shards in state for s in shards if s.instance == GLOBAL}
     for part in parts:
         part.layout["components"][0]["names"] = sorted(alike | set(part.layout["components"][0]["names"]))
-    return rank_index.build(parts, tables), tables
+    return join_ranks.build(parts, tables), tables
 
 
 @settings(max_examples=150, deadline=None)
@@ -388,7 +388,7 @@ def test_equal_contents_are_equal_and_others_are_not() -> None:
     shards = [[Shard("own", "F32", (4,), (0,), (4,), rank, rank)] for rank in range(3)]
     for seeds, same in (((0, 0, 0), True), ((0, 0, 1), False)):
         tables = [table_of(mine, 0, seed) for mine, seed in zip(shards, seeds, strict=True)]
-        found = rank_index.build([part_of(t, rank, 3) for rank, t in enumerate(tables)], tables)
+        found = join_ranks.build([part_of(t, rank, 3) for rank, t in enumerate(tables)], tables)
         assert (len({found.content(i) for i in range(3)}) == 1) is same
         saved = SavedState.listed(found, lambda ranks: {}, lambda ranks: {})
         assert saved.identical("own") is same

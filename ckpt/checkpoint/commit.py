@@ -46,7 +46,8 @@ from ckpt.format.manifest import (
 )
 from ckpt.format.merged import SavedState
 from ckpt.format.table import MAX_TABLE, Table, merge
-from ckpt.runlog.log import MAX_DOUBTS, Acquire, Commit, Record, RunLog, RunState, commit_body, infer_root
+from ckpt.runlog.log import RunLog, infer_root
+from ckpt.runlog.records import MAX_DOUBTS, Acquire, Commit, Record, RunState, commit_body
 from ckpt.store import Store, get_small
 
 STAGGER_S = 5.0  # the writer of each further rank waits so much longer before it commits for the first one

@@ -24,7 +24,7 @@ from ckpt.format.codec import BF16, decode
 from ckpt.format.layout import BLOB, Layout, TensorSpec
 from ckpt.format.manifest import Attempt, PackInfo, Part, owner
 from ckpt.format.table import Table
-from ckpt.runlog.log import RunState
+from ckpt.runlog.records import RunState
 
 I64 = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint8]

@@ -22,7 +22,8 @@ from ckpt.errors import CorruptError, ExistsError, NotFoundError
 from ckpt.format.digest import blob_digest, file_digest
 from ckpt.format.manifest import MAX_JSON, Attempt, PackInfo, part_key, table_key
 from ckpt.format.table import Table
-from ckpt.runlog.log import Commit, RunLog, RunState
+from ckpt.runlog.log import RunLog
+from ckpt.runlog.records import Commit, RunState
 from ckpt.store import PAGE, Store, get_small
 
 BACKLOG = 3  # checkpoints that a new incarnation still takes to a further tier

@@ -30,7 +30,8 @@ from ckpt.format.manifest import Attempt, Part, index_key, owner, table_key
 from ckpt.format.merged import SavedState
 from ckpt.format.rank_index import MAX_DIRECTORY, Directory, is_directory
 from ckpt.format.table import MAX_TABLE, Table, merge
-from ckpt.runlog.log import Commit, RunLog
+from ckpt.runlog.log import RunLog
+from ckpt.runlog.records import Commit
 from ckpt.store import PAGE, Store, get_small, open_store
 
 S = TypeVar("S")

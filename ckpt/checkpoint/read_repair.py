@@ -14,7 +14,7 @@ from ckpt.errors import CorruptError, FormatError, StoreError
 from ckpt.events import log as logger
 from ckpt.format.manifest import Attempt
 from ckpt.format.table import Table
-from ckpt.runlog.log import Commit, RunState
+from ckpt.runlog.records import Commit, RunState
 from ckpt.store import Store
 
 NEARBY = 8  # checkpoints of a place that are looked at

@@ -19,7 +19,8 @@ from ckpt.errors import CheckpointError, CorruptError, NotFoundError, StoreError
 from ckpt.events import log as logger
 from ckpt.format.manifest import Attempt
 from ckpt.format.table import Table
-from ckpt.runlog.log import Commit, RunLog
+from ckpt.runlog.log import RunLog
+from ckpt.runlog.records import Commit
 
 ROUND_S = 6 * 3600.0  # after which what was read is read once more
 PAUSE_S = 30.0  # between two looks at what is new

@@ -39,7 +39,8 @@ from ckpt.format.manifest import (
 )
 from ckpt.format.rank_index import is_directory
 from ckpt.format.table import MAX_TABLE, Table, merge
-from ckpt.runlog.log import Commit, RunLog
+from ckpt.runlog.log import RunLog
+from ckpt.runlog.records import Commit
 from ckpt.store import Store, get_small
 
 OnBytes = Callable[[int], None] | None

@@ -28,7 +28,8 @@ from ckpt.errors import (
 from ckpt.events import point
 from ckpt.format.manifest import Attempt, new_nonce
 from ckpt.maintain.prune import Item, some
-from ckpt.runlog.log import Acquire, Commit, Record, RunLog, RunState, in_history
+from ckpt.runlog.log import RunLog
+from ckpt.runlog.records import Acquire, Commit, Record, RunState, in_history
 from ckpt.store import Store, open_store
 
 PARTS = 4  # ranks' parts copied at once

@@ -24,7 +24,7 @@ from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt, PackInfo, index_key, rank_and_try
 from ckpt.format.table import Table
 from ckpt.maintain.audit import Audit, AuditedTable, DamagedRange, Get, SoundCopy, about_reaching
-from ckpt.runlog.log import Commit
+from ckpt.runlog.records import Commit
 from ckpt.store import Store
 
 TRIES = 8  # blobs of the same content that are tried

@@ -60,6 +60,7 @@ from ckpt.format.manifest import Attempt, PackInfo, new_format, owner, pack_key,
 from ckpt.format.table import Table
 from ckpt.maintain import prune
 from ckpt.runlog import log as run_log
+from ckpt.runlog import records
 from ckpt.runlog.log import Acquire, RunLog
 from ckpt.store import ObjectInfo
 from ckpt_backends import retry
@@ -147,7 +148,7 @@ def virtual(loop: Loop, dice: random.Random) -> Iterator[None]:
     changes += [(commits, far + "STAGGER_S", 0.3) for far in ("", "FAR_")]
     changes += [(commits, far + "POLL_S", (0.05, 0.2)) for far in ("", "FAR_")]
     changes += [(retention, "_cache", {})]
-    changes += [(run_log, "SNAPSHOT_EVERY", SNAPSHOT_EVERY)]
+    changes += [(module, "SNAPSHOT_EVERY", SNAPSHOT_EVERY) for module in (run_log, records)]
     changes += [(logging.getLogger("ckpt"), "disabled", True)]
     before = [(what, name, getattr(what, name)) for what, name, _ in changes]
     for what, name, value in changes:

@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.checkpoint import commit, read, retention
-from ckpt.checkpoint.retention import ALWAYS, Keep, choose
+from ckpt.checkpoint.retention import ALWAYS, Keep, choose, why_kept
 from ckpt.checkpoint.write import RankSnapshot, WrittenPart, write_part
 from ckpt.errors import CheckpointError, FencedError, SaveError, StoreError, UsageError
 from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.manifest import Attempt, new_nonce, owner, pack_key
 from ckpt.maintain import prune
-from ckpt.maintain.prune import why_kept
 from ckpt.runlog.log import Acquire, Commit, Record, RunLog, RunState
 from ckpt_backends.memory import MemoryStore
 from interleave import write_increment
@@ -175,7 +174,7 @@ def test_it_is_said_why_each_stays(full: set[int]) -> None:
     """Exactly what `choose` leaves has a reason, and the right one."""
     state = increments(full, 20)
     state.pins = {Attempt(2, 21, "1" * 8): (Attempt(1, 5, "0" * 8),)}
-    why = {a.step: said for a, said in why_kept(state, Keep(1), max(state.commits)).items()}
+    why = {a.step: said for a, said in why_kept(state, Keep(1), {max(state.commits)}).items()}
     assert sorted(why) == left_by(state, Keep(1)) and all(why.values())
     assert "in use by one that is being written" in why[5]
     assert [step for step, said in sorted(why.items()) if "one of the last two full ones" in said] == [

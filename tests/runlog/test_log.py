@@ -50,20 +50,8 @@ from ckpt.format.manifest import (
     seal,
     table_key,
 )
-from ckpt.runlog.log import (
-    MAX_GAP,
-    Acquire,
-    Commit,
-    Record,
-    RunLog,
-    RunState,
-    commit_body,
-    expand,
-    fold,
-    in_history,
-    record_key,
-    summary,
-)
+from ckpt.runlog.log import MAX_GAP, RunLog, record_key
+from ckpt.runlog.records import Acquire, Commit, Record, RunState, commit_body, expand, fold, in_history, summary
 from ckpt.store import ObjectInfo
 from ckpt_backends.local import LocalStore
 from ckpt_backends.memory import MemoryStore

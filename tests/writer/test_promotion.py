@@ -19,7 +19,7 @@ from ckpt.format.manifest import Attempt
 from ckpt.ipc.notes import DamagedNote, StoredNote
 from ckpt.ipc.protocol import Note
 from ckpt.ipc.requests import OpenRun, OwnRun, WriteSlot
-from ckpt.runlog.log import Commit, Record, commit_body
+from ckpt.runlog.records import Commit, Record, commit_body
 from ckpt.store import options_of
 from ckpt.writer.persist import Persister
 from ckpt_backends.memory import MemoryStore

@@ -20,10 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from ckpt.checkpoint.agree import vouches
 from ckpt.checkpoint.byte_source import Bases, ByteSource, InMemory, InStore, Peek, no_bases
-from ckpt.checkpoint.commit import load_part, vouches
 from ckpt.checkpoint.incremental import BlobPlan, Digests, Policy, Previous, find_masters, kind_of, plan_blobs
 from ckpt.checkpoint.packs import Encoded, Packer, pack_size, table_of
+from ckpt.checkpoint.parts import load_part
 from ckpt.checkpoint.upload_stats import UploadStats
 from ckpt.checkpoint.write import RankSnapshot, WrittenPart, digest_blobs, finish_part, write_part
 from ckpt.errors import CorruptError, FormatError, SaveError, StoreError

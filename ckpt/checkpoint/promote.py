@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.checkpoint.commit import load_part
+from ckpt.checkpoint.parts import load_part
 from ckpt.checkpoint.write import CHUNK, WrittenPart, upload_from
 from ckpt.errors import CorruptError, ExistsError, NotFoundError
 from ckpt.format.digest import blob_digest, file_digest

@@ -127,6 +127,15 @@ def owner(key: str) -> Attempt | None:
         return None
 
 
+def by_owner(keys: Iterable[str]) -> dict[Attempt, list[str]]:
+    """The files of each attempt."""
+    found: dict[Attempt, list[str]] = {}
+    for key in keys:
+        if (attempt := owner(key)) is not None:
+            found.setdefault(attempt, []).append(key)
+    return found
+
+
 def rank_and_try(key: str) -> tuple[int, int]:
     """Of a pack, a part or its table."""
     found = _OWNED.fullmatch(key)

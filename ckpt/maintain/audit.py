@@ -18,8 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.checkpoint.read import AT_ONCE, FAR_READ, GAP, PARALLEL, READ, name_of
-from ckpt.errors import AccessError, CheckpointError, CorruptError, FormatError, NotFoundError, StoreError
+from ckpt.checkpoint.blobs import FAR_READ, PARALLEL, READ, near
+from ckpt.checkpoint.parts import about_reaching, read_exact, read_header
+from ckpt.checkpoint.together import all_of, of_each
+from ckpt.errors import CorruptError, FormatError, NotFoundError, StoreError
 from ckpt.events import log as logger
 from ckpt.format.digest import blob_digest, file_digest
 from ckpt.format.join_ranks import build
@@ -41,7 +43,7 @@ from ckpt.format.rank_index import is_directory
 from ckpt.format.table import MAX_TABLE, Table, merge
 from ckpt.runlog.log import RunLog
 from ckpt.runlog.records import Commit
-from ckpt.store import Store, get_small
+from ckpt.store import get_small
 
 OnBytes = Callable[[int], None] | None
 Get = Callable[[], Awaitable[bytes | memoryview]]
@@ -86,7 +88,7 @@ class DamagedRange:
 
     @property
     def tensors(self) -> list[str]:
-        return list(dict.fromkeys(name_of(sheet.table, row) for sheet, row in self.rows))
+        return list(dict.fromkeys(sheet.table.name_of(row) for sheet, row in self.rows))
 
 
 @dataclass(eq=False)
@@ -154,18 +156,6 @@ class AuditResult:
         """Whether something cannot be repaired."""
         gone = any(file.raw is None for file in self.files) or any(not pack.whole_again for pack in self.packs)
         return bool(self.records or self.unread) or gone
-
-
-def about_reaching(store: Store, error: CheckpointError) -> bool:
-    """Whether it says nothing about what is stored."""
-    return store.remote and (isinstance(error, AccessError) or error.retryable)
-
-
-async def everything(works: Iterable[Awaitable[None]]) -> None:
-    """All of them at the same time; the first error as it is."""
-    for result in await asyncio.gather(*works, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result
 
 
 class Audit:
@@ -240,7 +230,7 @@ class Audit:
                     on_bytes(count)
 
         with ThreadPoolExecutor(PARALLEL, "ckpt-repair") as pool:
-            await everything(work(pool) for _ in range(PARALLEL))
+            await all_of(work(pool) for _ in range(PARALLEL))
         await self._forget_retired(damaged)
         self._name_rows(damaged)
         self.found.packs = [damaged[key] for key in sorted(damaged)]
@@ -254,15 +244,7 @@ class Audit:
         for number, key in enumerate(self._names):
             if key in self.infos:
                 yield key, None
-            group: list[DamagedRange] = []
-            for piece in self._named(number):
-                end = group[-1].offset + group[-1].stored if group else 0
-                far_off = piece.offset > end + GAP
-                if group and (far_off or piece.offset + piece.stored - group[0].offset > most):
-                    yield key, group
-                    group = []
-                group.append(piece)
-            if group:
+            for *_, group in near(((0, p.offset, p.offset + p.stored, 0, p) for p in self._named(number)), most):
                 yield key, group
 
     def _named(self, number: int) -> Iterator[DamagedRange]:
@@ -296,12 +278,12 @@ class Audit:
 
     async def _header_is_sound(self, info: PackInfo) -> bool:
         try:
-            head = await self.store.get(info.key, start=0, length=info.header_size)
-        except StoreError as error:
+            await read_header(self.store, info)
+        except (CorruptError, StoreError) as error:
             if about_reaching(self.store, error):
                 raise
             return False
-        return file_digest(head) == info.header
+        return True
 
     async def _forget_retired(self, damaged: dict[str, PackDamage]) -> None:
         """A running job may have given checkpoints up while we looked: what only they name is no damage."""
@@ -422,34 +404,25 @@ class Audit:
         self, commit: Commit, wanted: Sequence[tuple[str, str, int]]
     ) -> list[tuple[bytes | None, FileDamage | None]]:
         """Small files by their keys, digests and limits."""
-        found: list[tuple[bytes | None, FileDamage | None]] = []
-        for start in range(0, len(wanted), AT_ONCE):
-            found += await asyncio.gather(*(self._file(commit, *one) for one in wanted[start : start + AT_ONCE]))
+        found = await of_each(wanted, lambda one: self._file(commit, *one))
         self.found.files += [damage for _, damage in found if damage is not None]
         return found
 
     async def _file(self, commit: Commit, key: str, digest: str, limit: int) -> tuple[bytes | None, FileDamage | None]:
         """The right content, from here or elsewhere; and what is wrong with it here."""
-        try:
-            raw = bytes(await get_small(self.store, key, limit))
-            if file_digest(raw) == digest:
-                return raw, None
-            problem = "is damaged: its digest does not match"
-        except (CorruptError, StoreError) as error:
-            if about_reaching(self.store, error):
-                raise
-            problem = "is gone" if isinstance(error, NotFoundError) else str(error)
-        damage = FileDamage(key, commit.step, problem)
-        for other in self.others:
+        damage: FileDamage | None = None
+        for store in (self.store, *(other.store for other in self.others)):
             try:
-                raw = bytes(await get_small(other.store, key, limit))
+                raw = bytes(await read_exact(store, key, digest, limit))
             except (CorruptError, StoreError) as error:
-                if about_reaching(other.store, error):
+                if about_reaching(store, error):
                     raise
+                problem = "is gone" if isinstance(error, NotFoundError) else str(error).removeprefix(f"{key} ")
+                damage = damage or FileDamage(key, commit.step, problem)
                 continue
-            if file_digest(raw) == digest:
-                damage.raw, damage.source = raw, other.store.url
-                return raw, damage
+            if damage is not None:
+                damage.raw, damage.source = raw, store.url
+            return raw, damage
         return None, damage
 
     def ranges_of(self, key: str) -> list[DamagedRange]:
@@ -496,7 +469,3 @@ def _share(index: Table, part: Part) -> Table | None:
         packs=packs,
         **columns,
     )
-
-
-Plain = tuple[bytes, int]
-"""A content: the digest of plain bytes, and their length."""

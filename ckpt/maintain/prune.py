@@ -20,7 +20,7 @@ from ckpt.checkpoint.retention import Sweep
 from ckpt.checkpoint.retention import default_grace_s as default_grace_s
 from ckpt.errors import CorruptError, NoCheckpointError, StoreError
 from ckpt.events import point
-from ckpt.format.manifest import Attempt, owner
+from ckpt.format.manifest import Attempt, by_owner, owner
 from ckpt.runlog.log import RunLog
 from ckpt.runlog.records import Commit, Record, RunState, live_packs
 from ckpt.store import Store
@@ -84,14 +84,6 @@ async def take_stock(log: RunLog) -> RunFiles:
         if state.commits.keys() <= commits.keys():
             break
     return RunFiles(sizes, frozenset(commits), used)
-
-
-def by_owner(keys: Iterable[str]) -> dict[Attempt, list[str]]:
-    found: dict[Attempt, list[str]] = {}
-    for key in keys:
-        if (attempt := owner(key)) is not None:
-            found.setdefault(attempt, []).append(key)
-    return found
 
 
 Decide = Callable[[RunFiles, RunState], Sweep | None]

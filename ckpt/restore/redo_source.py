@@ -18,8 +18,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ckpt.checkpoint import read, read_repair
-from ckpt.checkpoint.commit import all_finite, load_part
+from ckpt.checkpoint.agree import all_finite
 from ckpt.checkpoint.losses import SHOWN, Loss, of_each
+from ckpt.checkpoint.parts import load_part
 from ckpt.errors import CheckpointError, CorruptError, FormatError, NotFoundError, StoreError
 from ckpt.events import log as logger
 from ckpt.format import codec

@@ -25,8 +25,8 @@ from processes import REPO
 sys.path.insert(0, str(REPO / "benchmarks"))
 
 import scale
+from ckpt.checkpoint import agree, read
 from ckpt.checkpoint import commit as commits
-from ckpt.checkpoint import read
 from ckpt.errors import CorruptError, SaveError
 from ckpt.format import join_ranks, rank_index
 from ckpt.format.boxes import Box
@@ -590,17 +590,17 @@ def test_a_directory_that_is_not_what_the_tables_say_is_noticed(run: Path, lie: 
 
 def test_ranks_that_do_not_agree_are_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """The committer says which tensor it is about."""
-    monkeypatch.setattr(commits, "WHOLE", 0)
+    monkeypatch.setattr(agree, "WHOLE", 0)
     state = [[Shard("w", "F32", (4,), (2 * rank,), (2,), rank)] for rank in range(2)]
     for second, right in ((state[1], True), ([replace(state[1][0], offsets=(1,))], False)):
         tables = [table_of(state[0], 0), table_of(second, 1)]
         written = [commits.WrittenPart(part_of(t, rank, 2), "", t) for rank, t in enumerate(tables)]
         if right:
-            assert rank_index.is_directory(commits.index_of(written))
+            assert rank_index.is_directory(agree.index_of(written))
             assert not rank_index.is_directory(merge(tables).to_bytes())
         else:
             with pytest.raises(SaveError, match="about w"):
-                commits.index_of(written)
+                agree.index_of(written)
 
 
 # -- the benchmark --

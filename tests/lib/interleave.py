@@ -37,8 +37,8 @@ from typing import Any
 
 import numpy as np
 
+from ckpt.checkpoint import agree, read, retention, store_trial, write
 from ckpt.checkpoint import commit as commits
-from ckpt.checkpoint import read, retention, store_trial, write
 from ckpt.checkpoint.commit import Role
 from ckpt.checkpoint.retention import Keep
 from ckpt.checkpoint.write import RankSnapshot, WrittenPart, write_part
@@ -879,7 +879,7 @@ class Rank:
         """An increment, if it can be one. Some writers do not say so before: they may find out in the end."""
         dice, state = self.sim.dice, self.log.state
         older = [(Attempt.parse(w.part.attempt), w) for w in self.stored if kept_same(self.sim, snapshot, w)]
-        bases = [(of, w) for of, w in older if of < snapshot.attempt and commits.vouches(state, w)][-4:]
+        bases = [(of, w) for of, w in older if of < snapshot.attempt and agree.vouches(state, w)][-4:]
         if not bases or dice.random() < 0.15:
             return None
         of, base = dice.choice(bases)

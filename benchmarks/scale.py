@@ -340,7 +340,7 @@ def take_over(root: Path) -> Json:
         keys = [info.key async for info in store.list(f"parts/{ATTEMPT}.")]
         parts = list((await parts_of.sound_parts(store, ATTEMPT, keys)).values())
         clock.lap("read_s")
-        await commits._commit_or_end(log, mine, parts, kind="COMMIT")
+        await commits.commit_or_end(log, mine, parts, kind="COMMIT")
         clock.lap("merge_s")
         await store.aclose()
         return {"commit_s": clock.total, **clock.steps, "cpu_s": time.process_time() - cpu}

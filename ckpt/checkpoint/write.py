@@ -9,12 +9,13 @@ import asyncio
 import contextlib
 import mmap
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ckpt.checkpoint.incremental import Previous
 from ckpt.errors import FullError, StoreError
 from ckpt.events import point
 from ckpt.format.digest import DIGEST_SIZE, blob_digest, file_digest
@@ -85,14 +86,11 @@ async def finish_part(
     *,
     number: int,
     reason: str,
-    needs: Sequence[Attempt] = (),
-    chain: int = 0,
-    full: Attempt | None = None,
+    base: Previous | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> WrittenPart:
     """Table and part, when the packs are there. `packs`: all that the table names; those of this attempt are taken
-    away again if it fails before anybody can have seen the part. `needs`: the checkpoint that it was built on;
-    `chain`, `full`: how many lie between it and the last full one, and which that is."""
+    away again if it fails before anybody can have seen the part. `base`: the checkpoint that it was built on."""
     attempt, rank = snapshot.attempt, snapshot.layout.rank
     own = [pack.key for pack in packs if owner(pack.key) == attempt]
     try:
@@ -103,23 +101,7 @@ async def finish_part(
     except BaseException:
         await drop(store, own)
         raise
-    part = Part(
-        attempt=str(attempt),
-        rank=rank,
-        number=number,
-        world=snapshot.layout.world,
-        layout=snapshot.layout.to_json(),
-        layout_digest=snapshot.layout.digest,
-        values=snapshot.values,
-        table=file_digest(raw_table),
-        packs=packs,
-        created=time.time(),
-        reason=reason,
-        finite=snapshot.finite,
-        needs=[str(a) for a in needs],
-        chain=chain,
-        full="" if full is None else str(full),
-    )
+    part = _part(snapshot, file_digest(raw_table), packs, number, reason, base)
     raw_part = part.to_bytes()
     try:
         await store.put(part_key(attempt, rank, number), raw_part, create=True)
@@ -130,6 +112,30 @@ async def finish_part(
     # the log can say that they do not count, and the clean-up takes them.
     point("part.stored")
     return WrittenPart(part, file_digest(raw_part), table)
+
+
+def _part(
+    snapshot: RankSnapshot, table: str, packs: list[PackInfo], number: int, reason: str, base: Previous | None
+) -> Part:
+    """`table`: its digest."""
+    layout = snapshot.layout
+    return Part(
+        attempt=str(snapshot.attempt),
+        rank=layout.rank,
+        number=number,
+        world=layout.world,
+        layout=layout.to_json(),
+        layout_digest=layout.digest,
+        values=snapshot.values,
+        table=table,
+        packs=packs,
+        created=time.time(),
+        reason=reason,
+        finite=snapshot.finite,
+        needs=[] if base is None else [base.part.attempt],
+        chain=0 if base is None else base.part.chain + 1,
+        full="" if base is None else str(base.full),
+    )
 
 
 async def drop(store: Store, packs: Iterable[str]) -> None:

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckpt.checkpoint import blobs as blobs_module
-from ckpt.checkpoint import byte_source, encode, incremental, packs, read, retention, write
+from ckpt.checkpoint import byte_source, encode, encode_part, incremental, packs, read, retention, write
 from ckpt.checkpoint import commit as commits
 from ckpt.checkpoint.byte_source import InMemory, bases_in
 from ckpt.checkpoint.encode import Encoder
@@ -55,12 +55,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blobs, packs, windows and reads that are a few kilobytes."""
     for module in (plan, incremental):
         monkeypatch.setattr(module, "BLOB", BLOB)
-    monkeypatch.setattr(encode, "SMALL", 64)
+    monkeypatch.setattr(encode_part, "SMALL", 64)
     monkeypatch.setattr(encode, "LITTLE", 64)
-    monkeypatch.setattr(encode, "LEAST", 0)
+    for module in (encode, encode_part):
+        monkeypatch.setattr(module, "LEAST", 0)
     monkeypatch.setattr(packs, "PACK", (2 * BLOB, 8 * BLOB))
-    monkeypatch.setattr(encode, "WINDOW", 3 * BLOB)
-    monkeypatch.setattr(encode, "SELF_CHECK", 3)
+    monkeypatch.setattr(encode_part, "WINDOW", 3 * BLOB)
+    monkeypatch.setattr(encode_part, "SELF_CHECK", 3)
     monkeypatch.setattr(blobs_module, "READ", 3 * BLOB)
     monkeypatch.setattr(blobs_module, "GAP", 300)
 
@@ -360,7 +361,7 @@ def test_negative_control_rows_of_another_tensor_are_seen(monkeypatch: pytest.Mo
         taken[here] = np.roll(taken[here], 1)
         return replace(found, taken=taken)
 
-    monkeypatch.setattr(encode, "plan_blobs", wrong)
+    monkeypatch.setattr(encode_part, "plan_blobs", wrong)
     failures = 0
     for seed in range(8):
         try:
@@ -1147,7 +1148,7 @@ def test_a_promotion_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> Non
         assert await fetched(far.log.store, there.table, range(there.table.owned)) == wanted  # type: ignore[arg-type]
 
     asyncio.run(run())
-    assert 0 < max(most) <= 4 * encode.WINDOW, f"{max(most)} bytes"
+    assert 0 < max(most) <= 4 * encode_part.WINDOW, f"{max(most)} bytes"
 
 
 def test_what_a_newer_version_saved_is_not_built_on() -> None:

@@ -39,6 +39,7 @@ import numpy as np
 
 from ckpt.checkpoint import agree, read, retention, store_trial, write
 from ckpt.checkpoint import commit as commits
+from ckpt.checkpoint import settle as settling
 from ckpt.checkpoint.commit import Role
 from ckpt.checkpoint.retention import Keep
 from ckpt.checkpoint.write import RankSnapshot, WrittenPart, write_part
@@ -125,7 +126,18 @@ class Loop(asyncio.BaseEventLoop):
         return done
 
 
-PLAYED = (commits, manifest, read, retention, retry, run_log, store_trial, prune, write)  # the modules that take part
+PLAYED = (
+    commits,
+    settling,
+    manifest,
+    read,
+    retention,
+    retry,
+    run_log,
+    store_trial,
+    prune,
+    write,
+)  # the modules that take part
 
 
 def _users_of(name: str) -> list[Any]:
@@ -145,8 +157,8 @@ def virtual(loop: Loop, dice: random.Random) -> Iterator[None]:
     changes += [(m, "random", dice) for m in _users_of("random")]
     changes += [(module, "_DICE", dice) for module in PLAYED if hasattr(module, "_DICE")]
     changes += [(m, "secrets", tokens) for m in _users_of("secrets")]
-    changes += [(commits, far + "STAGGER_S", 0.3) for far in ("", "FAR_")]
-    changes += [(commits, far + "POLL_S", (0.05, 0.2)) for far in ("", "FAR_")]
+    changes += [(settling, far + "STAGGER_S", 0.3) for far in ("", "FAR_")]
+    changes += [(settling, far + "POLL_S", (0.05, 0.2)) for far in ("", "FAR_")]
     changes += [(retention, "_cache", {})]
     changes += [(module, "SNAPSHOT_EVERY", SNAPSHOT_EVERY) for module in (run_log, records)]
     changes += [(logging.getLogger("ckpt"), "disabled", True)]
@@ -895,7 +907,7 @@ class Rank:
     async def settle(self, attempt: Attempt, written: WrittenPart) -> None:
         role = Role(tuple(range(self.world)), self.rank, self.world)
         try:
-            await commits.settle(self.log, lambda: self.mine, written, role, deadline_s=2.0)
+            await settling.settle(self.log, lambda: self.mine, written, role, deadline_s=2.0)
             self.sim.oracle.acknowledge(attempt)
         except FencedError:
             raise
@@ -1107,7 +1119,7 @@ async def _finish(sim: Sim, actor: Actor, store: Any) -> None:
         else:
             await commits.begin(log, mine, attempt, {Attempt.parse(written.part.attempt)})
             written = await write_increment(store, snapshot, written, FROZEN)
-        await commits.settle(log, lambda: mine, written, Role(), deadline_s=2.0)
+        await settling.settle(log, lambda: mine, written, Role(), deadline_s=2.0)
         oracle.acknowledge(attempt)
     await retention.retire(log, mine, Keep(last=1), {attempt})
     while sim.late:

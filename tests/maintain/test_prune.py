@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ckpt.checkpoint import commit, read, retention
 from ckpt.checkpoint.retention import ALWAYS, Keep, choose, why_kept
+from ckpt.checkpoint.settle import settle
 from ckpt.checkpoint.write import RankSnapshot, WrittenPart, write_part
 from ckpt.errors import CheckpointError, FencedError, SaveError, StoreError, UsageError
 from ckpt.format.layout import Layout, TensorSpec
@@ -334,7 +335,7 @@ def test_what_is_built_on_is_taken_back_by_force() -> None:
         written = await increment(log, mine, 4, await commit.load_part(store, attempts[0], 0, 0))
         await commit.retract(log, mine, attempts[0], "it mixes two moments")
         with pytest.raises(SaveError, match="step 1, which was retired"):
-            await commit.settle(log, lambda: mine, written, commit.Role(), deadline_s=1000)
+            await settle(log, lambda: mine, written, commit.Role(), deadline_s=1000)
         await retention.retire(log, mine, Keep(1), {attempts[-1]})
         assert await files(store) == {2: WHOLE, 3: WHOLE}
         assert await sound(store) == [3, 2]

@@ -18,6 +18,7 @@ import pytest
 import interleave
 from ckpt.checkpoint import agree, parts, retention
 from ckpt.checkpoint import commit as commits
+from ckpt.checkpoint import settle as settling
 from ckpt.checkpoint.commit import Recovery, Role
 from ckpt.checkpoint.write import RankSnapshot, WrittenPart
 from ckpt.errors import FullError, OutcomeUnknownError, StoreError
@@ -108,7 +109,7 @@ def nobody_is_fenced(patch: pytest.MonkeyPatch) -> None:
 
 def a_timeout_is_a_failure(patch: pytest.MonkeyPatch) -> None:
     """No answer to a commit is taken for a refusal, and what was written for it is thrown away."""
-    put, settle = SimStore.put, commits.settle
+    put, settle = SimStore.put, settling.settle
 
     async def sure(self: SimStore, key: str, data: Any, *, create: bool = False) -> None:
         try:
@@ -127,7 +128,7 @@ def a_timeout_is_a_failure(patch: pytest.MonkeyPatch) -> None:
             raise
 
     patch.setattr(SimStore, "put", sure)
-    patch.setattr(commits, "settle", tidy)
+    patch.setattr(settling, "settle", tidy)
 
 
 def hope_is_acknowledged(patch: pytest.MonkeyPatch) -> None:
@@ -241,7 +242,7 @@ def whoever_is_there_will_do(patch: pytest.MonkeyPatch) -> None:
         keys = [info.key async for info in store.list(f"parts/{attempt}.")]
         return list((await parts.sound_parts(store, attempt, keys, own)).values())
 
-    patch.setattr(commits, "_present", present)
+    patch.setattr(settling, "_present", present)
 
 
 def the_index_comes_last(patch: pytest.MonkeyPatch) -> None:

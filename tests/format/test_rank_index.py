@@ -60,7 +60,7 @@ def make(world: scale.World, root: Path) -> None:
     for first in range(0, world.size, world.per_stage):
         scale.write_ranks(world, str(root), first, first + world.per_stage)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commits, "WHOLE", 0)
+        patch.setattr(agree, "WHOLE", 0)
         scale.take_over(root)
 
 

@@ -141,8 +141,7 @@ async def commit(
     need not be here then. Says which files each checkpoint here uses.
     """
     parts = sorted(parts, key=lambda w: w.part.rank)
-    packs = {key for w in parts for key in w.table.packs}
-    said = _said_by(parts)
+    packs, said = {key for w in parts for key in w.table.packs}, _said_by(parts)
     agree.check_needs(said.attempt, said.needs)
     index = await asyncio.to_thread(agree.index_of, parts, kind)
     found, attempt = replace(said, index=file_digest(index)), said.attempt

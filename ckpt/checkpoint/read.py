@@ -236,23 +236,21 @@ async def verify(
             raise error
         problems.append(str(error))
 
-    async def check(work: Awaitable[object]) -> None:
+    async def check(work: Awaitable[T]) -> T | None:
         try:
-            await work
+            return await work
         except (CorruptError, StoreError) as error:
-            note(error)
+            return note(error)
 
-    try:
-        manifest = await load_manifest(store, commit)
-    except (CorruptError, StoreError) as error:
-        note(error)
+    manifest = await check(load_manifest(store, commit))
+    if manifest is None:
         return problems
     await check(load_index(store, commit))
     for part in manifest.parts:
         await check(load_table(store, table_key(commit.attempt, part.rank, part.number), part.table))
-    for pack in (pack for part in manifest.parts for pack in part.packs):
-        if not new or owner(pack.key) == commit.attempt:
-            await check(read_header(store, pack))
+        for pack in part.packs:
+            if not new or owner(pack.key) == commit.attempt:
+                await check(read_header(store, pack))
     if data:
         await _verify_blobs(store, commit, manifest.table, new, on_bytes, note, on_lost)
     return problems

@@ -264,7 +264,7 @@ class SavedState:
         candidates = self.instances(name)
         if len(candidates) < 2:
             return (name, candidates[0]) if candidates else None
-        own = self._own(name, rank)
+        own = self._view(rank).instance(name, self.mapped(rank))
         if self.world == size and instance != GLOBAL and own in candidates:
             return name, own
         if self.identical(name):
@@ -272,9 +272,6 @@ class SavedState:
         if lenient and own in candidates:
             return name, own
         return Ambiguous(tuple(candidates))
-
-    def _own(self, name: str, rank: int) -> int:
-        return self._view(rank).instance(name, self.mapped(rank))
 
     def identical(self, name: str) -> bool:
         """Whether all instances of a name hold the same bytes."""

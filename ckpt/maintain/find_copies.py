@@ -23,7 +23,8 @@ from ckpt.format.digest import blob_digest, file_digest
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt, PackInfo, index_key, rank_and_try
 from ckpt.format.table import Content, Table
-from ckpt.maintain.audit import Audit, AuditedTable, DamagedRange, Get, SoundCopy
+from ckpt.maintain.audit import Audit
+from ckpt.maintain.damage import AuditedTable, DamagedRange, Get, SoundCopy
 from ckpt.runlog.records import Commit
 from ckpt.store import Store
 

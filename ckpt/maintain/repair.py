@@ -26,7 +26,8 @@ from ckpt.checkpoint.write import CHUNK, page_aligned
 from ckpt.errors import CorruptError, StoreError
 from ckpt.events import point
 from ckpt.format.manifest import owner
-from ckpt.maintain.audit import Audit, DamagedRange, OnBytes, PackDamage, SoundCopy
+from ckpt.maintain.audit import Audit, OnBytes
+from ckpt.maintain.damage import DamagedRange, PackDamage, SoundCopy
 from ckpt.maintain.find_copies import CopyFinder
 from ckpt.store import Store
 

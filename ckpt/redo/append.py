@@ -25,8 +25,7 @@ from ckpt.format.regular_file import reading
 from ckpt.redo.adam import Settings
 from ckpt.redo.encode_frame import POOR, FrameEncoder, Logged, Sealed
 from ckpt.redo.frame import MAGIC, Recipe
-from ckpt.redo.frame_file import Appender
-from ckpt.redo.scan import scan
+from ckpt.redo.frame_file import Appender, scan
 from ckpt.store import folder_of
 
 TAKEN_BACK = ".void"  # behind the name that a log beginning with that step would have

@@ -34,7 +34,7 @@ from ckpt.redo import adam
 from ckpt.redo.append import TAKEN_BACK
 from ckpt.redo.encode_frame import foresee
 from ckpt.redo.frame import DELTA, DERIVED, PREDICTED, RAW, SAME, units
-from ckpt.redo.scan import Hole, StoredFrame, back, matches, scan, values_of
+from ckpt.redo.frame_file import Hole, StoredFrame, back, matches, scan, values_of
 from ckpt.restore.sources import HeldSnapshot, MemorySource
 from ckpt.runlog.log import Acquire, Commit, RunLog, in_history
 from ckpt.store import folder_of

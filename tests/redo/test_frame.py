@@ -25,8 +25,7 @@ from ckpt.redo import frame as frames
 from ckpt.redo import frame_file
 from ckpt.redo.adam import Coefficients
 from ckpt.redo.frame import DELTA, DERIVED, MAGIC, PREDICTED, RAW, SAME, WHOLE, Columns, Frame, Recipe, units
-from ckpt.redo.frame_file import Appender
-from ckpt.redo.scan import StoredFrame, back, scan, values_of
+from ckpt.redo.frame_file import Appender, StoredFrame, back, scan, values_of
 
 HEAD, DIGEST = 40, 16
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -240,7 +240,8 @@ async def verify(
         try:
             return await work
         except (CorruptError, StoreError) as error:
-            return note(error)
+            note(error)
+        return None
 
     manifest = await check(load_manifest(store, commit))
     if manifest is None:

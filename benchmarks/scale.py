@@ -49,6 +49,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckpt.checkpoint import commit as commits
+from ckpt.checkpoint import parts as parts_of
 from ckpt.checkpoint import read, write
 from ckpt.format.boxes import Dims
 from ckpt.format.digest import file_digest
@@ -337,9 +338,9 @@ def take_over(root: Path) -> Json:
         mine = await commits.acquire(log, "0badcafe")
         clock, cpu = Clock(), time.process_time()
         keys = [info.key async for info in store.list(f"parts/{ATTEMPT}.")]
-        parts = list((await commits._sound(store, ATTEMPT, keys)).values())
+        parts = list((await parts_of.sound_parts(store, ATTEMPT, keys)).values())
         clock.lap("read_s")
-        await commits._commit_or_end(log, mine, parts, kind="COMMIT")
+        await commits.commit_or_end(log, mine, parts, kind="COMMIT")
         clock.lap("merge_s")
         await store.aclose()
         return {"commit_s": clock.total, **clock.steps, "cpu_s": time.process_time() - cpu}

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
+from ckpt.checkpoint.blobs import fetch, plan_reads
 from ckpt.checkpoint.incremental import Digests, Previous
-from ckpt.checkpoint.read import fetch, plan_reads
 from ckpt.errors import CorruptError, StoreError
 from ckpt.events import log as logger
 from ckpt.format.layout import Layout

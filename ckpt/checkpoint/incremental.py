@@ -24,7 +24,7 @@ from ckpt.format.codec import BF16, decode
 from ckpt.format.layout import BLOB, Layout, TensorSpec
 from ckpt.format.manifest import Attempt, PackInfo, Part, owner
 from ckpt.format.table import Table
-from ckpt.runlog.log import RunState
+from ckpt.runlog.records import RunState
 
 I64 = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint8]
@@ -192,10 +192,7 @@ def find_masters(layout: Layout, peek: Callable[[int], memoryview]) -> I64:
 
     `peek(blob)`: its bytes. Only the first values are compared: whether it holds for all is for the encoder to see.
     """
-    arrangement = layout.arrangement
-    first: dict[int, int] = {}
-    for number, blob in enumerate(arrangement.blobs):
-        first.setdefault(blob.tensor, number)
+    arrangement, first = layout.arrangement, layout.arrangement.first_blob
     heads = dict[tuple[object, bytes], int]()
     for i, tensor in enumerate(layout.tensors):
         if tensor.dtype == "F32" and i in first:

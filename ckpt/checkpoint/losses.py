@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from ckpt.errors import StoreError
 from ckpt.format.manifest import Attempt, owner
-from ckpt.runlog.log import Acquire, RunLog, in_history
+from ckpt.runlog.log import RunLog
+from ckpt.runlog.records import Acquire, in_history
 
 UNCLEAR = "may have been taken back"  # so says a reason for an ABORT of what nobody can vouch for
 SHOWN = 4  # problems in one message

@@ -27,7 +27,8 @@ from ckpt.format.manifest import Attempt
 from ckpt.format.manifest import owner as owner_of
 from ckpt.ipc.notes import DamagedNote, SaidNote
 from ckpt.ipc.protocol import Note
-from ckpt.runlog.log import Acquire, RunLog
+from ckpt.runlog.log import RunLog
+from ckpt.runlog.records import Acquire
 from ckpt.store import Store, open_store, remember_options
 
 READ_BACK_EVERY = 10  # checkpoints, in a remote place
@@ -36,7 +37,6 @@ OPENING_S = 30.0  # how long a remote place is tried when it is opened: an addre
 PATIENCE_S = 300.0  # and for each request later
 REACHING = ("options", "environment", "max_mib_s", "max_inflight_mib")  # of a spec: how the place is reached
 SCRUB_MIB_S = 8.0  # in folders
-READER_GRACE_S = 600.0  # in a remote place, between a PLAN and its deletions
 
 
 @dataclass
@@ -293,7 +293,7 @@ def _settings(place: OpenTier, spec: dict[str, Any]) -> None:
         bool(spec.get("incremental", True)), str(spec.get("compression", "auto")), int(spec.get("full_every", 10))
     )
     place.set_every(int(spec.get("cadence", 1)))
-    place.grace_s = float(grace_s) if grace_s is not None else READER_GRACE_S if place.store.remote else 0.0
+    place.grace_s = float(grace_s) if grace_s is not None else retention.default_grace_s(place.store)
 
 
 def _store_of(spec: dict[str, Any]) -> Any:

@@ -25,7 +25,8 @@ from ckpt.format.codec import BF16, RAW
 from ckpt.format.digest import blob_digest, file_digest
 from ckpt.format.layout import NATIVE, Layout, TensorSpec
 from ckpt.format.manifest import PackInfo, pack_key
-from ckpt.format.table import Shard, Table
+from ckpt.format.shards import Shards
+from ckpt.format.table import Table
 from ckpt.store import Store
 
 PACK = (16 << 20, 64 << 20)  # bytes of a pack of blobs, at least and at most
@@ -186,10 +187,7 @@ def _unused(name: str, entries: dict[str, Any]) -> str:
 
 def _grouped(layout: Layout, items: Sequence[Encoded]) -> Iterator[tuple[TensorSpec, list[int] | None, list[Encoded]]]:
     """The items by tensor, with their numbers among its blobs; None: it is all of them, and raw."""
-    blobs = layout.arrangement.blobs
-    first: dict[int, int] = {}
-    for number, blob in enumerate(blobs):
-        first.setdefault(blob.tensor, number)
+    blobs, first = layout.arrangement.blobs, layout.arrangement.first_blob
     at = 0
     while at < len(items):
         tensor = blobs[items[at].blob].tensor
@@ -276,11 +274,9 @@ class _Rows:
                     [column, packs if name == "pack" else getattr(self.old, name)[rows]]
                 )
         layout = self.layout
-        pieces = [layout.tensors[i] for i in layout.arrangement.order]
-        counts = np.bincount([blob.tensor for blob in layout.arrangement.blobs], minlength=len(layout.tensors))
         table = Table(
-            shards=tuple(Shard(t.name, t.dtype, t.full, t.at, t.shape, layout.rank, t.instance) for t in pieces),
-            starts=np.cumsum([0, *(int(counts[i]) for i in layout.arrangement.order)], dtype=np.int64),
+            shards=Shards.of_layout(layout),
+            starts=np.array(layout.arrangement.blob_starts, np.int64),
             packs=tuple(self.packs),
             **self.columns,
         )

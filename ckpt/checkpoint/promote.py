@@ -16,13 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.checkpoint.commit import load_part
+from ckpt.checkpoint.parts import load_part
 from ckpt.checkpoint.write import CHUNK, WrittenPart, upload_from
 from ckpt.errors import CorruptError, ExistsError, NotFoundError
 from ckpt.format.digest import blob_digest, file_digest
 from ckpt.format.manifest import MAX_JSON, Attempt, PackInfo, part_key, table_key
 from ckpt.format.table import Table
-from ckpt.runlog.log import Commit, RunLog, RunState
+from ckpt.runlog.log import RunLog
+from ckpt.runlog.records import Commit, RunState
 from ckpt.store import PAGE, Store, get_small
 
 BACKLOG = 3  # checkpoints that a new incarnation still takes to a further tier

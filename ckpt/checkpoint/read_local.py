@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.checkpoint.read import Batch, OnDamage, Read, Scratch, Sink, deliver
+from ckpt.checkpoint.blobs import Batch, OnDamage, Read, Scratch, Sink, deliver
+from ckpt.checkpoint.together import all_of
 from ckpt.errors import CorruptError, StoreError
 from ckpt.format.codec import RAW
 from ckpt.format.table import Table
@@ -44,10 +45,7 @@ async def fetch(
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(len(stretches), "ckpt-read") as pool:
         work = [loop.run_in_executor(pool, _run, store, table, part, sink, on_damage, room) for part in stretches]
-        results = await asyncio.gather(*work, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
+        await all_of(work)
 
 
 def _stretches(batches: Sequence[Batch], count: int) -> list[Sequence[Batch]]:

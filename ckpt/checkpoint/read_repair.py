@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ckpt.checkpoint import read, read_local
+from ckpt.checkpoint.blobs import Sink, closure, plan_reads
+from ckpt.checkpoint.blobs import fetch as fetch_blobs
 from ckpt.errors import CorruptError, FormatError, StoreError
 from ckpt.events import log as logger
 from ckpt.format.manifest import Attempt
-from ckpt.format.table import Table
-from ckpt.runlog.log import Commit, RunState
+from ckpt.format.table import Content, Table
+from ckpt.runlog.records import Commit, RunState
 from ckpt.store import Store
 
 NEARBY = 8  # checkpoints of a place that are looked at
@@ -35,7 +37,7 @@ async def fetch(
     attempt: Attempt,
     table: Table,
     blobs: Sequence[int],
-    sink: read.Sink,
+    sink: Sink,
     others: Sequence[str] = (),
     room: read_local.Room | None = None,
 ) -> ReadRepair:
@@ -49,15 +51,15 @@ async def fetch(
     def note(lost: Sequence[int], error: CorruptError | StoreError) -> None:
         missing.update(dict.fromkeys(lost, error))
 
-    batches = read.plan_reads(table, blobs, far=True)  # long reads, from a folder as well
+    batches = plan_reads(table, blobs, far=True)  # long reads, from a folder as well
     if store.remote or not hasattr(store, "scatter"):
-        await read.fetch(store, table, batches, sink, on_damage=note)
+        await fetch_blobs(store, table, batches, sink, on_damage=note)
     else:
         await read_local.fetch(store, table, batches, sink, note, room)
     mended = ReadRepair()
     if missing:
-        rows = [row for row in read.closure(table, missing) if table.stored[row]]
-        mended.ranges = {(table.packs[int(table.pack[row])], int(table.offset[row])) for row in rows}
+        rows = [row for row in closure(table, missing) if table.stored[row]]
+        mended.ranges = set(map(table.place, rows))
         first = next(iter(missing.values()))
         for url in (store.url, *others):
             if missing:
@@ -70,7 +72,7 @@ async def fetch(
 
 
 async def _search(
-    store: Store, url: str, attempt: Attempt, table: Table, missing: Lost, sink: read.Sink, mended: ReadRepair
+    store: Store, url: str, attempt: Attempt, table: Table, missing: Lost, sink: Sink, mended: ReadRepair
 ) -> None:
     """In one place, as long as anything is missing. Whatever is wrong there is no reason to give up."""
     try:
@@ -91,7 +93,7 @@ def _candidates(state: RunState, attempt: Attempt, here: bool) -> list[Commit]:
 
 
 async def _take(
-    other: Store, commit: Commit, attempt: Attempt, table: Table, missing: Lost, sink: read.Sink, mended: ReadRepair
+    other: Store, commit: Commit, attempt: Attempt, table: Table, missing: Lost, sink: Sink, mended: ReadRepair
 ) -> None:
     """What one checkpoint has of what is missing."""
     try:
@@ -99,9 +101,9 @@ async def _take(
     except (CorruptError, FormatError, StoreError) as error:
         logger.warning("step %d of %s is of no help: %s", commit.step, other.url, error)
         return
-    wanted: dict[tuple[bytes, int], list[int]] = {}
+    wanted: dict[Content, list[int]] = {}
     for blob in missing:
-        wanted.setdefault((table.digest[blob].tobytes(), int(table.length[blob])), []).append(blob)
+        wanted.setdefault(table.content(blob), []).append(blob)
     keys = zip(map(bytes, theirs.digest), theirs.length.tolist(), strict=True)
     alike = {blob: wanted[key] for blob, key in enumerate(keys) if key in wanted and blob < theirs.owned}
     done: set[int] = set()
@@ -112,12 +114,12 @@ async def _take(
                 sink(same, data)
                 done.add(same)
 
-    reads = read.plan_reads(theirs, alike, far=other.remote)
-    await read.fetch(other, theirs, reads, take, on_damage=lambda blobs, error: None)
+    reads = plan_reads(theirs, alike, far=other.remote)
+    await fetch_blobs(other, theirs, reads, take, on_damage=lambda blobs, error: None)
     for blob in done:
         del missing[blob]
     if done:
-        names = list(dict.fromkeys(read.name_of(table, blob) for blob in sorted(done)))
+        names = list(dict.fromkeys(table.name_of(blob) for blob in sorted(done)))
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         what = "1 damaged piece" if len(done) == 1 else f"{len(done)} damaged pieces"
         where = other.url if commit.attempt == attempt else f"{other.url}, step {commit.step}"

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpt.checkpoint.read import packs_of
 from ckpt.errors import CorruptError, StoreError, UsageError
 from ckpt.events import log as logger
 from ckpt.events import point
 from ckpt.format.manifest import Attempt, index_key, part_key, table_key
-from ckpt.runlog.log import Acquire, Commit, Record, RunLog, RunState, live_packs
+from ckpt.runlog.log import RunLog
+from ckpt.runlog.records import Acquire, Commit, Record, RunState, live_packs
+from ckpt.store import Store
 
 ALWAYS = 2  # so that one bad file can never be fatal
+READER_GRACE_S = 600.0  # in a remote place, between a PLAN and its deletions: they take files away from who reads them
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,10 @@ class Keep:
         return self.every == 1
 
 
+def default_grace_s(store: Store) -> float:
+    return READER_GRACE_S if store.remote else 0.0
+
+
 def as_keep(keep: object) -> Keep:
     """What stands for a `Keep`: "all", or how many of the newest. UsageError for anything else."""
     if isinstance(keep, Keep):
@@ -51,32 +58,80 @@ def as_keep(keep: object) -> Keep:
     raise UsageError(f'keep is "all", a number of checkpoints, or a Keep, not {keep!r}')
 
 
-def choose(state: RunState, keep: Keep, verified: Iterable[Attempt]) -> set[Attempt]:
-    """The checkpoints to give up: never a KEEP, the newest verified or the last finite one, nor the newest two.
+def why_kept(state: RunState, keep: Keep, verified: Iterable[Attempt]) -> dict[Attempt, str]:
+    """Of every checkpoint that stays, why: a KEEP, the newest two, the newest verified and the last finite one among
+    them, whatever `keep` says. Pure.
 
-    Nor the newest two full ones, since many increments may depend on one blob of a full one; nor what an attempt that
+    So do the newest two full ones, since many increments may depend on one blob of a full one; and what an attempt that
     is still open builds on.
     """
-    if keep.all:
-        return set()
-    history = state.lineage()
+    history, checked = state.lineage(), set(verified)
     rest = sorted((c for c in state.commits.values() if c not in history), key=lambda c: c.attempt, reverse=True)
     ordered: list[Commit] = [*history, *rest]
-    due = [c for c in ordered if c.reason == "due"]
-    full = [c for c in ordered if c.full]
-    stay = {c.attempt for c in [*ordered[:ALWAYS], *full[:ALWAYS], *due[: keep.last]]}
+    newest, due = ordered[:ALWAYS], [c for c in ordered if c.reason == "due"]
+    full = [c for c in ordered if c.full][:ALWAYS]
+    pinned = set[Attempt]().union(*state.pins.values(), *(c.needs for c in state.held.values()))
+    rules: list[tuple[str, list[Commit]]] = [
+        *((f"kept: {note}", [c for c in ordered if c.attempt == attempt]) for attempt, note in state.kept.items()),
+        ("the newest two stay", newest),
+        ("one of the last two full ones", [c for c in full if c not in newest]),
+        ("in use by one that is being written", [c for c in ordered if c.attempt in pinned]),
+        ("the newest finite one", [c for c in ordered if c.finite is not False][:1]),
+        (f"of the last {keep.last}", [] if keep.all else due[: keep.last]),
+        (
+            "all stay" if keep.all else f"every {keep.every}",
+            [c for c in ordered if keep.every and not c.step % keep.every],
+        ),
+    ]
+    found: dict[Attempt, list[str]] = {}
+    for reason, commits in rules:
+        for commit in commits:
+            found.setdefault(commit.attempt, []).append(reason)
     # What was persisted at a death does not push the regular ones out; it goes once a newer regular one is there,
     # or enough of its own kind, in a storm of restarts.
     ring = history[: history.index(due[0]) if due and due[0] in history else None]
-    stay |= {c.attempt for c in ring[: max(keep.last, ALWAYS)]}
-    if keep.every:
-        stay |= {c.attempt for c in ordered if c.step % keep.every == 0}
-    stay |= state.kept.keys()
-    stay = stay.union(*state.pins.values(), *(c.needs for c in state.held.values()))
-    checked = set(verified)
-    stay |= {c.attempt for c in [c for c in ordered if c.attempt in checked][:1]}
-    stay |= {c.attempt for c in [c for c in ordered if c.finite is not False][:1]}
-    return {c.attempt for c in ordered} - stay
+    for commit in [c for c in ordered if c.attempt in checked][:1]:
+        found.setdefault(commit.attempt, ["the one that was read back"])
+    for commit in ring[: max(keep.last, ALWAYS)]:
+        found.setdefault(commit.attempt, ["persisted at a death, after the regular ones"])
+    return {attempt: "; ".join(reasons) for attempt, reasons in found.items()}
+
+
+def choose(state: RunState, keep: Keep, verified: Iterable[Attempt]) -> set[Attempt]:
+    """The checkpoints to give up: all that `why_kept` has no reason for. Pure."""
+    return state.commits.keys() - why_kept(state, keep, verified).keys()
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What a PLAN record says: checkpoints given up, and files that go."""
+
+    retire: Set[Attempt] = frozenset()
+    delete: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.retire or self.delete)
+
+
+async def land(log: RunLog, mine: Acquire | None, decide: Callable[[RunState], Sweep | None]) -> Sweep | None:
+    """Land a PLAN that says what `decide` does of the newest state, unless that is nothing; what it has said.
+
+    Nothing is deleted here. `mine`: None fences nobody.
+    """
+    request = f"plan:{mine.nonce if mine else secrets.token_hex(4)}"
+    decided: list[Sweep | None] = []
+
+    def make(state: RunState) -> Record | None:
+        decided[:] = [found := decide(state)]
+        if not found:
+            return None
+        body = {"retire": sorted(map(str, found.retire)), "delete": list(found.delete)}
+        return Record("PLAN", body, f"{request}:{state.next_seq}")
+
+    await log.append(make, owner=mine)
+    if decided[0]:
+        point("plan.landed")
+    return decided[0]
 
 
 async def retire(
@@ -103,33 +158,18 @@ async def retire(
     if orphans:  # The listing comes first: a file that appears later belongs to an attempt that is not in it.
         await log.refresh()
     used = await files_of(log, log.state.commits.values())
-    request = f"plan:{mine.nonce if mine else secrets.token_hex(4)}"
-    planned: list[tuple[set[Attempt], list[str]]] = []
 
-    def make(state: RunState) -> Record | None:
-        planned.clear()
+    def decide(state: RunState) -> Sweep | None:
         retiring = choose(state, keep, checked) - pinned
         found = plan_deletion(state, retiring, checked, used, listed if orphans else None)
-        if found is None:
-            return None
-        doomed = [key for key in found if key not in spared]
-        if not retiring and not doomed:
-            return None
-        planned.append((retiring, doomed))
-        body = {"retire": sorted(map(str, retiring)), "delete": doomed}
-        return Record("PLAN", body, f"{request}:{state.next_seq}")
+        return None if found is None else Sweep(retiring, tuple(key for key in found if key not in spared))
 
-    await log.append(make, owner=mine)
-    if not planned:
+    landed = await land(log, mine, decide)
+    if not landed:
         return set()
-    point("plan.landed")
-    retired, doomed = planned[0]
-    if delete is not None:
-        await delete(doomed)
-    else:
-        await log.store.delete_many(doomed)
+    await (delete or log.store.delete_many)(landed.delete)
     point("sweep.deleted")
-    return retired
+    return set(landed.retire)
 
 
 def plan_deletion(
@@ -151,13 +191,9 @@ def plan_deletion(
         if not retiring <= used.keys():
             return None
         listed = sorted({key for attempt in retiring for key in used[attempt]})
-    live = live_packs(_without(state, retiring), listed, {key for a in staying for key in used[a]})
+    later = replace(state, retired=state.retired | retiring)
+    live = live_packs(later, listed, {key for a in staying for key in used[a]})
     return [key for key in listed if key not in live]
-
-
-def _without(state: RunState, retiring: Set[Attempt]) -> RunState:
-    """What `live_packs` looks at, as it will be once these are retired."""
-    return RunState(retired=state.retired | retiring, aborted=state.aborted, commits=state.commits)
 
 
 def remember_packs(log: RunLog, attempt: Attempt, packs: Iterable[str]) -> None:

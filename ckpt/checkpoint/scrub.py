@@ -12,14 +12,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ckpt.checkpoint.commit import Role, load_part
-from ckpt.checkpoint.read import Batch, fetch, plan_reads
+from ckpt.checkpoint.blobs import Batch, fetch, plan_reads
+from ckpt.checkpoint.commit import Role
+from ckpt.checkpoint.parts import load_part
 from ckpt.checkpoint.write import WrittenPart
 from ckpt.errors import CheckpointError, CorruptError, NotFoundError, StoreError
 from ckpt.events import log as logger
 from ckpt.format.manifest import Attempt
 from ckpt.format.table import Table
-from ckpt.runlog.log import Commit, RunLog
+from ckpt.runlog.log import RunLog
+from ckpt.runlog.records import Commit
 
 ROUND_S = 6 * 3600.0  # after which what was read is read once more
 PAUSE_S = 30.0  # between two looks at what is new
@@ -89,7 +91,7 @@ class Scrub:
     async def _part(self, commit: Commit, written: WrittenPart) -> bool:
         table = written.table
         # What has no bytes of its own is never seen by itself, and must not count as new for ever.
-        new = [blob for blob in range(table.owned) if table.stored[blob] and _range(table, blob) not in self._seen]
+        new = [blob for blob in range(table.owned) if table.stored[blob] and table.place(blob) not in self._seen]
         for batch in _batches(table, new, self.log.store.remote):
             while self.busy():
                 await asyncio.sleep(0.1)
@@ -103,7 +105,7 @@ class Scrub:
                 None,
                 on_damage=lambda blobs, error, lost=lost: lost.update(dict.fromkeys(blobs, error)),  # type: ignore[misc]
             )
-            self._seen.update(_range(table, blob) for blob in batch.blobs)
+            self._seen.update(table.place(blob) for blob in batch.blobs)
             self.nbytes += batch.nbytes
             for blob, error in lost.items():
                 await self._lost(commit, table, blob, error)
@@ -117,7 +119,7 @@ class Scrub:
             return
         for one in (blob, *table.needed(blob)):
             if table.stored[one]:
-                self.found(_range(table, one))
+                self.found(table.place(one))
         self._say(commit, str(error))
 
     def _say(self, commit: Commit, problem: str) -> None:
@@ -129,10 +131,6 @@ class Scrub:
         )
         logger.warning("%s", text)
         self.say(text)
-
-
-def _range(table: Table, blob: int) -> tuple[str, int]:
-    return table.packs[int(table.pack[blob])], int(table.offset[blob])
 
 
 def _batches(table: Table, blobs: list[int], remote: bool) -> Iterator[Batch]:

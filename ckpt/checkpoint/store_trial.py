@@ -11,11 +11,23 @@ import secrets
 import time
 from typing import Any
 
-from ckpt.errors import AccessError, CheckpointError, ExistsError, NotFoundError, StoreError
+from ckpt.errors import AccessError, CheckpointError, ExistsError, FormatError, NotFoundError, StoreError
 from ckpt.store import Store
 
 PREFIX = "doctor-"  # so begins all that is written to a place only to try it out
 START, LENGTH = 7, 13  # of a range: neither the object's beginning nor its end
+
+
+async def check_empty(store: Store) -> None:
+    """FormatError if somebody else's files are there. A run, or what is only a trial, is none."""
+    async for info in store.list():
+        if info.key == "FORMAT.json":
+            return  # another rank or job was quicker
+        if not info.key.startswith(PREFIX):  # `ckpt doctor` is at work, or another start tries the place out
+            raise FormatError(
+                f"{store.url} is not empty and not a run: it holds {info.key}, and no FORMAT.json. Choose another "
+                "location"
+            )
 
 
 async def try_out(store: Store) -> None:

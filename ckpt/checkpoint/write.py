@@ -9,18 +9,20 @@ import asyncio
 import contextlib
 import mmap
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ckpt.checkpoint.incremental import Previous
 from ckpt.errors import FullError, StoreError
 from ckpt.events import point
 from ckpt.format.digest import DIGEST_SIZE, blob_digest, file_digest
-from ckpt.format.layout import BLOB, Layout, pages
+from ckpt.format.layout import Layout, pages
 from ckpt.format.manifest import Attempt, PackInfo, Part, owner, pack_key, part_key, table_key
-from ckpt.format.table import Shard, Table
+from ckpt.format.shards import Shards
+from ckpt.format.table import Table
 from ckpt.store import PAGE, Store
 
 CHUNK = 8 << 20  # one write; large enough for full speed, small enough for several in flight
@@ -84,14 +86,11 @@ async def finish_part(
     *,
     number: int,
     reason: str,
-    needs: Sequence[Attempt] = (),
-    chain: int = 0,
-    full: Attempt | None = None,
+    base: Previous | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> WrittenPart:
     """Table and part, when the packs are there. `packs`: all that the table names; those of this attempt are taken
-    away again if it fails before anybody can have seen the part. `needs`: the checkpoint that it was built on;
-    `chain`, `full`: how many lie between it and the last full one, and which that is."""
+    away again if it fails before anybody can have seen the part. `base`: the checkpoint that it was built on."""
     attempt, rank = snapshot.attempt, snapshot.layout.rank
     own = [pack.key for pack in packs if owner(pack.key) == attempt]
     try:
@@ -102,23 +101,7 @@ async def finish_part(
     except BaseException:
         await drop(store, own)
         raise
-    part = Part(
-        attempt=str(attempt),
-        rank=rank,
-        number=number,
-        world=snapshot.layout.world,
-        layout=snapshot.layout.to_json(),
-        layout_digest=snapshot.layout.digest,
-        values=snapshot.values,
-        table=file_digest(raw_table),
-        packs=packs,
-        created=time.time(),
-        reason=reason,
-        finite=snapshot.finite,
-        needs=[str(a) for a in needs],
-        chain=chain,
-        full="" if full is None else str(full),
-    )
+    part = _part(snapshot, file_digest(raw_table), packs, number, reason, base)
     raw_part = part.to_bytes()
     try:
         await store.put(part_key(attempt, rank, number), raw_part, create=True)
@@ -129,6 +112,30 @@ async def finish_part(
     # the log can say that they do not count, and the clean-up takes them.
     point("part.stored")
     return WrittenPart(part, file_digest(raw_part), table)
+
+
+def _part(
+    snapshot: RankSnapshot, table: str, packs: list[PackInfo], number: int, reason: str, base: Previous | None
+) -> Part:
+    """`table`: its digest."""
+    layout = snapshot.layout
+    return Part(
+        attempt=str(snapshot.attempt),
+        rank=layout.rank,
+        number=number,
+        world=layout.world,
+        layout=layout.to_json(),
+        layout_digest=layout.digest,
+        values=snapshot.values,
+        table=table,
+        packs=packs,
+        created=time.time(),
+        reason=reason,
+        finite=snapshot.finite,
+        needs=[] if base is None else [base.part.attempt],
+        chain=0 if base is None else base.part.chain + 1,
+        full="" if base is None else str(base.full),
+    )
 
 
 async def drop(store: Store, packs: Iterable[str]) -> None:
@@ -220,13 +227,12 @@ def digest_blobs(layout: Layout, data: memoryview) -> bytes:
 def build_table(layout: Layout, pack: str, digests: bytes | None) -> Table:
     """The table of one rank's pieces in one raw pack. `digests`: None if nobody has digested them, then zeros."""
     arrangement = layout.arrangement
-    pieces = [layout.tensors[i] for i in arrangement.order]
     blobs = arrangement.blobs
     length = np.array([b.length for b in blobs], np.int64)
     raw = bytes(len(blobs) * DIGEST_SIZE) if digests is None else digests[: len(blobs) * DIGEST_SIZE]
     return Table(
-        shards=tuple(Shard(t.name, t.dtype, t.full, t.at, t.shape, layout.rank, t.instance) for t in pieces),
-        starts=np.cumsum([0, *(-(-t.nbytes // BLOB) for t in pieces)], dtype=np.int64),
+        shards=Shards.of_layout(layout),
+        starts=np.array(arrangement.blob_starts, np.int64),
         pack=np.zeros(len(blobs), np.int64),
         offset=np.array([b.offset for b in blobs], np.int64) + len(arrangement.header),
         stored=length,

@@ -33,7 +33,7 @@ from ckpt.cli.terminal import (
 from ckpt.store import normalise
 
 if TYPE_CHECKING:
-    from ckpt.maintain.audit import AuditResult, PackDamage
+    from ckpt.maintain.damage import AuditResult, PackDamage
     from ckpt.maintain.repair import Repaired
     from ckpt.runlog.log import Commit, RunLog
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from ckpt.checkpoint import commit, retention
 from ckpt.checkpoint.in_use import check_free
-from ckpt.checkpoint.open_tier import LIST_EVERY, READ_BACK_EVERY, READER_GRACE_S
+from ckpt.checkpoint.open_tier import LIST_EVERY, READ_BACK_EVERY
 from ckpt.checkpoint.write import WrittenPart
 from ckpt.dcp import rank_write
 from ckpt.dcp.rank_write import TRY, Content, RankShare, Receipt
@@ -460,7 +460,7 @@ async def _tidy(log: RunLog, mine: Acquire, tier: Tier, place: Known) -> None:
     full = not log.store.remote or place.sweeps % LIST_EVERY == 0
     if not doomed and not (log.state.aborted and full):
         return
-    grace_s = tier.reader_grace_s if tier.reader_grace_s is not None else READER_GRACE_S if log.store.remote else 0.0
+    grace_s = retention.default_grace_s(log.store) if tier.reader_grace_s is None else tier.reader_grace_s
 
     async def later(keys: Sequence[str]) -> None:
         place.leaving.append((time.monotonic() + grace_s, list(keys)))

@@ -26,13 +26,14 @@ import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import zstandard
 
 from ckpt.errors import CorruptError, FormatError, UsageError
-from ckpt.format.byteplanes import PIECE, UNSIGNED, Array, at_a_time, merge, room, shift_left, split
+from ckpt.format.byteplanes import PIECE, UNSIGNED, Array, at_a_time, merge, split
+from ckpt.format.words import backward, forward, rounded
 from ckpt.store import Buffer
 
 RAW, PLANES, ROTATED, DELTA, FLOAT_DELTA, BF16 = range(6)
@@ -69,7 +70,6 @@ _OTHERS = {
     "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F4_E2M1X2": 1,
 }  # fmt: skip
 _WORDS = _FLOATS | _OTHERS
-_SIGNED: dict[int, Any] = {1: np.dtype("<i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
 
 _BLOB = 4 << 20  # bytes; for blobs up to here a thread keeps its work space
 _NOISE = 7.85  # bits a byte; a plane above it is left alone
@@ -138,8 +138,8 @@ def decode(codec: int, stored: Buffer, length: int, base: Buffer | None, into: m
     elif codec == BF16:
         if len(view) or length % 2 or base is None:
             raise CorruptError("a blob of derived bf16 words has bytes of its own, or half a word")
-        for rounded, part in _rounded(base, out.view(UNSIGNED[2])):
-            np.copyto(part, rounded)
+        for found, part in rounded(_words(base, 4), out.view(UNSIGNED[2])):
+            np.copyto(part, found)
     else:
         word, cut = _cut(view, length)
         _rebuild(codec, word, cut, base, out)
@@ -153,7 +153,7 @@ def derives(master: Buffer, plain: Buffer) -> bool:
     length = memoryview(plain).nbytes
     if length % 2 or memoryview(master).nbytes != 2 * length:
         return False
-    return all(bool((rounded == part).all()) for rounded, part in _rounded(master, _words(plain, 2)))
+    return all(bool((found == part).all()) for found, part in rounded(_words(master, 4), _words(plain, 2)))
 
 
 def estimate(codec: int, plain: Buffer, word: int, base: Buffer | None = None) -> float:
@@ -248,91 +248,14 @@ def _changed(codec: int, words: Array, base: Array | None) -> Array:
         return words
     found = _local.words(words.itemsize, len(words))
     for part in _parts(len(words), PIECE // words.itemsize):
-        _forward(codec, words[part], None if base is None else base[part], found[part])
+        forward(words[part], None if base is None else base[part], found[part], floats=codec == FLOAT_DELTA)
     return found
 
 
 def _restore(codec: int, words: Array, base: Array | None) -> None:
     """The opposite of `_changed`, in place."""
     for part in _parts(len(words), PIECE // words.itemsize):
-        _backward(codec, words[part], None if base is None else base[part])
-
-
-def _forward(codec: int, words: Array, base: Array | None, found: Array) -> None:
-    """Fill `found` with a piece's words as they are cut into planes."""
-    spare = _room(1, words)
-    last = 8 * words.itemsize - 1
-    if base is None:  # rotated
-        shift_left(words, 1, found)
-        np.right_shift(words, last, out=spare)
-        np.bitwise_or(found, spare, out=found)
-        return
-    difference = _room(2, words)
-    if codec == FLOAT_DELTA:
-        _order(words, found, spare)
-        _order(base, difference, spare)
-        np.subtract(found, difference, out=difference)
-    else:
-        np.subtract(words, base, out=difference)
-    np.right_shift(_signed(difference), last, out=_signed(spare))
-    shift_left(difference, 1, found)
-    np.bitwise_xor(found, spare, out=found)
-
-
-def _backward(codec: int, words: Array, base: Array | None) -> None:
-    """Turn what `_forward` made of a piece's words into those again."""
-    spare = _room(1, words)
-    if base is None:  # rotated
-        np.right_shift(words, 1, out=spare)
-        shift_left(words, 8 * words.itemsize - 1, words)
-        np.bitwise_or(words, spare, out=words)
-        return
-    np.bitwise_and(words, 1, out=spare)
-    np.negative(spare, out=spare)
-    np.right_shift(words, 1, out=words)
-    np.bitwise_xor(words, spare, out=words)
-    if codec == FLOAT_DELTA:
-        ordered = _room(2, words)
-        _order(base, ordered, spare)
-        np.add(words, ordered, out=words)
-        _order(words, words, spare)
-    else:
-        np.add(words, base, out=words)
-
-
-def _order(words: Array, into: Array, spare: Array) -> None:
-    """Float bits as signed integers in the order of the numbers, and back: it is its own inverse."""
-    np.right_shift(_signed(words), 8 * words.itemsize - 1, out=_signed(spare))
-    np.right_shift(spare, 1, out=spare)
-    np.bitwise_xor(words, spare, out=into)
-
-
-def _room(number: int, like: Array) -> Array:
-    return room(number, like.itemsize, len(like))
-
-
-def _signed(words: Array) -> Array:
-    found: Array = words.view(_SIGNED[words.itemsize])
-    return found
-
-
-def _rounded(master: Buffer, words: Array) -> Iterator[tuple[Array, Array]]:
-    """fp32 bits as bf16 bits, to nearest and ties to even, every NaN 0x7fc0: piece by piece, with those of `words`."""
-    whole, step = _words(master, 4), PIECE // 4
-    for at in range(0, len(whole), step):
-        piece = whole[at : at + step]
-        found, rounded = _room(0, piece), room(0, 2, len(piece))
-        np.left_shift(piece, 1, out=found)
-        nans = found > 0xFF000000
-        np.right_shift(piece, 16, out=found)
-        np.bitwise_and(found, 1, out=found)
-        np.add(found, 0x7FFF, out=found)
-        np.add(found, piece, out=found)
-        np.right_shift(found, 16, out=found)
-        np.copyto(rounded, found, casting="unsafe")
-        if nans.any():
-            rounded[nans] = 0x7FC0
-        yield rounded, words[at : at + step]
+        backward(words[part], None if base is None else base[part], floats=codec == FLOAT_DELTA)
 
 
 # -- planes --

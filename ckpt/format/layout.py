@@ -11,6 +11,7 @@ refuse. Blobs, the unit of digests, are 4 MiB and end where a tensor ends.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import struct
@@ -214,6 +215,19 @@ class Arrangement:
     @cached_property
     def blobs(self) -> tuple[Blob, ...]:
         return tuple(_cut(self))
+
+    @cached_property
+    def first_blob(self) -> dict[int, int]:
+        """Of each tensor that has bytes, by its number."""
+        found: dict[int, int] = {}
+        for number, blob in enumerate(self.blobs):
+            found.setdefault(blob.tensor, number)
+        return found
+
+    @cached_property
+    def blob_starts(self) -> list[int]:
+        """Where the blobs of each tensor begin, in pack order, and how many there are in all."""
+        return list(itertools.accumulate((-(-self.tensors[i].nbytes // BLOB) for i in self.order), initial=0))
 
     @cached_property
     def header(self) -> bytes:

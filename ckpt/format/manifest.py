@@ -8,7 +8,7 @@
     index/<attempt>-<digest>.safetensors          all tables of a checkpoint, merged; of many ranks the directory of
                                                   them, see `ckpt.format.rank_index`. Named by content, so that two
                                                   committers cannot disagree about one name
-    log/<seq>.json                                records, see `ckpt.runlog.log`
+    log/<seq>.json                                records, see `ckpt.runlog.records`
     redo/<attempt>.<rank>.redo                    one rank's redo log from that attempt on, see `ckpt.redo.frame`
 
 Every JSON file is written in one canonical form (sorted keys, no spaces) and carries the SHA-256 of itself without the
@@ -127,6 +127,15 @@ def owner(key: str) -> Attempt | None:
         return None
 
 
+def by_owner(keys: Iterable[str]) -> dict[Attempt, list[str]]:
+    """The files of each attempt."""
+    found: dict[Attempt, list[str]] = {}
+    for key in keys:
+        if (attempt := owner(key)) is not None:
+            found.setdefault(attempt, []).append(key)
+    return found
+
+
 def rank_and_try(key: str) -> tuple[int, int]:
     """Of a pack, a part or its table."""
     found = _OWNED.fullmatch(key)
@@ -221,7 +230,7 @@ class Part:
     created: float
     finite: bool | None = None
     layout_digest: str = ""
-    reason: str = "due"  # why it was saved, see `ckpt.runlog.log.Commit`
+    reason: str = "due"  # why it was saved, see `ckpt.runlog.records.Commit`
     needs: list[str] = field(default_factory=list)
     chain: int = 0
     full: str = ""

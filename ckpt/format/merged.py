@@ -12,23 +12,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt.errors import CorruptError
 from ckpt.format.boxes import Box, Effort
+from ckpt.format.columns import I64, NONE, starts_of
+from ckpt.format.find_shards import find_shards
 from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.partition import GLOBAL
 from ckpt.format.rank_index import Directory, RanksView, check_cover
-from ckpt.format.table import EMPTY, Shards, Table, merge
+from ckpt.format.rank_index import Key as Key
+from ckpt.format.saved_nodes import SHARED_KINDS, SavedNode, joined
+from ckpt.format.table import EMPTY, Table, merge
 from ckpt.format.values import Json, Path, unlike
-
-Key = tuple[str, int]
-I64 = npt.NDArray[np.int64]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -37,20 +37,6 @@ class Fetch(Protocol[T_co]):
     """Reads something of each of some ranks."""
 
     def __call__(self, ranks: Sequence[int], /) -> Mapping[int, T_co]: ...
-
-
-SHARED_KINDS = ("module", "optimizer")  # of which each rank may hold some part
-
-
-@dataclass(frozen=True)
-class SavedNode:
-    """One entry of a saved state. `names`: of its tensors, aliases too."""
-
-    path: Path
-    kind: str
-    facts: dict[str, Any]
-    values: Json
-    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +159,7 @@ class SavedState:
     def position(self) -> I64:
         """Of every blob: where it begins in the bytes of its shard."""
         lengths = self.table.length[: self.table.owned]
-        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+        before = starts_of(np.cumsum(lengths))
         found: I64 = before[:-1] - before[self.table.starts[:-1]][self.shard_of_blob]
         return found
 
@@ -230,7 +216,7 @@ class SavedState:
                 pieces = [np.unique(np.concatenate(pieces))]
             self._wanted.append((key, number, pieces[0]))
         ranks = [found.pattern(patterns[n]).ranks[pieces] + found.base_rank(n) for _, n, pieces in self._wanted]
-        return [int(rank) for rank in np.unique(np.concatenate([np.zeros(0, np.int64), *ranks]))]
+        return [int(rank) for rank in np.unique(np.concatenate([NONE, *ranks]))]
 
     def attach(self, tables: Mapping[int, Table]) -> None:
         """The tables of `missing` ranks. CorruptError unless they have what the directory says that they have."""
@@ -241,7 +227,7 @@ class SavedState:
         self.table = merge([tables[rank] for rank in sorted(tables)])
         for one in ("numbers", "position", "shard_of_blob"):
             self.__dict__.pop(one, None)
-        places = _matched(self.directory, self._wanted, self.table.columns)
+        places = find_shards(self.directory, self._wanted, self.table.columns)
         for (key, _, _), shards in zip(self._wanted, places, strict=True):
             self.tensors[key] = SavedTensor(self.tensors[key].spec, shards)
 
@@ -278,7 +264,7 @@ class SavedState:
         candidates = self.instances(name)
         if len(candidates) < 2:
             return (name, candidates[0]) if candidates else None
-        own = self._own(name, rank)
+        own = self._view(rank).instance(name, self.mapped(rank))
         if self.world == size and instance != GLOBAL and own in candidates:
             return name, own
         if self.identical(name):
@@ -286,9 +272,6 @@ class SavedState:
         if lenient and own in candidates:
             return name, own
         return Ambiguous(tuple(candidates))
-
-    def _own(self, name: str, rank: int) -> int:
-        return self._view(rank).instance(name, self.mapped(rank))
 
     def identical(self, name: str) -> bool:
         """Whether all instances of a name hold the same bytes."""
@@ -340,10 +323,7 @@ class SavedState:
                 if self.directory is not None and (view is here or not said):
                     value = self._value(mapped if view is here else view.first, i)
                 said.append(SavedNode(path, component["kind"], component["facts"], value, tuple(component["names"])))
-        try:
-            return [_merged(nodes) for nodes in found.values()]
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise CorruptError(f"what the ranks saved of one entry does not go together: {error}") from None
+        return [joined(nodes) for nodes in found.values()]
 
     def values_of(self, path: Path) -> Iterator[tuple[int, Json]]:
         """The plain values that each rank saved for one entry."""
@@ -377,95 +357,3 @@ class SavedState:
             if component["kind"] in SHARED_KINDS
             for name in component["names"]
         }
-
-
-def _merged(nodes: list[SavedNode]) -> SavedNode:
-    first = nodes[0]
-    alike = [node for node in nodes if node.kind == first.kind]
-    if len(alike) == 1 or first.kind not in SHARED_KINDS:
-        return first
-    names = tuple(_union(node.names for node in alike))
-    if first.kind != "optimizer":
-        return replace(first, names=names)
-    return replace(first, names=names, facts=_merged_facts(alike), values=_merged_values(alike))
-
-
-def _merged_facts(nodes: list[SavedNode]) -> dict[str, Any]:
-    """Parameter groups joined one by one."""
-    own = {name for group in nodes[0].facts["params"] for name in group}  # what it says of these is the truth
-    groups = max(len(node.facts["params"]) for node in nodes)
-    params = [_union(node.facts["params"][i] for node in nodes if i < len(node.facts["params"])) for i in range(groups)]
-    state = [[n for n in node.facts["with_state"] if i == 0 or n not in own] for i, node in enumerate(nodes)]
-    return {**nodes[0].facts, "params": params, "with_state": _union(state)}
-
-
-def _merged_values(nodes: list[SavedNode]) -> Json:
-    """The settings of the groups are the first one's; plain state of single parameters is anybody's."""
-    own = {name for group in nodes[0].facts["params"] for name in group}
-    state = {
-        (name, key): value
-        for i, node in reversed(list(enumerate(nodes)))
-        for name, key, value in node.values["state"]
-        if i == 0 or name not in own
-    }
-    return {**nodes[0].values, "state": [[name, key, value] for (name, key), value in state.items()]}
-
-
-def _union(lists: Iterable[Iterable[Any]]) -> list[Any]:
-    return list(dict.fromkeys(one for each in lists for one in each))
-
-
-def _matched(found: Directory, wanted: Sequence[tuple[Key, int, I64]], shards: Shards) -> list[list[int]]:
-    """For the pieces of each wanted tensor, which shards they are."""
-    tensor = np.full(len(shards), -1, np.int64)
-    numbers = {key: i for i, (key, _, _) in enumerate(wanted)}
-    tensor[:] = [numbers.get(key, -1) for key in zip(shards.names, shards.instance.tolist(), strict=True)]
-    held = np.flatnonzero(tensor >= 0)
-    place = tensor[held] * found.world + shards.rank[held]
-    order = np.argsort(place, kind="stable")
-    held, place = held[order], place[order]
-    patterns = [found.pattern_of(number) for _, number, _ in wanted]
-    counts = np.array([len(pieces) for _, _, pieces in wanted], np.int64)
-    zero = np.zeros(0, np.int64)
-    ranks = [p.ranks[pieces] + found.base_rank(n) for p, (_, n, pieces) in zip(patterns, wanted, strict=True)]
-    asked = np.repeat(np.arange(len(wanted)), counts) * found.world + np.concatenate([zero, *ranks])
-    low, high = np.searchsorted(place, asked, "left"), np.searchsorted(place, asked, "right")
-    result: list[list[int]] = []
-    for i, (start, stop) in enumerate(_spans(counts)):
-        (name, _), number, pieces = wanted[i]
-        pattern, k = patterns[i], len(patterns[i].shape)
-        boxes = np.concatenate([pattern.offsets[pieces], pattern.sizes[pieces]], 1)
-        lows, highs = low[start:stop], high[start:stop]
-        if (highs == lows).any():
-            raise _absent(found, name, asked[start:stop][highs == lows])
-        mine = held[lows]
-        several = np.flatnonzero(highs - lows > 1)
-        for j in several.tolist():
-            mine[j] = next(
-                (c for c in held[lows[j] : highs[j]].tolist() if _box_of(shards, c) == boxes[j].tolist()), mine[j]
-            )
-        there = shards.dims[
-            np.minimum(shards.dim_starts[mine][:, None] + np.arange(3 * k), max(0, len(shards.dims) - 1))
-        ]
-        right = (np.diff(shards.dim_starts)[mine] == 3 * k) & (there[:, k:] == boxes).all(1)
-        right &= (there[:, :k] == np.array(pattern.shape, np.int64)).all(1)
-        right &= shards.dtype[mine] == int(found.columns["tensor_dtype"][number])
-        if not right.all():
-            raise _absent(found, name, asked[start:stop][~right])
-        result.append(mine.tolist())
-    return result
-
-
-def _spans(counts: I64) -> list[tuple[int, int]]:
-    ends = np.cumsum(counts)
-    return list(zip((ends - counts).tolist(), ends.tolist(), strict=True))
-
-
-def _box_of(shards: Shards, number: int) -> list[int]:
-    row: list[int] = shards.dims[shards.dim_starts[number] : shards.dim_starts[number + 1]].tolist()
-    return row[len(row) // 3 :]
-
-
-def _absent(found: Directory, name: str, asked: I64) -> CorruptError:
-    rank = int(asked[0]) % found.world
-    return CorruptError(f"the index says that rank {rank} has a piece of {name} which its table does not have")

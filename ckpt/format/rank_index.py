@@ -1,6 +1,6 @@
 """The directory of a checkpoint of many ranks: who has which box of which tensor, and where to read on.
 
-It is the index where all tables together would be large (`ckpt.checkpoint.commit`): a rank that restores reads the
+It is the index where all tables together would be large (`ckpt.checkpoint.agree`): a rank that restores reads the
 COMMIT record, this, and then only the tables of the ranks that hold what it wants. Digests go on without a gap: the
 record names the directory, the directory names the tables, the tables name the blobs.
 
@@ -8,7 +8,7 @@ Kept as a safetensors file whose entries are zstd frames, one a column; `counts`
 
     names, name_ends                  all names once, as UTF-8 text, and where each ends
     tensor_name, tensor_instance      a row a tensor, ascending: place in the names; whose it is, -1: all ranks together
-    tensor_dtype, tensor_pattern      place in `ckpt.format.table.DTYPES`; how it is divided
+    tensor_dtype, tensor_pattern      place in `ckpt.format.shards.DTYPES`; how it is divided
     tensor_accelerator                1 if some rank had it on one
     tensor_content                    16 bytes: equal for tensors that hold the same bytes and are cut alike
     pattern_shape, pattern_dim_ends   shape of the whole tensor, one after the other, and where each ends
@@ -25,9 +25,10 @@ pieces. Of plain values it holds those of optimizers, which are joined from all 
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -38,11 +39,13 @@ import zstandard
 
 from ckpt.errors import CorruptError
 from ckpt.format.boxes import Box, Dims, Effort, TangledError, times_covered
-from ckpt.format.digest import DIGEST_SIZE, blob_digest
+from ckpt.format.columns import I64, Columns, reading, starts_of
+from ckpt.format.digest import DIGEST_SIZE
 from ckpt.format.layout import MAX_DIMS, TensorSpec, check_components
-from ckpt.format.manifest import MAX_JSON, MAX_WORLD, Part, canonical, owner
+from ckpt.format.manifest import MAX_JSON, MAX_WORLD, canonical
 from ckpt.format.partition import GLOBAL
-from ckpt.format.table import DTYPES, I64, MAX_DIM, Bytes, Shards, Table, texts
+from ckpt.format.shards import DTYPES, MAX_DIM
+from ckpt.format.table import texts
 
 OWN = -1  # in a view: the instance is the rank itself
 TABLE_DIGEST = 32
@@ -50,7 +53,6 @@ MAX_DIRECTORY = 1 << 29  # bytes, decompressed
 MAX_DIRECTORY_HEADER = 1 << 16
 FEW = 1 << 18  # entries of a column that any file may have; more only if it is as large
 LEVEL = 9
-KEPT = "optimizer"  # the kind of component whose values of all ranks are joined
 
 COLUMNS = {
     "names": np.uint8, "name_ends": np.int64, "tensor_name": np.int32, "tensor_instance": np.int32,
@@ -158,8 +160,8 @@ class Directory:
     def specs(self) -> list[TensorSpec]:
         """Of all tensors, whole."""
         dtypes, accelerators = self.columns["tensor_dtype"].tolist(), self.columns["tensor_accelerator"].tolist()
-        ends, flat = self.columns["pattern_dim_ends"].tolist(), self.columns["pattern_shape"].tolist()
-        shapes = [tuple(flat[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
+        flat = self.columns["pattern_shape"].tolist()
+        shapes = [tuple(flat[a:b]) for a, b in itertools.pairwise(self._starts[0].tolist())]
         patterns = self.columns["tensor_pattern"].tolist()
         return [
             TensorSpec(name, DTYPES[dtypes[i]], shapes[patterns[i]], bool(accelerators[i]), instance=instance)
@@ -178,8 +180,7 @@ class Directory:
     @cached_property
     def first_blob(self) -> I64:
         """The number of the first blob of each rank, where those of all ranks are counted one after the other."""
-        found: I64 = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.columns["owned"])])
-        return found
+        return starts_of(np.cumsum(self.columns["owned"]))
 
     @cached_property
     def _patterns(self) -> dict[int, Pattern]:
@@ -232,21 +233,8 @@ class Directory:
         """Checked: every number is plausible before anything is allocated by it. `world`: as the record says."""
         if len(raw) > MAX_DIRECTORY or int.from_bytes(raw[:8], "little") > MAX_DIRECTORY_HEADER:
             raise CorruptError(f"{what} is no directory: it is implausibly large")
-        try:
-            columns = _decompressed(safetensors.numpy.load(bytes(raw)), what)
-            return _checked(columns, what, world)
-        except (
-            safetensors.SafetensorError,
-            zstandard.ZstdError,
-            KeyError,
-            ValueError,
-            TypeError,
-            IndexError,
-            OverflowError,
-            AttributeError,
-            RecursionError,
-        ) as error:
-            raise CorruptError(f"{what} is damaged: {error}") from None
+        with reading(what):
+            return _checked(_decompressed(safetensors.numpy.load(bytes(raw)), what), what, world)
 
 
 def is_directory(raw: bytes | memoryview) -> bool:
@@ -286,63 +274,55 @@ def _decompressed(frames: dict[str, npt.NDArray[Any]], what: str) -> dict[str, n
 
 
 def _pattern_starts(columns: dict[str, npt.NDArray[Any]]) -> tuple[I64, I64, I64]:
-    zero = np.zeros(1, np.int64)
-    shapes = np.concatenate([zero, columns["pattern_dim_ends"]])
-    pieces = np.concatenate([zero, columns["pattern_ends"]])
-    dims = np.concatenate([zero, np.cumsum(np.diff(pieces) * 2 * np.diff(shapes))])
-    return shapes, pieces, dims
+    shapes, pieces = starts_of(columns["pattern_dim_ends"]), starts_of(columns["pattern_ends"])
+    return shapes, pieces, starts_of(np.cumsum(np.diff(pieces) * 2 * np.diff(shapes)))
 
 
-def _checked(columns: dict[str, npt.NDArray[Any]], what: str, world: int) -> Directory:
-    def within(name: str, count: int, low: int, high: int) -> I64:
-        column = columns[name].astype(np.int64, copy=False)
-        if column.shape != (count,) or (count and (column.min() < low or column.max() > high)):
-            raise CorruptError(f"{what}: column {name} is out of range")
-        return column
-
-    def ends(name: str, total: int) -> I64:
-        column = within(name, len(columns[name]), 0, total)
-        if (np.diff(column) < 0).any() or (int(column[-1]) if len(column) else 0) != total:
-            raise CorruptError(f"{what}: column {name} does not add up")
-        return column
-
-    tensors, patterns, pieces = (len(columns[n]) for n in ("tensor_name", "pattern_ends", "piece_rank"))
-    names = texts(columns["names"].tobytes(), ends("name_ends", len(columns["names"])))
+def _checked(raw: dict[str, npt.NDArray[Any]], what: str, world: int) -> Directory:
+    columns = Columns(raw, what)
+    tensors = len(raw["tensor_name"])
+    names = texts(raw["names"].tobytes(), columns.ends("name_ends", len(raw["name_ends"]), len(raw["names"])))
     if len(set(names)) != len(names):
         raise CorruptError(f"{what} has a name twice")
-    name = within("tensor_name", tensors, 0, len(names) - 1)
-    instance = within("tensor_instance", tensors, GLOBAL, world - 1)
+    name = columns.numbers("tensor_name", tensors, 0, len(names) - 1)
+    instance = columns.numbers("tensor_instance", tensors, GLOBAL, world - 1)
     if (np.diff(name * (MAX_WORLD + 2) + instance) <= 0).any():
         raise CorruptError(f"{what} has a tensor twice, or not in its place")
-    within("tensor_dtype", tensors, 0, len(DTYPES) - 1)
-    pattern = within("tensor_pattern", tensors, 0, patterns - 1)
-    within("tensor_accelerator", tensors, 0, 1)
-    within("tensor_content", tensors * DIGEST_SIZE, 0, 255)
-    within("pattern_shape", len(columns["pattern_shape"]), 0, MAX_DIM - 1)
-    within("piece_dims", len(columns["piece_dims"]), 0, MAX_DIM - 1)
-    dim_ends = ends("pattern_dim_ends", len(columns["pattern_shape"]))
+    columns.numbers("tensor_dtype", tensors, 0, len(DTYPES) - 1)
+    columns.numbers("tensor_accelerator", tensors, 0, 1)
+    columns.numbers("tensor_content", tensors * DIGEST_SIZE, 0, 255)
+    _check_patterns(raw, columns, what, world)
+    columns.numbers("tables", world * TABLE_DIGEST, 0, 255)
+    columns.numbers("owned", world, 0, 2**40)
+    packs = columns.packs()
+    views = read_views(raw, frozenset(names), what, world)
+    columns.numbers("view", world, 0, len(views) - 1)
+    return Directory(raw, names, views, packs)
+
+
+def _check_patterns(raw: dict[str, npt.NDArray[Any]], columns: Columns, what: str, world: int) -> None:
+    patterns, pieces, dims = len(raw["pattern_ends"]), len(raw["piece_rank"]), len(raw["pattern_shape"])
+    pattern = columns.numbers("tensor_pattern", len(raw["tensor_name"]), 0, patterns - 1)
+    columns.numbers("pattern_shape", dims, 0, MAX_DIM - 1)
+    columns.numbers("piece_dims", len(raw["piece_dims"]), 0, MAX_DIM - 1)
+    dim_ends = columns.ends("pattern_dim_ends", len(raw["pattern_dim_ends"]), dims)
     if len(dim_ends) != patterns or (np.diff(dim_ends, prepend=0) > MAX_DIMS).any():
         raise CorruptError(f"{what}: column pattern_dim_ends is out of range")
-    ends("pattern_ends", pieces)
-    rank = within("piece_rank", pieces, 0, world - 1)
-    _, starts, dims = _pattern_starts(columns)
-    if int(dims[-1]) != len(columns["piece_dims"]):
+    columns.ends("pattern_ends", patterns, pieces)
+    rank = columns.numbers("piece_rank", pieces, 0, world - 1)
+    _, starts, dim_starts = _pattern_starts(raw)
+    if int(dim_starts[-1]) != len(raw["piece_dims"]):
         raise CorruptError(f"{what}: column piece_dims does not add up")
     if (np.diff(starts) == 0).any():
         raise CorruptError(f"{what} has a tensor of which nobody has anything")
-    if tensors and (np.maximum.reduceat(rank, starts[:-1])[pattern] + np.maximum(instance, 0) >= world).any():
+    first = np.maximum(raw["tensor_instance"], 0)
+    if len(pattern) and (np.maximum.reduceat(rank, starts[:-1])[pattern] + first >= world).any():
         raise CorruptError(f"{what} has a piece of an impossible rank")
-    within("tables", world * TABLE_DIGEST, 0, 255)
-    within("owned", world, 0, 2**40)
-    packs = json.loads(columns["packs"].tobytes())
-    if type(packs) is not list or not all(type(k) is str and owner(k) and k.startswith("packs/") for k in packs):
-        raise CorruptError(f"{what}: names impossible packs")
-    views = _views(columns, frozenset(names), what, world)
-    within("view", world, 0, len(views) - 1)
-    return Directory(columns, names, views, tuple(packs))
 
 
-def _views(columns: dict[str, npt.NDArray[Any]], names: frozenset[str], what: str, world: int) -> tuple[RanksView, ...]:
+def read_views(
+    columns: dict[str, npt.NDArray[Any]], names: frozenset[str], what: str, world: int
+) -> tuple[RanksView, ...]:
     if len(columns["views"]) > MAX_JSON:
         raise CorruptError(f"{what} is implausibly large")
     data = json.loads(columns["views"].tobytes())
@@ -362,290 +342,3 @@ def _views(columns: dict[str, npt.NDArray[Any]], names: frozenset[str], what: st
         known[0].update(aliases)
     check_components(data["components"], known[0])
     return tuple(found)
-
-
-# -- made --
-
-
-def build(parts: Sequence[Part], tables: Sequence[Table]) -> Directory:
-    """Of the parts and tables of all ranks, in rank order. CorruptError if they do not agree, or something is missing.
-
-    What it says is what the tables say; of the parts' layouts only that is compared which restoring goes by.
-    """
-    try:
-        return _build(parts, tables)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise CorruptError(f"a part is not one: {type(error).__name__}: {error}") from None
-
-
-class Slim:
-    """Parts of many ranks without what most of them say alike, and without what no directory needs.
-
-    Thousands of parts as they were read would take gigabytes. What comes of them is as good for `build`, and for
-    nothing else.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[str, Any] = {}
-
-    def __call__(self, part: Part) -> Part:
-        """CorruptError if it is none."""
-        try:
-            layout = dict(part.layout)
-            rows = {(row[0], row[6] if len(row) > 6 else GLOBAL) for row in layout["tensors"] if row[3]}
-            layout["tensors"] = [[name, "", [], True, None, [], instance] for name, instance in sorted(rows)]
-            layout["instances"] = _relative(layout["instances"], part.rank)
-            for name in ("tensors", "components", "aliases", "instances", "elsewhere"):
-                layout[name] = self._once(layout[name])
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise CorruptError(f"a part is not one: {type(error).__name__}: {error}") from None
-        return replace(part, layout=layout, packs=[])
-
-    def _once(self, thing: Any) -> Any:
-        return self._known.setdefault(repr(thing), thing)
-
-
-def _relative(instances: dict[str, int], rank: int) -> dict[str, int]:
-    """As a view has them."""
-    return {name: OWN if instance == rank else instance for name, instance in instances.items()}
-
-
-def _build(parts: Sequence[Part], tables: Sequence[Table]) -> Directory:
-    world = len(parts)
-    for rank, (part, table) in enumerate(zip(parts, tables, strict=True)):
-        if part.rank != rank or part.world != world or (table.columns.rank != rank).any():
-            raise CorruptError(f"rank {rank} of {world} says it is rank {part.rank} of {part.world}")
-    names, name_of_shard = _name(tables)
-    divided = _divide(names, name_of_shard, tables)
-    number = {key: i for i, key in enumerate(divided.keys)}
-    _check_parts(parts, divided, number)
-    pool = _Pool()
-    view_of = [pool.add(part) for part in parts]
-    _check_views(pool, view_of, divided)
-    digests = b"".join(bytes.fromhex(part.table) for part in parts)
-    packs = sorted({key for table in tables for key in table.packs})
-    text = [name.encode() for name in names]
-    columns: dict[str, npt.NDArray[Any]] = {
-        "names": np.frombuffer(b"".join(text), np.uint8),
-        "name_ends": np.cumsum([len(one) for one in text], dtype=np.int64),
-        **divided.columns,
-        "tensor_accelerator": _accelerated(parts, number),
-        "tables": np.frombuffer(digests, np.uint8),
-        "owned": np.array([table.owned for table in tables], np.int64),
-        "view": np.array(view_of, np.int32),
-        "packs": np.frombuffer(canonical(packs), np.uint8),
-        "views": np.frombuffer(canonical(pool.to_json()), np.uint8),
-    }
-    columns = {name: np.asarray(columns[name], dtype) for name, dtype in COLUMNS.items()}
-    return Directory(columns, names, _views(columns, frozenset(names), "the index", world), tuple(packs))
-
-
-def _name(tables: Sequence[Table]) -> tuple[tuple[str, ...], I64]:
-    """All names, sorted, and which of them each shard has, of all tables one after the other."""
-    seen: dict[str, int] = {}
-    known: dict[int, I64] = {}  # ranks of one stage share one tuple of names
-    found = []
-    for names in (table.columns.names for table in tables):
-        if id(names) not in known:
-            known[id(names)] = np.array([seen.setdefault(name, len(seen)) for name in names], np.int64)
-        found.append(known[id(names)])
-    names = tuple(sorted(seen))
-    place = np.empty(len(seen), np.int64)
-    place[[seen[name] for name in names]] = np.arange(len(seen))
-    return names, place[np.concatenate([np.zeros(0, np.int64), *found])]
-
-
-@dataclass
-class _Divided:
-    """The columns about tensors and patterns."""
-
-    columns: dict[str, npt.NDArray[Any]]
-    keys: list[Key]
-    forms: dict[str, tuple[str, Dims]]  # of what all ranks hold together
-
-
-def _divide(names: tuple[str, ...], name_of_shard: I64, tables: Sequence[Table]) -> _Divided:
-    """Gather the pieces of each tensor, and note each way of dividing one once."""
-    shards = Shards.join([table.columns for table in tables])
-    blobs = np.concatenate([np.zeros(0, np.int64), *(np.diff(table.starts) for table in tables)])
-    first = np.cumsum(blobs) - blobs
-    digests = np.concatenate([np.zeros((0, DIGEST_SIZE), np.uint8), *(t.digest[: t.owned] for t in tables)])
-    which = name_of_shard * (MAX_WORLD + 2) + shards.instance + 1
-    order = np.argsort(which, kind="stable")
-    cuts = np.flatnonzero(np.diff(which[order], prepend=-1))
-    lengths = np.diff(shards.dim_starts)
-    effort = Effort(Effort.left + 4 * len(shards))
-    patterns: dict[bytes, int] = {}
-    shapes: list[Dims] = []
-    ranks: list[I64] = []
-    dims: list[I64] = []
-    tensors: list[tuple[int, int, int, int]] = []
-    contents: list[bytes] = []
-    forms: dict[str, tuple[str, Dims]] = {}
-    for a, b in zip(cuts.tolist(), [*cuts[1:].tolist(), len(order)], strict=True):
-        rows = order[a:b]
-        name, instance = int(name_of_shard[rows[0]]), int(shards.instance[rows[0]])
-        box, dtype, shape = _alike(shards, rows, lengths, names[name])
-        there = shards.rank[rows] - max(0, instance)
-        if there[0] < 0:  # rows are in the order of the ranks
-            raise CorruptError(f"{names[name]}: a rank has a piece of what belongs to higher ranks only")
-        key = repr(shape).encode() + there.tobytes() + box.tobytes()
-        if key not in patterns:
-            pattern = Pattern(shape, there, box[:, : len(shape)], box[:, len(shape) :])
-            check_cover(shape, pattern.boxes(np.arange(len(rows))), names[name], effort)
-            patterns[key] = len(patterns)
-            shapes.append(shape)
-            ranks.append(there)
-            dims.append(box.reshape(-1))
-        tensors.append((name, instance, dtype, patterns[key]))
-        contents.append(_content(DTYPES[dtype], shape, box, rows, first, blobs, digests))
-        if instance == GLOBAL:
-            forms[names[name]] = DTYPES[dtype], shape
-    table = np.array(tensors, np.int64).reshape(-1, 4)
-    columns: dict[str, npt.NDArray[Any]] = {
-        "tensor_name": table[:, 0],
-        "tensor_instance": table[:, 1],
-        "tensor_dtype": table[:, 2],
-        "tensor_pattern": table[:, 3],
-        "tensor_content": np.frombuffer(b"".join(contents), np.uint8),
-        "pattern_shape": np.array([n for shape in shapes for n in shape], np.int64),
-        "pattern_dim_ends": np.cumsum([len(shape) for shape in shapes], dtype=np.int64),
-        "pattern_ends": np.cumsum([len(one) for one in ranks], dtype=np.int64),
-        "piece_rank": np.concatenate([np.zeros(0, np.int64), *ranks]),
-        "piece_dims": np.concatenate([np.zeros(0, np.int64), *dims]),
-    }
-    return _Divided(columns, [(names[name], instance) for name, instance, *_ in tensors], forms)
-
-
-def _alike(shards: Shards, rows: I64, lengths: I64, name: str) -> tuple[I64, int, Dims]:
-    """Boxes, dtype and shape of the pieces of one tensor. CorruptError if they are not of one."""
-    length = int(lengths[rows[0]])
-    dtype, k = int(shards.dtype[rows[0]]), length // 3
-    wrong = (lengths[rows] != length) | (shards.dtype[rows] != dtype)
-    if not wrong.any():
-        dims = shards.dims[shards.dim_starts[rows][:, None] + np.arange(length)]
-        wrong = (dims[:, :k] != dims[0, :k]).any(1)
-    if wrong.any():
-        one, other = shards[int(rows[0])], shards[int(rows[int(np.argmax(wrong))])]
-        raise CorruptError(
-            f"{name} is of shape {list(one.global_shape)} and dtype {one.dtype} for one rank, and of "
-            f"{list(other.global_shape)} and {other.dtype} for rank {other.rank}: they disagree"
-        )
-    return np.ascontiguousarray(dims[:, k:]), dtype, tuple(dims[0, :k].tolist())
-
-
-def _content(dtype: str, shape: Dims, box: I64, rows: I64, first: I64, blobs: I64, digests: Bytes) -> bytes:
-    """Equal for tensors that hold the same bytes and are cut alike, whoever has which piece."""
-    k = len(shape)
-    order = np.lexsort(box[:, :k].T[::-1]) if k else np.arange(len(rows))
-    counts = blobs[rows[order]]
-    begin = first[rows[order]] - (np.cumsum(counts) - counts)
-    numbers = np.repeat(begin, counts) + np.arange(int(counts.sum()))
-    head = canonical([dtype, list(shape)])
-    return blob_digest(b"".join((head, box[order].tobytes(), counts.tobytes(), digests[numbers].tobytes())))
-
-
-def _check_parts(parts: Sequence[Part], divided: _Divided, number: dict[Key, int]) -> None:
-    """What the layouts say of tensors, as far as restoring goes by it."""
-    checked: set[tuple[int, int]] = set()
-    for part in parts:
-        layout = part.layout
-        own = OWN in layout["instances"].values()
-        if (id(layout["instances"]), id(layout["elsewhere"])) in checked and not own:
-            continue  # word for word the same was right
-        checked.add((id(layout["instances"]), id(layout["elsewhere"])))
-        for name, instance in layout["instances"].items():
-            if (name, part.rank if instance == OWN else instance) not in number:
-                raise CorruptError(f"{name}: what rank {part.rank} has of it was saved by nobody")
-        for name, (dtype, shape) in layout["elsewhere"].items():
-            known = divided.forms.get(name)
-            if known is not None and known != (dtype, tuple(shape)):
-                raise CorruptError(
-                    f"{name} is of shape {list(shape)} and dtype {dtype} for rank {part.rank}, and of "
-                    f"{list(known[1])} and {known[0]} for others: they disagree"
-                )
-
-
-def _accelerated(parts: Sequence[Part], number: dict[Key, int]) -> npt.NDArray[np.uint8]:
-    found = np.zeros(len(number), np.uint8)
-    seen: set[Key] = set()
-    checked: set[int] = set()
-    for part in parts:
-        rows = part.layout["tensors"]
-        if id(rows) not in checked:
-            checked.add(id(rows))
-            seen.update((row[0], GLOBAL if len(row) < 7 else row[6]) for row in rows if row[3])
-    for key in seen:
-        if key not in number:
-            raise CorruptError(f"{key[0]} is not in both the layouts and the table of the checkpoint")
-        found[number[key]] = 1
-    return found
-
-
-def _check_views(pool: _Pool, view_of: Sequence[int], divided: _Divided) -> None:
-    """Everything that somebody names is there, and what all hold together, all name."""
-    known = {name for name, _ in divided.keys}
-    for view in pool.views:
-        aliases = pool.aliases.things[view[2]]
-        own = {name for c, _ in view[1] for name in pool.components.things[c]["names"]}
-        for name in sorted(own):
-            if aliases.get(name, name) not in known:
-                raise CorruptError(f"{name} is not in the table of the checkpoint")
-        for name in sorted(divided.forms.keys() - own):
-            raise CorruptError(f"{name} is not in the state of rank {view[0]}, and others hold it together")
-
-
-class _Different:
-    """Things, each different one once. 1, 1.0 and True are different."""
-
-    def __init__(self) -> None:
-        self.things: list[Any] = []
-        self._known: dict[str, int] = {}
-        self._same: dict[int, tuple[int, Any]] = {}  # by id, with the thing, so that the id stays its own
-
-    def add(self, thing: Any) -> int:
-        if id(thing) in self._same:
-            return self._same[id(thing)][0]
-        number = self._known.setdefault(repr(thing), len(self.things))
-        if number == len(self.things):
-            self.things.append(thing)
-            self._same[id(thing)] = number, thing
-        return number
-
-
-class _Pool:
-    """What ranks say of the state, without what many of them say alike."""
-
-    def __init__(self) -> None:
-        self.components, self.values, self.aliases, self.instances = (_Different() for _ in range(4))
-        self.views: list[tuple[int, list[tuple[int, int | None]], int, int]] = []
-        self._known: dict[Any, int] = {}
-
-    def add(self, part: Part) -> int:
-        """The number of a part's view."""
-        layout, rank = part.layout, part.rank
-        components = layout["components"]
-        if len(components) != len(part.values):
-            raise CorruptError(f"the plain values of rank {rank} are not of its layout")
-        pairs = [
-            (self.components.add(one), self.values.add(value) if one["kind"] == KEPT else None)
-            for one, value in zip(components, part.values, strict=True)
-        ]
-        own = layout["instances"]
-        if rank in own.values():
-            own = _relative(own, rank)
-        aliases, instances = self.aliases.add(layout["aliases"]), self.instances.add(own)
-        key = tuple(pairs), aliases, instances
-        if key not in self._known:
-            self._known[key] = len(self.views)
-            self.views.append((rank, pairs, aliases, instances))
-        return self._known[key]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "components": self.components.things,
-            "values": self.values.things,
-            "aliases": self.aliases.things,
-            "instances": self.instances.things,
-            "views": self.views,
-        }

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ckpt.checkpoint.read import AT_ONCE, FAR_READ, GAP, PARALLEL, READ, name_of
-from ckpt.errors import AccessError, CheckpointError, CorruptError, FormatError, NotFoundError, StoreError
+from ckpt.checkpoint.blobs import FAR_READ, PARALLEL, READ, near
+from ckpt.checkpoint.parts import about_reaching, read_exact, read_header
+from ckpt.checkpoint.together import all_of, of_each
+from ckpt.errors import CorruptError, FormatError, NotFoundError, StoreError
 from ckpt.events import log as logger
 from ckpt.format.digest import blob_digest, file_digest
+from ckpt.format.join_ranks import build
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import (
     MAX_FORMAT,
@@ -36,134 +38,17 @@ from ckpt.format.manifest import (
     read_format,
     table_key,
 )
-from ckpt.format.rank_index import build, is_directory
+from ckpt.format.rank_index import is_directory
 from ckpt.format.table import MAX_TABLE, Table, merge
-from ckpt.runlog.log import Commit, RunLog
-from ckpt.store import Store, get_small
+from ckpt.maintain.damage import AuditedTable, AuditResult, DamagedRange, FileDamage, PackDamage
+from ckpt.runlog.log import RunLog
+from ckpt.runlog.records import Commit
+from ckpt.store import get_small
 
 OnBytes = Callable[[int], None] | None
-Get = Callable[[], Awaitable[bytes | memoryview]]
 Ranges = np.ndarray[Any, Any]
 VERDICTS = ("sound", "sound after this", "stays damaged", "lost")
 _RANGE = np.dtype([("pack", "<i4"), ("offset", "<i8"), ("stored", "<i8"), ("low", "<u8"), ("high", "<u8")])
-
-
-@dataclass(frozen=True, slots=True)
-class SoundCopy:
-    """Where a damaged piece can be had, and how. `get` gives it, verified: CorruptError or StoreError if not."""
-
-    where: str
-    how: str
-    get: Get
-
-
-@dataclass(eq=False)
-class AuditedTable:
-    """A table that a live checkpoint consists of. `layout`: of the rank that wrote it, if it is of one rank."""
-
-    commit: Commit
-    table: Table
-    layout: Layout | None
-
-
-@dataclass(eq=False)
-class DamagedRange:
-    """A range of a pack that is damaged, and the rows that name it. `why`: it cannot be had."""
-
-    pack: str
-    offset: int
-    stored: int
-    digest: bytes
-    rows: list[tuple[AuditedTable, int]] = field(default_factory=list)
-    cure: SoundCopy | None = None
-    why: str = ""
-
-    @property
-    def steps(self) -> list[int]:
-        return sorted({sheet.commit.step for sheet, _ in self.rows}, reverse=True)
-
-    @property
-    def tensors(self) -> list[str]:
-        return list(dict.fromkeys(name_of(sheet.table, row) for sheet, row in self.rows))
-
-
-@dataclass(eq=False)
-class PackDamage:
-    """`problem`: of the file as a whole, empty if it has its size. `there`: bytes that it has, None: it is gone."""
-
-    info: PackInfo
-    there: int | None
-    problem: str = ""
-    header: bool = False
-    header_cure: SoundCopy | None = None
-    pieces: list[DamagedRange] = field(default_factory=list)
-    known: bool = True  # its size and header are
-
-    @property
-    def size_is_wrong(self) -> bool:
-        return self.known and self.there != self.info.size
-
-    @property
-    def cured(self) -> list[DamagedRange]:
-        return [piece for piece in self.pieces if piece.cure is not None]
-
-    @property
-    def lost(self) -> list[DamagedRange]:
-        return [piece for piece in self.pieces if piece.cure is None]
-
-    @property
-    def whole_again(self) -> bool:
-        return self.known and not self.lost and (not self.header or self.header_cure is not None)
-
-    @property
-    def worth(self) -> bool:
-        """Whether to write it again: something that is damaged can be had, or only its length is wrong. What is gone is
-        not made again for its header alone."""
-        header = self.header_cure is not None and not self.size_is_wrong
-        return self.known and bool(self.cured or header or (self.size_is_wrong and self.whole_again))
-
-
-@dataclass(eq=False)
-class FileDamage:
-    """A small file. `raw`: what it has to be, None if that cannot be had; `source`: where it is from."""
-
-    key: str
-    step: int | None
-    problem: str
-    raw: bytes | None = None
-    source: str = ""
-
-
-@dataclass
-class AuditResult:
-    """All that is damaged among what live checkpoints name. `records`: of the log, which nobody can repair."""
-
-    records: list[int] = field(default_factory=list)
-    files: list[FileDamage] = field(default_factory=list)
-    packs: list[PackDamage] = field(default_factory=list)
-    unread: list[tuple[Attempt, str]] = field(default_factory=list)  # checkpoints not looked into as a whole, and why
-
-    @property
-    def any(self) -> bool:
-        return bool(self.records or self.files or self.packs or self.unread)
-
-    @property
-    def remains(self) -> bool:
-        """Whether something cannot be repaired."""
-        gone = any(file.raw is None for file in self.files) or any(not pack.whole_again for pack in self.packs)
-        return bool(self.records or self.unread) or gone
-
-
-def about_reaching(store: Store, error: CheckpointError) -> bool:
-    """Whether it says nothing about what is stored."""
-    return store.remote and (isinstance(error, AccessError) or error.retryable)
-
-
-async def everything(works: Iterable[Awaitable[None]]) -> None:
-    """All of them at the same time; the first error as it is."""
-    for result in await asyncio.gather(*works, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result
 
 
 class Audit:
@@ -238,7 +123,7 @@ class Audit:
                     on_bytes(count)
 
         with ThreadPoolExecutor(PARALLEL, "ckpt-repair") as pool:
-            await everything(work(pool) for _ in range(PARALLEL))
+            await all_of(work(pool) for _ in range(PARALLEL))
         await self._forget_retired(damaged)
         self._name_rows(damaged)
         self.found.packs = [damaged[key] for key in sorted(damaged)]
@@ -252,15 +137,7 @@ class Audit:
         for number, key in enumerate(self._names):
             if key in self.infos:
                 yield key, None
-            group: list[DamagedRange] = []
-            for piece in self._named(number):
-                end = group[-1].offset + group[-1].stored if group else 0
-                far_off = piece.offset > end + GAP
-                if group and (far_off or piece.offset + piece.stored - group[0].offset > most):
-                    yield key, group
-                    group = []
-                group.append(piece)
-            if group:
+            for *_, group in near(((0, p.offset, p.offset + p.stored, 0, p) for p in self._named(number)), most):
                 yield key, group
 
     def _named(self, number: int) -> Iterator[DamagedRange]:
@@ -294,12 +171,12 @@ class Audit:
 
     async def _header_is_sound(self, info: PackInfo) -> bool:
         try:
-            head = await self.store.get(info.key, start=0, length=info.header_size)
-        except StoreError as error:
+            await read_header(self.store, info)
+        except (CorruptError, StoreError) as error:
             if about_reaching(self.store, error):
                 raise
             return False
-        return file_digest(head) == info.header
+        return True
 
     async def _forget_retired(self, damaged: dict[str, PackDamage]) -> None:
         """A running job may have given checkpoints up while we looked: what only they name is no damage."""
@@ -420,34 +297,25 @@ class Audit:
         self, commit: Commit, wanted: Sequence[tuple[str, str, int]]
     ) -> list[tuple[bytes | None, FileDamage | None]]:
         """Small files by their keys, digests and limits."""
-        found: list[tuple[bytes | None, FileDamage | None]] = []
-        for start in range(0, len(wanted), AT_ONCE):
-            found += await asyncio.gather(*(self._file(commit, *one) for one in wanted[start : start + AT_ONCE]))
+        found = await of_each(wanted, lambda one: self._file(commit, *one))
         self.found.files += [damage for _, damage in found if damage is not None]
         return found
 
     async def _file(self, commit: Commit, key: str, digest: str, limit: int) -> tuple[bytes | None, FileDamage | None]:
         """The right content, from here or elsewhere; and what is wrong with it here."""
-        try:
-            raw = bytes(await get_small(self.store, key, limit))
-            if file_digest(raw) == digest:
-                return raw, None
-            problem = "is damaged: its digest does not match"
-        except (CorruptError, StoreError) as error:
-            if about_reaching(self.store, error):
-                raise
-            problem = "is gone" if isinstance(error, NotFoundError) else str(error)
-        damage = FileDamage(key, commit.step, problem)
-        for other in self.others:
+        damage: FileDamage | None = None
+        for store in (self.store, *(other.store for other in self.others)):
             try:
-                raw = bytes(await get_small(other.store, key, limit))
+                raw = bytes(await read_exact(store, key, digest, limit))
             except (CorruptError, StoreError) as error:
-                if about_reaching(other.store, error):
+                if about_reaching(store, error):
                     raise
+                problem = "is gone" if isinstance(error, NotFoundError) else str(error).removeprefix(f"{key} ")
+                damage = damage or FileDamage(key, commit.step, problem)
                 continue
-            if file_digest(raw) == digest:
-                damage.raw, damage.source = raw, other.store.url
-                return raw, damage
+            if damage is not None:
+                damage.raw, damage.source = raw, store.url
+            return raw, damage
         return None, damage
 
     def ranges_of(self, key: str) -> list[DamagedRange]:
@@ -494,7 +362,3 @@ def _share(index: Table, part: Part) -> Table | None:
         packs=packs,
         **columns,
     )
-
-
-Plain = tuple[bytes, int]
-"""A content: the digest of plain bytes, and their length."""

@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 from ckpt.checkpoint import promote
+from ckpt.checkpoint.commit import acquire, create_run
 from ckpt.checkpoint.commit import commit as append_commit
-from ckpt.checkpoint.commit import create_run, load_part
+from ckpt.checkpoint.parts import load_part
 from ckpt.checkpoint.retention import files_of
+from ckpt.checkpoint.store_trial import check_empty
 from ckpt.checkpoint.write import WrittenPart
 from ckpt.errors import (
     CheckpointError,
@@ -25,10 +27,10 @@ from ckpt.errors import (
     SaveError,
     UsageError,
 )
-from ckpt.events import point
 from ckpt.format.manifest import Attempt, new_nonce
 from ckpt.maintain.prune import Item, some
-from ckpt.runlog.log import Acquire, Commit, Record, RunLog, RunState, in_history
+from ckpt.runlog.log import RunLog
+from ckpt.runlog.records import Acquire, Commit, RunState, in_history
 from ckpt.store import Store, open_store
 
 PARTS = 4  # ranks' parts copied at once
@@ -61,13 +63,9 @@ async def look(store: Store) -> RunLog | None:
     try:
         await log.open()
     except FormatError:
-        async for info in store.list():
-            if info.key == "FORMAT.json":
-                raise
-            raise FormatError(
-                f"{store.url} is not empty and not a run: it holds {info.key}, and no FORMAT.json. Choose another "
-                "location"
-            ) from None
+        if [info async for info in store.list("FORMAT.json")]:
+            raise
+        await check_empty(store)
         return None
     return log
 
@@ -268,16 +266,9 @@ async def _copy_files(
 
 async def _lead(log: RunLog, after: Acquire | None, attempt: Attempt) -> Acquire:
     """Make the history of a run go on from an attempt. FencedError if somebody came after `after`."""
-    nonce, chosen = f"{COPIED}{new_nonce()}", list[Acquire]()
 
-    def make(state: RunState) -> Record:
+    def check(state: RunState) -> None:
         if (state.acquires[-1] if state.acquires else None) != after:
             raise FencedError(f"a job took {log.store.url} over while files were copied there: look again, and repeat")
-        mine = Acquire(max(state.epoch, attempt.epoch) + 1, nonce, attempt)
-        chosen[:] = [mine]
-        body = {"epoch": mine.epoch, "nonce": nonce, "restored": str(attempt)}
-        return Record("ACQUIRE", body, f"acquire:{nonce}")
 
-    await log.append(make, owner=None)
-    point("acquire.done")
-    return chosen[0]
+    return await acquire(log, f"{COPIED}{new_nonce()}", restored=attempt, floor=attempt.epoch, check=check)

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from ckpt.checkpoint import packs, read
-from ckpt.checkpoint.commit import load_table
+from ckpt.checkpoint.parts import about_reaching, load_table, read_header
 from ckpt.errors import CorruptError, FormatError, NotFoundError, StoreError
 from ckpt.events import log as logger
 from ckpt.format.codec import CODECS, RAW, word_of
@@ -22,16 +22,14 @@ from ckpt.format.codec import encode as encoded_as
 from ckpt.format.digest import blob_digest, file_digest
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt, PackInfo, index_key, rank_and_try
-from ckpt.format.table import Table
-from ckpt.maintain.audit import Audit, AuditedTable, DamagedRange, Get, SoundCopy, about_reaching
-from ckpt.runlog.log import Commit
+from ckpt.format.table import Content, Table
+from ckpt.maintain.audit import Audit
+from ckpt.maintain.damage import AuditedTable, DamagedRange, Get, SoundCopy
+from ckpt.runlog.records import Commit
 from ckpt.store import Store
 
 TRIES = 8  # blobs of the same content that are tried
 WORDS = (4, 2, 8, 1)  # bytes; of what belongs to no tensor any more
-
-Plain = tuple[bytes, int]
-"""A content: the digest of plain bytes, and their length."""
 
 
 class CopyFinder:
@@ -40,17 +38,17 @@ class CopyFinder:
     def __init__(self, audit: Audit) -> None:
         self.audit = audit
         self._absent: set[tuple[str, str]] = set()  # (place, pack)
-        self._rows: dict[Plain, list[tuple[Store, Table, int]]] = {}
+        self._rows: dict[Content, list[tuple[Store, Table, int]]] = {}
 
     async def prepare(self) -> None:
         """Where the contents that may be of use lie, in all tiers."""
         audit = self.audit
-        wanted: set[Plain] = set()
+        wanted: set[Content] = set()
         for pack in audit.found.packs:
             for piece in pack.pieces:
                 for sheet, row in piece.rows[:1]:
                     for one in (row, *sheet.table.needed(row)):
-                        wanted.add(_content(sheet.table, one))
+                        wanted.add(sheet.table.content(one))
         bad = {(piece.pack, piece.offset) for pack in audit.found.packs for piece in pack.pieces}
         for sheet in audit.sheets:
             self._note(audit.store, sheet.table, wanted, bad)
@@ -61,9 +59,9 @@ class CopyFinder:
                 for table in await _tables(other.store, commits[attempt]):
                     self._note(other.store, table, wanted, bad if other is audit.log else set())
 
-    def _note(self, store: Store, table: Table, wanted: set[Plain], bad: set[tuple[str, int]]) -> None:
+    def _note(self, store: Store, table: Table, wanted: set[Content], bad: set[tuple[str, int]]) -> None:
         for row, one in enumerate(zip(map(bytes, table.digest), table.length.tolist(), strict=True)):
-            if one in wanted and (table.packs[int(table.pack[row])], int(table.offset[row])) not in bad:
+            if one in wanted and table.place(row) not in bad:
                 self._rows.setdefault(one, []).append((store, table, row))
 
     async def cure(self, piece: DamagedRange) -> SoundCopy | None:
@@ -75,7 +73,7 @@ class CopyFinder:
         sheet, row = piece.rows[0]
         table, codec = sheet.table, int(sheet.table.codec[row])
         piece.why = "nobody has its content"
-        for store, theirs, r in self._rows.get(_content(table, row), ())[:TRIES]:
+        for store, theirs, r in self._rows.get(table.content(row), ())[:TRIES]:
             have = partial(_blob, store, theirs, r)
             if not await _works(store, have):
                 piece.why = "where else its content is, that is damaged as well"
@@ -100,7 +98,7 @@ class CopyFinder:
             raise
         return _matching(view, piece)
 
-    async def _base(self, content: Plain) -> bytes:
+    async def _base(self, content: Content) -> bytes:
         """CorruptError if nobody has it."""
         for store, table, row in self._rows.get(content, ())[:TRIES]:
             try:
@@ -114,7 +112,7 @@ class CopyFinder:
     ) -> memoryview:
         codec, base = int(table.codec[row]), None
         if CODECS[codec].base == "same":
-            base = await self._base(_content(table, int(table.base[row])))
+            base = await self._base(table.content(int(table.base[row])))
         plain = await have()
         if len(plain) % word:
             raise CorruptError("not words of that size")
@@ -124,7 +122,7 @@ class CopyFinder:
 
     async def header(self, info: PackInfo) -> SoundCopy | None:
         for other in self.audit.others:
-            get = partial(self._their_header, other.store, info)
+            get = partial(read_header, other.store, info)
             if await _works(other.store, get):
                 return SoundCopy(other.store.url, "the same bytes", get)
         tiles, rank = self._tiles(info), rank_and_try(info.key)[0]
@@ -156,12 +154,6 @@ class CopyFinder:
             at += int(sheet.table.stored[row])
         return dict(sorted(rows.items())) if at == info.size else {}
 
-    async def _their_header(self, store: Store, info: PackInfo) -> memoryview:
-        head = await store.get(info.key, start=0, length=info.header_size)
-        if file_digest(head) != info.header:
-            raise CorruptError(f"the header of {info.key} is damaged in {store.url}")
-        return head
-
 
 async def _tables(store: Store, commit: Commit) -> list[Table]:
     """What can be read of the tables of a checkpoint."""
@@ -185,18 +177,13 @@ async def _blob(store: Store, table: Table, row: int) -> bytes:
 
     await read.fetch(store, table, read.plan_reads(table, [row], far=store.remote), take)
     if not taken:
-        raise CorruptError(f"{read.name_of(table, row)} cannot be read")
+        raise CorruptError(f"{table.name_of(row)} cannot be read")
     return taken[0]
-
-
-def _content(table: Table, row: int) -> Plain:
-    return table.digest[row].tobytes(), int(table.length[row])
 
 
 def _words(table: Table, row: int) -> list[int]:
     """The sizes of words that a blob may have been cut into, the likeliest first."""
-    users = [row] if row < table.owned else np.flatnonzero(table.base[: table.owned] == row)[:1].tolist()
-    shards = [table.shards[int(np.searchsorted(table.starts, user, "right")) - 1] for user in users]
+    shards = [table.shards[shard] for shard in table.users(row)]
     return list(dict.fromkeys([*(word_of(shard.dtype) for shard in shards), *WORDS]))
 
 

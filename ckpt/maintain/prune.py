@@ -16,16 +16,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ckpt.checkpoint import read, retention
+from ckpt.checkpoint.retention import Sweep
+from ckpt.checkpoint.retention import default_grace_s as default_grace_s
 from ckpt.errors import CorruptError, NoCheckpointError, StoreError
 from ckpt.events import point
-from ckpt.format.manifest import Attempt, owner
-from ckpt.runlog.log import Commit, Record, RunLog, RunState, live_packs
+from ckpt.format.manifest import Attempt, by_owner, owner
+from ckpt.runlog.log import RunLog
+from ckpt.runlog.records import Commit, Record, RunState, live_packs
 from ckpt.store import Store
 
 OURS = ("FORMAT.json", "log/", "faults/", "ledger/", "redo/")  # files of a run that belong to no attempt
 TRIES = 10  # a job may commit between our look and our record, though not for ever
 BATCH, FAR_BATCH = 64, 1000  # files deleted between two words about it
-READER_GRACE_S = 600.0  # in a remote place, where deleting takes a file away from those who are reading it
 
 OnBytes = Callable[[int], None] | None
 
@@ -42,10 +44,6 @@ class Item:
 
 def some(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:8])) + ", …" * (len(numbers) > 8)
-
-
-def default_grace_s(store: Store) -> float:
-    return READER_GRACE_S if store.remote else 0.0
 
 
 # -- what is in a place --
@@ -88,26 +86,7 @@ async def take_stock(log: RunLog) -> RunFiles:
     return RunFiles(sizes, frozenset(commits), used)
 
 
-def by_owner(keys: Iterable[str]) -> dict[Attempt, list[str]]:
-    found: dict[Attempt, list[str]] = {}
-    for key in keys:
-        if (attempt := owner(key)) is not None:
-            found.setdefault(attempt, []).append(key)
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class Sweep:
-    """What a PLAN record says: checkpoints given up, and files that go."""
-
-    retire: Set[Attempt] = frozenset()
-    delete: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.retire or self.delete)
-
-
-Decide = Callable[[RunState, RunFiles], Sweep | None]
+Decide = Callable[[RunFiles, RunState], Sweep | None]
 """Pure. None: there is a checkpoint that came after the stock was taken."""
 
 
@@ -131,20 +110,9 @@ def refuse(state: RunState, stock: RunFiles, url: str, retiring: Set[Attempt] = 
 
 async def sweep(log: RunLog, stock: RunFiles, decide: Decide) -> Sweep:
     """Land a PLAN that says what `decide` does of the newest state. Nothing is deleted here."""
-    request, decided = f"plan:{secrets.token_hex(4)}", list[Sweep | None]()
     for _ in range(TRIES):
-
-        def make(state: RunState, stock: RunFiles = stock) -> Record | None:
-            decided[:] = [found := decide(state, stock)]
-            if not found:
-                return None
-            body = {"retire": sorted(map(str, found.retire)), "delete": list(found.delete)}
-            return Record("PLAN", body, f"{request}:{state.next_seq}")
-
-        await log.append(make, owner=None)
-        if (landed := decided[0]) is not None:
-            if landed:
-                point("plan.landed")
+        landed = await retention.land(log, None, partial(decide, stock))
+        if landed is not None:
             return landed
         stock = await take_stock(log)
     raise StoreError(f"{log.store.url} changes faster than it can be looked at: try again later", retryable=True)
@@ -188,8 +156,8 @@ class PrunePlan:
 def plan_prune(log: RunLog, stock: RunFiles, keep: retention.Keep) -> PrunePlan:
     """Pure. CorruptError if nothing may be deleted there; NoCheckpointError if nothing is there."""
     state, check = log.state, read.choose(log)
-    doomed = decide_prune(log.store.url, keep, check.attempt, state, stock) or Sweep()
-    why = why_kept(state, keep, check.attempt)
+    doomed = decide_prune(log.store.url, keep, check.attempt, stock, state) or Sweep()
+    why = retention.why_kept(state, keep, {check.attempt})
     owned = by_owner(doomed.delete)
     newest_first = sorted(state.commits, reverse=True)
     return PrunePlan(
@@ -202,41 +170,13 @@ def plan_prune(log: RunLog, stock: RunFiles, keep: retention.Keep) -> PrunePlan:
     )
 
 
-def decide_prune(url: str, keep: retention.Keep, checked: Attempt, state: RunState, stock: RunFiles) -> Sweep | None:
+def decide_prune(url: str, keep: retention.Keep, checked: Attempt, stock: RunFiles, state: RunState) -> Sweep | None:
     retiring = retention.choose(state, keep, {checked})
     refuse(state, stock, url, retiring)
     if checked not in state.commits:
         raise NoCheckpointError(f"{url}: step {checked.step}, which was read back, has been retired since. Repeat it")
     doomed = retention.plan_deletion(state, retiring, {checked}, stock.used, stock.owned)
     return None if doomed is None else Sweep(retiring, tuple(doomed))
-
-
-def why_kept(state: RunState, keep: retention.Keep, checked: Attempt) -> dict[Attempt, str]:
-    """Of what stays by `retain.choose`: why. Pure."""
-    history = state.lineage()
-    rest = sorted((c for c in state.commits.values() if c not in history), key=lambda c: c.attempt, reverse=True)
-    ordered = [*history, *rest]
-    due = {c.attempt for c in [c for c in ordered if c.reason == "due"][: keep.last]}
-    newest = {c.attempt for c in ordered[: retention.ALWAYS]}
-    full = {c.attempt for c in [c for c in ordered if c.full][: retention.ALWAYS]} - newest
-    pinned = set[Attempt]().union(*state.pins.values())
-    finite = next((c.attempt for c in ordered if c.finite is not False), None)
-    found = {}
-    every = "all stay" if keep.all else f"every {keep.every}"
-    for attempt in state.commits.keys() - retention.choose(state, keep, {checked}):
-        reasons = [
-            f"kept: {state.kept[attempt]}" if attempt in state.kept else "",
-            "the newest two stay" if attempt in newest else "",
-            "one of the last two full ones" if attempt in full else "",
-            "in use by one that is being written" if attempt in pinned else "",
-            "the newest finite one" if attempt == finite else "",
-            f"of the last {keep.last}" if attempt in due and not keep.all else "",
-            every if keep.every and attempt.step % keep.every == 0 else "",
-        ]
-        found[attempt] = "; ".join(filter(None, reasons)) or (
-            "the one that was read back" if attempt == checked else "persisted at a death, after the regular ones"
-        )
-    return found
 
 
 async def prune(log: RunLog, stock: RunFiles, keep: retention.Keep, checked: Attempt) -> Sweep:
@@ -267,7 +207,7 @@ def plan_gc(url: str, state: RunState, stock: RunFiles, uploads: Sequence[str], 
     owned = sorted((begun | by_owner([*stock.sizes, *uploads])).items())
     ending = tuple(a for a, _ in owned if abort_open and may_end(state, a))
     later = replace(state, aborted=state.aborted | set(ending))
-    found = decide_gc(url, later, stock) or Sweep()
+    found = decide_gc(url, stock, later) or Sweep()
     doomed = set(found.delete)
     used = set[str]().union(*(stock.used[attempt] for attempt in state.commits if attempt in stock.used))
     live = [key for key in stock.sizes if key in used or (owner(key) in state.commits and key not in doomed)]
@@ -282,7 +222,7 @@ def plan_gc(url: str, state: RunState, stock: RunFiles, uploads: Sequence[str], 
     )
 
 
-def decide_gc(url: str, state: RunState, stock: RunFiles) -> Sweep | None:
+def decide_gc(url: str, stock: RunFiles, state: RunState) -> Sweep | None:
     """Nothing is given up, so nothing needs to have been read back; and a run without checkpoints may be cleaned up."""
     refuse(state, stock, url)
     if not state.commits.keys() <= stock.used.keys():

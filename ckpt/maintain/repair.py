@@ -20,12 +20,14 @@ from typing import Any
 
 import xxhash
 
+from ckpt.checkpoint.parts import about_reaching, read_header
+from ckpt.checkpoint.together import all_of
 from ckpt.checkpoint.write import CHUNK, page_aligned
 from ckpt.errors import CorruptError, StoreError
 from ckpt.events import point
-from ckpt.format.digest import file_digest
 from ckpt.format.manifest import owner
-from ckpt.maintain.audit import Audit, DamagedRange, OnBytes, PackDamage, SoundCopy, about_reaching, everything
+from ckpt.maintain.audit import Audit, OnBytes
+from ckpt.maintain.damage import DamagedRange, PackDamage, SoundCopy
 from ckpt.maintain.find_copies import CopyFinder
 from ckpt.store import Store
 
@@ -61,7 +63,7 @@ class Repair(Audit):
                 if on_bytes is not None:
                     on_bytes(piece.stored)
 
-        await everything(work() for _ in range(CURES))
+        await all_of(work() for _ in range(CURES))
         for pack in self.found.packs:
             if not pack.known:
                 for piece in pack.pieces:
@@ -196,10 +198,10 @@ class _Rewrite:
             for store in self._others:
                 try:
                     alike = (await store.head(self.info.key)).size == self.info.size
-                    head = await store.get(self.info.key, start=0, length=self.info.header_size)
-                    if alike and file_digest(head) == self.info.header:
+                    await read_header(store, self.info)
+                    if alike:
                         self._fallbacks.append(store)
-                except StoreError:
+                except (CorruptError, StoreError):
                     continue
         return self._fallbacks
 

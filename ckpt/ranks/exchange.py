@@ -28,7 +28,8 @@ import numpy.typing as npt
 import psutil
 
 from ckpt.errors import ClosedError, DeadlineError, PeerError, StoreError, UsageError
-from ckpt.format.table import I64, MAX_BLOB
+from ckpt.format.columns import I64
+from ckpt.format.table import MAX_BLOB
 
 Bools = npt.NDArray[np.bool_]
 

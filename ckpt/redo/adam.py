@@ -20,8 +20,9 @@ import math
 import threading
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from ckpt.errors import CorruptError
@@ -30,6 +31,8 @@ VERSION = 1
 PIECE = 1 << 15  # numbers at a time, so that what is in between stays in a core's own cache
 
 _LARGEST = float(np.finfo(np.float32).max)
+_Number = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
+_Row = tuple[_Number, _Number, _Number, _Number, _Number, _Number, _Number]
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -80,10 +83,10 @@ class Coefficients:
 
     @classmethod
     def from_json(cls, row: object) -> Coefficients:
-        right = isinstance(row, list) and len(row) == 7 and all(type(one) in (int, float) for one in row)
-        if not right or not all(-_LARGEST <= one <= _LARGEST for one in row):  # type: ignore[attr-defined]
-            raise CorruptError("impossible coefficients of a prediction")
-        return cls(*map(float, row))  # type: ignore[call-overload]
+        try:
+            return cls(*msgspec.convert(row, _Row))
+        except msgspec.ValidationError:
+            raise CorruptError("impossible coefficients of a prediction") from None
 
 
 def second_moment(m: Floats, m_next: Floats, v: Floats, c: Coefficients, into: Floats) -> None:

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ckpt.checkpoint import read, read_repair
-from ckpt.checkpoint.commit import all_finite, load_part
+from ckpt.checkpoint.agree import all_finite
 from ckpt.checkpoint.losses import SHOWN, Loss, of_each
+from ckpt.checkpoint.parts import load_part
 from ckpt.errors import CheckpointError, CorruptError, FormatError, NotFoundError, StoreError
 from ckpt.events import log as logger
 from ckpt.format import codec
@@ -30,21 +31,10 @@ from ckpt.format.regular_file import reading
 from ckpt.format.values import Json
 from ckpt.ipc.arena import SEALED, Arena, Label
 from ckpt.redo import adam
-from ckpt.redo.append import TAKEN_BACK, foresee
-from ckpt.redo.frame import (
-    DELTA,
-    DERIVED,
-    PREDICTED,
-    RAW,
-    SAME,
-    Hole,
-    StoredFrame,
-    back,
-    matches,
-    scan,
-    units,
-    values_of,
-)
+from ckpt.redo.append import TAKEN_BACK
+from ckpt.redo.encode_frame import foresee
+from ckpt.redo.frame import DELTA, DERIVED, PREDICTED, RAW, SAME, units
+from ckpt.redo.frame_file import Hole, StoredFrame, back, matches, scan, values_of
 from ckpt.restore.sources import HeldSnapshot, MemorySource
 from ckpt.runlog.log import Acquire, Commit, RunLog, in_history
 from ckpt.store import folder_of

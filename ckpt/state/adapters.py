@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ckpt.errors import CorruptError, StateError
-from ckpt.format.merged import SavedNode
+from ckpt.format.saved_nodes import SavedNode
 from ckpt.format.values import Json, Path, encode, kind_of, pairs, show, splitter, unpaired
 from ckpt.state.own_words import EXTRA, OwnState, hand_back, listen
 from ckpt.state.placement import Names, Placement, Span, references, span_of

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from ckpt.errors import MismatchError, StateError
 from ckpt.format.layout import Layout, TensorSpec
-from ckpt.format.merged import SavedNode, SavedState
+from ckpt.format.merged import SavedState
 from ckpt.format.partition import GLOBAL, Cut, Holding, Seat, share
+from ckpt.format.saved_nodes import SavedNode
 from ckpt.format.values import MAX_DEPTH, Json, Path, is_text, show
 from ckpt.state.adapters import (
     Contents,

@@ -19,6 +19,7 @@ from ckpt.checkpoint.byte_source import ByteSource, InMemory, InStore, bases_in,
 from ckpt.checkpoint.in_use import check_free
 from ckpt.checkpoint.open_tier import OpenTier, open_place, renew
 from ckpt.checkpoint.retention import remember_packs
+from ckpt.checkpoint.settle import settle
 from ckpt.checkpoint.write import RankSnapshot, WrittenPart
 from ckpt.errors import (
     CheckpointError,
@@ -644,7 +645,7 @@ class Persister:
             mine = self._mine()
             try:
                 patience_s = self.commit_s * (FAR_PATIENCE if tier.store.remote else 1)
-                await commit.settle(
+                await settle(
                     tier.log, self._mine, written, role, deadline_s=patience_s, on_held=lambda: self.tell(held)
                 )
                 return

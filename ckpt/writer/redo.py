@@ -14,7 +14,8 @@ from ckpt.format.digest import blob_digest
 from ckpt.format.manifest import Attempt
 from ckpt.ipc.requests import KnowRecipes, LogStep, LogStepReply
 from ckpt.redo.adam import Settings
-from ckpt.redo.append import Appended, Sealed, StepLog
+from ckpt.redo.append import Appended, StepLog
+from ckpt.redo.encode_frame import Sealed
 from ckpt.redo.frame import Recipe
 from ckpt.store import folder_of
 from ckpt.writer.held_memory import HeldMemory

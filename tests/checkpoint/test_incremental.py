@@ -22,7 +22,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt.checkpoint import byte_source, encode, incremental, packs, read, retention, write
+from ckpt.checkpoint import blobs as blobs_module
+from ckpt.checkpoint import byte_source, encode, encode_part, incremental, packs, read, retention, write
 from ckpt.checkpoint import commit as commits
 from ckpt.checkpoint.byte_source import InMemory, bases_in
 from ckpt.checkpoint.encode import Encoder
@@ -52,16 +53,17 @@ State = dict[str, tuple[str, int, bytes]]  # of each tensor: its dtype, how many
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blobs, packs, windows and reads that are a few kilobytes."""
-    for module in (plan, incremental, write):
+    for module in (plan, incremental):
         monkeypatch.setattr(module, "BLOB", BLOB)
-    monkeypatch.setattr(encode, "SMALL", 64)
+    monkeypatch.setattr(encode_part, "SMALL", 64)
     monkeypatch.setattr(encode, "LITTLE", 64)
-    monkeypatch.setattr(encode, "LEAST", 0)
+    for module in (encode, encode_part):
+        monkeypatch.setattr(module, "LEAST", 0)
     monkeypatch.setattr(packs, "PACK", (2 * BLOB, 8 * BLOB))
-    monkeypatch.setattr(encode, "WINDOW", 3 * BLOB)
-    monkeypatch.setattr(encode, "SELF_CHECK", 3)
-    monkeypatch.setattr(read, "READ", 3 * BLOB)
-    monkeypatch.setattr(read, "GAP", 300)
+    monkeypatch.setattr(encode_part, "WINDOW", 3 * BLOB)
+    monkeypatch.setattr(encode_part, "SELF_CHECK", 3)
+    monkeypatch.setattr(blobs_module, "READ", 3 * BLOB)
+    monkeypatch.setattr(blobs_module, "GAP", 300)
 
 
 # -- a job --
@@ -359,7 +361,7 @@ def test_negative_control_rows_of_another_tensor_are_seen(monkeypatch: pytest.Mo
         taken[here] = np.roll(taken[here], 1)
         return replace(found, taken=taken)
 
-    monkeypatch.setattr(encode, "plan_blobs", wrong)
+    monkeypatch.setattr(encode_part, "plan_blobs", wrong)
     failures = 0
     for seed in range(8):
         try:
@@ -972,7 +974,7 @@ def test_reads_are_bounded_and_cover_what_is_wanted(seed: int, wanted: st.DataOb
         inside = {b for r in batch.reads for b in r.blobs}
         assert {b for b in read.closure(table, batch.blobs) if table.stored[b]} == inside
         for r in batch.reads:
-            assert r.length <= read.READ or len(r.blobs) == 1
+            assert r.length <= blobs_module.READ or len(r.blobs) == 1
             for b in r.blobs:
                 assert r.pack == table.packs[table.pack[b]]
                 assert r.start <= table.offset[b] and table.offset[b] + table.stored[b] <= r.start + r.length
@@ -1146,7 +1148,7 @@ def test_a_promotion_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> Non
         assert await fetched(far.log.store, there.table, range(there.table.owned)) == wanted  # type: ignore[arg-type]
 
     asyncio.run(run())
-    assert 0 < max(most) <= 4 * encode.WINDOW, f"{max(most)} bytes"
+    assert 0 < max(most) <= 4 * encode_part.WINDOW, f"{max(most)} bytes"
 
 
 def test_what_a_newer_version_saved_is_not_built_on() -> None:

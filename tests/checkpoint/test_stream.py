@@ -13,6 +13,7 @@ import pytest
 import safetensors.numpy
 from test_incremental import HALF, KEY, columns_of, genuine
 
+from ckpt.checkpoint import blobs as blobs_module
 from ckpt.checkpoint import read, read_local, read_repair
 from ckpt.errors import CheckpointError, CorruptError
 from ckpt.format.digest import blob_digest
@@ -127,7 +128,7 @@ def test_negative_control_without_digests_damage_passes(monkeypatch: pytest.Monk
     raw = bytearray(store.objects[KEY])
     raw[int(table.offset[1]) + 3] ^= 1
     store.objects[KEY] = bytes(raw)
-    monkeypatch.setattr(read, "blob_digest", lambda data: _Anything())
+    monkeypatch.setattr(blobs_module, "blob_digest", lambda data: _Anything())
     assert not read_all(store, table, [1]).lost
 
 

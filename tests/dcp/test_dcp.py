@@ -774,7 +774,7 @@ def test_negative_control_without_digests_damage_would_get_through(
             next(digests)
             return False
 
-    monkeypatch.setattr("ckpt.checkpoint.read.blob_digest", lambda data: Anything())
+    monkeypatch.setattr("ckpt.checkpoint.blobs.blob_digest", lambda data: Anything())
     monkeypatch.setattr("ckpt.checkpoint.read_local.blob_digest", lambda data: Anything(), raising=False)
     assert not same(load({"w": torch.zeros(100_000)}, tmp_path / "run")["w"], state["w"])
 

@@ -25,10 +25,10 @@ from processes import REPO
 sys.path.insert(0, str(REPO / "benchmarks"))
 
 import scale
+from ckpt.checkpoint import agree, read
 from ckpt.checkpoint import commit as commits
-from ckpt.checkpoint import read
 from ckpt.errors import CorruptError, SaveError
-from ckpt.format import rank_index
+from ckpt.format import join_ranks, rank_index
 from ckpt.format.boxes import Box
 from ckpt.format.digest import file_digest
 from ckpt.format.manifest import Attempt, Part, index_key, pack_key, part_key, table_key
@@ -60,7 +60,7 @@ def make(world: scale.World, root: Path) -> None:
     for first in range(0, world.size, world.per_stage):
         scale.write_ranks(world, str(root), first, first + world.per_stage)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commits, "WHOLE", 0)
+        patch.setattr(agree, "WHOLE", 0)
         scale.take_over(root)
 
 
@@ -341,7 +341,7 @@ def built(state: list[list[Shard]]) -> tuple[Directory, list[Table]]:
     alike = {s.name for shards in state for s in shards if s.instance == GLOBAL}
     for part in parts:
         part.layout["components"][0]["names"] = sorted(alike | set(part.layout["components"][0]["names"]))
-    return rank_index.build(parts, tables), tables
+    return join_ranks.build(parts, tables), tables
 
 
 @settings(max_examples=150, deadline=None)
@@ -388,7 +388,7 @@ def test_equal_contents_are_equal_and_others_are_not() -> None:
     shards = [[Shard("own", "F32", (4,), (0,), (4,), rank, rank)] for rank in range(3)]
     for seeds, same in (((0, 0, 0), True), ((0, 0, 1), False)):
         tables = [table_of(mine, 0, seed) for mine, seed in zip(shards, seeds, strict=True)]
-        found = rank_index.build([part_of(t, rank, 3) for rank, t in enumerate(tables)], tables)
+        found = join_ranks.build([part_of(t, rank, 3) for rank, t in enumerate(tables)], tables)
         assert (len({found.content(i) for i in range(3)}) == 1) is same
         saved = SavedState.listed(found, lambda ranks: {}, lambda ranks: {})
         assert saved.identical("own") is same
@@ -590,17 +590,17 @@ def test_a_directory_that_is_not_what_the_tables_say_is_noticed(run: Path, lie: 
 
 def test_ranks_that_do_not_agree_are_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """The committer says which tensor it is about."""
-    monkeypatch.setattr(commits, "WHOLE", 0)
+    monkeypatch.setattr(agree, "WHOLE", 0)
     state = [[Shard("w", "F32", (4,), (2 * rank,), (2,), rank)] for rank in range(2)]
     for second, right in ((state[1], True), ([replace(state[1][0], offsets=(1,))], False)):
         tables = [table_of(state[0], 0), table_of(second, 1)]
         written = [commits.WrittenPart(part_of(t, rank, 2), "", t) for rank, t in enumerate(tables)]
         if right:
-            assert rank_index.is_directory(commits.index_of(written))
+            assert rank_index.is_directory(agree.index_of(written))
             assert not rank_index.is_directory(merge(tables).to_bytes())
         else:
             with pytest.raises(SaveError, match="about w"):
-                commits.index_of(written)
+                agree.index_of(written)
 
 
 # -- the benchmark --

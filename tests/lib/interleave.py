@@ -37,8 +37,9 @@ from typing import Any
 
 import numpy as np
 
+from ckpt.checkpoint import agree, read, retention, store_trial, write
 from ckpt.checkpoint import commit as commits
-from ckpt.checkpoint import read, retention, store_trial, write
+from ckpt.checkpoint import settle as settling
 from ckpt.checkpoint.commit import Role
 from ckpt.checkpoint.retention import Keep
 from ckpt.checkpoint.write import RankSnapshot, WrittenPart, write_part
@@ -60,6 +61,7 @@ from ckpt.format.manifest import Attempt, PackInfo, new_format, owner, pack_key,
 from ckpt.format.table import Table
 from ckpt.maintain import prune
 from ckpt.runlog import log as run_log
+from ckpt.runlog import records
 from ckpt.runlog.log import Acquire, RunLog
 from ckpt.store import ObjectInfo
 from ckpt_backends import retry
@@ -124,7 +126,18 @@ class Loop(asyncio.BaseEventLoop):
         return done
 
 
-PLAYED = (commits, manifest, read, retention, retry, run_log, store_trial, prune, write)  # the modules that take part
+PLAYED = (
+    commits,
+    settling,
+    manifest,
+    read,
+    retention,
+    retry,
+    run_log,
+    store_trial,
+    prune,
+    write,
+)  # the modules that take part
 
 
 def _users_of(name: str) -> list[Any]:
@@ -144,10 +157,10 @@ def virtual(loop: Loop, dice: random.Random) -> Iterator[None]:
     changes += [(m, "random", dice) for m in _users_of("random")]
     changes += [(module, "_DICE", dice) for module in PLAYED if hasattr(module, "_DICE")]
     changes += [(m, "secrets", tokens) for m in _users_of("secrets")]
-    changes += [(commits, far + "STAGGER_S", 0.3) for far in ("", "FAR_")]
-    changes += [(commits, far + "POLL_S", (0.05, 0.2)) for far in ("", "FAR_")]
+    changes += [(settling, far + "STAGGER_S", 0.3) for far in ("", "FAR_")]
+    changes += [(settling, far + "POLL_S", (0.05, 0.2)) for far in ("", "FAR_")]
     changes += [(retention, "_cache", {})]
-    changes += [(run_log, "SNAPSHOT_EVERY", SNAPSHOT_EVERY)]
+    changes += [(module, "SNAPSHOT_EVERY", SNAPSHOT_EVERY) for module in (run_log, records)]
     changes += [(logging.getLogger("ckpt"), "disabled", True)]
     before = [(what, name, getattr(what, name)) for what, name, _ in changes]
     for what, name, value in changes:
@@ -878,7 +891,7 @@ class Rank:
         """An increment, if it can be one. Some writers do not say so before: they may find out in the end."""
         dice, state = self.sim.dice, self.log.state
         older = [(Attempt.parse(w.part.attempt), w) for w in self.stored if kept_same(self.sim, snapshot, w)]
-        bases = [(of, w) for of, w in older if of < snapshot.attempt and commits.vouches(state, w)][-4:]
+        bases = [(of, w) for of, w in older if of < snapshot.attempt and agree.vouches(state, w)][-4:]
         if not bases or dice.random() < 0.15:
             return None
         of, base = dice.choice(bases)
@@ -894,7 +907,7 @@ class Rank:
     async def settle(self, attempt: Attempt, written: WrittenPart) -> None:
         role = Role(tuple(range(self.world)), self.rank, self.world)
         try:
-            await commits.settle(self.log, lambda: self.mine, written, role, deadline_s=2.0)
+            await settling.settle(self.log, lambda: self.mine, written, role, deadline_s=2.0)
             self.sim.oracle.acknowledge(attempt)
         except FencedError:
             raise
@@ -1106,7 +1119,7 @@ async def _finish(sim: Sim, actor: Actor, store: Any) -> None:
         else:
             await commits.begin(log, mine, attempt, {Attempt.parse(written.part.attempt)})
             written = await write_increment(store, snapshot, written, FROZEN)
-        await commits.settle(log, lambda: mine, written, Role(), deadline_s=2.0)
+        await settling.settle(log, lambda: mine, written, Role(), deadline_s=2.0)
         oracle.acknowledge(attempt)
     await retention.retire(log, mine, Keep(last=1), {attempt})
     while sim.late:

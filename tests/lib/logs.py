@@ -9,12 +9,8 @@ from ckpt.format.manifest import (
     Attempt,
     new_nonce,
 )
-from ckpt.runlog.log import (
-    Acquire,
-    RunLog,
-    RunState,
-    fold,
-)
+from ckpt.runlog.log import RunLog
+from ckpt.runlog.records import Acquire, RunState, fold
 from ckpt.store import Store
 
 DIGEST = "0" * 64

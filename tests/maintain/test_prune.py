@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.checkpoint import commit, read, retention
-from ckpt.checkpoint.retention import ALWAYS, Keep, choose
+from ckpt.checkpoint.retention import ALWAYS, Keep, choose, why_kept
+from ckpt.checkpoint.settle import settle
 from ckpt.checkpoint.write import RankSnapshot, WrittenPart, write_part
 from ckpt.errors import CheckpointError, FencedError, SaveError, StoreError, UsageError
 from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.manifest import Attempt, new_nonce, owner, pack_key
 from ckpt.maintain import prune
-from ckpt.maintain.prune import why_kept
 from ckpt.runlog.log import Acquire, Commit, Record, RunLog, RunState
 from ckpt_backends.memory import MemoryStore
 from interleave import write_increment
@@ -175,7 +175,7 @@ def test_it_is_said_why_each_stays(full: set[int]) -> None:
     """Exactly what `choose` leaves has a reason, and the right one."""
     state = increments(full, 20)
     state.pins = {Attempt(2, 21, "1" * 8): (Attempt(1, 5, "0" * 8),)}
-    why = {a.step: said for a, said in why_kept(state, Keep(1), max(state.commits)).items()}
+    why = {a.step: said for a, said in why_kept(state, Keep(1), {max(state.commits)}).items()}
     assert sorted(why) == left_by(state, Keep(1)) and all(why.values())
     assert "in use by one that is being written" in why[5]
     assert [step for step, said in sorted(why.items()) if "one of the last two full ones" in said] == [
@@ -335,7 +335,7 @@ def test_what_is_built_on_is_taken_back_by_force() -> None:
         written = await increment(log, mine, 4, await commit.load_part(store, attempts[0], 0, 0))
         await commit.retract(log, mine, attempts[0], "it mixes two moments")
         with pytest.raises(SaveError, match="step 1, which was retired"):
-            await commit.settle(log, lambda: mine, written, commit.Role(), deadline_s=1000)
+            await settle(log, lambda: mine, written, commit.Role(), deadline_s=1000)
         await retention.retire(log, mine, Keep(1), {attempts[-1]})
         assert await files(store) == {2: WHOLE, 3: WHOLE}
         assert await sound(store) == [3, 2]

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.checkpoint.commit import load_table
+from ckpt.checkpoint import blobs
+from ckpt.checkpoint.parts import load_table
 from ckpt.errors import StoreError
 from ckpt.format.manifest import Part
 from ckpt.format.table import Shard, Table, merge
@@ -708,7 +709,7 @@ def test_it_reads_no_more_at_once_than_it_should(made: Path, run: Path, monkeypa
         return total
 
     monkeypatch.setattr(audit, "READ", 20_000)
-    monkeypatch.setattr(audit, "GAP", 0)
+    monkeypatch.setattr(blobs, "GAP", 0)
     total = asyncio.run(examined())
     largest = max(piece[2] for piece in asked)
     assert largest <= 400 * 256 * 4 and sum(length for _, _, length in asked) == total

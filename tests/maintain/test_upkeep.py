@@ -582,7 +582,7 @@ def test_everything_that_stays_has_a_reason(drawn: tuple[RunState, Keep, set[Att
     state, keep, _ = drawn
     state.kept = dict.fromkeys(state.kept, "x")
     for checked in list(state.commits)[:2]:
-        why = prune.why_kept(state, keep, checked)
+        why = retention.why_kept(state, keep, {checked})
         assert why.keys() == state.commits.keys() - retention.choose(state, keep, {checked})
         assert all(why.values())
 

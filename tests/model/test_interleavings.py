@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 import interleave
+from ckpt.checkpoint import agree, parts, retention
 from ckpt.checkpoint import commit as commits
-from ckpt.checkpoint import retention
+from ckpt.checkpoint import settle as settling
 from ckpt.checkpoint.commit import Recovery, Role
 from ckpt.checkpoint.write import RankSnapshot, WrittenPart
 from ckpt.errors import FullError, OutcomeUnknownError, StoreError
@@ -108,7 +109,7 @@ def nobody_is_fenced(patch: pytest.MonkeyPatch) -> None:
 
 def a_timeout_is_a_failure(patch: pytest.MonkeyPatch) -> None:
     """No answer to a commit is taken for a refusal, and what was written for it is thrown away."""
-    put, settle = SimStore.put, commits.settle
+    put, settle = SimStore.put, settling.settle
 
     async def sure(self: SimStore, key: str, data: Any, *, create: bool = False) -> None:
         try:
@@ -127,7 +128,7 @@ def a_timeout_is_a_failure(patch: pytest.MonkeyPatch) -> None:
             raise
 
     patch.setattr(SimStore, "put", sure)
-    patch.setattr(commits, "settle", tidy)
+    patch.setattr(settling, "settle", tidy)
 
 
 def hope_is_acknowledged(patch: pytest.MonkeyPatch) -> None:
@@ -239,9 +240,9 @@ def whoever_is_there_will_do(patch: pytest.MonkeyPatch) -> None:
 
     async def present(store: Store, attempt: Attempt, own: WrittenPart, role: Role) -> list[WrittenPart]:
         keys = [info.key async for info in store.list(f"parts/{attempt}.")]
-        return list((await commits._sound(store, attempt, keys, own)).values())
+        return list((await parts.sound_parts(store, attempt, keys, own)).values())
 
-    patch.setattr(commits, "_present", present)
+    patch.setattr(settling, "_present", present)
 
 
 def the_index_comes_last(patch: pytest.MonkeyPatch) -> None:
@@ -329,20 +330,20 @@ def the_end_of_the_log_is_not_seen(patch: pytest.MonkeyPatch) -> None:
 
 def the_base_may_be_gone(patch: pytest.MonkeyPatch) -> None:
     """Whether what was built on is still a checkpoint is looked at in the beginning only."""
-    check = commits.check_sources
+    check = agree.check_sources
 
     def early(state: RunState, attempt: Attempt, needs: Any, packs: Any = None) -> None:
         if packs is None:
             check(state, attempt, needs)
 
-    patch.setattr(commits, "check_sources", early)
+    patch.setattr(agree, "check_sources", early)
 
 
 def whatever_was_written_will_do(patch: pytest.MonkeyPatch) -> None:
     """An increment is taken against a try of a checkpoint that may not be the one that was committed."""
-    check = commits.check_sources
-    patch.setattr(commits, "vouches", lambda state, base: Attempt.parse(base.part.attempt) in state.commits)
-    patch.setattr(commits, "check_sources", lambda state, attempt, needs, packs=(): check(state, attempt, needs))
+    check = agree.check_sources
+    patch.setattr(agree, "vouches", lambda state, base: Attempt.parse(base.part.attempt) in state.commits)
+    patch.setattr(agree, "check_sources", lambda state, attempt, needs, packs=(): check(state, attempt, needs))
 
 
 def what_is_built_on_goes(patch: pytest.MonkeyPatch) -> None:

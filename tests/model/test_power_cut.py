@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.checkpoint import commit, read
+from ckpt.checkpoint import blobs, commit, read
 from ckpt.errors import CheckpointError, FencedError
 from ckpt.format.manifest import Attempt
 from ckpt.runlog.log import RunLog
@@ -56,7 +56,7 @@ class AtOnce(ThreadPoolExecutor):
 def quick(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of recoveries, each of which would warn of the attempts that do not count and start threads."""
     caplog.set_level(logging.CRITICAL, "ckpt")
-    monkeypatch.setattr(read, "ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(blobs, "ThreadPoolExecutor", AtOnce)
 
 
 # -- the model --

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.checkpoint import commit, read, retention
+from ckpt.checkpoint import blobs, commit, parts, read, retention
 from ckpt.checkpoint.retention import Keep
 from ckpt.checkpoint.write import RankSnapshot, digest_blobs, write_part
 from ckpt.errors import CheckpointError, CorruptError, NoCheckpointError
@@ -417,7 +417,7 @@ def test_verify_notices_missing_and_cut_files(small: Objects) -> None:
 
 def test_negative_control_without_digests_of_blobs(small: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
     """If tensor data were not checked, a flip would come back as a wrong tensor, and the oracle says so."""
-    monkeypatch.setattr(read, "blob_digest", lambda view: Anything())
+    monkeypatch.setattr(blobs, "blob_digest", lambda view: Anything())
     with pytest.raises(AssertionError, match="wrong tensors"):
         check_tensor_flips(small, layout(*SMALL), 1)
 
@@ -455,7 +455,7 @@ def test_negative_control_without_digests_of_small_files(small: Objects, monkeyp
     damaged = injured(small, key, flipped(small[key], at, 0))
     assert outcome(damaged, layout(*SMALL)) == 20
     monkeypatch.setattr(manifest, "unseal", trusting)
-    monkeypatch.setattr(commit, "file_digest", lambda data: AnyText())
+    monkeypatch.setattr(parts, "file_digest", lambda data: AnyText())
     with pytest.raises(AssertionError, match="wrong values"):
         outcome(damaged, layout(*SMALL))
 

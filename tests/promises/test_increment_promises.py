@@ -16,7 +16,8 @@ from ckpt.checkpoint.incremental import find_masters
 from ckpt.errors import SaveError
 from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.manifest import new_nonce
-from ckpt.runlog.log import RunLog, expand, summary
+from ckpt.runlog.log import RunLog
+from ckpt.runlog.records import expand, summary
 from ckpt_backends.memory import MemoryStore
 from processes import run_script
 from test_increments import build, differing, flip, frozen_copy, live, place_of, sound, steps_at, train

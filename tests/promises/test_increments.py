@@ -26,7 +26,7 @@ import torch
 
 import ckpt
 from ckpt.checkpoint import commit as commits
-from ckpt.checkpoint import incremental, read
+from ckpt.checkpoint import incremental, parts, read
 from ckpt.checkpoint.scrub import Scrub
 from ckpt.cli import cli
 from ckpt.errors import CheckpointError, NotFoundError, SaveError
@@ -789,7 +789,7 @@ async def newest_table(folder: str) -> tuple[Commit, Table]:
     """By the index alone, whatever else is there."""
     log = await read.open_run(folder)
     newest = log.state.lineage()[0]
-    table = await commits.load_table(log.store, index_key(newest.attempt, newest.index), newest.index)
+    table = await parts.load_table(log.store, index_key(newest.attempt, newest.index), newest.index)
     await log.store.aclose()
     return newest, table
 

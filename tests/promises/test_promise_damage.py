@@ -34,7 +34,7 @@ from ckpt.cli import cli
 from ckpt.errors import CheckpointError, CorruptError
 from ckpt.format.manifest import Attempt, new_nonce
 from ckpt.ranks.world import World
-from ckpt.redo.frame import StoredFrame
+from ckpt.redo.frame_file import StoredFrame
 from ckpt.restore import redo_source
 from ckpt.restore.redo_source import look
 from ckpt.restore.resume import Restored, gather, restore_first

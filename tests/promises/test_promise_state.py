@@ -35,7 +35,7 @@ import ckpt
 import test_hostile
 from ckpt.cli import app
 from ckpt.errors import CheckpointError, MismatchError
-from ckpt.format import codec, rank_index
+from ckpt.format import codec, join_ranks, rank_index
 from ckpt.format.digest import blob_digest, file_digest
 from ckpt.format.manifest import Part, index_key, part_key, table_key
 from ckpt.format.table import DTYPES, Table
@@ -753,7 +753,7 @@ def crowded(run: test_hostile.Run) -> test_hostile.Objects:
     objects, attempt = run
     parts = [Part.from_bytes(objects[part_key(attempt, rank, 0)], "a part") for rank in range(2)]
     tables = [Table.from_bytes(objects[table_key(attempt, rank, 0)], "a table") for rank in range(2)]
-    columns = dict(rank_index.build(parts, tables).columns)
+    columns = dict(join_ranks.build(parts, tables).columns)
     lists = b'{"aliases":[{}],"components":[],"instances":[{}],"values":[' + b"[]," * (80 << 20)
     columns["views"] = np.frombuffer(lists + b'0],"views":[[0,[],0,0]]}', np.uint8)
     columns["view"] = np.zeros(2, np.int32)

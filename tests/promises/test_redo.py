@@ -40,7 +40,7 @@ from ckpt.errors import (
 )
 from ckpt.events import REDO_POINTS
 from ckpt.format.manifest import Attempt
-from ckpt.redo.frame import StoredFrame
+from ckpt.redo.frame_file import StoredFrame
 from ckpt.restore import redo_source
 from kills import Trainer, steps_on_disk
 from model_disk import Volume, volume

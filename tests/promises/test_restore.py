@@ -959,9 +959,8 @@ def check_resharding(case: Case) -> None:
         patch.setattr("ckpt.format.partition.GRAIN", case.grain)
         patch.setattr("ckpt.format.partition.LEAST", 1)
         patch.setattr("ckpt.format.layout.BLOB", case.blob)
-        patch.setattr("ckpt.checkpoint.write.BLOB", case.blob)
         if case.listed:
-            patch.setattr("ckpt.checkpoint.commit.WHOLE", -1)
+            patch.setattr("ckpt.checkpoint.agree.WHOLE", -1)
         pieces = [staged(wholes, before, rank) for rank in range(before.size)]
         check_shares(wholes, before, pieces, case.grain)
 

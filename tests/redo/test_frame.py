@@ -22,25 +22,10 @@ from ckpt.errors import CorruptError
 from ckpt.format.layout import BLOB, Layout, TensorSpec
 from ckpt.format.manifest import Attempt
 from ckpt.redo import frame as frames
+from ckpt.redo import frame_file
 from ckpt.redo.adam import Coefficients
-from ckpt.redo.frame import (
-    DELTA,
-    DERIVED,
-    MAGIC,
-    PREDICTED,
-    RAW,
-    SAME,
-    WHOLE,
-    Appender,
-    Columns,
-    Frame,
-    Recipe,
-    StoredFrame,
-    back,
-    scan,
-    units,
-    values_of,
-)
+from ckpt.redo.frame import DELTA, DERIVED, MAGIC, PREDICTED, RAW, SAME, WHOLE, Columns, Frame, Recipe, units
+from ckpt.redo.frame_file import Appender, StoredFrame, back, scan, values_of
 
 HEAD, DIGEST = 40, 16
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -200,7 +185,7 @@ def test_large_and_small_pieces_lie_where_they_belong(
     no such pages, or says so only when it is asked to write."""
     path = tmp_path_factory.mktemp("f") / "log"
     fd, expected = os.open(path, os.O_RDWR | os.O_CREAT), bytearray()
-    tail = frames._Tail(str(path), fd)
+    tail = frame_file._Tail(str(path), fd)
     assert tail._direct is not None, "no O_DIRECT in the folder for tests: it has to be on a disk"
     direct, write = tail._direct, os.pwrite
 
@@ -516,7 +501,7 @@ def test_hostile_text(tmp_path: Path, name: str) -> None:
 
 
 def columns_of(frame: Frame, **changed: Any) -> bytes:
-    return frames._pack_columns(replace(frame.columns, **{k: np.array(v, np.int64) for k, v in changed.items()}))
+    return frames.pack_columns(replace(frame.columns, **{k: np.array(v, np.int64) for k, v in changed.items()}))
 
 
 TABLES: dict[str, Callable[[], bytes]] = {

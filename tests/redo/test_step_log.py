@@ -30,10 +30,12 @@ from ckpt.format.layout import BLOB
 from ckpt.format.manifest import Attempt, redo_name
 from ckpt.ipc.arena import EMPTY, SEALED, Arena, Label
 from ckpt.redo import adam as predict
-from ckpt.redo import append, frame
+from ckpt.redo import append, encode_frame, frame
 from ckpt.redo.adam import Settings
-from ckpt.redo.append import Appended, Sealed, StepLog, foresee
-from ckpt.redo.frame import DELTA, DERIVED, PREDICTED, RAW, SAME, WHOLE, StoredFrame
+from ckpt.redo.append import Appended, StepLog
+from ckpt.redo.encode_frame import Sealed, foresee
+from ckpt.redo.frame import DELTA, DERIVED, PREDICTED, RAW, SAME, WHOLE
+from ckpt.redo.frame_file import StoredFrame
 from ckpt.redo.optimizer_recipe import GroupWatch, find_recipes
 from ckpt.restore.redo_source import Logs, RedoChain, look, redo
 from ckpt.restore.sources import HeldSnapshot
@@ -538,10 +540,10 @@ def test_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
         path = next((tmp_path / "run" / "redo").iterdir())
         before = path.read_bytes()
-        monkeypatch.setattr(append, "foresee", overwrite)
+        monkeypatch.setattr(encode_frame, "foresee", overwrite)
         with pytest.raises(SaveError, match="was overwritten"):
             job.append(sealed)
-        monkeypatch.setattr(append, "foresee", foresee)
+        monkeypatch.setattr(encode_frame, "foresee", foresee)
         assert path.read_bytes() == before
         assert [one.base for one in run(job, 2)] == [None, job.step - 1]
     job.check()

@@ -20,8 +20,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpt.checkpoint import agree, retention
 from ckpt.checkpoint import commit as commits
-from ckpt.checkpoint import retention
+from ckpt.checkpoint import settle as settling
 from ckpt.checkpoint.commit import Role
 from ckpt.checkpoint.read import load_manifest, verify
 from ckpt.checkpoint.retention import Keep
@@ -50,20 +51,8 @@ from ckpt.format.manifest import (
     seal,
     table_key,
 )
-from ckpt.runlog.log import (
-    MAX_GAP,
-    Acquire,
-    Commit,
-    Record,
-    RunLog,
-    RunState,
-    commit_body,
-    expand,
-    fold,
-    in_history,
-    record_key,
-    summary,
-)
+from ckpt.runlog.log import MAX_GAP, RunLog, record_key
+from ckpt.runlog.records import Acquire, Commit, Record, RunState, commit_body, expand, fold, in_history, summary
 from ckpt.store import ObjectInfo
 from ckpt_backends.local import LocalStore
 from ckpt_backends.memory import MemoryStore
@@ -660,7 +649,7 @@ class Ranks:
     async def settle(self, own: WrittenPart, role: Role | None = None, **details: Any) -> None:
         rank, world = own.part.rank, len(self.logs)
         role = role or Role(tuple(range(world)), rank, world)
-        await commits.settle(self.logs[rank], lambda: self.mine, own, role, **{"deadline_s": 30.0, **details})
+        await settling.settle(self.logs[rank], lambda: self.mine, own, role, **{"deadline_s": 30.0, **details})
 
     async def save(self, rank: int, **details: Any) -> None:
         await self.settle(await self.write(rank, **details))
@@ -700,8 +689,8 @@ class Heard:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Writers look often; each further rank waits so long that only the first commits."""
-    monkeypatch.setattr(commits, "POLL_S", (0.001, 0.005))
-    monkeypatch.setattr(commits, "STAGGER_S", 1000.0)
+    monkeypatch.setattr(settling, "POLL_S", (0.001, 0.005))
+    monkeypatch.setattr(settling, "STAGGER_S", 1000.0)
 
 
 def refused(results: list[Any]) -> list[str]:
@@ -772,7 +761,7 @@ def test_ranks_that_commit_at_once_make_one_record(seed: int, monkeypatch: pytes
     """Without any stagger, and with requests that take their time: one COMMIT, and everybody's save has succeeded."""
 
     async def scenario() -> None:
-        monkeypatch.setattr(commits, "STAGGER_S", 0.0)
+        monkeypatch.setattr(settling, "STAGGER_S", 0.0)
         ranks = await Ranks.open()
         for rank, log in enumerate(ranks.logs):
             log.store = Gate(log.store, random.Random(WORLD * seed + rank))
@@ -788,7 +777,7 @@ def test_a_committer_that_dies_is_stood_in_for(where: str, monkeypatch: pytest.M
     """The writer of the next rank commits after a while what the first one could not, or finds that it did."""
 
     async def scenario() -> None:
-        monkeypatch.setattr(commits, "STAGGER_S", 0.05)
+        monkeypatch.setattr(settling, "STAGGER_S", 0.05)
         ranks = await Ranks.open()
         parts = [await ranks.write(rank) for rank in range(WORLD)]
         others = [asyncio.create_task(ranks.settle(own)) for own in parts[1:]]
@@ -933,7 +922,7 @@ def test_who_waits_for_others_hears_that_the_run_was_taken_over() -> None:
         owners = [await commits.acquire(log, new_nonce())]
         own = await write_share(log, owners[0], 2, share_of(1, 2))
         named = Attempt(owners[0].epoch, 2, owners[0].nonce)
-        task = asyncio.create_task(commits.settle(log, lambda: owners[-1], own, Role((0, 1), 0, 2), deadline_s=1000))
+        task = asyncio.create_task(settling.settle(log, lambda: owners[-1], own, Role((0, 1), 0, 2), deadline_s=1000))
         await asyncio.sleep(0.02)
         owners.append(await commits.acquire(log, new_nonce()))
         await write_share(log, owners[0], 2, share_of(0, 2))
@@ -1284,7 +1273,7 @@ def test_what_was_built_on_something_that_is_gone_is_no_checkpoint(kind: str, ho
             if how == "of another try":
                 await commits.commit(chain.log, chain.mine, [await write_part(chain.store, of_two(chain.mine, 2))])
                 message = f"builds on {pack_key(chain.attempt(2), 0, 4)}, of a try that was not committed"
-            assert not commits.vouches(chain.log.state, base) and commits.vouches(chain.log.state, chain.base)
+            assert not agree.vouches(chain.log.state, base) and agree.vouches(chain.log.state, chain.base)
             own = await chain.build(3, base, say=False)
         records = await chain.records()
         with pytest.raises(SaveError, match=re.escape(message)):
@@ -1333,7 +1322,7 @@ def test_who_waits_hears_at_once_that_a_base_is_gone(partial: bool) -> None:
         own = replace(own, part=replace(own.part, world=2 if partial else 1))
         await chain.lose(1)
         role = Role((0,), 0, 2 if partial else 1)
-        task = commits.settle(chain.log, lambda: chain.mine, own, role, deadline_s=1000)
+        task = settling.settle(chain.log, lambda: chain.mine, own, role, deadline_s=1000)
         (said,) = refused(await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 30))
         assert "step 1, which was retired meanwhile" in said
         state = (await reopened(chain.store)).state
@@ -1354,7 +1343,7 @@ def test_what_is_held_is_no_checkpoint_once_its_base_is_gone(gone: bool) -> None
         own = await chain.build(2)
         own = replace(own, part=replace(own.part, world=2))
         waiting = asyncio.create_task(
-            commits.settle(chain.log, lambda: chain.mine, own, Role((0,), 0, 2), deadline_s=1000)
+            settling.settle(chain.log, lambda: chain.mine, own, Role((0,), 0, 2), deadline_s=1000)
         )
         other = await reopened(chain.store)
         while chain.attempt(2) not in other.state.held:

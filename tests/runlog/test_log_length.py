@@ -17,7 +17,9 @@ from ckpt.checkpoint import commit as commits
 from ckpt.errors import CorruptError, StoreError
 from ckpt.format.manifest import new_nonce, unseal
 from ckpt.runlog import log as logs
-from ckpt.runlog.log import Record, RunLog, expand, record_key, summary
+from ckpt.runlog import records
+from ckpt.runlog.log import RunLog, record_key
+from ckpt.runlog.records import Record, expand, summary
 from ckpt.store import ObjectInfo
 from ckpt_backends.memory import MemoryStore
 from logs import attempt, committed, new_log, reopened
@@ -45,6 +47,7 @@ class Counted(MemoryStore):
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "SNAPSHOT_EVERY", EVERY)
+    monkeypatch.setattr(records, "SNAPSHOT_EVERY", EVERY)
 
 
 async def grow(log: RunLog, owner: Any, to: int) -> None:

@@ -14,12 +14,13 @@ from ckpt.checkpoint import commit as commits
 from ckpt.checkpoint import open_tier, promote
 from ckpt.checkpoint.open_tier import OpenTier
 from ckpt.checkpoint.retention import Keep
+from ckpt.checkpoint.settle import settle
 from ckpt.errors import AccessError, CorruptError, SaveError, SkippedError, StoreError
 from ckpt.format.manifest import Attempt
 from ckpt.ipc.notes import DamagedNote, StoredNote
 from ckpt.ipc.protocol import Note
 from ckpt.ipc.requests import OpenRun, OwnRun, WriteSlot
-from ckpt.runlog.log import Commit, Record, commit_body
+from ckpt.runlog.records import Commit, Record, commit_body
 from ckpt.store import options_of
 from ckpt.writer.persist import Persister
 from ckpt_backends.memory import MemoryStore
@@ -157,7 +158,7 @@ async def test_what_one_rank_leaves_out_stops_no_other(writer: Writer) -> None:
         await commits.abort(writer.far.log, writer.owner, writer.attempt(step), f"rank 1: {reason}")
         own: Any = SimpleNamespace(part=SimpleNamespace(attempt=str(writer.attempt(step)), rank=0, world=2))
         with pytest.raises(SaveError) as caught:
-            await commits.settle(writer.far.log, lambda: writer.owner, own, writer.far.role, deadline_s=5)
+            await settle(writer.far.log, lambda: writer.owner, own, writer.far.role, deadline_s=5)
         assert type(caught.value) is kind
 
 

@@ -1,0 +1,36 @@
+"""Several coroutines at the same time, each to its own end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+S = TypeVar("S")
+T = TypeVar("T")
+AT_ONCE = 64
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end from plain code, also where an event loop is already running (notebooks)."""
+    with ThreadPoolExecutor(1, "ckpt-run") as pool:
+        return pool.submit(asyncio.run, work).result()
+
+
+async def all_of(works: Iterable[Awaitable[T]]) -> list[T]:
+    """What they return. The first error as it is, when all have ended."""
+    found: list[T] = []
+    for result in await asyncio.gather(*works, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+        found.append(result)
+    return found
+
+
+async def of_each(items: Sequence[S], work: Callable[[S], Awaitable[T]], at_once: int = AT_ONCE) -> list[T]:
+    """The same of every item, some at a time: there may be as many as a file says, and nothing behind them."""
+    found: list[T] = []
+    for start in range(0, len(items), at_once):
+        found += await all_of(map(work, items[start : start + at_once]))
+    return found

@@ -1,0 +1,328 @@
+"""The directory of a checkpoint (`ckpt.format.rank_index`) made of the parts and tables of all ranks, which are
+compared: whether they agree about what they saved, and whether all of it is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.errors import CorruptError
+from ckpt.format.boxes import Dims, Effort
+from ckpt.format.columns import I64, NONE, ODD, Bytes
+from ckpt.format.digest import DIGEST_SIZE, blob_digest
+from ckpt.format.manifest import MAX_WORLD, Part, canonical
+from ckpt.format.partition import GLOBAL
+from ckpt.format.rank_index import COLUMNS, OWN, Directory, Key, Pattern, check_cover, read_views
+from ckpt.format.shards import DTYPES, Shards
+from ckpt.format.table import Table
+
+KEPT = "optimizer"  # the kind of component whose values of all ranks are joined
+
+
+@contextlib.contextmanager
+def _reading_parts() -> Iterator[None]:
+    try:
+        yield
+    except ODD as error:
+        raise CorruptError(f"a part is not one: {type(error).__name__}: {error}") from None
+
+
+def build(parts: Sequence[Part], tables: Sequence[Table]) -> Directory:
+    """Of the parts and tables of all ranks, in rank order. CorruptError if they do not agree, or something is missing.
+
+    What it says is what the tables say; of the parts' layouts only that is compared which restoring goes by.
+    """
+    with _reading_parts():
+        return _build(parts, tables)
+
+
+class Slim:
+    """Parts of many ranks without what most of them say alike, and without what no directory needs.
+
+    Thousands of parts as they were read would take gigabytes. What comes of them is as good for `build`, and for
+    nothing else.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, Any] = {}
+
+    def __call__(self, part: Part) -> Part:
+        """CorruptError if it is none."""
+        with _reading_parts():
+            layout = dict(part.layout)
+            rows = {(row[0], row[6] if len(row) > 6 else GLOBAL) for row in layout["tensors"] if row[3]}
+            layout["tensors"] = [[name, "", [], True, None, [], instance] for name, instance in sorted(rows)]
+            layout["instances"] = _relative(layout["instances"], part.rank)
+            for name in ("tensors", "components", "aliases", "instances", "elsewhere"):
+                layout[name] = self._once(layout[name])
+            return replace(part, layout=layout, packs=[])
+
+    def _once(self, thing: Any) -> Any:
+        return self._known.setdefault(repr(thing), thing)
+
+
+def _relative(instances: dict[str, int], rank: int) -> dict[str, int]:
+    """As a view has them."""
+    return {name: OWN if instance == rank else instance for name, instance in instances.items()}
+
+
+def _build(parts: Sequence[Part], tables: Sequence[Table]) -> Directory:
+    world = len(parts)
+    for rank, (part, table) in enumerate(zip(parts, tables, strict=True)):
+        if part.rank != rank or part.world != world or (table.columns.rank != rank).any():
+            raise CorruptError(f"rank {rank} of {world} says it is rank {part.rank} of {part.world}")
+    names, name_of_shard = _name(tables)
+    divided = _divide(names, name_of_shard, tables)
+    number = {key: i for i, key in enumerate(divided.keys)}
+    _check_parts(parts, divided, number)
+    pool = _Pool()
+    view_of = [pool.add(part) for part in parts]
+    _check_views(pool, view_of, divided)
+    digests = b"".join(bytes.fromhex(part.table) for part in parts)
+    packs = sorted({key for table in tables for key in table.packs})
+    text = [name.encode() for name in names]
+    columns: dict[str, npt.NDArray[Any]] = {
+        "names": np.frombuffer(b"".join(text), np.uint8),
+        "name_ends": np.cumsum([len(one) for one in text], dtype=np.int64),
+        **divided.columns,
+        "tensor_accelerator": _accelerated(parts, number),
+        "tables": np.frombuffer(digests, np.uint8),
+        "owned": np.array([table.owned for table in tables], np.int64),
+        "view": np.array(view_of, np.int32),
+        "packs": np.frombuffer(canonical(packs), np.uint8),
+        "views": np.frombuffer(canonical(pool.to_json()), np.uint8),
+    }
+    columns = {name: np.asarray(columns[name], dtype) for name, dtype in COLUMNS.items()}
+    return Directory(columns, names, read_views(columns, frozenset(names), "the index", world), tuple(packs))
+
+
+def _name(tables: Sequence[Table]) -> tuple[tuple[str, ...], I64]:
+    """All names, sorted, and which of them each shard has, of all tables one after the other."""
+    seen: dict[str, int] = {}
+    known: dict[int, I64] = {}  # ranks of one stage share one tuple of names
+    found = []
+    for names in (table.columns.names for table in tables):
+        if id(names) not in known:
+            known[id(names)] = np.array([seen.setdefault(name, len(seen)) for name in names], np.int64)
+        found.append(known[id(names)])
+    names = tuple(sorted(seen))
+    place = np.empty(len(seen), np.int64)
+    place[[seen[name] for name in names]] = np.arange(len(seen))
+    return names, place[np.concatenate([NONE, *found])]
+
+
+@dataclass
+class _Divided:
+    """The columns about tensors and patterns."""
+
+    columns: dict[str, npt.NDArray[Any]]
+    keys: list[Key]
+    forms: dict[str, tuple[str, Dims]]  # of what all ranks hold together
+
+
+class _Patterns:
+    """Each way of dividing a tensor, once."""
+
+    def __init__(self, effort: Effort) -> None:
+        self._effort = effort
+        self._numbers: dict[bytes, int] = {}
+        self._shapes: list[Dims] = []
+        self._ranks: list[I64] = []
+        self._dims: list[I64] = []
+
+    def add(self, name: str, shape: Dims, ranks: I64, box: I64) -> int:
+        """The number of a pattern. CorruptError unless the pieces cover the tensor exactly once."""
+        key = repr(shape).encode() + ranks.tobytes() + box.tobytes()
+        if key not in self._numbers:
+            pattern = Pattern(shape, ranks, box[:, : len(shape)], box[:, len(shape) :])
+            check_cover(shape, pattern.boxes(np.arange(len(ranks))), name, self._effort)
+            self._numbers[key] = len(self._numbers)
+            self._shapes.append(shape)
+            self._ranks.append(ranks)
+            self._dims.append(box.reshape(-1))
+        return self._numbers[key]
+
+    def columns(self) -> dict[str, npt.NDArray[Any]]:
+        return {
+            "pattern_shape": np.array([n for shape in self._shapes for n in shape], np.int64),
+            "pattern_dim_ends": np.cumsum([len(shape) for shape in self._shapes], dtype=np.int64),
+            "pattern_ends": np.cumsum([len(one) for one in self._ranks], dtype=np.int64),
+            "piece_rank": np.concatenate([NONE, *self._ranks]),
+            "piece_dims": np.concatenate([NONE, *self._dims]),
+        }
+
+
+def _divide(names: tuple[str, ...], name_of_shard: I64, tables: Sequence[Table]) -> _Divided:
+    """Gather the pieces of each tensor."""
+    shards = Shards.join([table.columns for table in tables])
+    blobs = np.concatenate([NONE, *(np.diff(table.starts) for table in tables)])
+    first = np.cumsum(blobs) - blobs
+    digests = np.concatenate([np.zeros((0, DIGEST_SIZE), np.uint8), *(t.digest[: t.owned] for t in tables)])
+    which = name_of_shard * (MAX_WORLD + 2) + shards.instance + 1
+    order = np.argsort(which, kind="stable")
+    cuts = np.flatnonzero(np.diff(which[order], prepend=-1))
+    lengths = np.diff(shards.dim_starts)
+    patterns = _Patterns(Effort(Effort.left + 4 * len(shards)))
+    tensors: list[tuple[int, int, int, int]] = []
+    contents: list[bytes] = []
+    forms: dict[str, tuple[str, Dims]] = {}
+    for rows in np.split(order, cuts[1:]) if len(order) else ():
+        name, instance = int(name_of_shard[rows[0]]), int(shards.instance[rows[0]])
+        box, dtype, shape = _alike(shards, rows, lengths, names[name])
+        there = shards.rank[rows] - max(0, instance)
+        if there[0] < 0:  # rows are in the order of the ranks
+            raise CorruptError(f"{names[name]}: a rank has a piece of what belongs to higher ranks only")
+        tensors.append((name, instance, dtype, patterns.add(names[name], shape, there, box)))
+        contents.append(_content(DTYPES[dtype], shape, box, rows, first, blobs, digests))
+        if instance == GLOBAL:
+            forms[names[name]] = DTYPES[dtype], shape
+    table = np.array(tensors, np.int64).reshape(-1, 4)
+    columns: dict[str, npt.NDArray[Any]] = {
+        "tensor_name": table[:, 0],
+        "tensor_instance": table[:, 1],
+        "tensor_dtype": table[:, 2],
+        "tensor_pattern": table[:, 3],
+        "tensor_content": np.frombuffer(b"".join(contents), np.uint8),
+        **patterns.columns(),
+    }
+    return _Divided(columns, [(names[name], instance) for name, instance, *_ in tensors], forms)
+
+
+def _alike(shards: Shards, rows: I64, lengths: I64, name: str) -> tuple[I64, int, Dims]:
+    """Boxes, dtype and shape of the pieces of one tensor. CorruptError if they are not of one."""
+    length = int(lengths[rows[0]])
+    dtype, k = int(shards.dtype[rows[0]]), length // 3
+    wrong = (lengths[rows] != length) | (shards.dtype[rows] != dtype)
+    if not wrong.any():
+        dims = shards.dims[shards.dim_starts[rows][:, None] + np.arange(length)]
+        wrong = (dims[:, :k] != dims[0, :k]).any(1)
+    if wrong.any():
+        one, other = shards[int(rows[0])], shards[int(rows[int(np.argmax(wrong))])]
+        raise CorruptError(
+            f"{name} is of shape {list(one.global_shape)} and dtype {one.dtype} for one rank, and of "
+            f"{list(other.global_shape)} and {other.dtype} for rank {other.rank}: they disagree"
+        )
+    return np.ascontiguousarray(dims[:, k:]), dtype, tuple(dims[0, :k].tolist())
+
+
+def _content(dtype: str, shape: Dims, box: I64, rows: I64, first: I64, blobs: I64, digests: Bytes) -> bytes:
+    """Equal for tensors that hold the same bytes and are cut alike, whoever has which piece."""
+    k = len(shape)
+    order = np.lexsort(box[:, :k].T[::-1]) if k else np.arange(len(rows))
+    counts = blobs[rows[order]]
+    begin = first[rows[order]] - (np.cumsum(counts) - counts)
+    numbers = np.repeat(begin, counts) + np.arange(int(counts.sum()))
+    head = canonical([dtype, list(shape)])
+    return blob_digest(b"".join((head, box[order].tobytes(), counts.tobytes(), digests[numbers].tobytes())))
+
+
+def _check_parts(parts: Sequence[Part], divided: _Divided, number: dict[Key, int]) -> None:
+    """What the layouts say of tensors, as far as restoring goes by it."""
+    checked: set[tuple[int, int]] = set()
+    for part in parts:
+        layout = part.layout
+        own = OWN in layout["instances"].values()
+        if (id(layout["instances"]), id(layout["elsewhere"])) in checked and not own:
+            continue  # word for word the same was right
+        checked.add((id(layout["instances"]), id(layout["elsewhere"])))
+        for name, instance in layout["instances"].items():
+            if (name, part.rank if instance == OWN else instance) not in number:
+                raise CorruptError(f"{name}: what rank {part.rank} has of it was saved by nobody")
+        for name, (dtype, shape) in layout["elsewhere"].items():
+            known = divided.forms.get(name)
+            if known is not None and known != (dtype, tuple(shape)):
+                raise CorruptError(
+                    f"{name} is of shape {list(shape)} and dtype {dtype} for rank {part.rank}, and of "
+                    f"{list(known[1])} and {known[0]} for others: they disagree"
+                )
+
+
+def _accelerated(parts: Sequence[Part], number: dict[Key, int]) -> npt.NDArray[np.uint8]:
+    found = np.zeros(len(number), np.uint8)
+    seen: set[Key] = set()
+    checked: set[int] = set()
+    for part in parts:
+        rows = part.layout["tensors"]
+        if id(rows) not in checked:
+            checked.add(id(rows))
+            seen.update((row[0], GLOBAL if len(row) < 7 else row[6]) for row in rows if row[3])
+    for key in seen:
+        if key not in number:
+            raise CorruptError(f"{key[0]} is not in both the layouts and the table of the checkpoint")
+        found[number[key]] = 1
+    return found
+
+
+def _check_views(pool: _Pool, view_of: Sequence[int], divided: _Divided) -> None:
+    """Everything that somebody names is there, and what all hold together, all name."""
+    known = {name for name, _ in divided.keys}
+    for view in pool.views:
+        aliases = pool.aliases.things[view[2]]
+        own = {name for c, _ in view[1] for name in pool.components.things[c]["names"]}
+        for name in sorted(own):
+            if aliases.get(name, name) not in known:
+                raise CorruptError(f"{name} is not in the table of the checkpoint")
+        for name in sorted(divided.forms.keys() - own):
+            raise CorruptError(f"{name} is not in the state of rank {view[0]}, and others hold it together")
+
+
+class _Different:
+    """Things, each different one once. 1, 1.0 and True are different."""
+
+    def __init__(self) -> None:
+        self.things: list[Any] = []
+        self._known: dict[str, int] = {}
+        self._same: dict[int, tuple[int, Any]] = {}  # by id, with the thing, so that the id stays its own
+
+    def add(self, thing: Any) -> int:
+        if id(thing) in self._same:
+            return self._same[id(thing)][0]
+        number = self._known.setdefault(repr(thing), len(self.things))
+        if number == len(self.things):
+            self.things.append(thing)
+            self._same[id(thing)] = number, thing
+        return number
+
+
+class _Pool:
+    """What ranks say of the state, without what many of them say alike."""
+
+    def __init__(self) -> None:
+        self.components, self.values, self.aliases, self.instances = (_Different() for _ in range(4))
+        self.views: list[tuple[int, list[tuple[int, int | None]], int, int]] = []
+        self._known: dict[Any, int] = {}
+
+    def add(self, part: Part) -> int:
+        """The number of a part's view."""
+        layout, rank = part.layout, part.rank
+        components = layout["components"]
+        if len(components) != len(part.values):
+            raise CorruptError(f"the plain values of rank {rank} are not of its layout")
+        pairs = [
+            (self.components.add(one), self.values.add(value) if one["kind"] == KEPT else None)
+            for one, value in zip(components, part.values, strict=True)
+        ]
+        own = layout["instances"]
+        if rank in own.values():
+            own = _relative(own, rank)
+        aliases, instances = self.aliases.add(layout["aliases"]), self.instances.add(own)
+        key = tuple(pairs), aliases, instances
+        if key not in self._known:
+            self._known[key] = len(self.views)
+            self.views.append((rank, pairs, aliases, instances))
+        return self._known[key]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "components": self.components.things,
+            "values": self.values.things,
+            "aliases": self.aliases.things,
+            "instances": self.instances.things,
+            "views": self.views,
+        }

@@ -1,0 +1,68 @@
+"""Entries of a saved state, and what several ranks say of one, as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckpt.errors import CorruptError
+from ckpt.format.columns import ODD
+from ckpt.format.values import Json, Path
+
+SHARED_KINDS = ("module", "optimizer")  # of which each rank may hold some part
+
+
+@dataclass(frozen=True)
+class SavedNode:
+    """One entry of a saved state. `names`: of its tensors, aliases too."""
+
+    path: Path
+    kind: str
+    facts: dict[str, Any]
+    values: Json
+    names: tuple[str, ...]
+
+
+def joined(nodes: list[SavedNode]) -> SavedNode:
+    """What ranks say of one entry, the one that asks first. CorruptError if that does not go together."""
+    try:
+        return _joined(nodes)
+    except ODD as error:
+        raise CorruptError(f"what the ranks saved of one entry does not go together: {error}") from None
+
+
+def _joined(nodes: list[SavedNode]) -> SavedNode:
+    first = nodes[0]
+    alike = [node for node in nodes if node.kind == first.kind]
+    if len(alike) == 1 or first.kind not in SHARED_KINDS:
+        return first
+    names = tuple(_union(node.names for node in alike))
+    if first.kind != "optimizer":
+        return replace(first, names=names)
+    return replace(first, names=names, facts=_joined_facts(alike), values=_joined_values(alike))
+
+
+def _joined_facts(nodes: list[SavedNode]) -> dict[str, Any]:
+    """Parameter groups joined one by one."""
+    own = {name for group in nodes[0].facts["params"] for name in group}  # what it says of these is the truth
+    groups = max(len(node.facts["params"]) for node in nodes)
+    params = [_union(node.facts["params"][i] for node in nodes if i < len(node.facts["params"])) for i in range(groups)]
+    state = [[n for n in node.facts["with_state"] if i == 0 or n not in own] for i, node in enumerate(nodes)]
+    return {**nodes[0].facts, "params": params, "with_state": _union(state)}
+
+
+def _joined_values(nodes: list[SavedNode]) -> Json:
+    """The settings of the groups are the first one's; plain state of single parameters is anybody's."""
+    own = {name for group in nodes[0].facts["params"] for name in group}
+    state = {
+        (name, key): value
+        for i, node in reversed(list(enumerate(nodes)))
+        for name, key, value in node.values["state"]
+        if i == 0 or name not in own
+    }
+    return {**nodes[0].values, "state": [[name, key, value] for (name, key), value in state.items()]}
+
+
+def _union(lists: Iterable[Iterable[Any]]) -> list[Any]:
+    return list(dict.fromkeys(one for each in lists for one in each))

@@ -1,0 +1,173 @@
+"""Shards: rectangular pieces of tensors. A large checkpoint has millions, so they are kept as columns: a `Shard` is
+made of a row only when somebody asks for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import overload
+
+import numpy as np
+
+from ckpt.errors import CorruptError
+from ckpt.format.boxes import Box
+from ckpt.format.columns import I64, NONE, ZERO
+from ckpt.format.layout import BITS, MAX_DIMS, Layout
+
+DTYPES = (
+    "F64", "I64", "U64", "C64", "F32", "I32", "U32", "F16", "BF16", "I16", "U16", "F8_E4M3", "F8_E5M2", "I8", "U8",
+    "BOOL", "C128", "C32", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4_E2M1X2",
+)  # fmt: skip
+MAX_DIM = 2**62
+
+ITEM_SIZES = np.array([BITS[dtype] // 8 for dtype in DTYPES], np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A rectangular piece of one global tensor."""
+
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    rank: int = 0
+    instance: int = -1
+
+    @property
+    def box(self) -> Box:
+        return self.offsets, self.sizes
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.sizes) * BITS[self.dtype] // 8
+
+
+class Shards(Sequence[Shard]):
+    """Many shards as columns: `dims[dim_starts[i] : dim_starts[i + 1]]` are global shape, offsets and sizes of shard i.
+
+    `dtype` counts in `DTYPES`. Equal to any sequence of the same shards.
+    """
+
+    __slots__ = ("dim_starts", "dims", "dtype", "instance", "names", "rank")
+
+    def __init__(
+        self, names: tuple[str, ...], dtype: I64, rank: I64, instance: I64, dims: I64, dim_starts: I64
+    ) -> None:
+        self.names, self.dtype, self.rank, self.instance = names, dtype, rank, instance
+        self.dims, self.dim_starts = dims, dim_starts
+
+    @classmethod
+    def of(cls, shards: Iterable[Shard]) -> Shards:
+        rows = list(shards)
+        dims = [(*s.global_shape, *s.offsets, *s.sizes) for s in rows]
+        return cls(
+            tuple(s.name for s in rows),
+            np.array([DTYPES.index(s.dtype) for s in rows], np.int64),
+            np.array([s.rank for s in rows], np.int64),
+            np.array([s.instance for s in rows], np.int64),
+            np.array(list(chain.from_iterable(dims)), np.int64),
+            np.cumsum([0, *map(len, dims)], dtype=np.int64),
+        )
+
+    @classmethod
+    def of_layout(cls, layout: Layout) -> Shards:
+        """What a rank stages, in the order of its pack."""
+        pieces = (layout.tensors[i] for i in layout.arrangement.order)
+        return cls.of(Shard(t.name, t.dtype, t.full, t.at, t.shape, layout.rank, t.instance) for t in pieces)
+
+    @classmethod
+    def join(cls, parts: Sequence[Shards]) -> Shards:
+        counts = np.cumsum([0, *(len(part.dims) for part in parts)])
+        starts = [part.dim_starts[1:] + counts[i] for i, part in enumerate(parts)]
+        return cls(
+            tuple(chain.from_iterable(part.names for part in parts)),
+            np.concatenate([NONE, *(part.dtype for part in parts)]),
+            np.concatenate([NONE, *(part.rank for part in parts)]),
+            np.concatenate([NONE, *(part.instance for part in parts)]),
+            np.concatenate([NONE, *(part.dims for part in parts)]),
+            np.concatenate([ZERO, *starts]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @overload
+    def __getitem__(self, at: int) -> Shard: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Shard, ...]: ...
+    def __getitem__(self, at: int | slice) -> Shard | tuple[Shard, ...]:
+        if isinstance(at, slice):
+            return tuple(self[i] for i in range(*at.indices(len(self))))
+        i = range(len(self))[at]
+        row = self.dims[self.dim_starts[i] : self.dim_starts[i + 1]].tolist()
+        return _shard(self.names[i], int(self.dtype[i]), row, int(self.rank[i]), int(self.instance[i]))
+
+    def __iter__(self) -> Iterator[Shard]:
+        dims, starts = self.dims.tolist(), self.dim_starts.tolist()
+        rows = zip(self.names, self.dtype.tolist(), self.rank.tolist(), self.instance.tolist(), strict=True)
+        for i, (name, dtype, rank, instance) in enumerate(rows):
+            yield _shard(name, dtype, dims[starts[i] : starts[i + 1]], rank, instance)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Shards({list(self)!r})"
+
+    @property
+    def item_sizes(self) -> I64:
+        """Bytes of an element of each."""
+        return ITEM_SIZES[self.dtype]
+
+    def by_dims(self) -> Iterator[tuple[int, I64, I64]]:
+        """(dimensions, shards of so many, their rows of `dims`), for each number of dimensions that there is."""
+        count = np.diff(self.dim_starts)
+        for length in np.unique(count).tolist():
+            rows = np.flatnonzero(count == length)
+            yield length // 3, rows, self.dims[self.dim_starts[rows][:, None] + np.arange(length)]
+
+    def nbytes(self) -> I64:
+        """Of each, -1 where it is beyond all measure."""
+        found = np.zeros(len(self), np.int64)
+        for k, rows, dims in self.by_dims():
+            found[rows] = volume(dims[:, 2 * k :], self.item_sizes[rows])
+        return found
+
+
+def volume(sizes: I64, item: I64) -> I64:
+    """Bytes of boxes of these sizes, one a row, with items of so many bytes; -1 where it is beyond all measure."""
+    empty = (sizes == 0).any(1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        sane = sizes.prod(1, dtype=np.float64) * item < MAX_DIM
+        exact = sizes.prod(1, dtype=np.int64) * item
+    found: I64 = np.where(empty, 0, np.where(sane, exact, -1))
+    return found
+
+
+def _shard(name: str, dtype: int, row: list[int], rank: int, instance: int) -> Shard:
+    k = len(row) // 3
+    return Shard(name, DTYPES[dtype], tuple(row[:k]), tuple(row[k : 2 * k]), tuple(row[2 * k :]), rank, instance)
+
+
+def check_shards(shards: Shards, what: str) -> None:
+    """Every shard is a box inside its tensor."""
+    lengths = np.diff(shards.dim_starts)
+    odd = (lengths % 3 != 0) | (lengths > 3 * MAX_DIMS)
+    impossible = np.flatnonzero((shards.dims < 0) | (shards.dims >= MAX_DIM))[:1]
+    odd[np.searchsorted(shards.dim_starts, impossible, "right") - 1] = True
+    if odd.any():
+        raise CorruptError(f"{what}: impossible shape of shard {int(np.argmax(odd))}")
+    for k, rows, dims in shards.by_dims():
+        outside = (dims[:, k : 2 * k] + dims[:, 2 * k :] > dims[:, :k]).any(1)
+        if outside.any():
+            i = int(rows[np.argmax(outside)])
+            raise CorruptError(f"{what}: shard {i}, of {shards.names[i]}, lies outside its tensor")

@@ -49,7 +49,8 @@ from ckpt.restore.redo_source import Logs, RedoSource
 from ckpt.restore.sources import HeldSnapshot, Mask, MemorySource, RestoreSource, StoreSource
 from ckpt.runlog.log import Acquire, Commit, RunLog, in_history
 from ckpt.state.capture import Capture
-from ckpt.state.placement import Filler, Placement, mismatch
+from ckpt.state.filler import Filler
+from ckpt.state.placement import Placement, mismatch
 
 RETRY_AFTER_S = (0.2, 1.0)
 TRANSFER_S = 600.0

@@ -19,18 +19,12 @@ from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.merged import SavedNode, SavedState
 from ckpt.format.partition import GLOBAL, Cut, Holding, Seat, share
 from ckpt.format.values import MAX_DEPTH, Json, Path, is_text, show
-from ckpt.state.adapters import (
-    Contents,
-    ModuleNode,
-    OptimizerNode,
-    PlainNode,
-    Stateful,
-    StatefulNode,
-    StateNode,
-    keeps_elsewhere,
-)
+from ckpt.state.adapters import Contents, PlainNode, Stateful, StatefulNode, StateNode
 from ckpt.state.fingerprint import SampledPlaces
-from ckpt.state.placement import Names, Placement
+from ckpt.state.module_node import ModuleNode
+from ckpt.state.names import Names
+from ckpt.state.optimizer_node import OptimizerNode, keeps_elsewhere
+from ckpt.state.placement import Placement
 from ckpt.state.rng import adapt
 from ckpt.state.sharding import LocalPiece, StateEntry, is_dtensor, local, slices, unsupported
 from ckpt.state.sharding import pieces as of_rank

@@ -40,7 +40,8 @@ from ckpt.restore import resume
 from ckpt.restore.sources import StoreSource
 from ckpt.runlog.log import Commit
 from ckpt.state.capture import Capture
-from ckpt.state.placement import Filler, Placement
+from ckpt.state.filler import Filler
+from ckpt.state.placement import Placement
 
 Json = dict[str, Any]
 WORLD = scale.World(stages=2, tensor=2, fsdp=8, layers=4, width=64)

@@ -43,7 +43,7 @@ from ckpt.restore.resume import Restored, restore_first
 from ckpt.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource
 from ckpt.runlog.log import Acquire, Commit, RunLog
 from ckpt.state.capture import Capture, _spec
-from ckpt.state.placement import Filler, Target
+from ckpt.state.filler import Filler, Target
 from ckpt.state.sharding import StateEntry, indices
 from ckpt.state.sharding import pieces as of_rank
 from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE

@@ -45,6 +45,10 @@ class Contents:
     values: Json = None
     facts: dict[str, Any] = field(default_factory=dict)  # plain, and part of the layout
 
+    @property
+    def names(self) -> list[str]:
+        return [entry.name for entry in (*self.fixed, *self.loose)]
+
 
 @runtime_checkable
 class Resizable(Stateful, Protocol):

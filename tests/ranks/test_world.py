@@ -28,7 +28,7 @@ from ckpt.errors import (
     PeerError,
     UsageError,
 )
-from ckpt.ranks import world as worlds
+from ckpt.ranks import board
 from ckpt.ranks.world import Mailbox, World
 from processes import REPO, run_script
 from threads import StoreOf, host, store_of, tcp, tcp_client, together
@@ -370,7 +370,7 @@ def test_rounds_leave_a_bounded_number_of_keys() -> None:
 
 def test_negative_control_keys_that_nobody_deletes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the clean-up, there are more keys after more rounds."""
-    monkeypatch.setattr(worlds._Client, "drop", lambda self, keys: None)
+    monkeypatch.setattr(board.Board, "drop", lambda self, keys: None)
     assert keys_after(dist.HashStore(), 20) > keys_after(dist.HashStore(), 10) > 30
 
 
@@ -393,8 +393,8 @@ def test_keys_of_a_turn_that_a_rank_missed_go_later(store: Any) -> None:
 def test_what_dead_processes_said_is_not_believed(store_of: StoreOf) -> None:
     """A launcher keeps its store over restarts: ranks that came less or more often than others meet all the same."""
     for rank, token in ((1, "00" * 8), (2, "11" * 8)):
-        store_of(0).set(f"everystep/worlds/{rank}", worlds._pack(token))
-    store_of(0).set("everystep/answers/" + "00" * 8, worlds._pack("22" * 8))
+        store_of(0).set(f"everystep/worlds/{rank}", board.pack(token))
+    store_of(0).set("everystep/answers/" + "00" * 8, board.pack("22" * 8))
 
     def body(world: World) -> Any:
         return world._prefix, world.agree("x", world.rank)

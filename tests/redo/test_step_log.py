@@ -35,7 +35,8 @@ from ckpt.redo.adam import Settings
 from ckpt.redo.append import Appended, Sealed, StepLog, foresee
 from ckpt.redo.frame import DELTA, DERIVED, PREDICTED, RAW, SAME, WHOLE, StoredFrame
 from ckpt.redo.optimizer_recipe import GroupWatch, find_recipes
-from ckpt.restore.redo_source import Logs, RedoChain, look, redo
+from ckpt.restore.redo_logs import Logs, RedoChain, look
+from ckpt.restore.redo_source import redo
 from ckpt.restore.sources import HeldSnapshot
 from ckpt.state.capture import Capture, Reading
 

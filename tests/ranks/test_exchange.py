@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from ckpt.errors import ClosedError, CorruptError, DeadlineError, PeerError, StoreError, UsageError
 from ckpt.format.table import MAX_BLOB
-from ckpt.ranks import link
+from ckpt.ranks import exchange, link
 from ckpt.ranks.assign import RankReads, assign
 from ckpt.ranks.exchange import Exchange
 from processes import REPO, eventually

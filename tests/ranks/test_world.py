@@ -29,6 +29,7 @@ from ckpt.errors import (
     UsageError,
 )
 from ckpt.ranks import board
+from ckpt.ranks import world as worlds
 from ckpt.ranks.world import Mailbox, World
 from processes import REPO, run_script
 from threads import StoreOf, host, store_of, tcp, tcp_client, together
@@ -279,7 +280,7 @@ def test_what_is_too_large_for_one_key_travels_in_pieces(tcp: StoreOf, monkeypat
     def body(world: World) -> Any:
         for value in (small, large):
             assert world.agree("x", value if world.rank else 0, lambda values: values[1]) == value
-        monkeypatch.setattr(worlds, "MAX_VALUE", 10 << 20)
+        monkeypatch.setattr(board, "MAX_VALUE", 10 << 20)
         with pytest.raises(UsageError, match="too much for one message"):
             world.agree("y", large if world.rank else 0)
         return True

@@ -217,7 +217,7 @@ class CheckpointCallback(Base):
         self._step = trainer.global_step
         self._cp.restore(default=None, strict=self._strict)
         restored = self._cp.last_restore is not None and self._cp.last_restore.step is not None
-        given = self._given(trainer)
+        given = _given(trainer)
         if not restored:
             self._began_from = given
         elif given and given != self._began_from:
@@ -232,11 +232,6 @@ class CheckpointCallback(Base):
             self._monitored = Monitored(trainer, self._best.monitor)
         if restored:
             self._resume(trainer, seams)
-
-    def _given(self, trainer: Any) -> str:
-        """The checkpoint file that the user wants to begin from. Those that Lightning makes for itself are none."""
-        path = str(trainer.ckpt_path or "")
-        return "" if Path(path).name.startswith(ITS_OWN) else path
 
     def _resume(self, trainer: Any, seams: LoopHooks) -> None:
         assert self._cp is not None and self._rest is not None
@@ -357,6 +352,12 @@ class CheckpointCallback(Base):
             if seams is not None:
                 seams.detach()
             self._close()
+
+
+def _given(trainer: Any) -> str:
+    """The checkpoint file that the user wants to begin from. Those that Lightning makes for itself are none."""
+    path = str(trainer.ckpt_path or "")
+    return "" if Path(path).name.startswith(ITS_OWN) else path
 
 
 def _again(kept: State) -> CheckpointCallback:

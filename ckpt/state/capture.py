@@ -24,8 +24,8 @@ from ckpt.state.module_node import ModuleNode
 from ckpt.state.names import Names
 from ckpt.state.optimizer_node import OptimizerNode
 from ckpt.state.placement import Placement
-from ckpt.state.sharding import LocalPiece, StateEntry
-from ckpt.state.steppers import params_of, steps_for, storage_of
+from ckpt.state.sharding import LocalPiece, StateEntry, storage_of
+from ckpt.state.steppers import params_of, steps_for
 from ckpt.state.structure import Structure, loose_of
 from ckpt.state.walk import Walk
 

@@ -11,7 +11,7 @@ from ckpt.format.values import show
 from ckpt.state.adapters import Contents, StatefulNode, StateNode
 from ckpt.state.module_node import ModuleNode
 from ckpt.state.optimizer_node import OptimizerNode
-from ckpt.state.sharding import StateEntry, local
+from ckpt.state.sharding import StateEntry
 
 
 def guards_of(nodes: Sequence[StateNode], entries: Sequence[StateEntry], eager: set[str]) -> dict[str, bool]:
@@ -65,11 +65,3 @@ def says_copies(node: StateNode, piece: Contents) -> bool:
         return node.kind != "module"
     tensors = [entry.tensor for entry in (*piece.fixed, *piece.loose)] if isinstance(node, StatefulNode) else []
     return any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
-
-
-def storage_of(tensor: Any) -> int:
-    """Where the memory lies that a tensor is a part of; 0 if nobody can tell."""
-    try:
-        return int(local(tensor).untyped_storage().data_ptr())
-    except (RuntimeError, NotImplementedError, AttributeError):  # a wrapper around others, say
-        return 0

@@ -16,9 +16,9 @@ from ckpt.format.partition import GLOBAL, Cut, Holding, Seat, share
 from ckpt.format.values import is_text
 from ckpt.state.adapters import Contents, StateNode
 from ckpt.state.fingerprint import SampledPlaces
-from ckpt.state.sharding import LocalPiece, StateEntry, is_dtensor, local, slices
+from ckpt.state.sharding import LocalPiece, StateEntry, is_dtensor, local, slices, storage_of
 from ckpt.state.sharding import pieces as of_rank
-from ckpt.state.steppers import guards_of, says_copies, steppers_of, storage_of
+from ckpt.state.steppers import guards_of, says_copies, steppers_of
 from ckpt.state.tensors import Memory, memory_of
 
 MOST_GUARDS = 16  # with many optimizers that step now and then there are too many to keep

@@ -72,7 +72,7 @@ class Loaded(Mapping[str, Tensor]):
         spec = self._saved.tensors[key].spec
         box, dropped = _box(name, spec.shape, index)
         tensor = empty(replace(spec, shape=box[1]), "cpu")
-        self._fill({key: [Target(tensor, box)]})
+        read.run(self._fetch({key: [Target(tensor, box)]}))
         return tensor[tuple(0 if d in dropped else builtins.slice(None) for d in range(len(spec.shape)))]
 
     def sub(self, prefix: str) -> Loaded:
@@ -104,13 +104,13 @@ class Loaded(Mapping[str, Tensor]):
             missing = [key for key in keys if key not in self._cache]
             if missing:
                 made = {key: empty(self._saved.tensors[key].spec, "cpu") for key in missing}
-                self._fill({key: [Target.whole(tensor)] for key, tensor in made.items()})
+                read.run(self._fetch({key: [Target.whole(tensor)] for key, tensor in made.items()}))
                 self._cache.update(made)
             return {key: self._cache[key] for key in keys}
 
-    def _fill(self, fills: dict[Key, list[Target]]) -> None:
+    async def _fetch(self, fills: dict[Key, list[Target]]) -> None:
         saved = self._saved.narrowed({key: [target.box for target in targets] for key, targets in fills.items()})
-        read.run(fill(self.url, self._attempt, saved, fills))
+        await fill(self.url, self._attempt, saved, fills)
 
 
 def _box(name: str, shape: tuple[int, ...], index: tuple[builtins.slice | int, ...]) -> tuple[Box, set[int]]:

@@ -37,7 +37,7 @@ import ckpt
 import states
 import workload
 from ckpt.checkpoint import read
-from ckpt.restore import redo_source
+from ckpt.restore import redo_logs, redo_source
 from ckpt.subscribers import flush
 
 GOALS = {"fp32": 0.30, "mixed": 0.26, "replay": 0.5}
@@ -141,7 +141,7 @@ def replay_part(folder: str, say: Callable[[str], None]) -> Json:
     say("replay")
     url = Path(folder).as_uri()
     log = read.run(read.open_run(url))
-    logs = redo_source.look(url)
+    logs = redo_logs.look(url)
     commits = {**log.state.held, **log.state.commits}
     attempt = max(logs.frames[0], key=lambda one: (one.epoch, one.step))
     chain = logs.chains(0, attempt, commits)[0]

@@ -59,9 +59,10 @@ from ckpt.format.merged import SavedState
 from ckpt.format.partition import GLOBAL, Holding, Seat, share
 from ckpt.restore.sources import StoreSource
 from ckpt.runlog.log import RunLog
-from ckpt.state.capture import Capture, Reading, _elsewhere, _spec
-from ckpt.state.placement import Filler, Target
+from ckpt.state.capture import Capture, Reading
+from ckpt.state.filler import Filler, Target
 from ckpt.state.sharding import _Cutting, _lie
+from ckpt.state.structure import _elsewhere, _spec
 from ckpt.store import open_store
 
 Json = dict[str, Any]

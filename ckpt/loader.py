@@ -60,23 +60,14 @@ class Loader:
         make: Any = DataLoader,
         **options: Any,
     ) -> None:
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-            raise UsageError(
-                "ckpt.Loader needs a dataset with a length whose samples have numbers; for a stream use torchdata's "
-                "StatefulDataLoader itself, which goes on with the same number of ranks"
-            )
-        if type(batch_size) is not int or batch_size < 1:
-            raise UsageError(f"batch_size is a number of samples, not {batch_size!r}")
-        for name in OURS:
-            if options.get(name) is not None:
-                raise UsageError(f"ckpt.Loader decides itself about {name!r}: leave it out")
+        _check(dataset, batch_size, options)
         if (rank is None) != (world is None):
             raise UsageError("give rank and world both, or neither")
         self._asked = rank is None
         self._rank, self._world = (rank, world) if rank is not None and world is not None else _who()
         if not 0 <= self._rank < self._world:
             raise UsageError(f"rank {self._rank} of {self._world}: ranks are counted from 0")
-        self._order = _Order(len(dataset), shuffle, seed)
+        self._order = _Order(len(dataset), shuffle, seed)  # type: ignore[arg-type]
         self.batch_size, self.drop_last = batch_size, drop_last
         self.epoch = 0
         self._from = 0  # samples of the epoch that all ranks had been given when this division began
@@ -231,6 +222,19 @@ class _Seeded(Dataset[Any]):
         np.random.seed(second)
         torch.default_generator.manual_seed(first << 31 ^ second)  # the processor's alone
         return self.dataset[number % len(self.dataset)]
+
+
+def _check(dataset: Any, batch_size: object, options: dict[str, Any]) -> None:
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise UsageError(
+            "ckpt.Loader needs a dataset with a length whose samples have numbers; for a stream use torchdata's "
+            "StatefulDataLoader itself, which goes on with the same number of ranks"
+        )
+    if type(batch_size) is not int or batch_size < 1:
+        raise UsageError(f"batch_size is a number of samples, not {batch_size!r}")
+    for name in OURS:
+        if options.get(name) is not None:
+            raise UsageError(f"ckpt.Loader decides itself about {name!r}: leave it out")
 
 
 def _who() -> tuple[int, int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ckpt.checkpoint import losses, read, read_repair
+from ckpt.checkpoint import losses, read
 from ckpt.checkpoint.losses import Skipped
 from ckpt.errors import CorruptError, NoCheckpointError, UsageError
 from ckpt.events import log as logger
@@ -20,8 +20,9 @@ from ckpt.format.boxes import Box
 from ckpt.format.manifest import Attempt
 from ckpt.format.merged import Key, SavedState
 from ckpt.format.values import Json, decode, show
+from ckpt.restore.sources import fill
 from ckpt.runlog.log import Commit
-from ckpt.state.placement import Filler, Target
+from ckpt.state.filler import Target
 from ckpt.state.tensors import empty, to_array
 from ckpt.store import normalise, remember_options
 
@@ -103,19 +104,13 @@ class Loaded(Mapping[str, Tensor]):
             missing = [key for key in keys if key not in self._cache]
             if missing:
                 made = {key: empty(self._saved.tensors[key].spec, "cpu") for key in missing}
-                fills = {key: [Target(t, ((0,) * t.dim(), tuple(t.shape)))] for key, t in made.items()}
-                read.run(self._fetch(fills))
+                read.run(self._fetch({key: [Target.whole(tensor)] for key, tensor in made.items()}))
                 self._cache.update(made)
             return {key: self._cache[key] for key in keys}
 
     async def _fetch(self, fills: dict[Key, list[Target]]) -> None:
         saved = self._saved.narrowed({key: [target.box for target in targets] for key, targets in fills.items()})
-        filler = Filler(saved, fills)
-        log = await read.open_run(self.url)
-        try:
-            await read_repair.fetch(log.store, self._attempt, saved.table, filler.blobs, filler.add, room=filler.room)
-        finally:
-            await log.store.aclose()
+        await fill(self.url, self._attempt, saved, fills)
 
 
 def _box(name: str, shape: tuple[int, ...], index: tuple[builtins.slice | int, ...]) -> tuple[Box, set[int]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ckpt.errors import CheckpointError, DeadlineError, SaveError
 from ckpt.store import normalise
+
+SETTLE_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,12 @@ class Save:
         except CheckpointError:
             self.told = True
             raise
+
+    def settle(self, timeout_s: float = SETTLE_S) -> None:
+        """Wait until nothing of it is being copied any more, however that ends: others than optimizers may write to
+        the state then."""
+        with contextlib.suppress(TimeoutError):
+            self._staged.exception(timeout_s)
 
     # -- for the Checkpointer --
 

@@ -164,6 +164,20 @@ class Tier:
         return self.keep
 
 
+def spread(tiers: object, every: int | str | Auto | None) -> object:
+    """What the user passed, with `every` at each tier that is given as a string; and memory beside them, as nobody who
+    says how often to save to a folder wants the steps between lost."""
+    if every is None:
+        return tiers
+    words = [tiers] if isinstance(tiers, (str, Path)) else tiers
+    if not isinstance(words, (list, tuple)) or not any(isinstance(one, (str, Path)) for one in words):
+        raise UsageError("every= is for tiers that are given as a string: say Tier(url, every=200) here")
+    found = [Tier(str(one), every=every) if isinstance(one, (str, Path)) else one for one in words]
+    if any(isinstance(one, Memory) for one in found):
+        return found
+    return [Memory() if isinstance(every, int) else Memory(every=every), *found]
+
+
 def as_tiers(tiers: object, every: object = None) -> tuple[Memory | None, list[Tier]]:
     """What the user passed, as at most one memory tier and the durable ones in order, nearest first.
 

@@ -27,7 +27,8 @@ from obstore.store import S3Store as Place
 from ckpt.errors import StoreError
 from ckpt.events import log
 from ckpt_backends.refusals import OutOfRangeError, UnknownRequestError, refusal
-from ckpt_backends.remote import InOrder, MaybeDone, check_complete, check_range
+from ckpt_backends.remote_upload import InOrder, RemoteUpload
+from ckpt_backends.s3_upload import part_size
 
 if TYPE_CHECKING:
     from ckpt_backends.s3 import S3Store
@@ -176,38 +177,29 @@ class DataPath:
         return StoreError(self.store.clean(f"{what}: {first}"), retryable=_is_network(str(error)))
 
 
-class ObstoreUpload:
+class ObstoreUpload(RemoteUpload):
     """A stream that obstore cuts into the parts it is given, uncopied, and sends several of at a time.
 
-    `write_at` returns when obstore has taken the part, so not many more than it sends are in flight. A part cannot be
-    sent again by itself: obstore retries, and after an error of its own the whole upload is over.
+    A range is written when obstore has taken it, so not many more than it sends are in flight. A part cannot be sent
+    again by itself: obstore retries, and after an error of its own the whole upload is over.
     """
 
-    def __init__(self, path: DataPath, key: str, size: int, *, replace: bool = False) -> None:
-        from ckpt_backends.s3 import part_size
+    _store: S3Store
 
-        self.part = part_size(size)
-        self.resumable = self.keeps = size <= self.part  # see `ckpt_backends.retry`, `ckpt_backends.limit`
-        self._path, self._store, self._key, self._size = path, path.store, key, size
-        self._replace = replace
+    def __init__(self, path: DataPath, key: str, size: int, *, replace: bool = False) -> None:
+        super().__init__(path.store, key, size, part_size(size), replace=replace)
+        self._path = path
         self._order = InOrder()
-        self._once = MaybeDone(path.store, key, size, replace=replace)
         self._offered: asyncio.Queue[memoryview | None] = asyncio.Queue(1)
         self._taken = asyncio.Event()
-        self._whole: memoryview | None = None
         self._sending: asyncio.Task[Any] | None = None
-        self._state = "open"
 
-    async def write_at(self, offset: int, view: memoryview) -> None:
-        check_range(self, offset, view, self._size)
-        if self._size <= self.part:
-            self._whole = view
-            return
+    async def _send(self, offset: int, view: memoryview) -> None:
         async with self._order.turn(offset, len(view)):
             with self._path.errors(f"cannot write to {self._key}"):
                 await self._path.renew()
                 if self._sending is None:
-                    self._sending = asyncio.create_task(self._send())
+                    self._sending = asyncio.create_task(self._upload())
                 self._taken.clear()
                 self._offered.put_nowait(view)
                 await self._until(self._taken.wait())
@@ -225,7 +217,7 @@ class ObstoreUpload:
             if not self._taken.is_set():
                 raise StoreError("obstore has ended the upload early")
 
-    async def _send(self) -> None:
+    async def _upload(self) -> None:
         name = self._store.name(self._key)
         await obstore.put_async(
             self._path.patient,
@@ -240,32 +232,23 @@ class ObstoreUpload:
         while True:
             view = await self._offered.get()
             if view is None:
-                if self._state == "aborted":
+                if self._over:
                     raise AbortedError("aborted")  # obstore then takes back what it has begun
                 return
             self._taken.set()
             yield view
 
-    async def finish(self) -> None:
-        if self._size <= self.part:
-            check_complete(self._key, 0 if self._whole is None else len(self._whole), self._size)
-            await self._once.run(self._put)
-        else:
-            self._order.check_complete(self._key, self._size)
-            await self._complete()
-        self._state = "finished"
-
     async def _put(self) -> None:
         with self._path.errors(f"cannot store {self._key}"):
             await self._path.renew()
             mode: Any = "overwrite" if self._replace else "create"
-            await obstore.put_async(self._path.once, self._store.name(self._key), self._whole or b"", mode=mode)
+            await obstore.put_async(self._path.once, self._store.name(self._key), self._whole, mode=mode)
 
     async def _complete(self) -> None:
+        self._order.check_complete(self._key, self._size)
         assert self._sending is not None
-        if self._state == "open":
-            self._state = "finishing"
-            self._offered.put_nowait(None)
+        self._once.undecided = True
+        self._offered.put_nowait(None)
         await asyncio.wait((self._sending,))
         try:
             with self._path.errors(f"cannot finish {self._key}"):
@@ -279,20 +262,12 @@ class ObstoreUpload:
                 return
             raise
 
-    async def abort(self) -> None:
-        self._whole = None
-        state, self._state = self._state, "aborted"
-        if state in ("finished", "aborted"):
-            return
+    async def _drop(self) -> None:
         if self._sending is not None:
             await self._stop(self._sending)
-        with contextlib.suppress(StoreError):  # beyond reach: a later clean-up finds it
-            if self._sending is not None:
-                for key, upload_id in await self._store.unfinished(self._key):
-                    if key == self._key:
-                        await self._store.drop(key, upload_id)
-            if (self._once.undecided or state == "finishing") and not self._replace:  # and perhaps finished
-                await self._store.delete(self._key)
+            for key, upload_id in await self._store.unfinished(self._key):
+                if key == self._key:
+                    await self._store.drop(key, upload_id)
 
     async def _stop(self, sending: asyncio.Task[Any]) -> None:
         if not sending.done():

@@ -19,11 +19,11 @@ import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt.errors import CheckpointError, CorruptError, ExistsError, NotFoundError, StoreError, UsageError
+from ckpt.errors import CheckpointError, CorruptError, NotFoundError, StoreError, UsageError
 from ckpt.store import Buffer, ObjectInfo, Upload, check_key, options_of
-from ckpt_backends.refusals import GoneError, meaning, without_secrets
+from ckpt_backends.refusals import meaning, without_secrets
+from ckpt_backends.remote_upload import FileUpload, only_if_absent
 
-PART = 16 << 20  # bytes; 64 MiB gained nothing against a real server, and cost memory
 REQUESTS = 16  # in flight for what is done to many objects at once
 
 
@@ -49,10 +49,10 @@ class RemoteStore:
     # -- small objects --
 
     async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
-        path = self._path(key)
+        path = self.path(key)
         with self.errors(f"cannot store {key}"):
-            fs = await self._connected()
-            condition = _only_if_absent(fs) if create else {}
+            fs = await self.connected()
+            condition = only_if_absent(fs) if create else {}
             if create and not condition:
                 raise StoreError(
                     f"{self.clean(self.url)} cannot hold a run: its driver, {self._class.__name__}, cannot create an "
@@ -70,7 +70,7 @@ class RemoteStore:
         into: memoryview | None = None,
         limit: int | None = None,
     ) -> memoryview:
-        path = self._path(key)
+        path = self.path(key)
         size = None
         if length is None or length == 0:
             size = (await self.head(key)).size
@@ -83,7 +83,7 @@ class RemoteStore:
         if length == 0:
             return memoryview(b"")
         with self.errors(f"cannot read {key}"):
-            fs = await self._connected()
+            fs = await self.connected()
             whole = size == length
             data = await (fs._cat_file(path) if whole else fs._cat_file(path, start=start, end=start + length))
         if len(data) != length:
@@ -100,9 +100,9 @@ class RemoteStore:
         return StoreError(f"{key} ended early, at {got} of {length} bytes", retryable=got < length)
 
     async def head(self, key: str) -> ObjectInfo:
-        path = self._path(key)
+        path = self.path(key)
         with self.errors(f"cannot look at {key}"):
-            fs = await self._connected()
+            fs = await self.connected()
             info = await fs._info(path)
         if info["type"] != "file" or info["size"] is None:
             raise NotFoundError(f"{key} is not an object in {self.url}")
@@ -112,7 +112,7 @@ class RemoteStore:
         folder = prefix.rpartition("/")[0]
         found: Mapping[str, Any] = {}
         with self.errors(f"cannot list {prefix or 'everything'}"), contextlib.suppress(FileNotFoundError):
-            fs = await self._connected()
+            fs = await self.connected()
             found = await fs._find(f"{self._root}/{folder}".rstrip("/"), detail=True)
         base = f"{self._root}/"  # with its slash: what is in run10 is not in run1
         for name, info in sorted(found.items()):
@@ -122,9 +122,9 @@ class RemoteStore:
                 yield ObjectInfo(key, int(info["size"]))
 
     async def delete(self, key: str) -> None:
-        path = self._path(key)
+        path = self.path(key)
         with self.errors(f"cannot delete {key}"), contextlib.suppress(FileNotFoundError):
-            fs = await self._connected()
+            fs = await self.connected()
             await fs._rm_file(path)
 
     async def delete_many(self, keys: Sequence[str]) -> None:
@@ -149,7 +149,7 @@ class RemoteStore:
 
     async def upload(self, key: str, *, size: int, replace: bool = False) -> Upload:
         """Keys of large objects are names of their own: nobody looks whether there is something under them."""
-        self._path(key)
+        self.path(key)
         return FileUpload(self, key, size, replace=replace)
 
     def blocking(self) -> Any:
@@ -165,10 +165,10 @@ class RemoteStore:
         given = self.options.get("endpoint_url") or (self.options.get("client_kwargs") or {}).get("endpoint_url")
         return self.clean(str(given or ""))
 
-    def _path(self, key: str) -> str:
+    def path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
 
-    async def _connected(self) -> Any:
+    async def connected(self) -> Any:
         async with self._connecting:
             if self._fs is None:
                 self._fs = await self._connect()
@@ -226,171 +226,9 @@ class RemoteStore:
         return without_secrets(text, self.options, os.environ)
 
 
-class InOrder:
-    """Lets overlapping calls in one after another, by offset; after a failed one, none."""
-
-    def __init__(self) -> None:
-        self.at = 0
-        self.error: BaseException | None = None
-        self._changed = asyncio.Condition()
-
-    @contextlib.asynccontextmanager
-    async def turn(self, offset: int, length: int) -> AsyncIterator[None]:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.error is not None or self.at >= offset)
-            if self.error is not None or self.at > offset:
-                raise StoreError(f"this upload cannot go on: {self.error or f'byte {offset} was written before'}")
-            try:
-                yield
-            except BaseException as error:
-                self.error = error
-                raise
-            else:
-                self.at += length
-            finally:
-                self._changed.notify_all()
-
-    def check_complete(self, key: str, size: int) -> None:
-        if self.error is not None:
-            raise StoreError(f"{key} cannot be finished: {self.error}")
-        check_complete(key, self.at, size)
-
-
-class FileUpload:
-    """Part by part through fsspec's own file object, in a thread. It holds a few parts in memory, whatever the size.
-
-    What is not larger than one part is stored in one request, at the end, and only if its name is free. What replaces
-    another object is written under a name that no listing shows, and moved: some file systems know no other way.
-    """
-
-    part = PART
-
-    def __init__(self, store: RemoteStore, key: str, size: int, *, replace: bool = False) -> None:
-        self._store, self._key, self._size, self._replace = store, key, size, replace
-        path = store._path(key)
-        folder, _, name = path.rpartition("/")
-        self._path = f"{folder}/.{name}.new" if replace else path
-        self.resumable = self.keeps = size <= self.part  # see `ckpt_backends.retry`, `ckpt_backends.limit`
-        self._order = InOrder()
-        self._once = MaybeDone(store, key, size, replace=replace)
-        self._whole: memoryview = memoryview(b"")
-        self._file: Any = None
-        self._finished = False
-
-    async def write_at(self, offset: int, view: memoryview) -> None:
-        check_range(self, offset, view, self._size)
-        if self._size <= self.part:
-            self._whole = view
-            self._order.at = len(view)
-            return
-        async with self._order.turn(offset, len(view)):
-            with self._store.errors(f"cannot write to {self._key}"):
-                if self._file is None:
-                    await self._store._connected()
-                    self._file = await asyncio.to_thread(self._open)
-                await asyncio.to_thread(self._file.write, view)
-
-    def _open(self) -> Any:
-        return self._store.blocking().open(self._path, "wb", block_size=self.part)
-
-    def _close(self) -> None:
-        self._file.close()
-        if self._replace:
-            self._store.blocking().mv(self._path, self._store._path(self._key))
-
-    async def finish(self) -> None:
-        self._order.check_complete(self._key, self._size)
-        if self._size <= self.part:
-            create = not self._replace and bool(_only_if_absent(await self._store._connected()))
-            await self._once.run(lambda: self._store.put(self._key, self._whole, create=create))
-        else:
-            with self._store.errors(f"cannot finish {self._key}"):
-                await asyncio.to_thread(self._close)
-        self._finished = True
-
-    async def abort(self) -> None:
-        self._whole = memoryview(b"")
-        if self._finished or self._file is None:
-            return
-        file, self._file = self._file, None
-        with contextlib.suppress(Exception):  # gone already, or beyond reach
-            await asyncio.to_thread(file.discard)
-        with contextlib.suppress(Exception):
-            file.closed = True  # or it would be finished when it is collected
-        with contextlib.suppress(Exception):
-            await asyncio.to_thread(lambda: self._store.blocking().rm_file(self._path))
-
-
-class MaybeDone:
-    """The last request of an upload, which may have to be repeated because its answer was lost.
-
-    `replace`: there was an object of that name and size before, so nobody can see whether it was done.
-    """
-
-    def __init__(self, store: RemoteStore, key: str, size: int, *, replace: bool = False) -> None:
-        self._store, self._key, self._size, self._replace = store, key, size, replace
-        self.undecided = False  # it may have been carried out, though nobody said so
-
-    async def run(self, request: Callable[[], Awaitable[Any]]) -> Any:
-        """What the request gives; None if it finds the work done by an earlier try."""
-        try:
-            return await request()
-        except (ExistsError, NotFoundError, GoneError):
-            if not self.undecided:
-                raise
-            await self.check()
-        except StoreError as error:
-            self.undecided = self.undecided or error.retryable
-            raise
-        except BaseException:
-            self.undecided = True
-            raise
-
-    async def check(self) -> None:
-        """Raise unless the object is there with its size; its name being its own, that decides it."""
-        if self._replace:
-            raise StoreError(f"nobody knows whether {self._key} was replaced: do it again")
-        found = (await self._store.head(self._key)).size
-        if found != self._size:
-            self.undecided = False  # somebody else's
-            raise StoreError(f"{self._key} holds {found} bytes, {self._size} were written")
-
-
 def _let_go(fs: Any) -> None:
     """adlfs asks to be closed once more when the process ends, by a loop that is gone: a traceback is all that does."""
     for finalizer in list(getattr(weakref.finalize, "_registry", ())):
         held = finalizer.peek()
         if held is not None and held[0] is fs:
             finalizer.detach()
-
-
-def _only_if_absent(fs: Any) -> dict[str, Any]:
-    """How a file system is told to create an object and not to replace one; nothing if it cannot.
-
-    What fsspec does for those that have no word for it is to look first and then to write, which is no promise.
-    """
-    from fsspec import AbstractFileSystem
-    from fsspec.asyn import AsyncFileSystem
-
-    wrapped = getattr(fs, "sync_fs", None)
-    if wrapped is None:
-        generic = type(fs)._pipe_file is AsyncFileSystem._pipe_file
-    else:
-        generic = type(wrapped).pipe_file is AbstractFileSystem.pipe_file
-    if generic:
-        return {}
-    known = inspect.signature(fs._pipe_file).parameters
-    if "mode" in known:
-        return {"mode": "create"}
-    return {"overwrite": False} if "overwrite" in known else {}
-
-
-def check_range(upload: Upload, offset: int, view: memoryview, size: int) -> None:
-    """Refuse anything but one of the ranges that the contract names."""
-    if offset % upload.part or len(view) != min(upload.part, size - offset):
-        raise StoreError(f"a range of {len(view)} bytes at {offset} is no part of {size} bytes by {upload.part}")
-
-
-def check_complete(key: str, written: int, size: int) -> None:
-    if written != size:
-        raise StoreError(f"{key} is incomplete: {written} of {size} bytes were written")

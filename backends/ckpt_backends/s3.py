@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import io
 import os
-import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +22,12 @@ from botocore import exceptions as boto
 from ckpt.errors import AccessError, CorruptError, NotFoundError, StoreError, UsageError
 from ckpt.store import Buffer, ObjectInfo, Upload, check_key
 from ckpt_backends.refusals import GoneError, OutOfRangeError, UnknownRequestError, refusal
-from ckpt_backends.remote import PART, MaybeDone, RemoteStore, check_complete, check_range
+from ckpt_backends.remote import RemoteStore
+from ckpt_backends.s3_upload import S3Upload, body_of
 
 if TYPE_CHECKING:
     from ckpt_backends.obstore import DataPath
 
-MAX_PARTS = 10_000
 DELETES = 1000  # keys in one request, no more by the protocol
 CONNECT_S, READ_S = 10, 60
 CONNECTIONS = 32
@@ -104,7 +102,7 @@ class S3Store(RemoteStore):
 
     async def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
         condition = {"IfNoneMatch": "*"} if create else {}
-        await self.call("put_object", f"cannot store {key}", Key=self.name(key), Body=_body(data), **condition)
+        await self.call("put_object", f"cannot store {key}", Key=self.name(key), Body=body_of(data), **condition)
 
     async def get(
         self,
@@ -117,7 +115,7 @@ class S3Store(RemoteStore):
     ) -> memoryview:
         if length == 0:
             return await self._nothing(key, start)
-        await self._connected()
+        await self.connected()
         if length is None and start == 0:
             return await self._get_whole(key, limit)
         if length is None:
@@ -224,14 +222,12 @@ class S3Store(RemoteStore):
 
     async def upload(self, key: str, *, size: int, replace: bool = False) -> Upload:
         """Create-only by its name alone: names of packs are never used twice, and nobody looks first."""
-        name = self.name(key)
-        await self._connected()
+        check_key(key)
+        await self.connected()
         if self._data is not None and size:
             return self._data.upload(key, size, replace=replace)
         upload = S3Upload(self, key, size, replace=replace)
-        if size > upload.part:
-            answer = await self.call("create_multipart_upload", f"cannot begin {key}", Key=name)
-            upload.id = answer["UploadId"]
+        await upload.begin()
         return upload
 
     async def drop_uploads(self, wanted: Callable[[str], bool]) -> int:
@@ -276,7 +272,7 @@ class S3Store(RemoteStore):
     async def call(self, method: str, what: str, **arguments: Any) -> Any:
         """One request, once. `s3_additional_kwargs` and `requester_pays` go with each that knows them."""
         with self.errors(what):
-            fs = await self._connected()
+            fs = await self.connected()
             function = getattr(self._s3, method)
             arguments["Bucket"] = self.bucket
             return await function(**fs._get_s3_method_kwargs(function, fs.req_kw, **arguments))
@@ -362,82 +358,3 @@ class S3Store(RemoteStore):
 def _do_not_redirect(context: dict[str, Any], **_: Any) -> None:
     """botocore follows a redirect by asking where the bucket is; if that is redirected as well, it would for ever."""
     context.setdefault("s3_redirect", {})["redirected"] = True
-
-
-def part_size(size: int) -> int:
-    """Bytes in a part of an object: as many as make no more parts than there may be, in whole MiB."""
-    mib = 1 << 20
-    return max(PART, -(-size // MAX_PARTS // mib) * mib)
-
-
-def _body(data: Buffer) -> Any:
-    """What botocore takes, with one copy at most."""
-    return data if isinstance(data, bytes) and len(data) < 1 << 20 else io.BytesIO(data)
-
-
-class S3Upload:
-    """Parts in any order, several at a time if the caller wants; what is not larger than one, in a single PUT.
-
-    Each call may be repeated after an error, `finish` too: if the answer to it was lost, the object is there.
-    """
-
-    def __init__(self, store: S3Store, key: str, size: int, *, replace: bool = False) -> None:
-        self.part = part_size(size)
-        self.id = ""
-        self.resumable, self.keeps = True, size <= self.part  # see `ckpt_backends.retry`, `ckpt_backends.limit`
-        self._store, self._key, self._size, self._replace = store, key, size, replace
-        self._whole: memoryview = memoryview(b"")
-        self._parts: dict[int, tuple[int, dict[str, Any]]] = {}
-        self._once = MaybeDone(store, key, size, replace=replace)
-        self._over = False
-
-    async def write_at(self, offset: int, view: memoryview) -> None:
-        check_range(self, offset, view, self._size)
-        number = offset // self.part + 1
-        if not self.id:
-            self._whole = view
-            self._parts[number] = (len(view), {})
-            return
-        answer = await self._store.call(
-            "upload_part",
-            f"cannot write part {number} of {self._key}",
-            Key=self._store.name(self._key),
-            UploadId=self.id,
-            PartNumber=number,
-            Body=_body(view),
-        )
-        sums = {name: value for name, value in answer.items() if re.fullmatch("Checksum(CRC|SHA).*", name)}
-        self._parts[number] = (len(view), {"ETag": answer["ETag"], "PartNumber": number, **sums})
-
-    async def finish(self) -> None:
-        check_complete(self._key, sum(length for length, _ in self._parts.values()), self._size)
-        if self.id:
-            await self._complete()
-        else:
-            await self._once.run(lambda: self._store.put(self._key, self._whole, create=not self._replace))
-        self._over = True
-
-    async def _complete(self) -> None:
-        parts = [self._parts[number][1] for number in sorted(self._parts)]
-        answer = await self._once.run(
-            lambda: self._store.call(
-                "complete_multipart_upload",
-                f"cannot finish {self._key}",
-                Key=self._store.name(self._key),
-                UploadId=self.id,
-                MultipartUpload={"Parts": parts},
-            )
-        )
-        if answer is not None and not answer.keys() & {"ETag", "Key", "Location"}:  # status 200, and says nothing
-            await self._once.check()
-
-    async def abort(self) -> None:
-        self._whole = memoryview(b"")
-        over, self._over = self._over, True
-        if over:
-            return
-        with contextlib.suppress(StoreError):  # beyond reach: a later clean-up finds it
-            if self.id:
-                await self._store.drop(self._key, self.id)
-            if self._once.undecided and not self._replace:  # and perhaps finished
-                await self._store.delete(self._key)

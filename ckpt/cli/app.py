@@ -219,10 +219,10 @@ def redo_of(log: RunLog) -> list[dict[str, Any]]:
     """What the redo log leads to. What it does not lead to any more is said on stderr."""
     if not has_redo(log):
         return []
-    from ckpt.restore import redo_source
+    from ckpt.restore import redo_logs
 
-    logs = redo_source.look(log.store.url, verify=False)
-    found = redo_source.redoable(logs, log)
+    logs = redo_logs.look(log.store.url, verify=False)
+    found = redo_logs.redoable(logs, log)
     if damage := logs.losses({**log.state.held, **log.state.commits}, log.state.acquires):
         say(f"WARNING: {told(log, damage, [Attempt.parse(one.attempt) for one in found])}")
     return [asdict(one) for one in found]
@@ -446,9 +446,9 @@ def _redo_problems(log: RunLog, data: bool) -> list[str]:
     """What is damaged in redo logs; the torn end that a killed job leaves is not."""
     if not has_redo(log):
         return []
-    from ckpt.restore import redo_source
+    from ckpt.restore import redo_logs
 
-    return [f"redo log: {problem}" for problem in redo_source.look(log.store.url, verify=data).problems]
+    return [f"redo log: {problem}" for problem in redo_logs.look(log.store.url, verify=data).problems]
 
 
 def to_verify(log: RunLog, step: int | None, every: bool) -> list[Commit]:

@@ -19,8 +19,8 @@ from ckpt.errors import CheckpointError, CorruptError, FormatError, StoreError, 
 from ckpt.events import log as logger
 from ckpt.format.manifest import Attempt
 from ckpt.goodput.breakdown import decimal
-from ckpt.restore import redo_source
-from ckpt.restore.redo_source import Logs, RedoSource
+from ckpt.restore.redo_logs import Logs, look
+from ckpt.restore.redo_source import RedoSource
 from ckpt.runlog.log import RunLog, in_history
 
 
@@ -54,7 +54,7 @@ def redone(log: RunLog, step: int | None, most: int, others: Sequence[str] = ())
     what is damaged of the checkpoint that it begins with. Errors are those of the step that was asked for; without one,
     a step that cannot be redone is said, and the one before it is tried.
     """
-    logs = redo_source.look(log.store.url, verify=False)
+    logs = look(log.store.url, verify=False)
     commits = {**log.state.held, **log.state.commits}
     logs.verify(commits, log.state.acquires, step)
     damage = logs.losses(commits, log.state.acquires)

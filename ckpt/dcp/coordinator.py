@@ -1,18 +1,12 @@
 """What the coordinator of torch's DCP does to a run: take it over, make checkpoints of what the ranks wrote, tidy up.
 
-A job is known by its *incarnation*, which every process that saves for it has alike: the trainer, and the process that
-`dcp.async_save` may start, which gets it with the pickled writer. Loading a checkpoint begins a new one, which goes on
-from there: what was saved beyond it is then no part of the history any more, as after `Checkpointer.restore`. Nothing
-is kept open between two saves, and all that is remembered here can be lost: the log says it again.
+Nothing is kept open between two saves. Who this job is, and what is remembered: `ckpt.dcp.incarnation`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import itertools
-import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +16,7 @@ from ckpt.checkpoint.in_use import check_free
 from ckpt.checkpoint.open_tier import LIST_EVERY, READ_BACK_EVERY
 from ckpt.checkpoint.write import WrittenPart
 from ckpt.dcp import rank_write
+from ckpt.dcp.incarnation import Incarnation, Known, forget, known, note_owner, owner_known
 from ckpt.dcp.rank_write import TRY, Content, RankShare, Receipt
 from ckpt.errors import (
     CheckpointError,
@@ -37,7 +32,7 @@ from ckpt.errors import (
     to_wire,
 )
 from ckpt.events import log as logger
-from ckpt.format.manifest import Attempt, new_nonce
+from ckpt.format.manifest import Attempt
 from ckpt.format.manifest import owner as owner_of
 from ckpt.runlog.log import Acquire, Commit, Record, RunLog, RunState, live_packs
 from ckpt.store import Store, open_store, remember_options
@@ -45,73 +40,6 @@ from ckpt.tiers import Tier
 
 AT_ONCE = 64  # parts that are read
 PATIENCE_S = 60.0  # for each request to a remote place: all ranks wait meanwhile
-
-
-@dataclass(frozen=True, slots=True)
-class Incarnation:
-    """`restored`: the checkpoint that it goes on from; None: from all there is. `number`: greater in a newer one."""
-
-    nonce: str
-    restored: Attempt | None
-    number: int = field(compare=False)
-
-    def name(self, turn: int) -> str:
-        """Of its epochs: it opens another one to save a step again that could not be saved."""
-        return hashlib.sha256(f"{self.nonce}:{turn}".encode()).hexdigest()[:8] if turn else self.nonce
-
-
-@dataclass
-class Known:
-    """Of one place, in this process."""
-
-    trusted: bool = False  # it was seen to create only what is absent
-    open: set[Attempt] = field(default_factory=set)  # begun here, and neither committed nor aborted
-    verified: set[Attempt] = field(default_factory=set)
-    read_back: Attempt | None = None  # the last one whose share was read again here
-    cleared: set[Attempt] = field(default_factory=set)  # given up, and nothing is left of them
-    sweeps: int = 0
-    leaving: list[tuple[float, list[str]]] = field(default_factory=list)  # names, and when they may be deleted
-
-
-_lock = threading.Lock()
-_incarnations: dict[str, Incarnation] = {}
-_owners: dict[tuple[str, ...], tuple[Incarnation, Acquire]] = {}
-_known: dict[str, Known] = {}
-_numbers = itertools.count(1)
-
-
-def incarnation_of(urls: Sequence[str]) -> Incarnation:
-    """This job, as these places know it."""
-    with _lock:
-        there = [_incarnations[url] for url in urls if url in _incarnations]
-        newest = max(there, key=lambda i: i.number, default=None) or Incarnation(new_nonce(), None, next(_numbers))
-        _incarnations.update(dict.fromkeys(urls, newest))
-        return newest
-
-
-def went_back(urls: Sequence[str], attempt: Attempt) -> None:
-    """The state is that of a checkpoint now: what is saved to these places from now on goes on from there."""
-    with _lock:
-        _incarnations.update(dict.fromkeys(urls, Incarnation(new_nonce(), attempt, next(_numbers))))
-
-
-def adopt(urls: Sequence[str], incarnation: Incarnation) -> None:
-    """This process is of the job that another one has told of, until it loads a checkpoint itself."""
-    with _lock:
-        _incarnations.update(dict.fromkeys(urls, replace(incarnation, number=next(_numbers))))
-
-
-def forget(url: str) -> None:
-    """What is remembered of a place is no more: its run is gone."""
-    with _lock:
-        _known.pop(url, None)
-        for urls in [urls for urls in _owners if url in urls]:
-            del _owners[urls]
-
-
-def known(url: str) -> Known:
-    with _lock:
-        return _known.setdefault(url, Known())
 
 
 # -- places --
@@ -170,9 +98,9 @@ class Saving:
 async def begin(tiers: Sequence[Tier], mine: Incarnation, step: int, world: int) -> Saving:
     """Name the attempt. FencedError if another job owns the run, UsageError if this step cannot be saved now."""
     urls = tuple(tier.url for tier in tiers)
-    cached, owner = _owners.get(urls, (None, None))
+    owner = owner_known(urls, mine)
     try:
-        if cached != mine or owner is None:
+        if owner is None:
             raise FencedError("not known yet")
         saving = await _begin(tiers, owner, step, world)
     except (FencedError, FormatError):  # by another process of this job, which has opened an epoch since; or no run yet
@@ -183,7 +111,7 @@ async def begin(tiers: Sequence[Tier], mine: Incarnation, step: int, world: int)
         saving = await _begin(tiers, owner, step, world)
         assert saving is not None, "nobody can have tried in a new epoch"
     if not any(isinstance(error, FormatError) for error in saving.errors.values()):
-        _owners[urls] = (mine, owner)
+        note_owner(urls, mine, owner)
     for url in saving.urls:
         known(url).open.add(saving.attempt)
     return saving

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from ckpt.checkpoint import read, read_repair
+from ckpt.checkpoint import read
 from ckpt.dcp.objects import check_object
 from ckpt.dcp.rank_write import KIND
 from ckpt.errors import (
@@ -37,8 +37,9 @@ from ckpt.events import log as logger
 from ckpt.format.layout import TensorSpec
 from ckpt.format.manifest import Attempt
 from ckpt.format.merged import Key, SavedState
+from ckpt.restore import sources
 from ckpt.runlog.log import Acquire, RunState, in_history, infer_root
-from ckpt.state.placement import Filler, Target
+from ckpt.state.filler import Target
 from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE, empty
 
 SPARSE = 10_000  # elements of a list that may be empty, and have no name
@@ -220,8 +221,7 @@ def fill(found: Found, plan: LoadPlan, planner: LoadPlanner, *, trusted: bool) -
     objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
     tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
     rooms = {name: empty(found.saved.tensors[found.key(name)].spec, "cpu") for name in _names(objects)}
-    raws = {name: Target(room, ((0,), tuple(room.shape))) for name, room in rooms.items()}
-    read.run(_fetch(found, {found.key(name): [target] for name, target in raws.items()}))
+    _read(found, {found.key(name): [Target.whole(room)] for name, room in rooms.items()})
     if not trusted:
         for name, room in rooms.items():
             check_object(f"{name} of step {found.attempt.step}", room.numpy().data)
@@ -229,11 +229,15 @@ def fill(found: Found, plan: LoadPlan, planner: LoadPlanner, *, trusted: bool) -
     fills: dict[Key, list[Target]] = {}
     for item, target in zip(tensors, targets, strict=True):
         fills.setdefault(found.key(item.storage_index.fqn), []).append(target)
-    read.run(_fetch(found, fills))
+    _read(found, fills)
     for item, target in zip(tensors, targets, strict=True):
         planner.commit_tensor(item, target.tensor)
     for item in objects:
         planner.load_bytes(item, io.BytesIO(rooms[item.storage_index.fqn].numpy().tobytes()))
+
+
+def _read(found: Found, fills: dict[Key, list[Target]]) -> None:
+    read.run(sources.fill(found.url, found.attempt, found.saved, fills, found.others))
 
 
 def _names(items: Sequence[ReadItem]) -> list[str]:
@@ -248,12 +252,3 @@ def _target(tensor: Tensor, item: ReadItem) -> Target:
         raise MismatchError(f"{item.storage_index.fqn}: nothing can be loaded into {tensor.dtype}")
     chunk = item.storage_index.offset or (0,) * len(sizes)
     return Target(tensor, (tuple(i + j for i, j in zip(chunk, item.storage_offsets, strict=True)), sizes))
-
-
-async def _fetch(found: Found, fills: dict[Key, list[Target]]) -> None:
-    filler = Filler(found.saved, fills)
-    async with read.opened(found.url) as store:
-        await read_repair.fetch(
-            store, found.attempt, found.saved.table, filler.blobs, filler.add, found.others, room=filler.room
-        )
-    filler.finish()

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ckpt.checkpoint import read
-from ckpt.dcp import coordinator, in_flight
+from ckpt.dcp import coordinator, in_flight, incarnation
 from ckpt.dcp import read as dcp_source
 from ckpt.dcp.rank_write import Content, RankShare, Receipt, content_of
 from ckpt.errors import PeerError, SaveError, UsageError
@@ -56,7 +56,7 @@ STEP = re.compile(r"(?:^|[^0-9.])([0-9]{1,18})/*$")
 ODD = re.compile(r"(?:^|/)[-+0-9]*[-+][0-9]+/*$|[0-9][.e+]+[-+]?[0-9]+/*$")  # -5, 2024-11-21, 1e6; not exp1-500
 MAX_SPENT = 64
 _spent: dict[
-    str, coordinator.Incarnation
+    str, incarnation.Incarnation
 ] = {}  # tokens of shares that were written: a plan that brings one again is old
 _spending = threading.Lock()
 
@@ -70,7 +70,7 @@ class _Now(threading.local):
     def clear(self, default: int | None) -> None:
         self.step: int | None = default
         self.id: CheckpointId = default
-        self.job: coordinator.Incarnation | None = None
+        self.job: incarnation.Incarnation | None = None
         self.saving: coordinator.Saving | None = None
 
 
@@ -94,12 +94,12 @@ class StorageWriter(storage.StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process that saves for this job: it has to be the same job there."""
-        return {"tiers": self._tiers, "default": self._default, "job": coordinator.incarnation_of(self._urls)}
+        return {"tiers": self._tiers, "default": self._default, "job": incarnation.incarnation_of(self._urls)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._tiers, self._default = state["tiers"], state["default"]
         self._now = _Now(self._default)
-        coordinator.adopt(self._urls, state["job"])
+        incarnation.adopt(self._urls, state["job"])
 
     @property
     def _urls(self) -> tuple[str, ...]:
@@ -117,7 +117,7 @@ class StorageWriter(storage.StorageWriter):
         self._now.clear(self._default)
         if checkpoint_id is not None:
             self._now.step, self._now.id = step_of(checkpoint_id), checkpoint_id
-        self._now.job = coordinator.incarnation_of(self._urls)  # a load that comes later is no matter of this save
+        self._now.job = incarnation.incarnation_of(self._urls)  # a load that comes later is no matter of this save
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=None if self._now.id is None else str(self._now.id))
@@ -138,7 +138,7 @@ class StorageWriter(storage.StorageWriter):
         """On the coordinator: the attempt gets its name, and each rank its share of it."""
         step = self._now.step
         assert step is not None
-        job, self._now.job = self._now.job or coordinator.incarnation_of(self._urls), None
+        job, self._now.job = self._now.job or incarnation.incarnation_of(self._urls), None
         in_flight.claim(self._urls, step)
         saving = self._now.saving = read.run(coordinator.begin(self._tiers, job, step, len(plans)))
         names = [{item.index.fqn for item in plan.items} for plan in plans]
@@ -180,7 +180,7 @@ class StorageWriter(storage.StorageWriter):
         share, step = plan.storage_data, self._now.step
         if not isinstance(share, RankShare) or step is None:
             raise SaveError("this plan was not made for this writer")
-        mine = coordinator.incarnation_of(self._urls)
+        mine = incarnation.incarnation_of(self._urls)
         then = _spend(share.token, mine)
         if then is not None:
             restored = None if then == mine else mine.restored
@@ -258,7 +258,7 @@ class StorageReader(storage.StorageReader):
             raise UsageError("read_metadata() comes first")
         dcp_source.fill(found, plan, planner, trusted=self._trusted)
         if self._resume:
-            coordinator.went_back(found.places, found.attempt)
+            incarnation.went_back(found.places, found.attempt)
         self._found, self._step, self._id = None, self._default, self._default  # of the next load
         done: Future[None] = Future()
         done.set_result(None)
@@ -270,7 +270,7 @@ def latest(places: Places) -> int | None:
     return read.run(dcp_source.latest(_reachable(_tiers(places))))
 
 
-def _spend(token: str, mine: coordinator.Incarnation) -> coordinator.Incarnation | None:
+def _spend(token: str, mine: incarnation.Incarnation) -> incarnation.Incarnation | None:
     """Note that a share was written; if it was before: what this process was then."""
     with _spending:
         then = _spent.pop(token, None)

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,14 +43,13 @@ from ckpt.lightning.trainer_state import Monitored, TrainerState, scaler_of
 from ckpt.loading import Loaded, load
 from ckpt.save import Save
 from ckpt.state.rng import RNG
-from ckpt.tiers import Memory, Tier, as_tiers
+from ckpt.tiers import Tier, as_tiers, spread
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as Base
 else:
     Base = object
 
-SETTLE_S = 600.0
 ITS_OWN = ("hpc_ckpt_", ".lr_find_", ".scale_batch_size_")  # files of a requeue, and of what looks for settings first
 NOT_OURS = ("DeepSpeedStrategy", "XLAStrategy", "XLAFSDPStrategy")
 
@@ -93,7 +91,7 @@ class CheckpointCallback(Base):
         **arguments: Any,
     ) -> None:
         super().__init__()
-        self._places = places(tiers, every)
+        self._places = spread(tiers, every)
         as_tiers(self._places)
         inspect.signature(Checkpointer).bind({}, self._places, **arguments)  # a misspelt keyword is said now
         self._arguments, self._strict = arguments, strict
@@ -219,7 +217,7 @@ class CheckpointCallback(Base):
         self._step = trainer.global_step
         self._cp.restore(default=None, strict=self._strict)
         restored = self._cp.last_restore is not None and self._cp.last_restore.step is not None
-        given = self._given(trainer)
+        given = _given(trainer)
         if not restored:
             self._began_from = given
         elif given and given != self._began_from:
@@ -234,11 +232,6 @@ class CheckpointCallback(Base):
             self._monitored = Monitored(trainer, self._best.monitor)
         if restored:
             self._resume(trainer, seams)
-
-    def _given(self, trainer: Any) -> str:
-        """The checkpoint file that the user wants to begin from. Those that Lightning makes for itself are none."""
-        path = str(trainer.ckpt_path or "")
-        return "" if Path(path).name.startswith(ITS_OWN) else path
 
     def _resume(self, trainer: Any, seams: LoopHooks) -> None:
         assert self._cp is not None and self._rest is not None
@@ -310,11 +303,9 @@ class CheckpointCallback(Base):
                 self._save = self._cp.stage()  # if it is one of the best, this is what is written
 
     def _settle(self) -> None:
-        """Nothing is being copied any more: others than optimizers may write to the model now."""
+        """Others than optimizers may write to the model now."""
         if self._save is not None:
-            for future in self._save.unfinished()[:1]:  # staged; what went wrong is said by the next step
-                with contextlib.suppress(TimeoutError):
-                    future.exception(SETTLE_S)
+            self._save.settle()  # what went wrong is said by the next step
 
     # -- the best --
 
@@ -363,20 +354,13 @@ class CheckpointCallback(Base):
             self._close()
 
 
+def _given(trainer: Any) -> str:
+    """The checkpoint file that the user wants to begin from. Those that Lightning makes for itself are none."""
+    path = str(trainer.ckpt_path or "")
+    return "" if Path(path).name.startswith(ITS_OWN) else path
+
+
 def _again(kept: State) -> CheckpointCallback:
     found = CheckpointCallback(kept["_places"], strict=kept["_strict"], **kept["_arguments"])
     found._best = kept["_best"]
     return found
-
-
-def places(tiers: object, every: int | str | Auto | None) -> object:
-    """What the user passed, with `every` at each tier that is given as a string."""
-    if every is None:
-        return tiers
-    words = [tiers] if isinstance(tiers, (str, Path)) else tiers
-    if not isinstance(words, Sequence) or not any(isinstance(one, (str, Path)) for one in words):
-        raise UsageError("every= is for tiers that are given as a string: say Tier(url, every=...) here")
-    found = [Tier(str(one), every=every) if isinstance(one, (str, Path)) else one for one in words]
-    if any(isinstance(one, Memory) for one in found):
-        return found
-    return [Memory() if isinstance(every, int) else Memory(every=every), *found]

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import torch
-from torch import Tensor
 
 from ckpt.checkpoint import read, retention
 from ckpt.checkpoint.commit import acquire, commit, create_run
@@ -32,6 +31,7 @@ from ckpt.checkpoint.write import RankSnapshot, page_aligned, write_part
 from ckpt.errors import UsageError
 from ckpt.events import log as logger
 from ckpt.format.manifest import Attempt, new_nonce
+from ckpt.lightning.trainer_state import to_device
 from ckpt.loading import load
 from ckpt.runlog.log import RunLog
 from ckpt.state.capture import Capture
@@ -125,7 +125,7 @@ class CheckpointIO(Base):
         loaded = load(path)
         loaded.all()  # in one go
         checkpoint, device = loaded.plain(NAME), _device(map_location)
-        return checkpoint if device is None else _moved(checkpoint, device)
+        return checkpoint if device is None else to_device(checkpoint, device)
 
     def remove_checkpoint(self, path: Any) -> None:
         """A run of ours, or a file or link; nothing if there is none."""
@@ -217,11 +217,3 @@ def _device(map_location: Any) -> Any:
         found = map_location(torch.empty(0).untyped_storage(), "cpu")
         return None if found is None else found.device
     return map_location.get("cpu") if isinstance(map_location, dict) else map_location
-
-
-def _moved(value: Any, device: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return type(value)({key: _moved(one, device) for key, one in value.items()})
-    return type(value)(_moved(one, device) for one in value) if isinstance(value, (list, tuple)) else value

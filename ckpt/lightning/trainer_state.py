@@ -117,13 +117,13 @@ class TrainerState:
         for name, metric in self._metrics:
             if name in state["metrics"]:
                 _put_metric(metric, state["metrics"][name])
-        trainer.callback_metrics.update(_to(state["collected"], trainer.strategy.root_device))
+        trainer.callback_metrics.update(to_device(state["collected"], trainer.strategy.root_device))
         self._logged = state["logged"]
 
     def log_again(self) -> None:
         """Once the loops are where they were: what was logged in this epoch before."""
         if self._logged:
-            _log_again(self._trainer, _to(self._logged, self._trainer.strategy.root_device))
+            _log_again(self._trainer, to_device(self._logged, self._trainer.strategy.root_device))
         self._logged = {}
         for callback in self._others:
             if type(callback).__name__ == "StochasticWeightAveraging":
@@ -213,7 +213,7 @@ def _metric_state(metric: Any) -> State:
 
 def _put_metric(metric: Any, saved: State) -> None:
     for key, value in saved["values"].items():
-        setattr(metric, key, _to(value, metric.device))
+        setattr(metric, key, to_device(value, metric.device))
     metric._update_count, metric._computed = saved["updates"], None
 
 
@@ -257,9 +257,8 @@ def _log_again(trainer: Any, saved: State) -> None:
     trainer._logger_connector._current_fx = saved["fx"]
 
 
-def _to(value: Any, device: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _to(one, device) for key, one in value.items()}
-    return [_to(one, device) for one in value] if isinstance(value, list) else value
+def to_device(value: Any, device: Any) -> Any:
+    """The same with all tensors in it on a device."""
+    from lightning_utilities.core.apply_func import apply_to_collection
+
+    return apply_to_collection(value, Tensor, lambda tensor: tensor.to(device))

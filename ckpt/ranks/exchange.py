@@ -1,6 +1,6 @@
-"""Who reads what when several ranks want the same bytes, and how these get from one rank to another.
+"""How bytes that one rank has read get to the others that want them.
 
-    assign: wants, can_read -> a Share for each rank        pure; every rank computes the same
+    assign: wants, can_read -> who reads what           pure (`ckpt.ranks.assign`)
     Exchange: listen -> expect -> connect -> send, wait     plain TCP, open only while a restore is under way
 
 Bytes move in blobs: numbered pieces of at most 64 MiB, usually 4. What arrives is handed on as it came over the wire;
@@ -12,221 +12,36 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import ipaddress
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import psutil
-
-from ckpt.errors import ClosedError, DeadlineError, PeerError, StoreError, UsageError
-from ckpt.format.columns import I64
+from ckpt.errors import ClosedError, DeadlineError, PeerError, UsageError
 from ckpt.format.table import MAX_BLOB
-
-Bools = npt.NDArray[np.bool_]
+from ckpt.ranks.link import (
+    BLOB,
+    DONE,
+    FAILED,
+    HEADER,
+    HELLO,
+    MAGIC,
+    MAX_REASON,
+    OPEN,
+    WELCOME,
+    GoneError,
+    Link,
+    addresses,
+    listen,
+)
 
 ATTEMPT_S = 5.0  # for one address, and for a stranger to say who it is
 LAST_WORD_S = 2.0  # to tell peers that this rank gave up
 JOIN_S = 5.0
 CONNECTING = 16  # at the same time
-
-_HELLO = struct.Struct("!8s32sI")  # magic, token, rank
-_MAGIC = b"ckpt-xc1"
-_WELCOME = b"\x06"
-_HEADER = struct.Struct("!B3xIQ")  # kind, length of what follows, blob
-_OPEN, _BLOB, _DONE, _FAILED = range(4)
-_MAX_REASON = 4096
-
-
-@dataclass(frozen=True, eq=False)
-class RankReads:
-    """What one rank does.
-
-    `reads`: the blobs it reads, ascending. `recipients`: for each of them, the other ranks that get it, ascending.
-    `expects`: the blobs that come to it from others, ascending.
-    """
-
-    reads: I64
-    recipients: tuple[tuple[int, ...], ...]
-    expects: I64
-
-
-def assign(rank: int, sizes: I64, wants: Bools, can_read: Bools, nodes: Sequence[int]) -> RankReads:
-    """The share of `rank`. Given the same arguments, the shares of all ranks fit together.
-
-    `sizes`: bytes of each blob. `wants` and `can_read`: ranks x blobs. `nodes`: the node of each rank. A node that can
-    read what it wants does so once, by a rank that wants it itself if one can. What a node cannot read comes from one
-    rank elsewhere, from one that reads it anyway if there is one. Bytes are levelled out over the ranks, in runs as
-    long as can be. StoreError if nobody can read some blob that is wanted.
-    """
-    lost = int(np.count_nonzero(wants.any(0) & ~can_read.any(0)))
-    if lost:
-        raise StoreError(f"no rank can read {lost} of the blobs that are wanted")
-    node = np.unique(np.asarray(nodes), return_inverse=True)[1]
-    source = _sources(sizes, wants, can_read, node, int(node[rank]))
-    mine = source == rank
-    reads = np.flatnonzero(mine.any(0))
-    given = wants[:, reads] & mine[:, reads][node]
-    given[rank] = False
-    recipients: list[tuple[int, ...]] = [()] * reads.size
-    for rows, places in _groups(given):
-        ranks = tuple(rows.tolist())
-        for i in places.tolist():
-            recipients[i] = ranks
-    return RankReads(reads, tuple(recipients), np.flatnonzero(wants[rank] & ~mine[node[rank]]))
-
-
-def _sources(sizes: I64, wants: Bools, can_read: Bools, node: npt.NDArray[np.intp], own: int) -> npt.NDArray[np.int32]:
-    """Nodes x blobs: the rank from which the ranks of a node have a blob, -1 where none of them wants it.
-
-    Where no node needs another one, only the row of node `own` is filled: the time does not grow with the job.
-    """
-    members = [np.flatnonzero(node == n) for n in range(int(node.max()) + 1)]
-    wanted = np.array([wants[ranks].any(0) for ranks in members])
-    needed = wanted & ~np.array([can_read[ranks].any(0) for ranks in members])
-    far = np.flatnonzero(needed.any(0))  # what some node cannot read itself
-    source, load = np.full(wanted.shape, -1, np.int32), np.zeros(node.size, np.int64)
-    for n in range(len(members)) if far.size else [own]:
-        able, both = can_read[members[n]], wants[members[n]] & can_read[members[n]]
-        _deal(sizes, np.where(both.any(0), both, able) & wanted[n], members[n], load, source[n])
-    if far.size:
-        anyway = np.zeros((node.size, far.size), np.bool_)
-        for row in source[:, far]:
-            at = np.flatnonzero(row >= 0)
-            anyway[row[at], at] = True
-        chosen = np.full(far.size, -1, np.int32)
-        eligible = np.where(anyway.any(0), anyway, can_read[:, far])
-        _deal(sizes[far], eligible, np.arange(node.size), load, chosen)
-        source[:, far] = np.where(needed[:, far], chosen, source[:, far])
-    return source
-
-
-def _deal(sizes: I64, eligible: Bools, ranks: npt.NDArray[np.intp], load: I64, reader: npt.NDArray[np.int32]) -> None:
-    """Give each blob that has eligible ranks to one of them, in `reader`, and count its bytes in `load`.
-
-    Blobs with the same eligible ranks are dealt in runs, the first to the rank with the least load, each as long as it
-    takes to lift all of them to one level. All numbers are integers, so that every machine comes to the same result.
-    """
-    for rows, blobs in _groups(eligible):
-        able = ranks[rows]
-        able = able[np.argsort(load[able], kind="stable")]
-        ends = np.cumsum(sizes[blobs])
-        total = int(ends[-1])
-        before = load[able]
-        levels = -((total + np.cumsum(before)) // -np.arange(1, able.size + 1))  # if the first 1, 2, 3 … took all
-        shares = np.minimum(np.cumsum(np.maximum(levels.min() - before, 0)), total)
-        cuts = np.searchsorted(2 * ends - sizes[blobs], 2 * shares, side="right")  # by the middle of each blob
-        reader[blobs] = np.repeat(able, np.diff(cuts, prepend=0))
-        load[able] += np.diff(np.concatenate([[0], ends])[cuts], prepend=0)
-
-
-def _groups(table: Bools) -> list[tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]]:
-    """Columns that are equal and not empty: the rows that are set, the columns ascending; fewest rows first."""
-    packed = np.packbits(table, axis=0)
-    order = np.lexsort(packed)
-    packed = packed[:, order]
-    runs = np.split(order, np.flatnonzero((packed[:, 1:] != packed[:, :-1]).any(0)) + 1)
-    groups = [(np.flatnonzero(table[:, run[0]]), run) for run in runs if run.size]
-    return sorted((g for g in groups if g[0].size), key=lambda g: (g[0].size, int(g[1][0])))
-
-
-class _GoneError(Exception):
-    """The other end is not there any more; the text goes on from "rank 3 …"."""
-
-
-class _Link:
-    """One connection. `send` may be called from any thread, `read` from one."""
-
-    def __init__(self, sock: socket.socket, limit_s: float) -> None:
-        self.sock, self._sending = sock, threading.Lock()
-        self.known = False  # the other end is a rank of this job
-        sock.settimeout(None)
-        self.limit(limit_s)
-        # Buffers stay the kernel's: it lets them grow, and a size set by hand is cut to rmem_max, often 208 KiB.
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A machine that lost its power says nothing. After ten idle seconds the kernel asks, and waits for twenty.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
-
-    def limit(self, seconds: float) -> None:
-        """How long a call may stand still, either way."""
-        value = struct.pack("ll", *divmod(max(1, int(seconds * 1e6)), 10**6))
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            self.sock.setsockopt(socket.SOL_SOCKET, option, value)
-
-    def read(self, view: memoryview, *, idle: bool = False) -> memoryview:
-        """The view, filled. `idle`: its first byte may take any time to come."""
-        got = 0
-        while got < len(view):
-            try:
-                size = self.sock.recv_into(view[got:], 0, socket.MSG_WAITALL)
-            except BlockingIOError:
-                if got or not idle:
-                    raise _GoneError("stands still") from None
-                continue
-            except OSError as error:
-                raise _GoneError(f"is gone: {error.strerror}") from None
-            if size == 0:
-                raise _GoneError("hung up before it had sent everything")
-            got += size
-        return view
-
-    def read_new(self, size: int, *, idle: bool = False) -> bytes:
-        return bytes(self.read(memoryview(bytearray(size)), idle=idle))
-
-    def send(self, kind: int, blob: int = 0, data: memoryview | bytes = b"", wait_s: float = -1) -> None:
-        """One whole frame, or the connection ends. `wait_s`: for other threads that are sending; -1: any time."""
-        if not self._sending.acquire(timeout=wait_s):
-            raise _GoneError("is busy")
-        try:
-            parts = [memoryview(_HEADER.pack(kind, len(data), blob)), memoryview(data)]
-            while parts:
-                sent = self.sock.sendmsg(parts)
-                while parts and sent >= len(parts[0]):
-                    sent -= len(parts.pop(0))
-                if parts:
-                    parts[0] = parts[0][sent:]
-        except BaseException as error:
-            self.hang_up()
-            if not isinstance(error, OSError):
-                raise
-            raise _GoneError(self._last_word() or f"takes nothing more: {error.strerror}") from None
-        finally:
-            self._sending.release()
-
-    def _last_word(self) -> str:
-        """What the receiving end said before it hung up, if anything. It never speaks otherwise."""
-        with contextlib.suppress(OSError, struct.error):
-            raw = self.sock.recv(_HEADER.size + _MAX_REASON, socket.MSG_DONTWAIT)
-            if _HEADER.unpack_from(raw)[0] == _FAILED:
-                return f"gave up: {raw[_HEADER.size :].decode(errors='replace')}"
-        return ""
-
-    def give_up(self, reason: str, limit_s: float) -> None:
-        """Say why and hang up; without a word if the other end takes none within `limit_s`."""
-        with contextlib.suppress(_GoneError, OSError):
-            self.limit(limit_s)
-            self.send(_FAILED, 0, reason.encode(errors="replace")[:_MAX_REASON], max(0.0, limit_s))
-        self.hang_up()
-
-    def hang_up(self) -> None:
-        """Whoever reads or sends on this connection gets its end."""
-        with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self.hang_up()
-        with self._sending:  # no other thread may be about to use a descriptor whose number is free again
-            self.sock.close()
 
 
 class Exchange:
@@ -248,8 +63,8 @@ class Exchange:
         self._lost: list[str] = []  # peers that are gone, and why
         self._error: BaseException | None = None  # what went wrong here
         self._closed = False
-        self._outgoing: dict[int, _Link] = {}
-        self._links: list[_Link] = []  # both ways; some may have ended
+        self._outgoing: dict[int, Link] = {}
+        self._links: list[Link] = []  # both ways; some may have ended
         self._listener = listen()
         self._threads = [threading.Thread(target=self._accept, name="ckpt-exchange", daemon=True)]
         self._threads[0].start()
@@ -292,7 +107,7 @@ class Exchange:
                 try:
                     limit_s = max(0.001, min(ATTEMPT_S, end - time.monotonic()))
                     return self._dial(rank, address, contact["port"], contact["token"], limit_s)
-                except (OSError, _GoneError) as error:
+                except (OSError, GoneError) as error:
                     problems.append(f"{address}: {error}")
             raise PeerError(f"rank {rank} cannot be reached ({'; '.join(problems) or 'it has no address'})")
 
@@ -302,17 +117,17 @@ class Exchange:
             one.result()
 
     def _dial(self, rank: int, address: str, port: int, token: str, limit_s: float) -> None:
-        link = _Link(socket.create_connection((address, port), limit_s), limit_s)
+        link = Link(socket.create_connection((address, port), limit_s), limit_s)
         try:
-            link.sock.sendall(_HELLO.pack(_MAGIC, token.encode(), self.rank))
-            if link.read_new(1) != _WELCOME:
-                raise _GoneError("something else listens there")
-            link.send(_OPEN)  # it may count on this connection: nobody tries another address any more
+            link.sock.sendall(HELLO.pack(MAGIC, token.encode(), self.rank))
+            if link.read_new(1) != WELCOME:
+                raise GoneError("something else listens there")
+            link.send(OPEN)  # it may count on this connection: nobody tries another address any more
             link.limit(self._silence_s)
             link.known = True
             with self._changed:
                 if self._closed:
-                    raise _GoneError("the exchange was closed")
+                    raise GoneError("the exchange was closed")
                 self._links.append(link)
                 self._outgoing[rank] = link
         except BaseException:
@@ -328,8 +143,8 @@ class Exchange:
         if len(data) > MAX_BLOB or rank not in self._outgoing:
             raise UsageError(f"blob {blob} of {len(data)} bytes is too large, or rank {rank} is not connected")
         try:
-            self._outgoing[rank].send(_BLOB, blob, data)
-        except _GoneError as gone:
+            self._outgoing[rank].send(BLOB, blob, data)
+        except GoneError as gone:
             raise PeerError(f"rank {rank} {gone}") from None
 
     def finish_sending(self) -> None:
@@ -338,8 +153,8 @@ class Exchange:
         Who has all it expects may be gone already; that is no error.
         """
         for link in list(self._outgoing.values()):
-            with contextlib.suppress(_GoneError):
-                link.send(_DONE)
+            with contextlib.suppress(GoneError):
+                link.send(DONE)
 
     def fail(self, reason: str) -> None:
         """Tell all connected ranks that this one gave up, so that nobody waits for it, and hang up.
@@ -396,7 +211,7 @@ class Exchange:
     def _accept(self) -> None:
         while not self._closed:
             try:
-                link = _Link(self._listener.accept()[0], ATTEMPT_S)
+                link = Link(self._listener.accept()[0], ATTEMPT_S)
                 thread = threading.Thread(target=self._serve, args=(link,), name="ckpt-exchange", daemon=True)
                 with self._changed:
                     if self._closed:
@@ -408,15 +223,15 @@ class Exchange:
             except (OSError, RuntimeError):  # the caller is gone already, or no descriptor or thread is to be had
                 time.sleep(0.01)
 
-    def _serve(self, link: _Link) -> None:
+    def _serve(self, link: Link) -> None:
         try:
             rank = self._welcome(link)
-        except (_GoneError, OSError):
+        except (GoneError, OSError):
             link.close()
             return
         try:
             self._receive(link, rank)
-        except _GoneError as gone:
+        except GoneError as gone:
             with self._changed:
                 self._lost.append(f"rank {rank} {gone}")
                 self._changed.notify_all()
@@ -426,33 +241,33 @@ class Exchange:
         finally:
             link.close()
 
-    def _welcome(self, link: _Link) -> int:
+    def _welcome(self, link: Link) -> int:
         """The rank at the other end, once it has shown the token and heard the answer."""
-        magic, token, rank = _HELLO.unpack(link.read_new(_HELLO.size))
-        if magic != _MAGIC or not hmac.compare_digest(token, self._token.encode()):
-            raise _GoneError("is a stranger")
-        link.sock.sendall(_WELCOME)
+        magic, token, rank = HELLO.unpack(link.read_new(HELLO.size))
+        if magic != MAGIC or not hmac.compare_digest(token, self._token.encode()):
+            raise GoneError("is a stranger")
+        link.sock.sendall(WELCOME)
         # One that found this too slow and tries another address hangs up here; it is not lost.
-        if _HEADER.unpack(link.read_new(_HEADER.size)) != (_OPEN, 0, 0):
-            raise _GoneError("is a stranger")
+        if HEADER.unpack(link.read_new(HEADER.size)) != (OPEN, 0, 0):
+            raise GoneError("is a stranger")
         link.limit(self._silence_s)
         link.known = True
         with self._changed:
             self._senders.add(rank)
         return int(rank)
 
-    def _receive(self, link: _Link, rank: int) -> None:
+    def _receive(self, link: Link, rank: int) -> None:
         """Take blobs until the rank has sent its last."""
         buffer = memoryview(b"")
         while True:
-            kind, length, blob = _HEADER.unpack(link.read_new(_HEADER.size, idle=True))
-            if kind == _DONE:
+            kind, length, blob = HEADER.unpack(link.read_new(HEADER.size, idle=True))
+            if kind == DONE:
                 with self._changed:
                     return self._senders.discard(rank)
-            if kind == _FAILED:
-                reason = link.read_new(min(length, _MAX_REASON))
-                raise _GoneError(f"gave up: {reason.decode(errors='replace')}")
-            if kind != _BLOB or length > MAX_BLOB:
+            if kind == FAILED:
+                reason = link.read_new(min(length, MAX_REASON))
+                raise GoneError(f"gave up: {reason.decode(errors='replace')}")
+            if kind != BLOB or length > MAX_BLOB:
                 raise PeerError(f"rank {rank} sent what is no message (kind {kind}, {length} bytes)")
             self._claim(rank, blob)
             if len(buffer) < length:
@@ -472,23 +287,3 @@ class Exchange:
             if blob not in self._untouched:
                 raise PeerError(f"rank {rank} sent blob {blob}, which is not expected, or not twice")
             self._untouched.remove(blob)
-
-
-def listen() -> socket.socket:
-    """On all interfaces: IPv6 and IPv4 by one socket, or IPv4 alone."""
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    return socket.create_server(("", 0), backlog=1024)
-
-
-def addresses() -> list[str]:
-    """Where other machines may reach this one: no loopback, nothing link-local; the fastest interfaces first."""
-    stats, found = psutil.net_if_stats(), list[tuple[int, str]]()
-    for name, known in psutil.net_if_addrs().items():
-        for one in known:
-            if name in stats and stats[name].isup and one.family in (socket.AF_INET, socket.AF_INET6):
-                ip = ipaddress.ip_address(one.address.partition("%")[0])
-                if not (ip.is_loopback or ip.is_link_local):
-                    found.append((-stats[name].speed, str(ip)))
-    return [address for _, address in sorted(found, key=lambda pair: pair[0])]

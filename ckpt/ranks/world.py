@@ -6,40 +6,25 @@ collects, decides and posts the verdict. Keys:
 
     everystep/worlds/<rank>     a token of the process that wants to meet the others as this rank
     everystep/<n>/<turn>/<rank>, everystep/<n>/<turn>/verdict, everystep/<n>/mail/<key>, everystep/<n>/farewell/<rank>
-
-The store is asked with `check`, with a growing pause, and not with `wait`: a TCPStore's `wait` holds up every other
-request of its connection, cannot be interrupted, logs two warnings each time it runs out, and outlasts its own timeout
-where the host of the store stands still.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
-import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent import futures
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from ckpt.errors import CheckpointError, DeadlineError, PeerError, UsageError, from_wire, to_wire
+from ckpt.ranks.board import ANSWER_S, PAUSE_S, Alone, Board, Json, pack, unpack
 from ckpt.ranks.save_rounds import Round, SaveRounds
 
-Json = Any
 Decide = Callable[[list[Json]], Json]
-T = TypeVar("T")
 
 GRACE_S = 15.0  # the others wait longer than rank 0 by this, because it may come later than they do
-ANSWER_S = 60.0  # for the store to answer one request; its host may look up a name first, and wait for that
-PAUSE_S = 0.25  # between two looks at the store, at most
-SQUEEZE = 4 << 10  # bytes from which a value is compressed
-MAX_VALUE = 1 << 30  # bytes, compressed
-PIECE = 7 << 20  # bytes in one key of the store; a TCPStore drops the connection at 8 MiB
 KEPT_MAIL = 64  # messages of a rank that stay in the store
 SHOWN = 8  # names in a message; of the rest, the count
 
@@ -58,8 +43,8 @@ class World:
         if not 0 <= rank < size or (size > 1 and store is None):
             raise UsageError(f"rank {rank} of {size} with store {store!r}: a rank is below the size, and several meet")
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
-        self._store = _Alone() if size == 1 else store  # kept: a TCPStore lives as long as its object
-        self._client = _Client(self._store).another()
+        self._store = Alone() if size == 1 else store  # kept: a TCPStore lives as long as its object
+        self._board = Board(self._store).another()
         self._prefix = f"everystep/{self._meet()}/"
         self._turn = 0
         self._done: list[str] = []  # keys that nobody needs any more
@@ -74,30 +59,30 @@ class World:
         A launcher may keep its store over restarts (torchrun does), and then what dead processes said is still there:
         so a rank believes an answer to its own token only, and rank 0 answers until every rank has acknowledged.
         """
-        client, token = self._client, secrets.token_hex(8)
+        board, token = self._board, secrets.token_hex(8)
         if self.rank:
-            client.put(f"everystep/worlds/{self.rank}", _pack(token))
-            if client.missing([f"everystep/answers/{token}"], self.timeout_s + GRACE_S):
+            board.put(f"everystep/worlds/{self.rank}", pack(token))
+            if board.missing([f"everystep/answers/{token}"], self.timeout_s + GRACE_S):
                 raise DeadlineError(f"meet: rank 0 did not answer within {self.timeout_s + GRACE_S:g} s")
-            name = str(client.get([f"everystep/answers/{token}"])[0])
-            client.put(f"everystep/{name}/here/{self.rank}", _pack(None))
+            name = str(board.get([f"everystep/answers/{token}"])[0])
+            board.put(f"everystep/{name}/here/{self.rank}", pack(None))
             return name
         answered: dict[int, str] = {}
         here = [f"everystep/{token}/here/{rank}" for rank in range(1, self.size)]
         end, pause = time.monotonic() + self.timeout_s, 0.001
-        while here and not client.has(here):
+        while here and not board.has(here):
             for rank in range(1, self.size):
                 key = f"everystep/worlds/{rank}"
-                found = str(client.get([key])[0]) if client.has([key]) else ""
+                found = str(board.get([key])[0]) if board.has([key]) else ""
                 if found and answered.get(rank) != found:
-                    client.put(f"everystep/answers/{found}", _pack(token))
+                    board.put(f"everystep/answers/{found}", pack(token))
                     answered[rank] = found
             if time.monotonic() > end:
-                absent = [rank for rank, key in enumerate(here, 1) if not client.has([key])]
+                absent = [rank for rank, key in enumerate(here, 1) if not board.has([key])]
                 raise DeadlineError(f"meet: rank {_some(absent)} did not come within {self.timeout_s:g} s")
             time.sleep(pause)
             pause = min(pause * 1.2, PAUSE_S)
-        client.drop([*here, *(f"everystep/answers/{found}" for found in answered.values())])
+        board.drop([*here, *(f"everystep/answers/{found}" for found in answered.values())])
         return token
 
     @classmethod
@@ -144,14 +129,14 @@ class World:
             return decide([mine])
         turn, self._turn = f"{self._prefix}{self._turn}/", self._turn + 1
         try:
-            post = _pack({"topic": topic, "value": mine if error is None else None})
+            post = pack({"topic": topic, "value": mine if error is None else None})
         except UsageError as problem:
             error = problem
         if error is None:
             return self._take_turn(turn, topic, post, decide, timeout_s)
         if self.size > 1:
             with contextlib.suppress(CheckpointError):
-                self._take_turn(turn, topic, _pack({"topic": topic, "error": _wire(error)}), decide, timeout_s)
+                self._take_turn(turn, topic, pack({"topic": topic, "error": _wire(error)}), decide, timeout_s)
         raise error
 
     def only(self, topic: str, rank: int, work: Callable[[], Json], *, timeout_s: float | None = None) -> Json:
@@ -166,7 +151,7 @@ class World:
 
     def mailbox(self) -> Mailbox:
         """For a background thread: messages to other ranks, over a connection of its own."""
-        return Mailbox(self._client.another(), f"{self._prefix}mail/")
+        return Mailbox(self._board.another(), f"{self._prefix}mail/")
 
     def save_rounds(self, on_round: Callable[[Round], None]) -> SaveRounds:
         """For saves out of turn, over a connection of its own."""
@@ -175,22 +160,22 @@ class World:
 
     def farewell(self, timeout_s: float = 10.0) -> None:
         """Every rank's last call. Rank 0, which often hosts the store, waits here for the others. Never raises."""
-        self._client.answer_s = min(ANSWER_S, timeout_s)
+        self._board.answer_s = min(ANSWER_S, timeout_s)
         with contextlib.suppress(Exception):
             keys = [f"{self._prefix}farewell/{rank}" for rank in range(1, self.size)]
             if self.rank:
-                self._client.put(keys[self.rank - 1], _pack(None))
-                self._client.has(keys[:1])  # its answer says that the word has arrived
-            elif not self._client.missing(keys, timeout_s):
-                self._client.drop([*self._done, *self._stale, *keys])
+                self._board.put(keys[self.rank - 1], pack(None))
+                self._board.has(keys[:1])  # its answer says that the word has arrived
+            elif not self._board.missing(keys, timeout_s):
+                self._board.drop([*self._done, *self._stale, *keys])
 
     def _take_turn(self, turn: str, topic: str, post: bytes, decide: Decide, timeout_s: float) -> Json:
         if self.rank == 0:
             return self._lead(turn, topic, post, decide, timeout_s)
-        self._client.put(f"{turn}{self.rank}", post)
-        if self._client.missing([f"{turn}verdict"], timeout_s + GRACE_S):
+        self._board.put(f"{turn}{self.rank}", post)
+        if self._board.missing([f"{turn}verdict"], timeout_s + GRACE_S):
             raise DeadlineError(f"{topic}: rank 0 did not answer within {timeout_s + GRACE_S:g} s")
-        verdict = _message(self._client.get([f"{turn}verdict"])[0], "rank 0")
+        verdict = _message(self._board.get([f"{turn}verdict"])[0], "rank 0")
         if "error" in verdict:
             raise from_wire(verdict["error"])
         return verdict["value"]
@@ -200,20 +185,20 @@ class World:
         try:
             values = self._collect(turn, topic, post, timeout_s)
             told = "rank 0: "
-            verdict = _pack({"value": decide(values)})
+            verdict = pack({"value": decide(values)})
         except Exception as error:
-            self._client.put(f"{turn}verdict", _pack({"error": _wire(error, told)}))
+            self._board.put(f"{turn}verdict", pack({"error": _wire(error, told)}))
             raise
-        self._client.put(f"{turn}verdict", verdict)
-        self._client.drop(self._done)
+        self._board.put(f"{turn}verdict", verdict)
+        self._board.drop(self._done)
         self._done = []
-        return _unpack(verdict)["value"]  # as the others get it: JSON makes lists of tuples
+        return unpack(verdict)["value"]  # as the others get it: JSON makes lists of tuples
 
     def _collect(self, turn: str, topic: str, post: bytes, timeout_s: float) -> list[Json]:
         keys = {rank: f"{turn}{rank}" for rank in range(1, self.size)}
-        missing = self._client.missing(list(keys.values()), timeout_s)
+        missing = self._board.missing(list(keys.values()), timeout_s)
         came = [rank for rank, key in keys.items() if key not in missing]
-        posts = {0: _unpack(post)} | dict(zip(came, self._client.get([keys[rank] for rank in came]), strict=True))
+        posts = {0: unpack(post)} | dict(zip(came, self._board.get([keys[rank] for rank in came]), strict=True))
         self._stale += [*keys.values(), f"{turn}verdict"]
         if not missing:  # everybody has come this far, and so is done with all that was posted before
             self._done += self._stale[:-1]  # dropped after the others have their answer
@@ -228,134 +213,28 @@ class Mailbox:
     then, and the store does not grow. PeerError when the store cannot be reached.
     """
 
-    def __init__(self, client: _Client, prefix: str) -> None:
-        self._client, self._prefix = client, prefix
+    def __init__(self, board: Board, prefix: str) -> None:
+        self._board, self._prefix = board, prefix
         self._sent: deque[str] = deque()
 
     def put(self, key: str, value: Json) -> None:
         """UsageError when the value is not JSON or is too large."""
-        self._client.put(self._prefix + key, _pack(value))
+        self._board.put(self._prefix + key, pack(value))
         self._sent.append(self._prefix + key)
         if len(self._sent) > KEPT_MAIL:
-            self._client.drop([self._sent.popleft()])
+            self._board.drop([self._sent.popleft()])
 
     def wait(self, keys: Sequence[str], timeout_s: float) -> list[Json]:
         """The values, once all are there. DeadlineError names those that are not."""
-        missing = self._client.missing([self._prefix + key for key in keys], timeout_s)
+        missing = self._board.missing([self._prefix + key for key in keys], timeout_s)
         if missing:
             names = [key for key in keys if self._prefix + key in missing]
             raise DeadlineError(f"no word from other ranks within {timeout_s:g} s: {_some(names)}")
-        return self._client.get([self._prefix + key for key in keys])
+        return self._board.get([self._prefix + key for key in keys])
 
     def poll(self, keys: Sequence[str]) -> bool:
         """Whether all are there."""
-        return self._client.has([self._prefix + key for key in keys])
-
-
-class _Client:
-    """A connection to the store, for any thread. Every request is answered in `answer_s`, or PeerError."""
-
-    def __init__(self, store: Any) -> None:
-        self._store, self.answer_s = store, ANSWER_S
-        self._lock = threading.Lock()
-        self._silent = False
-
-    def another(self) -> _Client:
-        """A connection of its own, where the store has such."""
-        return _Client(self._ask(self._store.clone) if hasattr(self._store, "clone") else self._store)
-
-    def put(self, key: str, body: bytes) -> None:
-        if len(body) > PIECE:
-            starts = range(0, len(body), PIECE)
-            for i, start in enumerate(starts):
-                self._ask(partial(self._store.set, f"{key}/{i}", body[start : start + PIECE]))
-            body = b"p%d" % len(starts)
-        self._ask(partial(self._store.set, key, body))
-
-    def get(self, keys: list[str]) -> list[Json]:
-        """Of keys that are there."""
-        bodies = self._ask(lambda: [bytes(self._store.get(key)) for key in keys])
-        return [_unpack(self._joined(key, body)) for key, body in zip(keys, bodies, strict=True)]
-
-    def _joined(self, key: str, body: bytes) -> bytes:
-        """A value that was too large for one key lies in several."""
-        if body[:1] != b"p" or not body[1:].isdigit():
-            return body
-        return b"".join(bytes(self._ask(partial(self._store.get, f"{key}/{i}"))) for i in range(int(body[1:])))
-
-    def has(self, keys: list[str]) -> bool:
-        return bool(self._ask(lambda: self._store.check(keys)))
-
-    def missing(self, keys: list[str], timeout_s: float) -> set[str]:
-        """Those that do not come in time."""
-        end, pause = time.monotonic() + timeout_s, 0.001
-        while not self.has(keys):
-            left = end - time.monotonic()
-            if left <= 0:
-                return {key for key in keys if not self.has([key])}
-            time.sleep(min(pause, left))
-            pause = min(pause * 1.2, PAUSE_S)  # so that little is lost after the last one came
-        return set()
-
-    def drop(self, keys: list[str]) -> None:
-        """Delete what is there of them, if the store can."""
-        if hasattr(self._store, "delete_key"):
-            with contextlib.suppress(PeerError):
-                self._ask(lambda: [self._store.delete_key(key) for key in keys])
-
-    def _ask(self, request: Callable[[], T]) -> T:
-        """In a thread of its own: requests know no deadline themselves, and one to a frozen host never returns."""
-        answer: futures.Future[T] = futures.Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(request())
-            except Exception as error:
-                answer.set_exception(error)
-
-        with self._lock:
-            if not self._silent:
-                try:
-                    threading.Thread(target=run, daemon=True).start()
-                except RuntimeError:  # no threads any more: the interpreter is shutting down
-                    run()
-                self._silent = not futures.wait([answer], self.answer_s).done
-            if self._silent:
-                raise PeerError(f"the store of the job cannot be reached: no answer within {self.answer_s:g} s")
-        try:
-            return answer.result()
-        except (RuntimeError, OSError) as error:  # torch's own are RuntimeErrors
-            raise PeerError(f"the store of the job cannot be reached: {str(error).partition(chr(10))[0]}") from error
-
-
-class _Alone:
-    """The store of a job of one rank, for its mailbox."""
-
-    def __init__(self) -> None:
-        values: dict[str, bytes] = {}
-        self.set, self.get = values.__setitem__, values.__getitem__
-        self.check: Callable[[list[str]], bool] = lambda keys: values.keys() >= set(keys)
-
-
-def _pack(value: Json) -> bytes:
-    """One byte that says how (`j`: as it is, `z`: compressed), then JSON. UsageError if it cannot be said."""
-    try:
-        text = json.dumps(value, separators=(",", ":")).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"ranks tell each other JSON only: {error}") from None
-    body = b"j" + text if len(text) <= SQUEEZE else b"z" + zlib.compress(text)
-    if len(body) > MAX_VALUE:
-        raise UsageError(f"{len(body)} bytes are too much for one message between ranks, which holds {MAX_VALUE}")
-    return body
-
-
-def _unpack(body: bytes) -> Json:
-    try:
-        if body[:1] not in (b"j", b"z"):
-            raise ValueError(body[:20])
-        return json.loads(zlib.decompress(body[1:]) if body[:1] == b"z" else body[1:])
-    except (ValueError, zlib.error, RecursionError) as error:
-        raise PeerError(f"the store of the job holds something that is no message of ours: {error}") from None
+        return self._board.has([self._prefix + key for key in keys])
 
 
 def _message(value: Json, who: str) -> dict[str, Any]:

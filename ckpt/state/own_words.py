@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt.events import log as logger
 from ckpt.format.values import Path, show
-from ckpt.state.sharding import belongs_to_torch, clean, local
+from ckpt.state.sharding import belongs_to_torch, clean, local, storage_of
 
 EXTRA = "_extra_state"
 
@@ -174,10 +174,7 @@ def _rename(here: Mapping[str, Tensor], said: Mapping[str, Tensor], words: OwnSt
 
 def _memory(tensor: Tensor) -> object:
     """Equal for tensors of one memory."""
-    try:
-        return local(tensor).untyped_storage().data_ptr() or id(tensor)
-    except (RuntimeError, NotImplementedError, ValueError):  # has none, or none yet
-        return id(tensor)
+    return storage_of(tensor) or id(tensor)
 
 
 def _form(tensor: Tensor) -> object:

@@ -64,6 +64,14 @@ def local(tensor: Tensor) -> Tensor:
     return found._local_tensor if is_dtensor(tensor) else tensor  # to_local() would take part in autograd
 
 
+def storage_of(tensor: Any) -> int:
+    """Where the memory lies that a tensor is a part of; 0 if it has none, or nobody can tell."""
+    try:
+        return int(local(tensor).untyped_storage().data_ptr())
+    except (RuntimeError, NotImplementedError, AttributeError, ValueError):  # a wrapper around others, say
+        return 0
+
+
 def pieces(entry: StateEntry, seat: Seat) -> list[LocalPiece]:
     """What this rank has of a tensor."""
     name, tensor, alike = entry.name, entry.tensor, entry.alike

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 try:
@@ -35,12 +34,11 @@ from ckpt.restore.resume import Restored
 from ckpt.save import Save
 from ckpt.state.rng import RNG
 from ckpt.state.sharding import ModulePart, unwrap
-from ckpt.tiers import Memory, Tier
+from ckpt.tiers import Memory, spread
 from ckpt.transformers import trainer_internals
 from ckpt.transformers.pretrained import Pretrained, digest, is_adapter, nbytes, pretrained, trained
 from ckpt.transformers.trainer_internals import say
 
-SETTLE_S = 600.0
 WATCHED = 8  # steps for which it is looked whether reading batches draws random numbers
 
 __all__ = ["CheckpointCallback"]
@@ -70,7 +68,7 @@ class CheckpointCallback(TrainerCallback):
         only_trained: bool | None = None,
         **arguments: Any,
     ) -> None:
-        self._tiers, self._every = _spread(tiers, every)
+        self._tiers = spread(tiers, every)
         self._strict, self._only_trained, self._arguments = strict, only_trained, arguments
         self.checkpointer: Checkpointer | None = None
         self.restored: Restored | None = None
@@ -259,8 +257,8 @@ class CheckpointCallback(TrainerCallback):
         if self._pending and summary and self._progress is not None:
             self._progress.summary = 1
             self._save(state.global_step)
-        if summary and args.load_best_model_at_end:
-            self._settle()  # those weights are about to take the place of the last ones
+        if summary and args.load_best_model_at_end and self._latest is not None:
+            self._latest.settle()  # those weights are about to take the place of the last ones
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._pending:
@@ -277,13 +275,6 @@ class CheckpointCallback(TrainerCallback):
         self._pending = False
         if self.checkpointer is not None:
             self._latest = self.checkpointer.step(step) or self._latest
-
-    def _settle(self) -> None:
-        """Nothing is being copied any more."""
-        if self._latest is not None:
-            for future in self._latest.unfinished()[:1]:  # staged; what went wrong is said by the next step
-                with contextlib.suppress(TimeoutError):
-                    future.exception(SETTLE_S)
 
     def _end(self) -> None:
         self._paused.close()
@@ -328,15 +319,3 @@ def _due(control: TrainerControl) -> bool:
 
 def _epoch_over(state: TrainerState) -> bool:
     return float(state.epoch) == int(state.epoch)
-
-
-def _spread(tiers: object, every: int | str | Auto | None) -> tuple[object, dict[str, Any]]:
-    """A number of steps goes to the tiers that are given as a string."""
-    if every is None or isinstance(every, (str, Auto)):
-        return tiers, {} if every is None else {"every": every}
-    if isinstance(tiers, (str, Path)):
-        return [Memory(), Tier(str(tiers), every=every)], {}
-    given = list(tiers) if isinstance(tiers, (list, tuple)) else [tiers]
-    if not any(isinstance(one, (str, Path)) for one in given):
-        raise UsageError("every= is for tiers that are given as a string: say Tier(url, every=200) here")
-    return [Tier(str(one), every=every) if isinstance(one, (str, Path)) else one for one in given], {}

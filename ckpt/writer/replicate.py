@@ -25,7 +25,7 @@ from ckpt.events import log, point
 from ckpt.format.layout import Layout, pages
 from ckpt.format.manifest import Attempt
 from ckpt.ipc.arena import EMPTY, FILLING, SEALED, Arena, Label
-from ckpt.ranks.exchange import addresses, listen
+from ckpt.ranks.link import addresses, listen
 
 CHUNK = 4 << 20
 CONNECT_S = 5.0

@@ -24,8 +24,10 @@ from ckpt.errors import AccessError, CorruptError, ExistsError, FullError, NotFo
 from ckpt.store import Store, open_store, remember_options
 from ckpt.testing import StoreTests, keys, pieces
 from ckpt_backends.remote import RemoteStore
+from ckpt_backends.remote_upload import PART
 from ckpt_backends.retry import Retry
-from ckpt_backends.s3 import MAX_PARTS, PART, S3Store, part_size
+from ckpt_backends.s3 import S3Store
+from ckpt_backends.s3_upload import MAX_PARTS, part_size
 from processes import REPO
 from s3_server import REGION, FaultProxy, MotoServer, storage_options
 
@@ -704,7 +706,7 @@ def test_where_obstore_is_sent() -> None:
     async def endpoint(bucket: str, **options: Any) -> tuple[str, bool]:
         remember_options(RUN, {"key": "k", "secret": "s"} | options)
         store = S3Store(RUN)
-        await store._connected()
+        await store.connected()
         found = await _endpoint(store._s3, bucket)
         await store.aclose()
         return found

@@ -39,7 +39,7 @@ from ckpt.format.table import Shard, Table
 from ckpt.format.values import decode
 from ckpt.state import tensors
 from ckpt.state.capture import Capture
-from ckpt.state.placement import Filler
+from ckpt.state.filler import Filler
 from parallel import free_port, launch
 from processes import REPO
 

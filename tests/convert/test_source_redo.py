@@ -16,7 +16,7 @@ import ckpt
 import toy
 from ckpt.faults import memory_pressure
 from ckpt.format.manifest import Attempt
-from ckpt.restore import redo_source
+from ckpt.restore import redo_logs
 from commands import call as call
 from test_redo import flip, frames, logged_run, newest_pack, opened
 
@@ -157,7 +157,7 @@ def test_one_rank_that_saw_a_nan_is_enough() -> None:
     attempt = Attempt(1, 2, "ab")
     for said, expected in (((True, False), False), ((True, None), None), ((True, True), True), ((None, False), False)):
         frames = {rank: {attempt: SimpleNamespace(frame=SimpleNamespace(finite=one))} for rank, one in enumerate(said)}
-        assert redo_source.Logs("file:///nowhere", cast("Any", frames)).finite(attempt, range(2)) is expected
+        assert redo_logs.Logs("file:///nowhere", cast("Any", frames)).finite(attempt, range(2)) is expected
 
 
 def test_show_says_how_to_get_there(left: tuple[str, list[str]], call: Any) -> None:

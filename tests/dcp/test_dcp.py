@@ -38,7 +38,7 @@ import ckpt.dcp
 from ckpt import events
 from ckpt.checkpoint import read
 from ckpt.cli import cli
-from ckpt.dcp import coordinator, in_flight, objects, rank_write
+from ckpt.dcp import coordinator, in_flight, incarnation, objects, rank_write
 from ckpt.dcp import read as dcp_source
 from ckpt.format.manifest import Attempt
 from ckpt.runlog.log import RunLog
@@ -59,7 +59,7 @@ def first_job() -> Iterator[None]:
 
 def another_job() -> None:
     """From here on this process is another one, as far as `ckpt.dcp` knows."""
-    for memory in (coordinator._incarnations, coordinator._owners, coordinator._known, in_flight._claims):
+    for memory in (incarnation._incarnations, incarnation._owners, incarnation._known, in_flight._claims):
         memory.clear()
 
 
@@ -338,14 +338,14 @@ def test_a_newer_job_fences_an_older_one(run_dir: str, monkeypatch: pytest.Monke
     """Also one that makes a new writer for each save. Negative control: without the check it would save."""
     state = {"w": torch.zeros(3)}
     save(state, 1, run_dir)
-    older = dict(coordinator._incarnations), dict(coordinator._owners)
+    older = dict(incarnation._incarnations), dict(incarnation._owners)
     another_job()
     load(state, run_dir)
     save(state, 2, run_dir)
     for keep_owner in (True, False):
         another_job()
-        coordinator._incarnations.update(older[0])
-        coordinator._owners.update(older[1] if keep_owner else {})
+        incarnation._incarnations.update(older[0])
+        incarnation._owners.update(older[1] if keep_owner else {})
         assert isinstance(refused(lambda: save(state, 3, run_dir)), ckpt.FencedError)
     assert history(run_dir) == [2, 1]
     monkeypatch.setattr(RunLog, "check_owner", lambda self, owner: None)
@@ -565,13 +565,13 @@ def test_two_processes_of_one_job_do_not_fence_each_other(run_dir: str, monkeypa
     """The trainer, and the process of dcp.async_save, which has opened another epoch to save a failed step again."""
     state, writer = {"w": torch.randn(10)}, ckpt.dcp.StorageWriter(run_dir)
     save(state, 1, writer)
-    trainer, pickled = dict(coordinator._owners), pickle.dumps(writer)
+    trainer, pickled = dict(incarnation._owners), pickle.dumps(writer)
     another_job()
     monkeypatch.setattr(events, "_armed", events._parse("pack.written:eio"))
     refused(lambda: save(state, 2, pickle.loads(pickled)))
     save(state, 2, pickle.loads(pickled))
     another_job()
-    coordinator._owners.update(trainer)
+    incarnation._owners.update(trainer)
     save(state, 3, pickle.loads(pickled))
     assert history(run_dir) == [3, 2, 1] and len(records(run_dir).state.acquires) == 2
 
@@ -682,12 +682,12 @@ def test_plans_that_a_planner_keeps_do_not_keep_checkpoints(run_dir: str) -> Non
 
     class Fenced(Kept):
         def finish_plan(self, new_plan: Any) -> Any:
-            mine = dict(coordinator._incarnations), dict(coordinator._owners)
+            mine = dict(incarnation._incarnations), dict(incarnation._owners)
             another_job()
             save({"n": 1}, 7, f"{run_dir}-other")
             save(state, 7, tier)
-            coordinator._incarnations.update(mine[0])
-            coordinator._owners.update(mine[1])
+            incarnation._incarnations.update(mine[0])
+            incarnation._owners.update(mine[1])
             return super().finish_plan(new_plan)
 
     fenced = Fenced(enable_plan_caching=True)

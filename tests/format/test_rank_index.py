@@ -36,11 +36,12 @@ from ckpt.format.merged import SavedState
 from ckpt.format.partition import GLOBAL, Seat
 from ckpt.format.rank_index import Directory
 from ckpt.format.table import Shard, Table, merge
-from ckpt.restore import resume
+from ckpt.restore import division
 from ckpt.restore.sources import StoreSource
 from ckpt.runlog.log import Commit
 from ckpt.state.capture import Capture
-from ckpt.state.placement import Filler, Placement
+from ckpt.state.filler import Filler
+from ckpt.state.placement import Placement
 
 Json = dict[str, Any]
 WORLD = scale.World(stages=2, tensor=2, fsdp=8, layers=4, width=64)
@@ -260,9 +261,9 @@ def test_what_ranks_read_and_send_fits_together(run: Path, nodes: tuple[int, ...
         placement = place(other, rank, source.saved)
         source.narrow(boxes(placement))
         filler = Filler(source.saved, placement.fills)
-        posts.append(resume._wishes(source, filler))
+        posts.append(division.wishes(source, filler))
         wanted.append(set(source.saved.numbers[filler.blobs].tolist()))
-    work = [resume._divided(rank, posts, nodes) for rank in range(other.size)]
+    work = [division.divided(rank, posts, nodes) for rank in range(other.size)]
     for rank, one in enumerate(work):
         sent = {blob for each in work for blob, to in each.recipients.items() if rank in to}
         assert sent == set(one.expects) and not sent & set(one.reads)
@@ -270,7 +271,7 @@ def test_what_ranks_read_and_send_fits_together(run: Path, nodes: tuple[int, ...
     for node in set(nodes):
         read_there = [blob for rank, one in enumerate(work) if nodes[rank] == node for blob in one.reads]
         assert len(read_there) == len(set(read_there))
-    assert resume._fitting([{**post, "problems": []} for post in posts], listed(run))
+    assert division.fitting([{**post, "problems": []} for post in posts], listed(run))
 
 
 # -- a directory is what the tables say --

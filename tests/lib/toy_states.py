@@ -14,7 +14,7 @@ from ckpt.checkpoint.write import build_table
 from ckpt.format.layout import Layout
 from ckpt.format.merged import SavedState as SavedState
 from ckpt.state.capture import Capture, Reading
-from ckpt.state.placement import Filler
+from ckpt.state.filler import Filler
 
 State = dict[str, Any]
 

@@ -28,7 +28,8 @@ from ckpt.testing import StoreTests, keys, pieces, upload
 from ckpt_backends.disk import Disk
 from ckpt_backends.local import LocalStore
 from ckpt_backends.memory import MemoryStore
-from ckpt_backends.remote import PART, RemoteStore
+from ckpt_backends.remote import RemoteStore
+from ckpt_backends.remote_upload import PART
 from ckpt_backends.retry import Retry
 from ckpt_backends.s3 import S3Store
 from commands import Result, attempt_of, call, flip, save, save_increments, spawn

@@ -35,8 +35,8 @@ from ckpt.errors import CheckpointError, CorruptError
 from ckpt.format.manifest import Attempt, new_nonce
 from ckpt.ranks.world import World
 from ckpt.redo.frame_file import StoredFrame
-from ckpt.restore import redo_source
-from ckpt.restore.redo_source import look
+from ckpt.restore import redo_logs
+from ckpt.restore.redo_logs import look
 from ckpt.restore.resume import Restored, gather, restore_first
 from ckpt.runlog.log import Commit, RunLog
 from ckpt.state.capture import Capture
@@ -401,7 +401,7 @@ def test_ranks_meet_where_the_damaged_one_ends(left: Left, monkeypatch: pytest.M
     base = logs.frames[0][ranks[0]].frame.base
     commits: Any = {a: "a checkpoint" for a in (ranks[0], base) if a is not None}
     logs.frames[1] = {a: logs.frames[0][a] for a in ranks[:4]}
-    monkeypatch.setattr(redo_source, "NEWEST", 4)
+    monkeypatch.setattr(redo_logs, "NEWEST", 4)
     assert not [a for a, (_, found) in logs.reach(commits).items() if found == [0, 1]]
     logs.damage[1] = [("a frame does not match its digest", [ranks[4]])]
     assert max(a for a, (_, found) in logs.reach(commits).items() if found == [0, 1]) == ranks[3]

@@ -22,7 +22,7 @@ from ckpt.checkpoint.retention import Keep
 from ckpt.cli import cli
 from ckpt.errors import SaveError, StoreError, UsageError
 from ckpt.store import open_store
-from ckpt.tiers import as_tiers
+from ckpt.tiers import as_tiers, spread
 from model_disk import volume
 from processes import eventually, killed, run_script
 
@@ -147,17 +147,12 @@ def test_what_keep_says_stays(run_dir: str, settings: dict[str, Any], stay: list
 
 def test_what_is_given_by_a_word_keeps_everything(tmp_path: Path) -> None:
     """A folder or URL that is no `Tier`, wherever places are said; and a `Tier` says the same to all of them."""
-    from ckpt.lightning import callback as lightning
-    from ckpt.transformers import callback as transformers
-
     folder, three = str(tmp_path / "run"), ckpt.Tier(str(tmp_path / "run"), keep=3)
     for kept, given in ((True, folder), (False, three)):
         words: Any = [given]
-        places = [as_tiers(words)[1], as_tiers(lightning.places(words, None))[1], dcp.storage._tiers(words)]
-        places.append(as_tiers(transformers._spread(words, None)[0])[1])
+        places = [as_tiers(words)[1], as_tiers(spread(words, None))[1], dcp.storage._tiers(words)]
         if kept:
-            spread, _ = transformers._spread(words, 20)
-            places += [as_tiers(words, "auto")[1], as_tiers(lightning.places(words, 20))[1], as_tiers(spread)[1]]
+            places += [as_tiers(words, "auto")[1], as_tiers(spread(words, 20))[1]]
         assert [tier.keeping.all for (tier,) in places] == [kept] * len(places)
         assert all(tier.keeping.last == 3 for (tier,) in places)
 

@@ -41,7 +41,7 @@ from ckpt.errors import (
 from ckpt.events import REDO_POINTS
 from ckpt.format.manifest import Attempt
 from ckpt.redo.frame_file import StoredFrame
-from ckpt.restore import redo_source
+from ckpt.restore import redo_logs
 from kills import Trainer, steps_on_disk
 from model_disk import Volume, volume
 from processes import eventually, killed, run_script, writers
@@ -196,7 +196,7 @@ def run(run_dir: str) -> Run:
 
 def frames(folder: str | Path, rank: int = 0) -> dict[int, StoredFrame]:
     """The whole frames of a rank, by step; the newest history counts."""
-    found = redo_source.look(f"file://{folder}").frames.get(rank, {})
+    found = redo_logs.look(f"file://{folder}").frames.get(rank, {})
     return {attempt.step: found[attempt] for attempt in sorted(found)}
 
 
@@ -391,7 +391,7 @@ def test_negative_control_a_wrong_byte_would_be_seen(run_dir: str, monkeypatch: 
     flip(found.path, values - 20)  # of the last blob that is stored
     with opened(state, f"{run_dir}.copy") as cp:
         assert cp.restore() == 5 and toy.digest(state) == digests[5]
-        monkeypatch.setattr(redo_source.Logs, "verify", lambda *_: None)
+        monkeypatch.setattr(redo_logs.Logs, "verify", lambda *_: None)
         assert cp.restore(step=5) == 5
         with pytest.raises(CheckpointError, match=r"could not be redone|does not decompress|damaged"):
             cp.restore(step=6)

@@ -20,7 +20,7 @@ import parallel
 from ckpt.cli import cli
 from ckpt.ipc import channel
 from ckpt.redo.frame import Frame
-from ckpt.restore import redo_source
+from ckpt.restore import redo_logs
 from kills import Trainer
 from model_disk import why_not
 from parallel import free_port
@@ -131,7 +131,7 @@ def out(tmp_path: Path) -> Iterator[Path]:
 
 def cut(folder: Path, rank: int, after: int) -> None:
     """The log of a rank ends with this step, in the middle of the next."""
-    frames = redo_source.look(f"file://{folder}").frames[rank]
+    frames = redo_logs.look(f"file://{folder}").frames[rank]
     one = next(stored for attempt, stored in frames.items() if attempt.step == after + 1)
     os.truncate(one.path, one.offset + one.size // 2)
 
@@ -165,7 +165,7 @@ def test_ranks_go_on_at_the_newest_step_that_all_logs_lead_to(tmp_path: Path, ou
     run = tmp_path / "run"
     settings = {"out": str(out)}
     assert [one["step"] for one in Job(2, run=str(run), steps=13, **settings).run(own_sockets)] == [0, 0]
-    for frames in redo_source.look(f"file://{run}").frames.values():
+    for frames in redo_logs.look(f"file://{run}").frames.values():
         assert all(predictable(stored.frame) == {"ddp_model", "fsdp_model"} for stored in frames.values())
     for world in (2, 1, 3):
         shutil.copytree(run, tmp_path / f"by{world}")
@@ -187,6 +187,6 @@ def test_nodes_with_folders_of_their_own(tmp_path: Path, out: Path, own_sockets:
         (tmp_path / f"run-{rank}").mkdir()
     settings = {"run": str(tmp_path / "run"), "out": str(out), "apart": True}
     Job(2, steps=13, **settings).run(own_sockets)
-    assert [sorted(redo_source.look(f"file://{tmp_path}/run-{rank}").frames) for rank in range(2)] == [[0], [1]]
+    assert [sorted(redo_logs.look(f"file://{tmp_path}/run-{rank}").frames) for rank in range(2)] == [[0], [1]]
     cut(tmp_path / "run-1", 1, 12)
     started(Job(2, steps=12, **settings).run(own_sockets), 12, 2)

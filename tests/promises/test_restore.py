@@ -42,10 +42,11 @@ from ckpt.ranks.world import World
 from ckpt.restore.resume import Restored, restore_first
 from ckpt.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource
 from ckpt.runlog.log import Acquire, Commit, RunLog
-from ckpt.state.capture import Capture, _spec
-from ckpt.state.placement import Filler, Target
+from ckpt.state.capture import Capture
+from ckpt.state.filler import Filler, Target
 from ckpt.state.sharding import StateEntry, indices
 from ckpt.state.sharding import pieces as of_rank
+from ckpt.state.structure import _spec
 from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE
 from ckpt.store import Store, open_store
 from ckpt.trainer.snapshot import PendingSnapshot

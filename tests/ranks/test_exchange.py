@@ -25,8 +25,9 @@ from hypothesis import strategies as st
 
 from ckpt.errors import ClosedError, CorruptError, DeadlineError, PeerError, StoreError, UsageError
 from ckpt.format.table import MAX_BLOB
-from ckpt.ranks import exchange
-from ckpt.ranks.exchange import Exchange, RankReads, assign
+from ckpt.ranks import exchange, link
+from ckpt.ranks.assign import RankReads, assign
+from ckpt.ranks.exchange import Exchange
 from processes import REPO, eventually, start_python
 
 QUICK = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
@@ -493,8 +494,8 @@ def test_addresses_are_such_as_others_can_use(monkeypatch: pytest.MonkeyPatch) -
     }
     speed = {"lo": 0, "slow": 1000, "fast": 100_000, "down": 400_000}
     stats = {name: SimpleNamespace(isup=name != "down", speed=speed[name]) for name in there}
-    monkeypatch.setattr(exchange.psutil, "net_if_addrs", lambda: there)
-    monkeypatch.setattr(exchange.psutil, "net_if_stats", lambda: stats)
+    monkeypatch.setattr(link.psutil, "net_if_addrs", lambda: there)
+    monkeypatch.setattr(link.psutil, "net_if_stats", lambda: stats)
     with several(1) as (a,):
         assert json.loads(json.dumps(a.contact)) == a.contact
         assert a.contact["addresses"] == ["10.1.0.1", "fd00::1", "10.0.0.1"]

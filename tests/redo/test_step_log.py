@@ -37,7 +37,8 @@ from ckpt.redo.encode_frame import Sealed, foresee
 from ckpt.redo.frame import DELTA, DERIVED, PREDICTED, RAW, SAME, WHOLE
 from ckpt.redo.frame_file import StoredFrame
 from ckpt.redo.optimizer_recipe import GroupWatch, find_recipes
-from ckpt.restore.redo_source import Logs, RedoChain, look, redo
+from ckpt.restore.redo_logs import Logs, RedoChain, look
+from ckpt.restore.redo_source import redo
 from ckpt.restore.sources import HeldSnapshot
 from ckpt.state.capture import Capture, Reading
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.state.placement import Filler
+from ckpt.state.filler import Filler
 
 State = dict[str, Any]
 Open = Callable[..., ckpt.Checkpointer]

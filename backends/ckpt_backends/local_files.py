@@ -1,0 +1,272 @@
+"""Files of the local store that are open: large ones being written, and those that ranges are read out of."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import stat
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ckpt.errors import ExistsError, FullError, NotFoundError, StoreError
+from ckpt.events import point
+from ckpt.store import PAGE
+from ckpt_backends.disk import Disk
+
+if TYPE_CHECKING:
+    from ckpt_backends.local import LocalStore
+
+OPEN_FILES = 16
+_VECTORS = 1024  # of one preadv, at most
+
+
+class LocalUpload:
+    """Whole pages go past the page cache; whatever is not aligned goes through it. One fsync makes both durable.
+
+    `final`: the name it gets in the end, if it replaces what has it now.
+    """
+
+    part = 0
+
+    def __init__(self, store: LocalStore, path: str, final: str, size: int, buffered: int, direct: int | None) -> None:
+        self._store, self._path, self._final, self._size = store, path, final, size
+        self._buffered, self._direct = buffered, direct
+        self._files = [fd for fd in (buffered, direct) if fd is not None]
+        self._users = 1  # this object, and each write in progress: the last one closes the files
+        self._open = True
+        self._lock = threading.Lock()
+
+    async def write_at(self, offset: int, view: memoryview) -> None:
+        if offset + len(view) > self._size:
+            raise StoreError(f"{self._path}: written past its declared size")
+        with errors(self._store.url, self._path):
+            await self._store.run(self._write, offset, view)
+
+    def _write(self, offset: int, view: memoryview) -> None:
+        """In a thread, which may outlast the upload: a cancelled write goes on, and must not meet a closed descriptor,
+        whose number may be another file's by then."""
+        with self._lock:
+            if not self._open:
+                return  # given up meanwhile
+            self._users += 1
+        try:
+            self._write_all(offset, view)
+        finally:
+            self._release()
+
+    def _write_all(self, offset: int, view: memoryview) -> None:
+        while view:
+            pages = len(view) // PAGE * PAGE if offset % PAGE == 0 else 0
+            direct = self._direct
+            if pages and direct is not None and _address(view) % PAGE == 0:
+                try:
+                    written = self._store.disk.pwrite(direct, view[:pages], offset)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:  # EINVAL: this disk wants a coarser alignment
+                        raise
+                    self._direct = None
+                    continue
+            else:
+                written = self._store.disk.pwrite(self._buffered, view, offset)
+            offset += written
+            view = view[written:]
+
+    async def finish(self) -> None:
+        with errors(self._store.url, self._path):
+            await self._store.run(self._finish)
+
+    def _finish(self) -> None:
+        disk = self._store.disk
+        try:
+            disk.truncate(self._buffered, self._size)
+            point("pack.written")
+            disk.fsync(self._buffered)
+            if self._final != self._path:  # while it is locked
+                disk.replace(self._path, self._final)
+                self._store.open_files.forget(self._final)
+        finally:
+            self._close()
+        disk.fsync_dir(os.path.dirname(self._path))
+        point("pack.synced")
+
+    async def abort(self) -> None:
+        await self._store.run(self._abort)
+
+    def _abort(self) -> None:
+        self._close()
+        with contextlib.suppress(OSError):  # gone already, or a disk beyond help: clean-up will find it
+            self._store.disk.unlink(self._path)
+
+    def _close(self) -> None:
+        with self._lock:
+            was_open, self._open = self._open, False
+        if was_open:
+            self._release()
+
+    def _release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            last = self._users == 0
+        for fd in self._files if last else ():
+            with contextlib.suppress(OSError):
+                self._store.disk.close(fd)
+
+
+class OpenFiles:
+    """Files that are read, kept open: a reader must not lose a file that is cleaned up under it."""
+
+    def __init__(self, disk: Disk, direct: bool) -> None:
+        self._disk, self._direct = disk, direct
+        self._readers: OrderedDict[str, _Reader] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def reading(self, path: str) -> Iterator[_Reader]:
+        with self._lock:
+            reader = self._readers.get(path)
+            if reader is None:
+                reader = self._readers[path] = _Reader(self._disk, path, self._direct)
+                while len(self._readers) > OPEN_FILES:
+                    self._readers.popitem(last=False)[1].release()
+            reader.users += 1
+        try:
+            yield reader
+        finally:
+            with self._lock:
+                reader.release()
+
+    def forget(self, path: str) -> None:
+        """The name means another file now, or none."""
+        with self._lock:
+            if (reader := self._readers.pop(path, None)) is not None:
+                reader.release()
+
+    def close(self) -> None:
+        for path in list(self._readers):
+            self.forget(path)
+
+
+class _Reader:
+    """One open file and how many are using it."""
+
+    def __init__(self, disk: Disk, path: str, direct: bool) -> None:
+        self._disk, self._path = disk, path
+        self._buffered = self._disk.open(path, os.O_RDONLY)
+        try:
+            self._size = size_of(self._buffered, path)
+        except BaseException:
+            self._disk.close(self._buffered)
+            raise
+        try:
+            self._direct = open_direct(disk, path, os.O_RDONLY) if direct else None
+        except OSError:
+            self._direct = None
+        self.users = 1  # the list of what is open is one of them
+
+    def release(self) -> None:
+        self.users -= 1
+        if self.users == 0:
+            for fd in (self._buffered, self._direct):
+                if fd is not None:
+                    self._disk.close(fd)
+
+    def read(self, start: int, length: int, into: memoryview | None) -> memoryview:
+        if start + length > self._size:
+            raise StoreError(f"{self._path} holds {self._size} bytes, {start + length} were asked for")
+        first = start // PAGE * PAGE
+        last = -(-(start + length) // PAGE) * PAGE
+        if self._direct is not None and length >= PAGE:
+            if into is None or len(into) < last - first:
+                into = memoryview(mmap.mmap(-1, last - first))  # page-aligned
+            try:
+                self._fill(self._direct, into[: last - first], first, start + length - first)
+                return into[start - first : start - first + length]
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+        if into is None or len(into) < length:
+            into = memoryview(bytearray(length))
+        self._fill(self._buffered, into[:length], start, length)
+        return into[:length]
+
+    def scatter(self, start: int, views: Sequence[memoryview]) -> None:
+        if start + sum(map(len, views)) > self._size:
+            raise StoreError(f"{self._path} holds {self._size} bytes, more were asked for, from {start} on")
+        left = [view for view in views if len(view)]
+        while left:
+            count = self._disk.scatter(self._buffered, left[:_VECTORS], start)
+            if count <= 0:
+                raise StoreError(f"{self._path} ended early, at {start} of {self._size} bytes")
+            start += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
+
+    def soon(self, start: int, length: int) -> None:
+        os.posix_fadvise(self._buffered, start, max(0, min(length, self._size - start)), os.POSIX_FADV_WILLNEED)
+
+    def _fill(self, fd: int, view: memoryview, offset: int, needed: int) -> None:
+        done = 0
+        while done < needed:
+            count = self._disk.preadv(fd, view[done:], offset + done)
+            if count <= 0:
+                raise StoreError(f"{self._path} ended early, at {offset + done} of {self._size} bytes")
+            done += count
+            if fd == self._direct and done < needed and done % PAGE:  # it cannot be continued inside a page
+                raise OSError(errno.EINVAL, "short direct read", self._path)
+
+
+def open_direct(disk: Disk, path: str, flags: int) -> int | None:
+    """A descriptor that goes past the page cache; None where the file system has no such."""
+    try:
+        return disk.open(path, flags | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return None
+
+
+def size_of(fd: int, path: str) -> int:
+    """Of an open file. StoreError if it is something else, such as a pipe."""
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise StoreError(f"{path} is not a file")
+    return found.st_size
+
+
+def _address(view: memoryview) -> int:
+    import numpy as np  # not needed to open a store, list it or read a small file
+
+    return np.frombuffer(view, np.uint8).ctypes.data
+
+
+def translated(error: OSError, url: str, path: str) -> StoreError:
+    what = f"{os.strerror(error.errno) if error.errno else error} ({path} in {url})"
+    if isinstance(error, FileNotFoundError):
+        return NotFoundError(what)
+    if isinstance(error, FileExistsError):
+        return ExistsError(what)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return FullError(
+            f"no space left: {what}. Free some: `ckpt prune {url} --keep-last 3` gives up older checkpoints, and "
+            "keep=3 on its Tier does so from now on"
+        )
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return StoreError(
+            f"not allowed: {what}. Check the owner and mode of the folder, and that it is not mounted read-only"
+        )
+    return StoreError(what, retryable=error.errno in (errno.EIO, errno.EINTR, errno.EAGAIN))
+
+
+@contextlib.contextmanager
+def errors(url: str, path: str) -> Iterator[None]:
+    """The operating system's errors, by their meaning."""
+    try:
+        yield
+    except OSError as error:
+        raise translated(error, url, path) from error

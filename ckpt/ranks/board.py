@@ -1,0 +1,135 @@
+"""The key-value store of a job, as the board on which its ranks post JSON for each other.
+
+It is asked with `check`, with a growing pause, and not with `wait`: a TCPStore's `wait` holds up every other request of
+its connection, cannot be interrupted, logs two warnings each time it runs out, and outlasts its own timeout where the
+host of the store stands still.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from concurrent import futures
+from functools import partial
+from typing import Any, TypeVar
+
+from ckpt.errors import PeerError, UsageError
+
+Json = Any
+T = TypeVar("T")
+
+ANSWER_S = 60.0  # for the store to answer one request; its host may look up a name first, and wait for that
+PAUSE_S = 0.25  # between two looks at the store, at most
+SQUEEZE = 4 << 10  # bytes from which a value is compressed
+MAX_VALUE = 1 << 30  # bytes, compressed
+PIECE = 7 << 20  # bytes in one key of the store; a TCPStore drops the connection at 8 MiB
+
+
+class Board:
+    """A connection to the store, for any thread. Every request is answered in `answer_s`, or PeerError."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.answer_s = store, ANSWER_S
+        self._lock = threading.Lock()
+        self._silent = False
+
+    def another(self) -> Board:
+        """A connection of its own, where the store has such."""
+        return Board(self._ask(self._store.clone) if hasattr(self._store, "clone") else self._store)
+
+    def put(self, key: str, body: bytes) -> None:
+        if len(body) > PIECE:
+            starts = range(0, len(body), PIECE)
+            for i, start in enumerate(starts):
+                self._ask(partial(self._store.set, f"{key}/{i}", body[start : start + PIECE]))
+            body = b"p%d" % len(starts)
+        self._ask(partial(self._store.set, key, body))
+
+    def get(self, keys: list[str]) -> list[Json]:
+        """Of keys that are there."""
+        bodies = self._ask(lambda: [bytes(self._store.get(key)) for key in keys])
+        return [unpack(self._joined(key, body)) for key, body in zip(keys, bodies, strict=True)]
+
+    def _joined(self, key: str, body: bytes) -> bytes:
+        """A value that was too large for one key lies in several."""
+        if body[:1] != b"p" or not body[1:].isdigit():
+            return body
+        return b"".join(bytes(self._ask(partial(self._store.get, f"{key}/{i}"))) for i in range(int(body[1:])))
+
+    def has(self, keys: list[str]) -> bool:
+        return bool(self._ask(lambda: self._store.check(keys)))
+
+    def missing(self, keys: list[str], timeout_s: float) -> set[str]:
+        """Those that do not come in time."""
+        end, pause = time.monotonic() + timeout_s, 0.001
+        while not self.has(keys):
+            left = end - time.monotonic()
+            if left <= 0:
+                return {key for key in keys if not self.has([key])}
+            time.sleep(min(pause, left))
+            pause = min(pause * 1.2, PAUSE_S)  # so that little is lost after the last one came
+        return set()
+
+    def drop(self, keys: list[str]) -> None:
+        """Delete what is there of them, if the store can."""
+        if hasattr(self._store, "delete_key"):
+            with contextlib.suppress(PeerError):
+                self._ask(lambda: [self._store.delete_key(key) for key in keys])
+
+    def _ask(self, request: Callable[[], T]) -> T:
+        """In a thread of its own: requests know no deadline themselves, and one to a frozen host never returns."""
+        answer: futures.Future[T] = futures.Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(request())
+            except Exception as error:
+                answer.set_exception(error)
+
+        with self._lock:
+            if not self._silent:
+                try:
+                    threading.Thread(target=run, daemon=True).start()
+                except RuntimeError:  # no threads any more: the interpreter is shutting down
+                    run()
+                self._silent = not futures.wait([answer], self.answer_s).done
+            if self._silent:
+                raise PeerError(f"the store of the job cannot be reached: no answer within {self.answer_s:g} s")
+        try:
+            return answer.result()
+        except (RuntimeError, OSError) as error:  # torch's own are RuntimeErrors
+            raise PeerError(f"the store of the job cannot be reached: {str(error).partition(chr(10))[0]}") from error
+
+
+class Alone:
+    """The store of a job of one rank, for its mailbox."""
+
+    def __init__(self) -> None:
+        values: dict[str, bytes] = {}
+        self.set, self.get = values.__setitem__, values.__getitem__
+        self.check: Callable[[list[str]], bool] = lambda keys: values.keys() >= set(keys)
+
+
+def pack(value: Json) -> bytes:
+    """One byte that says how (`j`: as it is, `z`: compressed), then JSON. UsageError if it cannot be said."""
+    try:
+        text = json.dumps(value, separators=(",", ":")).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"ranks tell each other JSON only: {error}") from None
+    body = b"j" + text if len(text) <= SQUEEZE else b"z" + zlib.compress(text)
+    if len(body) > MAX_VALUE:
+        raise UsageError(f"{len(body)} bytes are too much for one message between ranks, which holds {MAX_VALUE}")
+    return body
+
+
+def unpack(body: bytes) -> Json:
+    try:
+        if body[:1] not in (b"j", b"z"):
+            raise ValueError(body[:20])
+        return json.loads(zlib.decompress(body[1:]) if body[:1] == b"z" else body[1:])
+    except (ValueError, zlib.error, RecursionError) as error:
+        raise PeerError(f"the store of the job holds something that is no message of ours: {error}") from None

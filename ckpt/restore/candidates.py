@@ -1,0 +1,204 @@
+"""Which checkpoints all ranks together can restore: each says what it sees, and all get the same list.
+
+snapshots on this node, the logs of all tiers, redo logs -> look -> (all agree) -> sources, newest first
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ckpt.checkpoint import losses, read
+from ckpt.checkpoint.losses import Loss
+from ckpt.errors import UsageError
+from ckpt.format.manifest import Attempt
+from ckpt.format.values import Json
+from ckpt.ranks.together import together
+from ckpt.ranks.world import World
+from ckpt.restore.redo_logs import Logs, look
+from ckpt.restore.redo_source import RedoSource
+from ckpt.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource
+from ckpt.runlog.log import Acquire, Commit, RunLog, in_history
+
+MOST_LOST = 64  # damaged logs that a rank tells the others of
+
+
+def gather(
+    world: World,
+    snapshots: Iterable[HeldSnapshot],
+    acquires: Iterable[Acquire],
+    urls: Sequence[str],
+    roots: Sequence[Sequence[int]],
+    step: int | None,
+    lost: list[Loss] | None = None,
+) -> list[RestoreSource]:
+    """Every checkpoint that all ranks together can restore, newest first, memory before disk, what was undone last.
+
+    `snapshots`: on this node; `acquires`: the history as far as memory knows it; `roots`: for each of the tiers `urls`,
+    which root each rank has (by the lowest rank that has it). With `step` only checkpoints of that step, and without it
+    nothing that was undone or not finite. All ranks get the same list. What damage has taken away is added to `lost`.
+    """
+    view = _View(world, urls, roots)
+    agreed, damage = together(world, "candidates", lambda: view.look(snapshots, acquires, step), _candidates)
+    if lost is not None:
+        lost += [Loss(tier, reason, tuple(map(Attempt.parse, attempts))) for tier, reason, attempts in damage]
+    return [view.source(one, agreed) for one in agreed]
+
+
+Candidate = tuple[str, int, bool]
+"""Attempt; place: 0 is memory, then come the tiers, then what their redo logs lead to; whether it was undone."""
+
+
+class _View:
+    """What this rank sees: the memory of its node, and all tiers."""
+
+    def __init__(self, world: World, urls: Sequence[str], roots: Sequence[Sequence[int]]) -> None:
+        self._world, self._urls, self._roots = world, urls, roots
+        self._here: dict[Attempt, list[HeldSnapshot]] = {}
+        self._logs: list[RunLog] = []
+        self._redos: dict[int, Logs] = {}
+
+    def _speaks(self, tier: int) -> bool:
+        """For all that have the same root."""
+        return self._roots[tier][self._world.rank] == self._world.rank
+
+    def look(self, snapshots: Iterable[HeldSnapshot], acquires: Iterable[Acquire], step: int | None) -> Json:
+        """As JSON, for all ranks."""
+        for snapshot in snapshots:
+            self._here.setdefault(snapshot.attempt, []).append(snapshot)
+        found: list[Loss] = []
+        for i, url in enumerate(self._urls):
+            log, damage = read.run(_log_of(url))
+            self._logs.append(log)
+            if self._speaks(i):
+                found += damage
+                self._redos[i] = look(url, verify=False)
+        known = {*acquires, *(a for log in self._logs for a in log.state.acquires)}
+        mine = [self._speaks(i) for i in range(len(self._urls))]
+        redoable = [
+            _redoable(self._redos[i], log, known, step, found) if mine[i] else None for i, log in enumerate(self._logs)
+        ]
+        return {
+            "step": step,
+            "memory": [_held(attempt, parts) for attempt, parts in self._here.items()],
+            "acquires": [[a.epoch, a.nonce, None if a.restored is None else str(a.restored)] for a in known],
+            "tiers": [_commits(log) if mine[i] else None for i, log in enumerate(self._logs)],
+            "redo": redoable,
+            "lost": [[one.tier, one.reason, [str(a) for a in one.attempts]] for one in found[:MOST_LOST]],
+        }
+
+    def source(self, one: Candidate, agreed: Sequence[Candidate]) -> RestoreSource:
+        """One of those that were agreed on."""
+        text, place, undone = one
+        attempt, world, tiers = Attempt.parse(text), self._world, len(self._urls)
+        if place == 0:
+            mine, speaks = self._here.get(attempt, ()), world.local_rank == 0
+            return MemorySource(attempt, mine, alone=world.size == 1, undone=undone, describing=speaks)
+        if place > tiers:
+            return self._redo_source(attempt, place - 1 - tiers, undone=undone)
+        i = place - 1
+        state = self._logs[i].state
+        return StoreSource(
+            self._urls[i],
+            attempt,
+            state.commits.get(attempt) or state.held.get(attempt),
+            partial=len(set(self._roots[i])) > 1,
+            undone=undone,
+            describing=self._speaks(i),
+            others=[self._urls[p - 1] for same, p, _ in agreed if same == text and 0 < p <= tiers and p != place],
+        )
+
+    def _redo_source(self, attempt: Attempt, tier: int, *, undone: bool) -> RedoSource:
+        """The ranks that see the same logs share out whose steps they redo."""
+        url, world, roots, state = self._urls[tier], self._world, self._roots[tier], self._logs[tier].state
+        if tier not in self._redos:
+            self._redos[tier] = look(url, verify=False)
+        logs = self._redos[tier]
+        group = [rank for rank in range(world.size) if roots[rank] == roots[world.rank]]
+        saved = sorted(rank for rank, frames in logs.frames.items() if attempt in frames)
+        return RedoSource(
+            attempt,
+            logs,
+            {**state.held, **state.commits},
+            [rank for k, rank in enumerate(saved) if group[k % len(group)] == world.rank],
+            alone=world.size == 1,
+            undone=undone,
+            initializer=_with_denormals,
+            others=[other for other in self._urls if other != url],
+        )
+
+
+def _candidates(posts: list[Any]) -> tuple[list[Candidate], list[Json]]:
+    """What is whole in one place, and what is lost: tier, reason, attempts. Pure.
+
+    What was undone is what any place knows to be undone: another may have been away when a job went back.
+    """
+    step = posts[0]["step"]
+    for rank, post in enumerate(posts):
+        if post["step"] != step:
+            raise UsageError(f"rank {rank} asks for {_asked(post['step'])}, rank 0 for {_asked(step)}")
+    acquires = {(e, n): Acquire(e, n, r and Attempt.parse(r)) for post in posts for e, n, r in post["acquires"]}
+    found: list[tuple[Attempt, int]] = []
+    broken: set[Attempt] = set()  # some rank said that it is not finite: restored only if asked for by its step
+    places = [[post["memory"], *post["tiers"], *post["redo"]] for post in posts]
+    for place in range(len(places[0])):
+        parts: dict[Attempt, tuple[int, set[int]]] = {}
+        for post in places:
+            for text, size, ranks, finite in post[place] or ():
+                parts.setdefault(Attempt.parse(text), (size, set()))[1].update(ranks)
+                if finite is False:
+                    broken.add(Attempt.parse(text))
+        found += [(attempt, place) for attempt, (size, ranks) in parts.items() if len(ranks) == size]
+    history = set(in_history(sorted(acquires.values(), key=lambda a: a.epoch), {attempt for attempt, _ in found}))
+    known = [(attempt, place, attempt not in history) for attempt, place in found]
+    wanted = [one for one in known if (not one[2] and one[0] not in broken if step is None else one[0].step == step)]
+    wanted.sort(key=lambda one: (one[2], -one[0].epoch, -one[0].step, one[1]))
+    every = [one for post in posts for one in post["lost"]]
+    gone = {Attempt.parse(text) for _, _, attempts in every for text in attempts}
+    if step is None:
+        gone &= set(in_history(sorted(acquires.values(), key=lambda a: a.epoch), gone))
+    lost = [[tier, reason, [a for a in attempts if Attempt.parse(a) in gone]] for tier, reason, attempts in every]
+    return [(str(attempt), place, undone) for attempt, place, undone in wanted], lost
+
+
+def _asked(step: int | None) -> str:
+    return "the newest checkpoint" if step is None else f"step {step}"
+
+
+def _held(attempt: Attempt, parts: list[HeldSnapshot]) -> Json:
+    """What the memory of this node has of an attempt, in the same form as `_commits`."""
+    finite = False if any(s.label.finite is False for s in parts) else None
+    return [str(attempt), parts[0].layout.world, [s.layout.rank for s in parts], finite]
+
+
+def _commits(log: RunLog) -> list[Json]:
+    """What a root has, whole or in part: attempt, ranks that saved, ranks whose part is here, whether it is finite."""
+    state = log.state
+    every: dict[Attempt, Commit] = {**state.held, **state.commits}
+    return [[str(a), c.world, [rank for rank, _, _ in c.parts], c.finite] for a, c in every.items()]
+
+
+def _redoable(logs: Logs, log: RunLog, acquires: Collection[Acquire], step: int | None, lost: list[Loss]) -> list[Json]:
+    """What the redo logs of a root lead to, in the same form as `_commits`. What they do not lead to any more is added
+    to `lost`."""
+    commits = {**log.state.held, **log.state.commits}
+    logs.verify(commits, acquires, step)
+    lost += logs.losses(commits, acquires)
+    return [
+        [str(attempt), size, ranks, logs.finite(attempt, ranks)]
+        for attempt, (size, ranks) in logs.reach(commits, acquires, step).items()
+    ]
+
+
+def _with_denormals() -> None:
+    torch.set_flush_denormal(False)
+
+
+async def _log_of(url: str) -> tuple[RunLog, list[Loss]]:
+    log = await read.open_run(url)
+    try:
+        return log, await losses.of_log(log)
+    finally:
+        await log.store.aclose()

@@ -1,0 +1,197 @@
+"""How a module is read, and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ckpt.errors import CorruptError
+from ckpt.format.saved_nodes import SavedNode
+from ckpt.format.values import Json, Path, encode, pairs, show, unpaired
+from ckpt.state.adapters import Collector, Contents, Memories
+from ckpt.state.names import Names
+from ckpt.state.own_words import EXTRA, OwnState, hand_back, listen
+from ckpt.state.placement import Placement, references
+from ckpt.state.sharding import Replicas, StateEntry, clean, replicas_of, reshard, unwrap
+from ckpt.state.tensors import check
+
+
+class ModuleNode:
+    """An nn.Module: parameters and persistent buffers, in place; and what else it says of itself, see
+    `ckpt.state.own_words`."""
+
+    def __init__(self, path: Path, module: nn.Module) -> None:
+        self.path = path
+        self.module, self._ddp = unwrap(module)
+        self._sizes: list[tuple[dict[str, Any], int]] = []
+        self._children: list[tuple[dict[str, Any], str, nn.Module | None]] = []
+        self._places: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._memories = Memories()
+        self._piece: Contents | None = None
+        self._words, self._heard = OwnState(), list[nn.Module]()
+        self._order: list[str] = []  # names, and prefixes of modules that say more
+
+    @property
+    def kind(self) -> str:
+        return "custom module" if self._words.spoken else "module"
+
+    def read(self, names: Names) -> Contents:
+        if self._piece is None:
+            reshard(self.module)
+        if self._piece is None or self.changed():
+            self._piece = self._read()
+        return self._and_words(self._piece) if self._words.spoken else self._piece
+
+    def read_on(self, names: Names) -> Contents:
+        if self._piece is None:
+            return self.read(names)
+        return self._and_words(self._piece) if self._words.spoken else self._piece
+
+    def changed(self) -> bool:
+        """Whether the module has other tensors than were read, or has them elsewhere; sharded, if it gathers them."""
+        if not self._differs():
+            return False
+        reshard(self.module)
+        return self._differs()
+
+    def _differs(self) -> bool:
+        for owner, size in self._sizes:
+            if len(owner) != size:
+                return True
+        for owner, key, child in self._children:
+            if owner.get(key) is not child:
+                return True
+        for owner, key, tensor in self._places:
+            if owner.get(key) is not tensor:
+                return True
+        return self._memories.moved() or self._memories.reshaped()
+
+    def _read(self) -> Contents:
+        self._piece = None  # should reading fail half-way, what is noted below must not pass for unchanged
+        self._sizes, self._children, self._places = [], [], []
+        self._memories = Memories()
+        modules = list(self.module.named_modules(remove_duplicate=False))
+        if len(modules) != len(self._heard) or any(a is not b for (_, a), b in zip(modules, self._heard, strict=True)):
+            self._words, self._heard = listen(self.module, self.path), [module for _, module in modules]
+        live: dict[str, tuple[str, Tensor]] = {}
+        order: dict[str, None] = {}
+        for full, module in modules:
+            prefix = clean(full)
+            members: tuple[dict[str, Any], ...] = (module._modules, module._parameters, module._buffers)
+            self._sizes += [(owner, len(owner)) for owner in members]
+            self._children += [(module._modules, key, child) for key, child in module._modules.items()]
+            if self._words.speaks(inside := f"{prefix}." if prefix else ""):
+                if inside in self._words.speakers:
+                    order[inside] = None
+                continue
+            for owner in members[1:]:
+                for key, tensor in owner.items():
+                    here = f"{prefix}.{key}" if prefix else key
+                    if tensor is None or key in module._non_persistent_buffers_set or here in self._words.left_out:
+                        continue
+                    name = self._words.names.get(here, here)
+                    live[name] = here, check(tensor, (*self.path, here))
+                    order[name] = None
+                    self._places.append((owner, key, tensor))
+            if inside in self._words.extras:
+                order[inside] = None
+        self._order = list(order)
+        self._memories = Memories([tensor for _, _, tensor in self._places])
+        return Contents([self._entry(name, *found) for name, found in live.items()])
+
+    def _entry(self, name: str, key: str, tensor: Tensor) -> StateEntry:
+        return StateEntry(self._name(name), tensor, isinstance(tensor, nn.Parameter), alike(self._ddp, key, tensor))
+
+    def _name(self, key: str) -> str:
+        return show((*self.path, key))
+
+    def _and_words(self, piece: Contents) -> Contents:
+        """All that it consists of by key, as its state_dict() would say it."""
+        collect = Collector()
+        state: dict[str, Json] = {}
+        for key in self._order:
+            if key in self._words.extras:
+                value = self._words.extras[key].get_extra_state()
+                state[key + EXTRA] = encode(value, (*self.path, key + EXTRA), collect)
+            elif key in self._words.speakers:
+                for inner, value in self._words.speakers[key].state_dict(keep_vars=True).items():
+                    state[key + inner] = encode(value, (*self.path, key + inner), collect)
+            else:
+                state[key] = {"$": "tensor", "name": self._name(key)}
+        keys: dict[int, str] = {}
+        if self._ddp is not None:
+            keys = {id(tensor): key for key, tensor in (*self.module.named_parameters(), *self.module.named_buffers())}
+        loose = []
+        for e in collect.entries:
+            mine = alike(self._ddp, keys[id(e.tensor)], e.tensor) if id(e.tensor) in keys else None
+            loose.append(StateEntry(e.name, e.tensor, isinstance(e.tensor, nn.Parameter), mine))
+        return Contents(piece.fixed, loose, pairs(state))
+
+    def prepare(self, saved: SavedNode, placement: Placement) -> None:
+        piece = self.read(Names())
+        lying = {entry.name: entry for entry in piece.fixed}
+        said = {entry.name: entry for entry in piece.loose}
+        state = self._saved_state(saved)
+        free = set(references([value for key, value in state.items() if key.endswith(EXTRA)]))  # may differ each time
+        own = {name: entry for name, entry in (lying | said).items() if not self._in_extra(name)}
+        for name in placement.compare(self.path, [name for name in saved.names if name not in free], own):
+            if name in lying:
+                placement.fill(name, lying[name])
+            else:
+                placement.watch(name, said[name])
+        self._prepare_words(state, said, placement)
+        for module in self._words.loaders.values():
+            placement.finish(self.path, partial(hand_back, module))
+
+    def _in_extra(self, name: str) -> bool:
+        return any(name.startswith(self._name(prefix + EXTRA)) for prefix in self._words.extras)
+
+    def _saved_state(self, saved: SavedNode) -> dict[str, Json]:
+        """What was saved of it by key. CorruptError if it is not that."""
+        if saved.kind == "module":
+            start = len(self._name(""))
+            return {name[start:]: {"$": "tensor", "name": name} for name in saved.names}
+        found = unpaired(saved.values)
+        if found is None:
+            raise CorruptError(f"{show(self.path)}: what is stored of it is not the state of a module")
+        return found
+
+    def _prepare_words(self, state: dict[str, Json], said: Mapping[str, StateEntry], placement: Placement) -> None:
+        claimed = set()
+        for prefix, module in self._words.extras.items():
+            key = prefix + EXTRA
+            claimed.add(key)
+            if key in state:
+                placement.finish(self.path, partial(_set_extra, module, placement.build(state[key])))
+            else:
+                placement.problem(f"{self._name(key)} is not in the checkpoint")
+        for prefix, module in self._words.speakers.items():
+            mine = {key: value for key, value in state.items() if key.startswith(prefix)}
+            claimed |= mine.keys()
+            build = placement.build(pairs({k.removeprefix(prefix): v for k, v in mine.items()}), like=said)
+            placement.finish(self.path, partial(_load, module, build, placement.strict))
+        for key, value in state.items():
+            if key not in claimed and not (type(value) is dict and value.get("$") == "tensor"):
+                placement.problem(f"{self._name(key)} is in the checkpoint, and not in {show(self.path)}")
+
+
+def _set_extra(module: nn.Module, build: Callable[[], Any]) -> None:
+    module.set_extra_state(build())
+
+
+def _load(module: nn.Module, build: Callable[[], Any], strict: bool) -> None:
+    module.load_state_dict(build(), strict=strict)
+
+
+def alike(ddp: nn.parallel.DistributedDataParallel | None, key: str, tensor: Tensor) -> Replicas | None:
+    """The ranks that hold a parameter or buffer of a module alike, by DDP's rules."""
+    replicas = replicas_of(ddp)
+    if ddp is None or replicas is None or key in ddp.parameters_to_ignore:
+        return None
+    if isinstance(tensor, nn.Parameter):
+        return replicas
+    # The first rank's buffers overwrite the others' before each forward; without that they go their own ways.
+    return Replicas(replicas.ranks, first_only=True) if ddp.broadcast_buffers else None

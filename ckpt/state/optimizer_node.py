@@ -1,0 +1,286 @@
+"""How an optimizer is read, and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckpt.errors import CorruptError, StateError
+from ckpt.format.saved_nodes import SavedNode
+from ckpt.format.values import Json, Path, encode, kind_of, show, splitter
+from ckpt.state.adapters import Collector, Contents, Memories
+from ckpt.state.names import Names, Span, span_of
+from ckpt.state.placement import Placement, references
+from ckpt.state.sharding import Replicas, StateEntry, is_dtensor, local
+from ckpt.state.tensors import check
+
+
+class OptimizerNode:
+    """A torch optimizer: state by parameter name, written back directly (its own loader would cast dtypes).
+
+    What it steps and nothing else in the state holds, such as fp32 masters, is saved with it.
+    """
+
+    kind = "optimizer"
+
+    def __init__(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
+        self.path, self.optimizer = path, optimizer
+        self.unguarded = False  # its steps run no hooks
+        self._names: Names | None = None
+        self._piece: Contents | None = None
+        self._state: object = None
+        self._groups: list[list[Tensor]] = []
+        self._dicts: list[tuple[Tensor, dict[str, Any], int]] = []
+        self._places: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._memories = Memories()
+        self._others: list[tuple[str, dict[str, Any], str]] = []
+        self._nameless: list[tuple[str, Tensor, Span | None]] = []  # parameters, by their places
+        self._held: list[bool] = []  # which of them something else holds
+        self._own: dict[str, StateEntry] = {}
+
+    def read(self, names: Names) -> Contents:
+        if self._piece is None or names is not self._names or self.changed() or self._is_held(names) != self._held:
+            self._read(names)
+        return self._contents()
+
+    def read_on(self, names: Names) -> Contents:
+        grown = len(self.optimizer.state) != len(self._dicts)
+        return self.read(names) if self._piece is None or grown else self._contents()
+
+    def _contents(self) -> Contents:
+        assert self._piece is not None
+        collect = Collector()
+        values = {
+            "groups": [
+                {k: encode(v, (*self.path, "param_groups", i, k), collect) for k, v in group.items() if k != "params"}
+                for i, group in enumerate(self.optimizer.param_groups)
+            ],
+            "state": [
+                [name, key, encode(state[key], (*self.path, "state", name, key), collect)]
+                for name, state, key in self._others
+            ],
+        }
+        return Contents(self._piece.fixed, collect.entries, values, self._piece.facts)
+
+    def changed(self) -> bool:
+        """Whether the optimizer has other tensors than were read, or has them elsewhere."""
+        optimizer = self.optimizer
+        state: MutableMapping[Any, Any] = optimizer.state
+        if state is not self._state or len(state) != len(self._dicts):
+            return True
+        if len(self._groups) != len(optimizer.param_groups):
+            return True
+        for group, params in zip(optimizer.param_groups, self._groups, strict=True):
+            if len(group["params"]) != len(params) or not all(map(is_, group["params"], params)):
+                return True
+        for param, values, size in self._dicts:
+            if state.get(param) is not values or len(values) != size:
+                return True
+        for values, key, tensor in self._places:
+            if values.get(key) is not tensor:
+                return True
+        if self._memories.moved():
+            return True
+        # A key that was None may have become a tensor.
+        return any(isinstance(values.get(key), Tensor) for _, values, key in self._others)
+
+    def _read(self, names: Names) -> None:
+        self._piece = None  # as in ModuleNode
+        self._names, self._state = names, self.optimizer.state
+        self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
+        self._dicts, self._places, self._others = [], [], []
+        self._memories = Memories()
+        fixed: list[StateEntry] = []
+        called = self.param_names(names)
+        for param, values in self.optimizer.state.items():
+            name = called.get(id(param))
+            if name is None:
+                raise StateError(f"{show(self.path)}: holds state of a tensor that is in none of its groups")
+            self._dicts.append((param, values, len(values)))
+            for key, value in values.items():
+                if type(key) is not str:
+                    raise StateError(f"{show(self.path)}: the key {key!r} in the state of {name} is not a str")
+                if isinstance(value, Tensor):
+                    path = (*self.path, "state", name, key)
+                    fixed.append(StateEntry(show(path), check(value, path), True, _beside(param, names), param))
+                    self._places.append((values, key, value))
+                else:
+                    self._others.append((name, values, key))
+        bare = {id(p): p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in names}
+        self._nameless = [(called[number], p, span_of(p)) for number, p in bare.items()]
+        self._held = self._is_held(names)
+        mine = (one for one, held in zip(self._nameless, self._held, strict=True) if not held)
+        paths = ((p, (*self.path, "params", place)) for place, p, _ in mine)
+        self._own = {show(path): StateEntry(show(path), check(p, path), True) for p, path in paths}
+        fixed += self._own.values()
+        self._memories = Memories([*(tensor for _, _, tensor in self._places), *(p for _, p, _ in self._nameless)])
+        params = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        self._piece = Contents(
+            fixed, facts={"params": params, "with_state": [called[id(p)] for p, _, _ in self._dicts]}
+        )
+
+    def _is_held(self, names: Names) -> list[bool]:
+        return [names.hold(span) for _, _, span in self._nameless]
+
+    def own_name(self, param: Tensor) -> str:
+        """What a parameter is called that is saved with the optimizer; "" if it is not."""
+        return next((name for name, entry in self._own.items() if entry.tensor is param), "")
+
+    def param_names(self, names: Names) -> dict[int, str]:
+        """By id; a parameter that nothing else in the state names is called by its place."""
+        return {
+            id(p): names[id(p)].name if id(p) in names else f"{i}.{j}"
+            for i, group in enumerate(self.optimizer.param_groups)
+            for j, p in enumerate(group["params"])
+        }
+
+    def prepare(self, saved: SavedNode, placement: Placement) -> None:
+        called = self.param_names(placement.names)
+        mine = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        if not _is_optimizer(saved):
+            raise CorruptError(f"{show(self.path)}: what is stored of it is not the state of an optimizer")
+        self._compare_groups(mine, saved.facts["params"], placement)
+        params = {called[id(p)]: (p, g) for g in self.optimizer.param_groups for p in g["params"]}
+        start = show((*self.path, "params")) + "."
+        placement.match(self.path, [name for name in saved.names if name.startswith(start)], self._own)
+        prefix = show((*self.path, "state")) + "."
+        fresh: dict[str, dict[str, Any]] = {name: {} for name in saved.facts["with_state"] if name in params}
+        self._begin_anew(fresh, params, placement)
+        nested = set(references(saved.values["state"]))  # inside lists and such, not values of their own
+        split = splitter(fresh)
+        for full in saved.names:
+            if full in nested:
+                continue
+            found = split(full.removeprefix(prefix)) if full.startswith(prefix) else None
+            if found is not None:
+                name, key = found
+                fresh[name][key] = self._target(full, key, *params[name], placement)
+        settings = zip(self.optimizer.param_groups, saved.values["groups"], strict=False)
+        groups = [placement.build(self._usable(live, group, placement)) for live, group in settings]
+        others = [(name, key, placement.build(value)) for name, key, value in saved.values["state"] if name in fresh]
+
+        def finish() -> None:
+            for name, key, value in others:
+                fresh[name][key] = value()
+            state = {params[name][0]: values for name, values in fresh.items()}
+            if not _filled(self.optimizer.state, state):
+                self.optimizer.state.clear()
+                self.optimizer.state.update(state)
+            for group, build in zip(self.optimizer.param_groups, groups, strict=False):
+                _update_group(group, build())
+
+        placement.finish(self.path, finish)
+
+    def _usable(self, live: dict[str, Any], saved: dict[str, Json], placement: Placement) -> dict[str, Json]:
+        """The settings of a group that are of the kind that they are here, or were or are None."""
+        found = {}
+        for key, value in saved.items():
+            kinds = {kind_of(value), kind_of(encode(live.get(key), (*self.path, key), Collector()))} - {"None"}
+            if len(kinds) < 2 or kinds == {"a number", "a tensor"}:
+                found[key] = value
+            else:
+                placement.problem(f"{show(self.path)}: {key} is {kind_of(value)} in the checkpoint, and not here")
+        return found
+
+    def _begin_anew(
+        self, fresh: dict[str, Any], params: Mapping[str, tuple[Tensor, Any]], placement: Placement
+    ) -> None:
+        """What was learnt about a parameter of another shape does not fit this one: it would fail at the next step."""
+        if placement.strict:
+            return
+        shapes = {name: tensor.spec.whole or tensor.spec.shape for (name, _), tensor in placement.saved.tensors.items()}
+        for name in list(fresh):
+            shape = shapes.get(placement.saved.canonical(name, placement.seat.rank))
+            if shape is not None and tuple(shape) != tuple(params[name][0].shape):
+                del fresh[name]
+                placement.problem(
+                    f"{show((*self.path, 'state', name))}: begins anew, as its parameter has another shape"
+                )
+
+    def _compare_groups(self, mine: list[list[str]], theirs: list[list[str]], placement: Placement) -> None:
+        """Where several ranks saved or restore, one rank's groups hold some of the parameters of all."""
+        if mine == theirs or (not placement.alone and _fit(mine, theirs)):
+            return
+        have, want = {n for g in mine for n in g}, {n for g in theirs for n in g}
+        odd = sorted(have ^ want if placement.alone else have - want)[:5]
+        placement.problem(
+            f"{show(self.path)}: the parameter groups differ ({len(mine)} groups here, {len(theirs)} saved; "
+            f"{'not in both: ' + ', '.join(odd) if odd else 'other order'})"
+        )
+
+    def _target(self, full: str, key: str, param: Tensor, group: dict[str, Any], placement: Placement) -> Tensor:
+        """The live tensor if there is one that fits, else a new one, where torch itself would put it."""
+        live = self.optimizer.state[param].get(key) if param in self.optimizer.state else None
+        beside = _beside(param, placement.names)
+        if isinstance(live, Tensor):
+            entry = StateEntry(full, live, True, beside)
+            if placement.fits(full, entry):
+                placement.fill(full, entry)
+                return live
+        device = local(param).device
+        if key == "step" and not (group.get("capturable") or group.get("fused")):
+            device = torch.device("cpu")
+        elif not placement.spec(full).accelerator and placement.accelerated:
+            device = torch.device("cpu")  # an offloaded optimizer
+        return placement.create(full, device, beside)
+
+
+def _is_optimizer(saved: SavedNode) -> bool:
+    def texts(value: object) -> bool:
+        return type(value) is list and all(type(one) is str for one in value)
+
+    params, values = saved.facts.get("params"), saved.values
+    if type(params) is not list or not all(map(texts, params)) or not texts(saved.facts.get("with_state")):
+        return False
+    if type(values) is not dict or type(values.get("groups")) is not list or type(values.get("state")) is not list:
+        return False
+    groups = (type(group) is dict and not group.keys() & {"$", "params"} for group in values["groups"])
+    return all(groups) and all(type(row) is list and len(row) == 3 and texts(row[:2]) for row in values["state"])
+
+
+def keeps_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether what `state_dict()` says is not what `.state` and `.param_groups` hold, as of several optimizers in one.
+
+    A wrapper forwards those of the one that it is around.
+    """
+    owner = next(one for one in type(optimizer).__mro__ if "state_dict" in vars(one))
+    if owner.__module__.startswith("torch."):
+        return False
+    inner = (one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer))
+    return not any(one.state is optimizer.state for one in inner)
+
+
+def _filled(live: Mapping[Any, dict[str, Any]], wanted: Mapping[Any, dict[str, Any]]) -> bool:
+    """Whether the state consists of these very tensors in these places already, and of nothing else."""
+    if list(map(id, live)) != list(map(id, wanted)):
+        return False
+    for param, values in wanted.items():
+        have = live[param]
+        if list(have) != list(values) or any(have[key] is not value for key, value in values.items()):
+            return False
+    return True
+
+
+def _beside(param: Tensor, names: Names) -> Replicas | Tensor | None:
+    """Optimizer state lies on the ranks like the parameter it belongs to."""
+    if is_dtensor(param):
+        return param
+    entry = names.get(id(param))
+    return None if entry is None else entry.alike
+
+
+def _fit(mine: list[list[str]], theirs: list[list[str]]) -> bool:
+    return len(mine) == len(theirs) and all(set(a) <= set(b) for a, b in zip(mine, theirs, strict=True))
+
+
+def _update_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
+    for key, value in saved.items():
+        live = group.get(key)
+        if isinstance(live, Tensor) and isinstance(value, Tensor) and live.shape == value.shape:
+            live.copy_(value)  # a captured graph reads this very tensor
+        else:
+            group[key] = value

@@ -1,0 +1,229 @@
+"""The state as a whole reading has found it: its layout, and how the next reading comes to the same slices.
+
+It holds until something in the state has moved, which `Structure.same` tells. Then another one is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from ckpt.errors import StateError
+from ckpt.format.layout import Layout, TensorSpec
+from ckpt.format.partition import GLOBAL, Cut, Holding, Seat, share
+from ckpt.format.values import is_text
+from ckpt.state.adapters import Contents, StateNode
+from ckpt.state.fingerprint import SampledPlaces
+from ckpt.state.sharding import LocalPiece, StateEntry, is_dtensor, local, slices, storage_of
+from ckpt.state.sharding import pieces as of_rank
+from ckpt.state.steppers import guards_of, says_copies, steppers_of
+from ckpt.state.tensors import Memory, memory_of
+
+MOST_GUARDS = 16  # with many optimizers that step now and then there are too many to keep
+
+
+@dataclass(frozen=True)
+class Guards:
+    """What may be copied beside training while some optimizers are not trusted. `guarded`: as in a `Reading`;
+    `replicated`: what of it other ranks hold as well."""
+
+    guarded: list[bool]
+    replicated: list[LocalPiece]
+
+
+class Structure:
+    """Made of what the nodes have read. `apart`: names that ranks should hold alike, and do not; `eager`: names whose
+    copy may not overlap training. StateError for names that cannot be saved."""
+
+    def __init__(
+        self, nodes: Sequence[StateNode], pieces: Sequence[Contents], seat: Seat, apart: set[str], eager: set[str]
+    ) -> None:
+        self._seat, self._apart = seat, apart
+        self._fixed, self._facts = [p.fixed for p in pieces], [p.facts for p in pieces]
+        fixed, loose = [e for each in self._fixed for e in each], loose_of(pieces)
+        entries = [*fixed, *loose]
+        memory, aliases = _shared(entries)
+        self._memory = {k: memory[k] for e in fixed if (k := memory_of(local(e.tensor))) is not None}
+        self._signature = self._sign(loose)
+        parts = [part for entry in entries if entry.name not in aliases for part in self._pieces_of(entry)]
+        beside = {e.name: memory[key] for e in fixed if e.of is not None and (key := _place(e.of)) in memory}
+        cuts = share([part.holding for part in parts], seat, beside)
+        self._note_loose(parts, cuts, {e.name for e in loose})
+        self.layout = _layout(nodes, pieces, parts, cuts, aliases, seat)
+        self._tensors = [parts[cut.holding].tensor.detach()[_index(parts[cut.holding].holding, cut)] for cut in cuts]
+        self._note_steps(nodes, pieces, parts, [parts[cut.holding].holding.name for cut in cuts], eager)
+        self._spots: list[SampledPlaces] = []
+        self._anew: list[int] = []
+        self._where_anew: list[tuple[int, tuple[int, ...]]] = []  # guarded tensors that are made anew
+        # Whether an object of the state may have given copies of what an optimizer steps.
+        self.copied = any(says_copies(node, piece) for node, piece in zip(nodes, pieces, strict=True))
+        self.storages = {storage_of(entry.tensor) for entry in entries}  # of all, other ranks' shares of it too
+
+    def _note_steps(
+        self,
+        nodes: Sequence[StateNode],
+        pieces: Sequence[Contents],
+        parts: list[LocalPiece],
+        names: list[str],
+        eager: set[str],
+    ) -> None:
+        """What optimizers do to the tensors of these names."""
+        fixed = [e for each in self._fixed for e in each]
+        entries = [*fixed, *loose_of(pieces)]
+        guards, steppers = guards_of(nodes, entries, eager), steppers_of(nodes, pieces, entries)
+        self._guarded, self._steppers = [guards[name] for name in names], [steppers[name] for name in names]
+        shared = [p for p in parts if len(p.holding.replicas) > 1 and guards[p.holding.name]]
+        self._shared = [(p, steppers[p.holding.name]) for p in shared]
+        self._guards: dict[frozenset[int], Guards] = {}  # by the optimizers that are not trusted
+        remembered = {entry.name for entry in fixed if entry.of is not None}
+        params = {entry.name: entry.tensor for entry in fixed if isinstance(entry.tensor, nn.Parameter)}
+        self.weights = [guards[name] and name not in remembered for name in names]
+        self.parameters = [name in params for name in names]
+        self.watched = [tensor for tensor in params.values() if not is_dtensor(tensor)]
+
+    # -- whether it still holds --
+
+    def same(self, pieces: Sequence[Contents]) -> bool:
+        return (
+            len(pieces) == len(self._fixed)
+            and all(p.facts == f for p, f in zip(pieces, self._facts, strict=True))
+            and self.same_tensors(pieces)
+        )
+
+    def same_tensors(self, pieces: Sequence[Contents]) -> bool:
+        lying = all(p.fixed is f for p, f in zip(pieces, self._fixed, strict=True))
+        return lying and self._sign(loose_of(pieces)) == self._signature
+
+    def _sign(self, loose: list[StateEntry]) -> object:
+        """What a layout depends on in the entries that are made anew each time, sharing of memory included."""
+        memory: dict[Memory, str] = {}
+        found = []
+        for entry in loose:
+            key = memory_of(local(entry.tensor))
+            owner = None if key is None else self._memory.get(key) or memory.setdefault(key, entry.name)
+            found.append(([p.holding for p in of_rank(entry, self._seat)], owner, entry.guarded))
+        return found
+
+    # -- a moment of it --
+
+    def tensors(self, pieces: Sequence[Contents]) -> list[Tensor]:
+        """Live, in the order of the layout; detached."""
+        found = self._tensors[: self._fixed_count]
+        for entry in loose_of(pieces):
+            if cuts := self._cuts.get(entry.name):
+                views = [piece.tensor.detach() for piece in self._pieces_of(entry)]
+                found += [views[number][index] for number, index in cuts]
+        return found
+
+    def guards(self, silent: frozenset[int]) -> Guards:
+        """`silent`: the ids of the optimizers that are not trusted. Worked out once for the same ones."""
+        if silent not in self._guards:
+            if len(self._guards) == MOST_GUARDS:
+                self._guards.clear()
+            self._guards[silent] = Guards(
+                [one and not steppers & silent for one, steppers in zip(self._guarded, self._steppers, strict=True)],
+                [piece for piece, steppers in self._shared if not steppers & silent],
+            )
+        return self._guards[silent]
+
+    def spots(self, tensors: list[Tensor]) -> list[SampledPlaces]:
+        """Where to look in tensors that stay, and in those made anew by each reading, mostly in the same memory."""
+        if not self._spots:
+            fixed = [i for i, one in enumerate(self._guarded[: self._fixed_count]) if one]
+            self._spots.append(SampledPlaces(self.layout, fixed, [tensors[i] for i in fixed]))
+            self._anew = [i for i in range(self._fixed_count, len(tensors)) if self._guarded[i]]
+        where = [(tensors[i].data_ptr(), tensors[i].stride()) for i in self._anew]
+        if where != self._where_anew:
+            self._where_anew = where
+            self._spots[1:] = [SampledPlaces(self.layout, self._anew, [tensors[i] for i in self._anew])]
+        return self._spots
+
+    def _pieces_of(self, entry: StateEntry) -> list[LocalPiece]:
+        """What this rank has of an entry. What differs from rank to rank is its own, whatever it should be."""
+        found, rank = of_rank(entry, self._seat), self._seat.rank
+        if entry.name in self._apart and all(p.holding.sizes == p.holding.full for p in found):
+            return [LocalPiece(replace(p.holding, replicas=(rank,), instance=rank), p.tensor) for p in found]
+        return found
+
+    def _note_loose(self, parts: list[LocalPiece], cuts: list[Cut], loose: set[str]) -> None:
+        """How to take the same slices of tensors that are made anew each time; they come last."""
+        self._cuts: dict[str, list[tuple[int, tuple[slice, ...]]]] = {}
+        first: dict[str, int] = {}
+        for i, part in enumerate(parts):
+            first.setdefault(part.holding.name, i)
+        self._fixed_count = len(cuts)
+        for cut in reversed(cuts):
+            holding = parts[cut.holding].holding
+            if holding.name in loose:
+                self._fixed_count -= 1
+                where = (cut.holding - first[holding.name], _index(holding, cut))
+                self._cuts.setdefault(holding.name, []).insert(0, where)
+
+
+def loose_of(pieces: Sequence[Contents]) -> list[StateEntry]:
+    return [entry for piece in pieces for entry in piece.loose]
+
+
+def _shared(entries: Sequence[StateEntry]) -> tuple[dict[Memory | int, str], dict[str, str]]:
+    """By memory: the name of what owns it. By name: the owner, where it is another."""
+    memory: dict[Memory | int, str] = {}
+    aliases: dict[str, str] = {}
+    seen = set[str]()
+    for entry in entries:
+        if entry.name in seen or entry.name == "__metadata__" or not is_text(entry.name):
+            raise StateError(f"{entry.name!r}: two entries of the state get this name, or it is reserved")
+        seen.add(entry.name)
+        key = _place(entry.tensor)
+        owner = entry.name if key is None else memory.setdefault(key, entry.name)
+        if owner != entry.name:
+            aliases[entry.name] = owner
+    return memory, aliases
+
+
+def _layout(
+    nodes: Sequence[StateNode],
+    pieces: Sequence[Contents],
+    parts: list[LocalPiece],
+    cuts: list[Cut],
+    aliases: dict[str, str],
+    seat: Seat,
+) -> Layout:
+    components = [
+        {"path": list(node.path), "kind": node.kind, "facts": piece.facts, "names": piece.names}
+        for node, piece in zip(nodes, pieces, strict=True)
+    ]
+    return Layout(
+        tuple(_spec(parts[cut.holding].holding, cut) for cut in cuts),
+        aliases,
+        components,
+        seat.rank,
+        seat.size,
+        {p.holding.name: p.holding.instance for p in parts if p.holding.instance != GLOBAL},
+        _elsewhere(parts, cuts),
+    )
+
+
+def _place(tensor: Tensor) -> Memory | int | None:
+    """What a tensor is told from others by, of which it may be another view."""
+    return memory_of(local(tensor)) or (id(tensor) if is_dtensor(tensor) else None)
+
+
+def _index(holding: Holding, cut: Cut) -> tuple[slice, ...]:
+    """What to take of a piece; nothing to do if it is all of it."""
+    return () if cut.box[1] == holding.sizes else slices(cut.box)
+
+
+def _elsewhere(parts: list[LocalPiece], cuts: list[Cut]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """What this rank holds like all others, and stages nothing of."""
+    staged = {parts[cut.holding].holding.name for cut in cuts}
+    rest = (p.holding for p in parts if p.holding.instance == GLOBAL and p.holding.name not in staged)
+    return {holding.name: (holding.dtype, holding.full) for holding in rest}
+
+
+def _spec(holding: Holding, cut: Cut) -> TensorSpec:
+    at = tuple(i + j for i, j in zip(holding.offsets, cut.box[0], strict=True))
+    sizes = cut.box[1]
+    whole, offsets = (None, ()) if sizes == holding.full else (holding.full, at)
+    return TensorSpec(holding.name, holding.dtype, sizes, holding.accelerator, whole, offsets, holding.instance)

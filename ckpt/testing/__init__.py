@@ -1,0 +1,35 @@
+"""What every store promises, as tests: for those who write a store of their own.
+
+    # test_my_store.py
+    from ckpt.testing import StoreTests
+    from my_package import MyStore
+
+    class TestMyStore(StoreTests):
+        has_unfinished = True
+
+        @pytest.fixture(autouse=True)
+        def place(self, tmp_path):
+            self.url = f"my://{tmp_path}"
+
+        def make(self):
+            return MyStore(self.url, writable=True)
+
+Only the contract (`ckpt.store.Store`) is used, so a store that passes can hold checkpoints. Needs pytest.
+
+`in_virtual_time` is for tests of what waits: retries, limits, deadlines.
+"""
+
+from ckpt.testing.large_objects import LargeObjectTests
+from ckpt.testing.over_stores import BLOB as BLOB
+from ckpt.testing.over_stores import keys as keys
+from ckpt.testing.over_stores import pieces as pieces
+from ckpt.testing.over_stores import upload as upload
+from ckpt.testing.ranges import RangeTests
+from ckpt.testing.small_objects import ListingTests, SmallObjectTests
+from ckpt.testing.virtual_time import in_virtual_time as in_virtual_time
+
+__all__ = ["StoreTests", "in_virtual_time"]
+
+
+class StoreTests(SmallObjectTests, ListingTests, LargeObjectTests, RangeTests):
+    """Subclass it, and give it a `make`. Each test uses one place, empty at its start."""

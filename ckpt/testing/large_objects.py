@@ -1,0 +1,202 @@
+"""What a store promises of large objects, which are uploaded in ranges."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from itertools import pairwise
+
+import pytest
+
+from ckpt.errors import ExistsError, NotFoundError, StoreError
+from ckpt.store import PAGE, Store
+from ckpt.testing.over_stores import BLOB, OverStores, aligned, keys, pieces, upload
+
+
+class LargeObjectTests(OverStores):
+    """Uploads: from the first range to `finish`, or given up, or forgotten."""
+
+    async def test_upload_in_ranges(self, store: Store) -> None:
+        """Ranges at the same time make the object: of odd sizes in any order, or part by part where it has parts."""
+        probe = await store.upload("packs/probe", size=1 << 20)
+        await probe.abort()
+        size = 2 * probe.part + 12_345
+        data = (BLOB * (size // len(BLOB) + 1))[:size]
+        target = await store.upload("packs/p", size=size)
+        if target.part:
+            cuts = pieces(target.part, size)
+        else:
+            cuts = list(pairwise([0, 1, 4096, 4097, 8192, 8192 + 512, 12_000, size]))[::-1]
+        views = [aligned(b - a) for a, b in cuts]
+        for (a, b), view in zip(cuts, views, strict=True):
+            view[:] = data[a:b]
+        await asyncio.gather(*(target.write_at(a, view) for (a, _), view in zip(cuts, views, strict=True)))
+        await target.finish()
+        assert (await store.head("packs/p")).size == size
+        assert await store.get("packs/p") == data
+        for start, length in ((0, 100), (max(0, size - 20_000), 12_345), (size - 1, 1)):
+            view = await store.get("packs/p", start=start, length=length, into=aligned(length + 2 * PAGE))
+            assert bytes(view) == data[start : start + length]
+
+    async def test_upload_and_ranges_of_any_shape(self, store: Store) -> None:
+        """For any size, cuts, order and alignment of memory: every range read back is what was written."""
+
+        async def shape(store: Store, seed: int) -> None:
+            draw = random.Random(seed)
+            size = draw.choice((0, 1, PAGE, draw.randint(0, 5 * PAGE)))
+            content = (BLOB * 2)[:size]
+            target = await store.upload(f"packs/{seed}", size=size)
+            cuts = pieces(target.part, size)
+            if not target.part:
+                cuts = list(pairwise(sorted({0, size, *(draw.randint(0, size) for _ in range(draw.randint(0, 6)))})))
+                draw.shuffle(cuts)
+            views = []
+            for a, b in cuts:
+                view = aligned(b - a, draw.choice((0, 1, 512)))
+                view[:] = content[a:b]
+                views.append(view)  # as they are until `finish`
+                await target.write_at(a, view)
+            await target.finish()
+            assert bytes(await store.get(f"packs/{seed}")) == content
+            for _ in range(3):
+                start = draw.randint(0, size)
+                length = draw.randint(0, size - start)
+                into = draw.choice((None, aligned(length + 2 * PAGE, draw.choice((0, 1, 512)))))
+                view = await store.get(f"packs/{seed}", start=start, length=length, into=into)
+                assert bytes(view) == content[start : start + length], (seed, start, length)
+
+        for seed in range(12):
+            await shape(store, seed)
+
+    async def test_upload_means_nothing_before_finish(self, store: Store, other: Store) -> None:
+        """Nobody reads the whole object before `finish`: it is not there, or does not have its bytes yet. The name is
+        there afterwards."""
+        target = await store.upload("packs/p", size=len(BLOB))
+        if target.part == 0:
+            await target.write_at(0, memoryview(BLOB)[:PAGE])
+        if await keys(other):
+            assert bytes(await other.get("packs/p")) != BLOB
+        else:
+            with pytest.raises(NotFoundError):
+                await other.get("packs/p")
+        if target.part == 0:
+            await target.write_at(PAGE, memoryview(BLOB)[PAGE:])
+        else:
+            await asyncio.gather(
+                *(target.write_at(a, memoryview(BLOB)[a:b]) for a, b in pieces(target.part, len(BLOB)))
+            )
+        await target.finish()
+        assert await keys(other) == ["packs/p"]
+        assert bytes(await other.get("packs/p")) == BLOB
+
+    async def test_upload_is_create_only(self, store: Store) -> None:
+        """A name that is taken is refused, at the latest by `finish`, and what is there stays."""
+        if not self.creates_uploads:
+            pytest.skip("the store does not promise it")
+        await upload(store, "packs/p", b"first")
+        with pytest.raises(ExistsError):
+            await upload(store, "packs/p", b"second")
+        assert bytes(await store.get("packs/p")) == b"first"
+
+    async def test_one_of_many_uploads_wins(self, store: Store, other: Store) -> None:
+        """Of several uploads of one name at once, one gets it, and its bytes are there."""
+        if not self.creates_uploads:
+            pytest.skip("the store does not promise it")
+        attempts = [upload((store, other)[i % 2], "packs/p", b"%d" % i * 9000) for i in range(6)]
+        results = await asyncio.gather(*attempts, return_exceptions=True)
+        winners = [i for i, result in enumerate(results) if result is None]
+        assert len(winners) == 1
+        assert all(isinstance(result, ExistsError) for result in results if result is not None)
+        assert bytes(await store.get("packs/p")) == b"%d" % winners[0] * 9000
+
+    async def test_an_upload_replaces_only_if_it_is_told_to(self, store: Store, other: Store) -> None:
+        """With `replace`, and only at its end: longer or shorter bytes stand in place of the old ones, for whoever
+        opens it, and a name that nobody had is as good."""
+        for i, (old, new) in enumerate(((BLOB, BLOB[::-1]), (b"short", BLOB), (BLOB, b""), (None, BLOB))):
+            key = f"packs/{i}"
+            if old is not None:
+                await upload(store, key, old)
+                assert bytes(await store.get(key, start=0, length=len(old))) == old
+            target = await store.upload(key, size=len(new), replace=True)
+            await asyncio.gather(*(target.write_at(a, memoryview(new)[a:b]) for a, b in pieces(target.part, len(new))))
+            if old is not None:
+                assert bytes(await store.get(key)) == bytes(await other.get(key)) == old
+                assert [info.size async for info in other.list(key)] == [len(old)]
+            else:
+                assert await keys(other, key) == []
+            await target.finish()
+            for reader in (store, other):
+                assert await keys(reader, key) == [key]
+                assert bytes(await reader.get(key)) == new
+            assert bytes(await store.get(key, start=0, length=len(new))) == new
+
+    async def test_a_replacement_that_is_given_up_changes_nothing(self, store: Store, other: Store) -> None:
+        """What was there stays, whether the upload was aborted before its first byte, in the middle, or forgotten; and
+        a later one gets through."""
+        await upload(store, "packs/p", BLOB)
+        for written in (False, True):
+            target = await store.upload("packs/p", size=len(BLOB), replace=True)
+            if written and target.part == 0:
+                await target.write_at(0, memoryview(bytes(PAGE)))
+            elif written:
+                await asyncio.gather(
+                    *(target.write_at(a, memoryview(bytes(b - a))) for a, b in pieces(target.part, len(BLOB)))
+                )
+            await target.abort()
+            await target.abort()
+            assert await keys(other) == ["packs/p"] and bytes(await other.get("packs/p")) == BLOB
+        forgotten = await store.upload("packs/p", size=8, replace=True)
+        await forgotten.write_at(0, memoryview(b"complete" if forgotten.part else b"half"))
+        assert await keys(other) == ["packs/p"] and bytes(await other.get("packs/p")) == BLOB
+        await upload(other, "packs/p", BLOB[::-1], replace=True)
+        assert bytes(await store.get("packs/p")) == BLOB[::-1]
+        await forgotten.abort()
+        assert await keys(other) == ["packs/p"] and bytes(await store.get("packs/p")) == BLOB[::-1]
+
+    async def test_uploads_at_the_same_time(self, store: Store) -> None:
+        """Several large objects being written do not mix their bytes up."""
+        await asyncio.gather(*(upload(store, f"packs/{i}", bytes([i]) * 5 + BLOB) for i in range(8)))
+        for i in range(8):
+            assert bytes(await store.get(f"packs/{i}")) == bytes([i]) * 5 + BLOB
+
+    async def test_upload_does_not_take_more_than_was_declared(self, store: Store) -> None:
+        """Bytes past the declared size are refused."""
+        target = await store.upload("packs/p", size=10)
+        with pytest.raises(StoreError):
+            await target.write_at(0, memoryview(b"x" * 11))
+        await target.abort()
+        assert await keys(store) == []
+
+    async def test_abort_leaves_nothing(self, store: Store) -> None:
+        """Given up at any time, also twice, nothing is left, nothing is there to be dropped, and the name is free."""
+        for written in (False, True):
+            target = await store.upload("packs/p", size=8)
+            if written:
+                await target.write_at(0, memoryview(b"complete" if target.part else b"half"))
+            await target.abort()
+            await target.abort()
+            assert await keys(store) == []
+        assert await store.drop_uploads(lambda key: False) == 0
+        await upload(store, "packs/p", b"whole")
+        assert bytes(await store.get("packs/p")) == b"whole"
+
+    async def test_drop_uploads(self, store: Store, other: Store) -> None:
+        """What a dead process began is found, unless it is wanted or an object like any other; objects stay."""
+        await upload(store, "packs/finished", BLOB)
+        await store.put("log/0", b"x")
+        if not self.has_unfinished:
+            assert await other.drop_uploads(lambda key: False) == 0
+        else:
+            part = (await store.upload("packs/probe", size=1 << 20)).part
+            left = []
+            for name in ("packs/left", "packs/wanted"):
+                left.append(await store.upload(name, size=part + PAGE))
+                await left[-1].write_at(0, memoryview(bytes(part)))
+            assert await keys(other) == ["log/0", "packs/finished"]
+            assert await other.drop_uploads(lambda key: key == "packs/wanted") == 1
+            assert await other.drop_uploads(lambda key: False) == 1
+            assert await other.drop_uploads(lambda key: False) == 0
+            for target in left:
+                await target.abort()  # what is gone already is no error
+        assert await keys(other) == ["log/0", "packs/finished"]
+        assert bytes(await other.get("packs/finished")) == BLOB

@@ -1,0 +1,88 @@
+"""How a test of stores runs, and what these tests have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import mmap
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from ckpt.store import Store
+
+BLOB = bytes(range(256)) * 100 + b"tail"  # 25,604 bytes: whole pages, and a rest
+
+
+async def keys(store: Store, prefix: str = "", after: str = "") -> list[str]:
+    return [info.key async for info in store.list(prefix, after=after)]
+
+
+def aligned(size: int, shift: int = 0) -> memoryview:
+    """Page-aligned memory, or memory so many bytes off."""
+    return memoryview(mmap.mmap(-1, max(1, size + shift)))[shift : shift + size]
+
+
+def pieces(part: int, size: int) -> list[tuple[int, int]]:
+    """(start, end) of the ranges in which an upload takes an object."""
+    return [(start, min(start + part, size)) for start in range(0, size, part)] if part else [(0, size)]
+
+
+async def upload(store: Store, key: str, data: bytes, *, replace: bool = False) -> None:
+    """Write a large object as the library does: ranges begun in order, several at a time."""
+    target = await store.upload(key, size=len(data), **({"replace": True} if replace else {}))
+    try:
+        view = memoryview(data)
+        await asyncio.gather(*(target.write_at(a, view[a:b]) for a, b in pieces(target.part, len(data))))
+        await target.finish()
+    except BaseException:
+        await target.abort()
+        raise
+
+
+class OverStores:
+    """Tests are coroutines that are given a `store`, open until they end, and some an `other` over the same place."""
+
+    has_unfinished = False
+    """Whether an upload that was begun and forgotten is invisible and found by `drop_uploads`."""
+    creates_uploads = True
+    """Whether an upload refuses a name that is taken; the names of packs are unique anyway."""
+    many = 1500
+    """How many objects to list; more than the store gives at once."""
+
+    def make(self) -> Store:
+        """A store, writable, over the place of this test. Called while an event loop runs."""
+        raise NotImplementedError
+
+    def reopen(self, store: Store) -> Store:
+        """A second store over the same place, as another process would have it."""
+        return self.make()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name, test in list(vars(cls).items()):
+            if name.startswith("test_") and inspect.iscoroutinefunction(test):
+                setattr(cls, name, _given_stores(test))
+
+
+def _given_stores(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """The test as pytest calls it: without an event loop, and with what it is parametrized by alone."""
+    parameters = inspect.signature(test).parameters
+
+    async def main(suite: OverStores, arguments: dict[str, Any]) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            stores = {"store": suite.make()}
+            stack.push_async_callback(stores["store"].aclose)
+            if "other" in parameters:
+                stores["other"] = suite.reopen(stores["store"])
+                stack.push_async_callback(stores["other"].aclose)
+            await test(suite, **stores, **arguments)
+
+    @functools.wraps(test)
+    def run(self: OverStores, **arguments: Any) -> None:
+        asyncio.run(main(self, arguments))
+
+    asked = [one for name, one in parameters.items() if name not in ("store", "other")]
+    run.__signature__ = inspect.Signature(asked)  # type: ignore[attr-defined]
+    return run

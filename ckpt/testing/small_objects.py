@@ -1,0 +1,208 @@
+"""What a store promises of small objects, of deleting them, and of listing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+
+import pytest
+
+from ckpt.errors import CorruptError, ExistsError, NotFoundError, StoreError, UsageError
+from ckpt.store import PAGE, Buffer, ObjectInfo, Store
+from ckpt.testing.over_stores import BLOB, OverStores, keys, upload
+
+BAD_KEYS = [
+    "", ".", "..", "/", "/etc/passwd", "../x", "a/../b", "a/..", "./a", "a/./b", "a//b", "a/", "/a", ".hidden",
+    "packs/.tmp", "a\0b", "a\nb", "a b", "a\\b", "-a", "a/-b", "ä", "a:b", "%2e%2e/x", "~/x", "a" * 513, "a\n",
+]  # fmt: skip
+
+
+class SmallObjectTests(OverStores):
+    """Put, get, head and delete."""
+
+    async def test_put_and_get(self, store: Store) -> None:
+        """What was put is read back, from bytes, bytearray and memoryview, empty or not."""
+        datas: list[Buffer] = [b"", b"x", bytearray(b"abc"), memoryview(b"defg"), BLOB * 10]
+        for i, data in enumerate(datas):
+            await store.put(f"some/{i}.json", data)
+            assert bytes(await store.get(f"some/{i}.json")) == bytes(data)
+            assert await store.head(f"some/{i}.json") == ObjectInfo(f"some/{i}.json", len(data))
+
+    async def test_put_replaces_and_create_does_not(self, store: Store) -> None:
+        """`create=True` refuses a name that is taken, and leaves what is there; without it the object is replaced."""
+        await store.put("log/0.json", b"first", create=True)
+        with pytest.raises(ExistsError):
+            await store.put("log/0.json", b"second", create=True)
+        assert bytes(await store.get("log/0.json")) == b"first"
+        await store.put("log/0.json", b"third, and longer")
+        assert bytes(await store.get("log/0.json")) == b"third, and longer"
+
+    async def test_empty_objects(self, store: Store) -> None:
+        """No bytes are an object like any other: it is there, it can be read, and its name is taken."""
+        await store.put("log/0", b"", create=True)
+        for data in (b"", b"x"):
+            with pytest.raises(ExistsError):
+                await store.put("log/0", data, create=True)
+        await upload(store, "packs/p", b"")
+        for key in ("log/0", "packs/p"):
+            assert (await store.head(key)).size == 0
+            assert bytes(await store.get(key)) == bytes(await store.get(key, start=0, length=0)) == b""
+            with pytest.raises(StoreError):
+                await store.get(key, start=0, length=1)
+        assert await keys(store) == ["log/0", "packs/p"]
+
+    async def test_one_of_many_creators_wins(self, store: Store, other: Store) -> None:
+        """Create-if-absent is atomic: of twenty at once, in two stores, one succeeds, and its bytes are there."""
+        attempts = [(store, other)[i % 2].put("log/1.json", b"%d" % i * 100, create=True) for i in range(20)]
+        results = await asyncio.gather(*attempts, return_exceptions=True)
+        winners = [i for i, result in enumerate(results) if result is None]
+        assert len(winners) == 1
+        assert sum(isinstance(result, ExistsError) for result in results) == 19
+        assert bytes(await store.get("log/1.json")) == b"%d" % winners[0] * 100
+        assert await keys(store) == ["log/1.json"]
+
+    async def test_others_see_it(self, store: Store, other: Store) -> None:
+        """What a call has done is seen by another store over the same place as soon as it has returned."""
+        for data in (b"one", b"two, longer"):
+            await store.put("log/0", data)
+            assert bytes(await other.get("log/0")) == data
+        await upload(store, "packs/p", BLOB)
+        assert bytes(await other.get("packs/p", start=1, length=PAGE)) == BLOB[1 : PAGE + 1]
+        assert await keys(other) == ["log/0", "packs/p"]
+        await store.delete("log/0")
+        assert await keys(other) == ["packs/p"]
+
+    async def test_what_is_not_there(self, store: Store) -> None:
+        """NotFoundError from every reading call, which no retry mends; deleting it succeeds, again and again."""
+        await store.put("packs/other", b"x")
+        for key in ("packs/none", "none", "other/none"):
+            for call in (store.head(key), store.get(key), store.get(key, limit=9), store.get(key, length=5)):
+                with pytest.raises(NotFoundError) as caught:
+                    await call
+                assert not caught.value.retryable
+            await store.delete(key)
+        await store.delete("packs/other")
+        await store.delete("packs/other")
+        assert await keys(store) == []
+
+    async def test_errors_are_clear(self, store: Store) -> None:
+        """A name that is taken is no error that a retry mends, and the message says which name."""
+        await store.put("log/taken.json", b"first", create=True)
+        with pytest.raises(ExistsError, match="taken") as caught:
+            await store.put("log/taken.json", b"second", create=True)
+        assert not caught.value.retryable
+        with pytest.raises(NotFoundError, match="missing"):
+            await store.get("log/missing.json")
+
+    async def test_a_folder_is_no_object(self, store: Store) -> None:
+        """A prefix of a key names nothing."""
+        await store.put("packs/one", b"x")
+        for call in (store.head("packs"), store.get("packs"), store.get("packs", start=0, length=1)):
+            with pytest.raises(StoreError):
+                await call
+        assert bytes(await store.get("packs/one")) == b"x"
+
+    async def test_deleted_objects_can_be_made_again(self, store: Store) -> None:
+        """Neither a whole nor a ranged read gives the old bytes of a name that was deleted, or replaced."""
+        for data in (b"a" * 9000, b"b" * 9000):
+            await upload(store, "packs/p", data)
+            assert bytes(await store.get("packs/p", start=10, length=5000)) == data[:5000]
+            await store.delete("packs/p")
+            with pytest.raises(NotFoundError):
+                await store.get("packs/p", start=0, length=10)
+        for data in (b"c" * 50, b"d" * 60):
+            await store.put("index/i", data)
+            assert bytes(await store.get("index/i", start=0, length=50)) == data[:50]
+
+    async def test_delete_many(self, store: Store) -> None:
+        """Exactly the named ones go, missing ones among them or not, also more than fit one request, and none."""
+        names = [f"packs/{i}" for i in range(12)]
+        for name in [*names, "packs/1.more", "log/0"]:
+            await store.put(name, b"x")
+        await store.delete_many([])
+        await store.delete_many([f"packs/missing-{i}" for i in range(1100)] + names[1:])
+        assert await keys(store) == ["log/0", "packs/0", "packs/1.more"]
+        await store.delete_many(["packs/0"])
+        assert await keys(store) == ["log/0", "packs/1.more"]
+
+    async def test_a_limit_for_whole_objects(self, store: Store) -> None:
+        """An object of `limit` bytes is read; one that has more is a CorruptError."""
+        await store.put("log/0", b"12345")
+        await store.put("log/empty", b"")
+        for limit in (5, 6, 1 << 40):
+            assert bytes(await store.get("log/0", limit=limit)) == b"12345"
+        for limit in (4, 0):
+            with pytest.raises(CorruptError):
+                await store.get("log/0", limit=limit)
+        assert bytes(await store.get("log/empty", limit=0)) == b""
+
+    async def test_bad_keys_are_refused(self, store: Store) -> None:
+        """Names from data never become paths: each call refuses them, and nothing is made."""
+        await store.put("good", b"x")
+        for key in BAD_KEYS:
+            calls: list[Awaitable[object]] = [
+                store.put(key, b"x"),
+                store.put(key, b"x", create=True),
+                store.upload(key, size=1),
+                store.get(key),
+                store.get(key, start=0, length=1),
+                store.head(key),
+                store.delete(key),
+                store.delete_many(["harmless", key]),
+            ]
+            for call in calls:
+                with pytest.raises(UsageError):
+                    await call
+        assert await keys(store) == ["good"]
+
+
+class ListingTests(OverStores):
+    """What is there, in order."""
+
+    async def test_list_is_sorted_and_takes_a_prefix(self, store: Store) -> None:
+        """Keys in order as text, with sizes, below any prefix, be it a folder, half a name or nothing that is there."""
+        names = ["log/000000000010.json", "log/000000000002.json", "packs/b", "packs/a.safetensors", "a-b/c", "a0"]
+        for name in names:
+            await store.put(name, name.encode())
+        assert await keys(store) == sorted(names)
+        assert await keys(store, "log/") == ["log/000000000002.json", "log/000000000010.json"]
+        assert await keys(store, "packs/a") == ["packs/a.safetensors"]
+        assert await keys(store, "packs/a.safetensors") == ["packs/a.safetensors"]
+        assert await keys(store, "pac") == ["packs/a.safetensors", "packs/b"]
+        assert await keys(store, "a") == ["a-b/c", "a0"]
+        assert await keys(store, "none/") == []
+        assert [info.size async for info in store.list("packs/")] == [19, 7]
+
+    async def test_list_after(self, store: Store) -> None:
+        """Only what comes after a key, be it there or not, within the prefix."""
+        names = ["a/1", "log/01", "log/02", "log/10", "log/3", "z"]
+        for name in names:
+            await store.put(name, b"x")
+        for after in ["", "a", "log/", "log/00", "log/015", "log/9", "zz", *names]:
+            assert await keys(store, after=after) == [name for name in names if name > after], after
+            expected = [name for name in names if name > after and name.startswith("log/")]
+            assert await keys(store, "log/", after=after) == expected, after
+
+    async def test_many_objects_are_listed(self, store: Store) -> None:
+        """Each once and in order, also where the store gives them page by page."""
+        names = [f"log/{i:06d}" for i in range(self.many)]
+        room = asyncio.Semaphore(16)
+
+        async def put(name: str) -> None:
+            async with room:
+                await store.put(name, b"x")
+
+        await asyncio.gather(*map(put, names))
+        assert await keys(store, "log/") == names
+        assert await keys(store, "log/", after=names[-3]) == names[-2:]
+        await store.delete_many(names[1:])
+        assert await keys(store) == names[:1]
+
+    async def test_other_calls_while_listing(self, store: Store) -> None:
+        """Whoever walks through a listing may read and delete what it names."""
+        for i in range(5):
+            await store.put(f"log/{i}", b"x")
+        async for info in store.list("log/"):
+            assert bytes(await store.get(info.key)) == b"x"
+            await store.delete(info.key)
+        assert await keys(store) == []

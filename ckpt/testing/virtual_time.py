@@ -1,0 +1,47 @@
+"""An event loop whose clock jumps, for tests of what waits."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def in_virtual_time(work: Coroutine[Any, Any, T], *, turns: int | None = None) -> T:
+    """Run a coroutine on an event loop whose clock starts at 0 and jumps to the next timer when nothing is left to do.
+
+    For code that waits for timers and for other tasks only, not for threads or sockets. RuntimeError if all tasks wait
+    and no timer is set, or if the loop goes round more than `turns` times: somebody polls.
+    """
+    with asyncio.Runner(loop_factory=lambda: _VirtualLoop(turns)) as runner:
+        return runner.run(work)
+
+
+class _VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self, turns: int | None) -> None:
+        self._clock = _Clock(turns)
+        super().__init__(self._clock)
+
+    def time(self) -> float:
+        return self._clock.now
+
+
+class _Clock(selectors.SelectSelector):
+    """A selector that does not wait: time passes instead."""
+
+    def __init__(self, turns: int | None) -> None:
+        super().__init__()
+        self.now = 0.0
+        self._turns = turns
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if self._turns is not None:
+            self._turns -= 1
+        if timeout is None or self._turns == 0:
+            self._turns = None  # so that the loop can be closed
+            raise RuntimeError("the loop turns and turns" if timeout is not None else "every task waits, for nothing")
+        self.now += max(0.0, timeout)
+        return super().select(0)

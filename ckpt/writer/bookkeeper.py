@@ -344,9 +344,9 @@ class Bookkeeper:
         self.keep_soon()
 
     @harmless
-    def gone(self) -> None:
-        """Its process is no more."""
-        if self.account is not None and self.account.end is not None:
+    def gone(self, pid: int) -> None:
+        """This process is no more: its own, perhaps."""
+        if self.account is not None and self.account.pid == pid and self.account.end is not None:
             self.account.end.gone = time.monotonic()
             self.keep_soon()
 

@@ -21,8 +21,9 @@ from ckpt.faults.report import Fault, SavedStep
 from ckpt.ipc import channel
 from ckpt.ipc.watch_requests import PeerDied, Sample
 from ckpt.triggers import RETRY_CODE
+from ckpt.writer.drain import Drain
 from ckpt.writer.held_memory import HeldMemory
-from ckpt.writer.persist import Persister
+from ckpt.writer.held_run import HeldRun
 from ckpt.writer.watchdog import Stall, Watchdog
 
 SAVE_S = 10.0  # for what is in memory to become durable, before a hung trainer is ended
@@ -31,16 +32,18 @@ MAX_FAULTS = 16
 
 
 class FaultReporter:
-    """The accounts of one writer. `faults`: those that no trainer has been told yet."""
+    """The accounts of one writer. `faults`: those that no trainer has been told yet; `on_kept`: called with each."""
 
-    def __init__(self, key: str, held_memory: HeldMemory, persister: Persister) -> None:
-        self.key, self._held_memory, self._persister = key, held_memory, persister
+    def __init__(
+        self, key: str, run: HeldRun, held_memory: HeldMemory, drain: Drain, on_kept: Callable[[Fault], None]
+    ) -> None:
+        self.key, self._run, self._held_memory, self._drain = key, run, held_memory, drain
+        self._on_kept = on_kept
         self.faults: list[Fault] = []
-        self.on_kept: Callable[[Fault], None] = lambda fault: None
 
     def open(self, watchdog: Watchdog, kind: str, **fields: Any) -> Fault:
         """An account, begun now."""
-        owner = self._persister.owner
+        owner = self._run.owner
         beat = watchdog.heartbeat.read()
         fault = Fault(kind, "", by="writer", rank=watchdog.rank, world=watchdog.world, pid=watchdog.pid, **fields)
         fault.attempt = "" if owner is None else f"{owner.epoch}.{owner.nonce}"
@@ -51,10 +54,10 @@ class FaultReporter:
     async def keep(self, fault: Fault, *, untold: bool = True) -> None:
         """Say it, and write it into the nearest tier; another location is not tried, since nobody would look there."""
         log.warning("%s", fault.line)
-        self.on_kept(fault)
+        self._on_kept(fault)
         if untold:
             self.faults = [*self.faults, fault][-MAX_FAULTS:]
-        for tier in self._persister.tiers[:1]:
+        for tier in self._run.tiers[:1]:
             try:
                 await tier.prepare()
                 await tier.log.store.put(fault.key, fault.to_bytes(), create=True)
@@ -70,7 +73,7 @@ class FaultReporter:
         """Make what is in memory durable, and note what became of it."""
         self.in_memory(fault, time.monotonic() - began)
         before = time.monotonic() - began
-        for one in await self._persister.persist(deadline_s, far=far):
+        for one in await self._drain.persist(deadline_s, far=far):
             saved = SavedStep(one.step, one.tier, "ring", before + one.seconds, one.error)
             fault.saved.append(saved)
         fault.timings["durable_s"] = time.monotonic() - began

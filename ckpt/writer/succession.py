@@ -108,11 +108,7 @@ class Succession:
         self._check_welcome(visit)
         lost = [] if visit else await self._run.lost()  # before anything changes
         self._check_welcome(visit)
-        process = Process.of(link.peer_pid(caller.channel.sock))
-        if process.started < 0 and not visit:
-            raise InUseError(
-                "the memory of this run is held by a writer in another container, which cannot see this process"
-            )
+        process = _process_of(caller.channel, visit)
         lives = process != trainer.process and trainer.process.alive
         taken = request.takeover and lives and not trainer.left
         if taken:
@@ -230,3 +226,12 @@ class Succession:
         if self._trainer.dead and {arena.id.hex() for arena in self._held_memory.all()} <= set(request.arenas):
             self._trainer.disown()  # what we would do after its death is not ours to do any more
             self._after_death.leave_soon()
+
+
+def _process_of(channel: Channel, visit: bool) -> Process:
+    process = Process.of(link.peer_pid(channel.sock))
+    if process.started < 0 and not visit:
+        raise InUseError(
+            "the memory of this run is held by a writer in another container, which cannot see this process"
+        )
+    return process

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from ckpt import events
 from ckpt.checkpoint.open_tier import OpenTier
@@ -27,30 +28,25 @@ COMMON_S = 1.0  # until the step before the newest will do, if not all ranks hav
 OTHERS_S = 5.0  # for other ranks to bring theirs, when ours is written
 
 
+@dataclass(eq=False)
 class Drain:
     """Everything runs in the writer's event loop."""
 
-    def __init__(
-        self,
-        trainer: PresentTrainer,
-        run: HeldRun,
-        held_memory: HeldMemory,
-        parts: PartWriter,
-        settler: Settler,
-        throttle: Throttle,
-        background: Background,
-    ) -> None:
-        self._trainer, self._run, self._held_memory = trainer, run, held_memory
-        self._parts, self._settler = parts, settler
-        self._throttle, self._background = throttle, background
+    trainer: PresentTrainer
+    run: HeldRun
+    held_memory: HeldMemory
+    parts: PartWriter
+    settler: Settler
+    throttle: Throttle
+    background: Background
 
     def wanted(self, attempts: Collection[Attempt] | None = None) -> list[Attempt]:
         """What is in memory (of these, if they are given) and belongs to the history, newest first."""
-        return self._held_memory.wanted(self._run.acquires, attempts)
+        return self.held_memory.wanted(self.run.acquires, attempts)
 
     def durable(self) -> list[tuple[int, str]]:
         """What of the memory is durable, as far as we know: step and tier, the newest first."""
-        return [(a.step, t.url) for t in self._run.tiers[:1] for a in self.wanted() if a in t.log.state.commits]
+        return [(a.step, t.url) for t in self.run.tiers[:1] for a in self.wanted() if a in t.log.state.commits]
 
     # -- while somebody waits --
 
@@ -68,12 +64,12 @@ class Drain:
         the newest one is written to the further tiers as well, for a machine that is about to go. Returns, for each
         step and tier, what became of it: `error` is empty if it is durable.
         """
-        began, tiers = time.monotonic(), self._run.tiers
-        with self._throttle.hurry():
+        began, tiers = time.monotonic(), self.run.tiers
+        with self.throttle.hurry():
             steps = self.wanted(attempts)
-            tasks = [self._background.spawn(self._drain_alive(steps))]
+            tasks = [self.background.spawn(self._drain_alive(steps))]
             if far:
-                tasks += [self._background.spawn(self._drain_alive(steps[:1], tier)) for tier in tiers[1:]]
+                tasks += [self.background.spawn(self._drain_alive(steps[:1], tier)) for tier in tiers[1:]]
             await self._wait(steps, tasks, began + deadline_s)
         seconds = time.monotonic() - began
         return [
@@ -84,7 +80,7 @@ class Drain:
 
     async def _wait(self, steps: list[Attempt], tasks: list[asyncio.Task[None]], deadline: float) -> None:
         """Until the newest is durable, or it is known that this takes other ranks, which may not come."""
-        tiers, durable_since, stored_since = self._run.tiers, 0.0, 0.0
+        tiers, durable_since, stored_since = self.run.tiers, 0.0, 0.0
         while time.monotonic() < deadline:
             done = [attempt for attempt in steps if tiers and attempt in tiers[0].log.state.commits]
             stored = all(task.done() for task in tasks)
@@ -99,7 +95,7 @@ class Drain:
 
     async def _drain_alive(self, attempts: list[Attempt], tier: OpenTier | None = None) -> None:
         with contextlib.suppress(CheckpointError):
-            await self.drain(self._trainer.adoptions, attempts, tier)
+            await self.drain(self.trainer.adoptions, attempts, tier)
 
     # -- one by one --
 
@@ -110,11 +106,11 @@ class Drain:
         nearest. False: try again."""
         complete = True
         history = set(self.wanted() if attempts is None else attempts)
-        for arena, slot, label in self._held_memory.ring():
-            if label.attempt not in history or label.layout not in self._held_memory.layouts:
+        for arena, slot, label in self.held_memory.ring():
+            if label.attempt not in history or label.layout not in self.held_memory.layouts:
                 continue  # undone by a rollback
-            for target in self._run.tiers[:1] if tier is None else [tier]:
-                if adoptions != self._trainer.adoptions:
+            for target in self.run.tiers[:1] if tier is None else [tier]:
+                if adoptions != self.trainer.adoptions:
                     return True  # the next incarnation has the memory now, and decides
                 if label.attempt is None or label.attempt in target.in_flight or target.log.state.ended(label.attempt):
                     continue
@@ -126,25 +122,25 @@ class Drain:
         assert label.attempt is not None
         stored = False
         try:
-            written = await self._parts.store(tier, arena, slot, label, "ring")
+            written = await self.parts.store(tier, arena, slot, label, "ring")
             stored = True
             if written is not None and written.part.world == 1:
-                with self._settler.under_way():
-                    await self._settler.settle(tier, written)
+                with self.settler.under_way():
+                    await self.settler.settle(tier, written)
             elif written is not None:  # other ranks may never have taken this step: do not wait for them here
-                self._background.spawn(self._settle_late(tier, written))
+                self.background.spawn(self._settle_late(tier, written))
         except FencedError:
             raise
         except Exception as error:
             tier.flow.fail(error)
             events.log.warning("step %d is not durable yet: %s", label.attempt.step, error)
-            return stored and self._held_memory.layouts[label.layout].world > 1
+            return stored and self.held_memory.layouts[label.layout].world > 1
         return True
 
     async def _settle_late(self, tier: OpenTier, written: WrittenPart) -> None:
-        with self._settler.under_way(OUT_OF_TURN):
+        with self.settler.under_way(OUT_OF_TURN):
             try:
-                await self._settler.settle(tier, written)
+                await self.settler.settle(tier, written)
             except CheckpointError as error:
                 events.log.warning("step %d is in memory only: %s", Attempt.parse(written.part.attempt).step, error)
 

@@ -7,7 +7,7 @@ OwnRun       all ranks know the owner: what earlier ones have left unfinished is
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckpt import events
@@ -33,19 +33,20 @@ from ckpt.writer.throttle import IdleCores, Throttle, threads
 LOOK_BACK = 4  # incarnations, one of which knows how often to save
 
 
+@dataclass(eq=False)
 class RunOpener:
     """Everything runs in the writer's event loop."""
 
-    def __init__(
-        self, trainer: PresentTrainer, run: HeldRun, promoter: Promoter, books: Bookkeeper, throttle: Throttle
-    ) -> None:
-        self._trainer, self._run, self._promoter = trainer, run, promoter
-        self._books, self._throttle = books, throttle
+    trainer: PresentTrainer
+    run: HeldRun
+    promoter: Promoter
+    books: Bookkeeper
+    throttle: Throttle
 
     @handles(requests.OpenRun)
     async def open(self, request: requests.OpenRun) -> requests.OpenRunReply:
         """InUseError, with `check`, if somebody trains the run."""
-        run, begun = self._run, self._trainer.adoptions
+        run, begun = self.run, self.trainer.adoptions
         run.linger_s, run.commit_s = request.linger_s, request.commit_s
         run.first_try, run.successor = request.first_try, request.successor
         run.acquires = [acquire_of(one) for one in request.acquires]
@@ -56,7 +57,7 @@ class RunOpener:
             tiers.append(await self._open_tier(spec, known, later=bool(run.first_try and tiers)))
         if request.check:
             for tier in (tier for tier in tiers if tier.opened):
-                await check_free(tier.log, lambda text: self._trainer.tell(SaidNote(text)), self._has_ended)
+                await check_free(tier.log, lambda text: self.trainer.tell(SaidNote(text)), self._has_ended)
         run.check_still(begun)
         run.tiers = tiers
         for tier in tiers:  # what was kept here for a place that is gone
@@ -67,27 +68,27 @@ class RunOpener:
 
     async def _open_tier(self, spec: dict[str, Any], known: dict[str, OpenTier], *, later: bool) -> OpenTier:
         tier = known.pop(spec["url"], None)
-        if tier is not None and tier.url not in await self._run.lost([tier]):
+        if tier is not None and tier.url not in await self.run.lost([tier]):
             await renew(tier, spec)
             return tier
         # It is new, or what was there was removed, and is no run or another one now.
         tier = await open_place(spec, later=later)
-        tier.tell = self._trainer.tell
-        tier.encoder.threads, tier.encoder.pace, tier.encoder.idle = threads(), self._throttle, IdleCores()
+        tier.tell = self.trainer.tell
+        tier.encoder.threads, tier.encoder.pace, tier.encoder.idle = threads(), self.throttle, IdleCores()
         return tier
 
     def _has_ended(self, account: Account) -> bool:
         """Of a trainer that was this writer's, or is this very process."""
-        known, mine = self._books.account, (self._trainer.pid, boot_id(), namespace("pid"))
+        known, mine = self.books.account, (self.trainer.pid, boot_id(), namespace("pid"))
         if known is not None and known.epoch == account.epoch:
             return True
         return mine == (account.pid, account.boot, account.namespace)
 
     async def _last_cadence(self, auto: list[str]) -> Decision | None:
         """What the last incarnation saved by, so that this one need not find it out again."""
-        known = await read_back(self._run.tiers, LOOK_BACK)
-        decision = last_decision([*known, *([self._books.account] if self._books.account else [])])
-        for tier in self._run.tiers:
+        known = await read_back(self.run.tiers, LOOK_BACK)
+        decision = last_decision([*known, *([self.books.account] if self.books.account else [])])
+        for tier in self.run.tiers:
             every = None if decision is None else decision.every.get(tier.url)
             if tier.url in auto and type(every) is int and every >= 1:
                 tier.set_every(every)
@@ -96,7 +97,7 @@ class RunOpener:
     @handles(requests.AcquireRun)
     async def acquire(self, request: requests.AcquireRun) -> list[int]:
         """With `restored` as a rollback of the present owner."""
-        run, begun = self._run, self._trainer.adoptions
+        run, begun = self.run, self.trainer.adoptions
         nonce, back = request.nonce, None if request.restored is None else Attempt.parse(request.restored)
         tiers = [run.tiers[i] for i in request.tiers]
         for tier in tiers if back is not None else ():
@@ -111,7 +112,7 @@ class RunOpener:
 
     async def own(self, request: requests.OwnRun) -> list[PartsHere]:
         """This writer's part in committing, too."""
-        run, owner, begun = self._run, acquire_of(request.owner), self._trainer.adoptions
+        run, owner, begun = self.run, acquire_of(request.owner), self.trainer.adoptions
         async with run.taking:
             for tier in (tier for tier in run.tiers if tier.opened):
                 await tier.log.refresh()  # the writer of another rank appended it: by an older log we would be fenced
@@ -127,7 +128,7 @@ class RunOpener:
 
     async def _recover(self, number: int, tier: OpenTier) -> list[PartsHere]:
         """End what earlier incarnations have left there; of what a single node's disk holds parts of, those."""
-        mine, wanted = self._run.mine(), self._promoter.wanted(tier)
+        mine, wanted = self.run.mine(), self.promoter.wanted(tier)
         await commit.recover(tier.log, mine, frozenset(tier.in_flight | wanted), partial=tier.role.partial)
         await tier.drop_uploads(mine, wanted)
         if not tier.role.partial:
@@ -139,18 +140,18 @@ class RunOpener:
     async def doubt(self, request: requests.Doubt) -> None:
         """The trainer has found damage in a tier when it restored."""
         ranges = set(request.ranges)
-        for tier in (tier for tier in self._run.tiers if tier.url == request.url):
+        for tier in (tier for tier in self.run.tiers if tier.url == request.url):
             tier.encoder.suspects |= ranges
             await tier.prepare()
-            await commit.doubt(tier.log, self._run.mine(), Attempt.parse(request.attempt), ranges)
+            await commit.doubt(tier.log, self.run.mine(), Attempt.parse(request.attempt), ranges)
 
     @handles(requests.Complete)
     async def complete(self, request: requests.Complete) -> None:
         """The other nodes hold their parts of these attempts too."""
-        tier = self._run.tiers[request.tier]
+        tier = self.run.tiers[request.tier]
         for attempt in request.attempts:
             try:
-                await commit.complete(tier.log, self._run.mine(), Attempt.parse(attempt))
+                await commit.complete(tier.log, self.run.mine(), Attempt.parse(attempt))
             except SaveError as error:  # what it builds on is gone: it has been ended
                 events.log.warning("%s: %s", tier.url, error)
 

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from ckpt.checkpoint import commit
 from ckpt.checkpoint.byte_source import Bases, ByteSource, InMemory, bases_in, bases_near, no_bases
@@ -25,6 +26,7 @@ from ckpt.writer.present_trainer import PresentTrainer
 from ckpt.writer.settle import Settler
 
 
+@dataclass(eq=False)
 class PartWriter:
     """Everything runs in the writer's event loop; blocking work goes to threads.
 
@@ -32,15 +34,17 @@ class PartWriter:
     trainer wants there is stored, as soon as it is known.
     """
 
-    def __init__(self, trainer: PresentTrainer, run: HeldRun, held_memory: HeldMemory, settler: Settler) -> None:
-        self._trainer, self._run, self._held_memory, self._settler = trainer, run, held_memory, settler
-        self.reads: dict[tuple[str, int], int] = {}
-        self.stored: dict[tuple[str, Attempt], asyncio.Future[bool]] = {}
+    trainer: PresentTrainer
+    run: HeldRun
+    held_memory: HeldMemory
+    settler: Settler
+    reads: dict[tuple[str, int], int] = field(default_factory=dict)
+    stored: dict[tuple[str, Attempt], asyncio.Future[bool]] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def reading(self, arena: Arena, slot: int) -> Iterator[None]:
         """A slot is being written somewhere: whoever takes the memory over leaves it alone until it is told."""
-        key, adopted = (arena.id.hex(), slot), self._trainer.adoptions
+        key, adopted = (arena.id.hex(), slot), self.trainer.adoptions
         self.reads[key] = self.reads.get(key, 0) + 1
         try:
             yield
@@ -48,8 +52,8 @@ class PartWriter:
             self.reads[key] -= 1
             if not self.reads[key]:
                 del self.reads[key]
-                if adopted != self._trainer.adoptions:  # the new trainer was told that this slot is being written
-                    self._trainer.tell(UnpinnedNote(arena.id.hex(), slot))
+                if adopted != self.trainer.adoptions:  # the new trainer was told that this slot is being written
+                    self.trainer.tell(UnpinnedNote(arena.id.hex(), slot))
 
     async def store(
         self, tier: OpenTier, arena: Arena, slot: int, label: Label, reason: str = "due", *, last: bool = True
@@ -59,7 +63,7 @@ class PartWriter:
         Alone, a failed attempt stays open: it may be written again by a higher try, and recovery ends what is left.
         With others it is given up at once, so that they need not wait; unless it is not tried for the `last` time.
         """
-        attempt, layout = label.attempt, self._held_memory.layouts[label.layout]
+        attempt, layout = label.attempt, self.held_memory.layouts[label.layout]
         assert attempt is not None
         tier.in_flight.add(attempt)
         try:
@@ -68,7 +72,7 @@ class PartWriter:
         except BaseException as error:
             tier.in_flight.discard(attempt)
             if last and reason == "due":
-                await self._settler.tell_others(tier, attempt, layout.rank, error)
+                await self.settler.tell_others(tier, attempt, layout.rank, error)
                 if attempt in tier.log.state.commits:
                     return None  # the part was whole, and others were quick
             raise
@@ -84,7 +88,7 @@ class PartWriter:
             if arena.label(slot) != label:
                 raise SaveError(f"step {attempt.step} {problem}")
 
-        memory, run = self._held_memory, self._run
+        memory, run = self.held_memory, self.run
         async with tier.busy:
             await tier.prepare()
             if attempt in tier.log.state.commits:
@@ -116,7 +120,7 @@ class PartWriter:
     ) -> WrittenPart:
         """The part as this tier stores its parts: what is new, and in which form. `check` raises if the source is not
         what it was any more."""
-        attempt, layout, near = snapshot.attempt, snapshot.layout, self._run.near(tier)
+        attempt, layout, near = snapshot.attempt, snapshot.layout, self.run.near(tier)
         previous = await tier.encoder.previous(tier.log, attempt, layout)
         with tier.flow.writing(attempt.step, layout.arrangement.data_size):
             written = await tier.encoder.write(
@@ -138,7 +142,7 @@ class PartWriter:
         """The writer that commits pins what is built on; that it is still there is seen again at the commit."""
         try:
             if tier.role.place == 0:
-                await self._run.as_owner(tier.log, lambda mine: commit.begin(tier.log, mine, attempt, (built_on,)))
+                await self.run.as_owner(tier.log, lambda mine: commit.begin(tier.log, mine, attempt, (built_on,)))
         except SaveError:
             return False
         return built_on in tier.log.state.commits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ckpt import events
 from ckpt.checkpoint import commit, promote
@@ -24,21 +25,17 @@ from ckpt.writer.present_trainer import PresentTrainer
 from ckpt.writer.settle import Settler
 
 
+@dataclass(eq=False)
 class Promoter:
     """Everything runs in the writer's event loop."""
 
-    def __init__(
-        self,
-        trainer: PresentTrainer,
-        run: HeldRun,
-        held_memory: HeldMemory,
-        parts: PartWriter,
-        settler: Settler,
-        background: Background,
-    ) -> None:
-        self._trainer, self._run, self._held_memory = trainer, run, held_memory
-        self._parts, self._settler, self._background = parts, settler, background
-        self._resuming: asyncio.Task[None] | None = None
+    trainer: PresentTrainer
+    run: HeldRun
+    held_memory: HeldMemory
+    parts: PartWriter
+    settler: Settler
+    background: Background
+    _resuming: asyncio.Task[None] | None = None
 
     async def promote(
         self, tier: OpenTier, near: OpenTier, attempt: Attempt, free: Callable[[], None]
@@ -54,7 +51,7 @@ class Promoter:
             if tier.waiting > promote.BACKLOG or len(tier.in_flight) > promote.BACKLOG + 2:
                 free()
                 raise too_slow(tier, attempt)
-            known = self._parts.stored.get((near.url, attempt))
+            known = self.parts.stored.get((near.url, attempt))
             if known is not None and not await asyncio.shield(known):
                 raise SaveError(f"step {attempt.step} is not in {near.url} either")
             free()
@@ -72,7 +69,7 @@ class Promoter:
             return written
         except BaseException as error:
             tier.in_flight.discard(attempt)
-            self._background.spawn(self._settler.tell_others(tier, attempt, rank, error))
+            self.background.spawn(self.settler.tell_others(tier, attempt, rank, error))
             raise
         finally:
             tier.waiting -= 1
@@ -95,14 +92,14 @@ class Promoter:
             tier.encoder.remember(written)
             return written
         tried += [info.key async for info in tier.store.list(f"parts/{attempt}.{part.rank}.")]
-        number = max([self._run.first_try, *(rank_and_try(key)[1] + 1 for key in tried)])
+        number = max([self.run.first_try, *(rank_and_try(key)[1] + 1 for key in tried)])
         snapshot = RankSnapshot(attempt, layout, memoryview(b""), part.values, part.finite)
-        return await self._parts.encode(tier, snapshot, source, number, reason=part.reason)
+        return await self.parts.encode(tier, snapshot, source, number, reason=part.reason)
 
     def _check_wanted(self, tier: OpenTier, attempt: Attempt) -> None:
         """Not if it was taken back, or another rank has given it up."""
         state = tier.log.state
-        if attempt in self._held_memory.retracted:
+        if attempt in self.held_memory.retracted:
             raise SaveError(f"step {attempt.step} was taken back")
         if attempt in state.aborted or (attempt in state.retired and attempt in state.reasons):
             raise commit.given_up(state, attempt)
@@ -111,25 +108,25 @@ class Promoter:
 
     def wanted(self, tier: OpenTier) -> set[Attempt]:
         """What a further tier may still get from the nearest, from before a crash: not to be given up there."""
-        near = self._run.near(tier)
+        near = self.run.near(tier)
         if near is None:
             return set()
         return {one.attempt for one in self.pending(near, tier)} | set(near.log.state.held)
 
     def pending(self, near: OpenTier, tier: OpenTier) -> list[Commit]:
         """What a crash has interrupted on its way from one tier to the other."""
-        return promote.pending(near.log.state, tier.log.state, tier.every, before=self._run.mine().epoch)
+        return promote.pending(near.log.state, tier.log.state, tier.every, before=self.run.mine().epoch)
 
     @handles(Resume)
     def begin_to_resume(self, request: Resume) -> None:
         """When all ranks have recovered."""
-        self._resuming = self._background.spawn(self.resume())
+        self._resuming = self.background.spawn(self.resume())
 
     async def resume(self) -> None:
         """The ranks share the parts that they see out. What they find pending does not depend on when they look."""
-        adoptions = self._trainer.adoptions
-        for tier in self._run.tiers[1:]:
-            near = self._run.near(tier)
+        adoptions = self.trainer.adoptions
+        for tier in self.run.tiers[1:]:
+            near = self.run.near(tier)
             if near is None:
                 continue
             try:
@@ -140,12 +137,12 @@ class Promoter:
                 events.log.warning("nothing of before the start is taken to %s: %s", tier.url, error)
                 continue
             for one in wanted:  # one that is damaged, say, does not hold the others up
-                if one.attempt not in tier.in_flight and adoptions == self._trainer.adoptions:
+                if one.attempt not in tier.in_flight and adoptions == self.trainer.adoptions:
                     try:
                         await self.resume_one(tier, near, one)
                     except CheckpointError as error:
                         events.log.warning("step %d is not in %s: %s", one.step, tier.url, error)
-                        await self._settler.tell_others(tier, one.attempt, _rank(near), error)
+                        await self.settler.tell_others(tier, one.attempt, _rank(near), error)
 
     async def resume_one(self, tier: OpenTier, near: OpenTier, one: Commit) -> None:
         """This rank's share of it."""
@@ -161,7 +158,7 @@ class Promoter:
                     for rank, number, digest in mine
                 ]
                 written = [await self._transfer(tier, near, part) for part in here]
-            await self._settler.settle(tier, written[0])
+            await self.settler.settle(tier, written[0])
         finally:
             near.unpin(one.attempt)
             tier.in_flight.discard(one.attempt)

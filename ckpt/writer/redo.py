@@ -46,14 +46,17 @@ class _Kept:
             self.turn.release()
 
 
+@dataclass(eq=False)
 class RedoKeeper:
     """Of one writer. Everything runs in its event loop; what takes time goes to threads."""
 
-    def __init__(self, trainer: PresentTrainer, run: HeldRun, held_memory: HeldMemory, parts: PartWriter) -> None:
-        self._trainer, self._run, self._held_memory, self._parts = trainer, run, held_memory, parts
-        self._logs: dict[str, _Kept] = {}
-        self._recipes: dict[str, list[Recipe]] = {}  # by layout
-        self._returns = 0  # how often a trainer went back
+    trainer: PresentTrainer
+    run: HeldRun
+    held_memory: HeldMemory
+    parts: PartWriter
+    _logs: dict[str, _Kept] = field(default_factory=dict)
+    _recipes: dict[str, list[Recipe]] = field(default_factory=dict)  # by layout
+    _returns: int = 0  # how often a trainer went back
 
     @handles(KnowRecipes)
     def learn(self, request: KnowRecipes) -> None:
@@ -71,24 +74,24 @@ class RedoKeeper:
     @handles(LogStep)
     async def append(self, request: LogStep) -> LogStepReply:
         """Log a sealed slot in one place; replies when it is durable there."""
-        tier, attempt = self._run.tiers[request.tier], Attempt.parse(request.attempt)
-        arena, slot = self._held_memory.arenas[request.arena], request.slot
+        tier, attempt = self.run.tiers[request.tier], Attempt.parse(request.attempt)
+        arena, slot = self.held_memory.arenas[request.arena], request.slot
         settings = [None if row is None else _settings(row) for row in request.settings]
         label = arena.label(slot)
         if label is None or label.attempt != attempt:
             raise SaveError(f"slot {slot} does not hold {attempt} any more")
-        layout = self._held_memory.layouts[label.layout]
+        layout = self.held_memory.layouts[label.layout]
         kept = self._kept(tier, layout.rank, layout.world)
-        sealed, course = Sealed(arena, slot, label, layout), (self._trainer.adoptions, self._returns)
+        sealed, course = Sealed(arena, slot, label, layout), (self.trainer.adoptions, self._returns)
         recipes = self._recipes.get(label.layout, [])
-        with self._parts.reading(arena, slot):
+        with self.parts.reading(arena, slot):
             async with kept.in_turn():
                 if kept.course != course:  # nobody holds the slot of the step before for this one
                     kept.course = course
                     kept.log.forget()
                 await tier.prepare()
                 if kept.log.frames % LOOK == 0:  # else one would go on until the next checkpoint fails
-                    await self._run.check_owner([tier])
+                    await self.run.check_owner([tier])
                 committed = {**tier.log.state.held, **tier.log.state.commits}.keys() | set()
                 found = await asyncio.to_thread(self._append, kept.log, sealed, recipes, settings, committed)
         return LogStepReply(found.raw, found.stored, found.known, found.predicted, found.base, found.seconds)
@@ -104,7 +107,7 @@ class RedoKeeper:
         found = log.append(sealed, recipes, settings, committed)
         if log.digests is not None:
             values = blob_digest(sealed.arena.values(sealed.slot, sealed.label))
-            self._held_memory.digests[sealed.attempt, sealed.layout.rank] = log.digests + values
+            self.held_memory.digests[sealed.attempt, sealed.layout.rank] = log.digests + values
         return found
 
     def _kept(self, tier: OpenTier, rank: int, world: int) -> _Kept:

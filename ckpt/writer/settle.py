@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from ckpt import events
 from ckpt.checkpoint import commit
@@ -26,18 +27,21 @@ FAR_PATIENCE = 6  # how much longer ranks wait for each other's parts where thes
 OUT_OF_TURN = -1
 
 
+@dataclass(eq=False)
 class Settler:
     """Everything runs in the writer's event loop. `settling`: parts that are written and not committed yet, by the
     adoption whose trainer wants that; or `OUT_OF_TURN`, for which other ranks may never bring their parts."""
 
-    def __init__(self, trainer: PresentTrainer, run: HeldRun, held_memory: HeldMemory, background: Background) -> None:
-        self._trainer, self._run, self._held_memory, self._background = trainer, run, held_memory, background
-        self.settling: Counter[int] = Counter()
+    trainer: PresentTrainer
+    run: HeldRun
+    held_memory: HeldMemory
+    background: Background
+    settling: Counter[int] = field(default_factory=Counter)
 
     @contextlib.contextmanager
     def under_way(self, adoption: int | None = None) -> Iterator[None]:
         """Around what has to come to its end before the writer leaves; by default for the present trainer."""
-        begun = self._trainer.adoptions if adoption is None else adoption
+        begun = self.trainer.adoptions if adoption is None else adoption
         self.settling[begun] += 1
         try:
             yield
@@ -65,11 +69,11 @@ class Settler:
         finally:
             tier.in_flight.discard(attempt)
         await self._let_go(tier, attempt)
-        self._held_memory.forget_old()
+        self.held_memory.forget_old()
         self._sweep_soon(tier)
 
     async def _commit(self, tier: OpenTier, written: WrittenPart) -> None:
-        part, run = written.part, self._run
+        part, run = written.part, self.run
         number = run.tiers.index(tier) if tier in run.tiers else -1
         role = (
             tier.role if part.world == tier.role.world else commit.Role(tuple(range(part.world)), part.rank, part.world)
@@ -83,14 +87,14 @@ class Settler:
                 written,
                 role,
                 deadline_s=run.commit_s * (FAR_PATIENCE if tier.store.remote else 1),
-                on_held=lambda: self._trainer.tell(held),
+                on_held=lambda: self.trainer.tell(held),
             ),
         )
 
     async def _let_go(self, tier: OpenTier, newer: Attempt) -> None:
         """What failed to be written, and keeps what it was to be built on from being retired, is not tried again once
         a newer one is there."""
-        mine = self._run.mine()
+        mine = self.run.mine()
         for attempt in [a for a in tier.log.state.pins if a < newer and a not in tier.in_flight]:
             if tier.role.place == 0 and tier.role.world == 1 and attempt.epoch <= mine.epoch:
                 with contextlib.suppress(CheckpointError):
@@ -98,7 +102,7 @@ class Settler:
 
     def _sweep_soon(self, tier: OpenTier) -> None:
         if tier.role.place == 0 and (tier.sweeping is None or tier.sweeping.done()):
-            tier.sweeping = self._background.spawn(tier.sweep(self._run.mine(), self._trainer.tell))
+            tier.sweeping = self.background.spawn(tier.sweep(self.run.mine(), self.trainer.tell))
 
     # -- what does not become one --
 
@@ -106,12 +110,12 @@ class Settler:
         """That this rank's part will not come, if there are others who wait for it."""
         if tier.role.world > 1 and isinstance(error, Exception) and not isinstance(error, FencedError):
             with contextlib.suppress(CheckpointError):
-                await commit.abort(tier.log, self._run.mine(), attempt, f"rank {rank}: {error}")
+                await commit.abort(tier.log, self.run.mine(), attempt, f"rank {rank}: {error}")
 
     async def _make_room(self, tier: OpenTier, attempt: Attempt) -> None:
         """All of it was written, and then the disk was full: give the attempt up, and its space back."""
         with contextlib.suppress(CheckpointError):
-            await commit.abort(tier.log, self._run.mine(), attempt, "no space left")
+            await commit.abort(tier.log, self.run.mine(), attempt, "no space left")
             if attempt in tier.log.state.aborted:
                 for prefix in ("packs/", "parts/", "index/"):
                     for key in [i.key async for i in tier.log.store.list(f"{prefix}{attempt}")]:
@@ -123,7 +127,7 @@ class Settler:
         part, attempt = written.part, Attempt.parse(written.part.attempt)
         with contextlib.suppress(CheckpointError):
             if not isinstance(error, FencedError) and part.reason == "due":
-                await commit.abort(tier.log, self._run.mine(), attempt, f"rank {part.rank}: {error}")
+                await commit.abort(tier.log, self.run.mine(), attempt, f"rank {part.rank}: {error}")
             if attempt in tier.log.state.aborted:
                 own = [pack.key for pack in part.packs if owner_of(pack.key) == attempt]
                 keys = [*own, part_key(attempt, part.rank, part.number)]
@@ -134,14 +138,14 @@ class Settler:
     async def retract(self, request: Retract) -> None:
         """A snapshot failed, or turned out not to be of one moment: it must not be committed, or not stay so."""
         attempt = Attempt.parse(request.attempt)
-        self._held_memory.take_back(attempt)
+        self.held_memory.take_back(attempt)
         failures: list[CheckpointError] = []
         with self.under_way():
-            for tier in self._run.tiers:  # all of them, whatever happens in one
+            for tier in self.run.tiers:  # all of them, whatever happens in one
                 try:
                     async with tier.busy:
                         await tier.prepare()
-                        await commit.retract(tier.log, self._run.mine(), attempt, request.reason)
+                        await commit.retract(tier.log, self.run.mine(), attempt, request.reason)
                 except CheckpointError as error:
                     failures.append(error)
         if failures:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import select
+from dataclasses import dataclass
 
 from ckpt import events
 from ckpt.errors import FencedError, InUseError
@@ -37,45 +38,42 @@ OWNER_S = 10.0  # between two looks at who owns the run
 LET_GO_S = 0.1  # between two looks whether a trainer that lives, and has left, has let go of its memory
 
 
+@dataclass(eq=False)
 class Succession:
     """Everything runs in the writer's event loop, but for the threads that wait."""
 
-    def __init__(
-        self,
-        trainer: PresentTrainer,
-        run: HeldRun,
-        held_memory: HeldMemory,
-        parts: PartWriter,
-        opener: RunOpener,
-        reporter: FaultReporter,
-        observers: Observers,
-        watch: TrainerWatch,
-        after_death: AfterDeath,
-        server: Server,
-        background: Background,
-    ) -> None:
-        self._trainer, self._run, self._held_memory, self._parts = trainer, run, held_memory, parts
-        self._opener, self._reporter, self._observers, self._watch = opener, reporter, observers, watch
-        self._after_death, self._server, self._background = after_death, server, background
-        self._previous_gone = True  # whether no earlier trainer can write to the arenas any more
-        self._lingering = False  # whether one of those has left, and lives
-        self._looking: asyncio.Task[None] | None = None
-        background.thread(self._wait_gone, trainer.process)
+    trainer: PresentTrainer
+    run: HeldRun
+    held_memory: HeldMemory
+    parts: PartWriter
+    opener: RunOpener
+    reporter: FaultReporter
+    observers: Observers
+    watch: TrainerWatch
+    after_death: AfterDeath
+    server: Server
+    background: Background
+    _previous_gone: bool = True  # whether no earlier trainer can write to the arenas any more
+    _lingering: bool = False  # whether one of those has left, and lives
+    _looking: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self.background.thread(self._wait_gone, self.trainer.process)
 
     # -- deaths --
 
     @handles(requests.WatchArena)
     def watch_arena(self, request: requests.WatchArena) -> None:
-        adoptions = self._trainer.adoptions
-        self._held_memory.locked_by[request.arena] = adoptions
-        self._background.thread(self._wait_owner_died, self._held_memory.arenas[request.arena], adoptions)
+        adoptions = self.trainer.adoptions
+        self.held_memory.locked_by[request.arena] = adoptions
+        self.background.thread(self._wait_owner_died, self.held_memory.arenas[request.arena], adoptions)
 
     def _wait_owner_died(self, arena: Arena, adoptions: int) -> None:
         """Sits in the mutex of the trainer's staging thread until it is let go of, or its owner dies."""
         got = arena.mutex.lock()
         arena.mutex.unlock()
         if got is Got.OWNER_DIED:
-            self._background.post(self._after_death.died, adoptions)
+            self.background.post(self.after_death.died, adoptions)
 
     def _wait_gone(self, process: Process) -> None:
         """Copies by a device may outlive the notice of death; after this nobody writes the memory any more."""
@@ -84,18 +82,18 @@ class Succession:
             if Process.of(process.pid) == process:  # else another has its number by now
                 select.select([fd], [], [])
             os.close(fd)
-        self._background.post(self._on_gone, process)
+        self.background.post(self._on_gone, process)
 
     def _on_gone(self, process: Process) -> None:
-        self._observers.books.gone(process.pid)
-        if process == self._trainer.process:
-            self._after_death.process_gone()
+        self.observers.books.gone(process.pid)
+        if process == self.trainer.process:
+            self.after_death.process_gone()
         elif not self._previous_gone:
             self._tell_gone()
 
     def _tell_gone(self) -> None:
         self._previous_gone = True
-        self._trainer.tell(GoneNote())
+        self.trainer.tell(GoneNote())
 
     # -- who comes --
 
@@ -103,10 +101,10 @@ class Succession:
     async def greet(self, request: requests.Greeting, caller: Caller) -> Answer:
         """InUseError for a trainer that this writer cannot see, WriterError for one that comes too late."""
         check_version(request)
-        trainer, memory, visit = self._trainer, self._held_memory, request.visit
+        trainer, memory, visit = self.trainer, self.held_memory, request.visit
         trainer.knows_losers(request.losers)
         self._check_welcome(visit)
-        lost = [] if visit else await self._run.lost()  # before anything changes
+        lost = [] if visit else await self.run.lost()  # before anything changes
         self._check_welcome(visit)
         process = _process_of(caller.channel, visit)
         lives = process != trainer.process and trainer.process.alive
@@ -130,9 +128,9 @@ class Succession:
             foreign=list(memory.foreign),
             layouts=memory.layouts_in_use(shown),
             digests=memory.known_digests(),
-            writing=list(self._parts.reads),
-            acquires=[(a.epoch, a.nonce, str(a.restored) if a.restored else None) for a in self._run.acquires],
-            faults=[fault.to_json() for fault in self._reporter.faults] if adopts else [],
+            writing=list(self.parts.reads),
+            acquires=[(a.epoch, a.nonce, str(a.restored) if a.restored else None) for a in self.run.acquires],
+            faults=[fault.to_json() for fault in self.reporter.faults] if adopts else [],
             losers=trainer.losers(process),
         )
         if adopts:
@@ -141,26 +139,26 @@ class Succession:
 
     def _check_welcome(self, visit: bool) -> None:
         if not visit:
-            self._server.check_stays()
+            self.server.check_stays()
 
     def _adopted_by(self, process: Process, channel: Channel, gone: bool) -> None:
         """This is our trainer from now on. `gone`: none before it can write to the arenas any more."""
         self._previous_gone = gone
-        self._lingering = self._trainer.left or (self._lingering and not gone)
-        self._trainer.adopted_by(channel, process)
+        self._lingering = self.trainer.left or (self._lingering and not gone)
+        self.trainer.adopted_by(channel, process)
         if self._lingering and not gone:
-            self._background.spawn(self._await_let_go(self._trainer.adoptions))
-        self._reporter.faults = []
-        self._watch.stop()
-        self._background.thread(self._wait_gone, process)
+            self.background.spawn(self._await_let_go(self.trainer.adoptions))
+        self.reporter.faults = []
+        self.watch.stop()
+        self.background.thread(self._wait_gone, process)
 
     def _unlocked(self) -> bool:
         """Whether nobody has locked any memory, but for what the present trainer has: nobody else copies further."""
-        return self._held_memory.unlocked(None if self._trainer.left else self._trainer.adoptions)
+        return self.held_memory.unlocked(None if self.trainer.left else self.trainer.adoptions)
 
     async def _await_let_go(self, adoptions: int) -> None:
         """The trainer before lives, has left, and was still copying when the present one came, which waits for that."""
-        while adoptions == self._trainer.adoptions and not self._previous_gone:
+        while adoptions == self.trainer.adoptions and not self._previous_gone:
             if self._unlocked():
                 self._tell_gone()
             await asyncio.sleep(LET_GO_S)
@@ -170,43 +168,43 @@ class Succession:
     def _dispossess(self, taker: int) -> None:
         """Our trainer has lost the run: nothing is taken from it any more. It lives, and may go on writing where it
         did: nobody else ever does there, so that nobody has to wait for its end."""
-        self._trainer.dispossess(
+        self.trainer.dispossess(
             f"process {taker} has taken this run over (takeover=True). Stop this one, or give it another location"
         )
-        self._held_memory.foreign.update(self._held_memory.arenas)
-        self._watch.stop()
-        self._observers.ended("left")
+        self.held_memory.foreign.update(self.held_memory.arenas)
+        self.watch.stop()
+        self.observers.ended("left")
 
     @handles_caller(requests.Lose)
     def lose(self, request: requests.Lose, caller: Caller) -> None:
         """Another job takes the run over, and may have no rank in the place of our trainer. What that one had is kept
         for whoever comes, as after a death."""
-        if not self._trainer.dead and not self._server.leaving:
+        if not self.trainer.dead and not self.server.leaving:
             self._dispossess(link.peer_pid(caller.channel.sock))
-            self._after_death.outlive()
+            self.after_death.outlive()
 
     @handles(requests.Whose)
     def whose(self, request: requests.Whose) -> requests.WhoseReply:
-        owner = self._run.owner
+        owner = self.run.owner
         opened = None if owner is None else (owner.epoch, owner.nonce)
-        return requests.WhoseReply(self._trainer.pid, opened, self._trainer.losers(self._trainer.process))
+        return requests.WhoseReply(self.trainer.pid, opened, self.trainer.losers(self.trainer.process))
 
     @handles(requests.OwnRun)
     async def own(self, request: requests.OwnRun) -> list[requests.PartsHere]:
         if self._looking is None or self._looking.done():  # it ends when an earlier trainer has lost the run
-            self._looking = self._background.spawn(self._look_at_owner())
-        return await self._opener.own(request)
+            self._looking = self.background.spawn(self._look_at_owner())
+        return await self.opener.own(request)
 
     async def _look_at_owner(self) -> None:
         """Tell the trainer, soon, that another job has taken the run over, also if it saves nothing meanwhile."""
-        while not self._server.leaving:
+        while not self.server.leaving:
             await asyncio.sleep(OWNER_S)
-            if self._trainer.dead or self._run.taking.locked():
+            if self.trainer.dead or self.run.taking.locked():
                 continue
             try:
-                await self._run.check_owner(self._run.spoken_for())
+                await self.run.check_owner(self.run.spoken_for())
             except FencedError as error:
-                self._trainer.fenced(str(error))
+                self.trainer.fenced(str(error))
                 return
             except Exception as error:
                 events.log.warning("who owns the run cannot be seen: %s", error)
@@ -214,18 +212,18 @@ class Succession:
     @handles_caller(requests.Drop)
     def drop(self, request: requests.Drop, caller: Caller) -> None:
         """The run whose memory we hold is not there any more."""
-        if caller.channel is self._trainer.channel:
-            self._trainer.disown()
-            self._trainer.closed = True
-            self._after_death.leave_soon()
+        if caller.channel is self.trainer.channel:
+            self.trainer.disown()
+            self.trainer.closed = True
+            self.after_death.leave_soon()
 
     @handles(requests.Taken)
     def taken(self, request: requests.Taken) -> None:
         """Another writer has these arenas as well, and goes on: nothing keeps us here if our trainer is dead, and these
         are all we have."""
-        if self._trainer.dead and {arena.id.hex() for arena in self._held_memory.all()} <= set(request.arenas):
-            self._trainer.disown()  # what we would do after its death is not ours to do any more
-            self._after_death.leave_soon()
+        if self.trainer.dead and {arena.id.hex() for arena in self.held_memory.all()} <= set(request.arenas):
+            self.trainer.disown()  # what we would do after its death is not ours to do any more
+            self.after_death.leave_soon()
 
 
 def _process_of(channel: Channel, visit: bool) -> Process:

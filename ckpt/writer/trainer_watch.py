@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from ckpt.errors import UsageError
 from ckpt.faults.memory_pressure import MemoryRoom
@@ -25,28 +26,24 @@ HEARD_S = 1.0  # for its fault handler to answer
 GOING_S = 20.0  # for it to leave, once it said that it would
 
 
+@dataclass(eq=False)
 class TrainerWatch:
     """Everything runs in the writer's event loop. `on_crash`: called when the trainer is seen to crash; with a large
     process or a core dump its death takes a while."""
 
-    def __init__(
-        self,
-        trainer: PresentTrainer,
-        reporter: FaultReporter,
-        observers: Observers,
-        background: Background,
-        on_crash: Callable[[], None],
-    ) -> None:
-        self._trainer, self._reporter, self._observers = trainer, reporter, observers
-        self._background, self._on_crash = background, on_crash
-        self.watchdog: Watchdog | None = None
-        self._heard = asyncio.Event()  # the fault handler deals with what it was told last
+    trainer: PresentTrainer
+    reporter: FaultReporter
+    observers: Observers
+    background: Background
+    on_crash: Callable[[], None]
+    watchdog: Watchdog | None = None
+    _heard: asyncio.Event = field(default_factory=asyncio.Event)  # the fault handler deals with what it was told last
 
     @handles_caller(watch.Arm)
     def arm(self, request: watch.Arm, caller: Caller) -> None:
         self.stop()
-        calls = WatchdogCalls(lambda text: self._on_crash(), self._on_signals, self._on_stall, self._on_pressure)
-        self.watchdog = Watchdog(self._trainer.pid, request, caller.fds, calls)
+        calls = WatchdogCalls(lambda text: self.on_crash(), self._on_signals, self._on_stall, self._on_pressure)
+        self.watchdog = Watchdog(self.trainer.pid, request, caller.fds, calls)
 
     def stop(self) -> None:
         """Watch nobody."""
@@ -61,7 +58,7 @@ class TrainerWatch:
     async def _hears(self, note: Note, within_s: float) -> bool:
         """Tell the fault handler; whether it answers."""
         self._heard.clear()
-        self._trainer.tell(note)
+        self.trainer.tell(note)
         try:
             await asyncio.wait_for(self._heard.wait(), within_s)
         except TimeoutError:
@@ -71,39 +68,39 @@ class TrainerWatch:
     # -- what is seen --
 
     def _on_signals(self, numbers: list[int], raw: bytes) -> None:
-        self._trainer.tell(notes.PassedNote(list(raw)))  # others may wait for them too
+        self.trainer.tell(notes.PassedNote(list(raw)))  # others may wait for them too
         for number in numbers:
-            self._background.spawn(self._signal(number))
+            self.background.spawn(self._signal(number))
 
     async def _signal(self, number: int) -> None:
         """The fault handler has not taken it: perhaps it is only late; else something holds the interpreter's lock."""
         watchdog, began = self.watchdog, time.monotonic()
-        if watchdog is None or self._trainer.dead:
+        if watchdog is None or self.trainer.dead:
             return
-        fault = self._reporter.signal(watchdog, number)
+        fault = self.reporter.signal(watchdog, number)
         if not await self._hears(notes.SignalNote(number), AWAKE_S):
-            await self._reporter.held_up(fault, watchdog, began)
+            await self.reporter.held_up(fault, watchdog, began)
 
     def _on_stall(self, stall: Stall) -> None:
-        self._background.spawn(self._stall(stall))
+        self.background.spawn(self._stall(stall))
 
     async def _stall(self, stall: Stall) -> None:
         """The fault handler knows more, and can copy what runs. If it does not answer, it is up to us."""
         watchdog = self.watchdog
-        if watchdog is None or self._trainer.dead:
+        if watchdog is None or self.trainer.dead:
             return
         evidence = stall.evidence.to_json()
         note = notes.HangNote(stall.idle_s, stall.limit_s, stall.usual_s, stall.timings, evidence)
         if not await self._hears(note, HEARD_S):
-            await self._reporter.hang(watchdog, stall)
+            await self.reporter.hang(watchdog, stall)
         elif watchdog.hang is not None and watchdog.hang.action == "exit":
             await asyncio.sleep(GOING_S)
-            present = self.watchdog is watchdog and not self._trainer.dead
+            present = self.watchdog is watchdog and not self.trainer.dead
             if present and watchdog.heartbeat.read().calls == stall.evidence.calls:
                 end(watchdog, "it hangs, and did not leave")
 
     def _on_pressure(self, room: MemoryRoom, why: str) -> None:
-        self._trainer.tell(notes.PressureNote(room.available, room.total, why))
+        self.trainer.tell(notes.PressureNote(room.available, room.total, why))
 
     # -- what is asked --
 
@@ -111,8 +108,8 @@ class TrainerWatch:
     async def report(self, request: watch.Report) -> str:
         fault = Fault.from_json(request.fault)
         if request.ends:
-            self._trainer.announced = True
-        await self._reporter.keep(fault, untold=False)
+            self.trainer.announced = True
+        await self.reporter.keep(fault, untold=False)
         return fault.key
 
     @handles(watch.Sample)
@@ -121,18 +118,18 @@ class TrainerWatch:
 
     @handles(watch.AskEvidence)
     async def evidence(self, request: watch.AskEvidence) -> list[requests.Json]:
-        found = [] if self.watchdog is None else await self._reporter.evidence(self.watchdog)
+        found = [] if self.watchdog is None else await self.reporter.evidence(self.watchdog)
         return [one.to_json() for one in found]
 
     @handles(watch.PeerDied)
     def peer_died(self, request: watch.PeerDied) -> None:
-        self._observers.books.peer(request.rank, request.summary)
-        self._trainer.tell(notes.PeerDiedNote(request.rank, request.summary, request.writer))
+        self.observers.books.peer(request.rank, request.summary)
+        self.trainer.tell(notes.PeerDiedNote(request.rank, request.summary, request.writer))
 
     @handles(watch.TriggerSave)
     def trigger_save(self, request: watch.TriggerSave) -> watch.TriggerSaveReply:
-        if self._trainer.dead or self._trainer.channel is None or self.watchdog is None:
+        if self.trainer.dead or self.trainer.channel is None or self.watchdog is None:
             raise UsageError("the trainer of this run does not live, or takes no triggers: nothing to save")
-        self._trainer.tell(notes.TriggerNote(request.why[:200]))
+        self.trainer.tell(notes.TriggerNote(request.why[:200]))
         beat = self.watchdog.heartbeat.read()
-        return watch.TriggerSaveReply(self._trainer.pid, self.watchdog.rank, beat.step, beat.doing)
+        return watch.TriggerSaveReply(self.trainer.pid, self.watchdog.rank, beat.step, beat.doing)

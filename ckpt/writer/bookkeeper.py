@@ -1,7 +1,7 @@
 """Keeps the ledger of one trainer, in its writer: so that it is complete up to the moment at which the trainer died.
 
     the trainer's heartbeat, what it says, saves, faults
-        -> Account (ckpt.goodput.ledger) -> ledger/ in the durable places
+        -> Account (ckpt.goodput.ledger) -> ledger/ in the durable tiers
         -> what saving costs (ckpt.goodput.overhead) -> a cadence
 
 The trainer sends no message for a step: every half second its last steps are read out of shared memory.
@@ -92,7 +92,7 @@ def harmless(event: Callable[P, None]) -> Callable[P, None]:
 
 
 class Bookkeeper:
-    """Everything runs in the writer's event loop. `tiers`: the durable places as they are now; `tell`: the trainer."""
+    """Everything runs in the writer's event loop. `tiers`: the durable ones as they are now; `tell`: the trainer."""
 
     def __init__(self, tiers: Callable[[], list[OpenTier]], tell: Callable[[Note], None]) -> None:
         self._tiers, self._tell = tiers, tell

@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import CheckpointError
@@ -31,19 +32,20 @@ ASK_S = 2.0  # for another writer of this node to answer
 MAX_FAULTS = 16
 
 
+@dataclass(eq=False)
 class FaultReporter:
-    """The accounts of one writer. `faults`: those that no trainer has been told yet; `on_kept`: called with each."""
+    """The accounts of one writer. `on_kept`: called with each; `faults`: those that no trainer has been told yet."""
 
-    def __init__(
-        self, key: str, run: HeldRun, held_memory: HeldMemory, drain: Drain, on_kept: Callable[[Fault], None]
-    ) -> None:
-        self.key, self._run, self._held_memory, self._drain = key, run, held_memory, drain
-        self._on_kept = on_kept
-        self.faults: list[Fault] = []
+    key: str
+    run: HeldRun
+    held_memory: HeldMemory
+    drain: Drain
+    on_kept: Callable[[Fault], None]
+    faults: list[Fault] = field(default_factory=list)
 
     def open(self, watchdog: Watchdog, kind: str, **fields: Any) -> Fault:
         """An account, begun now."""
-        owner = self._run.owner
+        owner = self.run.owner
         beat = watchdog.heartbeat.read()
         fault = Fault(kind, "", by="writer", rank=watchdog.rank, world=watchdog.world, pid=watchdog.pid, **fields)
         fault.attempt = "" if owner is None else f"{owner.epoch}.{owner.nonce}"
@@ -54,10 +56,10 @@ class FaultReporter:
     async def keep(self, fault: Fault, *, untold: bool = True) -> None:
         """Say it, and write it into the nearest tier; another location is not tried, since nobody would look there."""
         log.warning("%s", fault.line)
-        self._on_kept(fault)
+        self.on_kept(fault)
         if untold:
             self.faults = [*self.faults, fault][-MAX_FAULTS:]
-        for tier in self._run.tiers[:1]:
+        for tier in self.run.tiers[:1]:
             try:
                 await tier.prepare()
                 await tier.log.store.put(fault.key, fault.to_bytes(), create=True)
@@ -66,14 +68,14 @@ class FaultReporter:
 
     def in_memory(self, fault: Fault, seconds: float) -> None:
         """What a restart finds here."""
-        steps = {label.attempt.step for _, _, label in self._held_memory.ring() if label.attempt is not None}
+        steps = {label.attempt.step for _, _, label in self.held_memory.ring() if label.attempt is not None}
         fault.saved += [SavedStep(step, "memory", "ring", seconds) for step in sorted(steps, reverse=True)]
 
     async def save(self, fault: Fault, began: float, deadline_s: float, *, far: bool = False) -> None:
         """Make what is in memory durable, and note what became of it."""
         self.in_memory(fault, time.monotonic() - began)
         before = time.monotonic() - began
-        for one in await self._drain.persist(deadline_s, far=far):
+        for one in await self.drain.persist(deadline_s, far=far):
             saved = SavedStep(one.step, one.tier, "ring", before + one.seconds, one.error)
             fault.saved.append(saved)
         fault.timings["durable_s"] = time.monotonic() - began

@@ -60,7 +60,7 @@ class RunOpener:
                 await check_free(tier.log, lambda text: self.trainer.tell(SaidNote(text)), self._has_ended)
         run.check_still(begun)
         run.tiers = tiers
-        for tier in tiers:  # what was kept here for a place that is gone
+        for tier in tiers:  # what was kept here for a tier that is gone
             tier.anchors = {url: a for url, a in tier.anchors.items() if any(url == t.url for t in tiers[1:])}
         found = [_found(tier) for tier in tiers]
         decision = await self._last_cadence(request.auto) if request.auto else None

@@ -73,7 +73,7 @@ class RedoKeeper:
 
     @handles(LogStep)
     async def append(self, request: LogStep) -> LogStepReply:
-        """Log a sealed slot in one place; replies when it is durable there."""
+        """Log a sealed slot in one tier; replies when it is durable there."""
         tier, attempt = self.run.tiers[request.tier], Attempt.parse(request.attempt)
         arena, slot = self.held_memory.arenas[request.arena], request.slot
         settings = [None if row is None else _settings(row) for row in request.settings]

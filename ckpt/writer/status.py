@@ -220,21 +220,21 @@ def _lag(step: int, there: int | None, started: int | None) -> int:
     return max(0, step - (there if there is not None else started or 0))
 
 
-def _tier(place: OpenTier, step: int, started: int | None, done: list[StepDone], step_s: float) -> TierStatus:
-    flow, history = place.flow, place.log.state.lineage() if place.opened else []
+def _tier(tier: OpenTier, step: int, started: int | None, done: list[StepDone], step_s: float) -> TierStatus:
+    flow, history = tier.flow, tier.log.state.lineage() if tier.opened else []
     committed = history[0].step if history else None
     lag = _lag(step, committed, started)
     then = next((one.when for one in reversed(done) if one.step <= step - lag), None)
     total = max(flow.total, 0)
     return TierStatus(
-        url=shown(place.url),
-        every=place.every,
+        url=shown(tier.url),
+        every=tier.every,
         committed=committed,
         writing=flow.step,
         done=min(flow.done, total) if flow.step is not None else 0,
         total=total if flow.step is not None else 0,
         rate=flow.speed if flow.step is not None and flow.done else flow.rate,
-        waiting=max(place.waiting, len(place.in_flight)),
+        waiting=max(tier.waiting, len(tier.in_flight)),
         lag_steps=lag,
         lag_s=0.0 if not lag else done[-1].when - then if then is not None else lag * step_s,
         saves=flow.saves,
@@ -242,7 +242,7 @@ def _tier(place: OpenTier, step: int, started: int | None, done: list[StepDone],
         left_out=flow.left_out,
         raw=flow.raw,
         stored=flow.stored,
-        error=flow.error if place.opened or flow.error else "it could not be opened yet",
+        error=flow.error if tier.opened or flow.error else "it could not be opened yet",
     )
 
 

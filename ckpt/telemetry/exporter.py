@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import io
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -249,6 +249,7 @@ class EventFile:
     def __init__(self, folder: Path) -> None:
         self._event: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
         self._summary: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
+        self._records: Any = importlib.import_module("tensorboard.summary.writer.record_writer")
         folder.mkdir(parents=True, exist_ok=True)
         stamp = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
         name = f"events.out.tfevents.{stamp}"
@@ -278,13 +279,11 @@ class EventFile:
             self._append(self._event.Event(wall_time=time.time(), step=step, summary=summary))
 
     def _append(self, event: Any) -> None:
-        """A record: length, its checksum, data, its checksum. Half of one would spoil all that comes after it."""
-        data = event.SerializeToString()
-        head = struct.pack("<Q", len(data))
-        record = b"".join((head, _checksum(head), data, _checksum(data)))
-        before = self._file.tell()
+        """Half of a record would spoil all that comes after it."""
+        buffer = io.BytesIO()
+        self._records.RecordWriter(buffer).write(event.SerializeToString())
+        record, before, written = buffer.getvalue(), self._file.tell(), 0
         try:
-            written = 0
             while written < len(record):
                 written += self._file.write(record[written:])
         except BaseException:
@@ -296,24 +295,3 @@ class EventFile:
     def close(self) -> None:
         with self._lock:
             self._file.close()
-
-
-def _crc_table() -> list[int]:
-    table = []
-    for number in range(256):
-        for _ in range(8):
-            number = (number >> 1) ^ (0x82F63B78 * (number & 1))
-        table.append(number)
-    return table
-
-
-_TABLE = _crc_table()
-
-
-def _checksum(data: bytes) -> bytes:
-    """CRC-32C, masked as records want it."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = (crc >> 8) ^ _TABLE[(crc ^ byte) & 0xFF]
-    crc ^= 0xFFFFFFFF
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)

@@ -36,8 +36,8 @@ class TierStatus:
 
     `writing`: the step on its way there now, None for none, with `done` of `total` bytes; `rate`: bytes of state a
     second, now or at the last one; `waiting`: checkpoints on their way, those that wait for their turn among them.
-    `lag_steps`, `lag_s`: training that would be lost if this place alone were left. Since this writer began: `saves`
-    that became checkpoints, `failed`, `left_out` since the place was too slow, bytes of states (`raw`) and of what was
+    `lag_steps`, `lag_s`: training that would be lost if this tier alone were left. Since this writer began: `saves`
+    that became checkpoints, `failed`, `left_out` since the tier was too slow, bytes of states (`raw`) and of what was
     stored for them. `error`: of the last save that failed, "" once another has succeeded.
     """
 

@@ -1,7 +1,7 @@
 """Keeps the ledger of one trainer, in its writer: so that it is complete up to the moment at which the trainer died.
 
     the trainer's heartbeat, what it says, saves, faults
-        -> Account (ckpt.goodput.ledger) -> ledger/ in the durable places
+        -> Account (ckpt.goodput.ledger) -> ledger/ in the durable tiers
         -> what saving costs (ckpt.goodput.overhead) -> a cadence
 
 The trainer sends no message for a step: every half second its last steps are read out of shared memory.
@@ -25,19 +25,18 @@ from ckpt.checkpoint.ledger_files import LedgerFiles, find, read_back
 from ckpt.checkpoint.open_tier import OpenTier
 from ckpt.events import log
 from ckpt.faults.report import TOGETHER_S, Fault
-from ckpt.goodput import cadence, ledger
-from ckpt.goodput.cadence import MEMORY, Auto
+from ckpt.goodput import ledger
 from ckpt.goodput.ledger import Account, Decision, End, LandedSave, Restore, Saves, SeenFault, StepRow
 from ckpt.goodput.overhead import Meter
 from ckpt.ipc.heartbeat import Heartbeat, StepDone
 from ckpt.ipc.notes import CadenceNote
 from ckpt.ipc.process import Process, boot_id, namespace
 from ckpt.ipc.protocol import Note
-from ckpt.ipc.watch_requests import CadenceOf, KeepBooks, RestoreDone
+from ckpt.ipc.watch_requests import KeepBooks, RestoreDone
+from ckpt.writer.cadence_advice import CadenceAdvice
 
 LOOK_S = 0.5  # between two looks at the heartbeat
 ROW_S = 10.0  # of a row, once the first ones are full
-DECIDE_S, DECIDE_MOST_S = 2.0, 300.0  # between two looks at what saving costs: more and more rarely
 PATIENCE_S = 5.0  # for the ledger to be put when the writer ends
 
 
@@ -53,11 +52,27 @@ class Write:
 
 
 @dataclass(slots=True)
-class _Open:
-    """The row that is being filled."""
+class _OpenRow:
+    """What is being filled, of the rows of an account."""
 
     row: StepRow | None = None
     since: float = 0.0
+
+    def add(self, rows: list[StepRow], new: StepRow) -> None:
+        """Some steps; the first ones have a row each."""
+        if len(rows) < ledger.FINE_ROWS:
+            rows.append(new)
+            return
+        if self.row is None:
+            self.since = new.at
+        self.row = new if self.row is None else self.row.merged(new)
+        if self.row.at - self.since >= ROW_S:
+            self.finish(rows)
+
+    def finish(self, rows: list[StepRow]) -> None:
+        if self.row is not None:
+            ledger.append(rows, self.row)
+        self.row = None
 
 
 P = ParamSpec("P")
@@ -77,7 +92,7 @@ def harmless(event: Callable[P, None]) -> Callable[P, None]:
 
 
 class Bookkeeper:
-    """Everything runs in the writer's event loop. `tiers`: the durable places as they are now; `tell`: the trainer."""
+    """Everything runs in the writer's event loop. `tiers`: the durable ones as they are now; `tell`: the trainer."""
 
     def __init__(self, tiers: Callable[[], list[OpenTier]], tell: Callable[[Note], None]) -> None:
         self._tiers, self._tell = tiers, tell
@@ -90,13 +105,11 @@ class Bookkeeper:
         self._fresh = True  # no step since then
         self._taken_up = False  # a writer before this one has begun the account
         self._previous: Account | None = None  # of the trainer before, about which something may still be said
-        self._row = _Open()
+        self._row = _OpenRow()
         self._writes: list[Write] = []
         self._filing = LedgerFiles(tiers)
         self._taking_up = False  # what a writer before this one has written down is being read
-        self._past: list[Account] = []
-        self._places: list[cadence.TierCadence] = []
-        self._decides, self._decide_at, self._decide_s = False, 0.0, DECIDE_S
+        self._advice = CadenceAdvice([], self._meter)
         self._task: asyncio.Task[None] | None = None
 
     # -- an incarnation --
@@ -126,12 +139,10 @@ class Bookkeeper:
             versions=request.versions,
         )
         self._heartbeat = Heartbeat.attach(fds[0])
-        self._meter, self._row, self._writes = Meter(), _Open(), []
+        self._meter, self._row, self._writes = Meter(), _OpenRow(), []
         self._calls, self._before, self._from, self._fresh = 0, None, self.account.opened, True
         self._taken_up = False
-        self._places = [_place(one) for one in request.places]
-        self._decides = request.decides and any(isinstance(one.every, Auto) for one in self._places)
-        self._decide_at, self._decide_s = mono + DECIDE_S, DECIDE_S
+        self._advice = CadenceAdvice(request.places, self._meter, decides=request.decides)
         self._taking_up = request.again
         if request.cadence:
             self.account.decisions.append(Decision(**request.cadence))
@@ -156,21 +167,19 @@ class Bookkeeper:
         if self._taking_up:
             await self._take_up()
         self.keep_soon()
-        if self._decides:
-            self._past = [one for one in await read_back(self._tiers()) if one.epoch != self._epoch]
+        advice, account = self._advice, self.account
+        if advice.decides:
+            advice.past = [one for one in await read_back(self._tiers()) if account and one.epoch != account.epoch]
         while self.account is not None and self.account.end is None:
             await asyncio.sleep(LOOK_S)
             try:
                 self.look()
                 self.keep()
-                self._decide()
+                if (decision := self._advice.propose(self.account)) is not None:
+                    self._tell(CadenceNote(asdict(decision)))
             except Exception:
                 log.warning("the ledger is not kept any more", exc_info=True)
                 return
-
-    @property
-    def _epoch(self) -> str:
-        return "" if self.account is None else self.account.epoch
 
     async def _take_up(self) -> None:
         """Go on with what the writer before this one had written down. Until then nothing is put, and no step taken."""
@@ -238,25 +247,8 @@ class Bookkeeper:
         if saves > 0:
             bucket = ledger.stall_bucket(stalled / saves)
             account.stalls[bucket] = account.stalls.get(bucket, 0) + saves
-        self._add(StepRow(done.when, done.step, steps, seconds, stalled, slowed, steps * quiet, paused, saves, skipped))
-
-    def _add(self, row: StepRow) -> None:
-        account, held = self.account, self._row
-        assert account is not None
-        if len(account.rows) < ledger.FINE_ROWS:
-            account.rows.append(row)
-            return
-        if held.row is None:
-            held.row, held.since = row, row.at
-        else:
-            held.row = held.row.merged(row)
-        if held.row.at - held.since >= ROW_S:
-            self._finish_row()
-
-    def _finish_row(self) -> None:
-        if self._row.row is not None and self.account is not None:
-            ledger.append(self.account.rows, self._row.row)
-        self._row = _Open()
+        cost = (seconds, stalled, slowed, steps * quiet, paused, saves, skipped)
+        self._row.add(account.rows, StepRow(done.when, done.step, steps, *cost))
 
     @harmless
     def restored(self, request: RestoreDone) -> None:
@@ -264,7 +256,7 @@ class Bookkeeper:
         if self.account is None:
             return
         self.look(request.at)  # the steps after it may be done by now
-        self._finish_row()
+        self._row.finish(self.account.rows)
         restore = Restore(**{name: getattr(request, name) for name in Restore.__dataclass_fields__})
         self.account.restores = ledger.bounded([*self.account.restores, restore])
         self._from, self._fresh = restore.at + restore.seconds, True
@@ -289,11 +281,8 @@ class Bookkeeper:
             write.ended = time.monotonic()
             if account is not None:
                 found, lasted = account.saves.setdefault(url, Saves()), write.ended - write.began
-                behind = (
-                    max(0, (account.step if self._heartbeat is None else self._heartbeat.step) - step)
-                    if step >= 0
-                    else 0
-                )
+                now = account.step if self._heartbeat is None else self._heartbeat.step
+                behind = max(0, now - step) if step >= 0 else 0
                 landed = LandedSave(url, write.ended, step, lasted, behind, nbytes, write.stored, write.failed)
                 account.landed = ledger.thinned([*account.landed, landed])
                 if write.failed:
@@ -336,7 +325,7 @@ class Bookkeeper:
         if account is None or account.end is not None:
             return
         self.look()
-        self._finish_row()
+        self._row.finish(account.rows)
         now = time.monotonic()
         since = account.beat - TOGETHER_S  # what was survived before that did not end it
         noticed = [seen.at for seen in account.faults if seen.ends and seen.at >= since and how != "closed"]
@@ -344,9 +333,9 @@ class Bookkeeper:
         self.keep_soon()
 
     @harmless
-    def gone(self) -> None:
-        """Its process is no more."""
-        if self.account is not None and self.account.end is not None:
+    def gone(self, pid: int) -> None:
+        """This process is no more: its own, perhaps."""
+        if self.account is not None and self.account.pid == pid and self.account.end is not None:
             self.account.end.gone = time.monotonic()
             self.keep_soon()
 
@@ -381,8 +370,6 @@ class Bookkeeper:
         except Exception:
             log.warning("the ledger misses the end", exc_info=True)
 
-    # -- how often to save --
-
     @harmless
     def decided(self, decision: Decision) -> None:
         """The ranks have agreed on a cadence."""
@@ -390,46 +377,8 @@ class Bookkeeper:
             return
         decision.at = time.monotonic()
         self.account.decisions = ledger.bounded([*self.account.decisions, decision])
-        self._places = [
-            cadence.TierCadence(one.name, one.every, decision.every.get(one.name, one.now), one.remote)
-            for one in self._places
-        ]
+        self._advice.decided(decision)
         self.keep_soon()
-
-    def _decide(self) -> None:
-        """Propose another cadence to the trainer, if what saving costs says so."""
-        now, step_s = time.monotonic(), self._meter.step_s
-        if not self._decides or now < self._decide_at or step_s is None or self.account is None:
-            return
-        costs = self._costs()
-        settled = all(cadence.enough(one, costs.get(one.name)) for one in self._places)
-        self._decide_s = min(DECIDE_MOST_S, 1.5 * self._decide_s) if settled else DECIDE_S
-        self._decide_at = now + self._decide_s
-        known = cadence.history([*self._past, self.account])
-        held = self.account.decisions[-1] if self.account.decisions else None
-        decision = cadence.decide(self._places, self.account.step, step_s, costs, known, self.account.world, held)
-        if cadence.differs(decision, self._places):
-            self._tell(CadenceNote(asdict(decision)))
-
-    def _costs(self) -> dict[str, cadence.SaveCost]:
-        meter, found = self._meter, dict[str, cadence.SaveCost]()
-        for one in self._places:
-            if one.name == MEMORY:
-                save_s = meter.snapshot_s
-                if save_s is not None:
-                    found[one.name] = cadence.SaveCost(save_s, 0.0, meter.snapshots, meter.snapshot_unsure_s)
-            else:
-                save_s = meter.save_s(one.name)
-                if save_s is not None:
-                    lasted_s, samples = meter.write_s(one.name), meter.saves(one.name)
-                    found[one.name] = cadence.SaveCost(save_s, lasted_s, samples, meter.save_unsure_s(one.name))
-        return found
-
-
-def _place(one: CadenceOf) -> cadence.TierCadence:
-    return cadence.TierCadence(
-        one.name, one.every if isinstance(one.every, int) else Auto(*one.every), one.now, one.remote
-    )
 
 
 def inode_of(url: str) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from ckpt.errors import ProtocolError
 from ckpt.ipc.channel import Channel
-from ckpt.ipc.protocol import PROTOCOL, Request, table
+from ckpt.ipc.protocol import PROTOCOL, Incoming, Request, message_of, table
 from ckpt.ipc.requests import Greeting
 from ckpt.version import VERSION
 
@@ -28,19 +29,56 @@ class Answer(NamedTuple):
     fds: tuple[int, ...]
 
 
+S = TypeVar("S")
+T = TypeVar("T")
 Q = TypeVar("Q", bound=Request[Any])
-Handler = Callable[[Any, Q, Caller], Awaitable[object]]
-HANDLERS: dict[type[Request[Any]], Handler[Any]] = {}
+HANDLERS: dict[type[Request[Any]], Callable[..., object]] = {}
+_WANT_CALLER: set[type[Request[Any]]] = set()
 
 
-def handles(kind: type[Q]) -> Callable[[Handler[Q]], Handler[Q]]:
-    """A method for all requests of this type. What it returns is the reply, and what it raises."""
+def handles(kind: type[Q]) -> Callable[[Callable[[S, Q], T]], Callable[[S, Q], T]]:
+    """A method for all requests of this type. What it returns is the reply, and what it raises; it may be async."""
 
-    def enter(handler: Handler[Q]) -> Handler[Q]:
+    def enter(handler: Callable[[S, Q], T]) -> Callable[[S, Q], T]:
         HANDLERS[kind] = handler
         return handler
 
     return enter
+
+
+def handles_caller(kind: type[Q]) -> Callable[[Callable[[S, Q, Caller], T]], Callable[[S, Q, Caller], T]]:
+    """The same for a method that has to know who asks, or what came along."""
+
+    def enter(handler: Callable[[S, Q, Caller], T]) -> Callable[[S, Q, Caller], T]:
+        HANDLERS[kind] = handler
+        _WANT_CALLER.add(kind)
+        return handler
+
+    return enter
+
+
+class Dispatch:
+    """Has these objects deal with all requests. TypeError if none of them deals with one."""
+
+    def __init__(self, *objects: object) -> None:
+        self._kinds = known()
+        self._bound = {
+            kind: getattr(one, handler.__name__)
+            for kind, handler in HANDLERS.items()
+            for one in objects
+            if getattr(type(one), handler.__name__, None) is handler
+        }
+        _check_all(self._bound)
+
+    def request(self, incoming: Incoming) -> Request[Any]:
+        """What this message asks for; ProtocolError if it is no request."""
+        return message_of(incoming, self._kinds)
+
+    async def answer(self, request: Request[Any], caller: Caller) -> object:
+        """What deals with it returns, or raises."""
+        kind = type(request)
+        found = self._bound[kind](request, caller) if kind in _WANT_CALLER else self._bound[kind](request)
+        return await found if inspect.isawaitable(found) else found
 
 
 def check_version(greeting: Greeting) -> None:
@@ -53,7 +91,11 @@ def check_version(greeting: Greeting) -> None:
 
 
 def known() -> Mapping[str, type[Request[Any]]]:
-    """All requests, by their name. TypeError if nobody deals with one."""
-    if missing := [kind.__name__ for kind in Request.__subclasses__() if kind not in HANDLERS]:
-        raise TypeError(f"nobody deals with {', '.join(missing)}")
+    """All requests, by their name. TypeError if no method deals with one."""
+    _check_all(HANDLERS)
     return table(HANDLERS)
+
+
+def _check_all(dealt_with: Iterable[type[Request[Any]]]) -> None:
+    if missing := [kind.__name__ for kind in Request.__subclasses__() if kind not in dealt_with]:
+        raise TypeError(f"nobody deals with {', '.join(missing)}")

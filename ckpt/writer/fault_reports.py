@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import CheckpointError
@@ -21,8 +22,9 @@ from ckpt.faults.report import Fault, SavedStep
 from ckpt.ipc import channel
 from ckpt.ipc.watch_requests import PeerDied, Sample
 from ckpt.triggers import RETRY_CODE
+from ckpt.writer.drain import Drain
 from ckpt.writer.held_memory import HeldMemory
-from ckpt.writer.persist import Persister
+from ckpt.writer.held_run import HeldRun
 from ckpt.writer.watchdog import Stall, Watchdog
 
 SAVE_S = 10.0  # for what is in memory to become durable, before a hung trainer is ended
@@ -30,17 +32,20 @@ ASK_S = 2.0  # for another writer of this node to answer
 MAX_FAULTS = 16
 
 
+@dataclass(eq=False)
 class FaultReporter:
-    """The accounts of one writer. `faults`: those that no trainer has been told yet."""
+    """The accounts of one writer. `on_kept`: called with each; `faults`: those that no trainer has been told yet."""
 
-    def __init__(self, key: str, held_memory: HeldMemory, persister: Persister) -> None:
-        self.key, self._held_memory, self._persister = key, held_memory, persister
-        self.faults: list[Fault] = []
-        self.on_kept: Callable[[Fault], None] = lambda fault: None
+    key: str
+    run: HeldRun
+    held_memory: HeldMemory
+    drain: Drain
+    on_kept: Callable[[Fault], None]
+    faults: list[Fault] = field(default_factory=list)
 
     def open(self, watchdog: Watchdog, kind: str, **fields: Any) -> Fault:
         """An account, begun now."""
-        owner = self._persister.owner
+        owner = self.run.owner
         beat = watchdog.heartbeat.read()
         fault = Fault(kind, "", by="writer", rank=watchdog.rank, world=watchdog.world, pid=watchdog.pid, **fields)
         fault.attempt = "" if owner is None else f"{owner.epoch}.{owner.nonce}"
@@ -54,7 +59,7 @@ class FaultReporter:
         self.on_kept(fault)
         if untold:
             self.faults = [*self.faults, fault][-MAX_FAULTS:]
-        for tier in self._persister.tiers[:1]:
+        for tier in self.run.tiers[:1]:
             try:
                 await tier.prepare()
                 await tier.log.store.put(fault.key, fault.to_bytes(), create=True)
@@ -63,14 +68,14 @@ class FaultReporter:
 
     def in_memory(self, fault: Fault, seconds: float) -> None:
         """What a restart finds here."""
-        steps = {label.attempt.step for _, _, label in self._held_memory.ring() if label.attempt is not None}
+        steps = {label.attempt.step for _, _, label in self.held_memory.ring() if label.attempt is not None}
         fault.saved += [SavedStep(step, "memory", "ring", seconds) for step in sorted(steps, reverse=True)]
 
     async def save(self, fault: Fault, began: float, deadline_s: float, *, far: bool = False) -> None:
         """Make what is in memory durable, and note what became of it."""
         self.in_memory(fault, time.monotonic() - began)
         before = time.monotonic() - began
-        for one in await self._persister.persist(deadline_s, far=far):
+        for one in await self.drain.persist(deadline_s, far=far):
             saved = SavedStep(one.step, one.tier, "ring", before + one.seconds, one.error)
             fault.saved.append(saved)
         fault.timings["durable_s"] = time.monotonic() - began

@@ -7,7 +7,7 @@ memory of another node (`mirror`).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,9 @@ from ckpt.format.digest import blob_digest
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt
 from ckpt.ipc.arena import EAGER, SEALED, Arena, ArenaKeeper, Label
+from ckpt.ipc.mutex import Got
 from ckpt.ipc.requests import Digest
+from ckpt.runlog.log import Acquire, in_history
 from ckpt.writer.replicate import Replicator
 
 MAX_LAYOUTS = 256  # far more than a trainer believes us to have
@@ -64,9 +66,12 @@ class HeldMemory:
         self.arenas: dict[str, Arena] = {}
         self.keeping: dict[str, ArenaKeeper] = {}  # the same arenas
         self.foreign: set[str] = set()  # those that other ranks staged into: nobody goes on in them here
+        self.locked_by: dict[str, int] = {}  # by arena, the last adoption whose trainer has locked it
         self.layouts: dict[str, Layout] = {}
         self.digests: dict[tuple[Attempt, int], bytes] = {}  # by attempt, and rank that took the snapshot
         self.guarded: dict[str, list[int]] = {}  # by layout: the tensors that only optimizers change
+        self.retracted: set[Attempt] = set()  # what must not become a checkpoint
+        self._tries: dict[Attempt, int] = {}
         self._lists: list[list[int]] = []  # of that layout, by the number that the trainer gave them
         self.mirror = Replicator(check_room, self.keep_layout)
         self._lent: tuple[float, Attempt] | None = None
@@ -83,10 +88,23 @@ class HeldMemory:
 
     def release(self, key: str) -> None:
         """This arena is not needed any more."""
+        self.locked_by.pop(key, None)
         arena = self.arenas.pop(key, None)
         if arena is not None:
             self.keeping.pop(key).let_go()
             arena.close()
+
+    def unlocked(self, adoption: int | None) -> bool:
+        """Whether nobody has locked any of it; what the trainer of this adoption has does not count."""
+        for key, arena in self.arenas.items():
+            if adoption is not None and self.locked_by.get(key) == adoption:
+                continue  # before it could lock this, the one before has let go of it
+            if key in self.foreign:
+                continue  # of a trainer that has lost the run, where nobody else ever writes
+            if arena.mutex.try_lock() is Got.BUSY:
+                return False
+            arena.mutex.unlock()
+        return True
 
     def layouts_in_use(self, arenas: Iterable[Arena]) -> dict[str, Any]:
         """What a trainer needs to read what is in these, in JSON. A state that has another at each step leaves many."""
@@ -146,11 +164,28 @@ class HeldMemory:
     def known_digests(self) -> list[Digest]:
         return [(str(attempt), rank, digests.hex()) for (attempt, rank), digests in list(self.digests.items())]
 
-    def forget_old(self) -> set[Attempt | None]:
-        """Digests of what is not in memory any more; the attempts that are."""
+    def next_try(self, attempt: Attempt, first: int) -> int:
+        """The number of the next writing of a part of it."""
+        number = self._tries.get(attempt, first)
+        self._tries[attempt] = number + 1
+        return number
+
+    def take_back(self, attempt: Attempt) -> None:
+        """It must not become a checkpoint, nor must the copy on another node."""
+        self.retracted.add(attempt)
+        self.mirror.take_back(attempt)
+
+    def forget_old(self) -> None:
+        """What is known of snapshots that are not in memory any more."""
         held = {label.attempt for arena in self.all() for _, label in arena.sealed()}
         self.digests = {(attempt, rank): d for (attempt, rank), d in self.digests.items() if attempt in held}
-        return held
+        self._tries = {attempt: number for attempt, number in self._tries.items() if attempt in held}
+
+    def wanted(self, history: Sequence[Acquire], attempts: Collection[Attempt] | None = None) -> list[Attempt]:
+        """What is here (of these, if they are given), belongs to this history and was not taken back, newest first."""
+        ring = {label.attempt for _, _, label in self.ring() if label.attempt is not None}
+        found = in_history(history, ring - self.retracted)
+        return [attempt for attempt in found if attempts is None or attempt in attempts]
 
     def something(self) -> bool:
         return any(arena.sealed() for arena in self.all())

@@ -12,14 +12,17 @@ from ckpt.checkpoint.open_tier import OpenTier
 from ckpt.errors import SaveError
 from ckpt.format.digest import blob_digest
 from ckpt.format.manifest import Attempt
-from ckpt.ipc.requests import KnowRecipes, LogStep, LogStepReply
+from ckpt.ipc.requests import ForgetRedo, KnowRecipes, LogStep, LogStepReply
 from ckpt.redo.adam import Settings
 from ckpt.redo.append import Appended, StepLog
 from ckpt.redo.encode_frame import Sealed
 from ckpt.redo.frame import Recipe
 from ckpt.store import folder_of
+from ckpt.writer.dispatch import handles
 from ckpt.writer.held_memory import HeldMemory
-from ckpt.writer.persist import Persister
+from ckpt.writer.held_run import HeldRun
+from ckpt.writer.parts import PartWriter
+from ckpt.writer.present_trainer import PresentTrainer
 
 LOOK = 32  # steps, after which it is looked whether another job has taken the run over
 
@@ -44,46 +47,52 @@ class _Kept:
             self.turn.release()
 
 
+@dataclass(eq=False)
 class RedoKeeper:
     """Of one writer. Everything runs in its event loop; what takes time goes to threads."""
 
-    def __init__(self, held_memory: HeldMemory, persister: Persister) -> None:
-        self._held_memory, self._persister = held_memory, persister
-        self._logs: dict[str, _Kept] = {}
-        self._recipes: dict[str, list[Recipe]] = {}  # by layout
-        self._returns = 0  # how often a trainer went back
+    trainer: PresentTrainer
+    run: HeldRun
+    held_memory: HeldMemory
+    parts: PartWriter
+    _logs: dict[str, _Kept] = field(default_factory=dict)
+    _recipes: dict[str, list[Recipe]] = field(default_factory=dict)  # by layout
+    _returns: int = 0  # how often a trainer went back
 
+    @handles(KnowRecipes)
     def learn(self, request: KnowRecipes) -> None:
         """What optimizers do with the tensors of a layout."""
         self._recipes[request.layout] = [Recipe(*row) for row in request.recipes]
         for old in list(self._recipes)[:-8]:
             del self._recipes[old]
 
-    def forget(self) -> None:
+    @handles(ForgetRedo)
+    def forget(self, request: ForgetRedo) -> None:
         """The trainer has gone back: the next step that it sends has nothing to do with the last one, which may be on
         its way into a log just now."""
         self._returns += 1
 
+    @handles(LogStep)
     async def append(self, request: LogStep) -> LogStepReply:
-        """Log a sealed slot in one place; replies when it is durable there."""
-        tier, attempt = self._persister.tiers[request.tier], Attempt.parse(request.attempt)
-        arena, slot = self._held_memory.arenas[request.arena], request.slot
+        """Log a sealed slot in one tier; replies when it is durable there."""
+        tier, attempt = self.run.tiers[request.tier], Attempt.parse(request.attempt)
+        arena, slot = self.held_memory.arenas[request.arena], request.slot
         settings = [None if row is None else _settings(row) for row in request.settings]
         label = arena.label(slot)
         if label is None or label.attempt != attempt:
             raise SaveError(f"slot {slot} does not hold {attempt} any more")
-        layout = self._held_memory.layouts[label.layout]
+        layout = self.held_memory.layouts[label.layout]
         kept = self._kept(tier, layout.rank, layout.world)
-        sealed, course = Sealed(arena, slot, label, layout), (self._persister.adoptions, self._returns)
+        sealed, course = Sealed(arena, slot, label, layout), (self.trainer.adoptions, self._returns)
         recipes = self._recipes.get(label.layout, [])
-        with self._persister.reading(arena, slot):
+        with self.parts.reading(arena, slot):
             async with kept.in_turn():
                 if kept.course != course:  # nobody holds the slot of the step before for this one
                     kept.course = course
                     kept.log.forget()
                 await tier.prepare()
                 if kept.log.frames % LOOK == 0:  # else one would go on until the next checkpoint fails
-                    await self._persister.check_owner([tier])
+                    await self.run.check_owner([tier])
                 committed = {**tier.log.state.held, **tier.log.state.commits}.keys() | set()
                 found = await asyncio.to_thread(self._append, kept.log, sealed, recipes, settings, committed)
         return LogStepReply(found.raw, found.stored, found.known, found.predicted, found.base, found.seconds)
@@ -99,7 +108,7 @@ class RedoKeeper:
         found = log.append(sealed, recipes, settings, committed)
         if log.digests is not None:
             values = blob_digest(sealed.arena.values(sealed.slot, sealed.label))
-            self._held_memory.digests[sealed.attempt, sealed.layout.rank] = log.digests + values
+            self.held_memory.digests[sealed.attempt, sealed.layout.rank] = log.digests + values
         return found
 
     def _kept(self, tier: OpenTier, rank: int, world: int) -> _Kept:

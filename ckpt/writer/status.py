@@ -12,7 +12,6 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import psutil
@@ -21,17 +20,18 @@ from ckpt.checkpoint.open_tier import OpenTier
 from ckpt.errors import CheckpointError
 from ckpt.faults.memory_pressure import available_memory
 from ckpt.faults.report import Fault
-from ckpt.goodput.ledger import Account
 from ckpt.ipc.arena import EAGER, EMPTY, FILLING, SEALED, Arena
 from ckpt.ipc.heartbeat import Beat, Heartbeat, StepDone
 from ckpt.ipc.watch_requests import RestoreDone, Show
-from ckpt.runlog.log import in_history
 from ckpt.telemetry import status
 from ckpt.telemetry.exporter import deferred
 from ckpt.telemetry.nvml import Devices
 from ckpt.telemetry.status import DeviceStatus, RankStatus, SlotStatus, TierStatus, shown
+from ckpt.writer.bookkeeper import Bookkeeper
+from ckpt.writer.drain import Drain
 from ckpt.writer.held_memory import HeldMemory
-from ckpt.writer.persist import Persister
+from ckpt.writer.held_run import HeldRun
+from ckpt.writer.present_trainer import PresentTrainer
 
 RECENT_S, RECENT = 60.0, 16  # of the last steps: so many seconds, and so many steps if those take longer
 MOST_TEXT = 500  # characters of a fault that are shown
@@ -56,19 +56,14 @@ class _Stretch:
 
 
 class StatusServer:
-    """Everything runs in the writer's event loop. `trainer()`: the process of our trainer, and what became of it;
-    `account()`: its ledger, if this writer keeps it."""
+    """Everything runs in the writer's event loop. `books`: for the ledger, if this writer keeps it."""
 
     def __init__(
-        self,
-        held_memory: HeldMemory,
-        persister: Persister,
-        trainer: Callable[[], tuple[int, str]],
-        account: Callable[[], Account | None],
+        self, trainer: PresentTrainer, run: HeldRun, held_memory: HeldMemory, drain: Drain, books: Bookkeeper
     ) -> None:
-        self._held_memory, self._persister = held_memory, persister
-        self._trainer, self._account = trainer, account
-        self.serves = ""  # where metrics are served
+        self._trainer, self._run, self._held_memory = trainer, run, held_memory
+        self._drain, self._books = drain, books
+        self._serves = ""
         self._told: Show | None = None
         self._heartbeat: Heartbeat | None = None
         self._pid = 0
@@ -109,6 +104,10 @@ class StatusServer:
         if self._ended is None:
             self._ended = time.monotonic()
 
+    def metrics_at(self, where: str) -> None:
+        """Where they are served, "" for nowhere."""
+        self._serves = where
+
     def fault(self, fault: Fault) -> None:
         self._faults, self._fault = self._faults + 1, fault
 
@@ -125,53 +124,62 @@ class StatusServer:
 
     def look_now(self) -> RankStatus:
         """Without the device."""
-        told, now = self._told, time.monotonic()
-        pid, trainer = self._trainer()
+        found = self._with_memory(self._who())
+        if self._restored is not None:
+            step, seconds = self._restored.step, self._restored.seconds
+            restore_s, source = None if step is None else seconds, shown(self._restored.source)
+            found = replace(found, started=step, restore_s=restore_s, restored_from=source)
+        if self._heartbeat is None or found.pid != self._pid:  # a new one has not said yet what it does
+            return found
+        return self._with_steps(found, self._heartbeat, self._heartbeat.read())
+
+    def _who(self) -> RankStatus:
+        """Whose it is, what the trainer said when it began, and what became of it since."""
+        told, account, owner = self._told, self._books.account, self._run.owner
+        trainer = self._trainer.state()
         if trainer not in ("alive", "frozen"):
             self.ended()
-        account, owner = self._account(), self._persister.owner
-        rows = None if account is None else account.rows
         metrics = (told and told.metrics) or {}
-        found = RankStatus(
+        now = time.monotonic()
+        return RankStatus(
             run=shown(told.place) if told else "",
             at=time.time(),
             rank=told.rank if told else 0,
             world=told.world if told else 1,
             host=socket.gethostname(),
-            pid=pid,
+            pid=self._trainer.pid,
             writer=os.getpid(),
             epoch="" if owner is None else f"{owner.epoch}.{owner.nonce}",
             trainer=trainer,
-            slowed_s=None if rows is None else sum(row.slowed for row in rows),
+            slowed_s=None if account is None else sum(row.slowed for row in account.rows),
             wall_s=max(0.0, (self._ended or now) - (told.opening if told else now)),
             faults=self._faults,
             fault=self._fault.line[:MOST_TEXT] if self._faults else "",
             fault_at=self._fault.time if self._faults else "",
-            trainer_rss=_rss(pid) if trainer in ("alive", "frozen", "left") else 0,
+            samples_per_step=metrics.get("samples_per_step"),
+            flops_per_step=metrics.get("flops_per_step"),
+            peak_flops=metrics.get("peak_flops"),
+            serves=self._serves,
+        )
+
+    def _with_memory(self, found: RankStatus) -> RankStatus:
+        return replace(
+            found,
+            trainer_rss=_rss(found.pid) if found.trainer in ("alive", "frozen", "left") else 0,
             writer_rss=self._me.memory_info().rss,
             writer_cpu_s=sum(self._me.cpu_times()[:2]),
             snapshots=sum(arena.slots * arena.slot_size for arena in self._held_memory.all()),
             available=available_memory(),
-            samples_per_step=metrics.get("samples_per_step"),
-            flops_per_step=metrics.get("flops_per_step"),
-            peak_flops=metrics.get("peak_flops"),
-            serves=self.serves,
             slots=tuple(slot for arena in self._held_memory.arenas.values() for slot in _slots(arena)),
         )
-        if self._restored is not None:
-            step, seconds = self._restored.step, self._restored.seconds
-            restore_s, source = None if step is None else seconds, shown(self._restored.source)
-            found = replace(found, started=step, restore_s=restore_s, restored_from=source)
-        if self._heartbeat is None or pid != self._pid:  # a new one has not said yet what it does
-            return found
-        return self._with_steps(found, self._heartbeat, self._heartbeat.read(), now)
 
     def _done(self, heartbeat: Heartbeat) -> list[StepDone]:
         """The last steps of this stretch."""
         return heartbeat.since(self._stretch.calls)[1]
 
-    def _with_steps(self, found: RankStatus, heartbeat: Heartbeat, beat: Beat, now: float) -> RankStatus:
-        done = self._done(heartbeat)
+    def _with_steps(self, found: RankStatus, heartbeat: Heartbeat, beat: Beat) -> RankStatus:
+        done, held = self._done(heartbeat), self._drain.wanted()
+        in_memory = held[0].step if held else None
         last = done[-1] if done else None
         step_s, stall_s, share = recent(done)
         return replace(
@@ -179,7 +187,7 @@ class StatusServer:
             doing=beat.doing,
             step=beat.step,
             calls=beat.calls,
-            idle_s=max(0.0, now - beat.when),
+            idle_s=max(0.0, time.monotonic() - beat.when),
             usual_s=heartbeat.usual_s or step_s,
             step_s=step_s,
             stall_s=stall_s,
@@ -188,15 +196,10 @@ class StatusServer:
             saves=last.saves if last is not None else self._restored.saves if self._restored else 0,
             skipped=last.skipped if last is not None else self._restored.skipped if self._restored else 0,
             trained_s=self._trained + self._stretch.trained(last),
-            in_memory=(held := self._in_memory()),
-            memory_lag=_lag(beat.step, held, found.started),
-            tiers=tuple(_tier(place, beat.step, found.started, done, step_s) for place in self._persister.tiers),
+            in_memory=in_memory,
+            memory_lag=_lag(beat.step, in_memory, found.started),
+            tiers=tuple(_tier(tier, beat.step, found.started, done, step_s) for tier in self._run.tiers),
         )
-
-    def _in_memory(self) -> int | None:
-        attempts = {label.attempt for _, _, label in self._held_memory.ring() if label.attempt is not None}
-        history = in_history(self._persister.acquires, attempts - self._persister.retracted)
-        return history[0].step if history else None
 
 
 def recent(done: list[StepDone]) -> tuple[float, float, float]:
@@ -217,21 +220,21 @@ def _lag(step: int, there: int | None, started: int | None) -> int:
     return max(0, step - (there if there is not None else started or 0))
 
 
-def _tier(place: OpenTier, step: int, started: int | None, done: list[StepDone], step_s: float) -> TierStatus:
-    flow, history = place.flow, place.log.state.lineage() if place.opened else []
+def _tier(tier: OpenTier, step: int, started: int | None, done: list[StepDone], step_s: float) -> TierStatus:
+    flow, history = tier.flow, tier.log.state.lineage() if tier.opened else []
     committed = history[0].step if history else None
     lag = _lag(step, committed, started)
     then = next((one.when for one in reversed(done) if one.step <= step - lag), None)
     total = max(flow.total, 0)
     return TierStatus(
-        url=shown(place.url),
-        every=place.every,
+        url=shown(tier.url),
+        every=tier.every,
         committed=committed,
         writing=flow.step,
         done=min(flow.done, total) if flow.step is not None else 0,
         total=total if flow.step is not None else 0,
         rate=flow.speed if flow.step is not None and flow.done else flow.rate,
-        waiting=max(place.waiting, len(place.in_flight)),
+        waiting=max(tier.waiting, len(tier.in_flight)),
         lag_steps=lag,
         lag_s=0.0 if not lag else done[-1].when - then if then is not None else lag * step_s,
         saves=flow.saves,
@@ -239,7 +242,7 @@ def _tier(place: OpenTier, step: int, started: int | None, done: list[StepDone],
         left_out=flow.left_out,
         raw=flow.raw,
         stored=flow.stored,
-        error=flow.error if place.opened or flow.error else "it could not be opened yet",
+        error=flow.error if tier.opened or flow.error else "it could not be opened yet",
     )
 
 

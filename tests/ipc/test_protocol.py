@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckpt
+import ckpt.writer.main  # what deals with requests
 import toy
 from ckpt.errors import FencedError, ProtocolError, UsageError, to_wire
 from ckpt.ipc import channel as link
@@ -31,7 +32,7 @@ from ckpt.ipc.protocol import MIB, MOST_BYTES, Note, Request, message_of, reply_
 from ckpt.store import normalise
 from ckpt.trainer import writer_client
 from ckpt.trainer.writer_client import WriterClient
-from ckpt.writer import dispatch, main
+from ckpt.writer import dispatch
 from processes import REPO, eventually, writers
 from test_promise_handover import NAME, life
 
@@ -80,9 +81,9 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
 def test_every_request_has_a_handler_that_answers_what_it_should() -> None:
     """By its type; what the method says that it returns is the reply of that type, or has descriptors."""
     assert len(REQUESTS) > 40 and set(REQUESTS) == set(dispatch.HANDLERS)
-    assert table(REQUESTS) == main.REQUESTS
+    assert table(REQUESTS) == dispatch.known()
     for kind, handler in dispatch.HANDLERS.items():
-        hints = get_type_hints(handler, vars(main))
+        hints = get_type_hints(handler)
         assert hints["request"] is kind
         with_fds = str(inspect.signature(handler).return_annotation).startswith("Answer")
         assert with_fds or hints["return"] == reply_type(kind), kind

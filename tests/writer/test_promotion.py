@@ -22,7 +22,13 @@ from ckpt.ipc.protocol import Note
 from ckpt.ipc.requests import OpenRun, OwnRun, WriteSlot
 from ckpt.runlog.records import Commit, Record, commit_body
 from ckpt.store import options_of
+from ckpt.writer.background import Background
+from ckpt.writer.bookkeeper import Bookkeeper
+from ckpt.writer.held_memory import HeldMemory
+from ckpt.writer.held_run import HeldRun
+from ckpt.writer.opening import RunOpener
 from ckpt.writer.persist import Persister
+from ckpt.writer.throttle import Throttle
 from ckpt_backends.memory import MemoryStore
 from ckpt_backends.retry import Retry
 from logs import attempt, committed, folded, new_log, reopened
@@ -63,16 +69,19 @@ class Writer:
 
     def __init__(self) -> None:
         self.told: list[Note] = []
-        self.holdings: Any = SimpleNamespace(arenas={}, layouts={}, digests={}, forget_old=set)
-        self.persister = Persister(self.holdings, self.told.append, asyncio.create_task)
+        trainer: Any = SimpleNamespace(tell=self.told.append, adoptions=0, pid=0)
+        self.memory, self.run, background = HeldMemory(), HeldRun(trainer), Background()
+        books = Bookkeeper(lambda: self.run.tiers, self.told.append)
+        self.persister = Persister(trainer, self.run, self.memory, books, background)
+        self.opener = RunOpener(trainer, self.run, self.persister.promoter, books, Throttle(lambda: 0))
 
     async def open(self, ranks: int = 2) -> None:
         role = commits.Role(tuple(range(ranks)), 0, ranks)
         for store in (MemoryStore("file:///near"), Far()):
             log, self.owner = await new_log(store)
-            self.persister.tiers.append(OpenTier(store.url, Keep(3), log, role=role))
-        self.near, self.far = self.persister.tiers
-        self.persister.owner = self.owner
+            self.run.tiers.append(OpenTier(store.url, Keep(3), log, role=role))
+        self.near, self.far = self.run.tiers
+        self.run.owner = self.owner
 
     def attempt(self, step: int) -> Attempt:
         return Attempt(self.owner.epoch, step, self.owner.nonce)
@@ -80,11 +89,12 @@ class Writer:
     async def write(self, step: int) -> None:
         """As if the near place had it already."""
         one = self.attempt(step)
-        label = SimpleNamespace(attempt=one, layout="x")
-        self.holdings.arenas["aa"] = SimpleNamespace(label=lambda slot: label, id=b"\xaa")
+        label = SimpleNamespace(attempt=one, layout="x", data_size=0)
+        arena: Any = SimpleNamespace(label=lambda slot: label, id=b"\xaa")
+        self.memory.arenas["aa"] = arena
         stored = asyncio.get_running_loop().create_future()
         stored.set_result(True)
-        self.persister._parts[self.near.url, one] = stored
+        self.persister.parts.stored[self.near.url, one] = stored
         await self.persister.write(WriteSlot(tier=1, arena="aa", slot=0, attempt=str(one)))
 
     @property
@@ -123,7 +133,7 @@ async def test_what_was_taken_back_is_not_promoted(writer: Writer) -> None:
     async with writer.far.busy:
         writing = asyncio.create_task(writer.write(10))
         await asyncio.sleep(0.01)
-        writer.persister.retracted.add(writer.attempt(10))
+        writer.memory.retracted.add(writer.attempt(10))
     with pytest.raises(SaveError, match="taken back"):
         await writing
 
@@ -166,7 +176,7 @@ async def test_what_one_rank_leaves_out_stops_no_other(writer: Writer) -> None:
 async def test_one_that_cannot_be_resumed_does_not_hold_up_the_others(writer: Writer) -> None:
     """What a crash interrupted is taken up one by one: a damaged one is passed over, and the other ranks are told."""
     steps = (30, 20, 10)
-    writer.persister._pending = lambda near, tier: [  # type: ignore[method-assign]
+    writer.persister.promoter.pending = lambda near, tier: [  # type: ignore[method-assign]
         Commit(writer.attempt(step), 2, ((0, 0, "0" * 64),), "0" * 64) for step in steps
     ]
     resumed: list[int] = []
@@ -176,8 +186,8 @@ async def test_one_that_cannot_be_resumed_does_not_hold_up_the_others(writer: Wr
         if one.step == 30:
             raise CorruptError("a flipped bit")
 
-    writer.persister._resume_one = resume_one  # type: ignore[method-assign]
-    await writer.persister._resume()
+    writer.persister.promoter.resume_one = resume_one  # type: ignore[method-assign]
+    await writer.persister.promoter.resume()
     assert resumed == [30, 20, 10]
     await writer.far.log.refresh()
     assert writer.far.log.state.aborted == {writer.attempt(30)}
@@ -309,9 +319,9 @@ def test_new_credentials_reach_a_writer_that_is_there(monkeypatch: pytest.Monkey
         return OpenRun([{"url": "s3://b/r", "last": 3, "every": None, "options": {"key": key}}], 1.0, 1.0, [], [])
 
     async def main() -> None:
-        writer = Writer().persister
+        writer = Writer()
         for key in ("expired", "expired", "renewed"):
-            await writer.open(message(key))
+            await writer.opener.open(message(key))
 
     asyncio.run(main())
     assert opened == [{"key": "expired"}, {"key": "renewed"}]
@@ -335,15 +345,15 @@ def test_a_new_writer_does_not_need_every_bucket(monkeypatch: pytest.MonkeyPatch
         specs = [{"url": url, "last": 3, "every": None} for url in stores]
         message = OpenRun(specs, 1.0, 1.0, [], [])
         with pytest.raises(StoreError):
-            await Writer().persister.open(message)
+            await Writer().opener.open(message)
         down[0] = False
         await new_log(stores["s3://far"])
         down[0] = True
-        writer = Writer().persister
-        await writer.open(structs.replace(message, first_try=1000))
-        near, far = writer.tiers
+        writer = Writer()
+        await writer.opener.open(structs.replace(message, first_try=1000))
+        near, far = writer.run.tiers
         assert near.opened and not far.opened
-        await writer.own(OwnRun((1, "0" * 8, None), [([0], 0, 1)] * 2, []))
+        await writer.opener.own(OwnRun((1, "0" * 8, None), [([0], 0, 1)] * 2, []))
         down[0] = False
         await far.prepare()
         assert far.opened and far.log.root

@@ -310,7 +310,7 @@ class WriterSupervisor:
         else:
             log.info("took over the memory that process %d left", hello.trainer)
         self._adopted = True
-        self._stager.hold(0 if hello.gone else 1)
+        self._stager.slots.hold(0 if hello.gone else 1)
         for arena, slot in hello.writing:
             for mine in self.inherited.arenas:
                 if mine.id.hex() == arena:
@@ -563,7 +563,7 @@ class WriterSupervisor:
 
     def _hear_all(self) -> None:
         """What the writer says of memory and of the run. Others listen to the rest, once they are there."""
-        self.hear(notes.GoneNote, lambda note: self._stager.hold(-1))
+        self.hear(notes.GoneNote, lambda note: self._stager.slots.hold(-1))
         self.hear(notes.UnpinnedNote, lambda note: self._stager.unpin(bytes.fromhex(note.arena), note.slot))
         self.hear(notes.StoredNote, self._on_stored)
         self.hear(notes.SaidNote, lambda note: log.warning("%s", note.text))

@@ -47,7 +47,7 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).parent))
 
 import ckpt
-from ckpt.trainer.stage import Stager
+from ckpt.trainer.fill import SlotFiller
 from workload import GPT, SMALL, THREADS, Size, Training
 
 T = TypeVar("T")
@@ -282,9 +282,9 @@ class Marks:
 
 @contextlib.contextmanager
 def marking() -> Iterator[Marks]:
-    marks, copy = Marks(), Stager._copy
+    marks, copy = Marks(), SlotFiller.copy
 
-    def marked(self: Stager, pairs: Any, streams: Any) -> None:
+    def marked(self: SlotFiller, pairs: Any, streams: Any) -> None:
         begins = [(stream, torch.cuda.Event(enable_timing=True)) for stream in streams.values()]
         for stream, begin in begins:
             begin.record(stream)
@@ -294,11 +294,11 @@ def marking() -> Iterator[Marks]:
             end.record(stream)
             marks.pairs.append((begin, end))
 
-    Stager._copy = marked  # type: ignore[method-assign]
+    SlotFiller.copy = marked  # type: ignore[method-assign]
     try:
         yield marks
     finally:
-        Stager._copy = copy  # type: ignore[method-assign]
+        SlotFiller.copy = copy  # type: ignore[method-assign]
 
 
 # -- is the copy hidden? --

@@ -54,6 +54,14 @@ class Wakeup:
                 names,
             )
             return
+        try:
+            self._take()
+        except BaseException:  # Ctrl-C
+            self._armed = True
+            self.put_back()
+            raise
+
+    def _take(self) -> None:
         for number in self.numbers:
             before = signal.getsignal(number)
             if before is None or (before == signal.SIG_DFL and _caught(number)):  # it could not be put back

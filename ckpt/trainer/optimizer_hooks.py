@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckpt.state.tensors import device_in_use
+from ckpt.trainer.device import is_capturing
 
 
 class UpdateHook:
@@ -50,7 +49,7 @@ class UpdateHook:
         self._announced[id(optimizer)] = optimizer
         if self.on_step is not None:
             self.on_step(optimizer)
-        if device_in_use() and torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             self._on_captured(optimizer)
             return None
         closure = kwargs.get("closure") or next((a for a in args[1:2] if callable(a)), None)

@@ -7,7 +7,7 @@ every rank has newer memory than that of before.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from ckpt.events import log, point
 from ckpt.format.manifest import Attempt, new_nonce
 from ckpt.format.partition import partner
 from ckpt.ipc.notes import HeldNote
+from ckpt.ipc.requests import Partner, Serve
 from ckpt.ranks.world import Mailbox, World
 from ckpt.restore.resume import together
 from ckpt.runlog.log import Acquire
@@ -66,7 +67,7 @@ class Ownership:
             self.cadence = found["cadence"]
             for i, roots in enumerate(self.roots):
                 group = [rank for rank in range(world.size) if roots[rank] == roots[world.rank]]
-                self.supervisor.roles[i] = Role(tuple(group), group.index(world.rank), world.size)
+                self.supervisor.run.roles[i] = Role(tuple(group), group.index(world.rank), world.size)
             self.supervisor.hear(HeldNote, self._on_held)
             self.take_over(found["epoch"], None)
             self._find_partner()
@@ -85,21 +86,22 @@ class Ownership:
         if other is None:
             log.warning("Memory(replicas=2) needs a second node: all ranks are on one, so memory is kept once")
             return
-        contacts = together(world, "partners", self.supervisor.serve)
-        self.supervisor.copy_to(contacts[other])
+        contacts = together(world, "partners", lambda: self.supervisor.client.ask(Serve()))
+        self.supervisor.memory.push_copies()
+        self.supervisor.standing.tell(Partner(contacts[other], world.rank))
 
     def _agree_nonce(self) -> str:
         """Of the incarnation to be. All writers know it before any log does."""
         nonce: str = together(self._world, "nonce", new_nonce, lambda nonces: nonces[0])
-        together(self._world, "successor", partial(self.supervisor.announce, nonce))
+        together(self._world, "successor", partial(self.supervisor.run.announce, nonce))
         return nonce
 
     def take_over(self, floor: int, restored: Attempt | None) -> None:
         """Open an epoch, the same in all tiers; with `restored` one that continues from there."""
-        world, supervisor = self._world, self.supervisor
+        world, run = self._world, self.supervisor.run
         nonce = self._agree_nonce()
         while True:
-            epochs = together(world, "acquire", partial(supervisor.acquire, nonce, floor, restored), _union)
+            epochs = together(world, "acquire", partial(run.acquire, nonce, floor, restored), _union)
             if len(epochs) == 1:
                 break
             floor = max(epochs)  # another job came between: one epoch for all tiers
@@ -108,48 +110,50 @@ class Ownership:
         owner = Acquire(epochs[0], nonce, restored)
 
         def own() -> list[dict[str, Any]]:
-            return [msgspec.structs.asdict(one) for one in supervisor.own(owner, recover=restored is None)]
+            return [msgspec.structs.asdict(one) for one in run.own(owner, recover=restored is None)]
 
         complete = together(world, "own", own, _complete)
         if restored is None:
-            supervisor.resume()
+            run.resume()
         for i in range(len(self._tiers)):
             attempts = [Attempt.parse(text) for number, text in complete if number == i]
-            if attempts and supervisor.roles[i].place == 0:
-                supervisor.complete(i, attempts)
+            if attempts and run.roles[i].place == 0:
+                run.complete(i, attempts)
 
     def _on_held(self, note: HeldNote) -> None:
         """The parts that belong on this node's disk are there: a checkpoint once those of all nodes are."""
         tier, attempt = note.tier, Attempt.parse(note.attempt)
-        if self.supervisor.roles[tier].place > 0:
+        if self.supervisor.run.roles[tier].place > 0:
             return
-        roots = sorted(set(self.roots[tier]))
-
-        def tell() -> None:
-            try:
-                mailbox = self.mailbox()
-                mailbox.put(f"held/{tier}/{attempt}/{self._world.rank}", True)
-                mailbox.wait([f"held/{tier}/{attempt}/{root}" for root in roots], self._timeout_s)
-                self.supervisor.complete(tier, [attempt])
-            except CheckpointError as error:
-                log.warning("step %d is on this node's disk only: %s", attempt.step, error)
-
-        threading.Thread(target=tell, name="ckpt-held", daemon=True).start()
+        roots, otherwise = sorted(set(self.roots[tier])), f"step {attempt.step} is on this node's disk only"
+        complete = partial(self.supervisor.run.complete, tier, [attempt])
+        self._when_all(f"held/{tier}/{attempt}", roots, self._timeout_s, complete, otherwise)
 
     def tell_newer(self, epoch: int) -> None:
         """Older memory may go when every rank has newer snapshots: until then it may be the newest that all have."""
 
+        def note() -> None:
+            if self.supervisor.owner.epoch == epoch:
+                self.supervisor.memory.everyone = True
+
+        otherwise = "memory of before the restart is kept on, since other ranks have no newer"
+        self._when_all(f"newer/{epoch}", range(self._world.size), NEWER_S, note, otherwise)
+
+    def _when_all(
+        self, key: str, ranks: Iterable[int], timeout_s: float, then: Callable[[], None], otherwise: str
+    ) -> None:
+        """Post this, in the background, and go on when all of these ranks have. `otherwise`: what that means if not."""
+
         def tell() -> None:
             try:
                 mailbox = self.mailbox()
-                mailbox.put(f"newer/{epoch}/{self._world.rank}", True)
-                mailbox.wait([f"newer/{epoch}/{rank}" for rank in range(self._world.size)], NEWER_S)
-                if self.supervisor.owner.epoch == epoch:
-                    self.supervisor.everyone = True
+                mailbox.put(f"{key}/{self._world.rank}", True)
+                mailbox.wait([f"{key}/{rank}" for rank in ranks], timeout_s)
+                then()
             except CheckpointError as error:
-                log.warning("memory of before the restart is kept on, since other ranks have no newer: %s", error)
+                log.warning("%s: %s", otherwise, error)
 
-        threading.Thread(target=tell, name="ckpt-newer", daemon=True).start()
+        threading.Thread(target=tell, name="ckpt-posts", daemon=True).start()
 
     def mailbox(self) -> Mailbox:
         with self._mailing:

@@ -2,8 +2,8 @@
 
     ckpt.step      step() and save(), in the thread that trains
     ckpt.wait      an optimizer waits for a copy to end
-    ckpt.state.placement   restore()
-    ckpt.trainer.stage     a snapshot is copied, in the staging thread
+    ckpt.restore   restore()
+    ckpt.stage     a snapshot is copied, in the staging thread
 
 torch.profiler looks at the threads of its own process that it was told to: by itself the one that started it, all of
 them with `experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)`. NVTX ranges are there
@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.autograd import profiler
 
-from ckpt.state.tensors import device_in_use
+from ckpt.trainer.device import begin_range, end_range
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,13 +40,11 @@ class span:
         if profiler._is_profiler_enabled:
             self._recorded = torch.profiler.record_function(self._name)
             self._recorded.__enter__()
-        if device_in_use():
-            torch.cuda.nvtx.range_push(self._name)  # type: ignore[no-untyped-call]
-            self._marked = True
+        self._marked = begin_range(self._name)
 
     def __exit__(self, *error: object) -> None:
         if self._marked:
-            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+            end_range()
         if self._recorded is not None:
             self._recorded.__exit__(*error)
 

@@ -22,6 +22,7 @@ from ckpt.redo.optimizer_recipe import GroupWatch, find_recipes
 from ckpt.save import Save
 from ckpt.state.capture import Capture, Reading
 from ckpt.subscribers import publish
+from ckpt.trainer.current_writer import WriterUser
 from ckpt.trainer.stage import Stager
 from ckpt.trainer.writer_client import WriterClient
 from ckpt.trainer.writer_supervisor import WriterSupervisor
@@ -42,7 +43,7 @@ class _Logging:
     settings: list[list[Any] | None]
 
 
-class RedoClient:
+class RedoClient(WriterUser):
     """Of one Checkpointer. `tiers`: the URLs of those that log, by their number. Any thread may call."""
 
     def __init__(
@@ -62,9 +63,7 @@ class RedoClient:
         self._recipes: KnowRecipes | None = None
         self._replies = 0
         self._failing: set[int] = set()  # tiers whose last step is missing in the log, which was said
-        supervisor.on_new_writer = self._on_new_writer
-        supervisor.on_no_writer = self._on_no_writer
-        supervisor.also_in_use = self._in_use
+        supervisor.add(self)
 
     @property
     def on(self) -> bool:
@@ -157,7 +156,7 @@ class RedoClient:
         publish("failed", one.save.step, tier=one.url, error=str(error))
         one.save.set_logged(one.url, error)
 
-    def _on_new_writer(self, client: WriterClient) -> None:
+    def on_new_writer(self, client: WriterClient) -> None:
         with self._lock:
             self._let_go()
             if self._recipes is not None:
@@ -165,7 +164,7 @@ class RedoClient:
             for one in list(self._pending):
                 self._send(one)
 
-    def _on_no_writer(self, error: CheckpointError) -> None:
+    def on_no_writer(self, error: CheckpointError) -> None:
         with self._lock:
             self._let_go()
             for one in list(self._pending):
@@ -176,7 +175,7 @@ class RedoClient:
             self._stager.unpin(arena, slot)
         self._previous.clear()
 
-    def _in_use(self) -> set[bytes]:
+    def in_use(self) -> set[bytes]:
         with self._lock:
             return {one.arena.id for one in self._pending}
 

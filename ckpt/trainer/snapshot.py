@@ -11,21 +11,22 @@ places of the tensors, and the same of their copies (`ckpt.state.fingerprint`).
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import compress
 from operator import attrgetter, not_
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, SaveError
+from ckpt.events import log
 from ckpt.format.manifest import Attempt
-from ckpt.ipc.arena import Arena
+from ckpt.ipc.arena import Arena, Label
 from ckpt.state.capture import Reading
 from ckpt.state.fingerprint import Fingerprint
 from ckpt.trainer.deferred import DeferredStep
+from ckpt.trainer.device import PerDevice, compute_streams
 
 LITTLE = 1 << 20  # bytes that are cloned sooner than another thread has woken up
 
@@ -58,10 +59,10 @@ class PendingSnapshot:
     taken: DeferredStep | None = None  # the state at that step, if that is not what it is now
     fingerprints: list[Fingerprint] = field(default_factory=list)  # of what is copied beside training; when it begins
     watched: Mapping[int, int] = field(default_factory=dict)  # versions, by number, from which on nobody may write
-    streams: dict[torch.device, Any] = field(default_factory=dict)  # the caller's compute streams
-    ready: dict[torch.device, Any] = field(default_factory=dict)  # events on them
-    eager: dict[torch.device, Any] = field(default_factory=dict)  # events after the copies of the eager part
-    done: dict[torch.device, Any] = field(default_factory=dict)  # events after the copies
+    streams: PerDevice = field(default_factory=dict)  # the caller's compute streams
+    ready: PerDevice = field(default_factory=dict)  # events on them
+    eager: PerDevice = field(default_factory=dict)  # events after the copies of the eager part
+    done: PerDevice = field(default_factory=dict)  # events after the copies
     _checking: threading.Lock = field(default_factory=threading.Lock)
     _checked: bool = False
 
@@ -75,9 +76,13 @@ class PendingSnapshot:
         self.versions = list(self.watched.values() or map(_VERSION, self.overlapped))
         self.fingerprints = self.fingerprints or [spots.look() for spots in reading.spots]
         if reading.layout.accelerated:
-            for device in {t.device for t in reading.tensors if t.device.type != "cpu"}:
-                stream = torch.get_device_module(device).current_stream(device)
-                self.streams[device], self.ready[device] = stream, stream.record_event()
+            self.streams, self.ready = compute_streams(reading.tensors)
+
+    def label(self, state: int) -> Label:
+        """Of its slot, in this state."""
+        layout = self.reading.layout
+        size = layout.arrangement.data_size
+        return Label(state, self.order, self.attempt, layout.digest, size, len(self.values), time.time(), self.finite)
 
     @property
     def under_way(self) -> bool:
@@ -118,6 +123,17 @@ class PendingSnapshot:
             self._note(one.differing(slot))
         self.fingerprints = []
 
+    def check_whole(self, slot: Tensor) -> None:
+        """When all has been copied: it has an error if somebody else has written to it meanwhile."""
+        self.check_copies(slot)
+        self.check_versions()  # last: a short write that was going on is counted by now
+        if self.written_by_others:
+            shown = ", ".join(self.written_by_others[:3])
+            self.error = SaveError(
+                f"step {self.attempt.step} was dropped: {shown} changed outside an optimizer step while it was copied. "
+                "From now on this is copied before step() returns"
+            )
+
     def _note(self, numbers: set[int]) -> None:
         specs, guarded = self.reading.layout.tensors, self.reading.guarded
         names = (specs[number].name for number in sorted(numbers) if guarded[number] or number in self.watched)
@@ -128,22 +144,15 @@ class PendingSnapshot:
         for event in (self.eager_done, self.enqueued, self.copied):
             event.set()
 
+    def end(self) -> None:
+        """Nobody waits for it, and it keeps nothing alive; for the staging thread, which goes on whatever comes."""
+        self.sources = []
+        self.release()
+        try:
+            self.on_end(self)
+        except Exception:
+            log.exception("after step %d was staged", self.attempt.step)
+
     @property
     def ended(self) -> bool:
         return self.place is not None or self.error is not None
-
-
-def event_behind(device: torch.device, stream: Any) -> Any:
-    """Behind all that is on a stream; who waits for it sleeps, where CUDA would spin."""
-    module = torch.get_device_module(device)
-    event = module.Event(blocking=True) if device.type == "cuda" else module.Event()
-    event.record(stream)
-    return event
-
-
-def reached(events: dict[torch.device, Any]) -> bool:
-    """Whether all that is before these events has been done."""
-    try:
-        return all(event.query() for event in events.values())
-    except Exception:  # of a kernel that failed: whoever waits is told
-        return True

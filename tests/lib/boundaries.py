@@ -17,7 +17,7 @@ from ckpt.ranks.world import World
 from ckpt.restore.resume import Restored, restore_first
 from ckpt.restore.sources import MemorySource
 from ckpt.state.capture import Capture
-from ckpt.trainer.stage import Stager
+from ckpt.trainer.fill import SlotFiller
 from toy_states import State, differences, freeze
 
 LARGE = 1500  # a square of this side takes some milliseconds to copy: training has time to interfere
@@ -67,14 +67,13 @@ class Run:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """While it is cleared, the copy that overlaps training does not begin: what happens meanwhile is certain."""
-    opened, copy = threading.Event(), Stager._copy
+    opened, fill = threading.Event(), SlotFiller.fill_guarded
 
-    def held(self: Stager, pairs: Any, streams: Any) -> None:
-        if self._pending is not None and self._pending.eager_done.is_set():
-            assert opened.wait(30.0)
-        copy(self, pairs, streams)
+    def held(self: SlotFiller, *slot_and_job: Any) -> None:
+        assert opened.wait(30.0)
+        fill(self, *slot_and_job)
 
-    monkeypatch.setattr(Stager, "_copy", held)
+    monkeypatch.setattr(SlotFiller, "fill_guarded", held)
     opened.set()
     return opened
 

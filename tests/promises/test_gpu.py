@@ -15,6 +15,8 @@ import ckpt
 from boundaries import Run, check_boundaries, close, gradients, read_back
 from ckpt.state.capture import Capture
 from ckpt.state.tensors import DTYPE_NAME
+from ckpt.trainer.device import PageLocks
+from ckpt.trainer.fill import SlotFiller
 from ckpt.trainer.snapshot import PendingSnapshot
 from ckpt.trainer.stage import Stager
 from processes import run_script
@@ -57,17 +59,23 @@ class Spins:
 @pytest.fixture
 def spins(monkeypatch: pytest.MonkeyPatch) -> Spins:
     """Copies that begin late, on the device, as behind other traffic: who does not wait for them comes first."""
-    spins, copy = Spins(), Stager._copy
+    spins, copy, fill = Spins(), SlotFiller.copy, SlotFiller.fill_guarded
+    begun: list[PendingSnapshot] = []
 
-    def late(self: Stager, pairs: Any, streams: Any) -> None:
-        begun = self._pending is not None and self._pending.eager_done.is_set()
+    def guarded(self: SlotFiller, arena: Any, slot: int, job: PendingSnapshot) -> None:
+        begun.append(job)
+        fill(self, arena, slot, job)
+        begun.clear()
+
+    def late(self: SlotFiller, pairs: Any, streams: Any) -> None:
         for stream in streams.values() if (spins.overlapped if begun else spins.eager) else ():
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(LONG)
             spins.ends.append(stream.record_event())
         copy(self, pairs, streams)
 
-    monkeypatch.setattr(Stager, "_copy", late)
+    monkeypatch.setattr(SlotFiller, "copy", late)
+    monkeypatch.setattr(SlotFiller, "fill_guarded", guarded)
     return spins
 
 
@@ -200,9 +208,9 @@ def test_negative_control_an_update_that_does_not_wait_is_in_the_snapshot(
     boundary = ready(cp, run)
 
     def without(self: Stager, timeout_s: float = 60.0) -> float:
-        if self._pending is not None:
-            self._pending.enqueued.wait(timeout_s)
-            self._pending = None
+        if self._gate.job is not None:
+            self._gate.job.enqueued.wait(timeout_s)
+            self._gate.job = None
         return 0.0
 
     monkeypatch.setattr(Stager, "before_update", without)
@@ -225,9 +233,9 @@ def test_negative_control_a_host_that_waits_is_noticed(
     ready(cp, run)
 
     def blocking(self: Stager, timeout_s: float = 60.0) -> float:
-        if self._pending is not None:
-            self._pending.copied.wait(timeout_s)
-            self._pending = None
+        if self._gate.job is not None:
+            self._gate.job.copied.wait(timeout_s)
+            self._gate.job = None
         return 0.0
 
     monkeypatch.setattr(Stager, "before_update", blocking)
@@ -380,11 +388,11 @@ def test_memory_that_is_freed_long_before_it_is_copied_is_not_reused(open_run: A
 
 def test_memory_that_is_not_page_locked(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies are slower then, and their own thread waits for them; snapshots are the same."""
-    monkeypatch.setattr(Stager, "_register", lambda self, arena: None)
+    monkeypatch.setattr(PageLocks, "lock", lambda self, arena: None)
     run = adamw(fused=True)
     cp = open_run(run.state)
     assert check_boundaries(cp, run, 10) == []
-    assert cp._session.stager._registered == []
+    assert cp._session.stager.page_locks.held == []
 
 
 def test_a_refusal_to_lock_memory_does_not_come_up_later(
@@ -392,15 +400,15 @@ def test_a_refusal_to_lock_memory_does_not_come_up_later(
 ) -> None:
     """CUDA keeps the last error of a thread, and the next kernel's check would raise it: copying strided tensors."""
     taken: list[int] = []
-    register = Stager._register
+    register = PageLocks.lock
 
-    def refused(self: Stager, arena: Any) -> None:
+    def refused(self: PageLocks, arena: Any) -> None:
         address = torch.frombuffer(arena.data(0), dtype=torch.uint8).data_ptr()
         if int(torch.cuda.cudart().cudaHostRegister(address, arena.slot_size, 0)) == 0:
             taken.append(address)  # so that the next try is refused
         register(self, arena)
 
-    monkeypatch.setattr(Stager, "_register", refused)
+    monkeypatch.setattr(PageLocks, "lock", refused)
     state: State = {"turned": torch.randn(LARGE, 64, device="cuda").t(), "plain": torch.randn(9, device="cuda")}
     twin: State = {"turned": torch.zeros(LARGE, 64, device="cuda").t(), "plain": torch.zeros(9, device="cuda")}
     cp = open_run(state)
@@ -467,10 +475,10 @@ def test_arenas_are_page_locked(open_run: Any) -> None:
     arena = cp._session.stager.arena
     assert arena is not None
     slots = [torch.frombuffer(arena.data(slot), dtype=torch.uint8) for slot in range(arena.slots)]
-    assert len(cp._session.stager._registered) == arena.slots and all(slot.is_pinned() for slot in slots)
+    assert len(cp._session.stager.page_locks.held) == arena.slots and all(slot.is_pinned() for slot in slots)
     del slots
     cp.close()
-    assert cp._session.stager._registered == []
+    assert cp._session.stager.page_locks.held == []
 
 
 def test_states_on_both_sides(open_run: Any) -> None:

@@ -53,7 +53,7 @@ def test_what_was_saved_on_purpose_is_not_given_up(run_dir: str, trained: Any) -
             cp.step(step)
             if step == 5:
                 cp.save().committed(30)
-        assert not cp._fault_handler._set_step(5) and not cp._fault_handler._set_step(6)
+        assert not cp._fault_handler._securer.set_step(5) and not cp._fault_handler._securer.set_step(6)
         cp.save().committed(30)
         assert durable(run_dir) == [5, 7]
 
@@ -98,7 +98,7 @@ def test_the_newest_sound_step_is_made_durable_beside_the_newest(run_dir: str, t
             save = cp.step(step, finite=step <= 5)
             assert save is not None
             save.staged(30)
-        with cp._session.supervisor.holding_still(alone=True) as attempts:
+        with cp._session.supervisor.held.holding_still(alone=True) as attempts:
             assert [attempt.step for attempt in attempts] == [8, 5]
 
 
@@ -113,12 +113,12 @@ def test_who_stays_after_all_has_not_announced_its_end(run_dir: str, trained: An
         ask = cp._session.supervisor.client.ask
         cp._session.supervisor.client.ask = lambda request, *a: (told.append(request), ask(request, *a))[1]  # type: ignore
         before = signal.getsignal(signal.SIGTERM)
-        call = cp._fault_handler._new_call("signal", "SIGTERM came", how="test", grace_s=5.0)
+        call = cp._fault_handler._incidents.new("signal", "SIGTERM came", how="test", grace_s=5.0)
         call.signal, call.leave = signal.SIGTERM, 143
         signal.signal(signal.SIGTERM, lambda number, frame: None)
         cp._fault_handler._deal(call)
         signal.signal(signal.SIGTERM, before)
-        assert call.leave is None and not cp._fault_handler._leaving
+        assert call.leave is None and not cp._fault_handler._incidents.leaving
     (report,) = [one for one in told if isinstance(one, Report)]
     assert report.ends is False and report.fault["exit_code"] is None
 

@@ -26,7 +26,7 @@ from processes import PYTHONPATH, REPO, eventually, start_python, writers
 NAME = "handover"
 LIFE = """
 import os, sys, ckpt, torch
-import ckpt.trainer.writer_supervisor as supervisor
+from ckpt.trainer import find
 import torch.distributed as dist
 from torch import nn
 until, words = int(sys.argv[1]), sys.argv[2:]
@@ -71,7 +71,7 @@ def held(real):
     return sync
 os.fsync, os.fdatasync = held(os.fsync), held(os.fdatasync)
 """
-IMPATIENT = "supervisor.HELLO_S = supervisor.PATIENT_S = 1.0"
+IMPATIENT = "find.HELLO_S = find.PATIENT_S = 1.0"
 
 
 class Rank:

@@ -529,5 +529,5 @@ def test_memory_that_was_outgrown_stays_while_training_is_broken(own_sockets: Pa
                 staged_broken += 1
             except ckpt.SkippedError:  # its memory is not ready yet
                 time.sleep(0.1)
-        held = [label for arena in cp._session.supervisor._arenas() for _, label in arena.sealed()]
+        held = [label for arena in cp._session.supervisor.memory.arenas() for _, label in arena.sealed()]
         assert 1 in {label.attempt.step for label in held if label.attempt is not None}

@@ -63,9 +63,12 @@ with ckpt.Checkpointer({"w": w, "opt": opt}, takeover="takeover" in words, **pla
 """
 
 
+PARTS = "from ckpt.trainer import find, memory, opening, siblings, writer_client, writer_supervisor"
+
+
 def patched(patch: str) -> str:
     """The same life, after something was made otherwise in that process."""
-    return LIFE.replace("w = nn", f"import ckpt.trainer.writer_supervisor as supervisor\n{patch}\nw = nn", 1)
+    return LIFE.replace("w = nn", f"{PARTS}\n{patch}\nw = nn", 1)
 
 
 class Trainer:
@@ -152,11 +155,19 @@ def test_whoever_loses_a_run_is_told_and_its_memory_is_found(run_dir: str) -> No
     assert start_of("memory:taken") == ["start", "6", "6", "memory"]
 
 
-@pytest.mark.parametrize("moment", ["_inherit", "_listen", "_take_orphans", "_open"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "memory.SnapshotMemory.inherit",
+        "writer_supervisor.WriterSupervisor._listen",
+        "siblings.Siblings.take_orphans",
+        "opening.RunOpener.open",
+    ],
+)
 def test_a_taker_that_dies_half_way_leaves_what_was_there(moment: str, run_dir: str) -> None:
     """Whenever one that takes a run over is killed, the next start goes on from the newest step of the history: neither
     from nothing, nor from one that was undone."""
-    patch = f"supervisor.WriterSupervisor.{moment} = lambda *_: os.kill(os.getpid(), 9)"
+    patch = f"{moment} = lambda *_: os.kill(os.getpid(), 9)"
     with trainer("memory:halfway", 6) as first:
         assert first.ask("cp.restore(step=5)") == "5"
         assert killed(run_script(patched(patch), "memory:halfway", 9, "takeover"))
@@ -168,8 +179,7 @@ def test_one_that_comes_into_a_takeover_harms_nothing(third: str, run_dir: str) 
     """A first trainer is taken over from by a second, and before that has opened the run a third comes. Without
     takeover it is refused; with it the second is told. Whoever has the run goes on from the first one's last step."""
     held = patched(
-        "supervisor.WriterSupervisor._take_orphans = "
-        "lambda self: (print('held', flush=True), sys.stdin.readline(), {})[-1]"
+        "siblings.Siblings.take_orphans = lambda self: (print('held', flush=True), sys.stdin.readline(), {})[-1]"
     )
     with trainer("memory:three", 4) as first, trainer("memory:three", 0, "takeover", code=held) as second:
         assert second.began == "held"
@@ -281,10 +291,7 @@ def test_a_child_does_not_keep_its_parents_name(run_dir: str) -> None:
 def test_a_writer_that_stands_still_is_ended_only_if_its_trainer_is_dead(lives: bool, run_dir: str) -> None:
     """It cannot be woken up. An opening is refused while its trainer lives, which goes on with it afterwards; after
     that one's death it is ended, and the run begins, however long it was waited for."""
-    patch = (
-        "supervisor.MEET_S = supervisor.HELLO_S = supervisor.PATIENT_S = 2.0; "
-        "supervisor.WriterClient._wake = lambda _: 0"
-    )
+    patch = "find.MEET_S = find.HELLO_S = find.PATIENT_S = 2.0; writer_client.WriterClient._wake = lambda _: 0"
     with trainer("memory:silent", 4) as first:
         writer = int(first.ask("cp.writer_pid"))
         os.kill(writer, signal.SIGSTOP)

@@ -23,7 +23,7 @@ from ckpt.ipc.requests import KnowGuarded
 from ckpt.state.capture import Capture, Reading
 from ckpt.state.fingerprint import ELEMENTS, SampledPlaces
 from ckpt.state.tensors import as_bytes, spec
-from ckpt.trainer.stage import Stager
+from ckpt.trainer.fill import SlotFiller
 from ckpt.trainer.unchanged import Frozen
 from ckpt.writer.held_memory import HeldMemory
 from processes import eventually, killed, run_script
@@ -233,7 +233,7 @@ def test_the_next_step_is_saved_instead(open_run: Any, gate: threading.Event) ->
 IN_THE_MIDDLE = """
 import os, signal, sys, time
 import torch, ckpt
-from ckpt.trainer.stage import Stager
+from ckpt.trainer.fill import SlotFiller
 
 model = torch.nn.Linear(1500, 1500, bias=False)
 weight, optim = torch.nn.init.zeros_(model.weight), torch.optim.SGD(model.parameters(), lr=1.0)
@@ -247,14 +247,14 @@ cp.restore(default=0)
 move()
 cp.step(1).staged(30.0)
 move()
-copy, first = Stager._copy, weight.detach().view(-1)
+copy, first = SlotFiller.copy, weight.detach().view(-1)
 
 def in_the_middle(self, pairs, streams):
     while pairs and float(first[0]) == 2.0:
         time.sleep(0.0001)
     copy(self, pairs, streams)
 
-Stager._copy = in_the_middle
+SlotFiller.copy = in_the_middle
 save = cp.step(2)
 save._staged.add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGKILL))  # if it is not sealed
 with torch.no_grad():
@@ -494,9 +494,9 @@ def on_device(**settings: Any) -> Run:
 @pytest.mark.gpu
 def test_a_write_past_the_counters_on_a_device(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy is held up on its stream, and a kernel that torch does not count comes first."""
-    run, copy, late = on_device(fused=True), Stager._copy, threading.Event()
+    run, copy, late = on_device(fused=True), SlotFiller.copy, threading.Event()
 
-    def held(self: Stager, pairs: Any, streams: Any) -> None:
+    def held(self: SlotFiller, pairs: Any, streams: Any) -> None:
         for stream in streams.values() if late.is_set() else ():
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(2_000_000_000)
@@ -505,7 +505,7 @@ def test_a_write_past_the_counters_on_a_device(open_run: Any, monkeypatch: pytes
     cp = open_run(run.state, on_error="warn")
     run.move(run.state, 1)
     cp.save(1).staged(60.0)
-    monkeypatch.setattr(Stager, "_copy", held)
+    monkeypatch.setattr(SlotFiller, "copy", held)
     run.move(run.state, 2)
     late.set()
     save = cp.step(2)

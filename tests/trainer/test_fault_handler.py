@@ -8,6 +8,7 @@ import faulthandler
 import gc
 import json
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -430,6 +431,43 @@ def test_everything_is_put_back(run_dir: str, enabled: bool, own_sockets: Path) 
         assert eventually(lambda: not writers(own_sockets))
     finally:
         (faulthandler.enable if was else faulthandler.disable)()
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "signal.set_wakeup_fd",
+        "faulthandler.register",
+        "ckpt.trainer.current_writer.StandingRequests.tell",
+        "ckpt.faults.preemption.NoticeWatch.start",
+    ],
+)
+def test_ctrl_c_while_it_arms_leaves_nothing_armed(run_dir: str, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Whoever catches it goes on with the handlers that were there, and may open the run again."""
+    with training(f"{run_dir}-first") as run:  # what torch and Python open once for all
+        run.go(2)
+    assert eventually(lambda: not surroundings()["threads"], 20.0)  # of that one, whose writer may be slow to leave
+    before, fds = surroundings(), descriptors()
+    owner, _, method = where.rpartition(".")
+    place = pkgutil.resolve_name(owner)
+    real, calls = getattr(place, method), list[Any]()
+
+    def interrupted(*arguments: Any, **settings: Any) -> Any:
+        found = real(*arguments, **settings)
+        calls.append(found)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(place, method, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.Checkpointer(toy.build(), run_dir)
+    monkeypatch.undo()
+    assert eventually(lambda: surroundings() == before, 20.0), surroundings()
+    assert eventually(lambda: descriptors() <= fds, 5.0), os.listdir("/proc/self/fd")
+    with training(run_dir) as run:
+        run.go(2)
+    assert eventually(lambda: surroundings() == before, 20.0)
 
 
 def test_no_triggers_arm_nothing(run_dir: str) -> None:

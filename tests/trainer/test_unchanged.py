@@ -29,8 +29,9 @@ from ckpt.format.manifest import Attempt
 from ckpt.ipc.arena import SEALED, Arena
 from ckpt.state.capture import Capture
 from ckpt.trainer import unchanged
+from ckpt.trainer.fill import LARGE, SlotFiller
 from ckpt.trainer.snapshot import PendingSnapshot
-from ckpt.trainer.stage import LARGE, Stager
+from ckpt.trainer.stage import Stager
 from ckpt.trainer.unchanged import FRESH, MOST_REST, SAMPLES, CopyRates, Frozen
 from toy_states import State, differences, freeze
 
@@ -325,7 +326,7 @@ def test_tensors_of_all_kinds(open_run: Any) -> None:
 
 
 def known(cp: ckpt.Checkpointer) -> dict[int, dict[int, bytes]]:
-    return cp._session.stager._frozen._known
+    return cp._session.stager._filler.frozen._known
 
 
 def given_up_and_taken_again(open_run: Any) -> list[str]:
@@ -333,9 +334,9 @@ def given_up_and_taken_again(open_run: Any) -> list[str]:
     train(state, 1)
     cp = open_run(state)
     found = follow(cp, state, twin, range(1, 12), train)
-    before = dict(cp._session.stager._pinned)
+    before = dict(cp._session.stager.slots._pinned)
     assert cp._session.stager.give_up_slot() > 0
-    (pin,) = cp._session.stager._pinned.keys() - before.keys()
+    (pin,) = cp._session.stager.slots._pinned.keys() - before.keys()
     found += follow(cp, state, twin, range(12, 18), train)
     cp._session.stager.unpin(*pin)
     return found + follow(cp, state, twin, range(18, 24), train)
@@ -357,9 +358,9 @@ def failing(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     state, twin = adapter(), adapter()
     train(state, 1)
     cp = open_run(state, on_error="warn")
-    copy, failed = Stager._copy, list[int]()
+    copy, failed = SlotFiller.copy, list[int]()
 
-    def rubbish(self: Stager, pairs: Any, streams: Any) -> None:
+    def rubbish(self: SlotFiller, pairs: Any, streams: Any) -> None:
         copy(self, pairs, streams)
         if failed and failed[-1] > 0:
             failed.append(0)
@@ -367,7 +368,7 @@ def failing(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 target.fill_(3.0)
             raise OSError("no memory, say")
 
-    monkeypatch.setattr(Stager, "_copy", rubbish)
+    monkeypatch.setattr(SlotFiller, "copy", rubbish)
     found = follow(cp, state, twin, range(1, 10), train)
     for step in (10, 20, 30):
         train(state, step)
@@ -458,15 +459,14 @@ def test_a_write_in_the_middle_of_the_overlapped_part_is_noticed(
     open_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights of an optimizer that are skipped are under the same guard as those that are copied."""
-    opened, copy = threading.Event(), Stager._copy
+    opened, fill = threading.Event(), SlotFiller.fill_guarded
     opened.set()
 
-    def held(self: Stager, pairs: Any, streams: Any) -> None:
-        if self._pending is not None and self._pending.eager_done.is_set():
-            assert opened.wait(30.0)
-        copy(self, pairs, streams)
+    def held(self: SlotFiller, *slot_and_job: Any) -> None:
+        assert opened.wait(30.0)
+        fill(self, *slot_and_job)
 
-    monkeypatch.setattr(Stager, "_copy", held)
+    monkeypatch.setattr(SlotFiller, "fill_guarded", held)
     state, twin = adapter(all_params=True), adapter(all_params=True)
     train(state, 1)
     cp = open_run(state, on_error="warn")

@@ -1,0 +1,166 @@
+"""What is asked of an accelerator: streams, events, page-locked memory, marks in its profiler's timeline.
+
+The only file of the trainer that knows an accelerator's API. Copies run on a stream of their own, which first waits for
+the compute stream; before an update the compute stream waits for the copy, and the host does not. Nothing here wakes a
+device up that nobody uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckpt.events import log
+from ckpt.ipc.arena import Arena
+from ckpt.state.tensors import device_in_use
+
+PORTABLE = 1  # page-locked for every device, not only for the one that is current
+
+PerDevice = dict[torch.device, Any]
+"""A stream of each device, or an event."""
+
+
+def compute_streams(tensors: Iterable[Tensor]) -> tuple[PerDevice, PerDevice]:
+    """The caller's current streams where these tensors lie, and events behind what is on them by now."""
+    devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+    streams = {device: torch.get_device_module(device).current_stream(device) for device in devices}
+    return streams, {device: stream.record_event() for device, stream in streams.items()}
+
+
+def events_behind(streams: PerDevice) -> PerDevice:
+    """Behind all that is on these streams; who waits for them sleeps, where CUDA would spin."""
+    events: PerDevice = {}
+    for device, stream in streams.items():
+        module = torch.get_device_module(device)
+        events[device] = module.Event(blocking=True) if device.type == "cuda" else module.Event()
+        events[device].record(stream)
+    return events
+
+
+def reached(events: PerDevice) -> bool:
+    """Whether all that is before these events has been done."""
+    try:
+        return all(event.query() for event in events.values())
+    except Exception:  # of a kernel that failed: whoever waits is told
+        return True
+
+
+def wait_for(events: PerDevice) -> None:
+    """The host does. Raises what a kernel before them failed with."""
+    for event in events.values():
+        event.synchronize()
+
+
+def queue_behind(streams: PerDevice, events: PerDevice) -> None:
+    """What is put on these streams from now on comes after the events."""
+    for device, event in events.items():
+        streams[device].wait_event(event)
+
+
+def queue_caller_behind(events: PerDevice) -> None:
+    """What the calling thread puts on its current streams from now on comes after these."""
+    for device, event in events.items():
+        torch.get_device_module(device).current_stream(device).wait_event(event)
+
+
+def current_device() -> torch.device | None:
+    """The one that the calling thread uses, None if nobody has woken a device up."""
+    return torch.device("cuda", torch.cuda.current_device()) if device_in_use() else None
+
+
+def use_devices(devices: Iterable[torch.device]) -> None:
+    """In the calling thread: any thread begins with the first device, and would take memory there."""
+    for device in devices:
+        torch.get_device_module(device).set_device(device)
+
+
+def is_capturing() -> bool:
+    """Whether the calling thread's kernels are put into a graph, and not done."""
+    return device_in_use() and torch.cuda.is_current_stream_capturing()
+
+
+def begin_range(name: str) -> bool:
+    """Mark what follows in NVTX timelines; whether there is a device that does."""
+    if device_in_use():
+        torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+        return True
+    return False
+
+
+def end_range() -> None:
+    torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+
+class CopyStreams:
+    """A stream of our own on each device, for copies beside training."""
+
+    def __init__(self) -> None:
+        self._streams: PerDevice = {}
+
+    def of(self, devices: Iterable[torch.device]) -> PerDevice:
+        for device in devices:
+            if device not in self._streams:
+                self._streams[device] = torch.get_device_module(device).Stream(device)
+        return {device: self._streams[device] for device in devices}
+
+    def settle(self, devices: Iterable[torch.device]) -> None:
+        """Wait until nothing is copied any more; a device that has failed copies nothing."""
+        for device in devices:
+            with contextlib.suppress(Exception):
+                self.of([device])[device].synchronize()
+
+
+@contextlib.contextmanager
+def on(streams: PerDevice) -> Iterator[None]:
+    """Inside, these are the calling thread's current ones."""
+    with contextlib.ExitStack() as stack:
+        for device, stream in streams.items():
+            stack.enter_context(torch.get_device_module(device).stream(stream))
+        yield
+
+
+def copy_batch(targets: list[Tensor], sources: list[Tensor], streams: PerDevice) -> None:
+    """In one call, for sources that lie on one device: on its stream if it has one here, else at once."""
+    device = sources[0].device
+    if device in streams:
+        with on({device: streams[device]}):
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+    else:
+        torch._foreach_copy_(targets, sources)
+
+
+class PageLocks:
+    """An arena that is page-locked for the driver, slot by slot: faster, asynchronous copies. `held`: the addresses."""
+
+    def __init__(self) -> None:
+        self.held: list[int] = []
+        self._refused = False  # the driver would not do it with this arena
+
+    def lock(self, arena: Arena) -> None:
+        """Where a device is in use, unless it is done, or was refused."""
+        if self.held or self._refused or not device_in_use():
+            return
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        for slot in range(arena.slots):
+            address = torch.frombuffer(arena.data(slot), dtype=torch.uint8).data_ptr()
+            if int(runtime.cudaHostRegister(address, arena.slot_size, PORTABLE)) == 0:
+                self.held.append(address)
+            else:
+                with contextlib.suppress(RuntimeError):  # CUDA keeps a thread's last error, for the next kernel's check
+                    torch.ones(1, device="cuda")
+                log.warning("memory could not be page-locked for the device: copies will be slower (see ulimit -l)")
+                self._refused = True
+                return
+
+    def unlock(self) -> None:
+        """The next arena is another."""
+        if self.held:
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            for address in self.held:
+                runtime.cudaHostUnregister(address)
+        self.held.clear()
+        self._refused = False

@@ -1,0 +1,111 @@
+"""Live tensors into a slot: first what may change before the next optimizer step, then what only optimizers change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ckpt.format.layout import Layout, pages
+from ckpt.ipc.arena import Arena
+from ckpt.state.tensors import TORCH_DTYPE
+from ckpt.trainer import device
+from ckpt.trainer.device import CopyStreams, PerDevice
+from ckpt.trainer.snapshot import PendingSnapshot
+from ckpt.trainer.unchanged import Frozen
+
+LARGE = 1 << 20  # bytes from which one memcpy, without the GIL, beats a batched copy
+
+Pair = tuple[Tensor, Tensor, int]  # where a tensor goes, what goes there, and which one of the layout it is
+
+
+class SlotFiller:
+    """Fills one slot after the other. For the staging thread only; `begin`, then the parts, then `end`."""
+
+    def __init__(self) -> None:
+        self.frozen = Frozen()
+        self._streams = CopyStreams()
+        self._views: dict[tuple[bytes, int], tuple[Layout, list[Tensor]]] = {}
+
+    def clear(self) -> None:
+        """Another arena: nothing is known of its slots."""
+        self._views.clear()
+        self.frozen.clear()
+
+    def begin(self, slot: int, job: PendingSnapshot) -> None:
+        self.frozen.open(slot, job.reading.layout)
+
+    def end(self, slot: int) -> None:
+        """What was filled in since `begin` is there: for the next snapshot in this slot."""
+        self.frozen.close(slot)
+
+    def fill_eager(self, arena: Arena, slot: int, job: PendingSnapshot) -> None:
+        """What may change before the next optimizer step."""
+        streams = self._streams.of(job.streams)
+        device.queue_behind(streams, job.ready)
+        self.copy(self._pairs(arena, slot, job, guarded=False), streams)
+        start = pages(job.reading.layout.arrangement.data_size)
+        arena.data(slot)[start : start + len(job.values)] = job.values
+        job.eager = device.events_behind(streams)
+        device.queue_behind(job.streams, job.eager)  # later kernels may change what we still read
+
+    def fill_guarded(self, arena: Arena, slot: int, job: PendingSnapshot) -> None:
+        """What only optimizers change, and what else is to be done meanwhile. A device may have done nothing of it yet:
+        `job.done` says when it has."""
+        streams = self._streams.of(job.streams)
+        self.copy(self._pairs(arena, slot, job, guarded=True), streams)
+        job.check_sources()
+        for one in job.fingerprints if streams else ():
+            one.fetch(streams)
+        if job.beside is not None:
+            with device.on(streams):
+                job.beside()
+        job.done = device.events_behind(streams)
+
+    def settle(self, job: PendingSnapshot) -> None:
+        """Nobody may have its slot, or free what it reads, while a device still copies."""
+        self._streams.settle(job.streams)
+
+    def whole(self, arena: Arena, slot: int) -> Tensor:
+        """The bytes of a slot."""
+        return torch.frombuffer(arena.data(slot), dtype=torch.uint8)
+
+    def _pairs(self, arena: Arena, slot: int, job: PendingSnapshot, *, guarded: bool) -> list[Pair]:
+        """Where each of these tensors goes, and what goes there."""
+        views = self._slot_views(arena, slot, job.reading.layout)
+        found = zip(views, job.sources, job.reading.guarded, strict=True)
+        return [(view, source, i) for i, (view, source, one) in enumerate(found) if one is guarded]
+
+    def _slot_views(self, arena: Arena, slot: int, layout: Layout) -> list[Tensor]:
+        """The slot as tensors of the layout's shapes, made once."""
+        key = (arena.id, slot)
+        cached = self._views.get(key)
+        if cached is not None and cached[0] is layout:
+            return cached[1]
+        whole = self.whole(arena, slot)
+        views = [
+            whole[offset : offset + t.nbytes].view(TORCH_DTYPE[t.dtype]).view(t.shape)
+            for t, offset in zip(layout.tensors, layout.arrangement.offsets, strict=True)
+        ]
+        self._views[key] = (layout, views)
+        return views
+
+    def copy(self, pairs: Sequence[Pair], streams: PerDevice) -> None:
+        """What devices copy first, then what we copy: large contiguous host tensors one by one, unless they are there;
+        the rest in one batched call a device."""
+        batches: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {one: ([], []) for one in streams}
+        large: list[Pair] = []
+        for target, source, number in pairs:
+            plain = source.is_contiguous() and not source.is_conj() and not source.is_neg()
+            if target.nbytes >= LARGE and plain and source.device.type == "cpu":
+                large.append((target, source, number))
+                continue
+            targets, sources = batches.setdefault(source.device, ([], []))
+            targets.append(target)
+            sources.append(source)
+        for targets, sources in batches.values():
+            if targets:
+                device.copy_batch(targets, sources, streams)
+        for target, source, number in large:
+            self.frozen.put(number, target, source)

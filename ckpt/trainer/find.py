@@ -1,0 +1,179 @@
+"""Finding the writer that survived the last incarnation, or starting one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckpt.checkpoint.in_use import check_places
+from ckpt.checkpoint.read import run
+from ckpt.errors import CheckpointError, DeadlineError, InUseError, NameTakenError, WriterError
+from ckpt.events import log
+from ckpt.ipc import channel, requests
+from ckpt.ipc.claim import Claim
+from ckpt.tiers import Tier
+from ckpt.trainer.opening import OPEN_S
+from ckpt.trainer.writer_client import WriterClient
+
+MEET_S = 60.0  # for the name of a run to be ours, or that of a writer that we can ask
+DYING_S = 3.0  # for a trainer that was killed to be seen as dead
+HELLO_S = 10.0  # for a writer that was left to answer; it may be stopped
+PATIENT_S = 60.0  # if it is not: at low priority it may get little of a busy machine, and it has the newest steps
+
+Greeted = tuple[requests.GreetingReply, list[int]]
+
+
+class _Leaving(WriterError):
+    """The writer that was found does not take another trainer any more."""
+
+
+class _Ended(_Leaving):
+    """It was killed, since it did not answer."""
+
+
+@dataclass(frozen=True)
+class FoundWriter:
+    """`hello`: what it says about what it holds, with the descriptors; None of one that was started just now."""
+
+    client: WriterClient
+    hello: requests.GreetingReply | None = None
+    fds: tuple[int, ...] = ()
+
+
+class WriterFinder:
+    """Of one rank. `on_spawned` is told of each writer that was started."""
+
+    def __init__(
+        self, key: str, claim: Claim, tiers: list[Tier], takeover: bool, on_spawned: Callable[[WriterClient], None]
+    ) -> None:
+        self._key, self._claim, self._tiers, self._takeover = key, claim, tiers, takeover
+        self._on_spawned = on_spawned
+        self._losers: list[int] = []  # who has lost the run to us, and may not have heard of it: stopped, say
+
+    def find_or_spawn(self) -> FoundWriter:
+        """The writer that has this run's name on this machine, or a new one, which takes the name."""
+        began = time.monotonic()
+        end = began + MEET_S
+        while True:
+            self._enter()
+            client = WriterClient.find(self._key)
+            try:
+                if client is not None:
+                    return self._join(client)
+                # Who trains it, and has lost its writer, is about to have another, which gets its memory.
+                if self._claim.take() is None or time.monotonic() > began + HELLO_S:
+                    self._say_unreachable()
+                    return FoundWriter(self.spawn())
+            except _Ended:
+                began = time.monotonic()
+                end = began + MEET_S
+            except (NameTakenError, _Leaving):  # another start was quicker, or it is about to leave
+                pass
+            if time.monotonic() > end:
+                raise WriterError(f"the last writer of this run has not let go of its name within {MEET_S:g} s")
+            time.sleep(0.02)
+
+    def spawn(self) -> WriterClient:
+        """NameTakenError if another one has the name of this run."""
+        client = WriterClient.spawn(self._key)
+        try:
+            client.greet(OPEN_S, OPEN_S, losers=self._losers)
+        except BaseException:
+            client.close()
+            raise
+        self._on_spawned(client)
+        return client
+
+    def is_taken(self) -> bool:
+        """Whether somebody has the name of this run's writer."""
+        return channel.holder(self._key) is not None
+
+    def whose(self) -> requests.WhoseReply | None:
+        """Whose run it is, says the writer that has its name; None if there is none that can say it."""
+        with contextlib.suppress(CheckpointError):
+            return channel.ask_once(self._key, requests.Whose(), HELLO_S)
+        return None
+
+    def _enter(self) -> None:
+        """Have the name of this run's trainer, before anything of the run is touched. InUseError if somebody else who
+        lives has it, unless we take the run over, or it has lost the run. One that was killed just now may take a
+        moment to be seen as dead."""
+        end = time.monotonic() + DYING_S
+        while (other := self._claim.take()) is not None and not self._takeover:
+            if (found := self.whose()) is not None and other in found.losers:
+                return  # it stands still, and has the name until it hears of that
+            if time.monotonic() > end:
+                who = f"process {other}" if other else "a process that cannot be seen from here (another container)"
+                raise InUseError(f"{who} on this machine trains this run")
+            time.sleep(0.1)
+
+    def _say_unreachable(self) -> None:
+        if others := channel.writers_of(self._key):
+            log.warning(
+                "process %d holds memory of this run on this machine, and cannot be reached from here (another "
+                "container, or another %s): it is not restored from",
+                others[0],
+                channel.RUNTIME,
+            )
+
+    def _join(self, found: WriterClient) -> FoundWriter:
+        """Be the trainer of a writer that holds memory. _Leaving if it had to go: the name is free, or will be."""
+        try:
+            hello, fds = self._greet(found)
+        except _Ended:
+            raise
+        except WriterError as error:
+            found.close()
+            raise _Leaving(str(error)) from None
+        except BaseException:
+            found.close()
+            raise
+        if hello.lost and len(hello.lost) == len(self._tiers):
+            self._let_go(found, hello, fds)
+        self._losers = hello.losers
+        return FoundWriter(found, hello, tuple(fds))
+
+    def _let_go(self, found: WriterClient, hello: requests.GreetingReply, fds: list[int]) -> None:
+        log.warning(
+            "%s: the run that was here is gone. What was held in memory of it is let go of, and a new run begins. "
+            "To keep it, put the folder back before you start",
+            " and ".join(hello.lost),
+        )
+        for fd in fds:
+            os.close(fd)
+        found.ask(requests.Drop())
+        found.close()
+        raise _Leaving("the run whose memory it held is gone")
+
+    def _greet(self, found: WriterClient) -> Greeted:
+        """Introduce ourselves. A trainer that was killed just now may take a moment to be seen as dead; one that lives
+        loses the run only if we take it over, and can use the places."""
+        end = time.monotonic() + DYING_S
+        while True:
+            hello, fds = self._say_hello(found)
+            if not hello.alive:
+                return hello, fds
+            for fd in fds:
+                os.close(fd)
+            if self._takeover:
+                run(check_places([tier.spec() for tier in self._tiers]))
+                return self._say_hello(found, takeover=True)
+            if time.monotonic() > end:
+                since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(hello.since))
+                raise InUseError(f"process {hello.trainer} on this machine trains this run, since {since}")
+            time.sleep(0.1)
+
+    def _say_hello(self, found: WriterClient, *, takeover: bool = False) -> Greeted:
+        """A writer that does not answer is ended; not that of a trainer that lives, unless we take the run over."""
+        try:
+            return found.greet(HELLO_S, PATIENT_S, takeover=takeover)
+        except DeadlineError as error:
+            if not self._takeover:
+                self._enter()
+                run(check_places([tier.spec() for tier in self._tiers], unused=True))
+            log.warning("a writer of this run does not answer (%s): it is ended, and its memory with it", error)
+            found.end()
+            raise _Ended(str(error)) from None

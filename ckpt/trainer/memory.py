@@ -1,0 +1,238 @@
+"""The arenas: the one that is staged into, what earlier incarnations left, and when older memory may go."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ckpt.format.layout import Layout
+from ckpt.format.manifest import Attempt
+from ckpt.ipc import requests
+from ckpt.ipc.arena import Arena
+from ckpt.ranks.world import World
+from ckpt.runlog.log import Acquire
+from ckpt.tiers import Memory, Tier
+from ckpt.trainer.current_writer import CurrentWriter, WriterUser
+from ckpt.trainer.next_arena import NextArena
+from ckpt.trainer.stage import Stager
+from ckpt.trainer.writer_client import WriterClient
+
+Digests = dict[tuple[Attempt, int], bytes]
+"""By attempt and rank: of all blobs, then of the plain values."""
+
+
+@dataclass
+class HeldElsewhere:
+    """What a writer held for an earlier incarnation, or holds for another rank."""
+
+    arenas: list[Arena] = field(default_factory=list)
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    digests: Digests = field(default_factory=dict)
+    acquires: list[Acquire] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, hello: requests.GreetingReply, fds: list[int], digests: list[requests.Digest] | None = None
+    ) -> HeldElsewhere:
+        """As a writer says it of itself. `digests`: if more were asked for."""
+        layouts = {digest: Layout.from_json(layout) for digest, layout in hello.layouts.items()}
+        acquires = [Acquire(e, n, None if r is None else Attempt.parse(r)) for e, n, r in hello.acquires]
+        found = as_digests(hello.digests if digests is None else digests)
+        return cls([Arena.attach(fd) for fd in fds], layouts, found, acquires)
+
+    def learn(self, acquires: Iterable[Acquire]) -> None:
+        self.acquires += [one for one in acquires if one not in self.acquires]
+
+    def close(self) -> None:
+        for arena in self.arenas:
+            arena.close()
+
+
+class SnapshotMemory(WriterUser):
+    """Of one rank. `inherited`: of earlier incarnations, and of ranks that this job does not have; `everyone`: whether
+    every rank has sealed enough newer ones."""
+
+    def __init__(
+        self, writer: CurrentWriter, stager: Stager, world: World, tiers: list[Tier], memory: Memory | None
+    ) -> None:
+        self._writer, self._stager, self._world = writer, stager, world
+        self.lasts = memory is not None and memory.linger_s > 0
+        # A redo log takes a step against the one before, which must not be overwritten meanwhile.
+        logged = any(tier.log_every_step for tier in tiers)
+        slots = (memory.keep if memory is not None else 1) + max(1, len(tiers)) + logged
+        self._next = NextArena(writer, stager, slots, least=1 if tiers and not logged else 2)
+        self.inherited = HeldElsewhere()
+        self.everyone = False
+        self._newer = 0  # snapshots sealed since the memory was inherited, outgrown or restored
+        self._spares: list[Arena] = []  # inherited or outgrown, kept until a newer snapshot is sealed
+        self._foreign: set[bytes] = set()  # arenas that other ranks staged into
+        self._copied = False  # whether another writer keeps a copy of our memory
+
+    def arenas(self) -> list[Arena]:
+        """Those that are ours to look after."""
+        current = self._stager.arena
+        return [*self._spares, *([current] if current is not None else [])]
+
+    def all_arenas(self) -> list[Arena]:
+        """And those that are only read, each once."""
+        return list({arena.id: arena for arena in (*self.inherited.arenas, *self.arenas())}.values())
+
+    def holds(self, arena: Arena) -> bool:
+        """Whether our writer has this arena; it does not have that of another job that still lives."""
+        return any(arena is mine for mine in self.arenas())
+
+    @property
+    def outlives_us(self) -> bool:
+        """Whether snapshots outlive this process."""
+        arena = self._stager.arena
+        return self.lasts and self._writer.failure is None and (arena is None or arena.is_kept())
+
+    def on_new_writer(self, client: WriterClient) -> None:
+        for arena in self.arenas():
+            client.send(requests.AttachArena(foreign=arena.id in self._foreign), (arena.fd,))
+        if (current := self._stager.arena) is not None:
+            client.send(requests.WatchArena(current.id.hex()))
+        self._next.drop()
+
+    # -- what earlier incarnations left --
+
+    def inherit(self, hello: requests.GreetingReply, fds: list[int]) -> None:
+        """Of the writer that was found."""
+        self.inherited = HeldElsewhere.of(hello, fds)
+        self._foreign = {bytes.fromhex(arena) for arena in hello.foreign}
+
+    def adopt(self, hello: requests.GreetingReply, client: WriterClient) -> None:
+        """The newest of these arenas goes on being used; the others are only read, as are those of other ranks, and of
+        a trainer that lives."""
+        self._stager.slots.hold(0 if hello.gone else 1)
+        for key, slot in hello.writing:
+            for arena in self.inherited.arenas:
+                if arena.id.hex() == key:
+                    self._stager.pin(arena, slot)
+        usable = [arena for arena in self.inherited.arenas if arena.id not in self._foreign]
+        self._spares = [arena for arena in self.inherited.arenas if arena not in usable[-1:]]
+        if usable:
+            self._use(usable[-1], client)
+
+    def take(self, found: HeldElsewhere) -> None:
+        """Have our writer hold what another one does, of a rank that this job does not have."""
+        self.inherited.layouts.update(found.layouts)
+        self.inherited.digests.update(found.digests)
+        self.inherited.learn(found.acquires)
+        held = {arena.id for arena in self.inherited.arenas}  # a start that was cut off has taken some before
+        for arena in found.arenas:
+            if arena.id in held:
+                arena.close()
+                continue
+            self.inherited.arenas.append(arena)
+            self._spares.append(arena)
+            self._foreign.add(arena.id)
+            self._writer.ask(requests.AttachArena(foreign=True), fds=(arena.fd,))
+
+    def _use(self, arena: Arena, client: WriterClient) -> None:
+        def watch() -> None:
+            client.send(requests.WatchArena(arena.id.hex()))
+
+        self._stager.use(arena, watch)
+
+    # -- more memory --
+
+    def prepare(self, data_size: int, values_size: int, *, again: bool = False) -> None:
+        """See `NextArena.prepare`."""
+        self._next.prepare(data_size, values_size, again=again)
+
+    def take_prepared(self, timeout_s: float) -> None:
+        """Move to the memory that was prepared; waits up to `timeout_s` for it. Raises why it could not be made."""
+        if (made := self._next.wait(timeout_s)) is None:
+            return
+        with self._writer.lock:
+            if (arena := self._next.attach(made)) is None:
+                return
+            if (previous := self._stager.arena) is not None:
+                self._spares.append(previous)
+                self._newer = 0
+            client = self._writer.client
+        self._use(arena, client)  # without the lock, which the staging thread takes when a job ends
+        self._next.say_if_short(arena, "" if self.rings else NONE_KEPT)
+
+    def refused(self, nbytes: int) -> bool:
+        """Whether memory for snapshots of this size was asked for, and is not there."""
+        return self._next.refused(nbytes)
+
+    @property
+    def rings(self) -> bool:
+        """Whether there is memory for one snapshot and the next: else none is held but on its way to a durable tier.
+
+        Of several ranks one may be a step behind: what the others overwrite must not be the newest that all have.
+        """
+        arena = self._stager.arena
+        if arena is None:
+            return not self._next.refused_any
+        return bool(arena.slots >= (2 if self._world.size == 1 else 3))
+
+    # -- older memory --
+
+    def on_sealed(self, *, sound: bool = True) -> None:
+        """A snapshot was sealed in the present arena. When there are enough of a `sound` training, older memory is not
+        needed any more.
+
+        Another rank may be one step behind, and die: then the step before is the newest that all have.
+        """
+        self._newer += sound
+        arena = self._stager.arena
+        if self._copied and arena is not None:
+            for slot, label in arena.sealed()[:1]:
+                self._writer.send(requests.Push(arena.id.hex(), slot, str(label.attempt)))
+        if (not self._spares and not self.inherited.arenas) or not self.superseded:
+            return
+        with self._writer.lock:
+            busy = self._writer.in_use()
+            for arena in self.all_arenas():
+                if arena is not self._stager.arena and arena.id not in busy:
+                    self._writer.send(requests.ReleaseArena(arena.id.hex()))
+                    arena.close()
+            self._spares = [arena for arena in self._spares if arena.id in busy]
+            self.inherited.arenas = []
+
+    @property
+    def newer(self) -> int:
+        """How many snapshots were sealed since the run was opened or restored."""
+        return self._newer
+
+    @property
+    def superseded(self) -> bool:
+        """Whether what was in memory before is not needed any more: every rank has newer snapshots."""
+        return self._newer >= 1 if self._world.size == 1 else self._newer >= 2 and self.everyone
+
+    def count_anew(self) -> None:
+        """From here on another history is staged."""
+        self._newer, self.everyone = 0, False
+
+    def push_copies(self) -> None:
+        """From now on another writer gets a copy of each snapshot."""
+        self._copied = True
+
+    # -- the end --
+
+    def drop_prepared(self) -> None:
+        """Nobody will move there."""
+        self._next.drop()
+
+    def close(self) -> None:
+        self._next.drop()
+        for arena in self.all_arenas():
+            arena.close()
+
+    def forget(self) -> None:
+        """In a forked child: close our copies of what belongs to the parent."""
+        for arena in self.all_arenas():
+            os.close(arena.fd)
+            arena.fd = -1
+
+
+NONE_KEPT = ", so none is kept there: only steps that are due in a tier are saved"
+
+
+def as_digests(rows: list[requests.Digest]) -> Digests:
+    return {(Attempt.parse(attempt), rank): bytes.fromhex(found) for attempt, rank, found in rows}

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
@@ -16,7 +15,7 @@ from typing import TypeVar
 import click
 
 from ckpt import __version__
-from ckpt.cli.report_page import read_holdings, refuse_existing, write_page
+from ckpt.cli.report_page import refuse_existing, steps_of, write_page
 from ckpt.cli.terminal import (
     SHOWN,
     example,
@@ -99,15 +98,12 @@ def report(
     run = settled(accounts, faults, now=now, idle_after_s=idle_after_s)
     found = run.statement
     if output is not None:
-        holdings = asyncio.run(read_holdings(url))
-        problems = [*(f"{key} is damaged, and left out" for key in damaged), *holdings.problems]
+        steps, problems = asyncio.run(steps_of(url))
+        problems = [*(f"{key} is damaged, and left out" for key in damaged), *problems]
         if not accounts:
             problems.append(str(nothing_there(url, damaged, since)))
-        subject = Subject(
-            url, found, chronicle(run, faults), holdings.stock, holdings.steps,
-            tuple(problems), now, __version__,
-        )  # fmt: skip
-        write_page(output, page(subject), force)
+        subject = Subject(url, found, chronicle(run, faults), steps, tuple(problems), now, __version__)
+        write_page(output, page(subject))
     elif as_json:
         print_json({"url": url, "damaged": damaged, **found.to_json()})
     else:
@@ -288,36 +284,8 @@ TITLES = ("when", "kind", "step", "lost", "restored from", "perceive", "restart"
 
 
 def print_interruptions(found: Sequence[Interruption]) -> None:
-    """A table, in which the account of each has a line of its own below it. On a narrow terminal places, dates and
-    kinds are folded, but no figure."""
-    from rich.console import Console
-    from rich.padding import Padding
-    from rich.table import Column, Table
-    from rich.text import Text
-
-    rows = [tuple(safe(cell) for cell in row(one)) for one in found]
-    widths = [max(Text(one[at]).cell_len for one in (TITLES, *rows)) for at in range(len(TITLES))]
-    console = Console(width=None if sys.stdout.isatty() else 1 << 20)
-    over = sum(widths) + 2 * (len(widths) - 1) - console.width
-    for name in ("restored from", "when", "kind"):
-        at = TITLES.index(name)
-        words = [] if name == "restored from" else [word for one in rows for word in one[at].split()]
-        least = max(map(len, [name, *words]))
-        cut = min(max(0, over), max(0, widths[at] - least))
-        widths[at], over = widths[at] - cut, over - cut
-    between = 1 if over > 0 else 2
-    console.width = max(console.width, sum(widths) + between * (len(widths) - 1))
-    accounts = ["", *(safe(one.summary) for one in found)]
-    with console.capture() as captured:
-        for cells, account in zip((TITLES, *rows), accounts, strict=True):
-            columns = [Column(width=w, overflow="fold", justify="right" if t == "step" else "left")
-                       for t, w in zip(TITLES, widths, strict=True)]  # fmt: skip
-            table = Table(*columns, box=None, pad_edge=False, show_header=False, padding=(0, between, 0, 0))
-            table.add_row(*map(Text, cells))
-            console.print(table)
-            if account:
-                console.print(Padding(Text(account), (0, 0, 0, 2)))
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()), end="\n\n")
+    """A table, in which the account of each has a line of its own below it."""
+    print_table(TITLES, [row(one) for one in found], below=[one.summary for one in found])
 
 
 def hidden_line(hidden: Sequence[Interruption]) -> str:

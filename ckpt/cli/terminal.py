@@ -174,21 +174,21 @@ def print_few(lines: Sequence[object], what: str = "") -> None:
         print(f"and {len(lines) - SHOWN} more{what}; --json shows all")
 
 
-def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """On a terminal, long cells go on in the next line; in a pipe, a row is a line."""
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]], below: Sequence[str] = ()) -> None:
+    """On a terminal, long cells go on in the next line; in a pipe, a row is a line. `below`: a text under each row."""
     from rich.cells import cell_len
 
     cells = [list(titles), *([safe(cell) for cell in row] for row in rows)]
     widths = [max(cell_len(row[i]) for row in cells) for i in range(len(titles))]
-    if sys.stdout.isatty() and sum(widths) + 2 * len(widths) > shutil.get_terminal_size().columns:
+    if sys.stdout.isatty() and sum(widths) + 2 * len(widths) > shutil.get_terminal_size().columns and not below:
         return _print_folded(cells)
     lines = []
-    for row in cells:
+    for row, text in zip(cells, ["", *(below or [""] * len(rows))], strict=True):
         padded = []
         for title, cell, width in zip(titles, row, widths, strict=True):
             fill = " " * (width - cell_len(cell))
             padded.append(fill + cell if title in NUMBERS else cell + fill)
-        lines.append("  ".join(padded).rstrip())
+        lines += ["  ".join(padded).rstrip(), *([f"  {safe(text)}"] if text else [])]
     print("\n".join(lines), end="\n\n")
     return None
 

@@ -139,12 +139,9 @@ async def consistency(
 
 
 async def bandwidth(
-    store: Store, prefix: str, bounds: Bounds, rates: StoreRates, on_bytes: OnBytes = None, *, cached: bool = False
+    store: Store, prefix: str, bounds: Bounds, rates: StoreRates, on_bytes: OnBytes = None
 ) -> list[Finding]:
-    """Large objects, written and read as checkpoints are. The rates are those of the largest there was time for.
-
-    `cached`: what was just written is read from this machine's memory, so that reading tells little.
-    """
+    """Large objects, written and read as checkpoints are. The rates are those of the largest there was time for."""
     data = await asyncio.to_thread(noise, min(bounds.size, LARGEST))
     written: list[tuple[int, float, float]] = []  # size, seconds, CPU
     end = time.monotonic() + bounds.measure_s
@@ -173,7 +170,7 @@ async def bandwidth(
     if not await _read_back(store, prefix, [size for size, _, _ in written], data, bounds, rates, on_bytes):
         advice = "Something on the way changes bytes: memory, disk or network. Do not train on this machine"
         return [Finding("bandwidth", "what was read is not what was written", PROBLEM, advice)]
-    text += f", read {per_second(rates.read)}{' from the page cache' * cached}"
+    text += f", read {per_second(rates.read)}"
     text += f" ({sum(size for size, _, _ in written) / 1e6:.0f} MB)"
     advice = "That is slow for checkpoints: save there rarely, and have a nearer tier as well"
     return [judge("bandwidth", text, min(rates.write, rates.read) < 10e6, advice)]

@@ -1,6 +1,6 @@
 """One page about a run, to look at and to show: `ckpt report -o`. All figures in it are found elsewhere.
 
-    Statement (ckpt.goodput.accounting), Chronicle (ckpt.report.chronicle), Stock
+    Statement (ckpt.goodput.accounting), Chronicle (ckpt.report.chronicle)
         -> page -> one file of HTML that needs no other
 
 What comes from the run is text, never markup: it goes through `ckpt.report.svg.esc`.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from ckpt.goodput.breakdown import Statement, duration, moment
 from ckpt.report import saves, style, svg, tables
 from ckpt.report.chronicle import PARTS, Chronicle, columns
-from ckpt.report.svg import Plot, clock, esc, legend, linear, stacked
+from ckpt.report.svg import Plot, clock, esc, legend, linear, stacked, table
 from ckpt.report.words import NAMES, Subject, clip, inner_parts, percent, share
 
 COLUMNS = 150  # of the picture of time
@@ -26,9 +26,8 @@ def page(one: Subject) -> str:
     """All of it."""
     parts = [_head(one), _problems(one.problems)]
     if one.chronicle.accounts:
-        parts += [_cards(one.statement), _says(one), _time(one.statement), _timeline(one.chronicle)]
-        parts += [_pair(saves.stalls(one.chronicle), saves.lag(one.chronicle))]
-        parts += [_pair(saves.classes(one.stock), saves.sizes(one.chronicle))]
+        parts += [_cards(one.statement), _time(one.statement), _timeline(one.chronicle)]
+        parts += [f'<div class="halves">{saves.stalls(one.chronicle)}{saves.lag(one.chronicle)}</div>']
         parts += [
             tables.interruptions(one.statement),
             tables.faults(one.chronicle),
@@ -36,7 +35,7 @@ def page(one: Subject) -> str:
         ]
         parts += [tables.cadence(one.chronicle), tables.notes(one.statement)]
     else:
-        parts += [_pair(saves.classes(one.stock), saves.stored(one)), tables.faults(one.chronicle)]
+        parts += [saves.stored(one), tables.faults(one.chronicle)]
     parts.append(
         f"<footer>Made {esc(moment(one.made))} by everystep {esc(one.version)} from what the run has written down."
         " Point at a picture, or focus it and use the arrow keys, to read its figures.</footer>"
@@ -109,74 +108,6 @@ def _cards(found: Statement) -> str:
     return f'<dl class="cards">{items}</dl>'
 
 
-def _says(one: Subject) -> str:
-    return (
-        f'<section class="says"><h2>In short</h2>{"".join(f"<p>{esc(s, 600)}</p>" for s in sentences(one))}</section>'
-    )
-
-
-def sentences(one: Subject) -> list[str]:
-    """What the figures mean, plainly. Advice only where the figures give the reason for it."""
-    found, wall = one.statement, one.statement.wall_s
-    if wall <= 0 or found.effective is None or not (found.steps or found.interruptions):
-        return ["The run has been opened, and no step is done yet: there is nothing to weigh."]
-    cost = found.cost
-    says = [_balance(found)]
-    if not found.slowing_known:
-        says.append("How much saving slowed the steps is not known: too few steps went by without a save beside them.")
-    if found.count and cost.total > 0:
-        parts = {"perceive": cost.perceive, "restart": cost.restart, "restore": cost.restore}
-        parts["recompute"] = cost.recompute
-        name, most = max(parts.items(), key=lambda each: each[1])
-        each = f", {duration(most / found.count)} each time" if found.count > 1 else ""
-        says.append(f"Of what interruptions cost, {share(most, cost.total)} is {_LONG[name]}{each}.")
-        says += _advice(found)
-    if (durable := [done.one for done in one.chronicle.landed if not done.one.failed]) and found.running:
-        newest = max(durable, key=lambda landed: landed.step)
-        says.append(f"The newest durable step that the ledger has is {newest.step:,}, in {newest.url}.")
-    if found.down_s > 0 and found.ended not in ("closed", ""):
-        says.append(f"Nothing has run for {duration(found.down_s)} since; that time is counted nowhere.")
-    return says
-
-
-_LONG = {
-    "perceive": "time until a fault was noticed",
-    "restart": "starting processes again",
-    "restore": "restoring",
-    "recompute": "steps done once more",
-}
-
-
-def _balance(found: Statement) -> str:
-    wall, cost, saving = found.wall_s, found.cost.total, found.saving_s
-    begin = f"Of {duration(wall)}, {percent(found.effective or 0.0)} was effective"
-    lost = [f"saving took {share(saving, wall)}"] if saving > 0 else []
-    if found.count:
-        what = "one interruption" if found.count == 1 else f"{found.count:,} interruptions"
-        lost.insert(0, f"{what} took {share(cost, wall)}")
-    elif cost > 0:
-        lost.insert(0, f"steps done once more after a stop took {share(cost, wall)}")
-    return f"{begin}: {' and '.join(lost)}." if lost else f"{begin}: nothing interrupted it, and saving cost nothing."
-
-
-def _advice(found: Statement) -> list[str]:
-    """To first order the cheapest cadence is the one at which saving costs as much as the steps done once more."""
-    saving, again = found.saving_s, found.cost.redone + found.cost.undone
-    if found.count < 3 or not found.slowing_known or max(saving, again) < 0.002 * found.wall_s:
-        return []
-    rule = "The two cost about the same at the best cadence"
-    if again > 3 * saving:
-        return [f"Steps done once more cost {_times(again, saving)} what saving costs. {rule}: saving more often pays."]
-    if saving > 3 * again:
-        return [f"Saving costs {_times(saving, again)} what steps done once more cost. {rule}: saving less often pays."]
-    return [f"Steps done once more and saving cost about the same ({duration(again)} and {duration(saving)}):"
-            " the cadence fits."]  # fmt: skip
-
-
-def _times(more: float, less: float) -> str:
-    return f"{more / less:.0f} times" if less > 0 and more / less < 1000 else "far more than"
-
-
 # -- where the time went --
 
 
@@ -191,16 +122,10 @@ def _time(found: Statement) -> str:
         return ""
     bars = [(name, value, f"{NAMES[name]}: {duration(value)}, {share(value, wall)}") for name, value in shown.items()]
     label = f"Parts of {duration(wall)} wall-clock time: " + "; ".join(text for _, _, text in bars)
-    invalid = [bar for bar in bars if bar[0] in ("saving", "recompute", "restore", "restart", "perceive")]
-    lost = math.fsum(value for _, value, _ in invalid)
-    enlarged = ""
-    if len(invalid) > 1 and lost < 0.4 * wall:
-        name = "The invalid part of it, enlarged: " + "; ".join(text for _, _, text in invalid)
-        enlarged = f"<h3>The invalid {share(lost, wall)} of it, enlarged</h3>{stacked(name, invalid, 26)}"
     return (
         f"<section><h2>Where the time went</h2><p class=soft>All parts add up to {duration(wall)} of wall-clock time,"
         f" from when the first start was ready. Invalid is what interruptions and saving took.</p>"
-        f"{stacked(label, bars)}{enlarged}{legend((name, NAMES[name]) for name in shown)}{_time_table(found)}</section>"
+        f"{stacked(label, bars)}{legend((name, NAMES[name]) for name in shown)}{_time_table(found)}</section>"
     )
 
 
@@ -226,20 +151,8 @@ def _time_table(found: Statement) -> str:
             add(name, some)
     add("wall-clock", found.wall_s, kind="sum")
     add("of which invalid", found.invalid_s, kind="sum")
-    body = "".join(
-        f'<tr class="{kind}"><td>{esc(cells[0])}</td>'
-        + "".join(f'<td class="n">{esc(cell)}</td>' for cell in cells[1:])
-        + "</tr>"
-        for kind, cells in lines
-    )
-    titles = "".join(
-        f'<th scope="col"{" class=n" if at else ""}>{text}</th>'
-        for at, text in enumerate(("part", "time", "of wall-clock", "per interruption"))
-    )
-    return (
-        '<div class="scroll parts" tabindex="0" role="region" aria-label="parts of the time"><table><thead>'
-        f"<tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
+    titles = ("part", "time", "of wall-clock", "per interruption")
+    return table(titles, [cells for _, cells in lines], range(1, 4), "parts", [kind for kind, _ in lines])
 
 
 def _timeline(found: Chronicle) -> str:
@@ -300,7 +213,3 @@ def _curve(found: Chronicle, x: svg.Scale) -> str:
         f" {len(found.incidents):,} faults."
     )
     return f'<h3>Steps over time <span class="soft">({marks})</span></h3>{plot.render()}'
-
-
-def _pair(*sections: str) -> str:
-    return f'<div class="halves">{"".join(sections)}</div>'

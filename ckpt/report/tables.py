@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from ckpt.goodput.breakdown import Interruption, Statement, duration, moment
 from ckpt.report.chronicle import Chronicle, Incident
-from ckpt.report.svg import Plot, clock, count, decades, esc, legend, table
-from ckpt.report.words import FIRST, NEWEST, STROKES, TIERS, clip
+from ckpt.report.svg import esc, table
+from ckpt.report.words import FIRST, NEWEST
 
 
 def interruptions(found: Statement) -> str:
@@ -108,9 +108,6 @@ def restores(found: Chronicle) -> str:
 def cadence(found: Chronicle) -> str:
     if not found.decisions:
         return ""
-    tiers = [done.one.url for done in found.landed]  # in the order, and so the colours, of the other pictures
-    seen = list(dict.fromkeys(place for d in found.decisions for place in d.one.every))
-    places = [*(url for url in dict.fromkeys(tiers) if url in seen), *(one for one in seen if one not in set(tiers))]
     lines = []
     for d in reversed(found.decisions[-NEWEST:]):
         for place, every in d.one.every.items():
@@ -119,29 +116,9 @@ def cadence(found: Chronicle) -> str:
                 (moment(d.at), f"{max(0, d.one.step):,}", place, "never" if every <= 0 else f"{every:,}",
                  "" if cost is None else duration(cost), d.one.why.get(place, ""))
             )  # fmt: skip
-    plot = ""
-    values = [every for d in found.decisions for every in d.one.every.values() if every > 0]
-    if len(found.decisions) > 2 and values:
-        plot = _cadence_plot(found, places, max(values))
     titles = ("when", "from step", "place", "every … steps", "a save costs", "why")
     says = 'How often every="auto" has found that saving pays, and why.'
-    return _section("Cadence", says, titles, lines[:NEWEST], len(lines), (1, 3, 4), plot)
-
-
-def _cadence_plot(found: Chronicle, places: Sequence[str], most: int) -> str:
-    plot = Plot("", clock(found.begin, max(found.until, found.begin + 1e-3)), decades(1, most, count), 130)
-    for number, place in enumerate(places[: len(TIERS)]):
-        points: list[tuple[float, float] | None] = []
-        for d in found.decisions:
-            if (every := d.one.every.get(place, 0)) > 0:
-                if points and points[-1] is not None:
-                    points.append((d.at, points[-1][1]))
-                points.append((d.at, every))
-        if points and points[-1] is not None:
-            points.append((found.until, points[-1][1]))
-        plot.line(points, TIERS[number] + STROKES[number])
-    plot.label = f"Steps between two saves, over time: {len(found.decisions):,} decisions, the table has the newest."
-    return plot.render() + legend(zip(TIERS, (clip(place, 60) for place in places), strict=False))
+    return _section("Cadence", says, titles, lines[:NEWEST], len(lines), (1, 3, 4))
 
 
 def notes(found: Statement) -> str:
@@ -155,7 +132,7 @@ def notes(found: Statement) -> str:
 
 def _section(
     title: str, says: str, titles: Sequence[str], lines: Sequence[Sequence[object]], total: int,
-    numbers: Iterable[int] = (), picture: str = "",
+    numbers: Iterable[int] = (),
 ) -> str:  # fmt: skip
     hidden = f" The newest {len(lines):,} of {total:,} are here." if total > len(lines) else ""
     first, rest = lines[:FIRST], lines[FIRST:]
@@ -163,6 +140,6 @@ def _section(
         rest
     )
     return (
-        f'<section class="long"><h2>{esc(title)}</h2><p class="soft">{esc(says, 600)}{hidden}</p>{picture}'
+        f'<section class="long"><h2>{esc(title)}</h2><p class="soft">{esc(says, 600)}{hidden}</p>'
         f"{table(titles, first, numbers)}{more}</section>"
     )

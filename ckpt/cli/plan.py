@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from ckpt.cli.report import read_ledger
+from ckpt.cli.reading import read_ledger
 from ckpt.cli.terminal import example, json_option, opened, place_option, print_json, print_table, safe
 from ckpt.errors import UsageError
 from ckpt.goodput import job_plan

@@ -7,14 +7,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
-from itertools import takewhile
 from typing import TypeVar
 
 import click
 
 from ckpt import __version__
+from ckpt.cli.reading import read_faults, read_ledger
 from ckpt.cli.report_page import refuse_existing, steps_of, write_page
 from ckpt.cli.terminal import (
     SHOWN,
@@ -25,22 +25,15 @@ from ckpt.cli.terminal import (
     print_json,
     print_table,
     safe,
-    say,
 )
-from ckpt.errors import CheckpointError, CorruptError, FormatError, NotFoundError
-from ckpt.faults import report as fault
+from ckpt.errors import CheckpointError, CorruptError, FormatError
 from ckpt.faults.report import Fault
-from ckpt.format.typed_json import decoded
-from ckpt.goodput import ledger
 from ckpt.goodput.accounting import settled
 from ckpt.goodput.breakdown import LEAST_S, Interruption, Statement, duration, moment
-from ckpt.goodput.ledger import Account, Decision
-from ckpt.goodput.timeline import is_sane
+from ckpt.goodput.ledger import Account
 from ckpt.report.chronicle import chronicle
 from ckpt.report.page import page
 from ckpt.report.words import Subject, inner_parts, percent
-from ckpt.runlog.log import RunLog
-from ckpt.store import Store, get_small
 
 T = TypeVar("T")
 PARALLEL = 64  # small objects read at once
@@ -129,55 +122,8 @@ async def _read(url: str) -> tuple[str, list[Account], list[Fault], list[str]]:
     """The run's URL, its ledger, its faults, and the names of what is damaged."""
     async with opened(url) as log:
         accounts, damaged = await read_ledger(log)
-        faults, bad = await read_all(log.store, fault.PREFIX, fault.MAX_REPORT, _fault_from)
+        faults, bad = await read_faults(log)
         return log.store.url, accounts, faults, damaged + bad
-
-
-async def read_ledger(log: RunLog) -> tuple[list[Account], list[str]]:
-    """All accounts in order, and the names of those that are damaged, which are said on stderr."""
-    found, damaged = await read_all(log.store, ledger.PREFIX, ledger.MAX_SIZE, _account_from, ledger.is_account)
-    return ledger.in_order(found), damaged
-
-
-async def read_all(
-    store: Store,
-    prefix: str,
-    most: int,
-    parse: Callable[[memoryview], T],
-    wanted: Callable[[str], bool] = lambda key: True,
-) -> tuple[list[T], list[str]]:
-    """What all small objects under a prefix say, and the names of those that cannot be read, said on stderr."""
-    found, bad = list[T](), list[str]()
-
-    async def read_one(key: str) -> T | Exception:
-        try:
-            return parse(await get_small(store, key, most))
-        except (CheckpointError, ValueError, RecursionError) as error:
-            return error
-
-    keys = [info.key async for info in store.list(prefix) if wanted(info.key)]
-    for start in range(0, len(keys), PARALLEL):
-        some = keys[start : start + PARALLEL]
-        for key, result in zip(some, await asyncio.gather(*map(read_one, some)), strict=True):
-            if isinstance(result, NotFoundError):  # it went while we looked
-                continue
-            if isinstance(result, Exception):
-                say(f"WARNING: {key} cannot be read, and is left out: {result}")
-                bad.append(key)
-            else:
-                found.append(result)
-    return found, bad
-
-
-def _account_from(raw: memoryview) -> Account:
-    account = Account.from_bytes(raw)
-    if not is_sane(account):
-        raise CorruptError("its numbers make no sense")
-    return account
-
-
-def _fault_from(raw: memoryview) -> Fault:
-    return Fault.from_json(decoded(raw))
 
 
 # -- for people --
@@ -306,23 +252,3 @@ def row(one: Interruption) -> tuple[object, ...]:
     cost = (one.cost.perceive, one.cost.restart, one.cost.restore, one.cost.recompute)
     step = "" if one.step is None else one.step
     return moment(one.at), kind, step, lost, source, *map(duration, cost)
-
-
-# -- the cadence, for `ckpt show` --
-
-
-def cadence_lines(accounts: Iterable[Account]) -> list[str]:
-    """How often the newest incarnation saves where, since when, and why; empty if nothing was decided."""
-    decided = [one.decisions for one in ledger.in_order(accounts) if one.decisions]
-    if not decided:
-        return []
-    newest = decided[-1][-1]
-    return [cadence_line(place, decided[-1]) for place in newest.every]
-
-
-def cadence_line(place: str, decisions: Sequence[Decision]) -> str:
-    every = decisions[-1].every[place]
-    *_, first = takewhile(lambda one: one.every.get(place) == every, reversed(decisions))
-    how = "never" if every <= 0 else "every step" if every == 1 else f"every {every:,} steps"
-    why = decisions[-1].why.get(place, "")
-    return f"{place}: {how}, since step {max(0, first.step)}{': ' if why else ''}{why}"

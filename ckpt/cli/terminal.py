@@ -23,7 +23,7 @@ from ckpt.checkpoint import losses
 from ckpt.checkpoint.losses import Loss
 from ckpt.errors import FormatError
 from ckpt.format.manifest import Attempt
-from ckpt.runlog.log import RunLog
+from ckpt.runlog.log import Commit, RunLog
 from ckpt.store import open_store, remember_options
 
 T = TypeVar("T")
@@ -125,6 +125,10 @@ async def opened(url: str, *, whole: bool = False) -> AsyncIterator[RunLog]:
         yield log
     finally:
         await log.store.aclose()
+
+
+def newest_first(log: RunLog) -> list[Commit]:
+    return sorted(log.state.commits.values(), key=lambda c: c.attempt, reverse=True)
 
 
 def told(log: RunLog, damage: Sequence[Loss], others: Sequence[Attempt] = ()) -> str:

@@ -114,9 +114,9 @@ def predict(costs: Costs, mtbf_s: float, *, recovering: bool = True) -> Forecast
     wall = mtbf_s + sum(stages)
     by_name = {tier.name: seconds for tier, seconds in zip(used, lost, strict=True)}
     shares = (TierShare(t.name, t.served, t.every_s, t.restore_s, by_name.get(t.name, 0.0)) for t in costs.tiers)
-    parts = (*stages, work - useful, mtbf_s - work)
-    effective = min(1.0, max(0.0, useful / wall))
-    return Forecast(mtbf_s, wall / total, effective, *(part / total for part in parts), tuple(shares))
+    perceive_s, restart_s, restore_s = (seconds / total for seconds in stages)
+    lost_s, saving_s, effective = (work - useful) / total, (mtbf_s - work) / total, min(1.0, max(0.0, useful / wall))
+    return Forecast(mtbf_s, wall / total, effective, perceive_s, restart_s, restore_s, lost_s, saving_s, tuple(shares))
 
 
 def _visits(used: Sequence[TierCost], costs: Costs, rate: float) -> list[float]:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accounts import WALL, account, costs, died, invoke, near, run, seen, settled, write
+from ckpt.cli import reading
 from ckpt.cli import report as cli_report
 from ckpt.errors import CorruptError, FormatError
 from ckpt.faults.report import Fault, SavedStep
@@ -770,10 +771,10 @@ def test_the_cadence_says_since_when_and_why() -> None:
         Decision(40, {"memory": 1, "file:///run": 100}, {"memory": "a snapshot takes 2.1 ms from training"}),
         Decision(240, {"memory": 1, "file:///run": 0}, {"memory": "a snapshot takes 2.0 ms from training"}),
     ]
-    assert cli_report.cadence_lines([account(2, 20.0), one]) == [
+    assert reading.cadence_lines([account(2, 20.0), one]) == [
         "memory: every step, since step 40: a snapshot takes 2.0 ms from training",
         "file:///run: never, since step 240",
     ]
     two = replace(account(2, 20.0), decisions=[Decision(9, {"memory": 2000})])
-    assert cli_report.cadence_lines([two, one]) == ["memory: every 2,000 steps, since step 9"]
-    assert cli_report.cadence_lines([account(1, 0.0)]) == [] == cli_report.cadence_lines([])
+    assert reading.cadence_lines([two, one]) == ["memory: every 2,000 steps, since step 9"]
+    assert reading.cadence_lines([account(1, 0.0)]) == [] == reading.cadence_lines([])

@@ -4,7 +4,6 @@ say what cannot be, evaluations, runs that nobody started again, narrow terminal
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +16,6 @@ from ckpt.cli import report as cli_report
 from ckpt.errors import CorruptError
 from ckpt.faults.report import Fault
 from ckpt.goodput import timeline
-from ckpt.goodput.accounting import settle
 from ckpt.goodput.breakdown import Statement
 from ckpt.goodput.ledger import PREFIX, Account, Decision, End
 
@@ -268,25 +266,6 @@ def test_stops_that_were_wanted_are_no_earlier_interruptions(run: Path) -> None:
 
 
 # -- people --
-
-
-@pytest.mark.parametrize("columns", [80, 132])
-def test_what_was_said_of_a_fault_has_its_own_line(
-    run: Path, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Below its row, on narrow terminals as well, where only the place is folded; a time is never cut in two."""
-    summary = "rank 3 waits for rank 5 " * 4
-    hang = replace(seen(20.0, "hang"), summary=summary)
-    far = account(2, 60.0, first=9, of="1.abc", source="s3://bucket/a/long/name/of/a/run/that/nobody/likes")
-    found = settle([died(replace(account(1, 0.0), faults=[hang]), 10.0), far])
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    cli_report.print_interruptions(found.interruptions)
-    lines = capsys.readouterr().out.splitlines()
-    assert all(len(line) <= columns for line in lines)
-    (first,) = (number for number, line in enumerate(lines) if " hang " in line)
-    below = " ".join(line.strip() for line in lines[first + 1 :])
-    assert summary.strip() in below and "5.0 s" in lines[first]
 
 
 def test_nothing_is_shown_as_0_0_ms(run: Path) -> None:

@@ -13,12 +13,13 @@ import statistics
 from collections.abc import Sequence
 
 from ckpt.goodput.breakdown import Statement, duration, moment
-from ckpt.report import saves, style, svg, tables
+from ckpt.report import figures, saves, style, svg, tables
 from ckpt.report.chronicle import PARTS, Chronicle, columns
 from ckpt.report.svg import Plot, clock, esc, legend, linear, stacked, table
-from ckpt.report.words import NAMES, Subject, clip, inner_parts, percent, share
+from ckpt.report.words import NAMES, Subject, clip, share
 
 COLUMNS = 150  # of the picture of time
+PARTS_OF = ("part", "time", "of wall-clock", "per interruption")
 MOSTLY = 20.0  # per cent: if usually less is lost, only what is lost is shown in it
 
 
@@ -26,7 +27,7 @@ def page(one: Subject) -> str:
     """All of it."""
     parts = [_head(one), _problems(one.problems)]
     if one.chronicle.accounts:
-        parts += [_cards(one.statement), _time(one.statement), _timeline(one.chronicle)]
+        parts += [_summary(one.statement), _time(one.statement), _timeline(one.chronicle)]
         parts += [f'<div class="halves">{saves.stalls(one.chronicle)}{saves.lag(one.chronicle)}</div>']
         parts += [
             tables.interruptions(one.statement),
@@ -47,34 +48,14 @@ def page(one: Subject) -> str:
 
 
 def _head(one: Subject) -> str:
-    found, accounts = one.statement, one.chronicle.accounts
-    facts = []
-    if accounts:
-        last = accounts[-1]
-        facts = [
-            f"{moment(one.chronicle.begin)} to {moment(found.until)}",
-            f"{found.steps:,} {'step' if found.steps == 1 else 'steps'}",
-            f"{last.world} {'rank' if last.world == 1 else 'ranks'}",
-            f"{found.incarnations:,} {'start' if found.incarnations == 1 else 'starts'}",
-            f"last on {last.host}" if last.host else "",
-            *(f"{name} {text}" for name, text in sorted(last.versions.items())[:6]),
-        ]
-    items = "".join(f"<li>{esc(fact, 120)}</li>" for fact in facts if fact)
-    return (
-        f'<header><h1>Checkpoint report{_state(found, bool(accounts))}</h1><p class="run">{esc(one.url)}</p>'
-        f'<ul class="facts">{items}</ul></header>'
-    )
-
-
-def _state(found: Statement, known: bool) -> str:
-    if not known:
-        return '<span class="pill broken">no ledger</span>'
-    if found.running:
-        return '<span class="pill running">running</span>'
-    if found.ended == "closed":
-        return '<span class="pill">closed</span>'
-    text = f"ended by {found.ended}, not started again" if found.ended else "nobody saw it end"
-    return f'<span class="pill broken">{esc(text, 80)}</span>'
+    last = one.chronicle.accounts[-1:]
+    facts = [
+        f"{account.world} {'rank' if account.world == 1 else 'ranks'}, last on {account.host or '?'}"
+        for account in last
+    ]
+    facts += [f"{name} {text}" for account in last for name, text in sorted(account.versions.items())[:6]]
+    items = "".join(f"<li>{esc(fact, 120)}</li>" for fact in facts)
+    return f'<header><h1>Checkpoint report</h1><p class="run">{esc(one.url)}</p><ul class="facts">{items}</ul></header>'
 
 
 def _problems(problems: Sequence[str]) -> str:
@@ -84,28 +65,9 @@ def _problems(problems: Sequence[str]) -> str:
     return f'<div class="warn" role="note">{"".join(f"<p>{esc(text, 600)}</p>" for text in problems[:12])}{more}</div>'
 
 
-def _cards(found: Statement) -> str:
-    cost = found.cost.total
-    mtbf = f"one in {duration(found.mtbf_s)} of training" if found.mtbf_s is not None else "none so far"
-    step = f"one takes {duration(found.usual_step_s)}" if found.usual_step_s is not None else "not timed yet"
-    again = f", {found.redone_steps:,} done once more" if found.redone_steps else ""
-    known = found.effective is not None
-    cards = [
-        (
-            "effective",
-            percent(found.effective) if found.effective is not None else "not known yet",
-            "of wall-clock time",
-        ),
-        ("wall-clock", duration(found.wall_s), f"{duration(found.invalid_s)} invalid"),
-        ("steps", f"{found.steps:,}", step + again),
-        ("interruptions", f"{found.count:,}", mtbf),
-        ("they cost", share(cost, found.wall_s) if known else "0 %", f"{duration(cost)} in all"),
-        ("saving cost", share(found.saving_s, found.wall_s) if known else "0 %", f"{duration(found.saving_s)} in all"),
-    ]
-    items = "".join(
-        f"<div><dt>{esc(name)}</dt><dd>{esc(value)}<small>{esc(more)}</small></dd></div>" for name, value, more in cards
-    )
-    return f'<dl class="cards">{items}</dl>'
+def _summary(found: Statement) -> str:
+    starts = ("starts", f"{found.incarnations:,}")
+    return f"<section><h2>In short</h2>{table(('', ''), [*figures.summary(found), starts], kind='parts')}</section>"
 
 
 # -- where the time went --
@@ -125,34 +87,9 @@ def _time(found: Statement) -> str:
     return (
         f"<section><h2>Where the time went</h2><p class=soft>All parts add up to {duration(wall)} of wall-clock time,"
         f" from when the first start was ready. Invalid is what interruptions and saving took.</p>"
-        f"{stacked(label, bars)}{legend((name, NAMES[name]) for name in shown)}{_time_table(found)}</section>"
+        f"{stacked(label, bars)}{legend((name, NAMES[name]) for name in shown)}"
+        f"{table(PARTS_OF, figures.parts(found), range(1, 4), 'parts')}</section>"
     )
-
-
-def _time_table(found: Statement) -> str:
-    cost, lines = found.cost, list[tuple[str, tuple[str, ...]]]()
-
-    def add(name: str, seconds: float, *, each: bool = False, kind: str = "") -> None:
-        one = duration(seconds / found.count) if each and found.count else ""
-        lines.append((kind, (name, duration(seconds), share(seconds, found.wall_s), one)))
-
-    add("training, steps that stand", found.productive_s)
-    for name, seconds in (("perceive", cost.perceive), ("restart", cost.restart), ("restore", cost.restore),
-                          ("recompute", cost.recompute)):  # fmt: skip
-        add(NAMES[name], seconds, each=True)
-        for text, some in inner_parts(name, cost):
-            add(text, some, each=True, kind="in")
-    add("saving", found.saving_s)
-    if found.saving_s > 0:
-        add("training waited", found.stalled_s, kind="in")
-        add("steps were slower (estimate)", found.slowed_s, kind="in")
-    for name, some in (("paused on purpose", found.paused_s), ("other (first warm-up, closing)", found.other_s)):
-        if some > 0:
-            add(name, some)
-    add("wall-clock", found.wall_s, kind="sum")
-    add("of which invalid", found.invalid_s, kind="sum")
-    titles = ("part", "time", "of wall-clock", "per interruption")
-    return table(titles, [cells for _, cells in lines], range(1, 4), "parts", [kind for kind, _ in lines])
 
 
 def _timeline(found: Chronicle) -> str:

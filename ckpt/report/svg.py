@@ -210,11 +210,8 @@ def stacked(label: str, parts: Sequence[tuple[str, float, str]], height: int = 3
     )
 
 
-def table(
-    titles: Sequence[str], lines: Sequence[Sequence[object]], numbers: Iterable[int] = (), kind: str = "",
-    kinds: Sequence[str] = (),
-) -> str:  # fmt: skip
-    """`numbers`: columns that are set to the right; `kind`, `kinds`: classes of the whole, and of each line."""
+def table(titles: Sequence[str], lines: Sequence[Sequence[object]], numbers: Iterable[int] = (), kind: str = "") -> str:
+    """`numbers`: columns that are set to the right; `kind`: a class."""
     right = set(numbers)
 
     def cells(word: str, values: Sequence[object]) -> str:
@@ -224,8 +221,7 @@ def table(
             for at, value in enumerate(values)
         )
 
-    rows = zip(lines, kinds or [""] * len(lines), strict=True)
-    body = "".join(f'<tr class="{of}">{cells("td", line)}</tr>' for line, of in rows)
+    body = "".join(f"<tr>{cells('td', line)}</tr>" for line in lines)
     kind = kind or "when" * (titles[:1] == ("when",))
     return (
         f'<div class="scroll {kind}" tabindex="0" role="region" aria-label="{esc(", ".join(titles))}"><table><thead>'

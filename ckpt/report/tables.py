@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
-from ckpt.goodput.breakdown import Interruption, Statement, duration, moment
+from ckpt.goodput.breakdown import Statement, duration, moment
+from ckpt.report import figures
 from ckpt.report.chronicle import Chronicle, Incident
 from ckpt.report.svg import esc, table
 from ckpt.report.words import FIRST, NEWEST
@@ -15,44 +16,17 @@ def interruptions(found: Statement) -> str:
     shown = list(found.interruptions)[-NEWEST:]
     if not shown:
         return ""
-    titles = (
-        "when",
-        "kind",
-        "step",
-        "steps lost",
-        "restored from",
-        "unnoticed",
-        "restart",
-        "restore",
-        "again",
-        "account",
-    )
-    lines = [
-        (
-            moment(i.at), _KINDS.get(i.kind, i.kind), "" if i.step is None else f"{i.step:,}",
-            "open" if i.lost_steps is None else f"{i.lost_steps:,}", _from(i), duration(i.cost.perceive),
-            duration(i.cost.restart), duration(i.cost.restore), duration(i.cost.recompute), i.summary,
-        )
-        for i in reversed(shown)
-    ]  # fmt: skip
+    lines = [(*figures.interruption(one), one.summary) for one in reversed(shown)]
     return _section(
-        "Interruptions, newest first", _kinds(found), titles, lines, len(found.interruptions), (2, 3, 5, 6, 7, 8)
-    )
-
-
-_KINDS = {"none": "stopped on purpose", "moved": "copied"}
+        "Interruptions, newest first", _kinds(found), (*figures.INTERRUPTION, "account"), lines,
+        len(found.interruptions), (2, 3, 5, 6, 7, 8),
+    )  # fmt: skip
 
 
 def _kinds(found: Statement) -> str:
     by_kind = ", ".join(f"{count:,} {kind}" for kind, count in found.by_kind.items())
     by_source = ", ".join(f"{count:,} from {source or 'nothing'}" for source, count in found.by_source.items())
     return f"By kind: {by_kind or 'none counts as one'}." + (f" Restored: {by_source}." if by_source else "")
-
-
-def _from(one: Interruption) -> str:
-    if one.lost_steps is None:
-        return "not yet"
-    return f"{one.source}, step {one.restored:,}" if one.source and one.restored is not None else "nothing"
 
 
 def faults(found: Chronicle) -> str:

@@ -20,9 +20,9 @@ from ckpt.events import log as logger
 
 COMMANDS = {  # by the modules that have them
     "convert": ("import", "restore"),
-    "maintain": ("copy", "gc", "keep", "prune"),
+    "prune": ("gc", "keep", "prune"),
     **{name: (name,) for name in ("diff", "doctor", "faults", "ls", "plan", "repair", "report", "show", "top")},
-    **{name: (name,) for name in ("trigger", "verify")},
+    **{name: (name,) for name in ("copy", "trigger", "verify")},
 }
 
 

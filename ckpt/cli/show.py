@@ -26,7 +26,7 @@ from ckpt.cli.terminal import (
     step_option,
 )
 from ckpt.errors import CheckpointError, NoCheckpointError
-from ckpt.format.manifest import Attempt, owner
+from ckpt.format.manifest import Attempt, PackInfo, owner
 
 RECENT = 4  # incarnations
 
@@ -128,16 +128,15 @@ async def _show(url: str, step: int | None, only: str | None) -> dict[str, Any]:
             "distinct_tensors": len(distinct),
             "tensor_bytes": sum(t.bytes for t in distinct),
             "components": [{"path": path, "kind": str(facts.get("kind"))} for path, (facts, _) in entries.items()],
-            "values": [
-                {"path": path, "type": type(value).__name__, "value": describe.jsonable(value)}
-                for start in entries
-                for path, value in describe.leaves_of(entries, start)
-            ],
-            "packs": [
-                {**asdict(pack), **_whose(pack.key, manifest.attempt), "used": used.get(pack.key, 0)}
-                for pack in packs.values()
-            ],
+            "values": list(_values(entries)),
+            "packs": [_pack(pack, manifest.attempt, used.get(pack.key, 0)) for pack in packs.values()],
         }
+
+
+def _values(entries: describe.Entries) -> Iterator[dict[str, Any]]:
+    for start in entries:
+        for path, value in describe.leaves_of(entries, start):
+            yield {"path": path, "type": type(value).__name__, "value": describe.jsonable(value)}
 
 
 def _redone_instead(error: NoCheckpointError, step: int | None, redone: list[dict[str, Any]]) -> NoCheckpointError:
@@ -151,6 +150,6 @@ def _redone_instead(error: NoCheckpointError, step: int | None, redone: list[dic
     )
 
 
-def _whose(key: str, attempt: Attempt) -> dict[str, Any]:
-    whose = owner(key)
-    return {"own": whose == attempt, "step": None if whose is None else whose.step}
+def _pack(pack: PackInfo, attempt: Attempt, used: int) -> dict[str, Any]:
+    whose = owner(pack.key)
+    return {**asdict(pack), "own": whose == attempt, "step": None if whose is None else whose.step, "used": used}

@@ -3,54 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import click
 
+from ckpt.cli.quantity import Quantity
 from ckpt.cli.reading import read_ledger
 from ckpt.cli.terminal import example, json_option, opened, place_option, print_json, print_table, safe
 from ckpt.errors import UsageError
 from ckpt.goodput import job_plan
 from ckpt.goodput.breakdown import decimal, duration
 from ckpt.goodput.job_plan import MEMORY, NUMBERS, PARTS, REPLICA, TIERS, Plan, PlannedJob
-from ckpt.goodput.model import DAY_S, positive
+from ckpt.goodput.model import positive
 
-_SI = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
-_IEC = {f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTP", 1)}
-BYTES = {"": 1.0, "B": 1.0} | {f"{name}B": value for name, value in (_SI | _IEC).items()}
-UNITS: dict[str, tuple[str, dict[str, float]]] = {
-    "duration": ("such as 90s or 3.1h", {"": 1, "ms": 1e-3, "s": 1, "m": 60, "min": 60, "h": 3600, "d": DAY_S}),
-    "share": ("such as 0.01 or 1%", {"": 1, "%": 0.01}),
-    "count": ("such as 70B", {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}),
-    "size": ("such as 5.7TB", BYTES),
-    "rate": ("such as 25GB or 400Gbit", BYTES | {f"{name}bit": value / 8 for name, value in _SI.items()}),
-}
 KINDS = {name: number.kind for name, number in NUMBERS.items()} | {"hang_s": "duration"}
 KINDS |= {f"{tier}.{part}": "duration" for tier in TIERS for part in PARTS}
-
-
-class Quantity(click.ParamType):  # type: ignore[type-arg]
-    """A number with a unit, of a kind that `UNITS` has."""
-
-    def __init__(self, kind: str) -> None:
-        self.name, self._kind = kind, kind
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, float):
-            return value
-        such_as, units = UNITS[self._kind]
-        found = re.fullmatch(r"([0-9]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?) *([A-Za-z%]*)(?:/s)?", value.strip())
-        try:
-            assert found is not None
-            number = float(found[1]) * units[found[2]]
-        except (AssertionError, KeyError, ValueError):
-            self.fail(f"{value!r} is no {self._kind}, {such_as}", param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{value!r} is too large", param, ctx)
-        return number
 
 
 class Assumption(click.ParamType):  # type: ignore[type-arg]

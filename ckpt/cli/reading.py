@@ -8,13 +8,12 @@ from itertools import takewhile
 from typing import TypeVar
 
 from ckpt.cli.terminal import say
-from ckpt.errors import CheckpointError, CorruptError, NotFoundError
+from ckpt.errors import CheckpointError, NotFoundError
 from ckpt.faults import report
 from ckpt.faults.report import Fault
 from ckpt.format.typed_json import decoded
 from ckpt.goodput import ledger
 from ckpt.goodput.ledger import Account, Decision
-from ckpt.goodput.timeline import is_sane
 from ckpt.runlog.log import RunLog
 from ckpt.store import Store, get_small
 
@@ -24,7 +23,7 @@ PARALLEL = 64  # small objects read at once
 
 async def read_ledger(log: RunLog) -> tuple[list[Account], list[str]]:
     """All accounts in order, and the names of those that are damaged, which are said on stderr."""
-    found, damaged = await read_all(log.store, ledger.PREFIX, ledger.MAX_SIZE, account_from, ledger.is_account)
+    found, damaged = await read_all(log.store, ledger.PREFIX, ledger.MAX_SIZE, Account.from_bytes, ledger.is_account)
     return ledger.in_order(found), damaged
 
 
@@ -56,13 +55,6 @@ async def read_each(
         some = keys[start : start + PARALLEL]
         found |= zip(some, await asyncio.gather(*map(read_one, some)), strict=True)
     return {key: one for key, one in found.items() if not isinstance(one, NotFoundError)}
-
-
-def account_from(raw: memoryview) -> Account:
-    account = Account.from_bytes(raw)
-    if not is_sane(account):
-        raise CorruptError("its numbers make no sense")
-    return account
 
 
 async def read_faults(log: RunLog) -> tuple[list[Fault], list[str]]:

@@ -12,7 +12,6 @@ import contextlib
 import json
 import logging
 import re
-import shutil
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
@@ -179,13 +178,11 @@ def print_few(lines: Sequence[object], what: str = "") -> None:
 
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]], below: Sequence[str] = ()) -> None:
-    """On a terminal, long cells go on in the next line; in a pipe, a row is a line. `below`: a text under each row."""
+    """A row is a line. `below`: a text under each row."""
     from rich.cells import cell_len
 
     cells = [list(titles), *([safe(cell) for cell in row] for row in rows)]
     widths = [max(cell_len(row[i]) for row in cells) for i in range(len(titles))]
-    if sys.stdout.isatty() and sum(widths) + 2 * len(widths) > shutil.get_terminal_size().columns and not below:
-        return _print_folded(cells)
     lines = []
     for row, text in zip(cells, ["", *(below or [""] * len(rows))], strict=True):
         padded = []
@@ -194,24 +191,6 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]], below: 
             padded.append(fill + cell if title in NUMBERS else cell + fill)
         lines += ["  ".join(padded).rstrip(), *([f"  {safe(text)}"] if text else [])]
     print("\n".join(lines), end="\n\n")
-    return None
-
-
-def _print_folded(cells: Sequence[Sequence[str]]) -> None:
-    """Much slower: for a thousand rows, half a second."""
-    from rich.console import Console
-    from rich.table import Column, Table
-    from rich.text import Text
-
-    titles, *rows = cells
-    columns = [Column(t, overflow="fold", justify="right" if t in NUMBERS else "left") for t in titles]
-    table = Table(*columns, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console = Console()
-    with console.capture() as captured:
-        console.print(table)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()), end="\n\n")
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from ckpt.checkpoint.ledger_files import account_keys
-from ckpt.cli.reading import account_from, fault_from, read_each
+from ckpt.cli.reading import fault_from, read_each
 from ckpt.cli.terminal import PATIENCE_S, say
 from ckpt.cli.top_view import RunStored, TopView
 from ckpt.errors import CheckpointError, FormatError, UsageError
@@ -221,7 +221,7 @@ class StoreWatch(threading.Thread):
         `ckpt report` and `ckpt faults` say so."""
         names = (await account_keys(store))[-MOST_STARTS:]
         ended = {key for key, one in self._accounts.items() if one.end is not None and key not in names[-2:]}
-        some = await read_each(store, [key for key in names if key not in ended], ledger.MAX_SIZE, account_from)
+        some = await read_each(store, [key for key in names if key not in ended], ledger.MAX_SIZE, Account.from_bytes)
         known = {key: self._accounts[key] for key in names if key in self._accounts}
         self._accounts = known | {key: one for key, one in some.items() if isinstance(one, Account)}
         names = sorted([info.key async for info in store.list(report.PREFIX)])[-MOST_FAULTS:]

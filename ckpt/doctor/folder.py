@@ -9,7 +9,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.doctor.findings import ADVICE, GB, MIB, OK, PROBLEM, Finding, clock_difference, judge, ms, read_text
+from ckpt.doctor.findings import ADVICE, GB, MIB, OK, PROBLEM, Finding, clock_difference, judge, read_text
+from ckpt.goodput.breakdown import duration
 from ckpt.store import PAGE
 
 SHARED = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "glusterfs", "afs", "wekafs"}
@@ -103,7 +104,7 @@ def fsync_time(path: str, *, times: int = 10, most_s: float = 3.0) -> Finding:
     finally:
         os.close(fd)
     median = statistics.median(taken)
-    text = f"{ms(median)}, at most {ms(max(taken))}"
+    text = f"{duration(median)}, at most {duration(max(taken))}"
     if median > 0.1:
         return Finding("fsync", text, ADVICE, "Slow: others write to this disk, or it has no cache that survives")
     advice = "Faster than a disk can be: memory, or a disk that does not flush"

@@ -9,18 +9,15 @@ What comes from the run is text, never markup: it goes through `ckpt.report.svg.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 
 from ckpt.goodput.breakdown import Statement, duration, moment
 from ckpt.report import figures, saves, style, svg, tables
-from ckpt.report.chronicle import PARTS, Chronicle, columns
+from ckpt.report.chronicle import Chronicle
 from ckpt.report.svg import Plot, clock, esc, legend, linear, stacked, table
 from ckpt.report.words import NAMES, Subject, clip, share
 
-COLUMNS = 150  # of the picture of time
 PARTS_OF = ("part", "time", "of wall-clock", "per interruption")
-MOSTLY = 20.0  # per cent: if usually less is lost, only what is lost is shown in it
 
 
 def page(one: Subject) -> str:
@@ -93,44 +90,12 @@ def _time(found: Statement) -> str:
 
 
 def _timeline(found: Chronicle) -> str:
-    begin, until = found.begin, found.until
-    cells = columns(found.pieces, begin, until, COLUMNS)
-    if not cells or not (any(point is not None for point in found.curve) or found.incidents):
-        return ""
-    x, width = clock(begin, until), (until - begin) / COLUMNS
-    seen = dict.fromkeys(name for name in PARTS if any(cell.get(name) for cell in cells))
-    lost = [100 * (1 - cell.get("trained", 0.0) / whole) for cell in cells if (whole := math.fsum(cell.values())) > 0]
-    mostly = bool(lost) and statistics.median(lost) < MOSTLY
-    if mostly:  # that is all that there would be to see
-        seen.pop("trained", None)
-    top = max(1.0, *lost) if mostly else 100.0
-    band = Plot("", x, linear(0, top, lambda v: f"{v:g} %", 4), 96)
-    for number, cell in enumerate(cells):
-        whole, bottom, low = math.fsum(cell.values()), 0.0, begin + number * width
-        if whole <= 0:
-            continue
-        for name in seen:
-            if (some := 100 * cell.get(name, 0.0) / whole) > 0.05:
-                band.column(low, low + width * 1.02, bottom, bottom + some, name)
-                bottom += some
-        told = sorted(((seconds, name) for name, seconds in cell.items() if seconds > 0), reverse=True)
-        lines = "\n".join(f"{NAMES[name]} {share(seconds, whole)}" for seconds, name in told)
-        band.column(low, low + width, 0, band.y.high, "catch", f"{moment(low)}, {duration(width)}\n{lines}")
-    starts, went = len(found.starts), "kept the time from training" if mostly else "the time went into"
-    band.label = f"What the time went into, from {moment(begin)} to {moment(until)}, over {starts:,} starts."
-    return (
-        f'<section><h2>Timeline</h2><p class="soft">Above, what {went}, each column {duration(width)}.'
-        " Below, the step that training was at: where it drops, a restore went back.</p>"
-        f"{band.render()}{legend((name, NAMES[name]) for name in seen)}{_curve(found, x)}</section>"
-    )
-
-
-def _curve(found: Chronicle, x: svg.Scale) -> str:
+    """The step that training was at, over time."""
     steps = [point[1] for point in found.curve if point is not None]
     if not steps:
         return ""
     y = linear(min(steps), max(steps), svg.count, 4)
-    plot = Plot("", x, y, 210)
+    plot = Plot("", clock(found.begin, found.until), y, 210)
     few = len(found.starts) <= 60
     if few:
         for start in found.starts:
@@ -149,4 +114,5 @@ def _curve(found: Chronicle, x: svg.Scale) -> str:
         f"Steps over time: from {min(steps):,} to {max(steps):,}, {len(found.starts):,} starts, {len(dots):,} restores,"
         f" {len(found.incidents):,} faults."
     )
-    return f'<h3>Steps over time <span class="soft">({marks})</span></h3>{plot.render()}'
+    says = f"The step that training was at: where it drops, a restore went back ({marks})."
+    return f'<section><h2>Timeline</h2><p class="soft">{says}</p>{plot.render()}</section>'

@@ -7,7 +7,6 @@ import hashlib
 import html
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -34,7 +33,7 @@ from ckpt.goodput.accounting import settled
 from ckpt.goodput.breakdown import decimal
 from ckpt.goodput.ledger import MOST_LANDED, Account, Decision, End, LandedSave, Saves, stall_bucket, thinned
 from ckpt.report import style, svg
-from ckpt.report.chronicle import Chronicle, chronicle, columns
+from ckpt.report.chronicle import Chronicle, chronicle
 from ckpt.report.page import page
 from ckpt.report.words import Subject
 from processes import REPO, eventually
@@ -140,7 +139,7 @@ def test_a_page_has_every_part_of_a_run() -> None:
     ):  # fmt: skip
         assert text in found.text, text
     pictures = [one for one in found.every("svg") if "area" in (one.get("class") or "")]
-    assert len(pictures) >= 5
+    assert len(pictures) >= 4
     for one in pictures:
         assert one["role"] == "img" and one["tabindex"] == "0" and len(one["aria-label"] or "") > 20
         assert one["width"] == "100%" and float(one["height"] or 0) > 0
@@ -150,7 +149,7 @@ def test_a_page_has_every_part_of_a_run() -> None:
 
 
 def test_the_bar_adds_up_to_the_wall_clock() -> None:
-    """Its parts fill it, each as wide as its share; and the timeline below gives the same to each."""
+    """Its parts fill it, each as wide as its share."""
     accounts, faults = history()
     one = subject(accounts, faults)
     found = one.statement
@@ -163,12 +162,6 @@ def test_the_bar_adds_up_to_the_wall_clock() -> None:
     assert sum(widths.values()) == pytest.approx(100, abs=0.1)
     for name, seconds in parts.items():
         assert widths[name] == pytest.approx(100 * seconds / found.wall_s, abs=0.02)
-
-    shown = columns(one.chronicle.pieces, one.chronicle.begin, one.chronicle.until, 70)
-    total = {name: math.fsum(cell.get(name, 0.0) for cell in shown) for name in parts}
-    assert math.fsum(math.fsum(cell.values()) for cell in shown) == pytest.approx(found.wall_s, rel=0.001)
-    for name in parts:
-        assert total[name] == pytest.approx(parts[name], rel=1e-6, abs=1e-6), name
 
 
 @pytest.mark.parametrize(
@@ -313,7 +306,7 @@ def test_numbers_for_people() -> None:
     for span in (0.0, 0.5, 10, 3600, 1e5, 1e7, 1e9):
         assert len(svg.clock(WALL, WALL + span).ticks) <= 7
     assert svg.clock(-1e17, 1e17).ticks == ()  # of clocks that make no sense
-    assert columns([], 0.0, 0.0, 5) == [] and chronicle(settled([]), []) == Chronicle()
+    assert chronicle(settled([]), []) == Chronicle()
 
 
 # -- the command --

@@ -6,8 +6,7 @@ what was done, null where nothing was.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -339,13 +338,5 @@ async def _delete(log: RunLog, keys: Sequence[str], sizes: dict[str, int], grace
         )
 
     files = [(key, sizes.get(key, 0)) for key in keys]
-    with contextlib.ExitStack() as stack:
-        bar: list[Callable[[int], None] | None] = []
-
-        def advance(count: int) -> None:
-            if not bar:  # not before the waiting is over
-                bar.append(stack.enter_context(progress("deleting", sum(size for _, size in files))))
-            if bar[0] is not None:
-                bar[0](count)
-
-        await upkeep.delete(log.store, files, grace_s=grace_s, on_wait=told, on_bytes=advance)
+    with progress("deleting", sum(size for _, size in files)) as on_bytes:
+        await upkeep.delete(log.store, files, grace_s=grace_s, on_wait=told, on_bytes=on_bytes)

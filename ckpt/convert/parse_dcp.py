@@ -8,17 +8,17 @@ torch.save archive of its own, which `ckpt.convert.parse_torch` looks into.
 from __future__ import annotations
 
 import io
+import os
 import pathlib
 import pickle
 from collections.abc import Mapping
 from pathlib import Path as FilePath
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from ckpt.convert.parse_entries import AnyTensor, Chunks, at_place, from_description
 from ckpt.convert.parse_safetensors import check_inside
@@ -59,6 +59,32 @@ class _MetadataUnpickler(pickle.Unpickler):
         if full not in _ALLOWED:
             raise FormatError(f"it names {full:.200}, which is nothing that torch writes there; nothing of it was run")
         return super().find_class(module, name)
+
+
+class _FileSection(io.RawIOBase):
+    """Some bytes of a file, as a file of its own."""
+
+    def __init__(self, fd: int, start: int, length: int) -> None:
+        self._fd, self._start, self._length, self._at = fd, start, length, 0
+
+    def readinto(self, into: Any, /) -> int:
+        data = os.pread(self._fd, min(len(into), max(0, self._length - self._at)), self._start + self._at)
+        into[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        if at < 0:
+            raise OSError("before the start of the file")
+        self._at = at
+        return at
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
 
 
 def sniff(path: FilePath) -> bool:
@@ -223,7 +249,7 @@ class _Items:
                 with told(self._folder / file, (index.fqn,)):
                     if info.offset + info.length > size:
                         raise CorruptError("the file was cut off")
-                    item: Any = _create_file_view(cast(io.IOBase, stream), info.offset, info.length)
+                    item = io.BufferedReader(_FileSection(stream.fileno(), info.offset, info.length))
                     found[index] = self.plain.all_of(load(item, file, info.offset), self._paths[index.fqn])
         return found
 

@@ -20,15 +20,6 @@ MOST_POINTS = 1600  # of the curve of steps
 BUCKETS = range(-56, 33)  # of stalls, see ckpt.goodput.ledger.stall_bucket
 
 
-@dataclass(frozen=True, slots=True)
-class Happening:
-    """Something that happened `at`, in seconds since 1970."""
-
-    at: float
-    step: int | None
-    text: str
-
-
 @dataclass(frozen=True)
 class ShownEvent(Generic[T]):
     """Something that the ledger has, and when it was, in seconds since 1970."""
@@ -59,7 +50,7 @@ class Chronicle:
     begin: float = 0.0
     until: float = 0.0
     curve: list[tuple[float, int] | None] = field(default_factory=list)
-    starts: list[Happening] = field(default_factory=list)
+    starts: list[ShownEvent[Account]] = field(default_factory=list)
     restores: list[ShownEvent[Restore]] = field(default_factory=list)
     decisions: list[ShownEvent[Decision]] = field(default_factory=list)
     landed: list[ShownEvent[LandedSave]] = field(default_factory=list)
@@ -80,8 +71,7 @@ def chronicle(run: SettledRun, faults: Sequence[Fault]) -> Chronicle:
     for one in line:
         account = one.account
         _curve(found, clock, one, max(3, MOST_POINTS // len(line)))
-        who = f"start {account.epoch}, {account.world} ranks, process {account.pid} on {account.host}"
-        found.starts.append(Happening(clock.wall(one.t(account.opened)), None, who))
+        found.starts.append(ShownEvent(clock.wall(one.t(account.opened)), account))
         found.restores += [ShownEvent(clock.wall(one.t(each.at)), each) for each in account.restores]
         found.decisions += [
             ShownEvent(clock.wall(one.t(each.at or account.opened)), each) for each in account.decisions if each.every

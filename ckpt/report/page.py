@@ -99,7 +99,8 @@ def _timeline(found: Chronicle) -> str:
     few = len(found.starts) <= 60
     if few:
         for start in found.starts:
-            plot.rule(start.at, "begin", f"{moment(start.at)}\n{start.text}")
+            who = f"{start.one.world} ranks, process {start.one.pid} on {start.one.host}"
+            plot.rule(start.at, "begin", f"{moment(start.at)}\nstart {start.one.epoch}, {who}")
         for fault in found.incidents:
             text = f"{moment(fault.at)}, {fault.kind}\n{clip(fault.text)}"
             plot.rule(fault.at, "fault", text)

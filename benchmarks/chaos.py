@@ -680,7 +680,7 @@ def predicted(found: Json, plan: Plan) -> Json | None:
 
     costs = Costs(mean("perceive"), mean("restart"), [place("memory", "memory", 1.0), place("folder", "save", 0.0)])
     exposed = sum(interval for interval, _ in schedule(plan)) + plan.tail
-    said = predict(costs, exposed / faults, bill["usual_s"], recovering=False)
+    said = predict(costs, exposed / faults, recovering=False)
     per_fault = said.perceive_s + said.restart_s + said.restore_s + said.recompute_s + said.saving_s
     return {**asdict(said), "invalid_s": faults * per_fault}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt.cli.origins import as_option, only_option, open_files, open_run
+from ckpt.cli.quantity import Size
 from ckpt.cli.terminal import (
     act,
     count_of,
@@ -45,18 +45,6 @@ WINDOW, FAR_WINDOW = 16 << 20, 64 << 20  # bytes of a window where no bound is g
 MOST_RANKS = 4096  # that one process plans for
 FILES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".ckpt": "torch", ".bin": "torch"}
 FORMATS = ("safetensors", "torch", "dcp", "run")
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *(?:([KMGT])(i?)B?|B)?", re.IGNORECASE)
-
-
-def size_of(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
-    """500MB, 2GiB, 1e9 and such as bytes."""
-    found = _SIZE.fullmatch(text.strip()) if text is not None else None
-    if text is None:
-        return None
-    if found is None or not float(found[1]):
-        raise click.BadParameter(f"{text!r} is no size: give one such as 500MB or 2GiB", context, parameter)
-    base = 1024 if found[3] else 1000
-    return int(float(found[1]) * base ** (" KMGT".index(found[2].upper()) if found[2] else 0))
 
 
 dtype_option = click.option(
@@ -72,7 +60,7 @@ world_option = click.option(
 memory_option = click.option(
     "--max-memory",
     metavar="SIZE",
-    callback=size_of,
+    type=Size(),
     help="What this process may need at most, such as 256MiB. By default about 200 MiB, 500 MiB from a bucket, and what"
     " torch needs if FORMAT is torch or dcp.",
 )
@@ -103,7 +91,7 @@ dry_option = click.option("--dry-run", is_flag=True, help="Only say what would b
 @world_option
 @only_option
 @dtype_option
-@click.option("--shard-size", metavar="SIZE", callback=size_of, help="Bytes of a safetensors file, 5GB by default.")
+@click.option("--shard-size", metavar="SIZE", type=Size(), help="Bytes of a safetensors file, 5GB by default.")
 @memory_option
 @from_option("Another location that has the same checkpoint, for what is damaged")
 @dry_option
@@ -157,7 +145,7 @@ def restore(
 @world_option
 @only_option
 @dtype_option
-@click.option("--max-memory", metavar="SIZE", callback=size_of, help="What this process may need at most, as 256MiB.")
+@click.option("--max-memory", metavar="SIZE", type=Size(), help="What this process may need at most, as 256MiB.")
 @dry_option
 @json_option
 def import_(

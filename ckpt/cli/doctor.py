@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt.cli.terminal import example, json_option, place_option, print_json, print_table, progress, safe
+from ckpt.goodput.breakdown import duration
 
 if TYPE_CHECKING:  # other commands need not wait for it
     from ckpt.doctor.advice import Cadence
@@ -150,13 +151,9 @@ def conclude(cadences: Sequence[Cadence], line: str, job: JobSize) -> None:
         return
     print(f"{job.state / 1e9:g} GB over {job.world} ranks, {job.local} of them here, at what was measured:")
     rows = [
-        (c.where, seconds(c.save_s), seconds(c.restore_s), seconds(c.interval_s), c.every or "give --step-s", c.why)
+        (c.where, duration(c.save_s), duration(c.restore_s), duration(c.interval_s), c.every or "give --step-s", c.why)
         for c in cadences
     ]
     print_table(("place", "save", "restore", "under 1 % from every", "steps", "because"), rows)
     if line:
         print(safe(line))
-
-
-def seconds(value: float) -> str:
-    return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.1f} s" if value < 100 else f"{value / 60:.0f} min"

@@ -3,83 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import math
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import click
 
-from ckpt.cli.report import read_ledger
+from ckpt.cli.quantity import Quantity
+from ckpt.cli.reading import read_ledger
 from ckpt.cli.terminal import example, json_option, opened, place_option, print_json, print_table, safe
 from ckpt.errors import UsageError
-from ckpt.format.regular_file import read_regular
 from ckpt.goodput import job_plan
 from ckpt.goodput.breakdown import decimal, duration
-from ckpt.goodput.job_plan import MEMORY, NUMBERS, PARTS, REPLICA, SHARED, TIERS, Plan, PlannedJob
-from ckpt.goodput.model import DAY_S, positive
+from ckpt.goodput.job_plan import MEMORY, NUMBERS, PARTS, REPLICA, TIERS, Plan, PlannedJob
+from ckpt.goodput.model import positive
 
-_SI = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
-_IEC = {f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTP", 1)}
-BYTES = {"": 1.0, "B": 1.0} | {f"{name}B": value for name, value in (_SI | _IEC).items()}
-UNITS: dict[str, tuple[str, dict[str, float]]] = {
-    "duration": ("such as 90s or 3.1h", {"": 1, "ms": 1e-3, "s": 1, "m": 60, "min": 60, "h": 3600, "d": DAY_S}),
-    "days": ("such as 54 or 54d", {"": 1, "d": 1, "h": 1 / 24}),
-    "share": ("such as 0.01 or 1%", {"": 1, "%": 0.01}),
-    "count": ("such as 70B", {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}),
-    "steps": ("a whole number", {"": 1}),
-    "size": ("such as 5.7TB", BYTES),
-    "rate": ("such as 25GB or 400Gbit", BYTES | {f"{name}bit": value / 8 for name, value in _SI.items()}),
-}
 KINDS = {name: number.kind for name, number in NUMBERS.items()} | {"hang_s": "duration"}
 KINDS |= {f"{tier}.{part}": "duration" for tier in TIERS for part in PARTS}
 
 
-class Quantity(click.ParamType):  # type: ignore[type-arg]
-    """A number with a unit, of a kind that `UNITS` has."""
-
-    def __init__(self, kind: str) -> None:
-        self.name, self._kind = kind, kind
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, float):
-            return value
-        such_as, units = UNITS[self._kind]
-        found = re.fullmatch(r"([0-9]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?) *([A-Za-z%]*)(?:/s)?", value.strip())
-        try:
-            assert found is not None
-            number = float(found[1]) * units[found[2]]
-        except (AssertionError, KeyError, ValueError):
-            self.fail(f"{value!r} is no {self._kind}, {such_as}", param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{value!r} is too large", param, ctx)
-        return number
-
-
-class Assignment(click.ParamType):  # type: ignore[type-arg]
+class Assumption(click.ParamType):  # type: ignore[type-arg]
     """NAME=VALUE, the kind of each by its name."""
 
     name = "NAME=VALUE"
 
-    def __init__(self, kinds: Mapping[str, str]) -> None:
-        self._kinds = kinds
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, float]:
         name, equals, text = value.partition("=")
-        if not equals or name not in self._kinds:
-            self.fail(f"{value!r}: give NAME=VALUE, the name one of {', '.join(self._kinds)}", param, ctx)
-        return name, Quantity(self._kinds[name]).convert(text, param, ctx)
+        if not equals or name not in KINDS:
+            self.fail(f"{value!r}: give NAME=VALUE, the name one of {', '.join(KINDS)}", param, ctx)
+        return name, Quantity(KINDS[name]).convert(text, param, ctx)
 
 
 @click.command(
     epilog=example(
         "ckpt plan --gpus 16384 --params 405B --step-s 5.9 --restart 60s",
-        "ckpt plan --gpus 512 --state 980GB --step-s 2.1 --mtbf 2d --tiers memory,shared --assume shared.cost_s=0.4s",
+        "ckpt plan --gpus 512 --state 980GB --step-s 2.1 --mtbf 2d --assume shared.cost_s=0.4s",
         "ckpt plan --costs s3://bucket/run1 --gpus 4096       # what this run has measured, at another scale",
-        "ckpt plan --gpus 64 --params 8B --step-s 1.3 --json > plan.json; ckpt plan … --costs plan.json",
     )
 )
 @click.option("--gpus", type=click.IntRange(1, 10**9), help="Ranks of the job.")
@@ -87,22 +45,15 @@ class Assignment(click.ParamType):  # type: ignore[type-arg]
 @click.option("--params", type=Quantity("count"), help="Parameters of the model, such as 70B: 14 bytes of state each.")
 @click.option("--state", type=Quantity("size"), help="Instead of --params: bytes over all ranks, nothing twice.")
 @click.option("--step-s", type=Quantity("duration"), help="How long a training step takes.")
-@click.option("--days", type=Quantity("days"), default="54", help="How long the job trains, such as 54.")
 @click.option("--mtbf", type=Quantity("duration"),
               help="Mean time between interruptions. By default that of Llama 3, per GPU.")  # fmt: skip
 @click.option("--restart", type=Quantity("duration"),
               help="From noticing to restore(): launcher, imports, process groups. 60s by default.")  # fmt: skip
-@click.option("--tiers", "names", metavar="TIER,…",
-              help="Where to save: memory, replica (of it, on another node), local (disks), shared. By default all but"
-              " local, and no replica where there is one node.")  # fmt: skip
-@click.option("--every", type=Assignment(dict.fromkeys((MEMORY, "local", SHARED), "steps")), multiple=True,
-              help="Save to a tier every so many steps, instead of as often as is best. Repeatable.")  # fmt: skip
-@click.option("--assume", type=Assignment(KINDS), multiple=True,
+@click.option("--assume", type=Assumption(), multiple=True,
               help=f"Any other number that the plan stands on: {', '.join(NUMBERS)}, hang_s, or what a tier takes, as"
               " shared.cost_s, shared.write_s, shared.restore_s. Repeatable.")  # fmt: skip
 @click.option("--goal", type=Quantity("share"), default="99.5%", help="Effective training time that is wanted.")
-@click.option("--costs", "--from", "source", metavar="RUN|FILE",
-              help="Take what this run has measured, or what --json printed into this file.")  # fmt: skip
+@click.option("--costs", "--from", "source", metavar="RUN", help="Take what this run has measured.")
 @place_option
 @json_option
 def plan(source: str | None, as_json: bool, **given: Any) -> int:
@@ -112,12 +63,12 @@ def plan(source: str | None, as_json: bool, **given: Any) -> int:
     Durations are seconds, or such as 250ms, 5m, 3.1h, 2d. Each number that is not given is measured or assumed: which,
     is said. The restart matters most, and is not ours.
 
-    A tier is memory (of the node, held by a process that survives the trainer), replica (of it, on another node),
-    local (the node's own disk) or shared (a bucket or file system that all nodes reach).
+    A tier is memory (of the node, held by a process that survives the trainer), replica (of it, on another node, where
+    there is one) or shared (a bucket or file system that all nodes reach).
     """
     try:
-        known, sources = ({}, {}) if source is None else read_costs(source)
-        chosen, sources = conclude(given, known, sources)
+        known = {} if source is None else asyncio.run(_measured(source))
+        chosen, sources = conclude(given, known, f"measured: {source}")
     except UsageError as error:
         raise click.UsageError(str(error)) from None
     notes = remarks(chosen, known, sources)
@@ -125,21 +76,6 @@ def plan(source: str | None, as_json: bool, **given: Any) -> int:
         return print_json({**chosen.to_json(), "sources": sources, "notes": notes})
     show(chosen, sources, notes)
     return 0
-
-
-def read_costs(source: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """What a run has measured, or a plan was given, and where each number is from."""
-    if Path(source).is_file():
-        try:
-            data = json.loads(read_regular(Path(source)))
-            job, sources = data["job"], {str(name): str(text) for name, text in data["sources"].items()}
-            known = {name: value for name, value in data["numbers"].items() if name in sources}
-            rank_bytes = job["state"] / job["gpus"]
-            return {**known, "gpus": job["gpus"], "rank_bytes": rank_bytes, "step_s": job["step_s"]}, sources
-        except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError, RecursionError, OSError) as error:
-            raise UsageError(f"--costs: {source} is nothing that ckpt plan --json printed: {error!r}") from None
-    known = asyncio.run(_measured(source))
-    return known, dict.fromkeys(known, f"measured: {source}")
 
 
 async def _measured(url: str) -> dict[str, float]:
@@ -150,9 +86,7 @@ async def _measured(url: str) -> dict[str, float]:
     return job_plan.measured(accounts)
 
 
-def conclude(
-    given: Mapping[str, Any], known: Mapping[str, Any], sources: dict[str, str]
-) -> tuple[Plan, dict[str, str]]:
+def conclude(given: Mapping[str, Any], known: Mapping[str, float], measured: str) -> tuple[Plan, dict[str, str]]:
     """The plan, and where the numbers are from that are no defaults."""
     job = job_of(given, known)
     base = job_plan.defaults(job)
@@ -165,16 +99,8 @@ def conclude(
         positive(name, n[name])
     if n["hang_share"] > 1 or n["felt"] > 1 or n["beside"] > 1:
         raise UsageError("hang_share, felt and beside are shares: 1 at most")
-    names = tiers_of(given["names"], job)
-    chosen = job_plan.tiers(job, n, names)
-    for name, steps in given["every"]:
-        if name not in names:
-            raise UsageError(f"--every: {name} is not among --tiers")
-        if steps < 1 or steps != int(steps):
-            raise UsageError(f"--every: {name} has to be a whole number of steps from 1")
-        chosen = [replace(one, every=int(steps)) if one.name == name else one for one in chosen]
-    kept = {name: text for name, text in sources.items() if name in n}
-    return job_plan.plan(job, n, chosen, given["goal"]), kept | dict.fromkeys(by_hand, "given")
+    kept = {name: measured for name in known if name in n}
+    return job_plan.plan(job, n, given["goal"]), kept | dict.fromkeys(by_hand, "given")
 
 
 def job_of(given: Mapping[str, Any], known: Mapping[str, Any]) -> PlannedJob:
@@ -189,35 +115,20 @@ def job_of(given: Mapping[str, Any], known: Mapping[str, Any]) -> PlannedJob:
         if value is None:
             raise UsageError(f"give {option}")
         positive(option, value, most=1e18)
-    days = positive("--days", given["days"], most=1e6)
     assert gpus is not None and state is not None and step_s is not None
-    return PlannedJob(int(gpus), state, step_s, given["per_node"], days)
+    return PlannedJob(int(gpus), state, step_s, given["per_node"])
 
 
-def tiers_of(names: str | None, job: PlannedJob) -> list[str]:
-    if names is None:
-        return [name for name in (MEMORY, REPLICA, SHARED) if name != REPLICA or job.nodes > 1]
-    found = [name.strip() for name in names.split(",")]
-    if unknown := set(found) - set(TIERS):
-        raise UsageError(f"--tiers: there is no {', '.join(sorted(unknown))!r}: {', '.join(TIERS)}")
-    if REPLICA in found and (MEMORY not in found or job.nodes < 2):
-        raise UsageError("--tiers: a replica is one of memory, on another node: name memory too, and have two nodes")
-    return found
-
-
-def remarks(chosen: Plan, known: Mapping[str, Any], sources: Mapping[str, str]) -> list[str]:
+def remarks(chosen: Plan, known: Mapping[str, float], sources: Mapping[str, str]) -> list[str]:
     """What somebody ought to know about it."""
-    n, seen, found = chosen.numbers, chosen.forecast, []
+    n, found = chosen.numbers, list[str]()
     down_s = job_plan.perceive_s(n) + n["restart_s"]
     if down_s >= n["mtbf_s"]:
         found.append(f"It makes no progress to speak of: perceiving and restarting take {duration(down_s)}")
-    found += [one.note for one in chosen.tiers if one.note]
-    if rare := [one.name for one in seen.tiers if one.served and one.every_s > n["mtbf_s"] / 3]:
+    if rare := [one.name for one in chosen.forecast.tiers if one.served and one.every_s > n["mtbf_s"] / 3]:
         found.append(
             f"{', '.join(rare)} is saved to about as rarely as faults come: what is lost there is a rough guess"
         )
-    if idle := [one.name for one in chosen.tiers if not one.every]:
-        found.append(f"No fault of these shares needs {', '.join(idle)}")
     if known.get("gpus", chosen.job.gpus) < chosen.job.gpus and sources.get("restart_s", "given") != "given":
         found.append(
             f"A restart was measured with {known['gpus']:,.0f} ranks: with more it takes longer, see --restart"
@@ -233,8 +144,7 @@ def show(chosen: Plan, sources: Mapping[str, str], notes: Sequence[str]) -> None
     job, n, seen = chosen.job, chosen.numbers, chosen.forecast
     print(
         f"{job.gpus:,} GPUs in {job.nodes:,} node{'s' * (job.nodes > 1)}, {decimal(job.state)} of state"
-        f" ({decimal(job.rank_bytes)} a GPU), steps of {duration(job.step_s)}, a fault every {duration(n['mtbf_s'])}:"
-        f" {job.days * DAY_S / n['mtbf_s']:,.0f} in {job.days:g} days\n"
+        f" ({decimal(job.rank_bytes)} a GPU), steps of {duration(job.step_s)}, a fault every {duration(n['mtbf_s'])}\n"
     )
     rows = []
     for tier, one in zip(chosen.tiers, seen.tiers, strict=True):
@@ -288,8 +198,7 @@ def tiers_line(chosen: Plan) -> str:
         if one.name == MEMORY and one.every:
             words.append(f"ckpt.Memory(every={one.every}{', replicas=2' * copied})")
         elif one.name != REPLICA and one.every:
-            url = "s3://bucket/run1" if one.name == SHARED else "/nvme/run1"
-            words.append(f'ckpt.Tier("{url}", every={one.every})')
+            words.append(f'ckpt.Tier("s3://bucket/run1", every={one.every})')
     return f"tiers=[{', '.join(words)}]"
 
 

@@ -90,10 +90,7 @@ async def _repair(url: str, sources: Sequence[str], step: int | None, yes: bool,
             "from": list(sources),
             "steps": sorted({commit.step for commit in work.commits}, reverse=True),
             "damaged": diagnosis.any,
-            "verdicts": [
-                {"step": attempt.step, "attempt": str(attempt), "verdict": verdict}
-                for attempt, verdict in work.verdicts()
-            ],
+            "verdicts": [{"step": a.step, "attempt": str(a), "verdict": verdict} for a, verdict in work.verdicts()],
             **_summary(diagnosis),
             "remains": diagnosis.remains,
             "done": None,

@@ -12,7 +12,6 @@ import contextlib
 import json
 import logging
 import re
-import shutil
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
@@ -23,7 +22,7 @@ from ckpt.checkpoint import losses
 from ckpt.checkpoint.losses import Loss
 from ckpt.errors import FormatError
 from ckpt.format.manifest import Attempt
-from ckpt.runlog.log import RunLog
+from ckpt.runlog.log import Commit, RunLog
 from ckpt.store import open_store, remember_options
 
 T = TypeVar("T")
@@ -127,6 +126,10 @@ async def opened(url: str, *, whole: bool = False) -> AsyncIterator[RunLog]:
         await log.store.aclose()
 
 
+def newest_first(log: RunLog) -> list[Commit]:
+    return sorted(log.state.commits.values(), key=lambda c: c.attempt, reverse=True)
+
+
 def told(log: RunLog, damage: Sequence[Loss], others: Sequence[Attempt] = ()) -> str:
     """One line about damage of a run: what it costs, as far as that can be known. `others`: what can be restored
     besides checkpoints."""
@@ -174,40 +177,20 @@ def print_few(lines: Sequence[object], what: str = "") -> None:
         print(f"and {len(lines) - SHOWN} more{what}; --json shows all")
 
 
-def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """On a terminal, long cells go on in the next line; in a pipe, a row is a line."""
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]], below: Sequence[str] = ()) -> None:
+    """A row is a line. `below`: a text under each row."""
     from rich.cells import cell_len
 
     cells = [list(titles), *([safe(cell) for cell in row] for row in rows)]
     widths = [max(cell_len(row[i]) for row in cells) for i in range(len(titles))]
-    if sys.stdout.isatty() and sum(widths) + 2 * len(widths) > shutil.get_terminal_size().columns:
-        return _print_folded(cells)
     lines = []
-    for row in cells:
+    for row, text in zip(cells, ["", *(below or [""] * len(rows))], strict=True):
         padded = []
         for title, cell, width in zip(titles, row, widths, strict=True):
             fill = " " * (width - cell_len(cell))
             padded.append(fill + cell if title in NUMBERS else cell + fill)
-        lines.append("  ".join(padded).rstrip())
+        lines += ["  ".join(padded).rstrip(), *([f"  {safe(text)}"] if text else [])]
     print("\n".join(lines), end="\n\n")
-    return None
-
-
-def _print_folded(cells: Sequence[Sequence[str]]) -> None:
-    """Much slower: for a thousand rows, half a second."""
-    from rich.console import Console
-    from rich.table import Column, Table
-    from rich.text import Text
-
-    titles, *rows = cells
-    columns = [Column(t, overflow="fold", justify="right" if t in NUMBERS else "left") for t in titles]
-    table = Table(*columns, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console = Console()
-    with console.capture() as captured:
-        console.print(table)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()), end="\n\n")
 
 
 @contextlib.contextmanager

@@ -12,31 +12,29 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from ckpt.checkpoint.ledger_files import account_keys
+from ckpt.cli.reading import fault_from, read_each
 from ckpt.cli.terminal import PATIENCE_S, say
 from ckpt.cli.top_view import RunStored, TopView
 from ckpt.errors import CheckpointError, FormatError, UsageError
 from ckpt.faults import report
 from ckpt.faults.report import Fault
-from ckpt.format.typed_json import decoded
 from ckpt.goodput import ledger
 from ckpt.goodput.accounting import settle
 from ckpt.goodput.ledger import Account
 from ckpt.ipc import channel as link
 from ckpt.ipc.watch_requests import Look
 from ckpt.runlog.log import RunLog
-from ckpt.store import get_small, open_store
+from ckpt.store import Store, open_store
 from ckpt.telemetry.status import RankStatus, shown
 
 ASK_S = 2.0  # for a writer to answer
 PLACES_S, PLACE_WAIT_S = 10.0, 10.0  # between two looks into the run's place; for one of them
 FIRST_S = 5.0  # for the first, before there is something to show
 LEAVE_S = 1.0  # for what is under way, when somebody leaves
-PARALLEL = 16  # small objects read at once
 MOST_STARTS, MOST_FAULTS = 64, 256  # of a run's ledger and faults, the newest
 ASKED_AT_ONCE = 32
 
@@ -154,7 +152,7 @@ class StoreWatch(threading.Thread):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._accounts: dict[str, Account] = {}
-        self._faults: dict[str, Fault | None] = {}
+        self._faults: dict[str, Fault | Exception] = {}
 
     def wait(self, timeout_s: float) -> RunStored | None:
         self._first.wait(timeout_s)
@@ -215,48 +213,25 @@ class StoreWatch(threading.Thread):
             checkpoints=len(history),
             ranks=history[0].world if history else 0,
         )
-        await self._read_ledger(self._log)
-        await self._read_faults(self._log)
+        await self._read(self._log.store)
         self.stored = self._account(self.stored)
 
-    async def _read_ledger(self, log: RunLog) -> None:
-        """What has ended stays as it is."""
-        names = (await account_keys(log.store))[-MOST_STARTS:]
-        self._accounts = {key: one for key, one in self._accounts.items() if key in names}
+    async def _read(self, store: Store) -> None:
+        """The newest of the ledger and of the faults. What has ended stays as it is; what is damaged is left out:
+        `ckpt report` and `ckpt faults` say so."""
+        names = (await account_keys(store))[-MOST_STARTS:]
         ended = {key for key, one in self._accounts.items() if one.end is not None and key not in names[-2:]}
-        await self._read(log, [key for key in names if key not in ended], ledger.MAX_SIZE, self._take_account)
-
-    def _take_account(self, key: str, raw: memoryview | None) -> None:
-        if raw is not None:
-            self._accounts[key] = Account.from_bytes(raw)
-
-    async def _read_faults(self, log: RunLog) -> None:
-        names = sorted([info.key async for info in log.store.list(report.PREFIX)])[-MOST_FAULTS:]
-        await self._read(log, [n for n in names if n not in self._faults], report.MAX_REPORT, self._take_fault)
-
-    def _take_fault(self, key: str, raw: memoryview | None) -> None:
-        self._faults[key] = None  # damaged, unless it is read now
-        if raw is not None:
-            self._faults[key] = Fault.from_json(decoded(raw))
-
-    async def _read(
-        self, log: RunLog, names: list[str], most: int, take: Callable[[str, memoryview | None], None]
-    ) -> None:
-        """Small objects; what is damaged is left out: `ckpt report` and `ckpt faults` say so."""
-
-        async def one(key: str) -> None:
-            try:
-                take(key, await get_small(log.store, key, most))
-            except (CheckpointError, ValueError, RecursionError):
-                with contextlib.suppress(CheckpointError, ValueError):
-                    take(key, None)
-
-        for start in range(0, len(names), PARALLEL):
-            await asyncio.gather(*map(one, names[start : start + PARALLEL]))
+        some = await read_each(store, [key for key in names if key not in ended], ledger.MAX_SIZE, Account.from_bytes)
+        known = {key: self._accounts[key] for key in names if key in self._accounts}
+        self._accounts = known | {key: one for key, one in some.items() if isinstance(one, Account)}
+        names = sorted([info.key async for info in store.list(report.PREFIX)])[-MOST_FAULTS:]
+        self._faults |= await read_each(
+            store, [key for key in names if key not in self._faults], report.MAX_REPORT, fault_from
+        )
 
     def _account(self, known: RunStored) -> RunStored:
         accounts = ledger.in_order(self._accounts.values())
-        faults = sorted((one for one in self._faults.values() if one is not None), key=lambda one: one.when)
+        faults = sorted((one for one in self._faults.values() if isinstance(one, Fault)), key=lambda one: one.when)
         if faults:
             known = replace(known, faults=len(faults), fault=faults[-1].line, fault_at=faults[-1].time)
         if not accounts:

@@ -15,10 +15,12 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from ckpt.errors import CorruptError, UsageError
 from ckpt.format.boxes import Box, Dims, boxes_of_run, intersect, run_of, within
@@ -293,13 +295,28 @@ def describe(view: RankView, places: Mapping[str, Sequence[str | int]], seal: st
     return canonical({"version": 1, "step": view.step, "seal": seal, **data}).decode()
 
 
+_Key = str | int
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """What `describe` writes."""
+
+    version: Annotated[int, Meta(le=1)]
+    entries: tuple[tuple[tuple[_Key, ...], str, dict[str, Any], tuple[str, ...], Any], ...]
+    aliases: dict[str, str]
+    places: dict[str, tuple[_Key, ...]]
+    step: Annotated[int, Meta(ge=0, lt=10**18)] | None
+    seal: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Described:
     """What `describe` was told."""
 
     entries: tuple[OriginEntry, ...]
     aliases: dict[str, str]
-    places: dict[str, tuple[str | int, ...]]
+    places: dict[str, tuple[_Key, ...]]
     step: int | None
     seal: str
 
@@ -309,20 +326,7 @@ def described(text: str) -> Described:
     try:
         if len(text) > MAX_DESCRIPTION:
             raise ValueError("implausibly large")
-        data = json.loads(text)
-        if data["version"] != 1:
-            raise ValueError("written by a newer version: upgrade with `pip install -U everystep`")
-        entries = tuple(
-            OriginEntry(tuple(p), str(k), dict(f), tuple(map(str, n)), v) for p, k, f, n, v in data["entries"]
-        )
-        aliases = {str(alias): str(name) for alias, name in data["aliases"].items()}
-        places = {str(name): tuple(place) for name, place in data["places"].items()}
-        if (step := data["step"]) is not None and not (type(step) is int and 0 <= step < 10**18):
-            raise ValueError("an impossible step")
-        if not all(type(key) in (str, int) for e in entries for key in e.path):
-            raise ValueError("a path of something else than names and numbers")
-        if not all(type(key) in (str, int) for place in places.values() for key in place):
-            raise ValueError("a place of something else than names and numbers")
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CorruptError(f"{DESCRIPTION} is damaged: {error}") from None
-    return Described(entries, aliases, places, step, str(data.get("seal", "")))
+        said = msgspec.convert(json.loads(text), _Described)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CorruptError(f"{DESCRIPTION} is damaged, or of a newer version: {error}") from None
+    return Described(tuple(OriginEntry(*one) for one in said.entries), said.aliases, said.places, said.step, said.seal)

@@ -6,7 +6,7 @@ So it takes as much memory as the state has, of all ranks that saved it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt.checkpoint import losses
@@ -59,21 +59,10 @@ def redone(log: RunLog, step: int | None, most: int, others: Sequence[str] = ())
     logs.verify(commits, log.state.acquires, step)
     damage = logs.losses(commits, log.state.acquires)
     reach = logs.reach(commits, log.state.acquires, step)
-    whole = [one for one, (world, ranks) in reach.items() if len(ranks) == world]
-    history = set(in_history(log.state.acquires, whole))
     newest = max((commit.attempt for commit in log.state.lineage() if commit.finite is not False), default=None)
-    if step is None:
-        whole = [one for one in whole if newest is None or one > newest]
-    elif any(commit.step == step for commit in log.state.commits.values()):
-        whole = [one for one in whole if one in history]
     failure: CheckpointError | None = None
-    for attempt in sorted(whole, key=lambda one: (one in history, one), reverse=True):
-        needed = _size(logs, attempt)
-        if needed > most:
-            raise UsageError(
-                f"step {attempt.step} is in the redo log, and redone in memory: it takes {decimal(needed)}, and "
-                f"{decimal(most)} may be taken"
-            )
+    for attempt in _candidates(log, reach, step, newest):
+        _check_room(logs, attempt, most)
         ranks = reach[attempt][1]
         source = RedoSource(
             attempt, logs, commits, ranks, alone=True, undone=False, initializer=lambda: None, others=others
@@ -98,13 +87,31 @@ def redone(log: RunLog, step: int | None, most: int, others: Sequence[str] = ())
     return None
 
 
+def _candidates(
+    log: RunLog, reach: Mapping[Attempt, tuple[int, Collection[int]]], step: int | None, newest: Attempt | None
+) -> list[Attempt]:
+    """What all ranks' logs lead to: those of the present history first, the newest of them before all."""
+    whole = [one for one, (world, ranks) in reach.items() if len(ranks) == world]
+    history = set(in_history(log.state.acquires, whole))
+    if step is None:
+        whole = [one for one in whole if newest is None or one > newest]
+    elif any(commit.step == step for commit in log.state.commits.values()):
+        whole = [one for one in whole if one in history]
+    return sorted(whole, key=lambda one: (one in history, one), reverse=True)
+
+
 def _say_lost(damage: Sequence[Loss], chosen: Attempt | None, log: RunLog, step: int | None) -> None:
     missed = losses.passed_over(damage, chosen, log.state.acquires, step=step)
     if missed:
         logger.warning("%s", losses.in_words(missed, 0 if chosen is None else chosen.step))
 
 
-def _size(logs: Logs, attempt: Attempt) -> int:
-    """Bytes of all ranks' shares."""
+def _check_room(logs: Logs, attempt: Attempt, most: int) -> None:
+    """UsageError if all ranks' shares have more bytes."""
     found = [frames[attempt].frame for frames in logs.frames.values() if attempt in frames]
-    return sum(frame.layout.arrangement.data_size for frame in found)
+    needed = sum(frame.layout.arrangement.data_size for frame in found)
+    if needed > most:
+        raise UsageError(
+            f"step {attempt.step} is in the redo log, and redone in memory: it takes {decimal(needed)}, and "
+            f"{decimal(most)} may be taken"
+        )

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ckpt.convert.cast import floats
 from ckpt.convert.source import Bytes, Origin, Want
 from ckpt.format.layout import BITS
 
@@ -149,8 +150,5 @@ class _Tally:
 
 def numbers(rows: Bytes, dtype: str) -> npt.NDArray[Any]:
     """Rows of bytes, one an element, as numbers wide enough to compare."""
-    if dtype == "BF16":  # the upper half of a float32
-        found: npt.NDArray[Any] = (rows.view("<u2").astype("<u4") << 16).view("<f4").astype("<f8")
-    else:
-        found = rows.view(_NUMBERS[dtype]).astype("<c16" if dtype.startswith("C") else "<f8")
-    return found.reshape(-1)
+    found = floats(rows.reshape(-1), dtype) if dtype == "BF16" else rows.reshape(-1).view(_NUMBERS[dtype])
+    return found.astype("<c16" if dtype.startswith("C") else "<f8")

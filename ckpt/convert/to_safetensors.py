@@ -87,11 +87,9 @@ def plan(
     if "format" in tied:
         raise UsageError('a tied tensor is called "format", which is reserved in safetensors files: leave it out')
     groups = _groups(origin, view, dtypes, shard if not single else 1 << 62)
-    files = []
+    files, count = [], len(groups)
     for i, names in enumerate(groups):
-        name = single or (
-            f"model-{i + 1:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else "model.safetensors"
-        )
+        name = single or (f"model-{i + 1:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors")
         inside = {called[n] for n in names}
         aliases = {alias: of for alias, of in tied.items() if of in inside}
         files.append(_file(name, origin, {called[n]: view.tensors[n] for n in names}, dtypes, aliases))

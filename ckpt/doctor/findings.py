@@ -133,11 +133,3 @@ def read_text(file: Path | str) -> str:
     with contextlib.suppress(OSError):
         return Path(file).read_bytes().decode("utf-8", "replace")
     return ""
-
-
-def per_second(rate: float) -> str:
-    return f"{rate / GB:.2f} GB/s" if rate >= 1e9 else f"{rate / 1e6:.1f} MB/s"
-
-
-def ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"

@@ -1,8 +1,7 @@
-"""What only folders have: a file system and its mount options, free space, O_DIRECT, fsync, a clock."""
+"""What only folders have: a file system and its mount options, free space, fsync, a clock."""
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
 import statistics
@@ -10,7 +9,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.doctor.findings import ADVICE, GB, MIB, OK, PROBLEM, Finding, clock_difference, judge, ms, read_text
+from ckpt.doctor.findings import ADVICE, GB, MIB, OK, PROBLEM, Finding, clock_difference, judge, read_text
+from ckpt.goodput.breakdown import duration
 from ckpt.store import PAGE
 
 SHARED = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "glusterfs", "afs", "wekafs"}
@@ -85,24 +85,10 @@ def space(path: str) -> list[Finding]:
 
 
 def disk(folder: str) -> list[Finding]:
-    """O_DIRECT, the time of fsync, and the clock of whoever keeps the file; in a scratch folder."""
-    found, clock = [direct_io(f"{folder}/direct"), fsync_time(f"{folder}/sync")], Path(folder, "clock")
+    """The time of fsync, and the clock of whoever keeps the file; in a scratch folder."""
+    found, clock = fsync_time(f"{folder}/sync"), Path(folder, "clock")
     clock.write_bytes(b"x")
-    return [*found, clock_difference(clock.stat().st_mtime - time.time(), 1.0)]
-
-
-def direct_io(path: str) -> Finding:
-    memory = mmap.mmap(-1, 4 * PAGE)
-    try:
-        fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o600)
-        try:
-            os.pwrite(fd, memory, 0)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        advice = "Writes go through the page cache, at several times the CPU, and take memory from training"
-        return Finding("O_DIRECT", f"refused: {error.strerror}", ADVICE, advice)
-    return Finding("O_DIRECT", "works")
+    return [found, clock_difference(clock.stat().st_mtime - time.time(), 1.0)]
 
 
 def fsync_time(path: str, *, times: int = 10, most_s: float = 3.0) -> Finding:
@@ -118,7 +104,7 @@ def fsync_time(path: str, *, times: int = 10, most_s: float = 3.0) -> Finding:
     finally:
         os.close(fd)
     median = statistics.median(taken)
-    text = f"{ms(median)}, at most {ms(max(taken))}"
+    text = f"{duration(median)}, at most {duration(max(taken))}"
     if median > 0.1:
         return Finding("fsync", text, ADVICE, "Slow: others write to this disk, or it has no cache that survives")
     advice = "Faster than a disk can be: memory, or a disk that does not flush"

@@ -1,51 +1,27 @@
-"""What the machine allows: CPUs, memory, limits, kernel and launcher, and how fast it copies snapshots."""
+"""What the machine allows: CPUs, memory, limits, a clock that does not jump; and how fast it copies snapshots."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
-import platform
 import re
 import resource
-import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.doctor.findings import ADVICE, GB, MIB, PROBLEM, Finding, JobSize, judge, per_second, read_text
+from ckpt.doctor.findings import ADVICE, GB, MIB, PROBLEM, Finding, JobSize, judge, read_text
 from ckpt.faults import memory_pressure
-from ckpt.ipc import channel
-from ckpt.ipc.arena import Arena
 
 
-def machine(
-    job: JobSize,
-    *,
-    proc: Path = Path("/proc"),
-    sys_: Path = Path("/sys"),
-    environment: Mapping[str, str] = os.environ,
-) -> list[Finding]:
+def machine(job: JobSize, *, proc: Path = Path("/proc"), sys_: Path = Path("/sys")) -> list[Finding]:
     """Everything but GPUs and clocks that jump. `proc`, `sys_`: where the kernel tells."""
-    found = [versions(), cpus(proc, sys_), memory(job, proc, sys_), *cgroup(proc, sys_), *limits(job)]
-    found += [huge_pages(sys_), arena(), kernel(), ptrace(proc, environment), sockets(environment), clock_source(sys_)]
-    return found + launcher(environment)
-
-
-def versions() -> Finding:
-    try:
-        torch = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        advice = "Fine for looking at runs; training needs torch 2.6 or newer"
-        return Finding("versions", f"Python {platform.python_version()}, no torch", ADVICE, advice)
-    old = tuple(int(n) for n in re.findall(r"\d+", torch)[:2]) < (2, 6)
-    text = f"Python {platform.python_version()}, torch {torch}"
-    return judge("versions", text, old, "torch 2.6 or newer is needed", verdict=PROBLEM)
+    return [cpus(proc, sys_), memory(job, proc, sys_), *oom_group(proc, sys_), *limits(job)]
 
 
 def cpu_count(proc: Path = Path("/proc"), sys_: Path = Path("/sys")) -> float:
@@ -94,128 +70,31 @@ def cgroup_files(controller: str, name: str, proc: Path, sys_: Path) -> Iterator
         yield from (file for folder in chain if (file := folder / name).is_file())
 
 
-def cgroup(proc: Path, sys_: Path) -> list[Finding]:
-    """Limits on processes, and whether the OOM killer takes all of a container at once."""
-    found = []
-    most = [int(n) for f in cgroup_files("pids", "pids.max", proc, sys_) if (n := read_text(f).strip()).isdigit()]
-    if most:
-        advice = "Each rank has a writer with some threads, beside data loaders: raise pids.max"
-        found.append(judge("cgroup pids", f"{min(most)} at most", min(most) < 1000, advice))
-    if any(read_text(f).strip() == "1" for f in cgroup_files("memory", "memory.oom.group", proc, sys_)):
-        advice = "The OOM killer takes the writer along, and memory with it: set singleProcessOOMKill in the kubelet"
-        found.append(Finding("cgroup oom group", "on", ADVICE, advice))
-    return found
+def oom_group(proc: Path, sys_: Path) -> list[Finding]:
+    """Whether the OOM killer takes all of a container at once."""
+    if not any(read_text(f).strip() == "1" for f in cgroup_files("memory", "memory.oom.group", proc, sys_)):
+        return []
+    advice = "The OOM killer takes the writer along, and memory with it: set singleProcessOOMKill in the kubelet"
+    return [Finding("cgroup oom group", "on", ADVICE, advice)]
 
 
 def limits(job: JobSize) -> list[Finding]:
-    """ulimits that matter."""
-    files, size, mapped, core, lock = (
-        resource.getrlimit(kind)[0]
-        for kind in (
-            resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_AS, resource.RLIMIT_CORE,
-            resource.RLIMIT_MEMLOCK,
-        )
-    )  # fmt: skip
-    infinite = resource.RLIM_INFINITY
-
-    def limit(what: str, value: int, bad: bool, advice: str) -> Finding:
-        return judge(what, "unlimited" if value == infinite else str(value), bad, advice)
-
-    found = [limit("open files (ulimit -n)", files, files != infinite and files < 1024, "Raise it: ulimit -n 65536")]
-    if size != infinite:
-        advice = "Packs of a rank's whole share are one file: ulimit -f unlimited"
-        found.append(limit("file size (ulimit -f)", size, size < max(job.here, GB), advice))
-    if mapped != infinite:
-        advice = "Snapshots are mapped by trainer and writer: ulimit -v unlimited"
-        found.append(limit("address space (ulimit -v)", mapped, True, advice))
-    advice = "A crash writes the whole memory to a file before anything starts again: ulimit -c 0"
-    found.append(limit("core dumps (ulimit -c)", core, core != 0, advice))
-    pinning = lock != infinite and Path("/dev/nvidiactl").exists()
-    advice = "RDMA, and some drivers, pin memory under it: ulimit -l unlimited"
-    return [*found, limit("locked memory (ulimit -l)", lock, pinning, advice)]
-
-
-def huge_pages(sys_: Path) -> Finding:
-    found = re.search(r"\[(\w+)\]", read_text(sys_ / "kernel/mm/transparent_hugepage/shmem_enabled"))
-    chosen = found[1] if found else "not known"
-    bad = chosen not in ("advise", "within_size", "always", "force", "not known")
-    advice = "Memory is made ready at a tenth of the speed: echo advise > "
-    advice += "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
-    return judge("huge pages for shared memory", chosen, bad, advice)
-
-
-def arena(size: int = 64 * MIB) -> Finding:
-    """The very thing that holds snapshots, small: sealed shared memory with a mutex that tells of deaths."""
-    try:
-        at = time.perf_counter()
-        made = Arena.create(1, size)
-        rate = size / (time.perf_counter() - at)
-        made.mutex.lock()
-        made.mutex.unlock()
-        made.close()
-    except (OSError, MemoryError, AttributeError) as error:
-        return Finding("shared memory", f"cannot be made: {error}", PROBLEM, "Linux 3.17 or newer with memfd is needed")
-    advice = "The first snapshots come late, until all memory is ready: see huge pages"
-    return judge("shared memory", f"made ready at {per_second(rate)}", rate < 0.5e9, advice)
-
-
-def kernel() -> Finding:
-    missing = []
-    for name, number in (("pidfd_open", os.getpid()), ("eventfd", 0)):
-        try:
-            os.close(getattr(os, name)(number))
-        except (OSError, AttributeError):
-            missing.append(name.removesuffix("_open"))
-    text = platform.release() + (f", without {', '.join(missing)}" if missing else "")
-    advice = "Linux 5.3 or newer, and a seccomp filter that lets them pass"
-    return judge("kernel", text, bool(missing), advice, verdict=PROBLEM)
-
-
-def ptrace(proc: Path, environment: Mapping[str, str]) -> Finding:
-    """Whether stacks of a hung process can be taken from outside."""
-    scope = read_text(proc / "sys/kernel/yama/ptrace_scope").strip() or "0"
-    spy = shutil.which("py-spy", path=environment.get("PATH")) is not None
-    text = f"ptrace_scope {scope}, py-spy {'is' if spy else 'not'} installed"
-    if scope != "0" and os.geteuid() != 0:
-        advice = "Stacks of a hang come from faulthandler alone: sysctl kernel.yama.ptrace_scope=0"
-        return Finding("stacks of a hang", text, ADVICE, advice)
-    return judge("stacks of a hang", text, not spy, "pip install py-spy, for stacks of all threads of any process")
-
-
-def sockets(environment: Mapping[str, str]) -> Finding:
-    """Where trainer, writer and `ckpt trigger` meet, and where a writer's own words go."""
-    try:
-        channel.siblings(channel.run_key("doctor", 0))
-    except OSError as error:
-        return Finding("writers", f"/proc/net/unix: {error}", PROBLEM, "The writers of a node do not find each other")
-    path = channel.log_path("doctor")
-    if not path:
-        advice = f"Set {channel.RUNTIME} to a folder of this user, mode 700"
-        return Finding("writers", "no place for what they say", ADVICE, advice)
-    return Finding("writers", f"met by name, their logs are in {Path(path).parent}")
-
-
-def clock_source(sys_: Path) -> Finding:
-    name = read_text(sys_ / "devices/system/clocksource/clocksource0/current_clocksource").strip()
-    slow = name in ("hpet", "acpi_pm", "jiffies", "refined-jiffies", "pit")
-    advice = "Slow to read, often since the TSC was found unstable: look at dmesg"
-    return judge("clock source", name or "not known", slow, advice)
-
-
-def launcher(environment: Mapping[str, str]) -> list[Finding]:
-    """torchrun, Slurm, Kubernetes: what is known to be missing."""
-    found = []
-    if "TORCHELASTIC_RUN_ID" in environment:
-        shared = environment.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") in ("", "0")
-        advice = "After a restart, workers read addresses of the dead: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-        found.append(judge("launcher", "torchrun", shared, advice))
-    if "SLURM_JOB_ID" in environment:
-        advice = "The end of the job is not known here: say on_deadline(in_s=...), or --signal=USR1@120"
-        found.append(judge("launcher", "Slurm", "SLURM_JOB_END_TIME" not in environment, advice))
-    if "KUBERNETES_SERVICE_HOST" in environment:
-        advice = "terminationGracePeriodSeconds above grace_s, and the trainer or torchrun started with exec"
-        found.append(Finding("launcher", "Kubernetes", ADVICE, advice))
-    return found or [Finding("launcher", "none seen: not inside a job")]
+    """ulimits that would end a job, or be in its way."""
+    most = {
+        "open files (ulimit -n)": (resource.RLIMIT_NOFILE, 1024, "Raise it: ulimit -n 65536"),
+        "file size (ulimit -f)": (
+            resource.RLIMIT_FSIZE, max(job.here, GB), "Packs of a rank's whole share are one file: ulimit -f unlimited",
+        ),
+        "address space (ulimit -v)": (
+            resource.RLIMIT_AS, 1 << 60, "Snapshots are mapped by trainer and writer: ulimit -v unlimited",
+        ),
+    }  # fmt: skip
+    now = {what: resource.getrlimit(kind)[0] for what, (kind, _, _) in most.items()}
+    return [
+        judge(what, str(now[what]), now[what] < least, advice)
+        for what, (_, least, advice) in most.items()
+        if now[what] != resource.RLIM_INFINITY
+    ]
 
 
 class ClockWatch:

@@ -24,7 +24,6 @@ from pathlib import Path
 
 from ckpt.checkpoint.store_trial import PREFIX
 from ckpt.doctor.findings import (
-    OK,
     PROBLEM,
     Finding,
     OnBytes,
@@ -100,7 +99,7 @@ async def _examine(store: Store, place: TierFindings, bounds: Bounds, on_bytes: 
 
 async def _probe(store: Store, root: str | None, place: TierFindings, bounds: Bounds, on_bytes: OnBytes) -> bool:
     """What needs writing; whether that is allowed at all."""
-    add, rates, cached = place.findings.extend, place.rates, False
+    add, rates = place.findings.extend, place.rates
     try:
         async with scratch(store, root, place.findings) as (inner, prefix):
             allowed = await bounded("permissions", permissions(inner, prefix), bounds)
@@ -111,11 +110,10 @@ async def _probe(store: Store, root: str | None, place: TierFindings, bounds: Bo
             add(await bounded("consistency", consistency(inner, prefix, rates), bounds))
             if root is not None:
                 folder = folder_of(inner.url)
-                add(found := await bounded("disk", asyncio.to_thread(disk, str(folder)), bounds))
-                cached = any(f.what == "O_DIRECT" and f.verdict != OK for f in found)
+                add(await bounded("disk", asyncio.to_thread(disk, str(folder)), bounds))
             size = bounds.size if place.free is None else min(bounds.size, place.free // 10)
             less = replace(bounds, size=size, check_s=bounds.check_s + 3 * bounds.measure_s)
-            add(await bounded("bandwidth", bandwidth(inner, prefix, less, rates, on_bytes, cached=cached), less))
+            add(await bounded("bandwidth", bandwidth(inner, prefix, less, rates, on_bytes), less))
             return True
     except (CheckpointError, OSError) as error:
         add([Finding("write", str(error), PROBLEM, "Without writing there, nothing can be saved to it")])

@@ -11,10 +11,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from ckpt.checkpoint.write import upload_from
-from ckpt.doctor.findings import GB, MIB, PROBLEM, Finding, OnBytes, StoreRates, judge, ms, noise, per_second
+from ckpt.doctor.findings import GB, MIB, PROBLEM, Finding, OnBytes, StoreRates, judge, noise
 from ckpt.doctor.s3 import bare_s3
 from ckpt.errors import ExistsError, NotFoundError, StoreError
 from ckpt.format.digest import blob_digest
+from ckpt.goodput.breakdown import decimal, duration
 from ckpt.store import PAGE, Store
 
 CREATORS, ROUNDS = 16, 3
@@ -133,18 +134,15 @@ async def consistency(
     advice = "Runs are only safe where each answer is the newest: no cache, no gateway that lags behind"
     found = [Finding(what, value, PROBLEM, advice) for what, value in problems.items()]
     found = found or [Finding("consistency", "reads and listings see each write and deletion at once")]
-    latency = f"put {ms(rates.put_s)}, get {ms(rates.get_s)} (medians of {len(puts)})"
+    latency = f"put {duration(rates.put_s)}, get {duration(rates.get_s)} (medians of {len(puts)})"
     advice = "Each checkpoint takes a handful of these in turn; look for a nearer region or a less busy server"
     return [*found, judge("latency", latency, rates.put_s > 0.5, advice)]
 
 
 async def bandwidth(
-    store: Store, prefix: str, bounds: Bounds, rates: StoreRates, on_bytes: OnBytes = None, *, cached: bool = False
+    store: Store, prefix: str, bounds: Bounds, rates: StoreRates, on_bytes: OnBytes = None
 ) -> list[Finding]:
-    """Large objects, written and read as checkpoints are. The rates are those of the largest there was time for.
-
-    `cached`: what was just written is read from this machine's memory, so that reading tells little.
-    """
+    """Large objects, written and read as checkpoints are. The rates are those of the largest there was time for."""
     data = await asyncio.to_thread(noise, min(bounds.size, LARGEST))
     written: list[tuple[int, float, float]] = []  # size, seconds, CPU
     end = time.monotonic() + bounds.measure_s
@@ -169,11 +167,11 @@ async def bandwidth(
     large = [one for one in written if one[0] >= max(written)[0] / 2]
     total, seconds, cpu = map(sum, zip(*large, strict=True))
     rates.write, rates.cpu_s = total / seconds, cpu / total
-    text = f"write {per_second(rates.write)}, {rates.cpu_s * GB:.2f} CPU-s a GB"
+    text = f"write {decimal(rates.write)}/s, {rates.cpu_s * GB:.2f} CPU-s a GB"
     if not await _read_back(store, prefix, [size for size, _, _ in written], data, bounds, rates, on_bytes):
         advice = "Something on the way changes bytes: memory, disk or network. Do not train on this machine"
         return [Finding("bandwidth", "what was read is not what was written", PROBLEM, advice)]
-    text += f", read {per_second(rates.read)}{' from the page cache' * cached}"
+    text += f", read {decimal(rates.read)}/s"
     text += f" ({sum(size for size, _, _ in written) / 1e6:.0f} MB)"
     advice = "That is slow for checkpoints: save there rarely, and have a nearer tier as well"
     return [judge("bandwidth", text, min(rates.write, rates.read) < 10e6, advice)]

@@ -1,12 +1,8 @@
-"""What S3 knows of besides objects: uploads lying about, rules, versions, how it is reached, its clock."""
+"""What S3 knows of besides objects: uploads lying about, rules, versions, its clock."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import json
-import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
@@ -15,8 +11,6 @@ from typing import Any
 from ckpt.checkpoint.store_trial import PREFIX
 from ckpt.doctor.findings import ADVICE, PROBLEM, Finding, clock_difference, judge
 from ckpt.errors import NotFoundError, StoreError
-
-ABORT_RULE = {"AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 7}}
 
 
 def bare_s3(store: Any) -> Any:
@@ -27,8 +21,8 @@ def bare_s3(store: Any) -> Any:
 
 
 async def bucket(s3: Any) -> list[Finding]:
-    """What S3 knows of besides objects: uploads lying about, rules, versions, how it is reached, its clock."""
-    found = [engine(s3), endpoint(s3)]
+    """What S3 knows of besides objects: uploads lying about, rules, versions, its clock."""
+    found: list[Finding] = []
     for what, check in (("clock", s3_clock), ("unfinished uploads", _uploads), ("lifecycle", _rules)):
         try:
             found += await check(s3)
@@ -36,26 +30,6 @@ async def bucket(s3: Any) -> list[Finding]:
             advice = "Not allowed to look, or not known there: ask whoever owns the bucket"
             found.append(Finding(what, str(error), ADVICE, advice))
     return found
-
-
-def engine(s3: Any) -> Finding:
-    if s3.engine == "obstore":
-        return Finding("engine", s3.engine)
-    if importlib.util.find_spec("obstore") is not None:
-        return Finding("engine", f"{s3.engine}, though obstore is installed: the options ask for what it cannot do")
-    advice = "pip install everystep[obstore]: measured 0.3 instead of 2.1 CPU-seconds a GB written"
-    return Finding("engine", str(s3.engine), ADVICE, advice)
-
-
-def endpoint(s3: Any) -> Finding:
-    url = str(getattr(getattr(getattr(s3, "_s3", None), "meta", None), "endpoint_url", "") or "")
-    url = url or str(s3.options.get("endpoint_url") or os.environ.get("AWS_ENDPOINT_URL") or "https:")
-    host = re.sub(r"^[a-z]+://|[:/].*$", "", url)
-    near = host in ("localhost", "127.0.0.1", "::1")
-    if url.startswith("http:") and not near:
-        advice = "Everybody on the way can read and change checkpoints: use https"
-        return Finding("endpoint", "plain http", ADVICE, advice)
-    return Finding("endpoint", "https" if url.startswith("https") else "plain http, on this machine")
 
 
 async def s3_clock(s3: Any) -> list[Finding]:
@@ -82,10 +56,10 @@ async def _rules(s3: Any) -> list[Finding]:
     except NotFoundError:
         answer = {}
     versions = await s3.call("get_bucket_versioning", "cannot see whether versions are kept")
-    return lifecycle(answer.get("Rules", []), s3.bucket, s3.prefix, str(versions.get("Status", "")) == "Enabled")
+    return lifecycle(answer.get("Rules", []), s3.prefix, str(versions.get("Status", "")) == "Enabled")
 
 
-def lifecycle(rules: Sequence[Mapping[str, Any]], bucket: str, prefix: str, versioned: bool) -> list[Finding]:
+def lifecycle(rules: Sequence[Mapping[str, Any]], prefix: str, versioned: bool) -> list[Finding]:
     """What a bucket's rules do to a run under a prefix."""
     active = [rule for rule in rules if rule.get("Status") == "Enabled" and not _tagged(rule)]
     whole = [rule for rule in active if prefix.startswith(_prefix(rule))]
@@ -94,9 +68,8 @@ def lifecycle(rules: Sequence[Mapping[str, Any]], bucket: str, prefix: str, vers
     if any("AbortIncompleteMultipartUpload" in rule for rule in whole):
         found.append(Finding("lifecycle", "unfinished uploads are aborted"))
     else:
-        wanted = _rule("everystep-unfinished-uploads", prefix, ABORT_RULE)
-        advice = _add(wanted, bucket, rules)
-        found.append(Finding("lifecycle", "no rule aborts unfinished uploads", ADVICE, advice, wanted))
+        advice = "Their parts are paid for: add a rule with AbortIncompleteMultipartUpload after 7 days"
+        found.append(Finding("lifecycle", "no rule aborts unfinished uploads", ADVICE, advice))
     for rule in touching:
         days = rule.get("Expiration", {}).get("Days")
         if days is not None or "Date" in rule.get("Expiration", {}):
@@ -108,9 +81,8 @@ def lifecycle(rules: Sequence[Mapping[str, Any]], bucket: str, prefix: str, vers
             advice = "From there nothing is restored within hours: exclude this prefix"
             found.append(Finding("lifecycle", f"a rule moves objects to {', '.join(sorted(cold))}", ADVICE, advice))
     if versioned and not any("NoncurrentVersionExpiration" in rule for rule in whole):
-        wanted = _rule("everystep-old-versions", prefix, {"NoncurrentVersionExpiration": {"NoncurrentDays": 1}})
         text = "on: checkpoints that keep= has deleted are still stored, and paid for"
-        return [*found, Finding("versioning", text, ADVICE, _add(wanted, bucket, rules), wanted)]
+        return [*found, Finding("versioning", text, ADVICE, "Add a rule with NoncurrentVersionExpiration after a day")]
     return [*found, Finding("versioning", "on, and old versions go" if versioned else "off")]
 
 
@@ -122,15 +94,3 @@ def _prefix(rule: Mapping[str, Any]) -> str:
 def _tagged(rule: Mapping[str, Any]) -> bool:
     chosen = rule.get("Filter") or {}
     return "Tag" in chosen or "Tags" in (chosen.get("And") or {})
-
-
-def _rule(name: str, prefix: str, action: Mapping[str, Any]) -> dict[str, Any]:
-    return {"ID": name, "Status": "Enabled", "Filter": {"Prefix": prefix}, **action}
-
-
-def _add(rule: Mapping[str, Any], bucket: str, others: Sequence[Any]) -> str:
-    text = json.dumps(rule)
-    if others:
-        return f"Add this to the {len(others)} rules that the bucket has: {text}"
-    command = f"aws s3api put-bucket-lifecycle-configuration --bucket {bucket} --lifecycle-configuration"
-    return f"""{command} '{{"Rules": [{text}]}}'"""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from ckpt.events import log
 PROC, SYS = Path("/proc"), Path("/sys/fs/cgroup")
 NO_LIMIT = 1 << 60  # v1 says 2**63 less a page where there is none
 SPARED = -500  # of -1000, never killed, to 1000
-WINDOW_S = 2  # of stalls; the kernel lets everybody watch multiples of this
 PLENTY = 0.5  # of the memory is available: then stalls are those of making huge pages, not of a shortage
 
 
@@ -102,7 +100,7 @@ class PressureWatch:
     - a cgroup has run out of memory.
 
     The episode is over when `fine_s` seconds have passed without any of that, and with twice the share available.
-    Stalls wake the thread where the kernel lets us ask for that; everything else is looked at every `poll_s` seconds.
+    All of it is looked at every `poll_s` seconds; stalls are averages over ten seconds.
     """
 
     def __init__(
@@ -124,18 +122,18 @@ class PressureWatch:
         self._held: tuple[int, int] | None = None  # at the last look: times at a limit, times out of memory
         self._fine_since: float | None = None
         self.pressed = False  # whether an episode goes on
-        self._wake = -1
+        self._ended: threading.Event | None = None
 
     def start(self) -> None:
-        if self._wake < 0:
-            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # the thread closes it, and ends by it alone
-            threading.Thread(target=self._run, args=(self._wake,), name="ckpt-pressure", daemon=True).start()
+        if self._ended is None:
+            self._ended = threading.Event()
+            threading.Thread(target=self._run, args=(self._ended,), name="ckpt-pressure", daemon=True).start()
 
     def stop(self) -> None:
         """Returns at once, from any thread; a look or call that has begun goes on."""
-        wake, self._wake = self._wake, -1
-        if wake >= 0:
-            os.eventfd_write(wake, 1)
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            ended.set()
 
     def look(self, stalled: bool = False) -> None:
         """One look. `stalled`: processes wait for memory, as the kernel said."""
@@ -163,57 +161,16 @@ class PressureWatch:
             return f"processes wait for memory, {now.available >> 20} MiB are available ({now.where})"
         return ""
 
-    def _run(self, wake: int) -> None:
-        poller = select.poll()
-        poller.register(wake, select.POLLIN)
+    def _run(self, ended: threading.Event) -> None:
         own = [chain[0] / "memory.pressure" for chain in cgroup_chains(self._proc, self._sys, "self")]
-        stalls = _Stalls([*own, self._proc / "pressure" / "memory"], self._share, poller)
-        ready: dict[int, int] = {}
-        while wake not in ready:
+        files = [*own, self._proc / "pressure" / "memory"]
+        while not ended.is_set():
             try:
-                self.look(stalls.felt(ready))
+                stalls = (share for file in files if (share := _stalled(file)) is not None)
+                self.look(next(stalls, 0.0) >= self._share)
             except Exception:
                 log.warning("memory pressure was not dealt with", exc_info=True)
-            ready = dict(poller.poll(self._poll_s * 1000))
-        stalls.close()
-        os.close(wake)
-
-
-class _Stalls:
-    """Whether processes wait for memory for a share of the time: told by the kernel, or read from its averages."""
-
-    def __init__(self, files: list[Path], share: float, poller: select.poll) -> None:
-        self._file = next((file for file in files if _stalled(file) is not None), None)
-        self._share, self._poller = share, poller
-        self._fd = -1 if self._file is None else _trigger(self._file, share)
-        if self._fd >= 0:
-            poller.register(self._fd, select.POLLPRI)
-
-    def felt(self, ready: dict[int, int]) -> bool:
-        event = ready.get(self._fd, 0)
-        if event & ~select.POLLPRI:  # the cgroup is gone
-            self.close()
-        if self._fd >= 0:
-            return bool(event)
-        return self._file is not None and (_stalled(self._file) or 0.0) >= self._share
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            self._poller.unregister(self._fd)
-            os.close(self._fd)
-            self._fd = -1
-
-
-def _trigger(file: Path, share: float) -> int:
-    """A descriptor that has POLLPRI at most once per window, when stalls took that share of it; -1 if we may not."""
-    with contextlib.suppress(OSError):
-        fd = os.open(file, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        with contextlib.suppress(OSError):
-            if os.fstat(fd).st_size == 0:  # files of the kernel have no size; nothing else may be written to
-                os.write(fd, b"some %d %d\0" % (max(1, int(share * WINDOW_S * 1e6)), WINDOW_S * 10**6))
-                return fd
-        os.close(fd)
-    return -1
+            ended.wait(self._poll_s)
 
 
 def _stalled(file: Path) -> float | None:

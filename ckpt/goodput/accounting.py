@@ -29,7 +29,7 @@ from ckpt.faults.report import Fault
 from ckpt.goodput.breakdown import Statement
 from ckpt.goodput.ledger import Account
 from ckpt.goodput.timeline import PlacedAccount, placed
-from ckpt.goodput.walk import LedgerWalk, TimeSlice
+from ckpt.goodput.walk import LedgerWalk
 
 QUIET_S = 150.0  # a ledger that was kept so recently is of a job that runs: in buckets it is put every minute
 
@@ -47,11 +47,10 @@ def settle(
 
 @dataclass(frozen=True, slots=True)
 class SettledRun:
-    """What one walk along the time line finds: figures, and when what was done."""
+    """What one walk along the time line finds, and the line."""
 
     statement: Statement
     line: tuple[PlacedAccount, ...] = ()
-    slices: tuple[TimeSlice, ...] = ()
 
 
 def settled(
@@ -69,7 +68,7 @@ def settled(
         return SettledRun(Statement(notes=tuple(notes)))
     walk = LedgerWalk(line, notes, idle_after_s, math.inf if now is None else now)
     walk.all()
-    return SettledRun(_statement(line, walk, notes, now), tuple(line), tuple(walk.slices))
+    return SettledRun(_statement(line, walk, notes, now), tuple(line))
 
 
 def _statement(line: Sequence[PlacedAccount], walk: LedgerWalk, notes: Sequence[str], now: float | None) -> Statement:

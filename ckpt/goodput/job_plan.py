@@ -23,7 +23,7 @@ from ckpt.goodput.ledger import Account, in_order
 from ckpt.goodput.model import Costs, Forecast, TierCost, positive, predict
 
 GB = 1e9
-MEMORY, REPLICA, LOCAL, SHARED = TIERS = ("memory", "replica", "local", "shared")
+MEMORY, REPLICA, SHARED = TIERS = ("memory", "replica", "shared")
 PARTS = ("cost_s", "write_s", "restore_s")  # of a tier, that may be measured: see TierCost
 
 FAULTS_ENOUGH, HANGS_ENOUGH = 3, 10  # interruptions that say how often they come, and how many of them are hangs
@@ -43,7 +43,6 @@ NUMBERS = {
     "restart_s": Number(60.0, "duration", "from noticing a fault to restore()", "assumed: NOT OURS, and matters most"),
     "crash_s": Number(0.002, "duration", "until a crash is noticed", "measured: make bench-faults; of a lost node NOT"),
     "hang_share": Number(42 / 419, "share", "of the faults are hangs", "network and watchdog, Llama 3's table 5"),
-    "reboot_share": Number(0.0, "share", "of the faults take a node's memory, not its disks", "assumed"),
     "node_share": Number(0.99 * 207 / 419, "share", "of the faults take a node along", "assumed of Llama 3's causes"),
     "all_share": Number(
         0.01, "share", "of the faults take all nodes along", "a guess: a power cut, or a job that moves"
@@ -51,8 +50,6 @@ NUMBERS = {
     "budget": Number(0.01, "share", "of training that saving to memory may take", 'that of every="auto"'),
     "pcie": Number(25e9, "rate", "of a GPU to host memory", "assumed: PCIe 4.0 x16; no GPU was measured"),
     "network": Number(5e9, "rate", "between nodes, beside training", "assumed"),
-    "disk_write": Number(2e9, "rate", "of a node's disk", "assumed"),
-    "disk_read": Number(3e9, "rate", "of a node's disk", "assumed"),
     "store_write": Number(0.37e9, "rate", "a node, to the shared tier", "measured: make bench-storage, two cores"),
     "store_read": Number(1.23e9, "rate", "a node, from the shared tier", "measured: make bench-storage, two cores"),
     "store_write_all": Number(200e9, "rate", "of all nodes to the shared tier", "assumed"),
@@ -62,7 +59,6 @@ NUMBERS = {
     "beside": Number(0.1, "share", "of a copy to host memory is felt", "assumed: copy engines work beside compute"),
     "blocks_s": Number(0.002, "duration", "that step() blocks for a snapshot", "measured: make bench, 1.6 ms"),
     "open_s": Number(0.8, "duration", "of a restore besides moving bytes", "measured: make bench, make bench-scale"),
-    "cpu_disk": Number(0.24, "count", "s of CPU time a GB, to a folder", "measured: make bench"),
     "cpu_network": Number(0.5, "count", "s of CPU time a GB, at each end of the network", "assumed"),
     "cpu_store": Number(0.91, "count", "s of CPU time a GB, to an object store", "measured: make bench-storage"),
 }
@@ -77,7 +73,6 @@ class PlannedJob:
     state: float
     step_s: float
     per_node: int = 8
-    days: float = 54.0
 
     @property
     def nodes(self) -> int:
@@ -91,7 +86,7 @@ class PlannedJob:
 @dataclass(frozen=True, slots=True)
 class PlannedTier:
     """`cost_s`, `write_s`, `restore_s`: as in `TierCost`; `survives`: kinds of faults, by what is gone; `every`: steps,
-    None: to be found, 0: never; `note`: what set `every`, if it was not the faults."""
+    None: to be found, 0: never."""
 
     name: str
     cost_s: float
@@ -99,7 +94,6 @@ class PlannedTier:
     restore_s: float
     survives: tuple[str, ...]
     every: int | None = None
-    note: str = ""
 
 
 Numbers = Mapping[str, float]
@@ -113,8 +107,8 @@ def defaults(job: PlannedJob) -> dict[str, float]:
 
 
 def shares(n: Numbers) -> dict[str, float]:
-    """Of the faults, by what is gone: the trainer, its node's memory, the node's disks too, or that of all nodes."""
-    found = {"reboot": n["reboot_share"], "node": n["node_share"], "all": n["all_share"]}
+    """Of the faults, by what is gone: the trainer, its node, or all nodes."""
+    found = {"node": n["node_share"], "all": n["all_share"]}
     process = 1 - sum(found.values())
     if min(process, *found.values()) < 0:
         raise UsageError("the shares of faults sum to more than 1, or one is negative")
@@ -125,9 +119,9 @@ def perceive_s(n: Numbers) -> float:
     return (1 - n["hang_share"]) * n["crash_s"] + n["hang_share"] * n["hang_s"]
 
 
-def tiers(job: PlannedJob, n: Numbers, names: Iterable[str]) -> list[PlannedTier]:
+def tiers(job: PlannedJob, n: Numbers) -> list[PlannedTier]:
     """What saves and restores take, the nearest tier first; what was measured stands. The replica is that of
-    Memory(replicas=2).
+    Memory(replicas=2), where there is another node.
 
     Bytes are copied off the GPU beside training, and from there on they move in the background; that takes CPU time, of
     which training feels a part, by a core's share of a node."""
@@ -136,16 +130,13 @@ def tiers(job: PlannedJob, n: Numbers, names: Iterable[str]) -> list[PlannedTier
     put = job.state / min(n["store_write"] * job.nodes, n["store_write_all"])
     get = job.state / min(n["store_read"] * job.nodes, n["store_read_all"])
     felt = n["felt"] * node_bytes / GB / n["cores"]  # seconds of training for each CPU-s a GB
-    disk_s, disk_back_s = node_bytes / n["disk_write"], node_bytes / n["disk_read"]
-    cpu, both_ends = felt * n["cpu_disk"], 2 * felt * n["cpu_network"]
+    both_ends = 2 * felt * n["cpu_network"]
     found = [
         PlannedTier(MEMORY, n["blocks_s"] + n["beside"] * copy, copy, opens, ("process",)),
-        PlannedTier(REPLICA, both_ends, copy + send, opens + send, ("process", "reboot", "node")),
-        PlannedTier(LOCAL, cpu, copy + disk_s, opens + disk_back_s, ("process", "reboot")),
-        PlannedTier(SHARED, felt * n["cpu_store"], copy + put, opens + get, ("process", "reboot", "node", "all")),
+        PlannedTier(REPLICA, both_ends, copy + send, opens + send, ("process", "node")),
+        PlannedTier(SHARED, felt * n["cpu_store"], copy + put, opens + get, ("process", "node", "all")),
     ]
-    wanted = set(names)
-    return [_as_measured(one, n) for one in found if one.name in wanted]
+    return [_as_measured(one, n) for one in found if one.name != REPLICA or job.nodes > 1]
 
 
 def _as_measured(one: PlannedTier, n: Numbers) -> PlannedTier:
@@ -171,45 +162,33 @@ def served(chosen: Sequence[PlannedTier], n: Numbers, step_s: float) -> dict[str
 
 
 def cadences(job: PlannedJob, n: Numbers, chosen: Sequence[PlannedTier]) -> list[PlannedTier]:
-    """With `every` found where it was not given. A tier is needed by those faults that the nearer ones do not survive;
-    what serves none is not saved to. The replica is sent what memory has, as often as the network allows."""
-    needed = served([replace(one, every=one.every and None) for one in chosen], n, job.step_s)
-    copied = any(one.name == REPLICA and one.every != 0 for one in chosen)
+    """With `every`. A tier is needed by those faults that the nearer ones do not survive; what serves none is not saved
+    to. Where there is a replica it is sent what memory has, as often as the network allows."""
+    needed = served([replace(one, every=None) for one in chosen], n, job.step_s)
+    replica_s = sum(one.cost_s for one in chosen if one.name == REPLICA)
     found = list[PlannedTier]()
     for one in chosen:
-        least = math.ceil(max(0.0, one.write_s - one.cost_s) / job.step_s - 1e-9)
-        if one.name == REPLICA:
-            lap = next((near.every or 0 for near in found if near.name == MEMORY), 0)
-            every = lap * max(1, math.ceil(least / lap)) if lap and needed[REPLICA] else 0
-            found.append(replace(one, every=every))
-        elif one.every:
-            note = f"a write to {one.name} has to be over before the next begins: every {least} steps at most"
-            found.append(replace(one, every=max(one.every, least), note=note if one.every < least else ""))
-        elif one.every is None:
-            share, cost_s = needed[one.name], one.cost_s
-            if one.name == MEMORY and copied:
-                share += needed[REPLICA]
-                cost_s += next(tier.cost_s for tier in chosen if tier.name == REPLICA)
-            found.append(_with_cadence(one, cost_s, n["mtbf_s"] / share if share else math.inf, job, n))
+        share = needed[one.name]
+        if one.name == MEMORY:
+            share += needed.get(REPLICA, 0.0)
+            found.append(_with_cadence(one, one.cost_s + replica_s, share, job, n))
+        elif one.name == REPLICA:
+            lap, least = found[0].every or 0, math.ceil(max(0.0, one.write_s - one.cost_s) / job.step_s - 1e-9)
+            found.append(replace(one, every=lap * max(1, math.ceil(least / lap)) if lap and share else 0))
         else:
-            found.append(one)
+            found.append(_with_cadence(one, one.cost_s, share, job, n))
     return found
 
 
-def _with_cadence(one: PlannedTier, cost_s: float, mtbf_s: float, job: PlannedJob, n: Numbers) -> PlannedTier:
-    if math.isinf(mtbf_s):
+def _with_cadence(one: PlannedTier, cost_s: float, share: float, job: PlannedJob, n: Numbers) -> PlannedTier:
+    if not share:
         return replace(one, every=0)
-    if one.name == MEMORY:
-        least_s, why = max(cost_s / n["budget"], one.write_s - cost_s), "it may take no more of training (budget)"
+    mtbf_s = n["mtbf_s"] / share
+    if one.name == MEMORY:  # one write is over before the next begins
+        least_s = max(cost_s / n["budget"], one.write_s - cost_s)
     else:
-        least_s, why = (
-            least_interval(one.write_s, mtbf_s, shared=one.name == SHARED),
-            "it is not to be busy all the time",
-        )
-    best_s = best_interval(cost_s, mtbf_s)
-    steps, wanted = steps_apart(best_s, least_s, job.step_s), steps_apart(best_s, 0.0, job.step_s)
-    note = f"{one.name} is saved to every {steps:,} steps, where every {wanted:,} would lose least: {why}"
-    return replace(one, every=steps, note="" if steps == wanted else note)
+        least_s = least_interval(one.write_s, mtbf_s, shared=True)
+    return replace(one, every=steps_apart(best_interval(cost_s, mtbf_s), least_s, job.step_s))
 
 
 def expected(job: PlannedJob, n: Numbers, chosen: Sequence[PlannedTier]) -> Forecast:
@@ -226,7 +205,7 @@ def expected(job: PlannedJob, n: Numbers, chosen: Sequence[PlannedTier]) -> Fore
         )
         for one in chosen
     ]
-    return predict(Costs(perceive_s(n), n["restart_s"], costs), n["mtbf_s"], job.step_s)
+    return predict(Costs(perceive_s(n), n["restart_s"], costs), n["mtbf_s"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +230,8 @@ class Plan:
         return data
 
 
-def plan(job: PlannedJob, n: Numbers, chosen: Sequence[PlannedTier], goal: float = 0.995) -> Plan:
-    """`chosen`: with no cadence where none was given. UsageError for what makes no sense."""
+def plan(job: PlannedJob, n: Numbers, goal: float = 0.995) -> Plan:
+    """With the tiers that such a job has. UsageError for what makes no sense."""
     if not 0 < goal < 1:
         raise UsageError(f"--goal: {goal!r} makes no sense: it is a share between 0 and 1, such as 0.995 or 99.5%")
     if job.step_s > n["mtbf_s"]:
@@ -260,9 +239,9 @@ def plan(job: PlannedJob, n: Numbers, chosen: Sequence[PlannedTier], goal: float
 
     def effective(name: str, value: float) -> float:
         varied = {**n, name: value}
-        return expected(job, varied, cadences(job, varied, chosen)).effective
+        return expected(job, varied, cadences(job, varied, tiers(job, n))).effective
 
-    found = cadences(job, n, chosen)
+    found = cadences(job, n, tiers(job, n))
     restart_s = _turn(lambda value: effective("restart_s", value) >= goal, 1e-3, 1e9)
     mtbf_s = _turn(lambda value: effective("mtbf_s", value) >= goal, 1e11, job.step_s)
     restarts = tuple((value, effective("restart_s", value)) for value in (10.0, 30.0, 60.0, 120.0, 300.0, 600.0))
@@ -284,7 +263,7 @@ def _turn(good: Callable[[float], bool], fine: float, bad: float) -> float | Non
 
 def measured(accounts: Iterable[Account]) -> dict[str, float]:
     """What the ledger of a run says, by the names of numbers; besides `gpus`, `step_s` and `rank_bytes`. The last
-    durable tier is the shared one, the one before it is local."""
+    durable tier is the shared one."""
     history = in_order(accounts)
     bill = settle(history)
     if not history:
@@ -309,8 +288,8 @@ def measured(accounts: Iterable[Account]) -> dict[str, float]:
 
 def _of_tiers(history: Sequence[Account]) -> dict[str, float | None]:
     known: dict[str, float | None] = {}
-    urls = list(dict.fromkeys(url for account in history for url in account.saves))[-2:]
-    names = {MEMORY: MEMORY, **dict(zip(reversed(urls), (SHARED, LOCAL), strict=False))}
+    urls = list(dict.fromkeys(url for account in history for url in account.saves))[-1:]
+    names = {MEMORY: MEMORY, **dict.fromkeys(urls, SHARED)}
     for url, name in names.items():
         saves = [account.saves[url] for account in history if url in account.saves]
         count, nbytes = sum(one.count for one in saves), sum(one.nbytes for one in saves)

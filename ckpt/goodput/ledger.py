@@ -18,7 +18,9 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from msgspec import Meta
 
 from ckpt.errors import CorruptError, FormatError
 from ckpt.format.typed_json import decoded, typed
@@ -32,6 +34,8 @@ MOST_LANDED = 256
 MOST_EVENTS = 256  # restores, faults and decisions that are kept of each kind: the first half, and the last
 _NAME = re.compile(r"ledger/(\d+\.[0-9a-z]+)\.(\d+)\.json")
 T = TypeVar("T")
+Moment = Annotated[float, Meta(gt=-1e11, lt=1e11)]  # and seconds: beyond that, numbers are nonsense
+StepNumber = Annotated[int, Meta(ge=-(2**62), le=2**62)]
 
 
 @dataclass(slots=True)
@@ -45,14 +49,14 @@ class StepRow:
     out.
     """
 
-    at: float
-    step: int
-    steps: int
-    seconds: float
-    stalled: float = 0.0
-    slowed: float = 0.0
+    at: Moment
+    step: StepNumber
+    steps: StepNumber
+    seconds: Moment
+    stalled: Moment = 0.0
+    slowed: Moment = 0.0
     quiet: int = 0
-    paused: float = 0.0
+    paused: Moment = 0.0
     saves: int = 0
     skipped: int = 0
 
@@ -71,9 +75,9 @@ class Restore:
     `attempt`: what was restored, "" for nothing; `epoch`: the one that it opened. `repaired`: pieces that came from a
     further place; `passed_over`: newer checkpoints that could not be used, and `why` the first of them could not."""
 
-    at: float
-    seconds: float
-    step: int | None
+    at: Moment
+    seconds: Moment
+    step: StepNumber | None
     source: str = ""
     attempt: str = ""
     epoch: str = ""
@@ -126,7 +130,7 @@ class SeenFault:
     """A fault, or a call to save, as `ckpt.faults.report.Fault` has it. `at`: when it was noticed; `by`: "fault
     handler", which can copy the running state, or "writer", when it was too late for that; `ends`: the incarnation."""
 
-    at: float
+    at: Moment
     kind: str
     summary: str
     rank: int = 0
@@ -146,8 +150,8 @@ class End:
     that was seen; `gone`: when the process was gone, or closing had ended."""
 
     how: str
-    at: float
-    gone: float
+    at: Moment
+    gone: Moment
 
 
 @dataclass(slots=True)
@@ -184,13 +188,13 @@ class Account:
     pid: int = 0
     url: str = ""
     inode: int = 0
-    anchor: tuple[float, float] = (0.0, 0.0)
-    born: float = 0.0
-    opening: float = 0.0
-    opened: float = 0.0
-    kept: float = 0.0
-    step: int = -1
-    beat: float = 0.0
+    anchor: tuple[Moment, Moment] = (0.0, 0.0)
+    born: Moment = 0.0
+    opening: Moment = 0.0
+    opened: Moment = 0.0
+    kept: Moment = 0.0
+    step: StepNumber = -1
+    beat: Moment = 0.0
     calls: int = 0
     restores: list[Restore] = field(default_factory=list)
     rows: list[StepRow] = field(default_factory=list)

@@ -52,22 +52,20 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class TierShare:
-    """Of one tier, per fault of any kind. `recompute_s`: what is lost to one that it serves; `saving_s`: per fault."""
+    """Of one tier. `recompute_s`: what is lost to a fault that it serves."""
 
     name: str
     served: float
     every_s: float
     restore_s: float
     recompute_s: float
-    saving_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """Seconds per fault, and `effective`, the share of wall-clock that is training which is never done again.
 
-    `wall_s`: wall-clock from fault to fault, those during recovery counted; `unfinished_s`: the part of `recompute_s`
-    that is the step which the fault hit."""
+    `wall_s`: wall-clock from fault to fault, those during recovery counted."""
 
     mtbf_s: float
     wall_s: float
@@ -76,7 +74,6 @@ class Forecast:
     restart_s: float
     restore_s: float
     recompute_s: float
-    unfinished_s: float
     saving_s: float
     tiers: tuple[TierShare, ...]
 
@@ -90,24 +87,25 @@ class Forecast:
         return sum(self.parts.values())
 
 
-def predict(costs: Costs, mtbf_s: float, step_s: float = 0.0, *, recovering: bool = True) -> Forecast:
+def predict(costs: Costs, mtbf_s: float, *, recovering: bool = True) -> Forecast:
     """What follows from costs. `mtbf_s`: mean time between faults, of a job that trains and, if `recovering`, of one
-    that recovers as well: then what was noticed, started and read has to be so again. `step_s` only says how much of
-    what is recomputed is the unfinished step. UsageError for what makes no sense."""
+    that recovers as well: then what was noticed, started and read has to be so again. UsageError for what makes no
+    sense."""
     _check(costs, mtbf_s)
     rate = 1.0 / mtbf_s
     used = [tier for tier in costs.tiers if tier.served > 0]
     slowing = sum(tier.cost_s / tier.every_s for tier in costs.tiers)
-    visits = _visits(used, costs, rate if recovering else 0.0)
+    again = rate if recovering else 0.0  # of faults while the job recovers
+    visits = _visits(used, costs, again)
     total = sum(visits)
     stages = [0.0, 0.0, 0.0]
     ends = [0.0] * len(used)  # how often a recovery ends with this tier
     for i, (tier, count) in enumerate(zip(used, visits, strict=True)):
         past = 0.0
         for number, lasting in enumerate((costs.perceive_s, costs.restart_s, tier.restore_s)):
-            stages[number] += count * _within(past, lasting, rate if recovering else 0.0)
+            stages[number] += count * _within(past, lasting, again)
             past += lasting
-        ends[i] = count * (math.exp(-rate * past) if recovering else 1.0)
+        ends[i] = count * math.exp(-again * past)
     # Until the next fault: a save comes after the steps that it saves, so that half a save more is work.
     extra = sum(end * tier.cost_s / 2 for end, tier in zip(ends, used, strict=True))
     work = min(mtbf_s, (mtbf_s + extra) / (1 + slowing))
@@ -115,31 +113,10 @@ def predict(costs: Costs, mtbf_s: float, step_s: float = 0.0, *, recovering: boo
     useful = max(0.0, work - sum(end * seconds for end, seconds in zip(ends, lost, strict=True)))
     wall = mtbf_s + sum(stages)
     by_name = {tier.name: seconds for tier, seconds in zip(used, lost, strict=True)}
-    saving, recompute = (mtbf_s - work) / total, (work - useful) / total
-    shares = tuple(
-        TierShare(
-            one.name,
-            one.served,
-            one.every_s,
-            one.restore_s,
-            by_name.get(one.name, 0.0),
-            saving * (one.cost_s / one.every_s) / slowing if slowing else 0.0,
-        )
-        for one in costs.tiers
-    )
-    effective = min(1.0, max(0.0, useful / wall))
-    return Forecast(
-        mtbf_s=mtbf_s,
-        wall_s=wall / total,
-        effective=effective,
-        perceive_s=stages[0] / total,
-        restart_s=stages[1] / total,
-        restore_s=stages[2] / total,
-        recompute_s=recompute,
-        unfinished_s=min(step_s / 2, recompute),
-        saving_s=saving,
-        tiers=shares,
-    )
+    shares = (TierShare(t.name, t.served, t.every_s, t.restore_s, by_name.get(t.name, 0.0)) for t in costs.tiers)
+    perceive_s, restart_s, restore_s = (seconds / total for seconds in stages)
+    lost_s, saving_s, effective = (work - useful) / total, (mtbf_s - work) / total, min(1.0, max(0.0, useful / wall))
+    return Forecast(mtbf_s, wall / total, effective, perceive_s, restart_s, restore_s, lost_s, saving_s, tuple(shares))
 
 
 def _visits(used: Sequence[TierCost], costs: Costs, rate: float) -> list[float]:

@@ -20,7 +20,6 @@ from ckpt.faults.report import TOGETHER_S, Fault
 from ckpt.goodput.breakdown import duration, moment
 from ckpt.goodput.ledger import Account, Restore, StepRow, in_order
 
-MOST_S, MOST_STEPS = 1e11, 2**63  # beyond these, numbers are nonsense
 SKEW_S = 60.0  # the clocks of machines differ; what is further in the future than that is nonsense too
 SLIGHT_S = 1.0  # a clock that was set back by less than that deserves no note
 
@@ -137,11 +136,8 @@ def placed(
     accounts: list[Account], faults: list[Fault], notes: list[str], now: float = math.inf
 ) -> list[PlacedAccount]:
     """One of each incarnation, in order, each with its place on the line. `now`: in seconds since 1970."""
-    sane = [one for one in accounts if is_sane(one)]
-    if len(sane) < len(accounts):
-        notes.append(f"{len(accounts) - len(sane)} accounts were passed over: their numbers make no sense")
     ranks: dict[str, dict[int, Account]] = defaultdict(dict)
-    for account in map(_ordered, sane):
+    for account in map(_ordered, accounts):
         account = _until(account, now, notes)
         known = ranks[account.epoch].get(account.rank)
         if known is None or (account.end is not None, account.kept) > (known.end is not None, known.kept):
@@ -241,18 +237,6 @@ def _part(row: StepRow, steps: int) -> StepRow:
         row.at - whole * (1 - share), row.step - row.steps + steps, steps, row.seconds * share, row.stalled * share,
         row.slowed * share, int(row.quiet * share), row.paused * share, int(row.saves * share), row.skipped,
     )  # fmt: skip
-
-
-def is_sane(account: Account) -> bool:
-    """Whether its numbers are such that one can reckon with them."""
-    end = account.end
-    times = [*account.anchor, account.born, account.opening, account.opened, account.kept, account.beat]
-    times += [value for one in account.restores for value in (one.at, one.seconds)]
-    times += [v for row in account.rows for v in (row.at, row.seconds, row.stalled, row.slowed, row.paused)]
-    times += [seen.at for seen in account.faults] + ([end.at, end.gone] if end else [])
-    steps = [account.step, *(row.step for row in account.rows), *(row.steps for row in account.rows)]
-    steps += [one.step for one in account.restores if one.step is not None]
-    return all(abs(v) < MOST_S for v in times) and all(abs(v) < MOST_STEPS for v in steps)
 
 
 def _ordered(account: Account) -> Account:

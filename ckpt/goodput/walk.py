@@ -7,24 +7,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ckpt.goodput.breakdown import COUNTLESS, RECOMPUTE, RESTART, Interruption, InterruptionCost, duration, moment
+from ckpt.goodput.breakdown import COUNTLESS, Interruption, InterruptionCost, duration, moment
 from ckpt.goodput.ledger import End, StepRow
 from ckpt.goodput.timeline import PlacedAccount
 from ckpt.goodput.usual import UsualSteps
 
 LONG_S = 3600.0  # nothing ran for so long: somebody may have wanted that, which deserves a note
-SHOWN_AS = dict.fromkeys(RESTART, "restart") | dict.fromkeys(RECOMPUTE, "recompute")
-SHOWN_AS |= {"stalled": "saving", "slowed": "saving", "productive": "trained", "idle": "stopped", "moved": "stopped"}
-
-
-@dataclass(frozen=True, slots=True)
-class TimeSlice:
-    """Some time, in seconds since 1970, and how many seconds of it went into what: a part as a picture has it. Steps
-    that are not done again yet are shown as what they were when they were done."""
-
-    start: float
-    stop: float
-    parts: dict[str, float]
 
 
 @dataclass
@@ -68,7 +56,6 @@ class LedgerWalk:
         self.cursor = line[0].t(line[0].account.born)
         self.parts: dict[str, float] = defaultdict(float)
         self.besides: dict[str, float] = defaultdict(float)
-        self.slices: list[TimeSlice] = []
         self.losses: list[_Loss] = []
         self._highs: list[_Loss] = []  # whose steps are not all done again: later ones have lower marks
         self._waiting: list[_Loss] = []  # for the step that training goes on from
@@ -104,22 +91,8 @@ class LedgerWalk:
     # -- time --
 
     def _spend(self, until: float, into: dict[str, float], name: str) -> None:
-        seconds = max(0.0, until - self.cursor)
-        into[name] += seconds
-        self._go(until, {name: seconds})
-
-    def _go(self, until: float, parts: dict[str, float]) -> None:
-        """The cursor moves, by time that went into these parts. The first start is in no picture."""
-        if until <= self.cursor:
-            return
-        shown: dict[str, float] = {}
-        for name, seconds in parts.items():
-            if seconds > 0:
-                shown[SHOWN_AS.get(name, name)] = shown.get(SHOWN_AS.get(name, name), 0.0) + seconds
-        if "first_start" not in shown:
-            wall = self._line[0].wall
-            self.slices.append(TimeSlice(wall(self.cursor), wall(until), shown))
-        self.cursor = until
+        into[name] += max(0.0, until - self.cursor)
+        self.cursor = max(self.cursor, until)
 
     def _way(self, loss: _Loss, until: float, name: str) -> None:
         """Until training goes on."""
@@ -176,14 +149,13 @@ class LedgerWalk:
             self._stand(row.step - row.steps)
         assert self._position is not None
         until = max(one.t(row.at), self.cursor)
-        span, went = until - self.cursor, dict[str, float]()
+        span = until - self.cursor
 
         def take(wanted: float, name: str, into: dict[str, float]) -> None:
             nonlocal span
             got = min(max(0.0, wanted), span)
             span -= got
             into[name] += got
-            went[name] = went.get(name, 0.0) + got
 
         take(span - row.seconds - row.paused, "other", self.parts)
         take(row.paused, "paused", self.parts)
@@ -192,12 +164,13 @@ class LedgerWalk:
         if first is not None:
             into, name = (self.parts, "other") if first.besides else (first.seconds, "first_step")
             take(span - row.steps * self._numbers.here, name, into)
-        self._go(until, went | self._work(self._position, row.step, span))
+        self._work(self._position, row.step, span)
+        self.cursor = until
         self._position = row.step
 
-    def _work(self, low: int, high: int, seconds: float) -> dict[str, float]:
-        """Steps after `low` up to `high`: again, or for the first time; how much of each."""
-        each, first = seconds / (high - low), low
+    def _work(self, low: int, high: int, seconds: float) -> None:
+        """Steps after `low` up to `high`: again, or for the first time."""
+        each = seconds / (high - low)
         for loss, count in self._owed(low, high):
             loss.seconds["redone"] += count * each
             self.redone += count
@@ -205,7 +178,6 @@ class LedgerWalk:
         if high > low:
             self._done.append((low, high, (high - low) * each))
             self.parts["productive"] += (high - low) * each
-        return {"redone": (low - first) * each, "productive": (high - low) * each}
 
     def _owed(self, low: int, high: int) -> Iterator[tuple[_Loss, int]]:
         """Who is to blame for each of these steps: of those that lost it, the last."""
@@ -330,7 +302,8 @@ class LedgerWalk:
         if steps <= 0 or not (missing or _origin(after) in one.epochs):
             return
         seconds = min(steps * self._numbers.here, max(0.0, until - self.cursor))
-        self._go(self.cursor + seconds, self._work(self._position, restore.step, seconds))
+        self._work(self._position, restore.step, seconds)
+        self.cursor += max(0.0, seconds)
         self._position = restore.step
         self.notes.append(
             f"{steps} steps before step {restore.step} were done unseen: they count as {duration(seconds)}"

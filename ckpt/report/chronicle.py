@@ -14,21 +14,10 @@ from ckpt.faults.report import TOGETHER_S, Fault, SavedStep, incidents
 from ckpt.goodput.accounting import SettledRun
 from ckpt.goodput.ledger import Account, Decision, LandedSave, Restore, StepRow
 from ckpt.goodput.timeline import PlacedAccount
-from ckpt.goodput.walk import TimeSlice
 
 T = TypeVar("T")
-PARTS = ("trained", "saving", "recompute", "restore", "restart", "perceive", "paused", "other", "stopped")
 MOST_POINTS = 1600  # of the curve of steps
 BUCKETS = range(-56, 33)  # of stalls, see ckpt.goodput.ledger.stall_bucket
-
-
-@dataclass(frozen=True, slots=True)
-class Happening:
-    """Something that happened `at`, in seconds since 1970."""
-
-    at: float
-    step: int | None
-    text: str
 
 
 @dataclass(frozen=True)
@@ -60,9 +49,8 @@ class Chronicle:
 
     begin: float = 0.0
     until: float = 0.0
-    pieces: list[TimeSlice] = field(default_factory=list)
     curve: list[tuple[float, int] | None] = field(default_factory=list)
-    starts: list[Happening] = field(default_factory=list)
+    starts: list[ShownEvent[Account]] = field(default_factory=list)
     restores: list[ShownEvent[Restore]] = field(default_factory=list)
     decisions: list[ShownEvent[Decision]] = field(default_factory=list)
     landed: list[ShownEvent[LandedSave]] = field(default_factory=list)
@@ -78,15 +66,12 @@ def chronicle(run: SettledRun, faults: Sequence[Fault]) -> Chronicle:
     if not line:
         return found
     clock = line[0]
-    found.pieces = list(run.slices)
-    found.begin = next((piece.start for piece in found.pieces), clock.account.wall(clock.account.opened))
-    found.until = max([found.begin, *(piece.stop for piece in found.pieces[-1:])])
+    found.begin, found.until = run.statement.begin, max(run.statement.begin, run.statement.until)
     found.accounts = [one.account for one in line]
     for one in line:
         account = one.account
         _curve(found, clock, one, max(3, MOST_POINTS // len(line)))
-        who = f"start {account.epoch}, {account.world} ranks, process {account.pid} on {account.host}"
-        found.starts.append(Happening(clock.wall(one.t(account.opened)), None, who))
+        found.starts.append(ShownEvent(clock.wall(one.t(account.opened)), account))
         found.restores += [ShownEvent(clock.wall(one.t(each.at)), each) for each in account.restores]
         found.decisions += [
             ShownEvent(clock.wall(one.t(each.at or account.opened)), each) for each in account.decisions if each.every
@@ -100,27 +85,6 @@ def chronicle(run: SettledRun, faults: Sequence[Fault]) -> Chronicle:
 
 def _sound(one: LandedSave) -> bool:
     return min(one.seconds, one.nbytes, one.stored, one.behind) >= 0 and max(one.nbytes, one.stored) < 2**63
-
-
-# -- what the time went into --
-
-
-def columns(pieces: Sequence[TimeSlice], begin: float, until: float, count: int) -> list[dict[str, float]]:
-    """Equal stretches of the time from `begin` on: seconds of each by part."""
-    found: list[dict[str, float]] = [{} for _ in range(count)]
-    width = (until - begin) / count
-    if width <= 0:
-        return []
-    for piece in pieces:
-        first = max(0, min(count - 1, int((piece.start - begin) / width)))
-        last = max(0, min(count - 1, int((piece.stop - begin) / width)))
-        for number in range(first, last + 1):
-            low, high = max(piece.start, begin + number * width), min(piece.stop, begin + (number + 1) * width)
-            if high > low:
-                for name, seconds in piece.parts.items():
-                    some = seconds * (high - low) / (piece.stop - piece.start)
-                    found[number][name] = found[number].get(name, 0.0) + some
-    return found
 
 
 def _curve(found: Chronicle, clock: PlacedAccount, one: PlacedAccount, most: int) -> None:

@@ -1,6 +1,6 @@
 """One page about a run, to look at and to show: `ckpt report -o`. All figures in it are found elsewhere.
 
-    Statement (ckpt.goodput.accounting), Chronicle (ckpt.report.chronicle), Stock
+    Statement (ckpt.goodput.accounting), Chronicle (ckpt.report.chronicle)
         -> page -> one file of HTML that needs no other
 
 What comes from the run is text, never markup: it goes through `ckpt.report.svg.esc`.
@@ -9,26 +9,23 @@ What comes from the run is text, never markup: it goes through `ckpt.report.svg.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 
 from ckpt.goodput.breakdown import Statement, duration, moment
-from ckpt.report import saves, style, svg, tables
-from ckpt.report.chronicle import PARTS, Chronicle, columns
-from ckpt.report.svg import Plot, clock, esc, legend, linear, stacked
-from ckpt.report.words import NAMES, Subject, clip, inner_parts, percent, share
+from ckpt.report import figures, saves, style, svg, tables
+from ckpt.report.chronicle import Chronicle
+from ckpt.report.svg import Plot, clock, esc, legend, linear, stacked, table
+from ckpt.report.words import NAMES, Subject, clip, share
 
-COLUMNS = 150  # of the picture of time
-MOSTLY = 20.0  # per cent: if usually less is lost, only what is lost is shown in it
+PARTS_OF = ("part", "time", "of wall-clock", "per interruption")
 
 
 def page(one: Subject) -> str:
     """All of it."""
     parts = [_head(one), _problems(one.problems)]
     if one.chronicle.accounts:
-        parts += [_cards(one.statement), _says(one), _time(one.statement), _timeline(one.chronicle)]
-        parts += [_pair(saves.stalls(one.chronicle), saves.lag(one.chronicle))]
-        parts += [_pair(saves.classes(one.stock), saves.sizes(one.chronicle))]
+        parts += [_summary(one.statement), _time(one.statement), _timeline(one.chronicle)]
+        parts += [f'<div class="halves">{saves.stalls(one.chronicle)}{saves.lag(one.chronicle)}</div>']
         parts += [
             tables.interruptions(one.statement),
             tables.faults(one.chronicle),
@@ -36,7 +33,7 @@ def page(one: Subject) -> str:
         ]
         parts += [tables.cadence(one.chronicle), tables.notes(one.statement)]
     else:
-        parts += [_pair(saves.classes(one.stock), saves.stored(one)), tables.faults(one.chronicle)]
+        parts += [saves.stored(one), tables.faults(one.chronicle)]
     parts.append(
         f"<footer>Made {esc(moment(one.made))} by everystep {esc(one.version)} from what the run has written down."
         " Point at a picture, or focus it and use the arrow keys, to read its figures.</footer>"
@@ -48,34 +45,14 @@ def page(one: Subject) -> str:
 
 
 def _head(one: Subject) -> str:
-    found, accounts = one.statement, one.chronicle.accounts
-    facts = []
-    if accounts:
-        last = accounts[-1]
-        facts = [
-            f"{moment(one.chronicle.begin)} to {moment(found.until)}",
-            f"{found.steps:,} {'step' if found.steps == 1 else 'steps'}",
-            f"{last.world} {'rank' if last.world == 1 else 'ranks'}",
-            f"{found.incarnations:,} {'start' if found.incarnations == 1 else 'starts'}",
-            f"last on {last.host}" if last.host else "",
-            *(f"{name} {text}" for name, text in sorted(last.versions.items())[:6]),
-        ]
-    items = "".join(f"<li>{esc(fact, 120)}</li>" for fact in facts if fact)
-    return (
-        f'<header><h1>Checkpoint report{_state(found, bool(accounts))}</h1><p class="run">{esc(one.url)}</p>'
-        f'<ul class="facts">{items}</ul></header>'
-    )
-
-
-def _state(found: Statement, known: bool) -> str:
-    if not known:
-        return '<span class="pill broken">no ledger</span>'
-    if found.running:
-        return '<span class="pill running">running</span>'
-    if found.ended == "closed":
-        return '<span class="pill">closed</span>'
-    text = f"ended by {found.ended}, not started again" if found.ended else "nobody saw it end"
-    return f'<span class="pill broken">{esc(text, 80)}</span>'
+    last = one.chronicle.accounts[-1:]
+    facts = [
+        f"{account.world} {'rank' if account.world == 1 else 'ranks'}, last on {account.host or '?'}"
+        for account in last
+    ]
+    facts += [f"{name} {text}" for account in last for name, text in sorted(account.versions.items())[:6]]
+    items = "".join(f"<li>{esc(fact, 120)}</li>" for fact in facts)
+    return f'<header><h1>Checkpoint report</h1><p class="run">{esc(one.url)}</p><ul class="facts">{items}</ul></header>'
 
 
 def _problems(problems: Sequence[str]) -> str:
@@ -85,96 +62,9 @@ def _problems(problems: Sequence[str]) -> str:
     return f'<div class="warn" role="note">{"".join(f"<p>{esc(text, 600)}</p>" for text in problems[:12])}{more}</div>'
 
 
-def _cards(found: Statement) -> str:
-    cost = found.cost.total
-    mtbf = f"one in {duration(found.mtbf_s)} of training" if found.mtbf_s is not None else "none so far"
-    step = f"one takes {duration(found.usual_step_s)}" if found.usual_step_s is not None else "not timed yet"
-    again = f", {found.redone_steps:,} done once more" if found.redone_steps else ""
-    known = found.effective is not None
-    cards = [
-        (
-            "effective",
-            percent(found.effective) if found.effective is not None else "not known yet",
-            "of wall-clock time",
-        ),
-        ("wall-clock", duration(found.wall_s), f"{duration(found.invalid_s)} invalid"),
-        ("steps", f"{found.steps:,}", step + again),
-        ("interruptions", f"{found.count:,}", mtbf),
-        ("they cost", share(cost, found.wall_s) if known else "0 %", f"{duration(cost)} in all"),
-        ("saving cost", share(found.saving_s, found.wall_s) if known else "0 %", f"{duration(found.saving_s)} in all"),
-    ]
-    items = "".join(
-        f"<div><dt>{esc(name)}</dt><dd>{esc(value)}<small>{esc(more)}</small></dd></div>" for name, value, more in cards
-    )
-    return f'<dl class="cards">{items}</dl>'
-
-
-def _says(one: Subject) -> str:
-    return (
-        f'<section class="says"><h2>In short</h2>{"".join(f"<p>{esc(s, 600)}</p>" for s in sentences(one))}</section>'
-    )
-
-
-def sentences(one: Subject) -> list[str]:
-    """What the figures mean, plainly. Advice only where the figures give the reason for it."""
-    found, wall = one.statement, one.statement.wall_s
-    if wall <= 0 or found.effective is None or not (found.steps or found.interruptions):
-        return ["The run has been opened, and no step is done yet: there is nothing to weigh."]
-    cost = found.cost
-    says = [_balance(found)]
-    if not found.slowing_known:
-        says.append("How much saving slowed the steps is not known: too few steps went by without a save beside them.")
-    if found.count and cost.total > 0:
-        parts = {"perceive": cost.perceive, "restart": cost.restart, "restore": cost.restore}
-        parts["recompute"] = cost.recompute
-        name, most = max(parts.items(), key=lambda each: each[1])
-        each = f", {duration(most / found.count)} each time" if found.count > 1 else ""
-        says.append(f"Of what interruptions cost, {share(most, cost.total)} is {_LONG[name]}{each}.")
-        says += _advice(found)
-    if (durable := [done.one for done in one.chronicle.landed if not done.one.failed]) and found.running:
-        newest = max(durable, key=lambda landed: landed.step)
-        says.append(f"The newest durable step that the ledger has is {newest.step:,}, in {newest.url}.")
-    if found.down_s > 0 and found.ended not in ("closed", ""):
-        says.append(f"Nothing has run for {duration(found.down_s)} since; that time is counted nowhere.")
-    return says
-
-
-_LONG = {
-    "perceive": "time until a fault was noticed",
-    "restart": "starting processes again",
-    "restore": "restoring",
-    "recompute": "steps done once more",
-}
-
-
-def _balance(found: Statement) -> str:
-    wall, cost, saving = found.wall_s, found.cost.total, found.saving_s
-    begin = f"Of {duration(wall)}, {percent(found.effective or 0.0)} was effective"
-    lost = [f"saving took {share(saving, wall)}"] if saving > 0 else []
-    if found.count:
-        what = "one interruption" if found.count == 1 else f"{found.count:,} interruptions"
-        lost.insert(0, f"{what} took {share(cost, wall)}")
-    elif cost > 0:
-        lost.insert(0, f"steps done once more after a stop took {share(cost, wall)}")
-    return f"{begin}: {' and '.join(lost)}." if lost else f"{begin}: nothing interrupted it, and saving cost nothing."
-
-
-def _advice(found: Statement) -> list[str]:
-    """To first order the cheapest cadence is the one at which saving costs as much as the steps done once more."""
-    saving, again = found.saving_s, found.cost.redone + found.cost.undone
-    if found.count < 3 or not found.slowing_known or max(saving, again) < 0.002 * found.wall_s:
-        return []
-    rule = "The two cost about the same at the best cadence"
-    if again > 3 * saving:
-        return [f"Steps done once more cost {_times(again, saving)} what saving costs. {rule}: saving more often pays."]
-    if saving > 3 * again:
-        return [f"Saving costs {_times(saving, again)} what steps done once more cost. {rule}: saving less often pays."]
-    return [f"Steps done once more and saving cost about the same ({duration(again)} and {duration(saving)}):"
-            " the cadence fits."]  # fmt: skip
-
-
-def _times(more: float, less: float) -> str:
-    return f"{more / less:.0f} times" if less > 0 and more / less < 1000 else "far more than"
+def _summary(found: Statement) -> str:
+    starts = ("starts", f"{found.incarnations:,}")
+    return f"<section><h2>In short</h2>{table(('', ''), [*figures.summary(found), starts], kind='parts')}</section>"
 
 
 # -- where the time went --
@@ -191,100 +81,26 @@ def _time(found: Statement) -> str:
         return ""
     bars = [(name, value, f"{NAMES[name]}: {duration(value)}, {share(value, wall)}") for name, value in shown.items()]
     label = f"Parts of {duration(wall)} wall-clock time: " + "; ".join(text for _, _, text in bars)
-    invalid = [bar for bar in bars if bar[0] in ("saving", "recompute", "restore", "restart", "perceive")]
-    lost = math.fsum(value for _, value, _ in invalid)
-    enlarged = ""
-    if len(invalid) > 1 and lost < 0.4 * wall:
-        name = "The invalid part of it, enlarged: " + "; ".join(text for _, _, text in invalid)
-        enlarged = f"<h3>The invalid {share(lost, wall)} of it, enlarged</h3>{stacked(name, invalid, 26)}"
     return (
         f"<section><h2>Where the time went</h2><p class=soft>All parts add up to {duration(wall)} of wall-clock time,"
         f" from when the first start was ready. Invalid is what interruptions and saving took.</p>"
-        f"{stacked(label, bars)}{enlarged}{legend((name, NAMES[name]) for name in shown)}{_time_table(found)}</section>"
-    )
-
-
-def _time_table(found: Statement) -> str:
-    cost, lines = found.cost, list[tuple[str, tuple[str, ...]]]()
-
-    def add(name: str, seconds: float, *, each: bool = False, kind: str = "") -> None:
-        one = duration(seconds / found.count) if each and found.count else ""
-        lines.append((kind, (name, duration(seconds), share(seconds, found.wall_s), one)))
-
-    add("training, steps that stand", found.productive_s)
-    for name, seconds in (("perceive", cost.perceive), ("restart", cost.restart), ("restore", cost.restore),
-                          ("recompute", cost.recompute)):  # fmt: skip
-        add(NAMES[name], seconds, each=True)
-        for text, some in inner_parts(name, cost):
-            add(text, some, each=True, kind="in")
-    add("saving", found.saving_s)
-    if found.saving_s > 0:
-        add("training waited", found.stalled_s, kind="in")
-        add("steps were slower (estimate)", found.slowed_s, kind="in")
-    for name, some in (("paused on purpose", found.paused_s), ("other (first warm-up, closing)", found.other_s)):
-        if some > 0:
-            add(name, some)
-    add("wall-clock", found.wall_s, kind="sum")
-    add("of which invalid", found.invalid_s, kind="sum")
-    body = "".join(
-        f'<tr class="{kind}"><td>{esc(cells[0])}</td>'
-        + "".join(f'<td class="n">{esc(cell)}</td>' for cell in cells[1:])
-        + "</tr>"
-        for kind, cells in lines
-    )
-    titles = "".join(
-        f'<th scope="col"{" class=n" if at else ""}>{text}</th>'
-        for at, text in enumerate(("part", "time", "of wall-clock", "per interruption"))
-    )
-    return (
-        '<div class="scroll parts" tabindex="0" role="region" aria-label="parts of the time"><table><thead>'
-        f"<tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>"
+        f"{stacked(label, bars)}{legend((name, NAMES[name]) for name in shown)}"
+        f"{table(PARTS_OF, figures.parts(found), range(1, 4), 'parts')}</section>"
     )
 
 
 def _timeline(found: Chronicle) -> str:
-    begin, until = found.begin, found.until
-    cells = columns(found.pieces, begin, until, COLUMNS)
-    if not cells or not (any(point is not None for point in found.curve) or found.incidents):
-        return ""
-    x, width = clock(begin, until), (until - begin) / COLUMNS
-    seen = dict.fromkeys(name for name in PARTS if any(cell.get(name) for cell in cells))
-    lost = [100 * (1 - cell.get("trained", 0.0) / whole) for cell in cells if (whole := math.fsum(cell.values())) > 0]
-    mostly = bool(lost) and statistics.median(lost) < MOSTLY
-    if mostly:  # that is all that there would be to see
-        seen.pop("trained", None)
-    top = max(1.0, *lost) if mostly else 100.0
-    band = Plot("", x, linear(0, top, lambda v: f"{v:g} %", 4), 96)
-    for number, cell in enumerate(cells):
-        whole, bottom, low = math.fsum(cell.values()), 0.0, begin + number * width
-        if whole <= 0:
-            continue
-        for name in seen:
-            if (some := 100 * cell.get(name, 0.0) / whole) > 0.05:
-                band.column(low, low + width * 1.02, bottom, bottom + some, name)
-                bottom += some
-        told = sorted(((seconds, name) for name, seconds in cell.items() if seconds > 0), reverse=True)
-        lines = "\n".join(f"{NAMES[name]} {share(seconds, whole)}" for seconds, name in told)
-        band.column(low, low + width, 0, band.y.high, "catch", f"{moment(low)}, {duration(width)}\n{lines}")
-    starts, went = len(found.starts), "kept the time from training" if mostly else "the time went into"
-    band.label = f"What the time went into, from {moment(begin)} to {moment(until)}, over {starts:,} starts."
-    return (
-        f'<section><h2>Timeline</h2><p class="soft">Above, what {went}, each column {duration(width)}.'
-        " Below, the step that training was at: where it drops, a restore went back.</p>"
-        f"{band.render()}{legend((name, NAMES[name]) for name in seen)}{_curve(found, x)}</section>"
-    )
-
-
-def _curve(found: Chronicle, x: svg.Scale) -> str:
+    """The step that training was at, over time."""
     steps = [point[1] for point in found.curve if point is not None]
     if not steps:
         return ""
     y = linear(min(steps), max(steps), svg.count, 4)
-    plot = Plot("", x, y, 210)
+    plot = Plot("", clock(found.begin, found.until), y, 210)
     few = len(found.starts) <= 60
     if few:
         for start in found.starts:
-            plot.rule(start.at, "begin", f"{moment(start.at)}\n{start.text}")
+            who = f"{start.one.world} ranks, process {start.one.pid} on {start.one.host}"
+            plot.rule(start.at, "begin", f"{moment(start.at)}\nstart {start.one.epoch}, {who}")
         for fault in found.incidents:
             text = f"{moment(fault.at)}, {fault.kind}\n{clip(fault.text)}"
             plot.rule(fault.at, "fault", text)
@@ -299,8 +115,5 @@ def _curve(found: Chronicle, x: svg.Scale) -> str:
         f"Steps over time: from {min(steps):,} to {max(steps):,}, {len(found.starts):,} starts, {len(dots):,} restores,"
         f" {len(found.incidents):,} faults."
     )
-    return f'<h3>Steps over time <span class="soft">({marks})</span></h3>{plot.render()}'
-
-
-def _pair(*sections: str) -> str:
-    return f'<div class="halves">{"".join(sections)}</div>'
+    says = f"The step that training was at: where it drops, a restore went back ({marks})."
+    return f'<section><h2>Timeline</h2><p class="soft">{says}</p>{plot.render()}</section>'

@@ -12,18 +12,18 @@ STYLE = """
 :root {
   color-scheme: light dark;
   --ground: #fbfbfa; --card: #ffffff; --ink: #1d2329; --soft: #5b6670; --edge: #e1e5e8; --grid: #e9ecee;
-  --track: #eef1f3; --link: #0a5f97;
+  --link: #0a5f97;
   --trained: #2a9d7c; --saving: #e69f00; --recompute: #0072b2; --restore: #56b4e9; --restart: #c77aa5;
   --perceive: #d55e00; --paused: #98a3ad; --other: #c3cbd1; --stopped: #eceff1;
-  --raw: #a9b6c1; --one: #0072b2; --two: #d55e00; --three: #2a9d7c; --four: #c77aa5;
+  --one: #0072b2; --two: #d55e00; --three: #2a9d7c; --four: #c77aa5;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --ground: #14181c; --card: #1c2227; --ink: #e6eaed; --soft: #9aa6b0; --edge: #2d353c; --grid: #2a3137;
-    --track: #262d33; --link: #7cc0f0;
+    --link: #7cc0f0;
     --trained: #3db592; --saving: #f0b132; --recompute: #4a9fd8; --restore: #8fd0f5; --restart: #da9bbf;
     --perceive: #ee8141; --paused: #7b8791; --other: #56616a; --stopped: #242a30;
-    --raw: #64727d; --one: #5caee0; --two: #ee8141; --three: #3db592; --four: #da9bbf;
+    --one: #5caee0; --two: #ee8141; --three: #3db592; --four: #da9bbf;
   }
 }
 * { box-sizing: border-box; }
@@ -41,23 +41,10 @@ h3 { font-size: 13px; margin: 20px 0 4px; color: var(--soft); font-weight: 600; 
 p { margin: 4px 0; }
 .soft, .facts { color: var(--soft); }
 .facts { display: flex; flex-wrap: wrap; gap: 2px 18px; margin: 0; padding: 0; list-style: none; font-size: 14px; }
-.pill {
-  display: inline-block; padding: 1px 10px; border-radius: 20px; font-size: 13px; font-weight: 600;
-  border: 1px solid var(--edge); color: var(--soft); margin-left: 8px; white-space: nowrap;
-}
-.pill.running { color: var(--trained); border-color: var(--trained); }
-.pill.broken { color: var(--perceive); border-color: var(--perceive); }
-section, .cards > div, .warn {
+section, .warn {
   background: var(--card); border: 1px solid var(--edge); border-radius: 10px;
 }
 section { padding: 18px 20px; margin: 0 0 16px; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin: 0 0 16px; }
-.cards > div { padding: 12px 16px; }
-.cards dt { font-size: 13px; color: var(--soft); }
-.cards dd { margin: 0; font-size: 25px; line-height: 1.3; font-weight: 650; letter-spacing: -.02em; }
-.cards small { display: block; font-size: 12.5px; color: var(--soft); font-weight: 400; letter-spacing: 0; }
-.says { font-size: 16px; }
-.says p { margin: 0 0 6px; }
 .warn { padding: 12px 16px; margin: 0 0 16px; border-left: 4px solid var(--saving); }
 .warn p { margin: 2px 0; }
 .plot { display: grid; grid-template-columns: 56px minmax(0, 1fr); column-gap: 8px; margin-top: 8px; }
@@ -66,23 +53,21 @@ svg.area:focus-visible, .scroll:focus-visible, summary:focus-visible {
   outline: 2px solid var(--link); outline-offset: 3px; border-radius: 3px;
 }
 svg svg { overflow: hidden; }
-.tick { font-size: 11.5px; fill: var(--soft); } .name { font-size: 13px; fill: var(--ink); }
+.tick { font-size: 11.5px; fill: var(--soft); }
 .start { text-anchor: start; } .middle { text-anchor: middle; } .end { text-anchor: end; }
-.grid { stroke: var(--grid); } .track { fill: var(--track); } .bar { border-radius: 6px; overflow: hidden; }
+.grid { stroke: var(--grid); } .bar { border-radius: 6px; overflow: hidden; }
 .line { fill: none; stroke: var(--one); stroke-width: 1.8; vector-effect: non-scaling-stroke; stroke-linejoin: round; }
 .line.two { stroke: var(--two); } .line.three { stroke: var(--three); } .line.four { stroke: var(--four); }
-.line.dash { stroke-dasharray: 5 4; } .line.dots { stroke-dasharray: 1.5 3.5; }
 .dot { stroke: var(--card); stroke-width: 1; }
 .rule { stroke-width: 1.2; } .hit { stroke: transparent; stroke-width: 9; pointer-events: stroke; }
 .rule.fault { stroke: var(--perceive); } .rule.begin { stroke: var(--paused); stroke-dasharray: 2 3; }
-.mark.fault { fill: var(--perceive); }
 .catch { fill: transparent; } .catch:hover, .catch.lit { fill: var(--ink); fill-opacity: .1; }
 .cell { stroke: var(--card); stroke-width: 1; } .plot rect { shape-rendering: crispEdges; }
 [data-tip].lit { stroke: var(--ink); stroke-width: 2; }
 .trained { fill: var(--trained); } .saving { fill: var(--saving); } .recompute { fill: var(--recompute); }
 .restore { fill: var(--restore); } .restart { fill: var(--restart); } .perceive { fill: var(--perceive); }
 .paused { fill: var(--paused); } .other { fill: var(--other); } .stopped { fill: var(--stopped); }
-.raw { fill: var(--raw); } .one { fill: var(--one); } .two { fill: var(--two); } .three { fill: var(--three); }
+.one { fill: var(--one); } .two { fill: var(--two); } .three { fill: var(--three); }
 .four { fill: var(--four); } .line.one, .line.two, .line.three, .line.four { fill: none; }
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 16px; padding: 0; margin: 8px 0 4px; }
 .legend li { display: flex; align-items: center; gap: 6px; font-size: 13px; color: var(--soft); min-width: 0; }
@@ -97,7 +82,6 @@ th, td { padding: 5px 14px 5px 0; border-bottom: 1px solid var(--edge); vertical
 tr:last-child td { border-bottom: 0; }
 td { min-width: 6em; max-width: 34em; white-space: pre-line; overflow-wrap: anywhere; } td.n { min-width: 3em; }
 .n { text-align: right; white-space: nowrap; }
-tr.sum td { font-weight: 600; } tr.in td:first-child { padding-left: 18px; color: var(--soft); }
 details { margin-top: 10px; } summary { cursor: pointer; color: var(--link); font-size: 13.5px; width: fit-content; }
 .halves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 430px), 1fr)); gap: 16px; }
 .halves > section { margin: 0; } .halves { margin: 0 0 16px; }
@@ -110,14 +94,12 @@ details { margin-top: 10px; } summary { cursor: pointer; color: var(--link); fon
 footer { color: var(--soft); font-size: 13px; margin-top: 20px; }
 @media (max-width: 640px) {
   main { padding: 18px 12px 32px; } section { padding: 14px; } .run { font-size: 20px; } .wide { display: none; }
-  .cards { grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 8px; } .cards dd { font-size: 21px; }
-  .cards > div { padding: 10px 12px; } .when table { min-width: 1100px; }
   .parts .n:last-child { display: none; } .parts th, .parts td { padding-right: 8px; }
 }
 @media print {
   :root { --ground: #fff; --soft: #444; } body { font-size: 12px; } main { max-width: none; padding: 0; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
-  section, .cards > div { break-inside: avoid; } .long { break-inside: auto; }
+  section { break-inside: avoid; } .long { break-inside: auto; }
   table { font-size: 9.5px; } th { font-size: 9px; } td { min-width: 5.6em; padding-right: 7px; }
   td.n { min-width: 0; }
   #tip { display: none; } .scroll { overflow: visible; } details:not([open]) { display: none; }

@@ -210,24 +210,8 @@ def stacked(label: str, parts: Sequence[tuple[str, float, str]], height: int = 3
     )
 
 
-def rows(label: str, lines: Sequence[tuple[str, Sequence[tuple[str, float, str]]]], most: float) -> str:
-    """Under each name one thin bar for each (class, size, tip), all on one scale."""
-    marks, y = [], 0.0
-    for name, bars in lines:
-        marks.append(f'<text class="name" x="0" y="{px(y + 13)}">{esc(name, 60)}</text>')
-        y += 19
-        for kind, size, text in bars:
-            width = max(0.001, size / most) if most > 0 else 0.001
-            marks.append(f'<rect class="track" x="0" y="{px(y)}" width="100%" height="9" rx="2"{tip(text)}/>')
-            marks.append(f'<rect class="{kind}" x="0" y="{px(y)}" width="{pc(width)}" height="9" rx="2"{tip(text)}/>')
-            y += 12
-        y += 8
-    whole = f'width="100%" height="{px(max(1.0, y))}"'
-    return f'<svg class="area" {whole} role="img" tabindex="0" aria-label="{esc(label, 900)}">{"".join(marks)}</svg>'
-
-
-def table(titles: Sequence[str], lines: Iterable[Sequence[object]], numbers: Iterable[int] = ()) -> str:
-    """`numbers`: columns that are set to the right."""
+def table(titles: Sequence[str], lines: Sequence[Sequence[object]], numbers: Iterable[int] = (), kind: str = "") -> str:
+    """`numbers`: columns that are set to the right; `kind`: a class."""
     right = set(numbers)
 
     def cells(word: str, values: Sequence[object]) -> str:
@@ -238,10 +222,10 @@ def table(titles: Sequence[str], lines: Iterable[Sequence[object]], numbers: Ite
         )
 
     body = "".join(f"<tr>{cells('td', line)}</tr>" for line in lines)
-    kind = "scroll when" if titles[:1] == ("when",) else "scroll"
+    kind = kind or "when" * (titles[:1] == ("when",))
     return (
-        f'<div class="{kind}" tabindex="0" role="region" aria-label="{esc(", ".join(titles))}"><table><thead><tr>'
-        f"{cells('th', titles)}</tr></thead><tbody>{body}</tbody></table></div>"
+        f'<div class="scroll {kind}" tabindex="0" role="region" aria-label="{esc(", ".join(titles))}"><table><thead>'
+        f"<tr>{cells('th', titles)}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 

@@ -5,54 +5,28 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
-from ckpt.goodput.breakdown import Interruption, Statement, duration, moment
+from ckpt.goodput.breakdown import Statement, duration, moment
+from ckpt.report import figures
 from ckpt.report.chronicle import Chronicle, Incident
-from ckpt.report.svg import Plot, clock, count, decades, esc, legend, table
-from ckpt.report.words import FIRST, NEWEST, STROKES, TIERS, clip
+from ckpt.report.svg import esc, table
+from ckpt.report.words import FIRST, NEWEST
 
 
 def interruptions(found: Statement) -> str:
     shown = list(found.interruptions)[-NEWEST:]
     if not shown:
         return ""
-    titles = (
-        "when",
-        "kind",
-        "step",
-        "steps lost",
-        "restored from",
-        "unnoticed",
-        "restart",
-        "restore",
-        "again",
-        "account",
-    )
-    lines = [
-        (
-            moment(i.at), _KINDS.get(i.kind, i.kind), "" if i.step is None else f"{i.step:,}",
-            "open" if i.lost_steps is None else f"{i.lost_steps:,}", _from(i), duration(i.cost.perceive),
-            duration(i.cost.restart), duration(i.cost.restore), duration(i.cost.recompute), i.summary,
-        )
-        for i in reversed(shown)
-    ]  # fmt: skip
+    lines = [(*figures.interruption(one), one.summary) for one in reversed(shown)]
     return _section(
-        "Interruptions, newest first", _kinds(found), titles, lines, len(found.interruptions), (2, 3, 5, 6, 7, 8)
-    )
-
-
-_KINDS = {"none": "stopped on purpose", "moved": "copied"}
+        "Interruptions, newest first", _kinds(found), (*figures.INTERRUPTION, "account"), lines,
+        len(found.interruptions), (2, 3, 5, 6, 7, 8),
+    )  # fmt: skip
 
 
 def _kinds(found: Statement) -> str:
     by_kind = ", ".join(f"{count:,} {kind}" for kind, count in found.by_kind.items())
     by_source = ", ".join(f"{count:,} from {source or 'nothing'}" for source, count in found.by_source.items())
     return f"By kind: {by_kind or 'none counts as one'}." + (f" Restored: {by_source}." if by_source else "")
-
-
-def _from(one: Interruption) -> str:
-    if one.lost_steps is None:
-        return "not yet"
-    return f"{one.source}, step {one.restored:,}" if one.source and one.restored is not None else "nothing"
 
 
 def faults(found: Chronicle) -> str:
@@ -108,9 +82,6 @@ def restores(found: Chronicle) -> str:
 def cadence(found: Chronicle) -> str:
     if not found.decisions:
         return ""
-    tiers = [done.one.url for done in found.landed]  # in the order, and so the colours, of the other pictures
-    seen = list(dict.fromkeys(place for d in found.decisions for place in d.one.every))
-    places = [*(url for url in dict.fromkeys(tiers) if url in seen), *(one for one in seen if one not in set(tiers))]
     lines = []
     for d in reversed(found.decisions[-NEWEST:]):
         for place, every in d.one.every.items():
@@ -119,29 +90,9 @@ def cadence(found: Chronicle) -> str:
                 (moment(d.at), f"{max(0, d.one.step):,}", place, "never" if every <= 0 else f"{every:,}",
                  "" if cost is None else duration(cost), d.one.why.get(place, ""))
             )  # fmt: skip
-    plot = ""
-    values = [every for d in found.decisions for every in d.one.every.values() if every > 0]
-    if len(found.decisions) > 2 and values:
-        plot = _cadence_plot(found, places, max(values))
     titles = ("when", "from step", "place", "every … steps", "a save costs", "why")
     says = 'How often every="auto" has found that saving pays, and why.'
-    return _section("Cadence", says, titles, lines[:NEWEST], len(lines), (1, 3, 4), plot)
-
-
-def _cadence_plot(found: Chronicle, places: Sequence[str], most: int) -> str:
-    plot = Plot("", clock(found.begin, max(found.until, found.begin + 1e-3)), decades(1, most, count), 130)
-    for number, place in enumerate(places[: len(TIERS)]):
-        points: list[tuple[float, float] | None] = []
-        for d in found.decisions:
-            if (every := d.one.every.get(place, 0)) > 0:
-                if points and points[-1] is not None:
-                    points.append((d.at, points[-1][1]))
-                points.append((d.at, every))
-        if points and points[-1] is not None:
-            points.append((found.until, points[-1][1]))
-        plot.line(points, TIERS[number] + STROKES[number])
-    plot.label = f"Steps between two saves, over time: {len(found.decisions):,} decisions, the table has the newest."
-    return plot.render() + legend(zip(TIERS, (clip(place, 60) for place in places), strict=False))
+    return _section("Cadence", says, titles, lines[:NEWEST], len(lines), (1, 3, 4))
 
 
 def notes(found: Statement) -> str:
@@ -155,7 +106,7 @@ def notes(found: Statement) -> str:
 
 def _section(
     title: str, says: str, titles: Sequence[str], lines: Sequence[Sequence[object]], total: int,
-    numbers: Iterable[int] = (), picture: str = "",
+    numbers: Iterable[int] = (),
 ) -> str:  # fmt: skip
     hidden = f" The newest {len(lines):,} of {total:,} are here." if total > len(lines) else ""
     first, rest = lines[:FIRST], lines[FIRST:]
@@ -163,6 +114,6 @@ def _section(
         rest
     )
     return (
-        f'<section class="long"><h2>{esc(title)}</h2><p class="soft">{esc(says, 600)}{hidden}</p>{picture}'
+        f'<section class="long"><h2>{esc(title)}</h2><p class="soft">{esc(says, 600)}{hidden}</p>'
         f"{table(titles, first, numbers)}{more}</section>"
     )

@@ -10,7 +10,6 @@ from ckpt.report.chronicle import Chronicle
 
 NEWEST, FIRST = 100, 15  # rows of a table: that are there at all, and that are seen at once
 TIERS = ("one", "two", "three", "four")  # classes: the first tiers of a run; further ones are in tables only
-STROKES = ("", " dash", " dots", "")
 
 NAMES = {
     "trained": "training",
@@ -45,27 +44,6 @@ def inner_parts(name: str, cost: InterruptionCost) -> list[tuple[str, float]]:
 
 
 @dataclass(frozen=True)
-class TensorKind:
-    """Tensors of one kind in a checkpoint: how many, their bytes, and what was stored for them."""
-
-    name: str
-    tensors: int
-    raw: int
-    stored: int
-
-
-@dataclass(frozen=True)
-class StoredBytes:
-    """The newest checkpoint. `reads`: bytes that a restore of it reads."""
-
-    step: int
-    full: bool
-    ranks: int
-    reads: int
-    classes: tuple[TensorKind, ...]
-
-
-@dataclass(frozen=True)
 class Subject:
     """What a page is about. `problems`: what could not be read, or is missing; `made`: when, in seconds since 1970;
     `stored`: steps of the checkpoints that there are."""
@@ -73,7 +51,6 @@ class Subject:
     url: str
     statement: Statement
     chronicle: Chronicle
-    stock: StoredBytes | None
     stored: tuple[int, ...] = ()
     problems: tuple[str, ...] = ()
     made: float = 0.0

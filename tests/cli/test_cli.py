@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from torch import nn
 import ckpt
 import toy
 from ckpt.checkpoint.commit import acquire
-from ckpt.cli import app, terminal
+from ckpt.cli import show, terminal, verify
+from ckpt.format.digest import file_digest
 from ckpt.format.manifest import Attempt, canonical, new_nonce, seal
 from ckpt.runlog.log import Record, RunLog
 from ckpt.store import open_store
@@ -70,7 +72,7 @@ def test_ls_lists_newest_first(made: Path, call: Any) -> None:
         part = json.loads((made / "parts" / f"{row['attempt']}.0.0.json").read_text())
         assert (row["bytes"], row["ranks"], row["reason"]) == (own, 1, "due")
         assert row["full"] == (not part.get("needs"))
-        assert app.datetime.fromisoformat(row["created"]).timestamp() == int(part["created"])
+        assert datetime.fromisoformat(row["created"]).timestamp() == int(part["created"])
     lines = call("ls", made).out.splitlines()
     assert lines[0] == f"file://{made}" and re.match(r" +6 .* newest$", lines[2]) and len(lines) == 7
 
@@ -199,7 +201,7 @@ def test_show_says_how_tensors_are_held(increments: Path, call: Any) -> None:
         re.search(r"^master +F32 +\(64, 128\) .* delta$", text, re.MULTILINE)
         and "an increment, built on step 3" in text
     )
-    gone = "\n".join(app.storage_lines({**found, "needs_there": False}))
+    gone = "\n".join(show.storage_lines({**found, "needs_there": False}))
     assert found["needs_there"] and "an increment, refers to files of step 2, number 2 after" in gone
     assert all(len(line) <= 100 for line in text.splitlines()[1:]), "but for the URL, which may be long"
 
@@ -224,10 +226,10 @@ def test_verify_reads_older_files_too_unless_it_is_told_not_to(increments: Path,
     async def counted() -> tuple[int, int]:
         log = RunLog(open_store(increments))
         await log.open()
-        commits, seen = app.newest_first(log), list[int]()
+        commits, seen = terminal.newest_first(log), list[int]()
         for commit in commits:
-            await app.examine(log, commit, seen.append)
-        total = await app.bytes_to_read(log, commits)
+            await verify.examine(log, commit, seen.append)
+        total = await verify.bytes_to_read(log, commits)
         await log.store.aclose()
         return sum(seen), total
 
@@ -308,7 +310,7 @@ def test_what_is_retired_meanwhile_is_not_called_damaged(run: Path) -> None:
             record = Record("PLAN", {"retire": [str(commit.attempt)], "delete": []}, "plan")
             await other.append(lambda _: record, owner=other.state.acquires[-1])
         await other.store.delete(f"packs/{commit.attempt}.0.0.safetensors")
-        verdict = (await app.examine(log, commit))["verdict"]
+        verdict = (await verify.examine(log, commit))["verdict"]
         await log.store.aclose()
         await other.store.aclose()
         return str(verdict)
@@ -509,10 +511,10 @@ def test_hostile_parts_raise_no_traceback(run: Path, call: Any) -> None:
         {"layout": {**layout, "tensors": [*layout["tensors"], ["more", "F32", [2**40], False]]}},
     ):
         changed = {**whole, **change}
-        changed["layout_digest"] = app.file_digest(canonical(changed["layout"]))
+        changed["layout_digest"] = file_digest(canonical(changed["layout"]))
         path.write_bytes(seal(changed))
         record = {k: v for k, v in json.loads(log.read_text()).items() if k != "digest"}
-        record["body"]["parts"] = [[0, 0, app.file_digest(path.read_bytes())]]
+        record["body"]["parts"] = [[0, 0, file_digest(path.read_bytes())]]
         log.write_bytes(seal(record))
         for command in COMMANDS:
             found = call(*arguments_of(command, run))

@@ -24,18 +24,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, Group
 from rich.text import Text
 
 import ckpt
 import toy
-from ckpt.cli import top as cli_top
 from ckpt.cli import top_data
 from ckpt.cli.top_data import RunWatch
-from ckpt.cli.top_view import PLAIN, Glyphs, RunStored, TopView, lines, plain
+from ckpt.cli.top_view import RunStored, TopView, lines
 from ckpt.store import normalise, open_store
 from ckpt.telemetry.status import DeviceStatus, RankStatus, SlotStatus, TierStatus
 from processes import PYTHONPATH, eventually, start_python, writers
@@ -146,8 +144,11 @@ def look(rank: int = 0, **more: Any) -> RankStatus:
     return RankStatus(**{**fields, **more})
 
 
-def picture(view: TopView, width: int = 200, height: int | None = None, glyphs: Glyphs = PLAIN) -> str:
-    return "\n".join(plain(line) for line in lines(view, width, height, glyphs))
+def picture(view: TopView, width: int = 240, height: int | None = None) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    with console.capture() as captured:
+        console.print(Group(*lines(view, width, height)))
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def test_what_matters_is_in_the_picture() -> None:
@@ -159,14 +160,11 @@ def test_what_matters_is_in_the_picture() -> None:
     )
     text = picture(TopView(RUN, ranks, stored=stored))
     for words in (RUN, "training", "step 1,234", "world 8 (2 here)", "10 steps/s", "effective 98.71 %", "#+~.",
-                  "100 ms/step", "stall 0.1 ms 0.1 %", "#####..... 50 %", "2.0 GB/s", "4 behind (400 ms)",
-                  "34 behind (3.4 s)", "behind 0/4/34", "GPU 87 %", "40.0 GB of 80.0 GB", "r2-7 elsewhere",
+                  "100 ms", "0.1 ms 0.1 %", "#####..... 50 % of step 1,234", "2.0 GB/s", "4 (400 ms)", "34 (3.4 s)",
+                  "0/4/34", "87 %", "40.0 GB of 80.0 GB", "6 ranks elsewhere", "200.0 MB for 2.0 GB",
                   "all ranks are in the place with step 1,230",
                   "last fault 2026-01-02 03:04:05Z: rank 1 was told to leave"):  # fmt: skip
         assert words in text, words
-    assert "■◧□·" in picture(TopView(RUN, ranks), glyphs=Glyphs()) and "█████░░░░░" in picture(
-        TopView(RUN, ranks), glyphs=Glyphs()
-    )
 
 
 def test_what_is_wrong_is_in_the_picture() -> None:
@@ -178,7 +176,7 @@ def test_what_is_wrong_is_in_the_picture() -> None:
     assert "silent" not in picture(TopView(RUN, [look(idle_s=30.0, doing="paused")]))
     failing = TierStatus(FAR, 10, failed=3, error="access denied", waiting=3)
     text = picture(TopView(RUN, [look(tiers=(failing,))]))
-    assert "nothing yet" in text and "3 failed: access denied" in text and "3 on their way" in text
+    assert "3 failed: access denied" in text and "3 on their way" in text
     assert "no whole snapshot" in picture(TopView(RUN, [look(in_memory=None)]))
     text = picture(TopView(RUN, [look()], {3: "does not answer"}))
     assert "local rank 3" in text and "does not answer" in text and "elsewhere" not in text  # it may be one of those
@@ -187,19 +185,16 @@ def test_what_is_wrong_is_in_the_picture() -> None:
 
 
 @pytest.mark.parametrize("width", [10, 40, 80, 200])
-@pytest.mark.parametrize("height", [1, 5, 24])
-def test_it_fits_into_any_terminal(width: int, height: int) -> None:
-    """No line is wider than it, and there are not more of them; the step is seen in 40 columns."""
+def test_it_fits_into_any_terminal(width: int) -> None:
+    """No line is wider than it; the step is seen in 40 columns."""
     ranks = [look(rank, fault="x" * 500, fault_at="2026", doing="tränen語語") for rank in range(8)]
     for view in (
         TopView(RUN, ranks, stored=RunStored(RUN * 5, 1.0)),
         TopView(RUN * 20, (), {0: "語" * 50}),
         TopView("語" * 99),
     ):
-        for glyphs in (PLAIN, Glyphs()):
-            found = lines(view, width, height, glyphs)
-            assert 0 < len(found) <= height and all(cell_len(plain(line)) <= width for line in found)
-    assert width < 40 or height < 2 or "1,234" in picture(TopView(RUN, ranks), width, height)
+        assert all(cell_len(line) <= width for line in picture(view, width).splitlines())
+    assert width < 40 or "1,234" in picture(TopView(RUN, ranks), width)
 
 
 def test_of_a_name_that_is_too_long_the_end_is_seen() -> None:
@@ -216,10 +211,10 @@ def test_of_many_ranks_the_worst_are_seen() -> None:
     ranks[40] = replace(ranks[40], trainer="dead")
     ranks[50] = replace(ranks[50], step=1200)
     ranks[60] = replace(ranks[60], stall_share=0.2)
-    text = picture(TopView(RUN, ranks), height=12)
-    assert len(text.splitlines()) == 12
+    text = picture(TopView(RUN, ranks), height=14)
+    assert len(text.splitlines()) <= 14
     order = [int(rank) for rank in re.findall(r"^r(\d+) ", text, re.MULTILINE)]
-    assert order[:3] == [40, 50, 60] and len(order) < 12
+    assert order[:3] == [40, 50, 60] and len(order) < 14
     assert f"{64 - len(order)} more ranks, none worse" in text and "stall at most 0.1 %" in text
     assert (
         len(re.findall(r"^r\d+ ", picture(TopView(RUN, ranks)), re.MULTILINE)) == 64
@@ -239,12 +234,9 @@ def test_names_cannot_do_anything() -> None:
         HOSTILE, 1.0, HOSTILE, seen_step=1, seen_host=HOSTILE, ended=HOSTILE, fault=HOSTILE, fault_at="9"
     )
     for view in (TopView(HOSTILE, [bad, look(1)], {7: HOSTILE}, stored), TopView(HOSTILE, (), {}, stored)):
-        for line in lines(view, 400):
-            assert plain(line).isprintable()
+        assert all(line.isprintable() for line in picture(view, 400).splitlines())
         output = io.StringIO()
-        console = Console(file=output, width=400, force_terminal=True, color_system="standard")
-        for line in lines(view, 400):
-            console.print(cli_top._text(line))
+        Console(file=output, width=400, force_terminal=True, color_system="standard").print(Group(*lines(view, 400)))
         assert "[red]ha[/red]" in output.getvalue() and "owned\x07" not in output.getvalue()
         assert "\x1b[2J" not in output.getvalue() and "\x1b]" not in output.getvalue()
     assert Text.from_markup("[red]ha[/red]").plain == "ha"  # negative control: markup would have vanished
@@ -324,7 +316,7 @@ def test_ranks_on_other_machines_are_told_apart(run_dir: str, own_sockets: Path,
             assert here["place"]["newest"] == there["place"]["newest"] == 10 and here["place"]["ranks"] == 2
             assert there["ranks"][0]["step"] == 12 and there["place"]["seen_rank"] == 0
             text = top(run_dir, "--once").stdout
-            assert "world 2 (1 here)" in text and "r1 elsewhere" in text
+            assert "world 2 (1 here)" in text and "1 rank elsewhere" in text
             assert "all ranks are in the place with step 10" in text
 
 
@@ -479,9 +471,6 @@ class Terminal:
     def shows(self, text: str) -> bool:
         return eventually(lambda: text in self.read(), PATIENCE_S)
 
-    def type(self, keys: bytes) -> None:
-        os.write(self.master, keys)
-
     def ended(self) -> int:
         assert eventually(lambda: self.read() is not None and self.process.poll() is not None, PATIENCE_S)
         self.read()
@@ -511,7 +500,7 @@ def terminal(*arguments: str, **options: Any) -> Iterator[Terminal]:
 
 
 def test_it_is_live_until_somebody_leaves(run_dir: str) -> None:
-    """Steps are seen when they are done, also after the terminal became another size; then q, Ctrl-C or SIGTERM end it,
+    """Steps are seen when they are done, also after the terminal became another size; then Ctrl-C or SIGTERM end it,
     and the terminal is as it was."""
     state = toy.build()
     with ckpt.Checkpointer(state, run_dir) as cp:
@@ -519,7 +508,7 @@ def test_it_is_live_until_somebody_leaves(run_dir: str) -> None:
         toy.train_step(state)
         cp.step(77001)
         with terminal(run_dir, "--interval", "0.2") as shell:
-            assert shell.shows("step 77,001") and shell.shows("q leaves") and shell.shows("■")
+            assert shell.shows("step 77,001") and shell.shows("tier")
             assert "\x1b[?1049h" in shell.output and re.search(COLOUR, shell.output)
             toy.train_step(state)
             cp.step(88002)
@@ -531,8 +520,6 @@ def test_it_is_live_until_somebody_leaves(run_dir: str) -> None:
             last = shell.output[start:].split("\x1b[H")[-2]
             drawn = [plain_of(one) for one in re.split(r"[\r\n]+", last)]
             assert "step 88,002" in "".join(drawn) and max(map(cell_len, drawn)) <= 30
-            shell.type(b"xyq")
-            assert shell.ended() == 0 and shell.is_restored(), shell.output
         for leave in (signal.SIGINT, signal.SIGTERM):
             with terminal(run_dir, "--interval", "0.2", NO_COLOR="1") as shell:
                 assert shell.shows("step 88,002")
@@ -542,21 +529,10 @@ def test_it_is_live_until_somebody_leaves(run_dir: str) -> None:
 
 
 def test_a_terminal_that_can_nothing_gets_text(run_dir: str) -> None:
-    """TERM=dumb: one look, no escapes, and out; with --interval looks follow each other, in a pipe as well."""
+    """TERM=dumb: one look, no escapes, and out; only ASCII."""
     with training(run_dir):
         with terminal(run_dir, TERM="dumb", columns=40) as shell:
             assert shell.ended() == 0 and "step 12" in shell.output and "\x1b" not in shell.output
             assert all(cell_len(line) <= 40 for line in shell.output.splitlines())
-        command = [sys.executable, "-m", "ckpt.cli", "top", run_dir, "--interval", "0.1"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(LANG="C.UTF-8")) as process:
-            assert process.stdout is not None
-            looks = 0
-            for line in process.stdout:
-                looks += line.startswith("training")
-                if looks == 3:
-                    break
-            process.send_signal(signal.SIGINT)
-            assert process.wait(PATIENCE_S) == 0
         ascii_only = top(run_dir, "--once", PYTHONUTF8="0", PYTHONIOENCODING="ascii")
         assert ascii_only.returncode == 0 and ascii_only.stdout.isascii() and "####" in ascii_only.stdout
-    assert not psutil.pid_exists(process.pid)

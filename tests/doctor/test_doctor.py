@@ -308,7 +308,7 @@ def test_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
     """It is not made; what it would lie on is examined, and nothing is left."""
     place = examine(str(tmp_path / "a" / "run"))
     assert place.usable and list(tmp_path.iterdir()) == []
-    assert {"file system", "free space", "O_DIRECT", "fsync", "clock"} <= {f.what for f in place.findings}
+    assert {"file system", "free space", "fsync", "clock"} <= {f.what for f in place.findings}
 
 
 def test_a_folder_with_a_run(tmp_path: Path) -> None:
@@ -435,10 +435,12 @@ def test_s3(server: MotoServer, engine: str) -> None:
     assert place.usable and place.options and contents(server) == before
     assert named(place.findings, "unfinished uploads").data == 1
     assert named(place.findings, "clock").verdict == OK
-    rule = named(place.findings, "lifecycle").data
+    assert named(place.findings, "lifecycle").verdict == ADVICE
+    rule = {"ID": "old", "Status": "Enabled", "Filter": {"Prefix": f"{engine}/"}}
+    aborts = {"AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 7}}
     versions = {"NoncurrentVersionExpiration": {"NoncurrentDays": 1}}
     s3.put_bucket_lifecycle_configuration(
-        Bucket="bucket", LifecycleConfiguration={"Rules": [rule, {**rule, "ID": "old", **versions}]}
+        Bucket="bucket", LifecycleConfiguration={"Rules": [{**rule, **aborts, **versions}]}
     )
     s3.put_bucket_versioning(Bucket="bucket", VersioningConfiguration={"Status": "Enabled"})
     try:
@@ -478,15 +480,15 @@ ABORTS = {"Status": "Enabled", "Filter": {"Prefix": ""}, "AbortIncompleteMultipa
 )
 def test_lifecycle_rules(rules: list[dict[str, Any]], verdicts: list[str]) -> None:
     """A rule counts if it is enabled and holds for the whole run; one that deletes any of it is a problem."""
-    assert [f.verdict for f in doctor_s3.lifecycle(rules, "bucket", "run1/", False)] == verdicts
+    assert [f.verdict for f in doctor_s3.lifecycle(rules, "run1/", False)] == verdicts
 
 
 def test_versions_that_stay() -> None:
-    """Versioning without a rule for old versions is advice, with that rule in the advice."""
-    found = named(doctor_s3.lifecycle([ABORTS], "bucket", "run1/", True), "versioning")
-    assert found.verdict == ADVICE and json.dumps(found.data) in found.advice
-    again = doctor_s3.lifecycle([ABORTS, found.data], "bucket", "run1/", True)
-    assert named(again, "versioning").verdict == OK
+    """Versioning without a rule for old versions is advice."""
+    found = named(doctor_s3.lifecycle([ABORTS], "run1/", True), "versioning")
+    assert found.verdict == ADVICE and "NoncurrentVersionExpiration" in found.advice
+    rule = {"Status": "Enabled", "Filter": {"Prefix": ""}, "NoncurrentVersionExpiration": {"NoncurrentDays": 1}}
+    assert named(doctor_s3.lifecycle([ABORTS, rule], "run1/", True), "versioning").verdict == OK
 
 
 # -- the machine --
@@ -502,13 +504,13 @@ def tree(root: Path, files: dict[str, str]) -> Path:
 def test_this_machine() -> None:
     """Every check of the machine has something to say, whatever machine this is."""
     found = machine.machine(JobSize())
-    assert {"versions", "CPUs", "memory", "shared memory", "kernel", "clock source"} <= {f.what for f in found}
+    assert {"CPUs", "memory", "open files (ulimit -n)"} <= {f.what for f in found}
     assert all(f.advice for f in found if f.verdict != OK)
 
 
 def test_a_machine_without_files(tmp_path: Path) -> None:
     """A kernel that tells nothing is no error."""
-    assert machine.machine(JobSize(), proc=tmp_path, sys_=tmp_path, environment={})
+    assert machine.machine(JobSize(), proc=tmp_path, sys_=tmp_path)
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -517,49 +519,24 @@ def test_cgroups(tmp_path: Path, version: int) -> None:
     proc, sys_ = tmp_path / "proc", tmp_path / "sys"
     if version == 2:
         tree(proc, {"self/cgroup": "0::/pod/app\n"})
-        tree(sys_ / "fs/cgroup/pod", {"cpu.max": "50000 100000\n", "app/pids.max": "max\n", "pids.max": "500\n"})
+        tree(sys_ / "fs/cgroup/pod", {"cpu.max": "50000 100000\n"})
         tree(sys_ / "fs/cgroup/pod/app", {"memory.oom.group": "1\n"})
     else:
         tree(proc, {"self/cgroup": "4:pids:/pod/app\n3:cpu,cpuacct:/pod\n"})
         tree(sys_ / "fs/cgroup/cpu/pod", {"cpu.cfs_quota_us": "50000\n", "cpu.cfs_period_us": "100000\n"})
-        tree(sys_ / "fs/cgroup/pids/pod", {"pids.max": "500\n", "app/tasks": ""})
     assert machine.cpu_count(proc, sys_) == 0.5
-    found = machine.cgroup(proc, sys_)
-    assert named(found, "cgroup pids").verdict == ADVICE
-    assert [f.verdict for f in found if f.what == "cgroup oom group"] == [ADVICE] * (version == 2)
+    assert [f.verdict for f in machine.oom_group(proc, sys_)] == [ADVICE] * (version == 2)
 
 
 def test_a_machine_with_shortcomings(tmp_path: Path) -> None:
-    """Too little memory for the state, huge pages off, a slow clock: each is told, with advice."""
+    """Too little memory for the state is told, with advice."""
     proc = tree(tmp_path / "proc", {"meminfo": "MemTotal: 16000000 kB\nMemAvailable: 12000000 kB\n"})
-    sys_ = tree(
-        tmp_path / "sys",
-        {
-            "kernel/mm/transparent_hugepage/shmem_enabled": "always within_size advise [never] deny force\n",
-            "devices/system/clocksource/clocksource0/current_clocksource": "hpet\n",
-        },
-    )
-    verdicts = [machine.memory(JobSize(state=n * GB, world=4, local=2), proc, sys_).verdict for n in (1, 6, 20)]
+    verdicts = [machine.memory(JobSize(state=n * GB, world=4, local=2), proc, tmp_path).verdict for n in (1, 6, 20)]
     assert verdicts == [OK, ADVICE if 4 * 3 > 0.8 * 12.288 else OK, PROBLEM]
-    assert machine.huge_pages(sys_).verdict == ADVICE and machine.clock_source(sys_).verdict == ADVICE
-    tree(sys_, {"kernel/mm/transparent_hugepage/shmem_enabled": "always [advise] never\n"})
-    assert machine.huge_pages(sys_).verdict == OK
 
 
-def test_launchers() -> None:
-    """What each launcher is known to need is asked for, and no more."""
-    agent = {"TORCHELASTIC_RUN_ID": "x"}
-    verdicts = [
-        machine.launcher(environment)[0].verdict
-        for environment in (
-            {},
-            agent,
-            agent | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-            {"SLURM_JOB_ID": "1"},
-            {"SLURM_JOB_ID": "1", "SLURM_JOB_END_TIME": "9"},
-        )
-    ]
-    assert verdicts == [OK, ADVICE, OK, ADVICE, OK]
+def test_ranks_of_this_machine() -> None:
+    """By the launcher, at most all."""
     assert cli_doctor.local_ranks(8, {"LOCAL_WORLD_SIZE": "2"}) == 2
     assert cli_doctor.local_ranks(2, {"SLURM_NTASKS_PER_NODE": "8"}) == 2
 

@@ -6,9 +6,7 @@ Most tests play the kernel with folders of their own; the last ones use a real c
 from __future__ import annotations
 
 import os
-import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -429,15 +427,20 @@ def test_a_neighbours_end_is_not_ours(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize(("avg10", "felt"), [("5.00", True), ("99.00", True), ("4.99", False), ("x", False)])
-def test_average_of_stalls(tmp_path: Path, avg10: str, felt: bool) -> None:
-    """Where no trigger can be had the average is compared with the share, and the file is not written to."""
-    file = tmp_path / "memory.pressure"
-    text = f"some avg10={avg10} avg60=0.00 avg300=0.00 total=0\nfull avg10=100.00 avg60=0.00 avg300=0.00 total=0\n"
-    file.write_text(text)
-    stalls = memory_pressure._Stalls([tmp_path / "none", file], 0.05, select.poll())
-    assert stalls.felt({}) == felt
-    stalls.close()
-    assert file.read_text() == text
+def test_average_of_stalls(kernel: Kernel, avg10: str, felt: bool) -> None:
+    """It is compared with the share."""
+    kernel.put("proc/pressure/memory", f"some avg10={avg10} avg60=0.00 avg300=0.00 total=0\nfull avg10=100.00\n")
+    called, looks = Called(), []
+
+    def look() -> MemoryRoom:
+        looks.append(1)
+        return MemoryRoom(20, 100, "here")
+
+    watch = PressureWatch(0.05, called, poll_s=0.001, room=look, proc=kernel.proc, sys=kernel.sys)
+    watch.start()
+    assert eventually(lambda: len(looks) > 3)
+    watch.stop()
+    assert bool(called.calls) == felt
 
 
 # -- the thread --
@@ -531,60 +534,6 @@ def test_a_failing_call_does_not_end_the_watch(kernel: Kernel, caplog: pytest.Lo
     watch.stop()
     assert caplog.text.count("ValueError: broken") == 1
     assert "odd" in caplog.text
-
-
-def test_the_kernel_wakes_the_thread(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An event of the kernel is dealt with although the next look is an hour away. Urgent data of a socket look like
-    one. Without the event nothing is called: that is the negative control."""
-    kernel.put("proc/pressure/memory", "some avg10=0.00 avg60=0.00 avg300=0.00 total=0\n")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        sender = socket.create_connection(server.getsockname())
-        receiver = server.accept()[0]
-    monkeypatch.setattr(memory_pressure, "_trigger", lambda file, share: receiver.detach())
-    called, looks = Called(), []
-
-    def look() -> MemoryRoom:
-        looks.append(1)
-        return MemoryRoom(20, 100, "here")
-
-    watch = PressureWatch(0.05, called, poll_s=3600, room=look, proc=kernel.proc, sys=kernel.sys)
-    watch.start()
-    assert eventually(lambda: bool(looks))
-    assert not called.calls
-    with sender:
-        sender.send(b"!", socket.MSG_OOB)
-        assert eventually(lambda: bool(called.calls))
-        watch.stop()
-        assert eventually(lambda: not threads())
-    assert "wait" in called.calls[0][1]
-
-
-def test_a_trigger_whose_cgroup_is_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The descriptor reports an error for ever then: it is given up, and the average is read instead."""
-    file = tmp_path / "memory.pressure"
-    file.write_text("some avg10=50.00 avg60=0.00 avg300=0.00 total=0\n")
-    reading, writing = os.pipe()
-    monkeypatch.setattr(memory_pressure, "_trigger", lambda *_: reading)
-    poller = select.poll()
-    stalls = memory_pressure._Stalls([file], 0.05, poller)
-    assert not stalls.felt({})  # the trigger decides
-    os.close(writing)
-    ready = dict(poller.poll(0))
-    assert ready[reading] & ~select.POLLPRI
-    assert stalls.felt(ready)  # the average does
-    assert poller.poll(0) == []
-
-
-def test_a_real_trigger() -> None:
-    """The kernel takes the words of our trigger where it lets us at all."""
-    file = Path("/proc/pressure/memory")
-    if memory_pressure._stalled(file) is None:
-        pytest.skip("this kernel does not measure stalls")
-    fd = memory_pressure._trigger(file, 0.05)
-    if fd < 0:
-        pytest.skip("no right to a trigger")
-    os.close(fd)
-    assert memory_pressure._trigger(file, 3.0) == -1  # negative control: more than the whole window is refused
 
 
 # -- a real cgroup --

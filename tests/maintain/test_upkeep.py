@@ -166,7 +166,7 @@ def test_options_reach_the_place(call: Call, run: Path, monkeypatch: pytest.Monk
         told[Path(url).name] = dict(options_of(url))
         return open_store(url, **settings)
 
-    for module in ("ckpt.cli.maintain", "ckpt.maintain.copy_run", "ckpt.cli.terminal"):
+    for module in ("ckpt.cli.copy", "ckpt.maintain.copy_run", "ckpt.cli.terminal"):
         monkeypatch.setattr(f"{module}.open_store", look, raising=False)
     call("copy", run, f"{run}2", "--option", "a=1", "--src-option", "a=2", "--dst-option", "b=3")
     assert told == {"run": {"a": 2}, "run2": {"a": 1, "b": 3}}

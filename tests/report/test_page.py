@@ -7,7 +7,6 @@ import hashlib
 import html
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -16,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -29,16 +27,15 @@ from torch import nn
 
 import ckpt
 from accounts import WALL, account, died, invoke, run, seen, write
-from ckpt.cli.report_page import class_of
 from ckpt.errors import CorruptError, FormatError
 from ckpt.faults.report import Fault, SavedStep
 from ckpt.goodput.accounting import settled
 from ckpt.goodput.breakdown import decimal
 from ckpt.goodput.ledger import MOST_LANDED, Account, Decision, End, LandedSave, Saves, stall_bucket, thinned
 from ckpt.report import style, svg
-from ckpt.report.chronicle import Chronicle, chronicle, columns
-from ckpt.report.page import page, sentences
-from ckpt.report.words import StoredBytes, Subject, TensorKind
+from ckpt.report.chronicle import Chronicle, chronicle
+from ckpt.report.page import page
+from ckpt.report.words import Subject
 from processes import REPO, eventually
 
 __all__ = ["run"]  # a fixture
@@ -84,15 +81,10 @@ def history() -> tuple[list[Account], list[Fault]]:
     return [one, two, three], [fault]
 
 
-STOCK = StoredBytes(
-    160, False, 4, 4000, (TensorKind("weights of model", 12, 2000, 900), TensorKind("exp_avg of optim", 12, 2000, 700))
-)
-
-
 def subject(accounts: list[Account], faults: list[Fault] | None = None, **given: Any) -> Subject:
     now = given.pop("now", WALL + 1e6)
     run = settled(accounts, faults or [], now=now)
-    facts = {"stock": STOCK, "stored": (80, 160), "made": now, "version": "0.1.0", **given}
+    facts = {"stored": (80, 160), "made": now, "version": "0.1.0", **given}
     return Subject("file:///run", run.statement, chronicle(run, faults or []), **facts)
 
 
@@ -140,14 +132,14 @@ def test_a_page_has_every_part_of_a_run() -> None:
     found = looked_at(page(subject(*history())))
     for text in (
         "Where the time went", "Timeline", "How long training waited", "How long a save took to be durable",
-        "What the newest checkpoint holds", "Stored, over checkpoints", "Interruptions", "Faults", "Restores",
+        "Interruptions", "Faults", "Restores",
         "Cadence", "rank 2 ran out of memory",
         "step 110 in file:///run", "not in s3://bucket/run: gone", "a save costs 0.2 s",
-        "step 9 in s3://b: damaged", "torch 2.13.0", "4 ranks", "3 starts", "closed",
+        "step 9 in s3://b: damaged", "torch 2.13.0", "4 ranks", "starts 3", "closed",
     ):  # fmt: skip
         assert text in found.text, text
     pictures = [one for one in found.every("svg") if "area" in (one.get("class") or "")]
-    assert len(pictures) >= 8
+    assert len(pictures) >= 4
     for one in pictures:
         assert one["role"] == "img" and one["tabindex"] == "0" and len(one["aria-label"] or "") > 20
         assert one["width"] == "100%" and float(one["height"] or 0) > 0
@@ -157,7 +149,7 @@ def test_a_page_has_every_part_of_a_run() -> None:
 
 
 def test_the_bar_adds_up_to_the_wall_clock() -> None:
-    """Its parts fill it, each as wide as its share; and the timeline below gives the same to each."""
+    """Its parts fill it, each as wide as its share."""
     accounts, faults = history()
     one = subject(accounts, faults)
     found = one.statement
@@ -171,47 +163,22 @@ def test_the_bar_adds_up_to_the_wall_clock() -> None:
     for name, seconds in parts.items():
         assert widths[name] == pytest.approx(100 * seconds / found.wall_s, abs=0.02)
 
-    shown = columns(one.chronicle.pieces, one.chronicle.begin, one.chronicle.until, 70)
-    total = {name: math.fsum(cell.get(name, 0.0) for cell in shown) for name in parts}
-    assert math.fsum(math.fsum(cell.values()) for cell in shown) == pytest.approx(found.wall_s, rel=0.001)
-    for name in parts:
-        assert total[name] == pytest.approx(parts[name], rel=1e-6, abs=1e-6), name
-
-
-def test_advice_is_given_only_where_figures_give_the_reason() -> None:
-    """By the rule that at the best cadence both cost about the same; not of few interruptions, and not of guesses."""
-
-    def said(again: int, stalled: float, count: int = 4) -> str:
-        accounts, born, first = [], 0.0, 1
-        for number in range(1, count + 2):
-            one = account(number, born, first, 200, of=f"{number - 1}.abc" if number > 1 else "")
-            one.rows = [replace(row, stalled=stalled, saves=1, quiet=int(n % 2)) for n, row in enumerate(one.rows)]
-            accounts.append(died(one))
-            born, first = one.beat + 5, first + 200 - again
-        return " ".join(sentences(subject(accounts)))
-
-    assert "saving more often pays" in said(80, 0.001)
-    assert "saving less often pays" in said(1, 0.4)
-    assert "the cadence fits" in said(40, 0.2)
-    assert "pays" not in said(80, 0.001, 1) and "fits" not in said(40, 0.2, 1)
-    assert "pays" not in said(0, 0.00001)
-
 
 @pytest.mark.parametrize(
     ("accounts", "words"),
     [
-        ([account(1, 100.0, steps=0)], "no step is done yet"),
-        ([account(1, 100.0)], "nothing interrupted it"),
+        ([account(1, 100.0, steps=0)], "steps 0"),
+        ([account(1, 100.0)], "none in"),
         ([account(1, 100.0, kept=112.0)], "running"),
-        ([died(account(1, 100.0))], "ended by death, not started again"),
+        ([died(account(1, 100.0))], "ended by death"),
         ([replace(account(1, 100.0), end=End("closed", 114.5, 115.0))], "closed"),
-        ([replace(account(1, 100.0), boot="", anchor=(-1e11 + 1, 0.0))], "In short"),
+        ([replace(account(1, 100.0), boot="", anchor=(-1e11 + 1, 0.0))], "wall-clock"),
     ],
 )
 def test_runs_that_have_hardly_begun(accounts: list[Account], words: str) -> None:
     """A page of each says so; older accounts, which know nothing of single saves, have a page as well."""
-    found = looked_at(page(subject(accounts, stock=None, stored=(), now=WALL + 115)))
-    assert words in found.text and "There is no checkpoint to look into" in found.text
+    found = looked_at(page(subject(accounts, stored=(), now=WALL + 115)))
+    assert words in found.text
 
 
 def test_hostile_words_are_words() -> None:
@@ -225,10 +192,7 @@ def test_hostile_words_are_words() -> None:
         one.faults = [replace(each, kind=EVIL, summary=EVIL) for each in one.faults]
     faults[0].kind = faults[0].summary = faults[0].host = faults[0].advice = EVIL
     faults[0].saved = [SavedStep(1, EVIL, EVIL, 1.0, ""), SavedStep(1, EVIL, EVIL, 1.0, EVIL)]
-    stock = replace(
-        STOCK, classes=(TensorKind(EVIL, 1, 10, 5), TensorKind("\ud800" * 5, 1, 3, 3), TensorKind("x" * 10**6, 1, 1, 1))
-    )
-    one = replace(subject(accounts, faults, stock=stock, problems=(EVIL,)), url=EVIL)
+    one = replace(subject(accounts, faults, problems=(EVIL,)), url=EVIL)
     text = page(one)
     found = looked_at(text)
     assert "<script>window.hacked=1</script>" in found.text and "\\u2028" in found.text
@@ -322,16 +286,6 @@ def test_older_ledgers_and_damaged_ones() -> None:
     looked_at(page(found))
 
 
-def test_what_kind_a_tensor_is_of() -> None:
-    """By the entry of the state that it is in, and for optimizers by what they keep."""
-    kinds = {"model": "module", "model.ema": "module", "optim": "optimizer", "extra": "plain"}
-    for name, kind in (
-        ("model.0.weight", "weights of model"), ("model.ema.w", "weights of model.ema"), ("extra.a", "extra"),
-        ("optim.state.0.weight.exp_avg_sq", "exp_avg_sq of optim"), ("other.x", "other"),
-    ):  # fmt: skip
-        assert class_of(name, kinds) == kind
-
-
 def test_numbers_for_people() -> None:
     """Sizes, counts and axes: with round numbers, and never empty."""
     assert [decimal(n) for n in (0, 999, 999_600, 4_100, 1_234_567_890)] == [
@@ -352,7 +306,7 @@ def test_numbers_for_people() -> None:
     for span in (0.0, 0.5, 10, 3600, 1e5, 1e7, 1e9):
         assert len(svg.clock(WALL, WALL + span).ticks) <= 7
     assert svg.clock(-1e17, 1e17).ticks == ()  # of clocks that make no sense
-    assert columns([], 0.0, 0.0, 5) == [] and chronicle(settled([]), []) == Chronicle()
+    assert chronicle(settled([]), []) == Chronicle()
 
 
 # -- the command --
@@ -387,21 +341,17 @@ def test_the_command_writes_all_or_nothing(run: Path, tmp_path: Path) -> None:
     assert json.loads(invoke(run, "--json").stdout)["count"] == 1  # as before
 
 
-def test_what_is_no_file_is_written_to_and_never_replaced(run: Path, tmp_path: Path) -> None:
-    """A pipe, as a device, takes the page and stays what it is, whatever is forced; a link stays a link."""
+def test_what_is_no_file_is_never_replaced(run: Path, tmp_path: Path) -> None:
+    """Only a file is, if that is wanted; a link stays a link."""
     write(run, died(rich(1, 0.0)), rich(2, 90.0, 51))
     pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
     os.mkfifo(pipe)
-    for more in ((), ("--force",)):
-        with ThreadPoolExecutor(1) as reader:
-            read = reader.submit(pipe.read_bytes)
-            assert invoke(run, "-o", pipe, *more).return_value == 0
-            assert read.result(60.0).endswith(b"</html>\n")
-        assert stat.S_ISFIFO(pipe.lstat().st_mode)
     file.write_text("mine")
     link.symlink_to(file)
-    with pytest.raises(click.UsageError, match="there already"):
-        raise invoke(run, "-o", link).exception
+    for target, more in ((pipe, ()), (pipe, ("--force",)), (link, ())):
+        with pytest.raises(click.UsageError, match="there already"):
+            raise invoke(run, "-o", target, *more).exception
+    assert stat.S_ISFIFO(pipe.lstat().st_mode) and file.read_text() == "mine"
     assert invoke(run, "-o", link, "--force").return_value == 0
     assert link.is_symlink() and "everystep" in file.read_text()
     assert sorted(path.name for path in tmp_path.iterdir() if path != run) == ["file", "link", "pipe"]
@@ -412,7 +362,7 @@ def test_runs_that_are_damaged_have_a_page_that_says_so(run: Path, tmp_path: Pat
     none = tmp_path / "none.html"
     assert invoke(run, "-o", none).return_value == 0
     found = looked_at(none.read_text())
-    assert "has no ledger" in found.text and "1: step 1" in found.text and "weights of model" in found.text
+    assert "has no ledger" in found.text and "1: step 1" in found.text
 
     write(run, died(rich(1, 0.0)), rich(2, 90.0, 51))
     (cut,) = (run / "ledger").glob("2.*")
@@ -429,8 +379,7 @@ def test_runs_that_are_damaged_have_a_page_that_says_so(run: Path, tmp_path: Pat
     for text in (
         "2.abc.0.json is damaged",
         "20300101T000000000000.0.json is damaged",
-        "cannot be looked into",
-        "1 start",
+        "starts 1",
     ):
         assert text in found.text, text
 
@@ -456,7 +405,7 @@ def test_a_real_run_has_a_page(run_dir: str, tmp_path: Path) -> None:
             cp.step(step)
     assert invoke(run_dir, "-o", tmp_path / "page.html").return_value == 0
     found = looked_at((tmp_path / "page.html").read_text())
-    for text in ("10 steps", "weights of model", "exp_avg of optim", "<script>window.hacked=1", f"file://{run_dir}2"):
+    for text in ("steps 10", f"file://{run_dir}2"):
         assert text in found.text, text
     assert "Nothing is known of single saves" not in found.text and f"torch {torch.__version__}" in found.text
 

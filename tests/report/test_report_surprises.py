@@ -4,7 +4,6 @@ say what cannot be, evaluations, runs that nobody started again, narrow terminal
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,13 +12,12 @@ from typing import Any
 import pytest
 
 from accounts import WALL, account, costs, died, invoke, near, run, seen, settled, write
-from ckpt.cli import report as cli_report
 from ckpt.errors import CorruptError
 from ckpt.faults.report import Fault
 from ckpt.goodput import timeline
-from ckpt.goodput.accounting import settle
 from ckpt.goodput.breakdown import Statement
 from ckpt.goodput.ledger import PREFIX, Account, Decision, End
+from ckpt.report import figures
 
 __all__ = ["run"]  # a fixture
 
@@ -193,7 +191,7 @@ def test_effective_and_trained_are_two_figures() -> None:
     one.beat = one.kept = one.rows[-1].at
     found = settled(one)
     assert (found.effective, found.trained) == (1.0, near(0.5))
-    assert dict(cli_report.summary(found))["trained"] == "50.0 % in steps that stand; effective has 10 s paused besides"
+    assert dict(figures.summary(found))["trained"] == "50.0 % in steps that stand; effective has 10 s paused besides"
     assert Statement().trained is None and found.to_json()["trained"] == near(0.5)
 
 
@@ -208,10 +206,10 @@ def test_the_state_says_how_it_ended_and_since_when_nothing_runs() -> None:
         "running": settled(one, now=WALL + 20),
     }
     for text, found in states.items():
-        line = dict(cli_report.summary(found))["state"]
+        line = dict(figures.summary(found))["state"]
         assert text in line, line
         assert ("for 7.0 d: that is counted nowhere" in line) is (text not in ("closed", "running")), line
-    assert "not started again" in dict(cli_report.summary(states["ended by death"]))["state"]
+    assert "not started again" in dict(figures.summary(states["ended by death"]))["state"]
     assert states["ended by death"].wall_s == near(10.75)
     ended = [found.ended for found in states.values()]
     assert ended == ["death", "left", "closed", "", ""]
@@ -226,7 +224,7 @@ def test_a_long_break_names_the_option() -> None:
 def test_the_help_says_what_its_options_do_not_do(run: Path) -> None:
     """And what is effective, but no training."""
     text = " ".join(invoke("--help").output.split())
-    for part in ("Shorter breaks still are restart", "in local time", "as a whole", "paused", "Trained is"):
+    for part in ("Shorter breaks still are restart", "paused", "Trained is"):
         assert part in text, part
 
 
@@ -257,36 +255,7 @@ def test_numbers_that_make_no_sense_are_damage_to_the_command(run: Path) -> None
     assert found["damaged"] == [f"{PREFIX}2.abc.0.json"] and found["incarnations"] == 2
 
 
-def test_stops_that_were_wanted_are_no_earlier_interruptions(run: Path) -> None:
-    """With --last 0 the rest is told by what it is."""
-    one = closed(account(1, 0.0))
-    two = died(account(2, 20.0, first=9, of="1.abc"))
-    write(run, one, two, account(3, 40.0, first=17, of="2.abc"))
-    assert "and 1 earlier interruption and 1 earlier break that was none; --json" in invoke(run, "--last", 0).stdout
-    assert "and 1 earlier break that was none; --json" in invoke(run, "--last", 1).stdout
-    assert "earlier" not in invoke(run, "--last", 2).stdout
-
-
 # -- people --
-
-
-@pytest.mark.parametrize("columns", [80, 132])
-def test_what_was_said_of_a_fault_has_its_own_line(
-    run: Path, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Below its row, on narrow terminals as well, where only the place is folded; a time is never cut in two."""
-    summary = "rank 3 waits for rank 5 " * 4
-    hang = replace(seen(20.0, "hang"), summary=summary)
-    far = account(2, 60.0, first=9, of="1.abc", source="s3://bucket/a/long/name/of/a/run/that/nobody/likes")
-    found = settle([died(replace(account(1, 0.0), faults=[hang]), 10.0), far])
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    cli_report.print_interruptions(found.interruptions)
-    lines = capsys.readouterr().out.splitlines()
-    assert all(len(line) <= columns for line in lines)
-    (first,) = (number for number, line in enumerate(lines) if " hang " in line)
-    below = " ".join(line.strip() for line in lines[first + 1 :])
-    assert summary.strip() in below and "5.0 s" in lines[first]
 
 
 def test_nothing_is_shown_as_0_0_ms(run: Path) -> None:

@@ -1,6 +1,4 @@
-"""The commands that change a run from a shell: copy, prune, gc, keep.
-
-What they do is in `ckpt.maintain.prune` and `ckpt.maintain.copy_run`.
+"""The commands that say what stays of a run: prune, gc, keep. What they do is in `ckpt.maintain.prune`.
 
 Each prints a plan and does nothing, unless `--yes` is given. With `--json`, one document: the plan, and under `done`
 what was done, null where nothing was.
@@ -8,8 +6,7 @@ what was done, null where nothing was.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,7 +18,6 @@ from ckpt.cli.terminal import (
     human,
     json_option,
     opened,
-    parse_options,
     place_option,
     print_few,
     print_json,
@@ -31,17 +27,13 @@ from ckpt.cli.terminal import (
     say,
     yes_option,
 )
-from ckpt.errors import UsageError
-from ckpt.store import normalise, open_store, remember_options
 
 if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
-    from ckpt.maintain.copy_run import CopyPlan
     from ckpt.maintain.prune import GcPlan, Item, PrunePlan
-    from ckpt.runlog.log import Commit, RunLog
+    from ckpt.runlog.log import RunLog
 
 Found = dict[str, Any]
 TITLES = ("step", "attempt", "files", "size", "what")
-Show = Callable[[Found], None]
 
 
 grace_option = click.option(
@@ -53,134 +45,10 @@ grace_option = click.option(
 )
 
 
-def nothing(found: Found) -> None:
-    """How a plan is shown to a program, which gets it with the rest."""
-
-
 def show_end(found: Found, done: str) -> int:
     """The last line of a plan that is not empty."""
     print(safe(done) if found["done"] else "Nothing was done. With --yes it is.")
     return 0
-
-
-# -- copy --
-
-
-@click.command(
-    epilog=example(
-        "ckpt copy runs/exp1 s3://bucket/exp1", "ckpt copy s3://bucket/exp1 runs/again 500 --yes --src-option anon=true"
-    )
-)
-@click.argument("src")
-@click.argument("dst")
-@click.argument("step", type=click.IntRange(min=0), required=False)
-@click.option("--all", "every", is_flag=True, help="Every checkpoint of the present history.")
-@click.option("--take-over", is_flag=True, help="Let DST go on from it, also if a job trains there: that is fenced.")
-@click.option("--src-option", "src_options", metavar="KEY=VALUE", multiple=True, callback=parse_options,
-              help="The same for SRC alone.")  # fmt: skip
-@click.option("--dst-option", "dst_options", metavar="KEY=VALUE", multiple=True, callback=parse_options,
-              help="The same for DST alone.")  # fmt: skip
-@place_option
-@yes_option
-@json_option
-def copy(
-    src: str,
-    dst: str,
-    step: int | None,
-    every: bool,
-    take_over: bool,
-    src_options: Found,
-    dst_options: Found,
-    yes: bool,
-    as_json: bool,
-) -> int:
-    """Copy the newest checkpoint, or that of STEP, to another location: a new run, or one that is there.
-
-    Every byte is verified on the way. What is there already is not copied again, so an interrupted copy goes on where
-    it stopped. A training that is started in a new DST goes on from there. With --all, what turns out damaged is left
-    out, and the others are copied; exit code 1 if any was.
-    """
-    if every and step is not None:
-        raise click.UsageError("STEP and --all exclude each other")
-    if normalise(src) == normalise(dst):
-        raise click.UsageError("SRC and DST are the same location")
-    remember_options(src, src_options or None)
-    remember_options(dst, dst_options or None)
-    found = act(_copy(src, dst, step, every, take_over, yes, nothing if as_json else show_copy))
-    if as_json:
-        print_json(found)
-    elif found["copy"]:
-        for one in found["done"]["failed"] if found["done"] else ():
-            print(safe(f"left out: {one['why']}"))
-        show_end(found, f"copied {len(found['done']['copied']) if found['done'] else 0}, verified on the way")
-    return 1 if found["not_copied"] else 0
-
-
-def show_copy(found: Found) -> None:
-    print(safe(f"{found['source']} -> {found['target']}" + (", a new run" if found["new_run"] else "")))
-    rows = [(*_cells(one), "to copy") for one in found["copy"]]
-    rows += [(*_cells(one), "already there") for one in found["already_there"]]
-    rows += [(*_cells(one), f"not copied: {one['why']}") for one in found["not_copied"]]
-    print_table(TITLES, rows)
-    print(f"{len(found['copy'])} to copy: {count_of(found['files'], 'file')}, {human(found['bytes'])}")
-    if found["fences"]:
-        print("a job that trains in the target is fenced")
-
-
-async def _copy(src: str, dst: str, step: int | None, every: bool, take_over: bool, yes: bool, show: Show) -> Found:
-    from ckpt.maintain import copy_run
-
-    async with opened(src) as source:
-        wanted = _wanted(source, step, every)
-        async with _existing(dst) as target:
-            plan = await copy_run.plan_copy(source, target, wanted, take_over)
-        if plan.left_out and not every:
-            raise UsageError(f"step {wanted[0].step} cannot be copied: {plan.left_out[0].why}")
-        show(found := _copy_json(source.store.url, normalise(dst), plan))
-        if yes and plan.copy:
-            far = await copy_run.open_target(dst)
-            try:
-                with progress("copying", sum(item.size for item in plan.copy)) as on_bytes:
-                    failed = await copy_run.copy(source, far, plan, go_on=every, on_bytes=on_bytes)
-            finally:
-                await far.store.aclose()
-            out = {item.attempt for item in failed}
-            copied = [str(item.attempt) for item in plan.copy if item.attempt not in out]
-            found["done"] = {"copied": copied, "failed": list(map(_item, failed))}
-            found["not_copied"] += found["done"]["failed"]
-        return found
-
-
-def _wanted(source: RunLog, step: int | None, every: bool) -> list[Commit]:
-    from ckpt.checkpoint import read
-
-    return source.state.lineage() if every and source.state.lineage() else [read.choose(source, step)]
-
-
-@contextlib.asynccontextmanager
-async def _existing(url: str) -> AsyncIterator[RunLog | None]:
-    from ckpt.maintain import copy_run
-
-    store = open_store(url)
-    try:
-        yield await copy_run.look(store)
-    finally:
-        await store.aclose()
-
-
-def _copy_json(source: str, target: str, plan: CopyPlan) -> Found:
-    return {
-        "source": source,
-        "target": target,
-        "new_run": plan.new,
-        "copy": list(map(_item, plan.copy)),
-        "already_there": list(map(_item, plan.there)),
-        "not_copied": list(map(_item, plan.left_out)),
-        "files": sum(item.files for item in plan.copy),
-        "bytes": sum(item.size for item in plan.copy),
-        "fences": plan.fences,
-        "done": None,
-    }
 
 
 # -- prune --
@@ -219,7 +87,7 @@ def prune(
     The newest one is read back first: nothing goes unless that is sound. Those of `ckpt keep`, the newest finite one
     and the newest two stay in any case. Exit code 1 if the newest one is damaged.
     """
-    found = act(_prune(url, keep_last, keep_every, grace_s, yes, nothing if as_json else show_prune))
+    found = act(_prune(url, keep_last, keep_every, grace_s, yes, as_json))
     if as_json:
         print_json(found)
         return 1 if found["problems"] else 0
@@ -235,8 +103,8 @@ def prune(
 
 def show_prune(found: Found) -> None:
     print(safe(found["url"]))
-    rows = [(*_cells(one), "to give up") for one in found["give_up"]]
-    rows += [(*_cells(one), f"stays: {one['why']}") for one in found["keep"]]
+    rows = [(*cells(one), "to give up") for one in found["give_up"]]
+    rows += [(*cells(one), f"stays: {one['why']}") for one in found["keep"]]
     print_table(TITLES, rows)
     if found["leftovers"]:
         print(f"{found['leftovers']} files of attempts that have ended go as well")
@@ -247,7 +115,9 @@ def show_prune(found: Found) -> None:
         print(f"step {found['check']} is read back before anything goes; then {_patience(found['grace_s'])}")
 
 
-async def _prune(url: str, last: int | str, every: int | None, grace_s: float | None, yes: bool, show: Show) -> Found:
+async def _prune(
+    url: str, last: int | str, every: int | None, grace_s: float | None, yes: bool, as_json: bool
+) -> Found:
     from ckpt.checkpoint import read, retention
     from ckpt.maintain import prune as upkeep
 
@@ -256,7 +126,9 @@ async def _prune(url: str, last: int | str, every: int | None, grace_s: float | 
         patience = upkeep.default_grace_s(log.store) if grace_s is None else grace_s
         stock = await upkeep.take_stock(log)
         plan = upkeep.plan_prune(log, stock, keep)
-        show(found := _prune_json(log.store.url, plan, keep, patience))
+        found = _prune_json(log.store.url, plan, keep, patience)
+        if not as_json:
+            show_prune(found)
         if not yes or not (plan.give_up or plan.delete):
             return found
         total = sum(stock.sizes.get(key, 0) for key in stock.used[plan.check.attempt])
@@ -276,8 +148,8 @@ def _prune_json(url: str, plan: PrunePlan, keep: Any, grace_s: float) -> Found:
         "keep_last": "all" if keep.all else keep.last,
         "keep_every": keep.every,
         "check": plan.check.step,
-        "give_up": list(map(_item, plan.give_up)),
-        "keep": list(map(_item, plan.keep)),
+        "give_up": list(map(item_json, plan.give_up)),
+        "keep": list(map(item_json, plan.keep)),
         "leftovers": plan.leftovers,
         "files": len(plan.delete),
         "bytes": sum(size for _, size in plan.delete),
@@ -308,7 +180,7 @@ def gc(url: str, abort_open: bool, grace_s: float | None, yes: bool, as_json: bo
 
     A job may be training there. Attempts that may still become checkpoints stay, and so do files that are not ours.
     """
-    found = act(_gc(url, abort_open, grace_s, yes, nothing if as_json else show_gc))
+    found = act(_gc(url, abort_open, grace_s, yes, as_json))
     if as_json:
         return print_json(found)
     if not found["needed"]:
@@ -321,9 +193,9 @@ def gc(url: str, abort_open: bool, grace_s: float | None, yes: bool, as_json: bo
 
 def show_gc(found: Found) -> None:
     print(safe(found["url"]))
-    rows = [(*_cells(one), f"to delete: {one['why']}") for one in found["delete"]]
+    rows = [(*cells(one), f"to delete: {one['why']}") for one in found["delete"]]
     for one in found["open"]:
-        rows.append((*_cells(one), f"{'to end' if one['ending'] else 'stays, open'}: {one['why']}"))
+        rows.append((*cells(one), f"{'to end' if one['ending'] else 'stays, open'}: {one['why']}"))
     if rows:
         print_table(TITLES, rows)
     print_few([f"not ours, stays: {key}" for key in found["foreign"]], " that are not ours")
@@ -335,14 +207,16 @@ def show_gc(found: Found) -> None:
         print(_patience(found["grace_s"]))
 
 
-async def _gc(url: str, abort_open: bool, grace_s: float | None, yes: bool, show: Show) -> Found:
+async def _gc(url: str, abort_open: bool, grace_s: float | None, yes: bool, as_json: bool) -> Found:
     from ckpt.maintain import prune as upkeep
 
     async with opened(url) as log:
         patience = upkeep.default_grace_s(log.store) if grace_s is None else grace_s
         stock, uploads = await upkeep.take_stock(log), await upkeep.unfinished(log.store)
         plan = upkeep.plan_gc(log.store.url, log.state, stock, uploads, abort_open)
-        show(found := _gc_json(log.store.url, plan, patience))
+        found = _gc_json(log.store.url, plan, patience)
+        if not as_json:
+            show_gc(found)
         if not yes or not found["needed"]:
             return found
         landed, dropped = await upkeep.gc(log, stock, plan.ending)
@@ -354,8 +228,8 @@ async def _gc(url: str, abort_open: bool, grace_s: float | None, yes: bool, show
 def _gc_json(url: str, plan: GcPlan, grace_s: float) -> Found:
     return {
         "url": url,
-        "delete": list(map(_item, plan.doomed)),
-        "open": [{**_item(item), "ending": item.attempt in plan.ending} for item in plan.opened],
+        "delete": list(map(item_json, plan.doomed)),
+        "open": [{**item_json(item), "ending": item.attempt in plan.ending} for item in plan.opened],
         "uploads": len(plan.uploads),
         "foreign": list(plan.foreign),
         "live": {"files": plan.live.files, "bytes": plan.live.size},
@@ -391,7 +265,7 @@ def keep(
     """Keep a checkpoint for ever: no retention and no clean-up takes it. A job may be training there."""
     if undo == (note is not None):
         raise click.UsageError("give --note, which says why, or --undo")
-    found = act(_keep(url, step, note, yes, nothing if as_json else show_keep))
+    found = act(_keep(url, step, note, yes, as_json))
     if as_json:
         return print_json(found)
     return 0 if found["was"] == note else show_end(found, "done")
@@ -406,7 +280,7 @@ def show_keep(found: Found) -> None:
         print("this tier holds the parts of some ranks only: do the same in those of the other nodes")
 
 
-async def _keep(url: str, step: int, note: str | None, yes: bool, show: Show) -> Found:
+async def _keep(url: str, step: int, note: str | None, yes: bool, as_json: bool) -> Found:
     from ckpt.checkpoint import read
     from ckpt.maintain import prune as upkeep
 
@@ -421,7 +295,8 @@ async def _keep(url: str, step: int, note: str | None, yes: bool, show: Show) ->
             "partial": not commit.whole,
             "done": None,
         }
-        show(found)
+        if not as_json:
+            show_keep(found)
         if yes and found["was"] != note:
             await upkeep.set_keep(log, commit.attempt, note)
             found["done"] = {"kept": note is not None}
@@ -431,12 +306,12 @@ async def _keep(url: str, step: int, note: str | None, yes: bool, show: Show) ->
 # -- what they share --
 
 
-def _item(item: Item) -> Found:
+def item_json(item: Item) -> Found:
     attempt = item.attempt
     return {"step": attempt.step, "attempt": str(attempt), "files": item.files, "bytes": item.size, "why": item.why}
 
 
-def _cells(found: Found) -> tuple[object, ...]:
+def cells(found: Found) -> tuple[object, ...]:
     size = human(found["bytes"]) if found["bytes"] else ""
     return found["step"], found["attempt"], found["files"] or "", size
 
@@ -463,13 +338,5 @@ async def _delete(log: RunLog, keys: Sequence[str], sizes: dict[str, int], grace
         )
 
     files = [(key, sizes.get(key, 0)) for key in keys]
-    with contextlib.ExitStack() as stack:
-        bar: list[Callable[[int], None] | None] = []
-
-        def advance(count: int) -> None:
-            if not bar:  # not before the waiting is over
-                bar.append(stack.enter_context(progress("deleting", sum(size for _, size in files))))
-            if bar[0] is not None:
-                bar[0](count)
-
-        await upkeep.delete(log.store, files, grace_s=grace_s, on_wait=told, on_bytes=advance)
+    with progress("deleting", sum(size for _, size in files)) as on_bytes:
+        await upkeep.delete(log.store, files, grace_s=grace_s, on_wait=told, on_bytes=on_bytes)

@@ -1,0 +1,151 @@
+"""`ckpt copy`: a checkpoint to another location. What it does is in `ckpt.maintain.copy_run`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+import click
+
+from ckpt.cli.prune import TITLES, Found, cells, item_json, show_end
+from ckpt.cli.terminal import (
+    act,
+    count_of,
+    example,
+    human,
+    json_option,
+    opened,
+    parse_options,
+    place_option,
+    print_json,
+    print_table,
+    progress,
+    safe,
+    yes_option,
+)
+from ckpt.errors import UsageError
+from ckpt.store import normalise, open_store, remember_options
+
+if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
+    from ckpt.maintain.copy_run import CopyPlan
+    from ckpt.runlog.log import Commit, RunLog
+
+
+@click.command(
+    epilog=example(
+        "ckpt copy runs/exp1 s3://bucket/exp1", "ckpt copy s3://bucket/exp1 runs/again 500 --yes --src-option anon=true"
+    )
+)
+@click.argument("src")
+@click.argument("dst")
+@click.argument("step", type=click.IntRange(min=0), required=False)
+@click.option("--all", "every", is_flag=True, help="Every checkpoint of the present history.")
+@click.option("--take-over", is_flag=True, help="Let DST go on from it, also if a job trains there: that is fenced.")
+@click.option("--src-option", "src_options", metavar="KEY=VALUE", multiple=True, callback=parse_options,
+              help="The same for SRC alone.")  # fmt: skip
+@click.option("--dst-option", "dst_options", metavar="KEY=VALUE", multiple=True, callback=parse_options,
+              help="The same for DST alone.")  # fmt: skip
+@place_option
+@yes_option
+@json_option
+def copy(
+    src: str,
+    dst: str,
+    step: int | None,
+    every: bool,
+    take_over: bool,
+    src_options: Found,
+    dst_options: Found,
+    yes: bool,
+    as_json: bool,
+) -> int:
+    """Copy the newest checkpoint, or that of STEP, to another location: a new run, or one that is there.
+
+    Every byte is verified on the way. What is there already is not copied again, so an interrupted copy goes on where
+    it stopped. A training that is started in a new DST goes on from there. With --all, what turns out damaged is left
+    out, and the others are copied; exit code 1 if any was.
+    """
+    if every and step is not None:
+        raise click.UsageError("STEP and --all exclude each other")
+    if normalise(src) == normalise(dst):
+        raise click.UsageError("SRC and DST are the same location")
+    remember_options(src, src_options or None)
+    remember_options(dst, dst_options or None)
+    found = act(_copy(src, dst, step, every, take_over, yes, as_json))
+    if as_json:
+        print_json(found)
+    elif found["copy"]:
+        for one in found["done"]["failed"] if found["done"] else ():
+            print(safe(f"left out: {one['why']}"))
+        show_end(found, f"copied {len(found['done']['copied']) if found['done'] else 0}, verified on the way")
+    return 1 if found["not_copied"] else 0
+
+
+def show_copy(found: Found) -> None:
+    print(safe(f"{found['source']} -> {found['target']}" + (", a new run" if found["new_run"] else "")))
+    rows = [(*cells(one), "to copy") for one in found["copy"]]
+    rows += [(*cells(one), "already there") for one in found["already_there"]]
+    rows += [(*cells(one), f"not copied: {one['why']}") for one in found["not_copied"]]
+    print_table(TITLES, rows)
+    print(f"{len(found['copy'])} to copy: {count_of(found['files'], 'file')}, {human(found['bytes'])}")
+    if found["fences"]:
+        print("a job that trains in the target is fenced")
+
+
+async def _copy(src: str, dst: str, step: int | None, every: bool, take_over: bool, yes: bool, as_json: bool) -> Found:
+    from ckpt.maintain import copy_run
+
+    async with opened(src) as source:
+        wanted = _wanted(source, step, every)
+        async with _existing(dst) as target:
+            plan = await copy_run.plan_copy(source, target, wanted, take_over)
+        if plan.left_out and not every:
+            raise UsageError(f"step {wanted[0].step} cannot be copied: {plan.left_out[0].why}")
+        found = _copy_json(source.store.url, normalise(dst), plan)
+        if not as_json:
+            show_copy(found)
+        if yes and plan.copy:
+            far = await copy_run.open_target(dst)
+            try:
+                with progress("copying", sum(item.size for item in plan.copy)) as on_bytes:
+                    failed = await copy_run.copy(source, far, plan, go_on=every, on_bytes=on_bytes)
+            finally:
+                await far.store.aclose()
+            out = {item.attempt for item in failed}
+            copied = [str(item.attempt) for item in plan.copy if item.attempt not in out]
+            found["done"] = {"copied": copied, "failed": list(map(item_json, failed))}
+            found["not_copied"] += found["done"]["failed"]
+        return found
+
+
+def _wanted(source: RunLog, step: int | None, every: bool) -> list[Commit]:
+    from ckpt.checkpoint import read
+
+    return source.state.lineage() if every and source.state.lineage() else [read.choose(source, step)]
+
+
+@contextlib.asynccontextmanager
+async def _existing(url: str) -> AsyncIterator[RunLog | None]:
+    from ckpt.maintain import copy_run
+
+    store = open_store(url)
+    try:
+        yield await copy_run.look(store)
+    finally:
+        await store.aclose()
+
+
+def _copy_json(source: str, target: str, plan: CopyPlan) -> Found:
+    return {
+        "source": source,
+        "target": target,
+        "new_run": plan.new,
+        "copy": list(map(item_json, plan.copy)),
+        "already_there": list(map(item_json, plan.there)),
+        "not_copied": list(map(item_json, plan.left_out)),
+        "files": sum(item.files for item in plan.copy),
+        "bytes": sum(item.size for item in plan.copy),
+        "fences": plan.fences,
+        "done": None,
+    }

@@ -1,0 +1,49 @@
+"""`ckpt faults`: what went wrong in a run."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import datetime
+from typing import Any
+
+import click
+
+from ckpt.cli.reading import read_faults
+from ckpt.cli.terminal import example, json_option, opened, place_option, print_json, print_table, safe
+from ckpt.faults.report import ADVICE, incidents
+
+
+@click.command(
+    epilog=example("ckpt faults runs/exp1", "ckpt faults runs/exp1 --json | jq '.incidents[-1][0].exit_code'")
+)
+@click.argument("url")
+@click.option("--last", type=click.IntRange(min=1), help="Only so many of the newest incidents.")
+@place_option
+@json_option
+def faults(url: str, last: int | None, as_json: bool) -> int:
+    """What went wrong in a run: who saw it first, where every rank stood, what was saved, what to do.
+
+    Accounts of several ranks of the same incident come together, the earliest first.
+    """
+    found = asyncio.run(_faults(url))
+    if last is not None:
+        found["incidents"] = found["incidents"][-last:]
+    if as_json:
+        return print_json(found)
+    print(safe(found["url"]))
+    rows = []
+    for incident in found["incidents"]:
+        first = incident[0]
+        when = datetime.fromisoformat(first["time"]).astimezone().strftime("%F %T")
+        durable = max((s["step"] for one in incident for s in one["saved"] if not s["error"]), default="nothing")
+        ranks = " ".join(str(one["rank"]) for one in incident)
+        rows.append((when, first["kind"], ranks, durable, first["summary"], ADVICE.get(first["advice"], "")))
+    print_table(("when", "what", "ranks", "saved", "account", "advice"), rows)
+    return 0
+
+
+async def _faults(url: str) -> dict[str, Any]:
+    async with opened(url) as log:
+        accounts, _ = await read_faults(log)
+        found = [[one.to_json() for one in incident] for incident in incidents(accounts)]
+        return {"url": log.store.url, "incidents": found}

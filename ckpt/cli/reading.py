@@ -1,0 +1,83 @@
+"""The ledger and the faults of a run, as several commands read them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
+from typing import TypeVar
+
+from ckpt.cli.terminal import say
+from ckpt.errors import CheckpointError, NotFoundError
+from ckpt.faults import report
+from ckpt.faults.report import Fault
+from ckpt.format.typed_json import decoded
+from ckpt.goodput import ledger
+from ckpt.goodput.ledger import Account, Decision
+from ckpt.runlog.log import RunLog
+from ckpt.store import Store, get_small
+
+T = TypeVar("T")
+PARALLEL = 64  # small objects read at once
+
+
+async def read_ledger(log: RunLog) -> tuple[list[Account], list[str]]:
+    """All accounts in order, and the names of those that are damaged, which are said on stderr."""
+    found, damaged = await read_all(log.store, ledger.PREFIX, ledger.MAX_SIZE, Account.from_bytes, ledger.is_account)
+    return ledger.in_order(found), damaged
+
+
+async def read_all(
+    store: Store, prefix: str, most: int, parse: Callable[[memoryview], T], wanted: Callable[[str], bool] = bool
+) -> tuple[list[T], list[str]]:
+    """What all small objects under a prefix say, and the names of those that cannot be read, said on stderr."""
+    keys = [info.key async for info in store.list(prefix) if wanted(info.key)]
+    found = await read_each(store, keys, most, parse)
+    bad = {key: one for key, one in found.items() if isinstance(one, Exception)}
+    for key, error in bad.items():
+        say(f"WARNING: {key} cannot be read, and is left out: {error}")
+    return [one for one in found.values() if not isinstance(one, Exception)], list(bad)
+
+
+async def read_each(
+    store: Store, keys: Sequence[str], most: int, parse: Callable[[memoryview], T]
+) -> dict[str, T | Exception]:
+    """What each of some small objects says, or why it cannot be read; without those that went while we looked."""
+
+    async def read_one(key: str) -> T | Exception:
+        try:
+            return parse(await get_small(store, key, most))
+        except (CheckpointError, ValueError, RecursionError) as error:
+            return error
+
+    found = dict[str, T | Exception]()
+    for start in range(0, len(keys), PARALLEL):
+        some = keys[start : start + PARALLEL]
+        found |= zip(some, await asyncio.gather(*map(read_one, some)), strict=True)
+    return {key: one for key, one in found.items() if not isinstance(one, NotFoundError)}
+
+
+async def read_faults(log: RunLog) -> tuple[list[Fault], list[str]]:
+    """All accounts of faults, and the names of those that are damaged, which are said on stderr."""
+    return await read_all(log.store, report.PREFIX, report.MAX_REPORT, fault_from)
+
+
+def fault_from(raw: memoryview) -> Fault:
+    return Fault.from_json(decoded(raw))
+
+
+def cadence_lines(accounts: Iterable[Account]) -> list[str]:
+    """How often the newest incarnation saves where, since when, and why; empty if nothing was decided."""
+    decided = [one.decisions for one in ledger.in_order(accounts) if one.decisions]
+    if not decided:
+        return []
+    newest = decided[-1][-1]
+    return [cadence_line(place, decided[-1]) for place in newest.every]
+
+
+def cadence_line(place: str, decisions: Sequence[Decision]) -> str:
+    every = decisions[-1].every[place]
+    *_, first = takewhile(lambda one: one.every.get(place) == every, reversed(decisions))
+    how = "never" if every <= 0 else "every step" if every == 1 else f"every {every:,} steps"
+    why = decisions[-1].why.get(place, "")
+    return f"{place}: {how}, since step {max(0, first.step)}{': ' if why else ''}{why}"

@@ -1,0 +1,153 @@
+"""`ckpt verify`: whether every byte of a checkpoint is what was written."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from ckpt.checkpoint import losses, read
+from ckpt.cli.redo import has_redo
+from ckpt.cli.terminal import (
+    OnBytes,
+    example,
+    json_option,
+    newest_first,
+    opened,
+    place_option,
+    print_few,
+    print_json,
+    print_table,
+    progress,
+    safe,
+    step_option,
+)
+from ckpt.errors import CorruptError, NotFoundError, StoreError
+from ckpt.format.manifest import read_format
+from ckpt.maintain.prune import some
+from ckpt.runlog.log import Commit, RunLog
+from ckpt.store import Store
+
+NAMED = re.compile(r"\b(packs|parts|index)/[\w.-]+\.(safetensors|json)\b")  # a file of a checkpoint, in a message
+
+
+@click.command(epilog=example("ckpt verify runs/exp1", "ckpt verify runs/exp1 --all --json"))
+@click.argument("url")
+@step_option
+@click.option("--all", "every", is_flag=True, help="Every checkpoint instead of the newest.")
+@click.option(
+    "--data/--no-data",
+    default=True,
+    help="--data, the default: read every byte that a restore would, in files of older checkpoints too, and decode it."
+    " --no-data: only the log, the parts and tables, and the headers and sizes of the packs; quick, and blind to damage"
+    " in tensors.",
+)
+@place_option
+@json_option
+def verify(url: str, step: int | None, every: bool, data: bool, as_json: bool) -> int:
+    """Read every byte of a checkpoint and check it. Exit code 1 if anything is damaged, the log included.
+
+    `ckpt repair` puts right what it finds, as far as that can be had somewhere.
+    """
+    if every and step is not None:
+        raise click.UsageError("--step and --all exclude each other")
+    found = asyncio.run(_verify(url, step, every, data))
+    if as_json:
+        print_json(found)
+    else:
+        print_table(("step", "attempt", "verdict"), [tuple(c.values())[:3] for c in found["checkpoints"]])
+        for problems in (found["problems"], list(by_problem(found["checkpoints"]))):
+            print_few(problems)
+        if any(c["problems"] for c in found["checkpoints"]) or any(map(mendable, found["problems"])):
+            print(safe(f"`ckpt repair {found['url']}` may mend it"))
+    return 1 if found["problems"] or any(c["problems"] for c in found["checkpoints"]) else 0
+
+
+def mendable(problem: str) -> bool:
+    return not problem.startswith(("log record", "redo log"))
+
+
+def by_problem(checkpoints: list[dict[str, Any]]) -> Iterator[str]:
+    """What is wrong, once for all checkpoints that suffer from it."""
+    steps: dict[str, list[int]] = {}
+    for one in checkpoints:
+        for problem in one["problems"]:
+            steps.setdefault(problem, []).append(one["step"])
+    for problem, who in steps.items():
+        yield f"step{'s' * (len(who) > 1)} {some(who)}: {problem}"
+
+
+async def _verify(url: str, step: int | None, every: bool, data: bool) -> dict[str, Any]:
+    async with opened(url, whole=True) as log:
+        problems = [f"log record {seq} is damaged or missing" for seq in log.state.damaged]
+        problems += [one.reason for one in await losses.of_log(log) if one.attempts]
+        problems += await asyncio.to_thread(_redo_problems, log, data)
+        try:
+            read_format(await log.store.get("FORMAT.json"))
+        except (CorruptError, StoreError) as error:  # the log made up for it
+            problems.append(str(error))
+        commits = to_verify(log, step, every)
+        total = await bytes_to_read(log, commits) if data and sys.stderr.isatty() else 0
+        with progress("verifying", total) if total else contextlib.nullcontext() as on_bytes:
+            checkpoints = [await examine(log, commit, on_bytes, data=data) for commit in commits]
+        return {"url": log.store.url, "data": data, "problems": problems, "checkpoints": checkpoints}
+
+
+def _redo_problems(log: RunLog, data: bool) -> list[str]:
+    """What is damaged in redo logs; the torn end that a killed job leaves is not."""
+    if not has_redo(log):
+        return []
+    from ckpt.restore import redo_logs
+
+    return [f"redo log: {problem}" for problem in redo_logs.look(log.store.url, verify=data).problems]
+
+
+def to_verify(log: RunLog, step: int | None, every: bool) -> list[Commit]:
+    """NoCheckpointError if there is none; but if log records are damaged, that is what has to be said."""
+    if every and log.state.commits:
+        return newest_first(log)
+    if step is None and log.state.damaged and not log.state.lineage():
+        return []
+    return [read.choose(log, step)]
+
+
+async def bytes_to_read(log: RunLog, commits: list[Commit]) -> int:
+    """Of tensors, in all files that these checkpoints use; of what is damaged, as far as that can be known."""
+    total = 0
+    for commit in commits:
+        with contextlib.suppress(CorruptError, StoreError):
+            table = (await read.load_manifest(log.store, commit)).table
+            total += sum(b.nbytes for b in read.plan_reads(table, range(table.owned), far=log.store.remote))
+    return total
+
+
+async def examine(log: RunLog, commit: Commit, on_bytes: OnBytes = None, *, data: bool = True) -> dict[str, Any]:
+    """One checkpoint's verdict: sound, damaged, or retired while we looked."""
+    problems = await read.verify(log.store, commit, data=data, on_bytes=on_bytes)
+    verdict = "damaged" if problems else "sound"
+    if problems and not await read.still_live(log, commit):
+        problems, verdict = [], "retired"
+    problems = await plainly(log.store, problems)
+    return {"step": commit.step, "attempt": str(commit.attempt), "verdict": verdict, "problems": problems}
+
+
+async def plainly(store: Store, problems: list[str]) -> list[str]:
+    """The same, but of a file that is not there only that."""
+    found, gone = list[str](), dict[str, bool]()
+    for problem in problems:
+        if named := NAMED.search(problem):
+            key = named[0]
+            if key not in gone:
+                try:
+                    await store.head(key)
+                    gone[key] = False
+                except StoreError as error:
+                    gone[key] = isinstance(error, NotFoundError)
+            problem = f"{key} is gone" if gone[key] else problem
+        found.append(problem)
+    return list(dict.fromkeys(found))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from botocore.loaders import JSONFileLoader, Loader
 
 import processes
 from processes import writers
@@ -56,6 +58,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = chosen
     place = {name: number for number, name in enumerate(SLOW + LONGER)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def parsed_once() -> None:
+    """botocore parses the megabytes that describe S3 for each store that is opened, which takes longer than a test."""
+
+    class Parsed(JSONFileLoader):
+        load_file = staticmethod(functools.cache(JSONFileLoader().load_file))
+
+    Loader.FILE_LOADER_CLASS = Parsed
 
 
 @pytest.fixture(autouse=True)

@@ -150,9 +150,9 @@ def steps_on_disk(run: str) -> list[int]:
 class Trainer:
     """A training process that one talks to, line by line."""
 
-    def __init__(self, code: str, *arguments: object, fail: str = "", path: str = "") -> None:
+    def __init__(self, code: str, *arguments: object, fail: str = "", path: str = "", **more: str) -> None:
         folders = [*filter(None, [path]), PYTHONPATH]
-        environment = {**os.environ, "CKPT_FAIL": fail, "PYTHONPATH": ":".join(map(str, folders))}
+        environment = {**os.environ, "CKPT_FAIL": fail, "PYTHONPATH": ":".join(map(str, folders)), **more}
         self.process = start_python(
             [sys.executable, "-c", code, *map(str, arguments)],
             env=environment,

@@ -185,13 +185,17 @@ def run_python(
 
 
 def run_script(
-    code: str, *arguments: object, fail: str = "", timeout_s: float = 120.0
+    code: str, *arguments: object, fail: str = "", timeout_s: float = 120.0, fresh: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python code as a training process of its own; `fail` arms fail points (see ckpt/events.py)."""
+    """Run Python code as a training process of its own; `fail` arms fail points (see ckpt/events.py).
+
+    `fresh`: in one that has imported nothing yet, for what is said of modules and of memory.
+    """
     # OpenMP's threads spin while they wait, which starves everything else on a machine with few cores.
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "CKPT_FAIL": fail, "PYTHONPATH": PYTHONPATH}
     words = [sys.executable, "-c", code, *map(str, arguments)]
-    return run_python(words, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    run = subprocess.run if fresh else run_python
+    return run(words, env=environment, capture_output=True, text=True, timeout=timeout_s)
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:

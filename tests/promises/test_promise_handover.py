@@ -107,13 +107,11 @@ def two_ranks(until: int, patch: str = "", **more: str) -> Iterator[list[Rank]]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
-    ranks = [Rank(until, patch=patch, RANK=str(i), LOCAL_RANK=str(i), **shared, **more) for i in range(2)]
-    try:
+    with contextlib.ExitStack() as stack:
+        own = [{"RANK": str(i), "LOCAL_RANK": str(i)} for i in range(2)]
+        ranks = [stack.enter_context(Rank(until, patch=patch, **each, **shared, **more)) for each in own]
         assert [rank.trained() for rank in ranks] == ["start 0 0"] * 2
         yield ranks
-    finally:
-        for rank in ranks:
-            rank.kill()
 
 
 def start(**more: str) -> str:

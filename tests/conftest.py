@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from botocore.loaders import JSONFileLoader, Loader
 
 import processes
 from processes import writers
@@ -13,20 +15,22 @@ from processes import writers
 # Files that take long, mostly since they wait for processes: real jobs that are killed and continued, whole disks,
 # servers. All others are the quick part. About by how long they take, the longest first.
 SLOW = (
-    "test_promise_ownership", "test_rank_faults", "test_random_faults", "test_transformers", "test_lightning",
-    "test_ranks", "test_kill", "test_redo", "test_promise_handover", "test_redo_ranks", "test_nodes", "test_ladder",
-    "test_fault_handler", "test_accelerate", "test_loader", "test_resize", "test_increments", "test_object_storage",
-    "test_faults_example", "test_promise_moments", "test_lifecycle", "test_hostile", "test_dcp", "test_s3",
-    "test_offline", "test_promise_ends", "test_stores", "test_full_disk", "test_ledger", "test_chaos", "test_jobs",
-    "test_interleavings", "test_replicate", "test_power_cut", "test_source_redo", "test_promise_damage",
-    "test_promise_trainers", "test_promise_state", "test_damage", "test_export", "test_examples",
-    "test_promise_interrupts", "test_stage", "test_repair", "test_protocol", "test_retry", "test_promises",
-    "test_written_before", "test_restore", "test_promise_stores", "test_upkeep", "test_top", "test_benchmarks",
+    "test_transformers", "test_nodes", "test_ladder", "test_s3", "test_redo", "test_promise_ownership", "test_hostile",
+    "test_stores", "test_redo_ranks", "test_rank_faults", "test_increments", "test_object_storage", "test_offline",
+    "test_resize", "test_kill", "test_full_disk", "test_examples", "test_repair", "test_promise_ends", "test_ledger",
+    "test_fault_handler", "test_promise_moments", "test_protocol", "test_faults_example", "test_lightning",
+    "test_random_faults", "test_retry", "test_promise_handover", "test_lifecycle", "test_interleavings",
+    "test_power_cut", "test_promise_interrupts", "test_stage", "test_replicate", "test_source_redo",
+    "test_promise_damage", "test_promise_trainers", "test_promise_state", "test_ranks", "test_export",
+    "test_accelerate", "test_written_before", "test_dcp", "test_loader", "test_restore", "test_upkeep",
+    "test_promise_stores", "test_damage", "test_metrics", "test_top", "test_benchmarks", "test_chaos", "test_plan",
+    "test_jobs", "test_surprises", "test_incremental",
 )  # fmt: skip
 # Of the others those that take longest.
 LONGER = (
-    "test_metrics", "test_world", "test_incremental", "test_preemption", "test_plan", "test_unchanged", "test_survival",
-    "test_source_files", "test_save_rounds", "test_step_log", "test_surprises", "test_events", "test_quarantine",
+    "test_unchanged", "test_preemption", "test_source_files", "test_save_rounds", "test_step_log", "test_world",
+    "test_accounting", "test_doctor", "test_promise_provenance", "test_events", "test_imports", "test_hang",
+    "test_promises", "test_quarantine", "test_survival", "test_increment_promises", "test_in_place", "test_to_torch",
 )  # fmt: skip
 
 
@@ -56,6 +60,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = chosen
     place = {name: number for number, name in enumerate(SLOW + LONGER)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def parsed_once() -> None:
+    """botocore parses the megabytes that describe S3 for each store that is opened, which takes longer than a test."""
+
+    class Parsed(JSONFileLoader):
+        load_file = staticmethod(functools.cache(JSONFileLoader().load_file))
+
+    Loader.FILE_LOADER_CLASS = Parsed
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,8 @@ from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
-from processes import PYTHONPATH, REPO, run_python
+from parallel import free_port, launch
+from processes import REPO
 
 
 class Noisy(Dataset[tuple[int, float]]):
@@ -201,25 +202,13 @@ if __name__ == "__main__":  # workers are spawned: they come by here too
 """
 
 
-def test_killed_with_two_ranks_and_continued_by_three(run_dir: str, tmp_path: Path) -> None:
+def test_killed_with_two_ranks_and_continued_by_three(run_dir: str) -> None:
     """SIGKILL of all ranks in mid-epoch: what all incarnations were given up to their last step is each sample once."""
-    script = tmp_path / "job.py"
-    script.write_text(JOB)
-    path = PYTHONPATH
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     given_out: list[int] = []
     for world, kill in ((2, 7), (3, 10), (1, 0)):
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-        done = run_python(
-            [*words, str(script), run_dir, str(kill)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
-        lines = [line.split() for line in done.stdout.splitlines() if line.startswith("GIVEN")]
-        assert lines, done.stderr
+        ranks = launch(world, JOB, run_dir, kill, port=free_port(), timeout_s=200)
+        lines = [line.split() for rank in ranks for line in rank.stdout.splitlines() if line.startswith("GIVEN")]
+        assert lines, [rank.stderr for rank in ranks]
         given_out += [int(i) for line in lines for i in line[3].split(",")]
-        assert (done.returncode == 0) == (kill == 0), done.stderr
+        assert all((rank.returncode == 0) == (kill == 0) for rank in ranks), [rank.stderr for rank in ranks]
     assert sorted(given_out) == list(range(96))

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from processes import Forked, run_python, start_python
+from processes import Forked, eventually, run_python, start_python
 
 STARTS = pytest.mark.parametrize("run", (subprocess.run, run_python), ids=("spawned", "forked"))
 
@@ -100,6 +101,16 @@ for line in sys.stdin:
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == -signal.SIGINT
         assert process.poll() == -signal.SIGINT
+
+
+def test_one_that_has_ended_keeps_its_pid_until_it_is_asked_for() -> None:
+    process = start_python([sys.executable, "-c", "import os; os._exit(9)"])
+    try:
+        child = psutil.Process(process.pid)
+        assert eventually(lambda: child.status() == psutil.STATUS_ZOMBIE)
+    finally:
+        assert process.wait(30) == 9
+    assert eventually(lambda: not psutil.pid_exists(process.pid))
 
 
 def test_children_differ_in_what_is_drawn() -> None:

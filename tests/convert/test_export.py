@@ -447,7 +447,9 @@ def test_memory_stays_within_bounds(tmp_path: Path) -> None:
         cp.save(1).committed()
     for words in (["--dtype", "bf16"], ["--world-size", "5"]):
         target = tmp_path / words[1]
-        result = run_script(PEAK, "restore", tmp_path / "run", "--to", target, "--max-memory", "150MiB", *words)
+        result = run_script(
+            PEAK, "restore", tmp_path / "run", "--to", target, "--max-memory", "150MiB", *words, fresh=True
+        )
         assert result.returncode == 0 and int(result.stderr) < 150 * 1024, result.stderr
 
 
@@ -459,7 +461,7 @@ def test_negative_control_without_the_bound_it_takes_more(tmp_path: Path) -> Non
     code = PEAK.replace(
         "status = ", "from ckpt.cli import convert as cli_offline\ncli_offline.WINDOW = 64 << 20\nstatus = "
     )
-    result = run_script(code, "restore", tmp_path / "run", "--to", tmp_path / "a")
+    result = run_script(code, "restore", tmp_path / "run", "--to", tmp_path / "a", fresh=True)
     assert result.returncode == 0 and int(result.stderr) > 150 * 1024
 
 

@@ -19,7 +19,8 @@ import ckpt
 from ckpt.errors import CorruptError, FormatError
 from ckpt.goodput import ledger
 from ckpt.goodput.ledger import Account, Decision, End, Restore, Saves, SeenFault, StepRow
-from processes import PYTHONPATH, eventually, killed, run_python, run_script, start_python, writers
+from parallel import free_port, launch
+from processes import PYTHONPATH, eventually, killed, run_script, start_python, writers
 
 JOB = """
 import os, sys, time, toy, ckpt
@@ -258,11 +259,7 @@ def test_auto_finds_a_cadence_and_the_next_start_has_it(run_dir: str) -> None:
     assert second.decisions and second.decisions[0].every == last.every
 
 
-def test_two_ranks_change_their_cadence_together(run_dir: str, tmp_path: Path) -> None:
-    """Every step that is committed has the parts of both; the last one decided holds on both."""
-    script = tmp_path / "job.py"
-    script.write_text(
-        """
+RANK = """
 import os, sys, time, toy, ckpt
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -274,30 +271,21 @@ with ckpt.Checkpointer(state, [ckpt.Memory(every="auto"), ckpt.Tier(sys.argv[1],
         dist.barrier()
         cp.step(step + 1)
     newest = cp._session.cadence.schedule.newest
-    told = f"RANK {dist.get_rank()} {newest.step} {newest.memory} {newest.tiers} {cp.stats.saves}\\n"
-    os.write(1, told.encode())  # in one piece: both ranks write to one pipe at the same moment
+    told = f"RANK {dist.get_rank()} {newest.step} {newest.memory} {newest.tiers} {cp.stats.saves}"
+    print(told, flush=True)
 os._exit(0)
 """
-    )
-    path = PYTHONPATH
-    words = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(script),
-        run_dir,
-    ]
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    result = run_python(words, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert result.returncode == 0, result.stderr
-    told = sorted(line.split(maxsplit=2)[2] for line in result.stdout.splitlines() if line.startswith("RANK"))
-    assert len(told) == 2 and told[0] == told[1]
+
+
+def test_two_ranks_change_their_cadence_together(run_dir: str) -> None:
+    """Every step that is committed has the parts of both; the last one decided holds on both."""
+    ranks = launch(2, RANK, run_dir, port=free_port(), timeout_s=240)
+    assert [rank.returncode for rank in ranks] == [0, 0], [rank.stderr for rank in ranks]
+    told = [rank.stdout.split(maxsplit=2)[2] for rank in ranks]
+    assert told[0] == told[1]
     (one,) = accounts(run_dir)
     assert one.rank == 0 and one.decisions and one.end is not None and one.end.how == "closed"
-    assert "was not written" not in result.stderr
+    assert all("was not written" not in rank.stderr for rank in ranks)
 
 
 def test_a_lingering_writer_puts_the_end_at_once(run_dir: str, own_sockets: Path) -> None:

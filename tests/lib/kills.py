@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import psutil
 
@@ -148,19 +151,41 @@ def steps_on_disk(run: str) -> list[int]:
 
 
 class Trainer:
-    """A training process that one talks to, line by line."""
+    """A training process that one talks to, line by line. `before`: a command that starts it, as `unshare`."""
 
-    def __init__(self, code: str, *arguments: object, fail: str = "", path: str = "") -> None:
-        folders = [*filter(None, [path]), PYTHONPATH]
-        environment = {**os.environ, "CKPT_FAIL": fail, "PYTHONPATH": ":".join(map(str, folders))}
+    def __init__(
+        self,
+        code: str,
+        *arguments: object,
+        fail: str = "",
+        path: str = "",
+        before: Sequence[str] = (),
+        stderr: int | None = subprocess.DEVNULL,
+        **more: str,
+    ) -> None:
+        folders = ":".join(filter(None, [path, PYTHONPATH]))
         self.process = start_python(
-            [sys.executable, "-c", code, *map(str, arguments)],
-            env=environment,
+            [*before, sys.executable, "-c", code, *map(str, arguments)],
+            env={**os.environ, "OMP_WAIT_POLICY": "passive", "CKPT_FAIL": fail, "PYTHONPATH": folders, **more},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=stderr,
             text=True,
         )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            with contextlib.suppress(BrokenPipeError, AttributeError):
+                pipe.close()
+
+    def line(self) -> str:
+        """What it says next; nothing at its end."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
 
     def read_until(self, word: str) -> str:
         """Everything that it says up to the line that starts with `word`, or the end."""
@@ -172,10 +197,15 @@ class Trainer:
                 break
         return said
 
-    def say(self, line: str) -> None:
+    def say(self, line: str = "") -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
+
+    def do(self, line: str = "") -> str:
+        """What it says to that."""
+        self.say(line)
+        return self.line()
 
     def kill(self) -> None:
         self.process.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ _PLAIN = {"stdin", "stdout", "stderr", "cwd", "env", "text", "bufsize", "encodin
 class Zygote:
     """See zygote.py. It starts with the first process that is asked of it, and ends with this one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str) -> None:
+        self.modules = modules  # that it imports beside what zygote.WARM names
         self.lock = threading.Lock()
         self.environment = _at_start(os.environ)
         self.process: subprocess.Popen[bytes] | None = None
@@ -88,7 +90,7 @@ class Zygote:
         environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1"}
         environment = {k: v for k, v in environment.items() if k not in ("PYTHONPATH", "OMP_NUM_THREADS")}
         self.control, theirs = socket.socketpair()
-        words = [sys.executable, "-c", _SERVE, str(theirs.fileno()), str(LIB)]
+        words = [sys.executable, "-c", _SERVE, str(theirs.fileno()), str(LIB), *self.modules]
         with theirs, open(os.devnull) as nothing:
             self.process = subprocess.Popen(words, env=environment, pass_fds=[theirs.fileno()], stdin=nothing)
 
@@ -98,6 +100,18 @@ def _at_start(environment: Any) -> dict[str, str]:
 
 
 ZYGOTE: Zygote | None = None  # of pytest; what tests start does not start so many that it would pay
+
+
+@contextlib.contextmanager
+def warm(*modules: str) -> Iterator[None]:
+    """All that is forked meanwhile has these modules imported, too."""
+    global ZYGOTE
+    before, ZYGOTE = ZYGOTE, Zygote(*modules)
+    try:
+        yield
+    finally:
+        ZYGOTE.close()
+        ZYGOTE = before
 
 
 class Forked(subprocess.Popen[Any]):
@@ -171,13 +185,17 @@ def run_python(
 
 
 def run_script(
-    code: str, *arguments: object, fail: str = "", timeout_s: float = 120.0
+    code: str, *arguments: object, fail: str = "", timeout_s: float = 120.0, fresh: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python code as a training process of its own; `fail` arms fail points (see ckpt/events.py)."""
+    """Run Python code as a training process of its own; `fail` arms fail points (see ckpt/events.py).
+
+    `fresh`: in one that has imported nothing yet, for what is said of modules and of memory.
+    """
     # OpenMP's threads spin while they wait, which starves everything else on a machine with few cores.
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "CKPT_FAIL": fail, "PYTHONPATH": PYTHONPATH}
     words = [sys.executable, "-c", code, *map(str, arguments)]
-    return run_python(words, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    run = subprocess.run if fresh else run_python
+    return run(words, env=environment, capture_output=True, text=True, timeout=timeout_s)
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:

@@ -34,42 +34,47 @@ WARM = (
 NUMBER = struct.Struct("!I")  # a request's length, and the child's pid in reply
 
 Program = tuple[CodeType, dict[str, Any]]
-Children = dict[int, tuple[int, int]]  # by their pidfd: pid, and the pipe for how they end
+
+
+class Child:
+    """A process, and the pipe into which goes how it has ended."""
+
+    def __init__(self, pid: int, pidfd: int, status: int) -> None:
+        self.pid, self.pidfd, self.status = pid, pidfd, status
+        self.fds = [pidfd, status]  # that are open
 
 
 def serve(path: list[str]) -> Program:
     """Fork children until the socket closes. Returns in each child, with what it shall run in `__main__`."""
-    for name in WARM:
+    for name in (*WARM, *sys.argv[3:]):
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would not be there after the fork"
     gc.collect()
     gc.freeze()  # a child that ends would look at all of it, and copy it by that
     control = socket.socket(fileno=int(sys.argv[1]))
-    children: Children = {}
     with selectors.DefaultSelector() as ready:
         ready.register(control, selectors.EVENT_READ)
         while True:
             for key, _ in ready.select():
-                if key.fileobj is not control:
-                    ready.unregister(key.fd)
-                    _report(key.fd, *children.pop(key.fd))
+                if isinstance(key.data, Child):
+                    _look_after(key.data, key.fd, ready)
                     continue
                 request, fds = _receive(control)
+                children = [key.data for key in ready.get_map().values() if key.data]
                 if request is None:
                     _kill(children)
                     sys.exit()
                 *files, status = fds
-                child = os.fork()
-                if child == 0:
-                    for fd in (control.detach(), status, *children, *(status for _, status in children.values())):
+                pid = os.fork()
+                if pid == 0:
+                    for fd in (control.detach(), status, *(fd for child in children for fd in child.fds)):
                         os.close(fd)
                     return _become(request, files, path)
                 for fd in files:
                     os.close(fd)
-                pidfd = os.pidfd_open(child)
-                children[pidfd] = (child, status)
-                ready.register(pidfd, selectors.EVENT_READ)
-                control.sendall(NUMBER.pack(child))
+                child = Child(pid, os.pidfd_open(pid), status)
+                ready.register(child.pidfd, selectors.EVENT_READ, child)
+                control.sendall(NUMBER.pack(pid))
 
 
 def _receive(control: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
@@ -81,18 +86,25 @@ def _receive(control: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     return json.loads(control.recv(length, socket.MSG_WAITALL)), fds
 
 
-def _report(pidfd: int, child: int, status: int) -> None:
-    _, ended = os.waitpid(child, 0)
-    with contextlib.suppress(BrokenPipeError):
-        os.write(status, NUMBER.pack(ended))
-    os.close(status)
-    os.close(pidfd)
+def _look_after(child: Child, fd: int, ready: selectors.BaseSelector) -> None:
+    """Tell how it has ended; once that was read, and not before, its pid may be another's."""
+    ready.unregister(fd)
+    child.fds.remove(fd)
+    if fd == child.pidfd:
+        ended = os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        with contextlib.suppress(BrokenPipeError):
+            os.write(child.status, NUMBER.pack(ended.si_status << (8 if ended.si_code == os.CLD_EXITED else 0)))
+        ready.register(child.status, selectors.EVENT_READ, child)  # an error, when the other end is closed
+    else:
+        os.waitpid(child.pid, 0)
+    os.close(fd)
 
 
-def _kill(children: Children) -> None:
+def _kill(children: list[Child]) -> None:
     """Whoever has asked for them is gone."""
-    for child, _ in children.values():
-        os.kill(child, signal.SIGKILL)
+    for child in children:
+        os.kill(child.pid, signal.SIGKILL)
 
 
 def _become(request: dict[str, Any], files: list[int], path: list[str]) -> Program:

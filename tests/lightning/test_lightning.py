@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import ckpt
-from processes import PYTHONPATH, REPO, start_python
+from processes import PYTHONPATH, REPO, start_python, warm
 
 pytest.importorskip("lightning")
 import lightning.pytorch as pl
@@ -37,6 +37,12 @@ from ckpt.lightning.best import END, Best, kept
 from ckpt.lightning.loop_hooks import BatchFeed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> Any:
+    with warm("lightning.pytorch", "torchmetrics"):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -380,7 +386,7 @@ def test_the_example_comes_back(tmp_path: Path) -> None:
         script, path = REPO / "examples" / "lightning_fit.py", f"{REPO}:{REPO / 'backends'}"
         command = [sys.executable, str(script), str(tmp_path / name), *more]
         environment = {**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"}
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        return start_python(command, env=environment, stdout=subprocess.PIPE, text=True)
 
     whole, killed = run("whole"), run("killed", "--kill-at", "70")
     before = killed.communicate(timeout=240)[0].splitlines()

@@ -1397,9 +1397,9 @@ def check_mutated(data: st.DataObject, one: Run, two: Run, folder: Path) -> None
 
 
 @given(data=st.data())
-@corpus(100)
+@corpus(40)
 def test_mutated_documents(genuine: Run, of_two: Run, data: st.DataObject, tmp_path: Path) -> None:
-    """Restored, loaded, taken over: a hundred changed documents, of one rank alone or of one of two."""
+    """Restored, loaded, taken over: forty changed documents, of one rank alone or of one of two."""
     check_mutated(data, genuine, of_two, tmp_path / "run")
 
 

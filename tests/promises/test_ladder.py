@@ -133,12 +133,14 @@ def lost(job: Job) -> int:
     ("kind", "ranks", "options", "at_most"),
     [
         ("kill", [1], {}, 1),
-        ("kill", [0], {"every": 10}, 0),  # rank 0 hosts the store; what rank 1 has alike completes its newest step
+        pytest.param(
+            "kill", [0], {"every": 10}, 0, marks=pytest.mark.long
+        ),  # rank 0 hosts the store; what rank 1 has alike completes its newest step
         ("kill", [0, 1], {}, 1),
-        ("segv", [1], {}, 1),
+        pytest.param("segv", [1], {}, 1, marks=pytest.mark.long),
         ("stop", [1], {"exit_after": 1.5}, 1),
         ("exception", [1], {"every": 10}, 0),
-        ("oom", [0], {}, 1),
+        pytest.param("oom", [0], {}, 1, marks=pytest.mark.long),
     ],
     ids=["kill", "kill between saves", "kill all", "segv", "stop", "exception between saves", "oom"],
 )

@@ -20,8 +20,9 @@ from ckpt.ipc.process import Process
 from ckpt.ipc.requests import Greeting, Taken
 from ckpt.ipc.watch_requests import Look
 from ckpt.trainer.writer_client import WriterClient
+from kills import Trainer
 from parallel import free_port
-from processes import PYTHONPATH, REPO, eventually, start_python, writers
+from processes import REPO, eventually, start_python, writers
 
 NAME = "handover"
 LIFE = """
@@ -74,25 +75,18 @@ os.fsync, os.fdatasync = held(os.fsync), held(os.fdatasync)
 IMPATIENT = "find.HELLO_S = find.PATIENT_S = 1.0"
 
 
-class Rank:
+class Rank(Trainer):
     """A trainer that has trained up to a step, and then does what it is told."""
 
-    def __init__(self, until: int, *words: str, patch: str = "", before: tuple[str, ...] = (), **more: str) -> None:
-        path = f"{PYTHONPATH}:{more.pop('site', '')}"
-        self.process = start_python(
-            [*before, sys.executable, "-c", LIFE.replace("#PATCH#", patch), str(until), *words],
-            env={**os.environ, "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, until: int = 0, *words: str, patch: str = "", **more: Any) -> None:
+        more = {"OMP_NUM_THREADS": "1", "path": more.pop("site", ""), **more}
+        super().__init__(LIFE.replace("#PATCH#", patch), until, *words, stderr=subprocess.PIPE, **more)
 
     def line(self) -> str:
         """What it says next; at its end the last line of its error."""
-        assert self.process.stdout is not None and self.process.stderr is not None
-        if line := self.process.stdout.readline():
-            return line.strip()
+        if line := super().line():
+            return line
+        assert self.process.stderr is not None
         said = self.process.stderr.read().splitlines()
         return next((one for one in reversed(said) if one.startswith("ckpt.errors.")), said[-1] if said else "")
 
@@ -102,32 +96,6 @@ class Rank:
         if began.startswith("start"):
             self.writer = int(self.line().split()[1])
         return began
-
-    def tell(self, code: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(code + "\n")
-        self.process.stdin.flush()
-
-    def do(self, code: str = "train()") -> str:
-        self.tell(code)
-        return self.line()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
-
-
-@contextlib.contextmanager
-def life(until: int = 0, *words: str, patch: str = "", before: tuple[str, ...] = (), **more: str) -> Iterator[Rank]:
-    one = Rank(until, *words, patch=patch, before=before, **more)
-    try:
-        yield one
-    finally:
-        one.kill()
 
 
 @contextlib.contextmanager
@@ -139,18 +107,16 @@ def two_ranks(until: int, patch: str = "", **more: str) -> Iterator[list[Rank]]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
-    ranks = [Rank(until, patch=patch, RANK=str(i), LOCAL_RANK=str(i), **shared, **more) for i in range(2)]
-    try:
+    with contextlib.ExitStack() as stack:
+        own = [{"RANK": str(i), "LOCAL_RANK": str(i)} for i in range(2)]
+        ranks = [stack.enter_context(Rank(until, patch=patch, **each, **shared, **more)) for each in own]
         assert [rank.trained() for rank in ranks] == ["start 0 0"] * 2
         yield ranks
-    finally:
-        for rank in ranks:
-            rank.kill()
 
 
 def start(**more: str) -> str:
     """Where a start of one rank begins, which is killed then."""
-    with life(**more) as one:
+    with Rank(**more) as one:
         return one.trained()
 
 
@@ -186,20 +152,20 @@ def place(tmp_path: Path, own_sockets: Path) -> Place:
 def test_what_a_close_had_no_time_for_is_found_by_the_next_start(then: str, place: Place) -> None:
     """A close that has run out of time says that saves go on. Whoever starts before they have ended goes on from the
     step that they are of, whether the process that closed has ended or not; and so does the next, on its memory."""
-    with life(3, **place.options) as first:
+    with Rank(3, **place.options) as first:
         assert first.trained() == "start 0 0"
         assert first.do("cp.close(0.5)").startswith("DeadlineError")
         if then == "ends":
             first.kill()
-        with life(5, **place.options) as second:
+        with Rank(5, **place.options) as second:
             assert second.trained() == "start 3 3"
-            assert second.do() == "done 6"
+            assert second.do("train()") == "done 6"
         assert start(**place.options) == "start 6 6"
 
 
 def test_a_writer_that_nobody_comes_for_leaves_when_all_is_durable(place: Place, own_sockets: Path) -> None:
     """After a close that has run out of time the writer finishes, and is no more; the step is in the place."""
-    with life(3, **place.options) as first:
+    with Rank(3, **place.options) as first:
         first.trained()
         assert first.do("cp.close(0.5)").startswith("DeadlineError")
     place.held.unlink()
@@ -209,7 +175,7 @@ def test_a_writer_that_nobody_comes_for_leaves_when_all_is_durable(place: Place,
 
 def test_what_fails_after_a_close_is_tried_again(place: Place, own_sockets: Path) -> None:
     """The place fails once nobody is left to be told: the step is tried again, and is in memory for the next start."""
-    with life(3, **place.options) as first:
+    with Rank(3, **place.options) as first:
         first.trained()
         assert first.do("cp.close(0.5)").startswith("DeadlineError")
     place.held.write_text("fail")
@@ -227,11 +193,11 @@ def test_memory_that_is_let_go_of_late_is_free_then(own_sockets: Path) -> None:
         "stager = cp._session.stager; stop = stager.stop; "
         "stager.stop = lambda *a: (print('leaving'), sys.stdin.readline(), stop(*a))"
     )
-    with life(4) as first:
+    with Rank(4) as first:
         first.trained()
         assert first.do(late) == "done 4"
         assert first.do("cp._closing.abandon()") == "leaving"
-        with life(4) as second:
+        with Rank(4) as second:
             key = channel.run_key(f"memory:{NAME}", 0)
             assert eventually(
                 lambda: (
@@ -244,17 +210,17 @@ def test_memory_that_is_let_go_of_late_is_free_then(own_sockets: Path) -> None:
             )
             assert first.do("") == "done 4"
             assert second.trained() == "start 4 4"
-            assert [second.do(), second.do(), second.do()] == ["done 5", "done 6", "done 7"]
+            assert [second.do("train()"), second.do("train()"), second.do("train()")] == ["done 5", "done 6", "done 7"]
 
 
 def test_an_error_in_the_staging_thread_is_no_death() -> None:
     """Something fails in the thread that copies. The trainer lives: it is not taken for dead, and goes on saving."""
-    with life(3) as first:
+    with Rank(3) as first:
         first.trained()
         assert first.do("cp._session.stager._queue.put(lambda: 1 / 0)") == "done 3"
-        with life() as second:
+        with Rank() as second:
             assert f"InUseError: process {first.process.pid}" in second.line()
-        assert [first.do(), first.do()] == ["done 4", "done 5"]
+        assert [first.do("train()"), first.do("train()")] == ["done 4", "done 5"]
     assert start() == "start 5 5"
 
 
@@ -279,14 +245,14 @@ def test_a_writer_that_never_answers_is_no_older_step(own_sockets: Path) -> None
     silent = channel.listen(channel.run_key(f"memory:{NAME}", 3))
     assert silent is not None
     with silent:
-        with life(patch=IMPATIENT) as one:
+        with Rank(patch=IMPATIENT) as one:
             assert f"{channel.run_key(f'memory:{NAME}', 3)}" in (error := one.line()) and "DeadlineError" in error
     assert start() == "start 4 4"
 
 
 def test_a_writer_goes_only_when_all_it_has_is_held_elsewhere(own_sockets: Path) -> None:
     """Told that its memory has been taken, it looks whether that is all of its memory."""
-    with life(4) as first:
+    with Rank(4) as first:
         first.trained()
     key = channel.run_key(f"memory:{NAME}", 0)
     assert eventually(lambda: (there := channel.ask_once(key, Greeting(visit=True), 10.0)) and not there.alive)
@@ -298,9 +264,9 @@ def test_every_rank_that_loses_a_run_is_told(own_sockets: Path) -> None:
     """Two ranks train, and one takes the run over: both are told at their next call, and the one has their newest
     step. So it is if it dies right after."""
     with two_ranks(4) as ranks:
-        with life(0, "takeover") as one:
+        with Rank(0, "takeover") as one:
             assert one.trained() == "start 4 4"
-        assert [rank.do().split()[0] for rank in ranks] == ["FencedError"] * 2
+        assert [rank.do("train()").split()[0] for rank in ranks] == ["FencedError"] * 2
     assert start() == "start 4 4"
 
 
@@ -312,9 +278,9 @@ def test_a_takeover_that_fails_ends_no_training_of_any_rank(own_sockets: Path, t
     more = f"; options['tiers'].append(ckpt.Tier({str(other)!r}))"
     with two_ranks(4, patch=FOLDER, PLACE=str(tmp_path / "run")) as ranks:
         ranks[0].kill()
-        with life(0, "takeover", patch=FOLDER + more, PLACE=str(tmp_path / "run")) as one:
+        with Rank(0, "takeover", patch=FOLDER + more, PLACE=str(tmp_path / "run")) as one:
             assert "FormatError" in one.line()
-        assert ranks[1].do() == "done 5"
+        assert ranks[1].do("train()") == "done 5"
 
 
 def test_a_rank_that_lives_is_in_nobodys_way_for_nothing(own_sockets: Path) -> None:
@@ -322,9 +288,9 @@ def test_a_rank_that_lives_is_in_nobodys_way_for_nothing(own_sockets: Path) -> N
     its death all is found."""
     with two_ranks(4) as ranks:
         ranks[0].kill()
-        with life() as one:
+        with Rank() as one:
             assert f"InUseError: process {ranks[1].process.pid}" in one.line()
-        assert ranks[1].do() == "done 5"
+        assert ranks[1].do("train()") == "done 5"
     assert start() == "start 4 4"
 
 
@@ -347,7 +313,7 @@ def test_a_stranger_with_the_name_of_a_writer_is_not_killed(own_sockets: Path) -
     )
     with stranger:
         assert stranger.stdout is not None and stranger.stdout.readline() == "listens\n"
-        with life(patch=IMPATIENT) as one:
+        with Rank(patch=IMPATIENT) as one:
             assert f"InUseError: process {stranger.pid}" in one.line()
         assert stranger.poll() is None
         stranger.kill()
@@ -361,14 +327,14 @@ def test_a_start_ends_nothing_that_it_cannot_see(own_sockets: Path) -> None:
     """Two containers share a network, and do not see each other's processes. The writer of one stands still: a start in
     the other is refused, and kills neither that writer nor its own process group."""
     away = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
-    with life(2, before=away) as first:
+    with Rank(2, before=away) as first:
         first.trained()
         (writer,) = writers(own_sockets)
         writer.suspend()
-        with life(patch=IMPATIENT + "; os.setsid()", before=away) as second:
+        with Rank(patch=IMPATIENT + "; os.setsid()", before=away) as second:
             assert "InUseError" in second.line() and second.process.wait() == 1
         writer.resume()
-        assert first.do() == "done 3"
+        assert first.do("train()") == "done 3"
 
 
 def test_a_writer_knows_its_trainer_by_more_than_its_number(own_sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,8 +253,10 @@ with ckpt.Checkpointer(state, ckpt.Memory(), name=sys.argv[1]) as cp:
 """
 
 
-@pytest.mark.parametrize("every", [1, 10])
-@pytest.mark.parametrize("how", ["with raise", "with interrupt", "with exit", "finally raise", "raise", "end"])
+ENDS = ("with raise", "with interrupt", "with exit", "finally raise", "raise", "end")
+
+
+@pytest.mark.parametrize(("every", "how"), [*((10, how) for how in ENDS), (1, "with raise"), (1, "end")])
 def test_memory_alone_outlives_what_is_no_clean_end(every: int, how: str, own_sockets: Path) -> None:
     """Exceptions, Ctrl-C, an exit code, and a script that never closes: a restart finds the last step, bit for bit."""
     run_script(ALONE, "alone", str(every), how)

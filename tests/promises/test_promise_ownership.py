@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
@@ -11,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -27,7 +26,8 @@ from ckpt.ipc.process import Process
 from ckpt.ipc.protocol import Note
 from ckpt.ipc.requests import Close, Resume
 from ckpt.trainer.writer_client import WriterClient
-from processes import PYTHONPATH, REPO, eventually, killed, run_script, start_python, writers
+from kills import Trainer
+from processes import REPO, eventually, killed, run_script, writers
 
 LIFE = """
 import os, sys, time, ckpt, torch
@@ -71,60 +71,18 @@ def patched(patch: str) -> str:
     return LIFE.replace("w = nn", f"{PARTS}\n{patch}\nw = nn", 1)
 
 
-class Trainer:
+class Life(Trainer):
     """A script that has trained up to a step, and does one more for each empty line it is told; others are code."""
 
-    def __init__(self, place: str, until: int, *words: str, before: list[str] | None = None, code: str = LIFE) -> None:
-        path = PYTHONPATH
-        self.process = start_python(
-            [*(before or []), sys.executable, "-c", code, place, str(until), "go on", *words],
-            env={**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONPATH": path},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, place: str, until: int, *words: str, before: Sequence[str] = (), code: str = LIFE) -> None:
+        super().__init__(code, place, until, "go on", *words, before=before, stderr=None)
         self.began = self.line()
         if self.began.startswith("start"):
             assert self.line() == "trained"
 
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def tell(self, code: str = "") -> None:
-        """Have it do a step, or this."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{code}\n")
-        self.process.stdin.flush()
-
-    def step(self) -> str:
-        """What comes of one more step."""
-        self.tell()
-        return self.line()
-
     def ask(self, code: str) -> str:
         """What it prints in answer."""
-        self.tell(f"print({code}, flush=True)")
-        return self.line()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
-
-
-@contextlib.contextmanager
-def trainer(
-    place: str, until: int, *words: str, before: list[str] | None = None, code: str = LIFE
-) -> Iterator[Trainer]:
-    one = Trainer(place, until, *words, before=before, code=code)
-    try:
-        yield one
-    finally:
-        one.kill()
+        return self.do(f"print({code}, flush=True)")
 
 
 def start_of(place: str, until: int = 0, *words: str) -> list[str]:
@@ -138,19 +96,19 @@ def test_a_run_whose_trainer_lives_is_not_taken_over_by_an_opening(where: str, r
     """A second opening is refused by name, and harms nothing: each step of the first goes on being held, and the next
     start after its death finds the last one."""
     place = run_dir if where == "folder" else where
-    with trainer(place, 3) as first:
+    with Life(place, 3) as first:
         second = run_script(LIFE, place, 9)
         assert f"InUseError: process {first.process.pid}" in second.stderr and "takeover=True" in second.stderr
-        assert [first.step(), first.step()] == ["staged 4", "staged 5"]
+        assert [first.do(), first.do()] == ["staged 4", "staged 5"]
     assert start_of(place, 0) == ["start", "5", "5", "memory"]
 
 
 def test_whoever_loses_a_run_is_told_and_its_memory_is_found(run_dir: str) -> None:
     """With takeover=True the second goes on from the first one's newest step, the first is told at its next call, and a
     third finds that step, though the second was killed before it had done any of its own."""
-    with trainer("memory:taken", 4) as first:
+    with Life("memory:taken", 4) as first:
         assert start_of("memory:taken", 0, "takeover", "kill") == ["start", "4", "4", "memory"]
-        assert first.step().startswith("FencedError")
+        assert first.do().startswith("FencedError")
         assert start_of("memory:taken", 6, "kill") == ["start", "4", "4", "memory"]
     assert start_of("memory:taken") == ["start", "6", "6", "memory"]
 
@@ -168,7 +126,7 @@ def test_a_taker_that_dies_half_way_leaves_what_was_there(moment: str, run_dir: 
     """Whenever one that takes a run over is killed, the next start goes on from the newest step of the history: neither
     from nothing, nor from one that was undone."""
     patch = f"{moment} = lambda *_: os.kill(os.getpid(), 9)"
-    with trainer("memory:halfway", 6) as first:
+    with Life("memory:halfway", 6) as first:
         assert first.ask("cp.restore(step=5)") == "5"
         assert killed(run_script(patched(patch), "memory:halfway", 9, "takeover"))
     assert start_of("memory:halfway") == ["start", "5", "5", "memory"]
@@ -181,17 +139,17 @@ def test_one_that_comes_into_a_takeover_harms_nothing(third: str, run_dir: str) 
     held = patched(
         "siblings.Siblings.take_orphans = lambda self: (print('held', flush=True), sys.stdin.readline(), {})[-1]"
     )
-    with trainer("memory:three", 4) as first, trainer("memory:three", 0, "takeover", code=held) as second:
+    with Life("memory:three", 4) as first, Life("memory:three", 0, "takeover", code=held) as second:
         assert second.began == "held"
         found = run_script(LIFE, "memory:three", 6, "kill", third)
-        assert first.step().startswith("FencedError")
-        second.tell()
+        assert first.do().startswith("FencedError")
+        second.say()
         if third:
             assert killed(found) and found.stdout.split() == ["start", "4", "4", "memory"]
             assert second.line() == ""
         else:
             assert "InUseError" in found.stderr
-            assert [second.line(), second.line(), second.step()] == ["start 4 4 memory", "trained", "staged 5"]
+            assert [second.line(), second.line(), second.do()] == ["start 4 4 memory", "trained", "staged 5"]
     last = "6" if third else "5"
     assert start_of("memory:three") == ["start", last, last, "memory"]
 
@@ -200,13 +158,13 @@ def test_one_that_comes_into_a_takeover_harms_nothing(third: str, run_dir: str) 
 def test_a_trainer_whose_writer_has_died_is_seen(where: str, run_dir: str) -> None:
     """Its writer is killed, and before it has another one somebody opens the run: refused, and the trainer goes on."""
     place = run_dir if where == "folder" else where
-    with trainer(place, 4) as first:
+    with Life(place, 4) as first:
         writer = int(first.ask("cp.writer_pid"))
         first.process.send_signal(signal.SIGSTOP)
         os.kill(writer, signal.SIGKILL)
         assert f"InUseError: process {first.process.pid}" in run_script(LIFE, place, 9).stderr
         first.process.send_signal(signal.SIGCONT)
-        assert [first.step(), first.step()] == ["staged 5", "staged 6"]
+        assert [first.do(), first.do()] == ["staged 5", "staged 6"]
     assert start_of(place) == ["start", "6", "6", "memory"]
 
 
@@ -214,7 +172,7 @@ def test_a_trainer_waits_for_the_name_of_a_writer_that_goes(run_dir: str) -> Non
     """Its writer has died, and a late writer of a start that came to nothing has the name for a while: the run was not
     lost to that one."""
     key = channel.run_key("memory:late", 0)
-    with trainer("memory:late", 4) as first:
+    with Life("memory:late", 4) as first:
         writer = Process.of(int(first.ask("cp.writer_pid")))
         first.process.send_signal(signal.SIGSTOP)
         os.kill(writer.pid, signal.SIGKILL)
@@ -222,33 +180,33 @@ def test_a_trainer_waits_for_the_name_of_a_writer_that_goes(run_dir: str) -> Non
         late = WriterClient.spawn(key)
         late.greet(60.0, 60.0)
         first.process.send_signal(signal.SIGCONT)
-        first.tell()
+        first.say()
         time.sleep(2.0)
         late.ask(Close())
         late.close()
-        assert first.line() == "staged 5" and first.step() == "staged 6"
+        assert first.line() == "staged 5" and first.do() == "staged 6"
     assert start_of("memory:late") == ["start", "6", "6", "memory"]
 
 
 def test_a_trainer_that_lost_takes_no_name_again(run_dir: str) -> None:
     """It has heard that the run is another's; that one and all writers are killed. It does not stand in the way of the
     next start."""
-    with trainer("memory:lost", 4) as first:
-        with trainer("memory:lost", 7, "takeover") as second:
-            assert first.step().startswith("FencedError")
+    with Life("memory:lost", 4) as first:
+        with Life("memory:lost", 7, "takeover") as second:
+            assert first.do().startswith("FencedError")
             writer = int(second.ask("cp.writer_pid"))
         for pid in {writer, int(first.ask("cp._session.supervisor.client.pid"))}:
             os.kill(pid, signal.SIGKILL)
-        assert first.step().startswith("FencedError")
+        assert first.do().startswith("FencedError")
         assert start_of("memory:lost") == ["start", "0", "0", "None"]
 
 
 def test_a_loser_that_stands_still_is_in_nobodys_way(run_dir: str) -> None:
     """A run is taken over from a trainer that is stopped: whoever comes later is refused as long as the second lives,
     whatever becomes of the first."""
-    with trainer("memory:still", 4) as first:
+    with Life("memory:still", 4) as first:
         first.process.send_signal(signal.SIGSTOP)
-        with trainer("memory:still", 6, "takeover") as second:
+        with Life("memory:still", 6, "takeover") as second:
             assert second.began == "start 4 4 memory"
             assert "InUseError" in run_script(LIFE, "memory:still", 9).stderr
             first.kill()
@@ -257,27 +215,27 @@ def test_a_loser_that_stands_still_is_in_nobodys_way(run_dir: str) -> None:
             )
             os.kill(int(second.ask("cp.writer_pid")), signal.SIGKILL)
             assert f"InUseError: process {second.process.pid}" in run_script(LIFE, "memory:still", 9).stderr
-            assert second.step() == "staged 7"
+            assert second.do() == "staged 7"
         assert start_of("memory:still") == ["start", "7", "7", "memory"]
 
 
 def test_who_lost_a_run_and_stands_still_keeps_nobody_from_starting_again(run_dir: str) -> None:
     """Its writer says that it has lost the run, so the name that it still has is nobody's. It is told when it wakes."""
-    with trainer("memory:wakes", 4) as first:
+    with Life("memory:wakes", 4) as first:
         first.process.send_signal(signal.SIGSTOP)
-        with trainer("memory:wakes", 6, "takeover") as second:
+        with Life("memory:wakes", 6, "takeover") as second:
             assert second.began == "start 4 4 memory"
-        with trainer("memory:wakes", 8) as third:
+        with Life("memory:wakes", 8) as third:
             assert third.began == "start 6 6 memory"
             first.process.send_signal(signal.SIGCONT)
-            assert first.step().startswith("FencedError")
-            assert third.step() == "staged 9"
+            assert first.do().startswith("FencedError")
+            assert third.do() == "staged 9"
 
 
 def test_a_child_does_not_keep_its_parents_name(run_dir: str) -> None:
     """A forked child outlives the trainer: the run is nobody's all the same."""
     key = channel.trainer_key(channel.run_key("memory:parent", 0))
-    with trainer("memory:parent", 4) as first:
+    with Life("memory:parent", 4) as first:
         assert channel.holder(key) == first.process.pid
         child = int(first.ask("os.fork() or time.sleep(600)"))
     try:
@@ -292,13 +250,13 @@ def test_a_writer_that_stands_still_is_ended_only_if_its_trainer_is_dead(lives: 
     """It cannot be woken up. An opening is refused while its trainer lives, which goes on with it afterwards; after
     that one's death it is ended, and the run begins, however long it was waited for."""
     patch = "find.MEET_S = find.HELLO_S = find.PATIENT_S = 2.0; writer_client.WriterClient._wake = lambda _: 0"
-    with trainer("memory:silent", 4) as first:
+    with Life("memory:silent", 4) as first:
         writer = int(first.ask("cp.writer_pid"))
         os.kill(writer, signal.SIGSTOP)
         if lives:
             assert "InUseError" in run_script(patched(patch), "memory:silent", 0).stderr
             os.kill(writer, signal.SIGCONT)
-            assert first.step() == "staged 5" and int(first.ask("cp.writer_pid")) == writer
+            assert first.do() == "staged 5" and int(first.ask("cp.writer_pid")) == writer
     if not lives:
         assert run_script(patched(patch), "memory:silent", 0).stdout.split() == ["start", "0", "0", "None"]
 
@@ -308,9 +266,9 @@ def test_a_takeover_that_cannot_succeed_ends_no_training(run_dir: str, tmp_path:
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "notes.txt").write_text("somebody else's")
     script = LIFE.replace("**place)", f"tiers=[sys.argv[1], ckpt.Tier({str(tmp_path / 'bad')!r})])")
-    with trainer(run_dir, 3) as first:
+    with Life(run_dir, 3) as first:
         assert "FormatError" in run_script(script, run_dir, 9, "takeover").stderr
-        assert first.step() == "staged 4"
+        assert first.do() == "staged 4"
     assert start_of(run_dir) == ["start", "4", "4", "memory"]
 
 
@@ -344,9 +302,9 @@ def test_a_start_that_fails_takes_nothing_from_a_run_that_goes_on(run_dir: str) 
     Path(run_dir).mkdir()
     (Path(run_dir) / "notes.txt").write_text("somebody else's")
     script = LIFE.replace("**place)", "tiers=[ckpt.Memory(), ckpt.Tier(sys.argv[1])])")
-    with trainer("memory:kept", 3) as first:
+    with Life("memory:kept", 3) as first:
         assert "FormatError" in run_script(script, run_dir, 9).stderr
-        assert first.step() == "staged 4"
+        assert first.do() == "staged 4"
     assert start_of("memory:kept") == ["start", "4", "4", "memory"]
 
 
@@ -445,7 +403,7 @@ def test_a_folder_that_is_not_the_run_any_more_is_not_written_to(how: str, run_d
 @pytest.mark.skipif(not os.access("/proc/sys/kernel/ns_last_pid", os.W_OK), reason="only root can choose numbers")
 def test_a_number_that_is_used_again_is_no_trainer(run_dir: str) -> None:
     """The pid of the dead trainer belongs to another process by now: the next start does not wait for that one."""
-    with trainer(run_dir, 3) as first:
+    with Life(run_dir, 3) as first:
         pid = first.process.pid
     other = None
     for _ in range(200):
@@ -487,7 +445,7 @@ def test_another_machine_sees_whether_a_trainer_lives(run_dir: str, monkeypatch:
     """From where its process cannot be seen, a run that is trained is refused, by the beats in its ledger; after a
     death that was noticed it is opened, at once."""
     away = ["unshare", "--pid", "--net", "--fork", "--mount-proc", "--kill-child"]
-    with trainer(run_dir, 3) as first:
+    with Life(run_dir, 3) as first:
         assert eventually((Path(run_dir) / "ledger").exists)
         path = f"{REPO}:{REPO / 'backends'}"
         found = subprocess.run(
@@ -498,8 +456,8 @@ def test_another_machine_sees_whether_a_trainer_lives(run_dir: str, monkeypatch:
             check=False,
         )
         assert f"InUseError: process {first.process.pid}" in found.stderr and "waiting up to" in found.stderr
-        assert first.step() == "staged 4"
-    with trainer(run_dir, 0, before=away) as second:
+        assert first.do() == "staged 4"
+    with Life(run_dir, 0, before=away) as second:
         assert second.began == f"start 4 4 file://{run_dir}"
 
 
@@ -526,7 +484,7 @@ def start_of_script(script: str, *arguments: object) -> list[str]:
 def test_the_writer_is_no_child_of_the_trainer(own_sockets: Path) -> None:
     """Launchers end the children of what they started, and wait for them: the writer is not among these, nor in the
     trainer's session, and outlives it."""
-    with trainer("memory:orphan", 2) as first:
+    with Life("memory:orphan", 2) as first:
         (writer,) = writers(own_sockets)
         below = psutil.Process(first.process.pid).children(recursive=True)
         assert writer.pid not in [child.pid for child in below]

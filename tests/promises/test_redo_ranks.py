@@ -102,10 +102,10 @@ class Job:
         self.ranks: list[Trainer] = []
         for rank in range(world):
             local = "0" if settings.get("apart") else str(rank)
-            code = f"import os; os.environ.update({ {**common, 'RANK': str(rank), 'LOCAL_RANK': local} })\n"
+            code = "import test_redo_ranks; test_redo_ranks.main()"
             if settings.get("apart"):
-                code += APART.format(disk=f"{settings['run']}-{rank}", run=settings["run"])
-            self.ranks.append(Trainer(code + "import test_redo_ranks; test_redo_ranks.main()", json.dumps(settings)))
+                code = APART.format(disk=f"{settings['run']}-{rank}", run=settings["run"]) + code
+            self.ranks.append(Trainer(code, json.dumps(settings), RANK=str(rank), LOCAL_RANK=local, **common))
 
     def run(self, sockets: Path) -> list[dict[str, Any]]:
         """Until all have done everything; then all of them and their writers are gone for good. How each started."""

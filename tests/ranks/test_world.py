@@ -619,7 +619,7 @@ def test_detect_without_other_ranks() -> None:
 
     The module itself is light: until a World is made, torch is not imported.
     """
-    result = run_script(DETECT)
+    result = run_script(DETECT, fresh=True)
     assert result.returncode == 0, result.stderr
     one, refused, *rest = result.stdout.splitlines()
     assert one == "1" and "call torch.distributed.init_process_group() before making a Checkpointer" in refused

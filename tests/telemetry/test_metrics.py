@@ -49,7 +49,7 @@ from ckpt.telemetry.nvml import Devices
 from ckpt.telemetry.status import DeviceStatus, RankStatus, SlotStatus, TierStatus, shown
 from ckpt_backends.limit import Limit
 from ckpt_backends.memory import MemoryStore
-from processes import PYTHONPATH, eventually, run_python, start_python, writers
+from processes import PYTHONPATH, eventually, start_python, writers
 
 PATIENCE_S = 60.0
 
@@ -628,7 +628,7 @@ print(failed)
 def test_a_disk_that_is_full_leaves_whole_records(tmp_path: Path) -> None:
     """What a record lacks would spoil those after it: it is taken back, and the file goes on when there is room."""
     folder = tmp_path / "rank0"
-    done = run_python(
+    done = subprocess.run(
         [sys.executable, "-c", FULL_DISK, folder], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from processes import PYTHONPATH, REPO, run_python
+from processes import PYTHONPATH, REPO, run_python, warm
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -30,10 +30,16 @@ import hf_toy
 from ckpt.transformers.__main__ import command
 from ckpt.transformers.pretrained import export_pretrained
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "imported")
 SAME = ("digest", "log", "loss", "step", "best")
 TOY = REPO / "tests" / "lib" / "hf_toy.py"
 EXAMPLES = REPO / "examples"
+
+
+@pytest.fixture(scope="module")
+def imported() -> Iterator[None]:
+    with warm("transformers.trainer", "peft"):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,7 @@ class Event:
 Subscriber = Callable[[Event], object]
 
 
-class Board:
+class Subscribers:
     """Of one process."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class Board:
                 log.exception('a subscriber of ckpt.events failed at "%s"', event.kind)
 
 
-_board = Board()
+_board = Subscribers()
 
 
 def subscribe(function: Subscriber) -> Callable[[], None]:
@@ -177,7 +177,7 @@ def flush(timeout_s: float = FLUSH_S) -> bool:
 def _forget() -> None:
     """In a forked child: who subscribed was the parent."""
     global _board
-    _board = Board()
+    _board = Subscribers()
 
 
 os.register_at_fork(after_in_child=_forget)

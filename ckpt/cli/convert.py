@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt.cli.origins import as_option, only_option, open_files, open_run
-from ckpt.cli.quantity import Size
+from ckpt.cli.quantity import ByteSize
 from ckpt.cli.terminal import (
     act,
     count_of,
@@ -60,7 +60,7 @@ world_option = click.option(
 memory_option = click.option(
     "--max-memory",
     metavar="SIZE",
-    type=Size(),
+    type=ByteSize(),
     help="What this process may need at most, such as 256MiB. By default about 200 MiB, 500 MiB from a bucket, and what"
     " torch needs if FORMAT is torch or dcp.",
 )
@@ -91,7 +91,7 @@ dry_option = click.option("--dry-run", is_flag=True, help="Only say what would b
 @world_option
 @only_option
 @dtype_option
-@click.option("--shard-size", metavar="SIZE", type=Size(), help="Bytes of a safetensors file, 5GB by default.")
+@click.option("--shard-size", metavar="SIZE", type=ByteSize(), help="Bytes of a safetensors file, 5GB by default.")
 @memory_option
 @from_option("Another location that has the same checkpoint, for what is damaged")
 @dry_option
@@ -145,7 +145,7 @@ def restore(
 @world_option
 @only_option
 @dtype_option
-@click.option("--max-memory", metavar="SIZE", type=Size(), help="What this process may need at most, as 256MiB.")
+@click.option("--max-memory", metavar="SIZE", type=ByteSize(), help="What this process may need at most, as 256MiB.")
 @dry_option
 @json_option
 def import_(

@@ -43,7 +43,7 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]
         return number
 
 
-class Size(Quantity):
+class ByteSize(Quantity):
     """Whole bytes, one at least."""
 
     def __init__(self) -> None:

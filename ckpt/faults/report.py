@@ -69,7 +69,7 @@ class Fault:
 
     kind: str
     summary: str
-    by: str = "sentinel"
+    by: str = "fault handler"
     how: str = ""
     rank: int = 0
     world: int = 1

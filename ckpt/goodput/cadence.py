@@ -146,7 +146,7 @@ def history(accounts: Sequence[Account]) -> History:
         training += sum(row.seconds for row in account.rows)
         if account.failed:
             ended += 1
-            deaths += not any(seen.ends and seen.by == "sentinel" for seen in account.faults)
+            deaths += not any(seen.ends and seen.by not in ("", "writer") for seen in account.faults)
         for restore in account.restores[:1]:
             if restore.step is not None and after_fault:
                 served[restore.source] = served.get(restore.source, 0) + 1

@@ -87,7 +87,7 @@ class Restore:
 
 
 @dataclass(slots=True)
-class Saves:
+class SaveTotals:
     """Of one durable tier. `seconds`: from the order to write until committed, summed up; `nbytes`: of the states;
     `stored`: of what was written for them."""
 
@@ -98,11 +98,11 @@ class Saves:
     nbytes: int = 0
     stored: int = 0
 
-    def plus(self, other: Saves | None) -> Saves:
+    def plus(self, other: SaveTotals | None) -> SaveTotals:
         """Both together."""
         if other is None:
             return self
-        found = Saves(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Saves)))
+        found = SaveTotals(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(SaveTotals)))
         found.longest_s = max(self.longest_s, other.longest_s)
         return found
 
@@ -110,7 +110,7 @@ class Saves:
 @dataclass(slots=True)
 class LandedSave:
     """One save that was ordered for a durable tier. `at`: when it was committed, or had failed; `seconds`: from the
-    order until then; `behind`: steps that training had done meanwhile; `nbytes`, `stored`: as in `Saves`, of it."""
+    order until then; `behind`: steps trained meanwhile; `nbytes`, `stored`: of it, as in `SaveTotals`."""
 
     url: str
     at: float
@@ -198,7 +198,7 @@ class Account:
     calls: int = 0
     restores: list[Restore] = field(default_factory=list)
     rows: list[StepRow] = field(default_factory=list)
-    saves: dict[str, Saves] = field(default_factory=dict)
+    saves: dict[str, SaveTotals] = field(default_factory=dict)
     faults: list[SeenFault] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     end: End | None = None

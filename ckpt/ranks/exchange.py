@@ -32,8 +32,8 @@ from ckpt.ranks.link import (
     MAX_REASON,
     OPEN,
     WELCOME,
-    GoneError,
     Link,
+    LinkError,
     addresses,
     listen,
 )
@@ -107,7 +107,7 @@ class Exchange:
                 try:
                     limit_s = max(0.001, min(ATTEMPT_S, end - time.monotonic()))
                     return self._dial(rank, address, contact["port"], contact["token"], limit_s)
-                except (OSError, GoneError) as error:
+                except (OSError, LinkError) as error:
                     problems.append(f"{address}: {error}")
             raise PeerError(f"rank {rank} cannot be reached ({'; '.join(problems) or 'it has no address'})")
 
@@ -121,13 +121,13 @@ class Exchange:
         try:
             link.sock.sendall(HELLO.pack(MAGIC, token.encode(), self.rank))
             if link.read_new(1) != WELCOME:
-                raise GoneError("something else listens there")
+                raise LinkError("something else listens there")
             link.send(OPEN)  # it may count on this connection: nobody tries another address any more
             link.limit(self._silence_s)
             link.known = True
             with self._changed:
                 if self._closed:
-                    raise GoneError("the exchange was closed")
+                    raise LinkError("the exchange was closed")
                 self._links.append(link)
                 self._outgoing[rank] = link
         except BaseException:
@@ -144,7 +144,7 @@ class Exchange:
             raise UsageError(f"blob {blob} of {len(data)} bytes is too large, or rank {rank} is not connected")
         try:
             self._outgoing[rank].send(BLOB, blob, data)
-        except GoneError as gone:
+        except LinkError as gone:
             raise PeerError(f"rank {rank} {gone}") from None
 
     def finish_sending(self) -> None:
@@ -153,7 +153,7 @@ class Exchange:
         Who has all it expects may be gone already; that is no error.
         """
         for link in list(self._outgoing.values()):
-            with contextlib.suppress(GoneError):
+            with contextlib.suppress(LinkError):
                 link.send(DONE)
 
     def fail(self, reason: str) -> None:
@@ -226,12 +226,12 @@ class Exchange:
     def _serve(self, link: Link) -> None:
         try:
             rank = self._welcome(link)
-        except (GoneError, OSError):
+        except (LinkError, OSError):
             link.close()
             return
         try:
             self._receive(link, rank)
-        except GoneError as gone:
+        except LinkError as gone:
             with self._changed:
                 self._lost.append(f"rank {rank} {gone}")
                 self._changed.notify_all()
@@ -245,11 +245,11 @@ class Exchange:
         """The rank at the other end, once it has shown the token and heard the answer."""
         magic, token, rank = HELLO.unpack(link.read_new(HELLO.size))
         if magic != MAGIC or not hmac.compare_digest(token, self._token.encode()):
-            raise GoneError("is a stranger")
+            raise LinkError("is a stranger")
         link.sock.sendall(WELCOME)
         # One that found this too slow and tries another address hangs up here; it is not lost.
         if HEADER.unpack(link.read_new(HEADER.size)) != (OPEN, 0, 0):
-            raise GoneError("is a stranger")
+            raise LinkError("is a stranger")
         link.limit(self._silence_s)
         link.known = True
         with self._changed:
@@ -266,7 +266,7 @@ class Exchange:
                     return self._senders.discard(rank)
             if kind == FAILED:
                 reason = link.read_new(min(length, MAX_REASON))
-                raise GoneError(f"gave up: {reason.decode(errors='replace')}")
+                raise LinkError(f"gave up: {reason.decode(errors='replace')}")
             if kind != BLOB or length > MAX_BLOB:
                 raise PeerError(f"rank {rank} sent what is no message (kind {kind}, {length} bytes)")
             self._claim(rank, blob)

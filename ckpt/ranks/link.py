@@ -18,7 +18,7 @@ OPEN, BLOB, DONE, FAILED = range(4)
 MAX_REASON = 4096
 
 
-class GoneError(Exception):
+class LinkError(Exception):
     """The other end is not there any more; the text goes on from "rank 3 …"."""
 
 
@@ -51,12 +51,12 @@ class Link:
                 size = self.sock.recv_into(view[got:], 0, socket.MSG_WAITALL)
             except BlockingIOError:
                 if got or not idle:
-                    raise GoneError("stands still") from None
+                    raise LinkError("stands still") from None
                 continue
             except OSError as error:
-                raise GoneError(f"is gone: {error.strerror}") from None
+                raise LinkError(f"is gone: {error.strerror}") from None
             if size == 0:
-                raise GoneError("hung up before it had sent everything")
+                raise LinkError("hung up before it had sent everything")
             got += size
         return view
 
@@ -66,7 +66,7 @@ class Link:
     def send(self, kind: int, blob: int = 0, data: memoryview | bytes = b"", wait_s: float = -1) -> None:
         """One whole frame, or the connection ends. `wait_s`: for other threads that are sending; -1: any time."""
         if not self._sending.acquire(timeout=wait_s):
-            raise GoneError("is busy")
+            raise LinkError("is busy")
         try:
             parts = [memoryview(HEADER.pack(kind, len(data), blob)), memoryview(data)]
             while parts:
@@ -79,7 +79,7 @@ class Link:
             self.hang_up()
             if not isinstance(error, OSError):
                 raise
-            raise GoneError(self._last_word() or f"takes nothing more: {error.strerror}") from None
+            raise LinkError(self._last_word() or f"takes nothing more: {error.strerror}") from None
         finally:
             self._sending.release()
 
@@ -93,7 +93,7 @@ class Link:
 
     def give_up(self, reason: str, limit_s: float) -> None:
         """Say why and hang up; without a word if the other end takes none within `limit_s`."""
-        with contextlib.suppress(GoneError, OSError):
+        with contextlib.suppress(LinkError, OSError):
             self.limit(limit_s)
             self.send(FAILED, 0, reason.encode(errors="replace")[:MAX_REASON], max(0.0, limit_s))
         self.hang_up()

@@ -38,7 +38,7 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class AdamSettings:
     """What one parameter group told its last step. `decoupled`: whether weight decay acts on the weights themselves;
     `step`: which step that was, for parameters whose own count another rank stages; None: not known."""
 
@@ -64,7 +64,7 @@ class Coefficients:
     eps: float
 
     @classmethod
-    def of(cls, settings: Settings, step: float) -> Coefficients | None:
+    def of(cls, settings: AdamSettings, step: float) -> Coefficients | None:
         """For the `step`-th step of a parameter; None if it is none that these formulas know."""
         s = settings
         try:

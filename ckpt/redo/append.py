@@ -22,7 +22,7 @@ from ckpt.errors import FullError, StoreError
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import REDO, Attempt, parse_redo, redo_name
 from ckpt.format.regular_file import reading
-from ckpt.redo.adam import Settings
+from ckpt.redo.adam import AdamSettings
 from ckpt.redo.encode_frame import POOR, FrameEncoder, Logged, Sealed
 from ckpt.redo.frame import MAGIC, Recipe
 from ckpt.redo.frame_file import Appender, scan
@@ -108,7 +108,7 @@ class StepLog:
         self,
         sealed: Sealed,
         recipes: Sequence[Recipe],
-        settings: Sequence[Settings | None],
+        settings: Sequence[AdamSettings | None],
         committed: Container[Attempt] = (),
     ) -> Appended:
         """Log a snapshot; durable when it returns. FullError, StoreError or SaveError: the step is not in the log, and

@@ -22,8 +22,8 @@ from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt
 from ckpt.ipc.arena import Arena, Label
 from ckpt.redo import adam
-from ckpt.redo.adam import Coefficients, Settings
-from ckpt.redo.frame import DELTA, DERIVED, PREDICTED, RAW, SAME, WHOLE, Columns, Frame, Recipe, units
+from ckpt.redo.adam import AdamSettings, Coefficients
+from ckpt.redo.frame import DELTA, DERIVED, PREDICTED, RAW, SAME, WHOLE, Frame, FrameColumns, Recipe, units
 from ckpt.redo.frame_file import Appender
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class FrameEncoder:
         log: StepLog,
         sealed: Sealed,
         recipes: tuple[Recipe, ...],
-        settings: Sequence[Settings | None],
+        settings: Sequence[AdamSettings | None],
         base: Logged | None,
     ) -> None:
         self.log, self.sealed, self.recipes, self.settings, self.base = log, sealed, recipes, settings, base
@@ -126,7 +126,7 @@ class FrameEncoder:
         self.sealed.check()  # nothing is read from memory any more
         if self.base is not None:
             self.base.sealed.check()
-        columns = Columns(self.forms, self.rows, self.masters, self.stored, self.digests)
+        columns = FrameColumns(self.forms, self.rows, self.masters, self.stored, self.digests)
         frame = Frame(
             self.sealed.attempt,
             None if self.base is None else self.base.sealed.attempt,

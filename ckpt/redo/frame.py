@@ -61,7 +61,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Columns:
+class FrameColumns:
     """Of each blob of the layout. `row`: of `coefficients`, -1 for none; `master`: the first of the fp32 blobs that it
     is the rounding of, -1 for none; `digest`: 16 bytes each."""
 
@@ -82,7 +82,7 @@ class Frame:
     layout: Layout
     recipes: tuple[Recipe, ...]
     coefficients: tuple[Coefficients, ...]
-    columns: Columns
+    columns: FrameColumns
     time: float
     finite: bool | None = None
     settled_s: float = 0.0
@@ -215,12 +215,12 @@ def _check(frame: Frame) -> None:
         raise CorruptError("a frame stores its blobs in an impossible way")
 
 
-def pack_columns(columns: Columns) -> bytes:
+def pack_columns(columns: FrameColumns) -> bytes:
     rows = [getattr(columns, name).astype(dtype).tobytes() for name, dtype in _COLUMNS]
     return zstandard.compress(b"".join([*rows, columns.digest.tobytes()]), 1)
 
 
-def _unpack_columns(table: bytes, count: int) -> Columns:
+def _unpack_columns(table: bytes, count: int) -> FrameColumns:
     sizes = [np.dtype(dtype).itemsize for _, dtype in _COLUMNS]
     wanted = count * (sum(sizes) + DIGEST_SIZE)
     if wanted > MAX_COLUMNS or len(raw := unzip(table, wanted)) != wanted:
@@ -230,7 +230,7 @@ def _unpack_columns(table: bytes, count: int) -> Columns:
         found[name] = np.frombuffer(raw, dtype, count, at).astype(np.int64)
         at += size * count
     digest = np.frombuffer(raw, np.uint8, count * DIGEST_SIZE, at).reshape(count, DIGEST_SIZE)
-    return Columns(**found, digest=digest)
+    return FrameColumns(**found, digest=digest)
 
 
 def unzip(data: bytes, most: int) -> bytes:

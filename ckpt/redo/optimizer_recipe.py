@@ -17,7 +17,7 @@ from torch.optim import Adam, AdamW
 
 from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.values import Path, show
-from ckpt.redo.adam import Settings
+from ckpt.redo.adam import AdamSettings
 from ckpt.redo.frame import Recipe
 from ckpt.state.sharding import local
 from ckpt.state.tensors import memory_of
@@ -89,7 +89,7 @@ class GroupWatch:
             self._seen[id(optimizer)] = [_settings(group, optimizer) for group in optimizer.param_groups]  # type: ignore[attr-defined]
 
     def told(self, optimizers: Iterable[torch.optim.Optimizer]) -> list[list[Any] | None]:
-        """Of all groups of these, in turn, as `Settings` for the writer; None: not known."""
+        """Of all groups of these, in turn, as `AdamSettings` for the writer; None: not known."""
         found: list[list[Any] | None] = []
         for optimizer in optimizers:
             groups, seen = optimizer.param_groups, self._seen.get(id(optimizer), [])
@@ -115,5 +115,5 @@ def _settings(group: dict[str, Any], optimizer: object) -> list[Any] | None:
         return None  # to look at it would wait for the device
     decoupled = bool(group.get("decoupled_weight_decay", isinstance(optimizer, AdamW)))
     decay = float(group["weight_decay"])
-    found = astuple(Settings(float(rate), float(betas[0]), float(betas[1]), float(group["eps"]), decay, decoupled))
+    found = astuple(AdamSettings(float(rate), float(betas[0]), float(betas[1]), float(group["eps"]), decay, decoupled))
     return list(found) if all(map(math.isfinite, found[:-1])) else None

@@ -74,7 +74,7 @@ class CheckpointCallback(TrainerCallback):
         self.restored: Restored | None = None
         self.full_bytes = self.stored_bytes = 0
         self._last = _Last(self)
-        self._progress: trainer_internals.Progress | None = None
+        self._progress: trainer_internals.TrainerProgress | None = None
         self._rewind: trainer_internals.Rewind | None = None
         self._pending = False  # a step was made and is not saved yet
         self._latest: Save | None = None
@@ -109,7 +109,7 @@ class CheckpointCallback(TrainerCallback):
         self._enclose(trainer)
         self._end()
         _end_those_left()
-        progress = self._progress = trainer_internals.Progress(trainer, given["train_dataloader"])
+        progress = self._progress = trainer_internals.TrainerProgress(trainer, given["train_dataloader"])
         self._pending, self._numbers, self._thread = False, None, threading.get_ident()
         self.checkpointer = Checkpointer(self._state(trainer, progress), self._tiers, **self._arguments)
         _open.append(self)
@@ -120,7 +120,7 @@ class CheckpointCallback(TrainerCallback):
                 self._end()
             raise
 
-    def _state(self, trainer: Trainer, progress: trainer_internals.Progress) -> dict[str, Any]:
+    def _state(self, trainer: Trainer, progress: trainer_internals.TrainerProgress) -> dict[str, Any]:
         whole = trainer.model_wrapped
         model = unwrap(whole)[0]
         parameters = dict(model.named_parameters())
@@ -148,7 +148,11 @@ class CheckpointCallback(TrainerCallback):
         return state
 
     def _resume(
-        self, trainer: Trainer, progress: trainer_internals.Progress, state: TrainerState, control: TrainerControl
+        self,
+        trainer: Trainer,
+        progress: trainer_internals.TrainerProgress,
+        state: TrainerState,
+        control: TrainerControl,
     ) -> None:
         assert self.checkpointer is not None
         theirs = state.global_step  # above 0: the Trainer has resumed by itself

@@ -268,7 +268,7 @@ class LogHistory:
         return [json.loads(line) for line in text.numpy().tobytes().splitlines()]
 
 
-class Progress:
+class TrainerProgress:
     """How far the Trainer is, as a part of the state."""
 
     def __init__(self, trainer: Trainer, loader: Any) -> None:

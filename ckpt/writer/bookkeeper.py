@@ -26,7 +26,7 @@ from ckpt.checkpoint.open_tier import OpenTier
 from ckpt.events import log
 from ckpt.faults.report import TOGETHER_S, Fault
 from ckpt.goodput import ledger
-from ckpt.goodput.ledger import Account, Decision, End, LandedSave, Restore, Saves, SeenFault, StepRow
+from ckpt.goodput.ledger import Account, Decision, End, LandedSave, Restore, SaveTotals, SeenFault, StepRow
 from ckpt.goodput.overhead import Meter
 from ckpt.ipc.heartbeat import Heartbeat, StepDone
 from ckpt.ipc.notes import CadenceNote
@@ -280,7 +280,7 @@ class Bookkeeper:
         finally:
             write.ended = time.monotonic()
             if account is not None:
-                found, lasted = account.saves.setdefault(url, Saves()), write.ended - write.began
+                found, lasted = account.saves.setdefault(url, SaveTotals()), write.ended - write.began
                 now = account.step if self._heartbeat is None else self._heartbeat.step
                 behind = max(0, now - step) if step >= 0 else 0
                 landed = LandedSave(url, write.ended, step, lasted, behind, nbytes, write.stored, write.failed)

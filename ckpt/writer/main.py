@@ -39,7 +39,7 @@ from ckpt.writer.held_memory import HeldMemory
 from ckpt.writer.held_run import HeldRun
 from ckpt.writer.memory_requests import MemoryRequests
 from ckpt.writer.observers import Observers
-from ckpt.writer.opening import RunOpener
+from ckpt.writer.opening import TierOpener
 from ckpt.writer.persist import Persister
 from ckpt.writer.present_trainer import PresentTrainer
 from ckpt.writer.redo import RedoKeeper
@@ -63,7 +63,7 @@ async def serve(channel: Channel, listener: socket.socket, key: str, path: str, 
     settler, parts, promoter = persister.settler, persister.parts, persister.promoter
     drain = Drain(trainer, run, memory, parts, settler, throttle, background)
     redo = RedoKeeper(trainer, run, memory, parts)
-    opener = RunOpener(trainer, run, promoter, books, throttle)
+    opener = TierOpener(trainer, run, promoter, books, throttle)
     status = StatusServer(trainer, run, memory, drain, books)
     observers = Observers(trainer, run, books, status)
     reporter = FaultReporter(key, run, memory, drain, observers.fault)

@@ -34,7 +34,7 @@ LOOK_BACK = 4  # incarnations, one of which knows how often to save
 
 
 @dataclass(eq=False)
-class RunOpener:
+class TierOpener:
     """Everything runs in the writer's event loop."""
 
     trainer: PresentTrainer

@@ -13,7 +13,7 @@ from ckpt.errors import SaveError
 from ckpt.format.digest import blob_digest
 from ckpt.format.manifest import Attempt
 from ckpt.ipc.requests import ForgetRedo, KnowRecipes, LogStep, LogStepReply
-from ckpt.redo.adam import Settings
+from ckpt.redo.adam import AdamSettings
 from ckpt.redo.append import Appended, StepLog
 from ckpt.redo.encode_frame import Sealed
 from ckpt.redo.frame import Recipe
@@ -102,7 +102,7 @@ class RedoKeeper:
         log: StepLog,
         sealed: Sealed,
         recipes: list[Recipe],
-        settings: list[Settings | None],
+        settings: list[AdamSettings | None],
         committed: set[Attempt],
     ) -> Appended:
         found = log.append(sealed, recipes, settings, committed)
@@ -134,7 +134,7 @@ class RedoKeeper:
         return found
 
 
-def _settings(row: list[Any]) -> Settings:
+def _settings(row: list[Any]) -> AdamSettings:
     *numbers, decoupled, step = row
     lr, beta1, beta2, eps, weight_decay = map(float, numbers)
-    return Settings(lr, beta1, beta2, eps, weight_decay, bool(decoupled), None if step is None else float(step))
+    return AdamSettings(lr, beta1, beta2, eps, weight_decay, bool(decoupled), None if step is None else float(step))

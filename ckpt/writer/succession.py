@@ -28,7 +28,7 @@ from ckpt.writer.fault_reports import FaultReporter
 from ckpt.writer.held_memory import HeldMemory
 from ckpt.writer.held_run import HeldRun
 from ckpt.writer.observers import Observers
-from ckpt.writer.opening import RunOpener
+from ckpt.writer.opening import TierOpener
 from ckpt.writer.parts import PartWriter
 from ckpt.writer.present_trainer import PresentTrainer
 from ckpt.writer.server import Server
@@ -46,7 +46,7 @@ class Succession:
     run: HeldRun
     held_memory: HeldMemory
     parts: PartWriter
-    opener: RunOpener
+    opener: TierOpener
     reporter: FaultReporter
     observers: Observers
     watch: TrainerWatch

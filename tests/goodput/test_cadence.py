@@ -222,7 +222,7 @@ def test_history_counts_what_only_a_snapshot_helps_against() -> None:
     accounts = []
     for number, (by, how, source) in enumerate(
         [
-            ("sentinel", "died", ""),
+            ("fault handler", "died", ""),
             ("writer", "died", MEMORY),
             ("", "closed", FOLDER),
             ("", "", BUCKET),

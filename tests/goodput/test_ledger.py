@@ -193,7 +193,7 @@ def test_an_exception_and_a_signal_are_told_by_kind(run_dir: str) -> None:
     assert run_script(JOB, run_dir, 40, 25, "term").returncode == 143
     first, second = accounts(run_dir)
     for one, kind in ((first, "exception"), (second, "signal")):
-        assert kind in [f.kind for f in one.faults if f.ends and f.by == "sentinel"], one.faults
+        assert kind in [f.kind for f in one.faults if f.ends and f.by == "fault handler"], one.faults
         assert one.end is not None and one.beat <= one.end.at <= one.end.gone and one.end.how != "closed"
 
 

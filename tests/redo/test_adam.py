@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Adam, AdamW
 
 from ckpt.errors import CorruptError
-from ckpt.redo.adam import PIECE, Coefficients, Floats, Settings, is_exact, second_moment, weights
+from ckpt.redo.adam import PIECE, AdamSettings, Coefficients, Floats, is_exact, second_moment, weights
 from ckpt.redo.optimizer_recipe import GroupWatch
 
 COUNT, STEPS = 5000, 30
@@ -62,7 +62,7 @@ def trained(
     turn: Turn = lambda optimizer, step: None,
     scale: float = 1.0,
     **options: Any,
-) -> Iterator[tuple[Moment, Moment, Settings, float]]:
+) -> Iterator[tuple[Moment, Moment, AdamSettings, float]]:
     """Of each step but the first: the state before and after it, what the optimizer was told, its count of steps."""
     torch.manual_seed(0)
     param, wanted = nn.Parameter(torch.randn(COUNT)), torch.randn(COUNT)
@@ -79,10 +79,10 @@ def trained(
         if before is not None:
             (told,) = watch.told([optimizer])
             assert told is not None
-            yield before, Moment.of(optimizer, param), Settings(*told), float(optimizer.state[param]["step"])
+            yield before, Moment.of(optimizer, param), AdamSettings(*told), float(optimizer.state[param]["step"])
 
 
-def shares(steps: Iterator[tuple[Moment, Moment, Settings, float]]) -> tuple[float, float, float]:
+def shares(steps: Iterator[tuple[Moment, Moment, AdamSettings, float]]) -> tuple[float, float, float]:
     """Of the words of exp_avg_sq that are predicted exactly, and nearly, and of the weights that are exactly."""
     found = []
     for before, after, told, count in steps:
@@ -94,7 +94,7 @@ def shares(steps: Iterator[tuple[Moment, Moment, Settings, float]]) -> tuple[flo
     return tuple(np.mean(found, axis=0))
 
 
-def good(steps: Iterator[tuple[Moment, Moment, Settings, float]]) -> bool:
+def good(steps: Iterator[tuple[Moment, Moment, AdamSettings, float]]) -> bool:
     exact, near, of_weights = shares(steps)
     return exact >= EXACT_SQUARES and near >= NEAR_SQUARES and of_weights >= EXACT_WEIGHTS
 
@@ -147,7 +147,7 @@ def test_situations(name: str) -> None:
 def test_wrong_settings() -> None:
     """A negative control: what was not told right predicts next to nothing."""
 
-    def wrong(change: Callable[[Settings, float], tuple[Settings, float]]) -> tuple[float, float, float]:
+    def wrong(change: Callable[[AdamSettings, float], tuple[AdamSettings, float]]) -> tuple[float, float, float]:
         steps = trained(AdamW, weight_decay=0.1)
         return shares((b, a, *change(s, n)) for b, a, s, n in steps)
 
@@ -168,7 +168,7 @@ ODD = np.array(
     ],
     np.float32,
 )  # fmt: skip
-SOME = Coefficients.of(Settings(1e-3, 0.9, 0.999, 1e-8, 0.01, True), 7.0)
+SOME = Coefficients.of(AdamSettings(1e-3, 0.9, 0.999, 1e-8, 0.01, True), 7.0)
 assert SOME is not None
 
 
@@ -271,7 +271,7 @@ def test_flushing_denormals() -> None:
 
 # -- coefficients --
 
-PLAIN = Settings(1e-3, 0.9, 0.999, 1e-8, 0.01, True)
+PLAIN = AdamSettings(1e-3, 0.9, 0.999, 1e-8, 0.01, True)
 IMPOSSIBLE = {
     "no step": (PLAIN, 0.0),
     "step of no number": (PLAIN, math.nan),
@@ -298,8 +298,8 @@ def test_impossible_settings(name: str) -> None:
 
 
 @QUICK
-@given(st.builds(Settings, *[st.floats()] * 5, st.booleans()), st.floats())
-def test_any_settings(told: Settings, step: float) -> None:
+@given(st.builds(AdamSettings, *[st.floats()] * 5, st.booleans()), st.floats())
+def test_any_settings(told: AdamSettings, step: float) -> None:
     """Whatever is told: coefficients that come back from JSON as they were, or none."""
     found = Coefficients.of(told, step)
     assert found is None or Coefficients.from_json(found.to_json()) == found

@@ -24,7 +24,7 @@ from ckpt.format.manifest import Attempt
 from ckpt.redo import frame as frames
 from ckpt.redo import frame_file
 from ckpt.redo.adam import Coefficients
-from ckpt.redo.frame import DELTA, DERIVED, MAGIC, PREDICTED, RAW, SAME, WHOLE, Columns, Frame, Recipe, units
+from ckpt.redo.frame import DELTA, DERIVED, MAGIC, PREDICTED, RAW, SAME, WHOLE, Frame, FrameColumns, Recipe, units
 from ckpt.redo.frame_file import Appender, StoredFrame, back, scan, values_of
 
 HEAD, DIGEST = 40, 16
@@ -62,7 +62,7 @@ def frame_of(
     form = np.array(forms, np.int64)
     row, master = np.where(form == PREDICTED, 0, -1), np.where(form == DERIVED, 0, -1)
     digest = np.full((len(forms), 16), step % 256, np.uint8)
-    columns = Columns(form, row, master, np.array(stored, np.int64), digest)
+    columns = FrameColumns(form, row, master, np.array(stored, np.int64), digest)
     of = None if base is None else attempt(base)
     return Frame(attempt(step), of, layout, recipes, (SOME,), columns, 1.5 + step, finite, 0.25)
 
@@ -106,7 +106,9 @@ def steps(path: Path) -> list[int]:
 
 
 def alike(a: Frame, b: Frame) -> bool:
-    columns = all(np.array_equal(getattr(a.columns, n), getattr(b.columns, n)) for n in Columns.__dataclass_fields__)
+    columns = all(
+        np.array_equal(getattr(a.columns, n), getattr(b.columns, n)) for n in FrameColumns.__dataclass_fields__
+    )
     return columns and replace(a, columns=b.columns) == b
 
 

@@ -31,7 +31,7 @@ from ckpt.format.manifest import Attempt, redo_name
 from ckpt.ipc.arena import EMPTY, SEALED, Arena, Label
 from ckpt.redo import adam as predict
 from ckpt.redo import append, encode_frame, frame
-from ckpt.redo.adam import Settings
+from ckpt.redo.adam import AdamSettings
 from ckpt.redo.append import Appended, StepLog
 from ckpt.redo.encode_frame import Sealed, foresee
 from ckpt.redo.frame import DELTA, DERIVED, PREDICTED, RAW, SAME, WHOLE
@@ -98,7 +98,7 @@ class Job:
         reading, stepping = self.read(), self.capture.stepping
         recipes = find_recipes(reading.layout, reading.tensors, stepping)
         told = self.watch.told([optimizer for _, optimizer, _ in stepping])
-        settings = [None if row is None else Settings(*row) for row in told]
+        settings = [None if row is None else AdamSettings(*row) for row in told]
         found = self.log.append(sealed, recipes, settings, self.committed)
         values = json.loads(bytes(sealed.arena.values(sealed.slot, sealed.label)))
         self.kept[sealed.attempt] = bytes(sealed.data), values

@@ -26,7 +26,7 @@ from ckpt.writer.background import Background
 from ckpt.writer.bookkeeper import Bookkeeper
 from ckpt.writer.held_memory import HeldMemory
 from ckpt.writer.held_run import HeldRun
-from ckpt.writer.opening import RunOpener
+from ckpt.writer.opening import TierOpener
 from ckpt.writer.persist import Persister
 from ckpt.writer.throttle import Throttle
 from ckpt_backends.memory import MemoryStore
@@ -73,7 +73,7 @@ class Writer:
         self.memory, self.run, background = HeldMemory(), HeldRun(trainer), Background()
         books = Bookkeeper(lambda: self.run.tiers, self.told.append)
         self.persister = Persister(trainer, self.run, self.memory, books, background)
-        self.opener = RunOpener(trainer, self.run, self.persister.promoter, books, Throttle(lambda: 0))
+        self.opener = TierOpener(trainer, self.run, self.persister.promoter, books, Throttle(lambda: 0))
 
     async def open(self, ranks: int = 2) -> None:
         role = commits.Role(tuple(range(ranks)), 0, ranks)

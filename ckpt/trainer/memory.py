@@ -67,12 +67,14 @@ class SnapshotMemory(WriterUser):
         self._newer = 0  # snapshots sealed since the memory was inherited, outgrown or restored
         self._spares: list[Arena] = []  # inherited or outgrown, kept until a newer snapshot is sealed
         self._foreign: set[bytes] = set()  # arenas that other ranks staged into
+        self._arriving: Arena | None = None  # the next one, until it is staged into
+        self._watched: tuple[WriterClient, bytes] | None = None  # who waits for our death, by the mutex of which arena
         self._copied = False  # whether another writer keeps a copy of our memory
 
     def arenas(self) -> list[Arena]:
         """Those that are ours to look after."""
-        current = self._stager.arena
-        return [*self._spares, *([current] if current is not None else [])]
+        found = (*self._spares, self._stager.arena, self._arriving)
+        return list({arena.id: arena for arena in found if arena is not None}.values())
 
     def all_arenas(self) -> list[Arena]:
         """And those that are only read, each once."""
@@ -92,7 +94,7 @@ class SnapshotMemory(WriterUser):
         for arena in self.arenas():
             client.send(requests.AttachArena(foreign=arena.id in self._foreign), (arena.fd,))
         if (current := self._stager.arena) is not None:
-            client.send(requests.WatchArena(current.id.hex()))
+            self._watch(current)
         self._next.drop()
 
     # -- what earlier incarnations left --
@@ -102,7 +104,7 @@ class SnapshotMemory(WriterUser):
         self.inherited = HeldElsewhere.of(hello, fds)
         self._foreign = {bytes.fromhex(arena) for arena in hello.foreign}
 
-    def adopt(self, hello: requests.GreetingReply, client: WriterClient) -> None:
+    def adopt(self, hello: requests.GreetingReply) -> None:
         """The newest of these arenas goes on being used; the others are only read, as are those of other ranks, and of
         a trainer that lives."""
         self._stager.slots.hold(0 if hello.gone else 1)
@@ -113,7 +115,7 @@ class SnapshotMemory(WriterUser):
         usable = [arena for arena in self.inherited.arenas if arena.id not in self._foreign]
         self._spares = [arena for arena in self.inherited.arenas if arena not in usable[-1:]]
         if usable:
-            self._use(usable[-1], client)
+            self._use(usable[-1])
 
     def take(self, found: HeldElsewhere) -> None:
         """Have our writer hold what another one does, of a rank that this job does not have."""
@@ -130,11 +132,16 @@ class SnapshotMemory(WriterUser):
             self._foreign.add(arena.id)
             self._writer.ask(requests.AttachArena(foreign=True), fds=(arena.fd,))
 
-    def _use(self, arena: Arena, client: WriterClient) -> None:
-        def watch() -> None:
-            client.send(requests.WatchArena(arena.id.hex()))
+    def _use(self, arena: Arena) -> None:
+        """Whoever is our writer when it is staged into watches it."""
+        self._stager.use(arena, lambda: self._watch(arena))
 
-        self._stager.use(arena, watch)
+    def _watch(self, arena: Arena) -> None:
+        with self._writer.lock:
+            watched = self._writer.client, arena.id
+            if self._watched != watched:
+                self._watched = watched
+                self._writer.send(requests.WatchArena(arena.id.hex()))
 
     # -- more memory --
 
@@ -152,8 +159,9 @@ class SnapshotMemory(WriterUser):
             if (previous := self._stager.arena) is not None:
                 self._spares.append(previous)
                 self._newer = 0
-            client = self._writer.client
-        self._use(arena, client)  # without the lock, which the staging thread takes when a job ends
+            self._arriving = arena  # should the writer die just now, the next one gets it
+        self._use(arena)  # without the lock, which the staging thread takes when a job ends
+        self._arriving = None
         self._next.say_if_short(arena, "" if self.rings else NONE_KEPT)
 
     def refused(self, nbytes: int) -> bool:
@@ -189,7 +197,7 @@ class SnapshotMemory(WriterUser):
         with self._writer.lock:
             busy = self._writer.in_use()
             for arena in self.all_arenas():
-                if arena is not self._stager.arena and arena.id not in busy:
+                if arena not in (self._stager.arena, self._arriving) and arena.id not in busy:
                     self._writer.send(requests.ReleaseArena(arena.id.hex()))
                     arena.close()
             self._spares = [arena for arena in self._spares if arena.id in busy]

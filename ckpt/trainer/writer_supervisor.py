@@ -115,7 +115,7 @@ class WriterSupervisor:
         else:
             log.info("took over the memory that process %d left", hello.trainer)
         self._adopted = True
-        self.memory.adopt(hello, found.client)
+        self.memory.adopt(hello)
 
     def give_up(self) -> None:
         """The run could not be opened. Memory of an earlier run stays with its writer, for a better try."""

@@ -16,7 +16,7 @@ import ckpt
 import toy
 from ckpt.format.values import encode
 from ckpt.state.fingerprint import SampledPlaces
-from processes import run_script
+from processes import killed, run_script
 from test_promise_ends import newest, restored
 from test_promise_provenance import staged
 
@@ -533,3 +533,36 @@ def test_memory_that_was_outgrown_stays_while_training_is_broken(own_sockets: Pa
                 time.sleep(0.1)
         held = [label for arena in cp._session.supervisor.memory.arenas() for _, label in arena.sealed()]
         assert 1 in {label.attempt.step for label in held if label.attempt is not None}
+
+
+ARRIVING = """
+import os, signal, sys, time, torch, ckpt
+from ckpt.trainer.stage import Stager
+state = {"w": torch.zeros(4)}
+cp = ckpt.Checkpointer(state, [ckpt.Memory()], name="arriving", triggers=None)
+cp.restore(default=0)
+assert cp.step(1).staged(30)
+use = Stager.use
+def late(stager, arena, on_locked):
+    old = cp.writer_pid
+    os.kill(old, signal.SIGKILL)
+    while cp.writer_pid in (0, old):
+        time.sleep(0.01)
+    time.sleep(0.2)
+    use(stager, arena, on_locked)
+Stager.use = late
+state["more"] = torch.arange(1 << 20)
+try:
+    assert cp.save(2).staged(30).tier == "memory"
+finally:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_writer_dies_while_new_memory_is_taken(own_sockets: Path) -> None:
+    """Between its message and the first copy: the next writer has that memory too, watches it, and keeps what is in."""
+    assert killed(run_script(ARRIVING))
+    state = {"w": torch.ones(4), "more": torch.zeros(1 << 20, dtype=torch.int64)}
+    with ckpt.Checkpointer(state, [ckpt.Memory()], name="arriving", triggers=None) as cp:
+        assert cp.restore(default=0) == 2
+    assert torch.equal(state["more"], torch.arange(1 << 20))

@@ -53,8 +53,8 @@ class Restoring:
         session.cadence.settle()
         result = Restored(step=None)
         urls = [tier.url for tier in session.tiers]
-        with session.supervisor.snapshots() as snapshots:
-            acquires = session.supervisor.inherited.acquires
+        with session.supervisor.held.snapshots() as snapshots:
+            acquires = session.supervisor.memory.inherited.acquires
             damage: list[Loss] = []
             sources = gather(session.world, snapshots, acquires, urls, session.ownership.roots, step, damage)
             session.redo.reset()
@@ -104,31 +104,31 @@ class Restoring:
         session, staged, supervisor = self._session, self._staged, self._session.supervisor
         session.ownership.take_over(supervisor.owner.epoch, source.attempt)
         if source.damaged:
-            supervisor.doubt(source.tier, source.attempt, source.damaged)
+            supervisor.run.doubt(source.tier, source.attempt, source.damaged)
         session.heartbeat.went_back(source.attempt.step)
         memory = source if isinstance(source, MemorySource) else None
         place = memory.place_of(session.world.rank) if memory is not None else None
         newest: StagedStep | None = None
-        kept = memory is not None and place is not None and supervisor.holds(place[0])
+        kept = memory is not None and place is not None and supervisor.memory.holds(place[0])
         if memory is not None and place is not None and kept:
             if memory.world == session.world.size:  # else it is not a share of what this rank has now
                 newest = StagedStep(Save(source.attempt.step, str(source.attempt), []), source.attempt, place)
                 newest.save.set_staged()
-            if supervisor.rings:
+            if supervisor.memory.rings:
                 # After a rollback it may be the oldest in the ring, and still it is the one that must not be lost.
                 session.stager.pin(*place)
         # At once, so that Ctrl-C leaves either what was or what is.
-        before, staged.restored = staged.restored, place if kept and supervisor.rings else None
+        before, staged.restored = staged.restored, place if kept and supervisor.memory.rings else None
         staged.last, staged.newest = None, newest
         self._progress.went_back(source.attempt.step)
         if before is not None:
             session.stager.unpin(before[0].id, before[1])
-        if newest is not None and not supervisor.rings:  # its slot is needed again
+        if newest is not None and not supervisor.memory.rings:  # its slot is needed again
             self._writes.write_missing(newest, session.settings.everywhere[:1])
         result.seconds = time.monotonic() - began
         _say_restored(result)
         reading = session.capture.read()
-        supervisor.prepare(reading.layout.arrangement.data_size, len(json.dumps(reading.values)))
+        supervisor.memory.prepare(reading.layout.arrangement.data_size, len(json.dumps(reading.values)))
 
     def _tell(self, began: float) -> None:
         """For the ledger, and whoever has subscribed."""

@@ -50,7 +50,7 @@ class Saves:
 
     def memory_due(self, step: int) -> bool:
         due = self._dropped or self._session.cadence.schedule.memory_due(step)
-        return due and self._session.supervisor.rings
+        return due and self._session.supervisor.memory.rings
 
     def new(self, step: int, tiers: list[int]) -> tuple[Save, Attempt]:
         if tiers:
@@ -147,7 +147,7 @@ class Saves:
             if not session.fits(data_size, values_size) and not self._said_paused:
                 self._said_paused = True
                 log.warning("memory for snapshots is being prepared; until it is ready, steps are not kept in memory")
-        if not (must or session.redo.on or session.supervisor.rings):
+        if not (must or session.redo.on or session.supervisor.memory.rings):
             raise SkippedError(f"step {step} was not saved: memory is short, and it was due nowhere else")
 
     def _make_memory(self, data_size: int, values_size: int, end: float, *, must: bool) -> None:
@@ -155,15 +155,15 @@ class Saves:
         while True:
             if self._progress.closed:  # by a signal handler
                 self._progress.check_usable()
-            supervisor.prepare(data_size, values_size, again=must)
+            supervisor.memory.prepare(data_size, values_size, again=must)
             try:
-                supervisor.take_prepared(max(0.0, end - time.monotonic()))
+                supervisor.memory.take_prepared(max(0.0, end - time.monotonic()))
             except CheckpointError as error:
                 if must or isinstance(error, SkippedError):
                     raise
                 self._session.errors.note(error)
                 return
-            if not must and supervisor.refused(data_size + values_size):
+            if not must and supervisor.memory.refused(data_size + values_size):
                 raise SkippedError("memory is short")
             ready = self._session.fits(data_size, values_size)
             if ready or supervisor.failure is not None or time.monotonic() >= end:
@@ -190,16 +190,16 @@ class Saves:
         supervisor.acknowledge(job.attempt, *job.place, lambda error: self._on_kept(save, job, error))
         if settings is not None:
             self._session.redo.log(save, job.attempt, job.place, settings)
-        supervisor.on_sealed(sound=sound)
+        supervisor.memory.on_sealed(sound=sound)
         for i in tiers:
             self._writes.write(save, job.attempt, job.place, i)
 
     def _supersede(self, job: PendingSnapshot) -> None:
         """What was restored, and what ranks keep for each other, is needed no longer."""
         supervisor, alone = self._session.supervisor, self._session.world.size == 1
-        if supervisor.superseded or alone:
+        if supervisor.memory.superseded or alone:
             self._staged.unpin_restored()
-        if not alone and supervisor.newer == SURELY_NEWER:
+        if not alone and supervisor.memory.newer == SURELY_NEWER:
             self._session.ownership.tell_newer(job.attempt.epoch)
 
     def _on_dropped(self, save: Save, job: PendingSnapshot, error: CheckpointError, tiers: list[int]) -> None:

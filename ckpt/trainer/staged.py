@@ -49,10 +49,10 @@ class Staged:
         """What memory holds of this history, and whether the training was sound then."""
         arena = self._session.stager.arena
         broken = {label.attempt for _, label in (arena.sealed() if arena is not None else ()) if label.finite is False}
-        return [(str(attempt), attempt not in broken) for attempt in self._session.supervisor.sealed()]
+        return [(str(attempt), attempt not in broken) for attempt in self._session.supervisor.held.sealed()]
 
     def held(self, attempt: Attempt) -> StagedStep | None:
-        arena, slot = self._session.stager.arena, self._session.supervisor.sealed().get(attempt)
+        arena, slot = self._session.stager.arena, self._session.supervisor.held.sealed().get(attempt)
         if arena is None or slot is None:
             return None
         save = Save(attempt.step, str(attempt), [])

@@ -46,7 +46,7 @@ class StepKeeper:
     def keep(self, step: int) -> None:
         """A step that is not due."""
         stats = self._session.stalls.stats
-        if self._for_faults and self._session.supervisor.rings and self._may_defer():
+        if self._for_faults and self._session.supervisor.memory.rings and self._may_defer():
             began = time.perf_counter()
             self._defer(step)
             self._defer_s = time.perf_counter() - began
@@ -227,7 +227,7 @@ class StepKeeper:
     def _has_memory(self, reading: Reading, values_size: int) -> bool:
         sizes = reading.layout.arrangement.data_size, values_size
         if not self._session.fits(*sizes):
-            self._session.supervisor.prepare(*sizes)
+            self._session.supervisor.memory.prepare(*sizes)
             with contextlib.suppress(CheckpointError):  # the next save says so
-                self._session.supervisor.take_prepared(0.0)
+                self._session.supervisor.memory.take_prepared(0.0)
         return self._session.fits(*sizes)

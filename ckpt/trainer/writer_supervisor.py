@@ -8,7 +8,7 @@ it, and gives memory to a new writer when the old one dies. What the writer has 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,7 +26,6 @@ from ckpt.ipc.claim import Claim
 from ckpt.ipc.protocol import Note, Request
 from ckpt.ipc.requests import Json
 from ckpt.ranks.world import World
-from ckpt.restore.sources import HeldSnapshot
 from ckpt.runlog.log import Acquire
 from ckpt.tiers import Memory, Tier
 from ckpt.trainer.acknowledge import Acknowledgements, Done
@@ -34,14 +33,13 @@ from ckpt.trainer.current_writer import CurrentWriter, StandingRequests, WriterU
 from ckpt.trainer.find import WriterFinder
 from ckpt.trainer.held_snapshots import HeldSnapshots
 from ckpt.trainer.layouts import KnownLayouts
-from ckpt.trainer.memory import HeldElsewhere, SnapshotMemory
+from ckpt.trainer.memory import SnapshotMemory
 from ckpt.trainer.opening import RunOpener
 from ckpt.trainer.respawn import WriterRespawner
 from ckpt.trainer.siblings import Siblings
 from ckpt.trainer.stage import Stager
 from ckpt.trainer.writer_client import WriterClient
-from ckpt.trainer.writes import WriteInFlight as WriteInFlight
-from ckpt.trainer.writes import Writes
+from ckpt.trainer.writes import WriteInFlight, Writes
 
 N = TypeVar("N", bound=Note)
 
@@ -105,7 +103,7 @@ class WriterSupervisor:
         if hello is None:
             return
         self.memory.inherit(hello, list(found.fds))
-        self._layouts.known = dict(self.inherited.layouts)
+        self._layouts.known = dict(self.memory.inherited.layouts)
         for data in hello.faults:
             with contextlib.suppress(CheckpointError):
                 self.faults.append(Fault.from_json(data))
@@ -120,7 +118,7 @@ class WriterSupervisor:
     def give_up(self) -> None:
         """The run could not be opened. Memory of an earlier run stays with its writer, for a better try."""
         self._writer.closing = True
-        self.client.send(requests.Leave() if self.inherited.arenas else requests.Close())
+        self.client.send(requests.Leave() if self.memory.inherited.arenas else requests.Close())
         self.client.close()
         self._claim.drop()
         self.memory.drop_prepared()
@@ -232,9 +230,6 @@ class WriterSupervisor:
     def roles(self) -> list[Role]:
         return self.run.roles
 
-    def doubt(self, url: str, attempt: Attempt, ranges: Iterable[tuple[str, int]]) -> None:
-        self.run.doubt(url, attempt, ranges)
-
     def keep_books(self, request: watch.KeepBooks, fds: tuple[int, ...]) -> None:
         """Have the writer keep the ledger; see `ckpt.writer.bookkeeper`."""
         self.standing.tell(request, fds, later=msgspec.structs.replace(request, again=True))
@@ -255,10 +250,6 @@ class WriterSupervisor:
     # -- memory --
 
     @property
-    def inherited(self) -> HeldElsewhere:
-        return self.memory.inherited
-
-    @property
     def inherits(self) -> bool:
         """Whether the writer holds snapshots of an earlier incarnation."""
         return self._adopted and any(arena.sealed() for arena in self.memory.arenas())
@@ -267,39 +258,6 @@ class WriterSupervisor:
     def survives(self) -> bool:
         """Whether the writer does something for what it holds when we die: keep it, or write it out."""
         return self.memory.lasts or bool(self._tiers)
-
-    @property
-    def rings(self) -> bool:
-        return self.memory.rings
-
-    @property
-    def newer(self) -> int:
-        return self.memory.newer
-
-    @property
-    def superseded(self) -> bool:
-        return self.memory.superseded
-
-    def prepare(self, data_size: int, values_size: int, *, again: bool = False) -> None:
-        self.memory.prepare(data_size, values_size, again=again)
-
-    def take_prepared(self, timeout_s: float) -> None:
-        self.memory.take_prepared(timeout_s)
-
-    def refused(self, nbytes: int) -> bool:
-        return self.memory.refused(nbytes)
-
-    def holds(self, arena: Arena) -> bool:
-        return self.memory.holds(arena)
-
-    def on_sealed(self, *, sound: bool = True) -> None:
-        self.memory.on_sealed(sound=sound)
-
-    def sealed(self) -> dict[Attempt, int]:
-        return self.held.sealed()
-
-    def snapshots(self) -> contextlib.AbstractContextManager[Iterable[HeldSnapshot]]:
-        return self.held.snapshots()
 
     # -- what is saved --
 

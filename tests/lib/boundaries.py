@@ -45,7 +45,7 @@ def close(cp: ckpt.Checkpointer) -> None:
 def read_back(cp: ckpt.Checkpointer, step: int, twin: State) -> Any:
     """The snapshot of a step, taken out of shared memory into another state; frozen."""
     result = Restored(step=None)
-    with cp._session.supervisor.snapshots() as snapshots:
+    with cp._session.supervisor.held.snapshots() as snapshots:
         snapshot = next(s for s in snapshots if s.attempt.step == step)
         source = MemorySource(snapshot.attempt, [snapshot], alone=True)
         restore_first(World(), [source], Capture(twin), result, strict=True, on_touch=lambda: None)
@@ -91,7 +91,7 @@ def check_boundaries(cp: ckpt.Checkpointer, run: Run, steps: int, *, first: int 
         try:
             save.staged(30.0)
         except ckpt.SkippedError:  # more memory, for optimizer state, is on its way
-            cp._session.supervisor.take_prepared(30.0)
+            cp._session.supervisor.memory.take_prepared(30.0)
             skipped += 1
         except SaveError as error:
             found.append(f"step {step} dropped: {error}")

@@ -164,7 +164,7 @@ class Rank:
         """Wait until all ranks' snapshots of this step are in the memory of this node."""
         end, found = time.monotonic() + 60, set[int]()
         while len(found) < dist.get_world_size() and time.monotonic() < end:
-            with self.cp._session.supervisor.snapshots() as snapshots:
+            with self.cp._session.supervisor.held.snapshots() as snapshots:
                 found = {s.layout.rank for s in snapshots if s.attempt.step == self.step}
             time.sleep(0.1)
         self.say("copies", step=self.step, ranks=sorted(found))

@@ -22,6 +22,7 @@ import ckpt
 import toy
 from ckpt.trainer.closing import Closing
 from ckpt.trainer.fault_handler import FaultHandler
+from ckpt.trainer.memory import SnapshotMemory
 from ckpt.trainer.session import Session
 from ckpt.trainer.stage import Stager
 from ckpt.trainer.step_keeper import StepKeeper
@@ -374,10 +375,18 @@ def closing(cp: ckpt.Checkpointer, patch: pytest.MonkeyPatch, owner: type, metho
     patch.setattr(owner, method, interrupted)
 
 
-@pytest.mark.parametrize("method", ["prepare", "take_prepared", "tell_layout", "write", "acknowledge"])
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [
+        (SnapshotMemory, "prepare"),
+        (SnapshotMemory, "take_prepared"),
+        (WriterSupervisor, "tell_layout"),
+        (Stager, "submit"),  # what comes then is another thread's, to which no signal comes
+    ],
+)
 @pytest.mark.parametrize("before", [True, False])
 def test_closed_by_a_handler_within_a_step(
-    run_dir: str, monkeypatch: pytest.MonkeyPatch, method: str, before: bool
+    run_dir: str, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, before: bool
 ) -> None:
     """The step is saved as it is at that moment, at once; step() then says that this Checkpointer is closed, or has
     come to its own end."""
@@ -385,10 +394,7 @@ def test_closed_by_a_handler_within_a_step(
     cp = ckpt.Checkpointer(state, run_dir, close_timeout_s=30)
     cp.restore(default=0)
     toy.train_step(state)
-    if method in ("write", "acknowledge"):  # in another thread, to which no signal comes
-        closing(cp, monkeypatch, Stager, "submit", before=before)
-    else:
-        closing(cp, monkeypatch, WriterSupervisor, method, before=before)
+    closing(cp, monkeypatch, owner, method, before=before)
     began = time.monotonic()
     with contextlib.suppress(ckpt.ClosedError):
         cp.step(1)

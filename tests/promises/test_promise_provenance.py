@@ -203,7 +203,7 @@ def test_a_step_that_was_not_due_and_is_copied_later(open_run: Any) -> None:
         assert cp._live.copy_live() == (step if step == 2 else None)
         if step == 2:
             assert differences(read_back(cp, step, run.twin), boundary) == []
-    with cp._session.supervisor.snapshots() as snapshots:
+    with cp._session.supervisor.held.snapshots() as snapshots:
         assert [s.attempt.step for s in snapshots] == [2, 1]
 
 

@@ -927,7 +927,7 @@ def is_sealed_newest(run: Training) -> bool:
     """Whether memory still holds the newest step."""
     assert run.cp._staged.last is not None
     run.cp._staged.last[1].copied.wait(ANSWER_S)
-    return max(attempt.step for attempt in run.cp._session.supervisor.sealed()) == run.at
+    return max(attempt.step for attempt in run.cp._session.supervisor.held.sealed()) == run.at
 
 
 def test_pressure_is_accounted_for(run_dir: str) -> None:

@@ -523,7 +523,7 @@ def test_a_layout_that_changes_every_step(open_run: Any) -> None:
         try:
             save.staged(30.0)
         except ckpt.SkippedError:
-            cp._session.supervisor.take_prepared(30.0)  # memory for more was on its way
+            cp._session.supervisor.memory.take_prepared(30.0)  # memory for more was on its way
             continue
         staged += 1
         assert differences(read_back(cp, step, build(step)), boundary) == []
@@ -542,7 +542,7 @@ def test_a_hundred_saves_without_pause(open_run: Any) -> None:
         if step % 10 == 0:
             save.staged(30.0)
             assert differences(read_back(cp, step, run.twin), boundary) == []
-    with cp._session.supervisor.snapshots() as snapshots:
+    with cp._session.supervisor.held.snapshots() as snapshots:
         steps = [s.attempt.step for s in snapshots]
     assert steps == sorted(steps, reverse=True) and steps[0] == 100 and len(steps) >= 3
 

@@ -82,7 +82,7 @@ def follow(cp: ckpt.Checkpointer, state: State, twin: State, steps: range, move:
         try:
             save.staged(30.0)
         except ckpt.SkippedError:  # more memory, for optimizer state, is on its way
-            cp._session.supervisor.take_prepared(30.0)
+            cp._session.supervisor.memory.take_prepared(30.0)
             continue
         found += [f"step {step}: {d}" for d in differences(read_back(cp, step, twin), freeze(state))]
     return found

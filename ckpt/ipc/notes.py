@@ -59,11 +59,10 @@ class FencedNote(Note, frozen=True):
 
 
 class PeerDiedNote(Note, frozen=True):
-    """Another rank of this node has died; `writer` is the key of the one that it had."""
+    """Another rank of this node has died."""
 
     rank: int
     summary: str
-    writer: str
 
 
 class SignalNote(Note, frozen=True):

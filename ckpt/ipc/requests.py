@@ -220,40 +220,10 @@ class KnowLayout(Request[None], frozen=True):
     layout: Json
 
 
-class KnowGuarded(Request[None], frozen=True):
-    """Which tensors of a layout only optimizers change. Of a list that comes again only its number is said."""
-
-    most_bytes = MOST_BYTES
-    layout: str
-    number: int
-    tensors: list[int] | None = None
-
-
 class AskDigests(Request[list[Digest]], frozen=True):
     """The digests of snapshots that are known so far; of all, if told."""
 
     all: bool = False
-
-
-class FoundGap(Body, frozen=True):
-    """The tensors that are missing in a slot, whose arena's descriptor comes with it."""
-
-    attempt: str
-    slot: int
-    layout: Json
-    missing: list[int]
-
-
-class AskGap(Request[FoundGap | None], frozen=True):
-    """What could the dead trainer not copy any more? None for nothing. See `ckpt.trainer.replica_rescue`."""
-
-
-class Filled(Request[bool], frozen=True):
-    """These tensors of it were copied: whether the snapshot is whole now."""
-
-    most_bytes = MOST_BYTES
-    attempt: str
-    tensors: list[int]
 
 
 class Serve(Request[Json], frozen=True):

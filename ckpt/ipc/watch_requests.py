@@ -114,11 +114,10 @@ class AskEvidence(Request[list[Json]], frozen=True):
 
 
 class PeerDied(Request[None], frozen=True):
-    """Another rank of this node has died, says its writer, whose key is `writer`."""
+    """Another rank of this node has died, says its writer."""
 
     rank: int
     summary: str
-    writer: str
 
 
 class TriggerSaveReply(Body, frozen=True):

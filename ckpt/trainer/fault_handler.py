@@ -73,7 +73,7 @@ class FaultHandler:
         self._triggers, self._world, self._supervisor, self._heartbeat = triggers, world, supervisor, heartbeat
         self._incidents = incidents = Incidents(world, supervisor)
         self._securer = Securer(world, supervisor, heartbeat, actions, incidents)
-        self._perception = Perception(triggers, world, supervisor, heartbeat, incidents, self._securer.relieve)
+        self._perception = Perception(triggers, world, supervisor, heartbeat, incidents)
         self._closer = CaseCloser(supervisor, heartbeat, incidents, self._perception.decides, on_fault)
         self._excepthook = _Excepthook(self)
         self._threads: list[threading.Thread] = []

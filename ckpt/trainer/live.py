@@ -6,9 +6,7 @@ import threading
 import time
 
 from ckpt.format.manifest import Attempt
-from ckpt.trainer import replica_rescue
 from ckpt.trainer.progress import Progress
-from ckpt.trainer.replica_rescue import MissingTensors
 from ckpt.trainer.saves import Saves
 from ckpt.trainer.session import Session
 from ckpt.trainer.staged import Staged
@@ -38,18 +36,6 @@ class LiveRun:
         progress.deferred = None
         save, job = deferred
         return save.step if self._session.stager.complete(job, unmoved, LIVE_S) else None
-
-    def fill_in(self, gap: MissingTensors) -> list[int]:
-        owner, unmoved, filled = self._session.supervisor.owner, self._progress.unmoved(), list[int]()
-        step = self._progress.step
-        if step is None or gap.attempt != Attempt(owner.epoch, step, owner.nonce) or self._progress.torn:
-            return []
-        self.in_memory(LIVE_S)  # our own copy comes first, and has waited for what the device does
-
-        def work() -> None:
-            filled.extend(replica_rescue.fill(gap, self._session.capture.replicated))
-
-        return filled if self._session.stager.undisturbed(work, unmoved, LIVE_S) else []
 
     def give_up(self, attempt: Attempt) -> None:
         if not self._saves.is_sent(attempt.step):

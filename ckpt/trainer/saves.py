@@ -117,7 +117,7 @@ class Saves:
             session.capture.keep_apart(self._replicas.differing)
         reading = session.capture.read() if taken is None else taken.reading
         values = json.dumps(reading.values, separators=(",", ":")).encode()
-        session.supervisor.tell_layout(reading.layout, reading.guarded)
+        session.supervisor.tell_layout(reading.layout)
         if not session.redo.on:
             return reading, values, None
         session.redo.prepare(reading)

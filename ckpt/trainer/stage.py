@@ -99,13 +99,8 @@ class Stager:
         job.eager_done.wait()
 
     def complete(self, job: PendingSnapshot, untouched: Callable[[], bool], timeout_s: float) -> bool:
-        """The rest of a job that was postponed, while the training thread is elsewhere; whether it is whole now."""
-        done = self.undisturbed(lambda: self._complete(job), untouched, timeout_s)
-        return done and job.place is not None
-
-    def undisturbed(self, work: Callable[[], None], untouched: Callable[[], bool], timeout_s: float) -> bool:
-        """Do something in the staging thread before any optimizer goes on; False if one may have begun already, which
-        `untouched` looks at once the gate is shut."""
+        """The rest of a job that was postponed, while the training thread is elsewhere and before any optimizer goes
+        on; whether it is whole now. Not if one may have begun, which `untouched` looks at once the gate is shut."""
         opened = self._gate.shut()
         if not untouched():
             opened.set()
@@ -113,12 +108,12 @@ class Stager:
 
         def run() -> None:
             try:
-                work()
+                self._complete(job)
             finally:
                 opened.set()
 
         self._queue.put(run)
-        return opened.wait(timeout_s)
+        return opened.wait(timeout_s) and job.place is not None
 
     def held(self) -> contextlib.AbstractContextManager[None]:
         """No optimizer changes anything meanwhile, but for one that has begun before and has been counted."""

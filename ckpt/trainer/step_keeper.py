@@ -211,7 +211,7 @@ class StepKeeper:
         values = json.dumps(reading.values, separators=(",", ":")).encode()
         if not self._has_memory(reading, len(values)):
             return
-        self._session.supervisor.tell_layout(reading.layout, reading.guarded)
+        self._session.supervisor.tell_layout(reading.layout)
         save, attempt = self._saves.new(step, [])
 
         def on_end(job: PendingSnapshot) -> None:

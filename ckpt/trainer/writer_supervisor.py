@@ -261,8 +261,8 @@ class WriterSupervisor:
 
     # -- what is saved --
 
-    def tell_layout(self, layout: Layout, guarded: list[bool]) -> None:
-        self._layouts.tell(layout, guarded)
+    def tell_layout(self, layout: Layout) -> None:
+        self._layouts.tell(layout)
 
     def acknowledge(self, attempt: Attempt, arena: Arena, slot: int, done: Done) -> None:
         self._acknowledgements.acknowledge(attempt, arena, slot, done)

@@ -94,7 +94,7 @@ class FaultReporter:
 
     async def tell_siblings(self, fault: Fault) -> None:
         """The other ranks of this node need not find out by themselves."""
-        about = PeerDied(fault.rank, fault.summary, self.key)
+        about = PeerDied(fault.rank, fault.summary)
         asked = [asyncio.to_thread(channel.ask_once, key, about, ASK_S) for key in self._others()]
         await asyncio.gather(*asked, return_exceptions=True)
 

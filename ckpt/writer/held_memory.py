@@ -6,9 +6,7 @@ memory of another node (`mirror`).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ckpt.checkpoint.write import digest_blobs
@@ -17,14 +15,13 @@ from ckpt.faults.memory_pressure import available_memory
 from ckpt.format.digest import blob_digest
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt
-from ckpt.ipc.arena import EAGER, SEALED, Arena, ArenaKeeper, Label
+from ckpt.ipc.arena import Arena, ArenaKeeper, Label
 from ckpt.ipc.mutex import Got
 from ckpt.ipc.requests import Digest
 from ckpt.runlog.log import Acquire, in_history
 from ckpt.writer.replicate import Replicator
 
 MAX_LAYOUTS = 256  # far more than a trainer believes us to have
-LEND_S = 5.0
 MEMORY_SHARE = 0.8  # of the available memory, that an arena may take
 
 
@@ -69,14 +66,9 @@ class HeldMemory:
         self.locked_by: dict[str, int] = {}  # by arena, the last adoption whose trainer has locked it
         self.layouts: dict[str, Layout] = {}
         self.digests: dict[tuple[Attempt, int], bytes] = {}  # by attempt, and rank that took the snapshot
-        self.guarded: dict[str, list[int]] = {}  # by layout: the tensors that only optimizers change
         self.retracted: set[Attempt] = set()  # what must not become a checkpoint
         self._tries: dict[Attempt, int] = {}
-        self._lists: list[list[int]] = []  # of that layout, by the number that the trainer gave them
         self.mirror = Replicator(check_room, self.keep_layout)
-        self._lent: tuple[float, Attempt] | None = None
-        self._filled: set[int] = set()  # tensors of `_filling` that somebody has filled in
-        self._filling: Attempt | None = None
 
     def all(self) -> list[Arena]:
         return [*self.arenas.values(), *self.mirror.arenas.values()]
@@ -108,51 +100,13 @@ class HeldMemory:
 
     def layouts_in_use(self, arenas: Iterable[Arena]) -> dict[str, Any]:
         """What a trainer needs to read what is in these, in JSON. A state that has another at each step leaves many."""
-        kinds = (SEALED, EAGER)
-        used = {label.layout for arena in arenas for kind in kinds for _, label in arena.labels(kind)}
+        used = {label.layout for arena in arenas for _, label in arena.sealed()}
         return {digest: layout.to_json() for digest, layout in self.layouts.items() if digest in used}
 
     def ring(self) -> list[tuple[Arena, int, Label]]:
         """Every sealed snapshot but copies of another node's, newest first."""
         found = [(arena, slot, label) for arena in self.arenas.values() for slot, label in arena.sealed()]
         return sorted(found, key=lambda one: -one[2].order)
-
-    def lend_gap(self) -> tuple[Arena, int, Label, list[int]] | None:
-        """After the trainer's death: a slot that is newer than all snapshots, and the numbers of the tensors that are
-        missing in it. To one at a time; for another, if the first does not come back in `LEND_S`."""
-        newest = max((label.order for _, _, label in self.ring()), default=0)
-        for arena in self.arenas.values():
-            for slot, label in arena.labels(EAGER):
-                if label.order <= newest or label.attempt is None or label.layout not in self.guarded:
-                    continue
-                if self._lent is not None and self._lent[1] == label.attempt and time.monotonic() < self._lent[0]:
-                    return None
-                self._lent = time.monotonic() + LEND_S, label.attempt
-                if self._filling != label.attempt:
-                    self._filling, self._filled = label.attempt, set()
-                return arena, slot, label, sorted(set(self.guarded[label.layout]) - self._filled)
-        return None
-
-    def fill_gap(self, attempt: Attempt, tensors: list[int]) -> bool:
-        """Somebody has filled these in; whether it is a whole snapshot now."""
-        if attempt != self._filling:
-            return False
-        self._lent = None
-        self._filled.update(tensors)
-        for arena in self.arenas.values():
-            for slot, label in arena.labels(EAGER):
-                if label.attempt == attempt and self._filled.issuperset(self.guarded.get(label.layout, (-1,))):
-                    arena.set_label(slot, replace(label, state=SEALED))
-                    self._filled.clear()
-                    return True
-        return False
-
-    def know_guarded(self, layout: str, number: int, tensors: list[int] | None) -> None:
-        """The tensors that only optimizers change: a new list, which takes the place of those from that number on, or
-        one that is known."""
-        if tensors is not None:
-            self._lists[number:] = [[int(one) for one in tensors]]
-        self.guarded = {layout: self._lists[number]}
 
     def keep_layout(self, layout: Layout) -> None:
         self.layouts[layout.digest] = layout

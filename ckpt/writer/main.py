@@ -72,7 +72,7 @@ async def serve(channel: Channel, listener: socket.socket, key: str, path: str, 
     succession = Succession(
         trainer, run, memory, parts, opener, reporter, observers, watch, after_death, server, background
     )
-    requests = MemoryRequests(trainer, memory, drain, background)
+    requests = MemoryRequests(trainer, memory)
     await server.run(
         Dispatch(
             run, settler, promoter, persister, drain, redo, opener, observers, watch, after_death, succession, requests

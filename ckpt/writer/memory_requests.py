@@ -7,17 +7,13 @@ from dataclasses import dataclass
 
 from ckpt.errors import SkippedError
 from ckpt.format.layout import Layout
-from ckpt.format.manifest import Attempt
 from ckpt.ipc import requests
 from ckpt.ipc.arena import Arena
-from ckpt.writer.background import Background
 from ckpt.writer.dispatch import Answer, Caller, handles, handles_caller
-from ckpt.writer.drain import Drain
 from ckpt.writer.held_memory import HeldMemory, make_arena
 from ckpt.writer.present_trainer import PresentTrainer
 
 KEEP_S = 1.0  # for another process that keeps an arena to let go of it
-FILLED_S = 20.0  # for a snapshot that was completed after its trainer's death to become durable
 
 
 @dataclass(eq=False)
@@ -26,8 +22,6 @@ class MemoryRequests:
 
     trainer: PresentTrainer
     held_memory: HeldMemory
-    drain: Drain
-    background: Background
 
     @handles(requests.MakeArena)
     async def make(self, request: requests.MakeArena) -> Answer:
@@ -61,36 +55,11 @@ class MemoryRequests:
     def know_layout(self, request: requests.KnowLayout) -> None:
         self.held_memory.keep_layout(Layout.from_json(request.layout))
 
-    @handles(requests.KnowGuarded)
-    def know_guarded(self, request: requests.KnowGuarded) -> None:
-        self.held_memory.know_guarded(request.layout, request.number, request.tensors)
-
     @handles(requests.AskDigests)
     async def digests(self, request: requests.AskDigests) -> list[requests.Digest]:
         if request.all:
             await asyncio.to_thread(self.held_memory.digest_ring)
         return self.held_memory.known_digests()
-
-    @handles(requests.AskGap)
-    def lend_gap(self, request: requests.AskGap) -> Answer | None:
-        gap = self.held_memory.lend_gap() if self.trainer.dead else None
-        if gap is None:
-            return None
-        arena, slot, label, missing = gap
-        layout = self.held_memory.layouts[label.layout]
-        return Answer(requests.FoundGap(str(label.attempt), slot, layout.to_json(), missing), (arena.fd,))
-
-    @handles(requests.Filled)
-    async def filled(self, request: requests.Filled) -> bool:
-        attempt = Attempt.parse(request.attempt)
-        whole = self.trainer.dead and self.held_memory.fill_gap(attempt, request.tensors)
-        if whole:
-            await asyncio.to_thread(self.held_memory.digest_ring)
-            self.background.spawn(self._persist(attempt))
-        return whole
-
-    async def _persist(self, attempt: Attempt) -> None:
-        await self.drain.persist(FILLED_S, attempts=[attempt])
 
     # -- copies of it on other nodes --
 

@@ -124,7 +124,7 @@ class TrainerWatch:
     @handles(watch.PeerDied)
     def peer_died(self, request: watch.PeerDied) -> None:
         self.observers.books.peer(request.rank, request.summary)
-        self.trainer.tell(notes.PeerDiedNote(request.rank, request.summary, request.writer))
+        self.trainer.tell(notes.PeerDiedNote(request.rank, request.summary))
 
     @handles(watch.TriggerSave)
     def trigger_save(self, request: watch.TriggerSave) -> watch.TriggerSaveReply:

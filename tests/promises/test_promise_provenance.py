@@ -19,13 +19,11 @@ import ckpt
 from boundaries import LARGE, Run, adamw, gate, gradients, open_run, read_back
 from ckpt.errors import SaveError
 from ckpt.format.layout import Layout
-from ckpt.ipc.requests import KnowGuarded
 from ckpt.state.capture import Capture, Reading
 from ckpt.state.fingerprint import ELEMENTS, SampledPlaces
 from ckpt.state.tensors import as_bytes, spec
 from ckpt.trainer.fill import SlotFiller
 from ckpt.trainer.unchanged import Frozen
-from ckpt.writer.held_memory import HeldMemory
 from processes import eventually, killed, run_script
 from toy_states import State, differences, freeze
 
@@ -421,20 +419,13 @@ def guarded_names(reading: Reading) -> set[str]:
     return {t.name.split(".")[0].removeprefix("optim ") for t, guarded in pairs if guarded}
 
 
-def test_optimizers_that_take_turns(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizers_that_take_turns(open_run: Any) -> None:
     """Each is guarded at the steps at which its hook has run. The layout stays the same object, what is guarded is
-    worked out, and told to the writer, once for each of them, and every snapshot is its boundary."""
+    worked out once for each of them, and every snapshot is its boundary."""
     state, twin = two(), two()
     for name in ("one", "other"):
         step_of(state, name)
     cp = open_run(state)
-    sent: list[KnowGuarded] = []
-    send = cp._session.supervisor.client.send
-    monkeypatch.setattr(
-        cp._session.supervisor.client,
-        "send",
-        lambda request, *a: (sent.append(request) if isinstance(request, KnowGuarded) else None, send(request, *a))[1],
-    )
     layouts, lists = set(), set()
     for step in range(1, 13):
         name = ("one", "other")[step % 2]
@@ -448,20 +439,6 @@ def test_optimizers_that_take_turns(open_run: Any, monkeypatch: pytest.MonkeyPat
         save.staged(30.0)
         assert differences(read_back(cp, step, twin), boundary) == []
     assert (len(layouts), len(lists)) == (1, 2)
-    assert len(sent) == 12 and sum(one.tensors is not None for one in sent) == 2
-
-
-def test_a_writer_knows_lists_again_by_their_number() -> None:
-    """A list that begins anew with number 0 replaces all; a number alone is the list that had it."""
-    holdings = HeldMemory()
-    for layout, number, tensors in [("a", 0, [1, 2]), ("a", 1, [3])]:
-        holdings.know_guarded(layout, number, tensors)
-    holdings.know_guarded("a", 0, None)
-    assert holdings.guarded == {"a": [1, 2]}
-    holdings.know_guarded("b", 0, [5])
-    holdings.know_guarded("b", 1, [6])
-    holdings.know_guarded("b", 0, None)
-    assert holdings.guarded == {"b": [5]}
 
 
 def test_a_step_saved_by_hand_behind_it_is_as_much_guarded() -> None:

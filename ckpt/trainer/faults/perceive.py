@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 from ckpt.faults import preemption, probe
 from ckpt.faults.signals import Wakeup
@@ -63,7 +62,7 @@ class CrashOutput:
 
 
 class Perception:
-    """Of one trainer. `arm` and `put_back` belong to the main thread; `relieve`: what to do for a rank that died."""
+    """Of one trainer. `arm` and `put_back` belong to the main thread."""
 
     def __init__(
         self,
@@ -72,10 +71,9 @@ class Perception:
         supervisor: WriterSupervisor,
         heartbeat: Heartbeat,
         incidents: Incidents,
-        relieve: Callable[[str, int], None],
     ) -> None:
         self._triggers, self._world, self._supervisor = triggers, world, supervisor
-        self._heartbeat, self._incidents, self._relieve = heartbeat, incidents, relieve
+        self._heartbeat, self._incidents = heartbeat, incidents
         self._signals = {number: t for t in triggers if isinstance(t, OnSignal) for number in t.numbers}
         self.wakeup = Wakeup(self._signals)
         self._stop_reader, self._stop_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -193,7 +191,6 @@ class Perception:
 
     def _on_peer_died(self, note: notes.PeerDiedNote) -> None:
         self._incidents.dead_peers[note.rank] = note.summary
-        self._incidents.queue.put(lambda: self._relieve(note.writer, note.rank))
 
     def _on_signal_note(self, note: notes.SignalNote) -> None:
         self._supervisor.tell(Heard())

@@ -22,7 +22,6 @@ from ckpt.ranks.save_rounds import Round, SaveRounds, step_ahead
 from ckpt.ranks.world import World
 from ckpt.save import Save
 from ckpt.trainer.faults.incidents import FaultCall, Incidents
-from ckpt.trainer.replica_rescue import MissingTensors, relieve
 from ckpt.trainer.writer_supervisor import WriterSupervisor
 
 PERSIST_S = 60.0  # for what is in memory to become durable, if the other ranks have it too
@@ -41,9 +40,6 @@ class FaultActions(Protocol):
 
     def copy_live(self) -> int | None:
         """Copy the running state as it was at the last step() into memory, if it still is that; which step it is."""
-
-    def fill_in(self, gap: MissingTensors) -> list[int]:
-        """Copy what this rank holds of what a dead one lacks; which of its tensors, by number."""
 
     def give_up(self, attempt: Attempt) -> None:
         """This rank will not take part in an attempt that others may have begun."""
@@ -147,13 +143,6 @@ class Securer:
             with contextlib.suppress(CheckpointError):
                 freed = self._actions.give_memory_back()
                 call.fault.summary += f"; gave {freed / 2**20:.0f} MiB of snapshots back" if freed else ""
-
-    def relieve(self, key: str, rank: int) -> None:
-        """We may hold what a dead rank was about to copy."""
-        if self.can_save:
-            with contextlib.suppress(CheckpointError):
-                if whole := relieve(key, self._actions.fill_in):
-                    log.warning("attempt %s of rank %d is whole in memory: its replicas here were copied", whole, rank)
 
     # -- one step of all training loops --
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -25,7 +23,8 @@ from ckpt.errors import SkippedError
 from ckpt.goodput.ledger import Account
 from ckpt.subscribers import Board, Event
 from ckpt.trainer import profiler
-from processes import REPO, eventually, run_script, start_python
+from parallel import free_port, launch
+from processes import eventually, run_script
 
 WAIT_S = 60.0
 
@@ -297,12 +296,9 @@ import datetime, logging, os, sys
 import torch, torch.distributed as dist
 import ckpt
 
-rank, run, port = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE="2",
-                  LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
 logging.basicConfig(level=logging.DEBUG, stream=sys.stdout, format="%(levelname)s %(message)s")
-dist.init_process_group("gloo", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=120))
-with ckpt.Checkpointer({"w": torch.full((100,), float(rank))}, run) as cp:
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+with ckpt.Checkpointer({"w": torch.full((100,), float(dist.get_rank()))}, sys.argv[1]) as cp:
     cp.restore(default=0)
     cp.save(1).committed(120)
 sys.stdout.flush()
@@ -312,20 +308,8 @@ os._exit(0)
 
 def test_only_rank_0_says_that_a_save_is_durable(run_dir: str) -> None:
     """At INFO; the others say it at DEBUG."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = str(sock.getsockname()[1])
-    path = f"{REPO}:{REPO / 'backends'}"
-    ranks = [
-        start_python(
-            [sys.executable, "-c", RANK, str(rank), run_dir, port],
-            env={**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=180)[0] for rank in ranks]
+    ranks = launch(2, RANK, run_dir, port=free_port(), timeout_s=180, LOCAL_WORLD_SIZE="2")
+    said = [rank.stdout for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     lines = [[line for line in text.splitlines() if "step 1 committed to" in line] for text in said]
     assert [[line.split()[0] for line in each] for each in lines] == [["INFO"], ["DEBUG"]]

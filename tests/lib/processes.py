@@ -74,15 +74,20 @@ class Zygote:
         with self.lock:
             if self.process is None:
                 self._start()
-            socket.send_fds(self.control, [NUMBER.pack(len(message))], files)
-            self.control.sendall(message)
-            (pid,) = NUMBER.unpack(self.control.recv(NUMBER.size, socket.MSG_WAITALL))
+            try:
+                socket.send_fds(self.control, [NUMBER.pack(len(message))], files)
+                self.control.sendall(message)
+                (pid,) = NUMBER.unpack(self.control.recv(NUMBER.size, socket.MSG_WAITALL))
+            except BaseException:  # as of a test that took too long: what comes next would be its answer
+                self.close()
+                raise
         return int(pid)
 
     def close(self) -> None:
         if self.process is not None:
             self.control.close()
             self.process.wait(60)
+            self.process = None
 
     def _start(self) -> None:
         # OpenMP's threads spin while they wait, which starves everything else on a machine with few cores; OpenBLAS

@@ -74,7 +74,8 @@ def serve(path: list[str]) -> Program:
                     os.close(fd)
                 child = Child(pid, os.pidfd_open(pid), status)
                 ready.register(child.pidfd, selectors.EVENT_READ, child)
-                control.sendall(NUMBER.pack(pid))
+                with contextlib.suppress(BrokenPipeError):  # who asked is gone, which is seen next
+                    control.sendall(NUMBER.pack(pid))
 
 
 def _receive(control: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:

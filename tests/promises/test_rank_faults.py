@@ -29,7 +29,7 @@ import ckpt
 import rank_toy
 from ckpt.checkpoint import read
 from ckpt.events import TRAINER_POINTS, WRITER_POINTS
-from kills import DISK, MEMORY, kill_all, problems
+from kills import DISK, MEMORY, kill_all, lost, problems
 from model_disk import volume, why_not
 from parallel import free_port
 from processes import PYTHONPATH, eventually, start_python, writers
@@ -191,11 +191,6 @@ class Run:
         assert eventually(lambda: not writers(sockets)), "a process is left"
         if self.url is not None:
             check_disk(self.url)
-
-
-def lost(start: int, safe: int) -> bool:
-    """Whether a run went on before a step that was acknowledged (oracle O1)."""
-    return start < safe
 
 
 def check_disk(run: str) -> list[int]:

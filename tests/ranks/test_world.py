@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -31,7 +30,8 @@ from ckpt.errors import (
 from ckpt.ranks import board
 from ckpt.ranks import world as worlds
 from ckpt.ranks.world import Mailbox, World
-from processes import REPO, run_script, start_python
+from parallel import launch
+from processes import run_script
 from threads import StoreOf, host, store_of, tcp, tcp_client, together
 
 __all__ = ["host", "store_of", "tcp"]  # fixtures
@@ -542,10 +542,10 @@ def test_a_store_is_asked_also_where_no_thread_can_start(monkeypatch: pytest.Mon
 
 
 RANK = """
-import os, sys, torch.distributed as dist
+import os, torch.distributed as dist
 from ckpt.ranks.world import World
 from ckpt.errors import *
-rank, size, port = map(int, sys.argv[1:4])
+rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
 store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 world = World.detect(f"host {rank % 2}", timeout_s=60)
@@ -563,22 +563,10 @@ world.farewell()
 def test_ranks_that_are_processes() -> None:
     """They find each other through the store of torch's process group, and leave it without an error."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    processes = [
-        start_python(
-            [sys.executable, "-c", RANK, str(rank), "3", str(server.port)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    for rank, process in enumerate(processes):
-        out, problems = process.communicate(timeout=120)
-        assert process.returncode == 0, problems
+    for rank, done in enumerate(launch(3, RANK, port=server.port)):
+        assert done.returncode == 0, done.stderr
         failed = "ZeroDivisionError integer" if rank == 1 else "PeerError rank 1: ZeroDivisionError: integer"
-        assert out.splitlines() == [
+        assert done.stdout.splitlines() == [
             f"{rank} (0, 1, 0) {[0, 0, 1][rank]} 3",
             f"{failed} division or modulo by zero",
             "[0, 1, 2]",

@@ -41,7 +41,7 @@ from ckpt.state import tensors
 from ckpt.state.capture import Capture
 from ckpt.state.filler import Filler
 from parallel import free_port, launch
-from processes import REPO
+from processes import REPO, run_script
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled",
@@ -1038,3 +1038,23 @@ def test_the_parser_of_safetensors_is_light() -> None:
     )  # fmt: skip
     torch_there, peak = result.stdout.split()
     assert torch_there == "False" and int(peak) < 60_000
+
+
+def test_a_byte_cannot_take_all_memory(tmp_path: Path) -> None:
+    """An opcode that numbers a value can name any number of 32 bits. That costs no more than the value."""
+    path, _ = made("dcp", tmp_path)
+    whole = (path / ".metadata").read_bytes()
+    assert whole.endswith(b".")
+    (path / ".metadata").write_bytes(whole[:-1] + b"r" + (1 << 28).to_bytes(4, "little") + b".")
+    needed = run_script(NEEDED, path, fresh=True)
+    assert needed.returncode == 0, needed.stderr
+    assert int(needed.stdout) < 1 << 20
+
+
+NEEDED = """
+import re, sys
+from pathlib import Path
+from ckpt.convert import parse_dcp
+parse_dcp.parse(Path(sys.argv[1]))
+print(re.search(r"VmHWM:\\s+([0-9]+) kB", open("/proc/self/status").read())[1])
+"""

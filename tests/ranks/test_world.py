@@ -455,7 +455,7 @@ def test_mailboxes_carry_messages_beside_the_turns(store_of: StoreOf) -> None:
 
     def body(world: World) -> Any:
         mailbox = world.mailbox()
-        own_connection = mailbox._client._store is not world._client._store
+        own_connection = mailbox._board._store is not world._board._store
         assert own_connection or isinstance(world._store, dist.HashStore)  # which has none, and needs none
         names = [f"step/{rank}" for rank in range(world.size)]
         got: list[Any] = []
@@ -506,7 +506,7 @@ def test_a_store_that_is_lost_is_told(host: tuple[subprocess.Popen[str], int], h
 
     def body(world: World) -> Any:
         mailbox = world.mailbox()
-        world._client.answer_s = mailbox._client.answer_s = 1.0
+        world._board.answer_s = mailbox._board.answer_s = 1.0
         ready.wait(20)
         with pytest.raises(PeerError, match="store of the job cannot be reached"):
             turn(world, mailbox)
@@ -627,7 +627,7 @@ def test_mail_does_not_fill_the_store() -> None:
     """Of many messages only the newest stay, so that a long job does not fill the memory of rank 0."""
     store = dist.HashStore()
     mailbox = World(store=store).mailbox()
-    box = type(mailbox)(type(mailbox._client)(store), "mail/")
+    box = type(mailbox)(type(mailbox._board)(store), "mail/")
     before = store.num_keys()
     for i in range(500):
         box.put(f"{i}", i)

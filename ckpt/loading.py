@@ -20,7 +20,7 @@ from ckpt.format.boxes import Box
 from ckpt.format.manifest import Attempt
 from ckpt.format.merged import Key, SavedState
 from ckpt.format.values import Json, decode, show
-from ckpt.restore.sources import fill
+from ckpt.restore.fill import fill_from_store
 from ckpt.runlog.log import Commit
 from ckpt.state.filler import Target
 from ckpt.state.tensors import empty, to_array
@@ -110,7 +110,7 @@ class Loaded(Mapping[str, Tensor]):
 
     async def _fetch(self, fills: dict[Key, list[Target]]) -> None:
         saved = self._saved.narrowed({key: [target.box for target in targets] for key, targets in fills.items()})
-        await fill(self.url, self._attempt, saved, fills)
+        await fill_from_store(self.url, self._attempt, saved, fills)
 
 
 def _box(name: str, shape: tuple[int, ...], index: tuple[builtins.slice | int, ...]) -> tuple[Box, set[int]]:

@@ -21,7 +21,7 @@ import ckpt
 from ckpt import events, subscribers
 from ckpt.errors import SkippedError
 from ckpt.goodput.ledger import Account
-from ckpt.subscribers import Board, Event
+from ckpt.subscribers import Event, Subscribers
 from ckpt.trainer import profiler
 from parallel import free_port, launch
 from processes import eventually, run_script
@@ -55,7 +55,7 @@ def train(of: dict[str, Any]) -> None:
 
 def test_subscribers_hear_in_order_on_one_thread_of_their_own() -> None:
     """Whoever publishes, and however many listen; nobody after he has ended it."""
-    board, first, second = Board(), list[tuple[int | None, int]](), list[Event]()
+    board, first, second = Subscribers(), list[tuple[int | None, int]](), list[Event]()
     stop = board.subscribe(lambda event: first.append((event.step, threading.get_ident())))
     board.subscribe(second.append)
     for step in range(100):
@@ -74,7 +74,7 @@ def test_subscribers_hear_in_order_on_one_thread_of_their_own() -> None:
 
 def test_a_subscriber_that_raises_is_told_of_once_a_kind_and_kept(caplog: pytest.LogCaptureFixture) -> None:
     """And the others hear all the same."""
-    board, told, others = Board(), list[str](), list[str]()
+    board, told, others = Subscribers(), list[str](), list[str]()
 
     def bad(event: Event) -> None:
         told.append(event.kind)
@@ -93,7 +93,7 @@ def test_a_subscriber_that_raises_is_told_of_once_a_kind_and_kept(caplog: pytest
 def test_a_subscriber_that_wants_to_exit_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """sys.exit() in one would end the thread that tells all: it is an error like another. What is no function is
     refused."""
-    board, others = Board(), list[int | None]()
+    board, others = Subscribers(), list[int | None]()
     board.subscribe(lambda event: sys.exit(3))
     board.subscribe(lambda event: others.append(event.step))
     for step in range(3):
@@ -106,7 +106,7 @@ def test_a_subscriber_that_wants_to_exit_ends_nothing(caplog: pytest.LogCaptureF
 
 def test_a_slow_subscriber_loses_the_oldest_and_hears_how_many() -> None:
     """The queue is bounded, the newest are there, publishing never waits, and a flush has an end."""
-    board, gate, found = Board(), threading.Event(), list[Event]()
+    board, gate, found = Subscribers(), threading.Event(), list[Event]()
 
     def slow(event: Event) -> None:
         gate.wait(WAIT_S)
@@ -126,7 +126,7 @@ def test_a_slow_subscriber_loses_the_oldest_and_hears_how_many() -> None:
 
 def test_a_subscriber_may_do_what_it_likes() -> None:
     """Publish, subscribe, end its own subscription, or wait for all: none of that hangs."""
-    board, found = Board(), list[int | None]()
+    board, found = Subscribers(), list[int | None]()
 
     def busy(event: Event) -> None:
         found.append(event.step)
@@ -143,7 +143,7 @@ def test_a_subscriber_may_do_what_it_likes() -> None:
 
 def test_nobody_listens_costs_nothing() -> None:
     """No thread, and nothing is kept."""
-    board = Board()
+    board = Subscribers()
     board.publish("staged", 1)
     assert board.flush(0.0) and not board._queue and board._thread is None
 

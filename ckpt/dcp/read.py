@@ -37,7 +37,7 @@ from ckpt.events import log as logger
 from ckpt.format.layout import TensorSpec
 from ckpt.format.manifest import Attempt
 from ckpt.format.merged import Key, SavedState
-from ckpt.restore import sources
+from ckpt.restore.fill import fill_from_store
 from ckpt.runlog.log import Acquire, RunState, in_history, infer_root
 from ckpt.state.filler import Target
 from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE, empty
@@ -237,7 +237,7 @@ def fill(found: Found, plan: LoadPlan, planner: LoadPlanner, *, trusted: bool) -
 
 
 def _read(found: Found, fills: dict[Key, list[Target]]) -> None:
-    read.run(sources.fill(found.url, found.attempt, found.saved, fills, found.others))
+    read.run(fill_from_store(found.url, found.attempt, found.saved, fills, found.others))
 
 
 def _names(items: Sequence[ReadItem]) -> list[str]:

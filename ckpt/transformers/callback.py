@@ -40,6 +40,10 @@ from ckpt.transformers.pretrained import Pretrained, digest, is_adapter, nbytes,
 from ckpt.transformers.trainer_internals import say
 
 WATCHED = 8  # steps for which it is looked whether reading batches draws random numbers
+OTHER_NUMBERS = (
+    "dataloader_persistent_workers=True: the batches are the same again, but random numbers (dropout) will be others "
+    "from the next epoch on than in a run that was never interrupted"
+)
 
 __all__ = ["CheckpointCallback"]
 
@@ -181,10 +185,7 @@ class CheckpointCallback(TrainerCallback):
             epoch, self._numbers = None, None
             say.warning("the run in %s is finished, at step %d: there is nothing left to train", self._where(), step)
         elif getattr(trainer.args, "dataloader_persistent_workers", False):
-            say.warning(
-                "dataloader_persistent_workers=True: the batches are the same again, but random numbers (dropout) will "
-                "be others from the next epoch on than in a run that was never interrupted"
-            )
+            say.warning(OTHER_NUMBERS)
         if trainer.args.ignore_data_skip:
             batches = 0
         progress.epoch -= 1  # its beginning is told once more

@@ -381,8 +381,9 @@ def test_waiting_ends_by_the_other_descriptor_too(arm: Any) -> None:
 # -- what ends or changes a whole process --
 
 HEAD = """
-import os, signal, socket, sys, threading, time
+import functools, os, signal, socket, sys, threading, time
 from ckpt.faults.signals import Wakeup
+print = functools.partial(print, flush=True)  # what a signal ends does not flush
 def send(number):
     os.kill(os.getpid(), number)
 """

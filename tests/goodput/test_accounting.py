@@ -20,7 +20,7 @@ from ckpt.faults.report import Fault, SavedStep
 from ckpt.goodput import walk
 from ckpt.goodput.accounting import settle
 from ckpt.goodput.breakdown import Statement, duration
-from ckpt.goodput.ledger import PREFIX, Account, Decision, End, Restore, Saves, SeenFault, StepRow
+from ckpt.goodput.ledger import PREFIX, Account, Decision, End, Restore, SaveTotals, SeenFault, StepRow
 from ckpt.report.words import percent
 
 __all__ = ["run"]  # fixtures
@@ -91,7 +91,7 @@ def test_slowing_without_a_step_to_compare_with_is_not_known() -> None:
     one.rows[5] = replace(one.rows[5], quiet=0)
     one.rows = [replace(row, saves=0) for row in one.rows]
     assert settled(one).slowing_known
-    assert not settled(replace(one, saves={"file:///run": Saves(1)})).slowing_known
+    assert not settled(replace(one, saves={"file:///run": SaveTotals(1)})).slowing_known
 
 
 # -- interruptions --

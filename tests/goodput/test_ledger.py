@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import ckpt
 from ckpt.errors import CorruptError, FormatError
 from ckpt.goodput import ledger
-from ckpt.goodput.ledger import Account, Decision, End, Restore, Saves, SeenFault, StepRow
+from ckpt.goodput.ledger import Account, Decision, End, Restore, SaveTotals, SeenFault, StepRow
 from parallel import free_port, launch
 from processes import PYTHONPATH, eventually, killed, run_script, start_python, writers
 
@@ -72,7 +72,7 @@ def sample() -> Account:
     account = Account("3.abcd", 1, 8, "host", "boot", 42, "file:///x", 7, (1e9, 50.0), 1.0, 2.0, 3.0, 9.0, 12, 8.5)
     account.restores = [Restore(3.0, 0.5, 10, "memory", "2.cd-10", "4.ef")]
     account.rows = [StepRow(4.0, 11, 1, 0.5, 0.1, 0.01, 0, 0.0, 1, 0), StepRow(8.5, 12, 1, 0.5)]
-    account.saves = {"file:///x": Saves(2, 1, 3.0, 2.0, 100, 50)}
+    account.saves = {"file:///x": SaveTotals(2, 1, 3.0, 2.0, 100, 50)}
     account.faults = [SeenFault(9.0, "death", "died", 1, 12, True, "writer")]
     account.decisions = [Decision(5, {"memory": 2}, {"memory": "why"}, {"memory": 0.1}, {"file:///x": 1e4}, 4.0)]
     account.end = End("died", 9.0, 9.1)

@@ -23,7 +23,7 @@ from ckpt.errors import UsageError
 from ckpt.goodput import job_plan
 from ckpt.goodput.interval import best_interval, least_interval, nice_steps, steps_apart
 from ckpt.goodput.job_plan import PlannedJob, PlannedTier
-from ckpt.goodput.ledger import Account, Decision, End, Restore, Saves, SeenFault, StepRow
+from ckpt.goodput.ledger import Account, Decision, End, Restore, SaveTotals, SeenFault, StepRow
 from ckpt.goodput.model import Costs, TierCost, predict
 from ckpt.store import open_store
 from processes import REPO
@@ -400,7 +400,7 @@ def account(number: int, start: float, steps: int, **changes: Any) -> Account:
         beat=rows[-1].at,
         restores=[Restore(start, 2.0, 0 if number > 1 else None, "memory" if number > 1 else "")],
         rows=rows,
-        saves={"file:///r": Saves(2, seconds=3.0, nbytes=2_000_000)},
+        saves={"file:///r": SaveTotals(2, seconds=3.0, nbytes=2_000_000)},
         **changes,
     )
 

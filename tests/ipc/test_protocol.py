@@ -34,7 +34,7 @@ from ckpt.trainer import writer_client
 from ckpt.trainer.writer_client import WriterClient
 from ckpt.writer import dispatch
 from processes import REPO, eventually, writers
-from test_promise_handover import NAME, life
+from test_promise_handover import NAME, Rank
 
 REQUESTS = Request.__subclasses__()
 NOTES = Note.__subclasses__()
@@ -265,34 +265,34 @@ def other_version(tmp_path: Path) -> str:
 def test_a_writer_of_another_version_is_left_alone(own_sockets: Path, other_version: str, words: tuple[str]) -> None:
     """Its trainer is dead, and memory has the newest step: a start of this version says what to do, changes nothing and
     ends nobody, also in a takeover; the start of that version goes on from it."""
-    with life(4, site=other_version) as first:
+    with Rank(4, site=other_version) as first:
         assert first.trained() == "start 0 0"
-    with life(5, *words) as second:
+    with Rank(5, *words) as second:
         said = second.line()
     assert said.startswith("ckpt.errors.ProtocolError:") and f"process {first.writer} holds memory" in said
     assert "everystep 9.9, protocol 99" in said and f"kill -9 {first.writer}" in said
     assert [process.pid for process in writers(own_sockets)] == [first.writer]
-    with life(4, site=other_version) as third:
+    with Rank(4, site=other_version) as third:
         assert third.trained() == "start 4 4" and third.writer == first.writer
 
 
 def test_a_trainer_of_another_version_goes_on(own_sockets: Path, other_version: str) -> None:
     """It lives: a takeover by this version is refused, and it does its next step with the same writer."""
-    with life(4, site=other_version) as first:
+    with Rank(4, site=other_version) as first:
         first.trained()
-        with life(5, "takeover") as second:
+        with Rank(5, "takeover") as second:
             assert "ProtocolError" in second.line()
-        assert first.do() == "done 5" and first.do("print(cp.writer_pid)") == str(first.writer)
+        assert first.do("train()") == "done 5" and first.do("print(cp.writer_pid)") == str(first.writer)
 
 
 def test_a_writer_of_another_version_is_not_used_for_a_new_one(own_sockets: Path, other_version: str) -> None:
     """The library was changed on disk while a trainer runs, whose writer then dies: it says why nothing is saved."""
-    with life(4) as first:
+    with Rank(4) as first:
         first.trained()
         first.do(f"os.environ['PYTHONPATH'] = {other_version!r} + ':' + os.environ['PYTHONPATH']")
         first.do(f"os.kill({first.writer}, 9)")
         first.do("import time; time.sleep(5)")
-        said = first.do()
+        said = first.do("train()")
     assert "there is no writer any more" in said and "9.9" in said and "changed on disk" in said, said
 
 
@@ -314,7 +314,7 @@ def test_a_writer_of_before_there_were_versions_is_not_spoken_to_in_its_words(
                     peer.sock.sendall(framed({**to_wire(error), "op": "reply", "id": incoming.id}))
 
     threading.Thread(target=old_writer, daemon=True).start()
-    with life(1) as one:
+    with Rank(1) as one:
         said = one.line()
     listener.close()
     assert "ProtocolError" in said and "is it of another version?" in said

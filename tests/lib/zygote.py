@@ -115,7 +115,7 @@ def _become(request: dict[str, Any], files: list[int], path: list[str]) -> Progr
     for number, fd in enumerate(files):
         os.dup2(fd, number)
         os.close(fd)
-    _open_standard_files()
+    _open_standard_files(buffered=not request["environment"].get("PYTHONUNBUFFERED"))
     os.chdir(request["folder"])
     environment = request["environment"]
     os.environ.clear()
@@ -129,10 +129,14 @@ def _become(request: dict[str, Any], files: list[int], path: list[str]) -> Progr
     return _program(*request["words"][1:])
 
 
-def _open_standard_files() -> None:
+def _open_standard_files(*, buffered: bool) -> None:
     """Anew: how they are read and written depends on what they are."""
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
+    if buffered:
+        sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
+    else:
+        raw = open(1, "wb", buffering=0, closefd=False)  # noqa: SIM115
+        sys.stdout = sys.__stdout__ = io.TextIOWrapper(raw, write_through=True)
     raw = open(2, "wb", closefd=False)  # noqa: SIM115
     sys.stderr = sys.__stderr__ = io.TextIOWrapper(raw, errors="backslashreplace", line_buffering=True)
 

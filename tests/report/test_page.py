@@ -31,7 +31,7 @@ from ckpt.errors import CorruptError, FormatError
 from ckpt.faults.report import Fault, SavedStep
 from ckpt.goodput.accounting import settled
 from ckpt.goodput.breakdown import decimal
-from ckpt.goodput.ledger import MOST_LANDED, Account, Decision, End, LandedSave, Saves, stall_bucket, thinned
+from ckpt.goodput.ledger import MOST_LANDED, Account, Decision, End, LandedSave, SaveTotals, stall_bucket, thinned
 from ckpt.report import style, svg
 from ckpt.report.chronicle import Chronicle, chronicle
 from ckpt.report.page import page
@@ -50,7 +50,7 @@ def rich(number: int, born: float, first: int = 1, steps: int = 60, **given: Any
     begin = found.rows[0].at
     found.host, found.world, found.pid = "node7", 4, 1234
     found.rows = [replace(row, stalled=0.004, slowed=0.01, saves=1) for row in found.rows]
-    found.saves = {url: Saves(6, 1, 6.0, 3.0, 6000, 600) for url in TIERS}
+    found.saves = {url: SaveTotals(6, 1, 6.0, 3.0, 6000, 600) for url in TIERS}
     found.stalls = {stall_bucket(0.001 * 2**n): 10 + n for n in range(6)}
     found.landed = [
         LandedSave(TIERS[n % 2], begin + 4.0 * n, first + 4 * n, 0.5 + 3 * (n % 2), n % 3, 1000, 400, n == 5)

@@ -256,7 +256,14 @@ with ckpt.Checkpointer(state, ckpt.Memory(), name=sys.argv[1]) as cp:
 ENDS = ("with raise", "with interrupt", "with exit", "finally raise", "raise", "end")
 
 
-@pytest.mark.parametrize(("every", "how"), [*((10, how) for how in ENDS), (1, "with raise"), (1, "end")])
+@pytest.mark.parametrize(
+    ("every", "how"),
+    [
+        *((10, how) for how in ENDS),
+        *((1, how) for how in ("with raise", "end")),
+        *(pytest.param(1, how, marks=pytest.mark.long) for how in ENDS if how not in ("with raise", "end")),
+    ],
+)
 def test_memory_alone_outlives_what_is_no_clean_end(every: int, how: str, own_sockets: Path) -> None:
     """Exceptions, Ctrl-C, an exit code, and a script that never closes: a restart finds the last step, bit for bit."""
     run_script(ALONE, "alone", str(every), how)

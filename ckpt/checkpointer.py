@@ -23,7 +23,7 @@ from ckpt.goodput.cadence import Auto
 from ckpt.restore.resume import Restored
 from ckpt.save import Save
 from ckpt.trainer.closing import Closing
-from ckpt.trainer.fault_handler import FaultHandler
+from ckpt.trainer.faults.fault_handler import FaultHandler
 from ckpt.trainer.live import LiveRun
 from ckpt.trainer.process_end import ProcessEnd
 from ckpt.trainer.profiler import traced

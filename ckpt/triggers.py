@@ -1,4 +1,4 @@
-"""When to save out of turn, as the user says it. Values only: `ckpt.trainer.fault_handler` and the writer act on them.
+"""When to save out of turn, as the user says it. Values only: `ckpt.trainer.faults` and the writer act on them.
 
     triggers="auto"                                    all of these, with the defaults below
     triggers=[ckpt.on_signal("SIGTERM"), ckpt.on_hang(action="exit", min_s=20)]

@@ -38,7 +38,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("ckpt/writer/main.py", "from ckpt.trainer import stage"),
+        ("ckpt/writer/main.py", "from ckpt.trainer.staging import stage"),
         ("ckpt/runlog/log.py", "def f():\n    import torch"),
         ("backends/ckpt_backends/local.py", "from ckpt.runlog.log import RunLog"),
         ("ckpt/maintain/audit.py", "import rich.table"),

@@ -282,7 +282,9 @@ def _place(one: Evidence) -> str:
 
 
 _FRAME = re.compile(r"(.*) \((.*):[0-9?]+\)")
-_FOREIGN = re.compile(r"^<frozen |/(site|dist)-packages/|/lib(64)?/python3[^/]*/|/ckpt/trainer/optimizer_hooks\.py$")
+_FOREIGN = re.compile(
+    r"^<frozen |/(site|dist)-packages/|/lib(64)?/python3[^/]*/|/ckpt/trainer/staging/optimizer_hooks\.py$"
+)
 
 
 def _own_frame(stack: Sequence[str]) -> str:

@@ -32,7 +32,7 @@ from ckpt.restore.resume import together
 from ckpt.store import folder_of
 from ckpt.subscribers import publish
 from ckpt.tiers import Memory, Tier
-from ckpt.trainer.writer_supervisor import WriterSupervisor
+from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
 
 LOOK_S, LOOKS_PER_S = 0.5, 2000  # between two looks; of all ranks together
 AGAIN_S = 30.0  # at the most, where the store does not answer

@@ -11,7 +11,7 @@ from ckpt.events import log
 from ckpt.format.manifest import Attempt
 from ckpt.ipc.heartbeat import LEAVING
 from ckpt.subscribers import flush, publish
-from ckpt.trainer.fault_handler import FaultHandler
+from ckpt.trainer.faults.fault_handler import FaultHandler
 from ckpt.trainer.progress import TURN_S, Progress
 from ckpt.trainer.session import Session
 from ckpt.trainer.staged import Staged, StagedStep

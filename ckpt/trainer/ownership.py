@@ -24,7 +24,7 @@ from ckpt.ranks.world import Mailbox, World
 from ckpt.restore.resume import together
 from ckpt.runlog.log import Acquire
 from ckpt.tiers import Memory, Tier
-from ckpt.trainer.writer_supervisor import WriterSupervisor
+from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
 
 NEWER_S = 24 * 3600.0  # a rank whose memory is being made takes its time
 

@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.autograd import profiler
 
-from ckpt.trainer.device import begin_range, end_range
+from ckpt.trainer.staging.device import begin_range, end_range
 
 P = ParamSpec("P")
 T = TypeVar("T")

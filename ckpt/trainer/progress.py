@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from ckpt.errors import ClosedError, UsageError
 from ckpt.ipc.heartbeat import PAUSED
 from ckpt.save import Save
-from ckpt.trainer.deferred import DeferredStep
 from ckpt.trainer.session import Session
-from ckpt.trainer.snapshot import PendingSnapshot
+from ckpt.trainer.staging.deferred import DeferredStep
+from ckpt.trainer.staging.snapshot import PendingSnapshot
 
 TURN_S = 0.2  # between two looks at whether we were closed
 

@@ -22,10 +22,10 @@ from ckpt.redo.optimizer_recipe import GroupWatch, find_recipes
 from ckpt.save import Save
 from ckpt.state.capture import Capture, Reading
 from ckpt.subscribers import publish
-from ckpt.trainer.current_writer import WriterUser
-from ckpt.trainer.stage import Stager
-from ckpt.trainer.writer_client import WriterClient
-from ckpt.trainer.writer_supervisor import WriterSupervisor
+from ckpt.trainer.staging.stage import Stager
+from ckpt.trainer.supervise.current_writer import WriterUser
+from ckpt.trainer.supervise.writer_client import WriterClient
+from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
 
 OFTEN = 0.5  # of what has a recipe, that is to be predicted
 

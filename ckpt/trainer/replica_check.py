@@ -25,7 +25,7 @@ from ckpt.state.sharding import LocalPiece
 from ckpt.state.tensors import as_bytes
 from ckpt.trainer.progress import Progress
 from ckpt.trainer.session import Session
-from ckpt.trainer.snapshot import PendingSnapshot
+from ckpt.trainer.staging.snapshot import PendingSnapshot
 
 EVERY = 1000  # steps between two comparisons
 COMPARE_S = 120.0  # until the digests of other ranks are there

@@ -12,12 +12,12 @@ from ckpt.format.manifest import Attempt
 from ckpt.save import Save
 from ckpt.state.capture import Reading
 from ckpt.subscribers import publish
-from ckpt.trainer.deferred import DeferredStep
 from ckpt.trainer.progress import Progress
 from ckpt.trainer.replica_check import ReplicaCheck
 from ckpt.trainer.session import Session
-from ckpt.trainer.snapshot import PendingSnapshot
 from ckpt.trainer.staged import Staged, StagedStep
+from ckpt.trainer.staging.deferred import DeferredStep
+from ckpt.trainer.staging.snapshot import PendingSnapshot
 from ckpt.trainer.tier_writes import TierWrites
 
 SURELY_NEWER = 2  # snapshots of a rank: another may be one step behind

@@ -19,13 +19,13 @@ from ckpt.ipc.watch_requests import KeepBooks, Show
 from ckpt.state.capture import Capture
 from ckpt.trainer.background_errors import BackgroundErrors
 from ckpt.trainer.cadence_sync import CadenceSync
-from ckpt.trainer.optimizer_hooks import UpdateHook
 from ckpt.trainer.ownership import Ownership
 from ckpt.trainer.redo import RedoClient
 from ckpt.trainer.settings import Settings
-from ckpt.trainer.stage import Stager
+from ckpt.trainer.staging.optimizer_hooks import UpdateHook
+from ckpt.trainer.staging.stage import Stager
 from ckpt.trainer.stalls import Stalls
-from ckpt.trainer.writer_supervisor import WriterSupervisor
+from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
 
 
 class Session:

@@ -10,7 +10,7 @@ from ckpt.ipc.arena import Arena
 from ckpt.save import Save
 from ckpt.trainer.progress import Progress
 from ckpt.trainer.session import Session
-from ckpt.trainer.snapshot import PendingSnapshot
+from ckpt.trainer.staging.snapshot import PendingSnapshot
 
 
 class StagedStep(NamedTuple):

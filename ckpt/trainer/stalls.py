@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ckpt.ipc.heartbeat import Heartbeat
 from ckpt.save import Save
 from ckpt.trainer.profiler import traced
-from ckpt.trainer.stage import Stager
+from ckpt.trainer.staging.stage import Stager
 
 
 @dataclass

@@ -17,7 +17,7 @@ from ckpt.subscribers import publish
 from ckpt.trainer.cadence_sync import TOO_LATE
 from ckpt.trainer.session import Session
 from ckpt.trainer.staged import StagedStep
-from ckpt.trainer.writes import WriteInFlight
+from ckpt.trainer.supervise.writes import WriteInFlight
 
 
 class TierWrites:

@@ -30,8 +30,8 @@ from ckpt.ipc import notes, protocol, requests
 from ckpt.ipc.channel import Channel
 from ckpt.ipc.protocol import MIB, MOST_BYTES, Note, Request, message_of, reply_of, table
 from ckpt.store import normalise
-from ckpt.trainer import writer_client
-from ckpt.trainer.writer_client import WriterClient
+from ckpt.trainer.supervise import writer_client
+from ckpt.trainer.supervise.writer_client import WriterClient
 from ckpt.writer import dispatch
 from processes import REPO, eventually, writers
 from test_promise_handover import NAME, Rank

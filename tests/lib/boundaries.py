@@ -17,7 +17,7 @@ from ckpt.ranks.world import World
 from ckpt.restore.resume import Restored, restore_first
 from ckpt.restore.sources import MemorySource
 from ckpt.state.capture import Capture
-from ckpt.trainer.fill import SlotFiller
+from ckpt.trainer.staging.fill import SlotFiller
 from toy_states import State, differences, freeze
 
 LARGE = 1500  # a square of this side takes some milliseconds to copy: training has time to interfere

@@ -36,7 +36,7 @@ import ckpt
 from ckpt import events
 from ckpt.checkpoint import read
 from ckpt.ranks import world as worlds
-from ckpt.trainer import stage
+from ckpt.trainer.staging import stage
 
 SHAPES: dict[str, tuple[int, ...]] = {"wide": (40, 1024), "odd": (7, 3), "single": (1,), "empty": (0, 4)}
 

@@ -15,10 +15,10 @@ import ckpt
 from boundaries import Run, check_boundaries, close, gradients, read_back
 from ckpt.state.capture import Capture
 from ckpt.state.tensors import DTYPE_NAME
-from ckpt.trainer.device import PageLocks
-from ckpt.trainer.fill import SlotFiller
-from ckpt.trainer.snapshot import PendingSnapshot
-from ckpt.trainer.stage import Stager
+from ckpt.trainer.staging.device import PageLocks
+from ckpt.trainer.staging.fill import SlotFiller
+from ckpt.trainer.staging.snapshot import PendingSnapshot
+from ckpt.trainer.staging.stage import Stager
 from processes import run_script
 from toy_states import Saved, State, differences, fill, freeze
 

@@ -23,7 +23,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import ckpt
 import toy
-from ckpt.trainer import respawn
+from ckpt.trainer.supervise import respawn
 from kills import kill_all, problems, steps_on_disk
 from processes import eventually, run_script, writers
 

@@ -21,13 +21,13 @@ import torch
 import ckpt
 import toy
 from ckpt.trainer.closing import Closing
-from ckpt.trainer.fault_handler import FaultHandler
-from ckpt.trainer.memory import SnapshotMemory
+from ckpt.trainer.faults.fault_handler import FaultHandler
 from ckpt.trainer.session import Session
-from ckpt.trainer.stage import Stager
+from ckpt.trainer.staging.stage import Stager
 from ckpt.trainer.step_keeper import StepKeeper
+from ckpt.trainer.supervise.memory import SnapshotMemory
+from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
 from ckpt.trainer.tier_writes import TierWrites
-from ckpt.trainer.writer_supervisor import WriterSupervisor
 from parallel import free_port, launch
 from processes import REPO, eventually, killed, run_script
 

@@ -19,7 +19,7 @@ from ckpt.ipc import channel
 from ckpt.ipc.process import Process
 from ckpt.ipc.requests import Greeting, Taken
 from ckpt.ipc.watch_requests import Look
-from ckpt.trainer.writer_client import WriterClient
+from ckpt.trainer.supervise.writer_client import WriterClient
 from kills import Trainer
 from parallel import free_port
 from processes import REPO, eventually, start_python, writers
@@ -27,7 +27,7 @@ from processes import REPO, eventually, start_python, writers
 NAME = "handover"
 LIFE = """
 import os, sys, ckpt, torch
-from ckpt.trainer import find
+from ckpt.trainer.supervise import find
 import torch.distributed as dist
 from torch import nn
 until, words = int(sys.argv[1]), sys.argv[2:]

@@ -544,7 +544,7 @@ def test_memory_that_was_outgrown_stays_while_training_is_broken(own_sockets: Pa
 
 ARRIVING = """
 import os, signal, sys, time, torch, ckpt
-from ckpt.trainer.stage import Stager
+from ckpt.trainer.staging.stage import Stager
 state = {"w": torch.zeros(4)}
 cp = ckpt.Checkpointer(state, [ckpt.Memory()], name="arriving", triggers=None)
 cp.restore(default=0)

@@ -25,7 +25,7 @@ from ckpt.ipc.notes import GoneNote, SaidNote
 from ckpt.ipc.process import Process
 from ckpt.ipc.protocol import Note
 from ckpt.ipc.requests import Close, Resume
-from ckpt.trainer.writer_client import WriterClient
+from ckpt.trainer.supervise.writer_client import WriterClient
 from kills import Trainer
 from processes import REPO, eventually, killed, run_script, writers
 
@@ -63,7 +63,7 @@ with ckpt.Checkpointer({"w": w, "opt": opt}, takeover="takeover" in words, **pla
 """
 
 
-PARTS = "from ckpt.trainer import find, memory, opening, siblings, writer_client, writer_supervisor"
+PARTS = "from ckpt.trainer.supervise import find, memory, opening, siblings, writer_client, writer_supervisor"
 
 
 def patched(patch: str) -> str:

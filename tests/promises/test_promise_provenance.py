@@ -22,8 +22,8 @@ from ckpt.format.layout import Layout
 from ckpt.state.capture import Capture, Reading
 from ckpt.state.fingerprint import ELEMENTS, SampledPlaces
 from ckpt.state.tensors import as_bytes, spec
-from ckpt.trainer.fill import SlotFiller
-from ckpt.trainer.unchanged import Frozen
+from ckpt.trainer.staging.fill import SlotFiller
+from ckpt.trainer.staging.unchanged import Frozen
 from processes import eventually, killed, run_script
 from toy_states import State, differences, freeze
 
@@ -231,7 +231,7 @@ def test_the_next_step_is_saved_instead(open_run: Any, gate: threading.Event) ->
 IN_THE_MIDDLE = """
 import os, signal, sys, time
 import torch, ckpt
-from ckpt.trainer.fill import SlotFiller
+from ckpt.trainer.staging.fill import SlotFiller
 
 model = torch.nn.Linear(1500, 1500, bias=False)
 weight, optim = torch.nn.init.zeros_(model.weight), torch.optim.SGD(model.parameters(), lr=1.0)

@@ -49,8 +49,8 @@ from ckpt.state.sharding import pieces as of_rank
 from ckpt.state.structure import _spec
 from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE
 from ckpt.store import Store, open_store
-from ckpt.trainer.snapshot import PendingSnapshot
-from ckpt.trainer.stage import Stager
+from ckpt.trainer.staging.snapshot import PendingSnapshot
+from ckpt.trainer.staging.stage import Stager
 from ckpt_backends.memory import MemoryStore
 from plain_values import values as plain_values
 from processes import run_script

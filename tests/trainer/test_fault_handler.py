@@ -438,7 +438,7 @@ def test_everything_is_put_back(run_dir: str, enabled: bool, own_sockets: Path) 
     [
         "signal.set_wakeup_fd",
         "faulthandler.register",
-        "ckpt.trainer.current_writer.StandingRequests.tell",
+        "ckpt.trainer.supervise.current_writer.StandingRequests.tell",
         "ckpt.faults.preemption.NoticeWatch.start",
     ],
 )

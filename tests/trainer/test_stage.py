@@ -19,9 +19,9 @@ import ckpt
 from boundaries import LARGE, Run, adamw, check_boundaries, close, gate, gradients, open_run, read_back
 from ckpt.errors import CheckpointError, SaveError
 from ckpt.state.capture import Capture
-from ckpt.trainer.snapshot import PendingSnapshot
-from ckpt.trainer.stage import Stager
-from ckpt.trainer.unchanged import Frozen
+from ckpt.trainer.staging.snapshot import PendingSnapshot
+from ckpt.trainer.staging.stage import Stager
+from ckpt.trainer.staging.unchanged import Frozen
 from toy_states import State, differences, freeze
 
 __all__ = ["gate", "open_run"]  # fixtures

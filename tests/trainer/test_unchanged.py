@@ -28,11 +28,11 @@ from ckpt.format.layout import Layout, pages
 from ckpt.format.manifest import Attempt
 from ckpt.ipc.arena import SEALED, Arena
 from ckpt.state.capture import Capture
-from ckpt.trainer import unchanged
-from ckpt.trainer.fill import LARGE, SlotFiller
-from ckpt.trainer.snapshot import PendingSnapshot
-from ckpt.trainer.stage import Stager
-from ckpt.trainer.unchanged import FRESH, MOST_REST, SAMPLES, CopyRates, Frozen
+from ckpt.trainer.staging import unchanged
+from ckpt.trainer.staging.fill import LARGE, SlotFiller
+from ckpt.trainer.staging.snapshot import PendingSnapshot
+from ckpt.trainer.staging.stage import Stager
+from ckpt.trainer.staging.unchanged import FRESH, MOST_REST, SAMPLES, CopyRates, Frozen
 from toy_states import State, differences, freeze
 
 SIDE = 600  # a square of this side is just large enough to be tried

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ckpt.faults.report import Fault
 from ckpt.ipc.notes import HangNote
 from ckpt.ranks.world import World
-from ckpt.trainer.writer_supervisor import WriterSupervisor
+from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
 
 SOFT_S = 600.0  # for a save that nobody is in a hurry for
 

@@ -16,7 +16,7 @@ from ckpt.ipc.heartbeat import Heartbeat
 from ckpt.ipc.watch_requests import Report
 from ckpt.subscribers import publish
 from ckpt.trainer.faults.incidents import FaultCall, Incidents
-from ckpt.trainer.writer_supervisor import WriterSupervisor
+from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
 
 REPORT_S = 2.0  # for the report to be written
 FLUSH_S = 0.5

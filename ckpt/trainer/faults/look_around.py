@@ -13,7 +13,7 @@ from ckpt.ipc.notes import HangNote
 from ckpt.ipc.watch_requests import AskEvidence
 from ckpt.ranks.world import World
 from ckpt.trainer.faults.incidents import FaultCall
-from ckpt.trainer.writer_client import WriterClient
+from ckpt.trainer.supervise.writer_client import WriterClient
 
 NODES_S = 2.0  # for other nodes to say what their ranks do
 EVIDENCE_S = 5.0

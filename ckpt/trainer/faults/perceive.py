@@ -20,7 +20,7 @@ from ckpt.ipc.heartbeat import Heartbeat
 from ckpt.ipc.watch_requests import Arm, Heard
 from ckpt.ranks.world import World
 from ckpt.trainer.faults.incidents import SOFT_S, Incidents
-from ckpt.trainer.writer_supervisor import WriterSupervisor
+from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
 from ckpt.triggers import RESUBMIT_CODE, OnDeadline, OnHang, OnMemoryPressure, OnPreemption, OnSignal, Trigger
 
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGQUIT, signal.SIGINT)  # the SIGUSRs say "go on"

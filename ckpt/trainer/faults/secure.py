@@ -22,7 +22,7 @@ from ckpt.ranks.save_rounds import Round, SaveRounds, step_ahead
 from ckpt.ranks.world import World
 from ckpt.save import Save
 from ckpt.trainer.faults.incidents import FaultCall, Incidents
-from ckpt.trainer.writer_supervisor import WriterSupervisor
+from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
 
 PERSIST_S = 60.0  # for what is in memory to become durable, if the other ranks have it too
 COPYING_S = 2.0  # for a copy that is under way

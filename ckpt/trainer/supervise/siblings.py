@@ -10,12 +10,12 @@ from ckpt.errors import CheckpointError, DeadlineError, InUseError, WriterError
 from ckpt.events import log
 from ckpt.ipc import channel, requests
 from ckpt.ranks.world import World
-from ckpt.trainer import find
-from ckpt.trainer.current_writer import CurrentWriter
-from ckpt.trainer.layouts import KnownLayouts
-from ckpt.trainer.memory import HeldElsewhere, SnapshotMemory
-from ckpt.trainer.opening import RunOpener
-from ckpt.trainer.writer_client import WriterClient
+from ckpt.trainer.supervise import find
+from ckpt.trainer.supervise.current_writer import CurrentWriter
+from ckpt.trainer.supervise.layouts import KnownLayouts
+from ckpt.trainer.supervise.memory import HeldElsewhere, SnapshotMemory
+from ckpt.trainer.supervise.opening import RunOpener
+from ckpt.trainer.supervise.writer_client import WriterClient
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckpt.trainer.device import is_capturing
+from ckpt.trainer.staging.device import is_capturing
 
 
 class UpdateHook:

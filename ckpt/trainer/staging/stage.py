@@ -22,12 +22,12 @@ from ckpt.errors import CheckpointError, ClosedError, DeadlineError, SaveError, 
 from ckpt.events import log, point
 from ckpt.ipc.arena import EAGER, EMPTY, FILLING, SEALED, Arena, Label
 from ckpt.ipc.mutex import Got
-from ckpt.trainer.device import PageLocks, current_device, reached, use_devices, wait_for
-from ckpt.trainer.fill import SlotFiller
 from ckpt.trainer.profiler import traced
-from ckpt.trainer.slots import Slots, SlotToucher
-from ckpt.trainer.snapshot import PendingSnapshot
-from ckpt.trainer.update_gate import UpdateGate
+from ckpt.trainer.staging.device import PageLocks, current_device, reached, use_devices, wait_for
+from ckpt.trainer.staging.fill import SlotFiller
+from ckpt.trainer.staging.slots import Slots, SlotToucher
+from ckpt.trainer.staging.snapshot import PendingSnapshot
+from ckpt.trainer.staging.update_gate import UpdateGate
 
 LEAST_SLOTS = 2  # one to hold the newest snapshot, one to take the next
 POLL_S = 0.001  # between two looks at what a device is copying
@@ -60,7 +60,7 @@ class Stager:
 
     @property
     def skipped_bytes(self) -> int:
-        """How much was not copied so far, since it was in its slot already; see `ckpt.trainer.unchanged`."""
+        """How much was not copied so far, since it was in its slot already; see `ckpt.trainer.staging.unchanged`."""
         return self._filler.frozen.skipped_bytes
 
     def pin(self, arena: Arena, slot: int) -> None:

@@ -10,10 +10,10 @@ from torch import Tensor
 from ckpt.format.layout import Layout, pages
 from ckpt.ipc.arena import Arena
 from ckpt.state.tensors import TORCH_DTYPE
-from ckpt.trainer import device
-from ckpt.trainer.device import CopyStreams, PerDevice
-from ckpt.trainer.snapshot import PendingSnapshot
-from ckpt.trainer.unchanged import Frozen
+from ckpt.trainer.staging import device
+from ckpt.trainer.staging.device import CopyStreams, PerDevice
+from ckpt.trainer.staging.snapshot import PendingSnapshot
+from ckpt.trainer.staging.unchanged import Frozen
 
 LARGE = 1 << 20  # bytes from which one memcpy, without the GIL, beats a batched copy
 

@@ -11,12 +11,12 @@ from ckpt.ipc import requests
 from ckpt.ranks.world import World
 from ckpt.restore.sources import HeldSnapshot
 from ckpt.runlog.log import in_history
-from ckpt.trainer.current_writer import CurrentWriter
-from ckpt.trainer.layouts import KnownLayouts
-from ckpt.trainer.memory import HeldElsewhere, SnapshotMemory, as_digests
-from ckpt.trainer.siblings import Siblings
-from ckpt.trainer.stage import Stager
-from ckpt.trainer.writer_client import REQUEST_S
+from ckpt.trainer.staging.stage import Stager
+from ckpt.trainer.supervise.current_writer import CurrentWriter
+from ckpt.trainer.supervise.layouts import KnownLayouts
+from ckpt.trainer.supervise.memory import HeldElsewhere, SnapshotMemory, as_digests
+from ckpt.trainer.supervise.siblings import Siblings
+from ckpt.trainer.supervise.writer_client import REQUEST_S
 
 
 class HeldSnapshots:

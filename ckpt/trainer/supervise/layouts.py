@@ -7,9 +7,9 @@ from concurrent.futures import Future
 
 from ckpt.format.layout import Layout
 from ckpt.ipc import requests
-from ckpt.trainer.current_writer import CurrentWriter, WriterUser
-from ckpt.trainer.memory import SnapshotMemory
-from ckpt.trainer.writer_client import WriterClient
+from ckpt.trainer.supervise.current_writer import CurrentWriter, WriterUser
+from ckpt.trainer.supervise.memory import SnapshotMemory
+from ckpt.trainer.supervise.writer_client import WriterClient
 
 MOST_LAYOUTS = 64  # that are kept without asking whether they are needed
 NEWEST = 8  # that are kept in any case

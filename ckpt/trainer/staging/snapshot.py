@@ -1,7 +1,7 @@
 """One snapshot on its way into memory: what is copied, how far it has come, and whether it is of one moment.
 
 Pure bookkeeping, shared by the thread that trains, which begins a job, and the staging thread, which does the copying
-(`ckpt.trainer.stage`). On an accelerator "how far" means events on streams; nothing here waits for one.
+(`ckpt.trainer.staging.stage`). On an accelerator "how far" means events on streams; nothing here waits for one.
 
 Whether it is of one moment is known when its copies have ended, and before it is sealed: what somebody writes later is
 no matter. Three things say it: torch's version counters, which count a write when it has ended; the elements at some
@@ -25,8 +25,8 @@ from ckpt.format.manifest import Attempt
 from ckpt.ipc.arena import Arena, Label
 from ckpt.state.capture import Reading
 from ckpt.state.fingerprint import Fingerprint
-from ckpt.trainer.deferred import DeferredStep
-from ckpt.trainer.device import PerDevice, compute_streams
+from ckpt.trainer.staging.deferred import DeferredStep
+from ckpt.trainer.staging.device import PerDevice, compute_streams
 
 LITTLE = 1 << 20  # bytes that are cloned sooner than another thread has woken up
 

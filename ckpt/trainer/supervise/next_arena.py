@@ -9,8 +9,8 @@ from ckpt.errors import CheckpointError, SkippedError, WriterError
 from ckpt.events import log
 from ckpt.ipc import requests
 from ckpt.ipc.arena import Arena
-from ckpt.trainer.current_writer import CurrentWriter
-from ckpt.trainer.stage import Stager
+from ckpt.trainer.staging.stage import Stager
+from ckpt.trainer.supervise.current_writer import CurrentWriter
 
 Made = Future[tuple[str, list[int]]]
 NOTHING = float("inf")

@@ -13,9 +13,9 @@ from ckpt.ipc.requests import Json
 from ckpt.ranks.world import World
 from ckpt.runlog.log import Acquire
 from ckpt.tiers import Memory, Tier
-from ckpt.trainer.current_writer import CurrentWriter
-from ckpt.trainer.memory import SnapshotMemory
-from ckpt.trainer.writer_client import WriterClient
+from ckpt.trainer.supervise.current_writer import CurrentWriter
+from ckpt.trainer.supervise.memory import SnapshotMemory
+from ckpt.trainer.supervise.writer_client import WriterClient
 
 OPEN_S = 300.0
 

@@ -6,7 +6,7 @@ deals with one incident after the other (`ckpt.trainer.faults`):
     perceive -> agree on a step, or take what is in memory -> make it durable -> report -> leave, if that is called for
 
 Neither ever waits for the main thread without a deadline. Where that cannot come, the state is copied without it
-(`ckpt.trainer.stage`), or what is in memory already is made durable by the writer.
+(`ckpt.trainer.staging.stage`), or what is in memory already is made durable by the writer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ckpt.trainer.faults.leave import CaseCloser, is_oom, leave
 from ckpt.trainer.faults.look_around import look_around
 from ckpt.trainer.faults.perceive import Perception
 from ckpt.trainer.faults.secure import FaultActions, Securer
-from ckpt.trainer.writer_supervisor import WriterSupervisor
+from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
 from ckpt.triggers import REPLACE_CODE, RETRY_CODE, OnException, OnHang, OnOom, Trigger
 
 CRASHING_S = 0.5  # for the newest step to become durable, where memory has it in any case

@@ -8,7 +8,7 @@ from collections.abc import Container
 
 from ckpt.errors import DeadlineError, SkippedError
 from ckpt.ipc.arena import Arena
-from ckpt.trainer.snapshot import PendingSnapshot
+from ckpt.trainer.staging.snapshot import PendingSnapshot
 
 Slot = tuple[Arena, int]
 

@@ -13,7 +13,7 @@ import msgspec
 
 from ckpt.errors import CheckpointError, FencedError, WriterError
 from ckpt.ipc.protocol import Request
-from ckpt.trainer.writer_client import REQUEST_S, WriterClient
+from ckpt.trainer.supervise.writer_client import REQUEST_S, WriterClient
 
 R = TypeVar("R")
 T = TypeVar("T")

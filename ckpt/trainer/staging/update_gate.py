@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator
 
 from ckpt.errors import DeadlineError
-from ckpt.trainer import device
-from ckpt.trainer.snapshot import PendingSnapshot
+from ckpt.trainer.staging import device
+from ckpt.trainer.staging.snapshot import PendingSnapshot
 
 
 class UpdateGate:

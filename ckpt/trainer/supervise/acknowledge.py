@@ -9,9 +9,9 @@ from ckpt.errors import CheckpointError, FencedError, SaveError, WriterError
 from ckpt.format.manifest import Attempt
 from ckpt.ipc import requests
 from ckpt.ipc.arena import Arena
-from ckpt.trainer.current_writer import CurrentWriter, WriterUser
-from ckpt.trainer.layouts import KnownLayouts
-from ckpt.trainer.writer_client import WriterClient
+from ckpt.trainer.supervise.current_writer import CurrentWriter, WriterUser
+from ckpt.trainer.supervise.layouts import KnownLayouts
+from ckpt.trainer.supervise.writer_client import WriterClient
 
 Done = Callable[[CheckpointError | None], None]
 

@@ -12,9 +12,9 @@ from ckpt.format.manifest import Attempt
 from ckpt.ipc import requests
 from ckpt.ipc.arena import Arena
 from ckpt.ipc.notes import StoredNote
-from ckpt.trainer.current_writer import CurrentWriter, WriterUser
-from ckpt.trainer.stage import Stager
-from ckpt.trainer.writer_client import WriterClient
+from ckpt.trainer.staging.stage import Stager
+from ckpt.trainer.supervise.current_writer import CurrentWriter, WriterUser
+from ckpt.trainer.supervise.writer_client import WriterClient
 
 MOST_TRIES = 3  # by so many writers, and no more
 

@@ -15,8 +15,8 @@ from ckpt.events import log
 from ckpt.ipc import channel, requests
 from ckpt.ipc.claim import Claim
 from ckpt.tiers import Tier
-from ckpt.trainer.opening import OPEN_S
-from ckpt.trainer.writer_client import WriterClient
+from ckpt.trainer.supervise.opening import OPEN_S
+from ckpt.trainer.supervise.writer_client import WriterClient
 
 MEET_S = 60.0  # for the name of a run to be ours, or that of a writer that we can ask
 DYING_S = 3.0  # for a trainer that was killed to be seen as dead

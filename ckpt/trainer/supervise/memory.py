@@ -13,10 +13,10 @@ from ckpt.ipc.arena import Arena
 from ckpt.ranks.world import World
 from ckpt.runlog.log import Acquire
 from ckpt.tiers import Memory, Tier
-from ckpt.trainer.current_writer import CurrentWriter, WriterUser
-from ckpt.trainer.next_arena import NextArena
-from ckpt.trainer.stage import Stager
-from ckpt.trainer.writer_client import WriterClient
+from ckpt.trainer.staging.stage import Stager
+from ckpt.trainer.supervise.current_writer import CurrentWriter, WriterUser
+from ckpt.trainer.supervise.next_arena import NextArena
+from ckpt.trainer.supervise.writer_client import WriterClient
 
 Digests = dict[tuple[Attempt, int], bytes]
 """By attempt and rank: of all blobs, then of the plain values."""

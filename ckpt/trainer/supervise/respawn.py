@@ -8,11 +8,11 @@ import time
 from ckpt.errors import DeadlineError, FencedError, NameTakenError, StoreError, WriterError
 from ckpt.events import log
 from ckpt.ipc import requests
-from ckpt.trainer import find
-from ckpt.trainer.current_writer import CurrentWriter
-from ckpt.trainer.find import WriterFinder
-from ckpt.trainer.opening import RunOpener
-from ckpt.trainer.writer_client import WriterClient
+from ckpt.trainer.supervise import find
+from ckpt.trainer.supervise.current_writer import CurrentWriter
+from ckpt.trainer.supervise.find import WriterFinder
+from ckpt.trainer.supervise.opening import RunOpener
+from ckpt.trainer.supervise.writer_client import WriterClient
 
 RESPAWN_LIMIT = 3  # writers that die within RESPAWN_WINDOW_S, before we stop trying
 RESPAWN_WINDOW_S = 60.0

@@ -28,18 +28,18 @@ from ckpt.ipc.requests import Json
 from ckpt.ranks.world import World
 from ckpt.runlog.log import Acquire
 from ckpt.tiers import Memory, Tier
-from ckpt.trainer.acknowledge import Acknowledgements, Done
-from ckpt.trainer.current_writer import CurrentWriter, StandingRequests, WriterUser
-from ckpt.trainer.find import WriterFinder
-from ckpt.trainer.held_snapshots import HeldSnapshots
-from ckpt.trainer.layouts import KnownLayouts
-from ckpt.trainer.memory import SnapshotMemory
-from ckpt.trainer.opening import RunOpener
-from ckpt.trainer.respawn import WriterRespawner
-from ckpt.trainer.siblings import Siblings
-from ckpt.trainer.stage import Stager
-from ckpt.trainer.writer_client import WriterClient
-from ckpt.trainer.writes import WriteInFlight, Writes
+from ckpt.trainer.staging.stage import Stager
+from ckpt.trainer.supervise.acknowledge import Acknowledgements, Done
+from ckpt.trainer.supervise.current_writer import CurrentWriter, StandingRequests, WriterUser
+from ckpt.trainer.supervise.find import WriterFinder
+from ckpt.trainer.supervise.held_snapshots import HeldSnapshots
+from ckpt.trainer.supervise.layouts import KnownLayouts
+from ckpt.trainer.supervise.memory import SnapshotMemory
+from ckpt.trainer.supervise.opening import RunOpener
+from ckpt.trainer.supervise.respawn import WriterRespawner
+from ckpt.trainer.supervise.siblings import Siblings
+from ckpt.trainer.supervise.writer_client import WriterClient
+from ckpt.trainer.supervise.writes import WriteInFlight, Writes
 
 N = TypeVar("N", bound=Note)
 

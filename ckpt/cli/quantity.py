@@ -13,6 +13,7 @@ from ckpt.goodput.model import DAY_S
 _SI = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _IEC = {f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTP", 1)}
 BYTES = {"": 1.0, "B": 1.0} | _SI | _IEC | {f"{name}B": value for name, value in (_SI | _IEC).items()}
+BYTES |= {form(name): value for name, value in BYTES.items() for form in (str.lower, str.upper)}
 UNITS: dict[str, tuple[str, dict[str, float]]] = {
     "duration": ("such as 90s or 3.1h", {"": 1, "ms": 1e-3, "s": 1, "m": 60, "min": 60, "h": 3600, "d": DAY_S}),
     "share": ("such as 0.01 or 1%", {"": 1, "%": 0.01}),

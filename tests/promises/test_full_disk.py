@@ -24,7 +24,7 @@ from ckpt.format.layout import Layout, TensorSpec
 from ckpt.runlog.log import RunLog
 from ckpt.store import PAGE
 from ckpt_backends.disk import Disk
-from ckpt_backends.local import LocalStore
+from ckpt_backends.local_files import OpenFiles
 from model_disk import Fault, RecordingDisk, Run, Volume, check_disk, local, volume
 from processes import eventually
 
@@ -324,7 +324,7 @@ def test_clean_up_gives_the_space_back(small: Volume) -> None:
 
 def test_negative_control_open_files_keep_the_space(small: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the store kept reading what is deleted, the disk would fill up."""
-    monkeypatch.setattr(LocalStore, "_forget_reader", lambda store, path: None)
+    monkeypatch.setattr(OpenFiles, "forget", lambda files, path: None)
     with pytest.raises(FullError):
         asyncio.run(save_more_than_fits(small))
 

@@ -27,7 +27,7 @@ _HOMES = {
     "Memory": "tiers",
     "Metrics": "metrics",
     "RNG": "state.rng",
-    "Restored": "restore.resume",
+    "Restored": "restore.restore_first",
     "Save": "save",
     "Stateful": "state.adapters",
     "Tier": "tiers",

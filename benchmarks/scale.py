@@ -55,8 +55,8 @@ from ckpt.format.boxes import Dims
 from ckpt.format.digest import file_digest
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt, PackInfo, new_format, pack_key
-from ckpt.format.merged import SavedState
 from ckpt.format.partition import GLOBAL, Holding, Seat, share
+from ckpt.format.saved_state import SavedState
 from ckpt.restore.sources import StoreSource
 from ckpt.runlog.log import RunLog
 from ckpt.state.capture import Capture, Reading

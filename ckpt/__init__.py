@@ -27,7 +27,7 @@ _HOMES = {
     "Memory": "tiers",
     "Metrics": "metrics",
     "RNG": "state.rng",
-    "Restored": "restore.resume",
+    "Restored": "restore.restore_first",
     "Save": "save",
     "Stateful": "state.adapters",
     "Tier": "tiers",
@@ -99,7 +99,7 @@ if TYPE_CHECKING:
     from ckpt.loading import Loaded as Loaded
     from ckpt.loading import load as load
     from ckpt.metrics import Metrics as Metrics
-    from ckpt.restore.resume import Restored as Restored
+    from ckpt.restore.restore_first import Restored as Restored
     from ckpt.save import Checkpoint as Checkpoint
     from ckpt.save import Save as Save
     from ckpt.state.adapters import Stateful as Stateful

@@ -20,11 +20,11 @@ from ckpt.errors import CheckpointError, SkippedError, UsageError
 from ckpt.events import log
 from ckpt.faults.report import Fault
 from ckpt.goodput.cadence import Auto
-from ckpt.restore.resume import Restored
+from ckpt.restore.restore_first import Restored
 from ckpt.save import Save
 from ckpt.trainer.closing import Closing
+from ckpt.trainer.fault_actions import LiveRun
 from ckpt.trainer.faults.fault_handler import FaultHandler
-from ckpt.trainer.live import LiveRun
 from ckpt.trainer.process_end import ProcessEnd
 from ckpt.trainer.profiler import traced
 from ckpt.trainer.progress import Progress

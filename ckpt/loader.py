@@ -1,4 +1,4 @@
-"""Batches that go on where they stopped, on any number of ranks: no sample repeated, none left out.
+"""`ckpt.Loader`: batches that go on where they stopped, on any number of ranks: no sample repeated, none left out.
 
     loader = ckpt.Loader(dataset, batch_size=8, seed=0, num_workers=4)
     state = {"model": model, "optim": optim, "loader": loader, "rng": ckpt.RNG()}

@@ -1,4 +1,4 @@
-"""Whole tensors of a checkpoint, in one process, read when they are asked for."""
+"""`ckpt.load`: whole tensors of a checkpoint, in one process, read when they are asked for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckpt.errors import CorruptError, NoCheckpointError, UsageError
 from ckpt.events import log as logger
 from ckpt.format.boxes import Box
 from ckpt.format.manifest import Attempt
-from ckpt.format.merged import Key, SavedState
+from ckpt.format.saved_state import Key, SavedState
 from ckpt.format.values import Json, decode, show
 from ckpt.restore.fill import fill_from_store
 from ckpt.runlog.log import Commit

@@ -28,7 +28,7 @@ from typing import Any, ParamSpec, TypeVar
 import aiofiles
 
 from ckpt.errors import CorruptError, FullError, NotFoundError, StoreError
-from ckpt.events import point
+from ckpt.failpoints import point
 from ckpt.store import Buffer, ObjectInfo, check_key
 from ckpt_backends.disk import Disk
 from ckpt_backends.local_files import LocalUpload, OpenFiles, errors, open_direct, size_of, translated

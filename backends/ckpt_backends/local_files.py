@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ckpt.errors import ExistsError, FullError, NotFoundError, StoreError
-from ckpt.events import point
+from ckpt.failpoints import point
 from ckpt.store import PAGE
 from ckpt_backends.disk import Disk
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ckpt.checkpoint.together import all_of
+from ckpt.checkpoint.concurrent import all_of
 from ckpt.errors import CorruptError, StoreError
 from ckpt.format.codec import BF16, RAW, decode
 from ckpt.format.digest import blob_digest

@@ -12,8 +12,8 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from ckpt.checkpoint import agree
-from ckpt.checkpoint.agree import check_fit as check_fit
+from ckpt.checkpoint import commit_checks
+from ckpt.checkpoint.commit_checks import check_fit as check_fit
 from ckpt.checkpoint.losses import UNCLEAR, records
 from ckpt.checkpoint.parts import load_part as load_part
 from ckpt.checkpoint.parts import sound_parts
@@ -22,7 +22,7 @@ from ckpt.checkpoint.store_trial import check_empty, check_ranges, created_twice
 from ckpt.checkpoint.write import WrittenPart
 from ckpt.errors import ExistsError, FormatError, NotFoundError, SaveError, SkippedError, StoreError
 from ckpt.events import log as logger
-from ckpt.events import point
+from ckpt.failpoints import point
 from ckpt.format.digest import file_digest
 from ckpt.format.manifest import MAX_FORMAT, Attempt, by_owner, index_key, needs_texts, new_format
 from ckpt.runlog.log import RunLog, infer_root
@@ -117,9 +117,9 @@ async def begin(log: RunLog, mine: Acquire | None, attempt: Attempt, pins: Itera
         said = set(state.pins.get(attempt, ()))
         if state.ended(attempt) or wanted <= said & state.commits.keys():
             return None
-        agree.check_sources(state, attempt, sorted(wanted))
+        commit_checks.check_sources(state, attempt, sorted(wanted))
         pinned = wanted | (said & state.commits.keys())
-        agree.check_needs(attempt, pinned)
+        commit_checks.check_needs(attempt, pinned)
         body = {"attempt": str(attempt), "pins": needs_texts(pinned)}
         return Record("BEGIN", body, f"begin:{attempt}:{state.next_seq}" if said else f"begin:{attempt}")
 
@@ -142,8 +142,8 @@ async def commit(
     """
     parts = sorted(parts, key=lambda w: w.part.rank)
     packs, said = {key for w in parts for key in w.table.packs}, _said_by(parts)
-    agree.check_needs(said.attempt, said.needs)
-    index = await asyncio.to_thread(agree.index_of, parts, kind)
+    commit_checks.check_needs(said.attempt, said.needs)
+    index = await asyncio.to_thread(commit_checks.index_of, parts, kind)
     found, attempt = replace(said, index=file_digest(index)), said.attempt
     log.check_owner(mine)
     await log.store.put(index_key(attempt, found.index), index)
@@ -154,9 +154,9 @@ async def commit(
             return None
         # Packs may be of attempts that are retired by now: what was built on uses them, and vouches for them.
         if used is None:
-            agree.check_sources(state, attempt, found.needs, packs)
+            commit_checks.check_sources(state, attempt, found.needs, packs)
         else:
-            agree.check_borrowed(state, attempt, packs, used)
+            commit_checks.check_borrowed(state, attempt, packs, used)
         return Record(kind, commit_body(found), f"{kind.lower()}:{attempt}")
 
     state = await log.append(make, owner=mine)
@@ -175,7 +175,7 @@ def _said_by(parts: Sequence[WrittenPart]) -> Commit:
         parts[0].part.world,
         tuple((w.part.rank, w.part.number, w.digest) for w in parts),
         "",
-        agree.all_finite([w.part.finite for w in parts]),
+        commit_checks.all_finite([w.part.finite for w in parts]),
         next((w.part.reason for w in parts if w.part.reason != "due"), "due"),
         tuple(sorted({Attempt.parse(need) for w in parts for need in w.part.needs})),
     )
@@ -191,7 +191,7 @@ async def complete(log: RunLog, mine: Acquire, attempt: Attempt) -> None:
         held = state.held.get(attempt)
         if held is None or state.ended(attempt):
             return None
-        agree.check_sources(state, attempt, held.needs)
+        commit_checks.check_sources(state, attempt, held.needs)
         return Record("COMMIT", commit_body(held), f"commit:{attempt}")
 
     try:
@@ -212,7 +212,7 @@ async def commit_or_end(log: RunLog, mine: Acquire, parts: list[WrittenPart], *,
     """SaveError, and the attempt is ended, if these parts cannot be a checkpoint."""
     try:
         if (
-            len(parts) > 1 and kind == "COMMIT" and not agree.is_large(parts, kind)
+            len(parts) > 1 and kind == "COMMIT" and not commit_checks.is_large(parts, kind)
         ):  # to make a directory is to check it
             await asyncio.to_thread(check_fit, parts)
         await commit(log, mine, parts, kind=kind)
@@ -313,18 +313,18 @@ async def recover(
 
 
 def _kind(parts: list[WrittenPart]) -> str:
-    return "COMMIT" if agree.is_whole(parts) else "HELD"
+    return "COMMIT" if commit_checks.is_whole(parts) else "HELD"
 
 
 def _is_to_land(
     state: RunState, attempt: Attempt, parts: list[WrittenPart], partial: bool, indexes: Set[str]
 ) -> tuple[bool, str]:
     """Whether to roll an attempt forward, and if not, why."""
-    if not parts or not (agree.is_whole(parts) or partial):
+    if not parts or not (commit_checks.is_whole(parts) or partial):
         return False, "not whole when the run was opened"
     if not _may_have_ended(state, attempt):
         return True, ""
-    index = agree.index_of(sorted(parts, key=lambda w: w.part.rank), _kind(parts))
+    index = commit_checks.index_of(sorted(parts, key=lambda w: w.part.rank), _kind(parts))
     if index_key(attempt, file_digest(index)) in indexes:
         return True, ""
     reason = f"it {UNCLEAR}: {records(state.damaged)}"

@@ -15,7 +15,7 @@ from ckpt.format import values
 from ckpt.format.codec import BF16, CODECS, RAW
 from ckpt.format.layout import TensorSpec
 from ckpt.format.manifest import Attempt, canonical, owner
-from ckpt.format.merged import SavedState
+from ckpt.format.saved_state import SavedState
 from ckpt.format.table import Table
 
 Entries = dict[str, tuple[dict[str, Any], Any]]  # by path: what never changes about it, and its plain values as stored

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ckpt.checkpoint.agree import vouches
 from ckpt.checkpoint.byte_source import Bases, ByteSource, InMemory, InStore, no_bases
+from ckpt.checkpoint.commit_checks import vouches
 from ckpt.checkpoint.encode_part import LEAST, WORTH, Learnt, OnNeeds, PartEncoder
 from ckpt.checkpoint.incremental import Policy, Previous, plan_blobs
 from ckpt.checkpoint.parts import load_part

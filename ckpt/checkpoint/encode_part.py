@@ -21,7 +21,7 @@ from ckpt.checkpoint.incremental import BlobPlan, Digests, Previous, find_master
 from ckpt.checkpoint.packs import Encoded, Packer, pack_size, table_of
 from ckpt.checkpoint.write import RankSnapshot, WrittenPart, digest_blobs, finish_part
 from ckpt.errors import SaveError
-from ckpt.events import point
+from ckpt.failpoints import point
 from ckpt.format import codec
 from ckpt.format.codec import BF16, RAW
 from ckpt.format.columns import I64

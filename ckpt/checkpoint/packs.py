@@ -20,7 +20,7 @@ import numpy as np
 from ckpt.checkpoint.incremental import BlobPlan, Digests, Previous
 from ckpt.checkpoint.write import RankSnapshot, drop, page_aligned, upload_from
 from ckpt.errors import CheckpointError
-from ckpt.events import point
+from ckpt.failpoints import point
 from ckpt.format.codec import BF16, RAW
 from ckpt.format.digest import blob_digest, file_digest
 from ckpt.format.layout import NATIVE, Layout, TensorSpec

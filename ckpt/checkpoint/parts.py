@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ckpt.checkpoint.together import of_each
+from ckpt.checkpoint.concurrent import of_each
 from ckpt.checkpoint.write import WrittenPart
 from ckpt.errors import AccessError, CheckpointError, CorruptError, FormatError, NotFoundError
 from ckpt.events import log as logger

@@ -20,6 +20,8 @@ from ckpt.checkpoint.blobs import Sink as Sink
 from ckpt.checkpoint.blobs import closure as closure
 from ckpt.checkpoint.blobs import fetch as fetch
 from ckpt.checkpoint.blobs import plan_reads as plan_reads
+from ckpt.checkpoint.concurrent import of_each
+from ckpt.checkpoint.concurrent import run as run
 from ckpt.checkpoint.parts import (
     about_reaching,
     load_index,
@@ -29,15 +31,13 @@ from ckpt.checkpoint.parts import (
     read_header,
     read_part,
 )
-from ckpt.checkpoint.together import of_each
-from ckpt.checkpoint.together import run as run
 from ckpt.errors import CorruptError, NoCheckpointError, NotFoundError, StoreError
 from ckpt.events import log as logger
 from ckpt.format.codec import RAW
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt, Part, index_key, owner, table_key
-from ckpt.format.merged import SavedState
 from ckpt.format.rank_index import Directory
+from ckpt.format.saved_state import SavedState
 from ckpt.format.table import Table, merge
 from ckpt.runlog.log import RunLog
 from ckpt.runlog.records import Commit

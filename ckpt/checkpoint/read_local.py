@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.checkpoint.blobs import Batch, OnDamage, Read, Scratch, Sink, deliver
-from ckpt.checkpoint.together import all_of
+from ckpt.checkpoint.concurrent import all_of
 from ckpt.errors import CorruptError, StoreError
 from ckpt.format.codec import RAW
 from ckpt.format.table import Table

@@ -1,7 +1,7 @@
 """Which checkpoints stay, and how the others go.
 
-`choose` is pure. `retire` makes it so: list the files, read the log, append PLAN at exactly the next record, and only
-delete what the landed PLAN names. A run with a damaged log record is never cleaned up.
+`why_kept` has the rules, and is pure. `retire` makes it so: list the files, read the log, append PLAN at exactly the
+next record, and only delete what the landed PLAN names. A run with a damaged log record is never cleaned up.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ckpt.checkpoint.read import packs_of
 from ckpt.errors import CorruptError, StoreError, UsageError
 from ckpt.events import log as logger
-from ckpt.events import point
+from ckpt.failpoints import point
 from ckpt.format.manifest import Attempt, index_key, part_key, table_key
 from ckpt.runlog.log import RunLog
 from ckpt.runlog.records import Acquire, Commit, Record, RunState, live_packs

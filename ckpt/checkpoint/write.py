@@ -17,7 +17,7 @@ import numpy as np
 
 from ckpt.checkpoint.incremental import Previous
 from ckpt.errors import FullError, StoreError
-from ckpt.events import point
+from ckpt.failpoints import point
 from ckpt.format.digest import DIGEST_SIZE, blob_digest, file_digest
 from ckpt.format.layout import Layout, pages
 from ckpt.format.manifest import Attempt, PackInfo, Part, owner, pack_key, part_key, table_key

@@ -1,6 +1,7 @@
 """The command `ckpt`: look at runs from a shell, or ask a running one to save. It needs no torch.
 
-Each command has a module of its name. What they share, and how they show things, is in `ckpt.cli.terminal`.
+Each command has a module of its name, but restore and import (`convert`), gc and keep (`prune`). What they share, and
+how they show things, is in `ckpt.cli.terminal`.
 Exit codes: 0 fine or equal; 1 damaged or different; 2 wrong usage, or it cannot be read (stderr says why).
 """
 

@@ -228,7 +228,7 @@ async def _make(
     opening: contextlib.AbstractAsyncContextManager[Origin], wanted: Wanted, max_memory: int | None, dry_run: bool
 ) -> Found:
     from ckpt.convert.export import export, window_for
-    from ckpt.convert.workshop import check_target
+    from ckpt.convert.partial import check_target
 
     path = wanted.path
     check_target(path)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt.cli.terminal import example, json_option, place_option, print_json, print_table, progress, safe
-from ckpt.goodput.breakdown import duration
+from ckpt.units import duration
 
 if TYPE_CHECKING:  # other commands need not wait for it
     from ckpt.doctor.advice import Cadence

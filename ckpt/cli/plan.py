@@ -13,9 +13,9 @@ from ckpt.cli.reading import read_ledger
 from ckpt.cli.terminal import example, json_option, opened, place_option, print_json, print_table, safe
 from ckpt.errors import UsageError
 from ckpt.goodput import job_plan
-from ckpt.goodput.breakdown import decimal, duration
 from ckpt.goodput.job_plan import MEMORY, NUMBERS, PARTS, REPLICA, TIERS, Plan, PlannedJob
 from ckpt.goodput.model import positive
+from ckpt.units import decimal, duration
 
 KINDS = {name: number.kind for name, number in NUMBERS.items()} | {"hang_s": "duration"}
 KINDS |= {f"{tier}.{part}": "duration" for tier in TIERS for part in PARTS}

@@ -32,8 +32,8 @@ from ckpt.goodput.breakdown import Statement
 from ckpt.goodput.ledger import Account
 from ckpt.report.chronicle import chronicle
 from ckpt.report.figures import INTERRUPTION, interruption, parts, summary
+from ckpt.report.labels import Subject
 from ckpt.report.page import page
-from ckpt.report.words import Subject
 
 T = TypeVar("T")
 PARALLEL = 64  # small objects read at once

@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpt.cli.terminal import human, safe
-from ckpt.goodput.breakdown import duration, moment
 from ckpt.telemetry.status import EAGER, EMPTY, FILLING, SEALED, RankStatus, TierStatus
+from ckpt.units import duration, moment
 
 SLOW, LATE_S = 10.0, 5.0  # times a usual step, and seconds, without a sign of life: then that is said
 STALLING = 0.01  # share of the time that saving takes: a bottleneck

@@ -2,7 +2,7 @@
 
     for each window: read -> cast -> write -> note;   then: finish -> appear
 
-All is made beside the target (`ckpt.convert.workshop`). An export that was stopped, by whatever, goes on when it is
+All is made beside the target (`ckpt.convert.partial`). An export that was stopped, by whatever, goes on when it is
 called again, and takes nothing for granted that it does not find as it was noted.
 """
 
@@ -21,15 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from ckpt.convert.cast import cast
 from ckpt.convert.output import Literal, OutFile, Output, Run, Sums
+from ckpt.convert.partial import Workshop, check_target, failed
 from ckpt.convert.source import Bytes, Origin, Want
-from ckpt.convert.workshop import Workshop, check_target, failed
 from ckpt.errors import CorruptError, UsageError
-from ckpt.events import point
-from ckpt.format.digest import blob_digest, file_digest
+from ckpt.failpoints import point
+from ckpt.format.digest import blob_digest, blob_hasher, file_digest
 from ckpt.format.layout import BITS
 from ckpt.format.manifest import canonical
 from ckpt.store import PAGE
@@ -315,7 +314,7 @@ class _Summer:
 
     def __init__(self, sums: Sequence[tuple[int, int]]) -> None:
         self._sums, self._next, self.found = sorted(sums), 0, dict[int, bytes]()
-        self._hash = xxhash.xxh3_128()
+        self._hash = blob_hasher()
 
     def feed(self, at: int, data: Bytes) -> None:
         end = at + len(data)
@@ -325,4 +324,4 @@ class _Summer:
             if stop > end:
                 return
             self.found[start] = self._hash.digest()
-            self._hash, self._next = xxhash.xxh3_128(), self._next + 1
+            self._hash, self._next = blob_hasher(), self._next + 1

@@ -18,10 +18,10 @@ from ckpt.convert.source_run import SavedOrigin
 from ckpt.errors import CheckpointError, CorruptError, FormatError, StoreError, UsageError
 from ckpt.events import log as logger
 from ckpt.format.manifest import Attempt
-from ckpt.goodput.breakdown import decimal
 from ckpt.restore.redo_logs import Logs, look
 from ckpt.restore.redo_source import RedoSource
 from ckpt.runlog.log import RunLog, in_history
+from ckpt.units import decimal
 
 
 class RedoneOrigin(SavedOrigin):

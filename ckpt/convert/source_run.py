@@ -22,7 +22,7 @@ from ckpt.checkpoint.read_local import Room
 from ckpt.convert.source import Assembly, Origin, OriginEntry, RankView, Want, canonical_names
 from ckpt.errors import CorruptError
 from ckpt.format.manifest import Attempt
-from ckpt.format.merged import SavedState
+from ckpt.format.saved_state import SavedState
 from ckpt.runlog.log import RunLog
 
 DCP = "dcp"  # the kind of the one entry of a checkpoint that torch's DCP has saved (`ckpt.dcp`)

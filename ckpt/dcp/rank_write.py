@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
@@ -23,7 +22,7 @@ from ckpt.checkpoint import read
 from ckpt.checkpoint.write import RankSnapshot, WrittenPart, build_table, finish_part, upload_from
 from ckpt.dcp.objects import warn_once
 from ckpt.errors import SaveError, StateError
-from ckpt.format.digest import file_digest
+from ckpt.format.digest import blob_hasher, file_digest
 from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.manifest import Attempt, PackInfo, pack_key
 from ckpt.format.values import is_text
@@ -163,7 +162,7 @@ class Stream:
         self._rest = memoryview(self._arrangement.header)
         self._number, self._bytes = -1, memoryview(b"")
         self._position = 0
-        self._hash = xxhash.xxh3_128()  # of the present blob
+        self._hash = blob_hasher()  # of the present blob
         self._lock = asyncio.Lock()
         self.digests = bytearray()
 
@@ -193,7 +192,7 @@ class Stream:
             self._bytes = memoryview(b"")  # before there is another
             self._number, self._bytes = blob.tensor, self._content.bytes_of(blob.tensor)
         start = blob.offset - self._arrangement.offsets[blob.tensor]
-        self._hash = xxhash.xxh3_128()
+        self._hash = blob_hasher()
         return self._bytes[start : start + blob.length]
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.doctor.findings import ADVICE, GB, MIB, OK, PROBLEM, Finding, clock_difference, judge, read_text
-from ckpt.goodput.breakdown import duration
 from ckpt.store import PAGE
+from ckpt.units import duration
 
 SHARED = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "glusterfs", "afs", "wekafs"}
 VOLATILE = {"tmpfs", "ramfs"}

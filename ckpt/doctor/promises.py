@@ -15,8 +15,8 @@ from ckpt.doctor.findings import GB, MIB, PROBLEM, Finding, OnBytes, StoreRates,
 from ckpt.doctor.s3 import bare_s3
 from ckpt.errors import ExistsError, NotFoundError, StoreError
 from ckpt.format.digest import blob_digest
-from ckpt.goodput.breakdown import decimal, duration
 from ckpt.store import PAGE, Store
+from ckpt.units import decimal, duration
 
 CREATORS, ROUNDS = 16, 3
 LARGEST = 128 * MIB  # of one object that is written to measure

@@ -1,7 +1,8 @@
 """What is said about a fault: for people one line, for machines `faults/<time>.<rank>.json` in the run.
 
 A `Fault` is one rank's account of one incident: what was seen first and by whom, where every rank stood, what was
-saved, how long each part took, and what a launcher or scheduler should do. Ranks write theirs without asking each
+saved, how long each part took, and what a launcher or scheduler should do (`ADVICE`; who sees a fault chooses, in
+`ckpt.trainer.faults` and `ckpt.writer.watch.fault_reports`). Ranks write theirs without asking each
 other; `incidents` puts together what belongs together.
 """
 

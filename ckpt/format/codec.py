@@ -33,7 +33,7 @@ import zstandard
 
 from ckpt.errors import CorruptError, FormatError, UsageError
 from ckpt.format.byteplanes import PIECE, UNSIGNED, Array, at_a_time, merge, split
-from ckpt.format.words import backward, forward, rounded
+from ckpt.format.word_transforms import backward, forward, rounded
 from ckpt.store import Buffer
 
 RAW, PLANES, ROTATED, DELTA, FLOAT_DELTA, BF16 = range(6)

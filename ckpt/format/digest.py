@@ -23,6 +23,11 @@ def blob_digest(data: Buffer) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
+def blob_hasher() -> xxhash.xxh3_128:
+    """For bytes that come in pieces: `update` with each, then `digest` is that of `blob_digest`."""
+    return xxhash.xxh3_128()
+
+
 def file_digest(data: Buffer) -> str:
     """SHA-256 of a small file, in hex."""
     return hashlib.sha256(data).hexdigest()

@@ -1,7 +1,7 @@
 """The directory of a checkpoint of many ranks: who has which box of which tensor, and where to read on.
 
-It is the index where all tables together would be large (`ckpt.checkpoint.agree`): a rank that restores reads the
-COMMIT record, this, and then only the tables of the ranks that hold what it wants. Digests go on without a gap: the
+It is the index where all tables together would be large (`ckpt.checkpoint.commit_checks`): a rank that restores reads
+the COMMIT record, this, and then only the tables of the ranks that hold what it wants. Digests go on without a gap: the
 record names the directory, the directory names the tables, the tables name the blobs.
 
 Kept as a safetensors file whose entries are zstd frames, one a column; `counts` (JSON) says how many numbers each has.

@@ -9,7 +9,7 @@ A whole job, and which costs it is expected to have, is in `ckpt.goodput.job_pla
 Faults come at any moment, as a Poisson process, also while the job recovers. For one tier this is solved exactly (a
 renewal argument; Daly's complete model is the case of a save that blocks). With several tiers, how much of the farther
 one is lost is taken to first order; over 150,000 played faults, what is lost came out within 0.4 %, also where faults
-were as frequent as restarts. `tests/test_forecast.py` plays such jobs, step by step.
+were as frequent as restarts. `tests/goodput/test_plan.py` plays such jobs, step by step.
 
 Everything is pure. Times are seconds, sizes bytes, rates bytes a second.
 """

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ckpt.faults.report import TOGETHER_S, Fault
-from ckpt.goodput.breakdown import duration, moment
 from ckpt.goodput.ledger import Account, Restore, StepRow, in_order
+from ckpt.units import duration, moment
 
 SKEW_S = 60.0  # the clocks of machines differ; what is further in the future than that is nonsense too
 SLIGHT_S = 1.0  # a clock that was set back by less than that deserves no note

@@ -7,10 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ckpt.goodput.breakdown import COUNTLESS, Interruption, InterruptionCost, duration, moment
+from ckpt.goodput.breakdown import COUNTLESS, Interruption, InterruptionCost
 from ckpt.goodput.ledger import End, StepRow
 from ckpt.goodput.timeline import PlacedAccount
-from ckpt.goodput.usual import UsualSteps
+from ckpt.goodput.usual_steps import UsualSteps
+from ckpt.units import duration, moment
 
 LONG_S = 3600.0  # nothing ran for so long: somebody may have wanted that, which deserves a note
 

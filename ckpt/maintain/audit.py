@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from ckpt.checkpoint.blobs import FAR_READ, PARALLEL, READ, near
+from ckpt.checkpoint.concurrent import all_of, of_each
 from ckpt.checkpoint.parts import about_reaching, read_exact, read_header
-from ckpt.checkpoint.together import all_of, of_each
 from ckpt.errors import CorruptError, FormatError, NotFoundError, StoreError
 from ckpt.events import log as logger
 from ckpt.format.digest import blob_digest, file_digest

@@ -19,7 +19,7 @@ from ckpt.checkpoint import read, retention
 from ckpt.checkpoint.retention import Sweep
 from ckpt.checkpoint.retention import default_grace_s as default_grace_s
 from ckpt.errors import CorruptError, NoCheckpointError, StoreError
-from ckpt.events import point
+from ckpt.failpoints import point
 from ckpt.format.manifest import Attempt, by_owner, owner
 from ckpt.runlog.log import RunLog
 from ckpt.runlog.records import Commit, Record, RunState, live_packs

@@ -18,13 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import xxhash
-
+from ckpt.checkpoint.concurrent import all_of
 from ckpt.checkpoint.parts import about_reaching, read_header
-from ckpt.checkpoint.together import all_of
 from ckpt.checkpoint.write import CHUNK, page_aligned
 from ckpt.errors import CorruptError, StoreError
-from ckpt.events import point
+from ckpt.failpoints import point
+from ckpt.format.digest import blob_hasher
 from ckpt.format.manifest import owner
 from ckpt.maintain.audit import Audit, OnBytes
 from ckpt.maintain.damage import DamagedRange, PackDamage, SoundCopy
@@ -219,7 +218,7 @@ class _Checks:
         """CorruptError if a range is not what it has to be."""
         end = start + len(view)
         while self._waiting and self._waiting[-1].offset < end:
-            self._open.append((self._waiting.pop(), xxhash.xxh3_128()))
+            self._open.append((self._waiting.pop(), blob_hasher()))
         still = []
         for piece, hasher in self._open:
             low, high = max(piece.offset, start), min(piece.offset + piece.stored, end)

@@ -16,12 +16,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-import xxhash
 import zstandard
 
 from ckpt.errors import CorruptError, FormatError
-from ckpt.events import point
-from ckpt.format.digest import DIGEST_SIZE
+from ckpt.failpoints import point
+from ckpt.format.digest import DIGEST_SIZE, blob_hasher
 from ckpt.format.manifest import Attempt
 from ckpt.format.regular_file import reading
 from ckpt.redo.adam import VERSION as PREDICTOR
@@ -125,7 +124,7 @@ class Appender:
         self._last: Frame | None = None
 
     def begin(self) -> None:
-        self._digest, self._payload = xxhash.xxh3_128(), 0
+        self._digest, self._payload = blob_hasher(), 0
         self._tail.start(self.size + HEAD.size)
 
     def add(self, piece: Buffer) -> None:
@@ -371,7 +370,7 @@ def matches(stored: StoredFrame) -> bool:
 
 
 def _matches(data: _Bytes, at: int, head: bytes, size: int) -> bool:
-    digest = xxhash.xxh3_128()
+    digest = blob_hasher()
     for piece in data.pieces(at + HEAD.size, size):
         digest.update(piece)
     digest.update(head)

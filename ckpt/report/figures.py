@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ckpt.goodput.breakdown import LEAST_S, Interruption, Statement, duration, moment
-from ckpt.report.words import inner_parts, percent
+from ckpt.goodput.breakdown import Interruption, Statement
+from ckpt.report.labels import inner_parts, percent
+from ckpt.units import LEAST_S, duration, moment
 
 
 def summary(found: Statement) -> list[tuple[str, str]]:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ckpt.goodput.breakdown import Statement, duration, moment
+from ckpt.goodput.breakdown import Statement
 from ckpt.report import figures, saves, style, svg, tables
 from ckpt.report.chronicle import Chronicle
+from ckpt.report.labels import NAMES, Subject, clip, share
 from ckpt.report.svg import Plot, clock, esc, legend, linear, stacked, table
-from ckpt.report.words import NAMES, Subject, clip, share
+from ckpt.units import duration, moment
 
 PARTS_OF = ("part", "time", "of wall-clock", "per interruption")
 

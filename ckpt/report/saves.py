@@ -6,11 +6,11 @@ import math
 import statistics
 from collections.abc import Iterable
 
-from ckpt.goodput.breakdown import decimal, duration, moment
 from ckpt.goodput.ledger import LandedSave
 from ckpt.report.chronicle import BUCKETS, Chronicle, ShownEvent
+from ckpt.report.labels import TIERS, Subject, clip, share
 from ckpt.report.svg import Plot, clock, count, decades, esc, legend, linear, seconds, table
-from ckpt.report.words import TIERS, Subject, clip, share
+from ckpt.units import decimal, duration, moment
 
 MOST_DOTS = 400  # of a picture, for each tier
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ckpt.goodput.breakdown import duration
+from ckpt.units import duration
 
 CLIP = 300  # characters of a text from outside that are shown
 WIDE = 1000  # units of a stretched picture

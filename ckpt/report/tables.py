@@ -1,15 +1,16 @@
-"""Tables of a report page: interruptions, faults, restores, decisions. See `ckpt.report.page`."""
+"""Tables of a report page: faults, restores, decisions; how columns look. Interruptions are in `figures`."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
 
-from ckpt.goodput.breakdown import Statement, duration, moment
+from ckpt.goodput.breakdown import Statement
 from ckpt.report import figures
 from ckpt.report.chronicle import Chronicle, Incident
+from ckpt.report.labels import FIRST, NEWEST
 from ckpt.report.svg import esc, table
-from ckpt.report.words import FIRST, NEWEST
+from ckpt.units import duration, moment
 
 
 def interruptions(found: Statement) -> str:

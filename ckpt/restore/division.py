@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ckpt.errors import CorruptError
 from ckpt.format.digest import blob_digest
-from ckpt.format.merged import SavedState
+from ckpt.format.saved_state import SavedState
 from ckpt.format.values import Json
 from ckpt.ranks.assign import assign
 from ckpt.restore.sources import Mask, RestoreSource

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ckpt.checkpoint import read, read_repair
 from ckpt.format.manifest import Attempt
-from ckpt.format.merged import Key, SavedState
+from ckpt.format.saved_state import Key, SavedState
 from ckpt.state.filler import Filler, Target
 
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
-from ckpt.checkpoint.agree import all_finite
+from ckpt.checkpoint.commit_checks import all_finite
 from ckpt.checkpoint.losses import SHOWN, Loss, of_each
 from ckpt.format.manifest import REDO, Attempt, parse_redo
 from ckpt.redo.append import TAKEN_BACK

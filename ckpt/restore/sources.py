@@ -25,7 +25,7 @@ from ckpt.format.boxes import Box
 from ckpt.format.digest import DIGEST_SIZE, blob_digest
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt, pack_key, rank_and_try
-from ckpt.format.merged import Key, SavedState
+from ckpt.format.saved_state import Key, SavedState
 from ckpt.format.table import Table, merge
 from ckpt.format.values import Json
 from ckpt.ipc.arena import Arena, Label

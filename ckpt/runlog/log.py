@@ -33,7 +33,7 @@ from ckpt.errors import (
     StoreError,
 )
 from ckpt.events import log as logger
-from ckpt.events import point
+from ckpt.failpoints import point
 from ckpt.format.digest import file_digest
 from ckpt.format.manifest import MAX_FORMAT, read_format, seal, unseal
 from ckpt.runlog.records import (

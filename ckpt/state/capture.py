@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ckpt.errors import MismatchError, StateError
 from ckpt.format.layout import Layout
-from ckpt.format.merged import SavedState
 from ckpt.format.partition import Seat
 from ckpt.format.saved_nodes import SavedNode
+from ckpt.format.saved_state import SavedState
 from ckpt.format.values import Json, Path, show
 from ckpt.state.adapters import Contents, PlainNode, StatefulNode, StateNode
 from ckpt.state.fingerprint import SampledPlaces

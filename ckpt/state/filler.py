@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ckpt.format.boxes import Box, boxes_of_run, intersect, run_of, within
 from ckpt.format.layout import BITS, TensorSpec
-from ckpt.format.merged import Key, SavedState
+from ckpt.format.saved_state import Key, SavedState
 from ckpt.state.sharding import slices
 from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE, as_bytes
 

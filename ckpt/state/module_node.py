@@ -12,8 +12,8 @@ from ckpt.errors import CorruptError
 from ckpt.format.saved_nodes import SavedNode
 from ckpt.format.values import Json, Path, encode, pairs, show, unpaired
 from ckpt.state.adapters import Collector, Contents, Memories
+from ckpt.state.module_state_dict import EXTRA, OwnState, hand_back, listen
 from ckpt.state.names import Names
-from ckpt.state.own_words import EXTRA, OwnState, hand_back, listen
 from ckpt.state.placement import Placement, references
 from ckpt.state.sharding import Replicas, StateEntry, clean, replicas_of, reshard, unwrap
 from ckpt.state.tensors import check
@@ -21,7 +21,7 @@ from ckpt.state.tensors import check
 
 class ModuleNode:
     """An nn.Module: parameters and persistent buffers, in place; and what else it says of itself, see
-    `ckpt.state.own_words`."""
+    `ckpt.state.module_state_dict`."""
 
     def __init__(self, path: Path, module: nn.Module) -> None:
         self.path = path

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ckpt.errors import CheckpointError, CorruptError, MismatchError
 from ckpt.format.layout import TensorSpec
-from ckpt.format.merged import Ambiguous, Key, SavedState
 from ckpt.format.partition import GLOBAL, Seat
+from ckpt.format.saved_state import Ambiguous, Key, SavedState
 from ckpt.format.values import Json, Path, decode, show
 from ckpt.state.filler import Target
 from ckpt.state.names import Names

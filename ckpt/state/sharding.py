@@ -1,6 +1,7 @@
 """How a live tensor lies on the ranks: shards of a DTensor, replicas of data parallel training, or a rank's own.
 
-Everything is read off the tensors and their meshes; nothing is asked of other ranks.
+Everything is read off the tensors and their meshes; nothing is asked of other ranks. Whose own values a rank takes
+back is in `ckpt.format.saved_state`.
 """
 
 from __future__ import annotations

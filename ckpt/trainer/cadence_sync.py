@@ -28,7 +28,7 @@ from ckpt.ipc.heartbeat import Heartbeat
 from ckpt.ipc.notes import CadenceNote
 from ckpt.ipc.watch_requests import CadenceOf
 from ckpt.ranks.world import Mailbox, World
-from ckpt.restore.resume import together
+from ckpt.restore.restore_first import together
 from ckpt.store import folder_of
 from ckpt.subscribers import publish
 from ckpt.tiers import Memory, Tier
@@ -76,7 +76,7 @@ class CadenceSync:
         self._stopped.set()
 
     def places(self) -> list[CadenceOf]:
-        """What the writer is to decide about; see `ckpt.writer.bookkeeper`."""
+        """What the writer is to decide about; see `ckpt.writer.watch.bookkeeper`."""
         now = self.schedule.newest
         found: list[CadenceOf] = []
         if self._memory is not None:

@@ -15,13 +15,14 @@ import msgspec
 
 from ckpt.checkpoint.commit import Role
 from ckpt.errors import CheckpointError, UsageError
-from ckpt.events import log, point
+from ckpt.events import log
+from ckpt.failpoints import point
 from ckpt.format.manifest import Attempt, new_nonce
 from ckpt.format.partition import partner
 from ckpt.ipc.notes import HeldNote
 from ckpt.ipc.requests import Partner, Serve
 from ckpt.ranks.world import Mailbox, World
-from ckpt.restore.resume import together
+from ckpt.restore.restore_first import together
 from ckpt.runlog.log import Acquire
 from ckpt.tiers import Memory, Tier
 from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor

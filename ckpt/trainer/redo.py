@@ -14,7 +14,6 @@ from typing import Any
 from ckpt.errors import CheckpointError, FencedError, SaveError, WriterError
 from ckpt.events import log as logger
 from ckpt.format.manifest import Attempt
-from ckpt.goodput.breakdown import decimal, duration
 from ckpt.ipc.arena import Arena
 from ckpt.ipc.requests import ForgetRedo, KnowRecipes, LogStep, LogStepReply
 from ckpt.redo.append import WORTH
@@ -26,6 +25,7 @@ from ckpt.trainer.staging.stage import Stager
 from ckpt.trainer.supervise.current_writer import WriterUser
 from ckpt.trainer.supervise.writer_client import WriterClient
 from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
+from ckpt.units import decimal, duration
 
 OFTEN = 0.5  # of what has a recipe, that is to be predicted
 

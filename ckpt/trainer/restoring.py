@@ -11,7 +11,7 @@ from ckpt.errors import CorruptError, NoCheckpointError
 from ckpt.events import log
 from ckpt.ipc.heartbeat import OPENING, RESTORING
 from ckpt.ipc.watch_requests import RestoreDone
-from ckpt.restore.resume import Restored, gather, restore_first, together
+from ckpt.restore.restore_first import Restored, gather, restore_first, together
 from ckpt.restore.sources import MemorySource, RestoreSource
 from ckpt.save import Save
 from ckpt.subscribers import publish

@@ -1,4 +1,4 @@
-"""The last step, if it was not due: kept, so that it can be staged after all when the training ends behind it.
+"""When a step that is not due is kept, and how save(), close() and faults have it staged after all.
 
 In a slot that is free, where that costs next to nothing, so that it outlives this process at a fault; else in this
 process, for `save()` and `close()`.

@@ -1,4 +1,4 @@
-"""Snapshots on their way to durable tiers, and what becomes of them."""
+"""What becomes of saves on their way to durable tiers, as the user is told."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from ckpt.errors import CheckpointError, DeadlineError, FencedError, SaveError, SkippedError
 from ckpt.events import log
 from ckpt.format.manifest import Attempt
-from ckpt.goodput.breakdown import decimal, duration
 from ckpt.ipc.arena import Arena
 from ckpt.save import Save
 from ckpt.subscribers import publish
@@ -18,6 +17,7 @@ from ckpt.trainer.cadence_sync import TOO_LATE
 from ckpt.trainer.session import Session
 from ckpt.trainer.staged import StagedStep
 from ckpt.trainer.supervise.writes import WriteInFlight
+from ckpt.units import decimal, duration
 
 
 class TierWrites:

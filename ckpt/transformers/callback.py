@@ -30,7 +30,7 @@ except ImportError as missing:
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import CheckpointError, UsageError
 from ckpt.goodput.cadence import Auto
-from ckpt.restore.resume import Restored
+from ckpt.restore.restore_first import Restored
 from ckpt.save import Save
 from ckpt.state.rng import RNG
 from ckpt.state.sharding import ModulePart, unwrap

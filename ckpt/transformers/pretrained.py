@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from ckpt.checkpoint import read
 from ckpt.convert.export import Exported, export
 from ckpt.convert.output import Output, Sums, local_path
+from ckpt.convert.partial import check_target
 from ckpt.convert.source import Origin, RankView
 from ckpt.convert.source_run import checkpoint_of
 from ckpt.convert.to_safetensors import cast_to, plan, prefix_of, weights_of
-from ckpt.convert.workshop import check_target
 from ckpt.errors import UsageError
 from ckpt.events import log
 from ckpt.format.digest import blob_digest

@@ -4,7 +4,6 @@ In: messages and arenas from the trainer. Out: checkpoints in stores, the ledger
 torch, nor anything of the trainer.
 
 `main` puts it together; `dispatch` finds the method that deals with a request. What it knows: `present_trainer`,
-`held_run`, `held_memory`. Saving: `persist`, `parts`, `promotion`, `settle`, `redo`. Whose it is: `succession`,
-`opening`, `after_death`, `drain`. Watching: `trainer_watch`, `watchdog`, `fault_reports`,
-`observers` and those they tell.
+`held_run`, `memory`. Whose it is: `succession`, `opening`, `after_death`. What becomes of snapshots: `tiers`. What it
+sees and tells: `watch`.
 """

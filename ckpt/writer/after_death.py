@@ -12,23 +12,23 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ckpt import events
+from ckpt import events, failpoints
 from ckpt.errors import FencedError
 from ckpt.faults.report import Fault, SavedStep
 from ckpt.format.manifest import Attempt
 from ckpt.ipc.requests import Close, Leave
 from ckpt.writer.background import Background
 from ckpt.writer.dispatch import Caller, handles_caller
-from ckpt.writer.drain import Drain
-from ckpt.writer.fault_reports import FaultReporter
-from ckpt.writer.held_memory import HeldMemory
 from ckpt.writer.held_run import LOST_S, HeldRun
-from ckpt.writer.observers import Observers
-from ckpt.writer.persist import Persister
+from ckpt.writer.memory.held_memory import HeldMemory
 from ckpt.writer.present_trainer import PresentTrainer
 from ckpt.writer.server import Server
-from ckpt.writer.trainer_watch import TrainerWatch
-from ckpt.writer.watchdog import Watchdog
+from ckpt.writer.tiers.drain import Drain
+from ckpt.writer.tiers.persist import Persister
+from ckpt.writer.watch.fault_reports import FaultReporter
+from ckpt.writer.watch.observers import Observers
+from ckpt.writer.watch.trainer_watch import TrainerWatch
+from ckpt.writer.watch.watchdog import Watchdog
 
 RETRY_S = 5.0
 TOLD_S = 20.0  # for what is in memory to become durable before the report is written without it
@@ -75,7 +75,7 @@ class AfterDeath:
         self.background.spawn(self._outlive(self.trainer.adoptions))
 
     async def _outlive(self, adoptions: int) -> None:
-        events.point("drain.started")
+        failpoints.point("drain.started")
         began, watchdog, drained = time.monotonic(), self.watch.watchdog, asyncio.Event()
         deadline = began + self.run.linger_s
         if watchdog is not None:

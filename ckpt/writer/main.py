@@ -22,7 +22,7 @@ import sys
 
 import psutil
 
-from ckpt import events
+from ckpt import failpoints
 from ckpt.errors import NameTakenError
 from ckpt.faults.memory_pressure import spare_from_oom
 from ckpt.ipc import channel as link
@@ -31,23 +31,23 @@ from ckpt.ipc.process import Process
 from ckpt.ipc.protocol import failure
 from ckpt.writer.after_death import AfterDeath
 from ckpt.writer.background import Background
-from ckpt.writer.bookkeeper import Bookkeeper
 from ckpt.writer.dispatch import Dispatch
-from ckpt.writer.drain import Drain
-from ckpt.writer.fault_reports import FaultReporter
-from ckpt.writer.held_memory import HeldMemory
 from ckpt.writer.held_run import HeldRun
-from ckpt.writer.memory_requests import MemoryRequests
-from ckpt.writer.observers import Observers
+from ckpt.writer.memory.held_memory import HeldMemory
+from ckpt.writer.memory.memory_requests import MemoryRequests
 from ckpt.writer.opening import TierOpener
-from ckpt.writer.persist import Persister
 from ckpt.writer.present_trainer import PresentTrainer
-from ckpt.writer.redo import RedoKeeper
 from ckpt.writer.server import Server, call_myself
-from ckpt.writer.status import StatusServer
 from ckpt.writer.succession import Succession
-from ckpt.writer.throttle import Throttle
-from ckpt.writer.trainer_watch import TrainerWatch
+from ckpt.writer.tiers.drain import Drain
+from ckpt.writer.tiers.persist import Persister
+from ckpt.writer.tiers.redo import RedoKeeper
+from ckpt.writer.tiers.throttle import Throttle
+from ckpt.writer.watch.bookkeeper import Bookkeeper
+from ckpt.writer.watch.fault_reports import FaultReporter
+from ckpt.writer.watch.observers import Observers
+from ckpt.writer.watch.status import StatusServer
+from ckpt.writer.watch.trainer_watch import TrainerWatch
 
 NICE = 10
 
@@ -110,7 +110,7 @@ async def _refuse(channel: Channel) -> None:
 
 def main() -> None:
     """Entry point of the process."""
-    events.process = "writer"
+    failpoints.process = "writer"
     logging.basicConfig(level=logging.WARNING, format="everystep writer: %(message)s")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # meant for the trainer; our end is bounded by deadlines

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.convert import export, to_run, workshop
+from ckpt.convert import export, partial, to_run
 from ckpt.convert.output import Literal, OutFile, Output, Run
 from ckpt.convert.source import RankView
 from ckpt.errors import CheckpointError, FullError, StoreError, UsageError
@@ -179,7 +179,8 @@ def test_what_is_chosen_and_cast_is_a_run_too(made: Path, tmp_path: Path, call: 
 
 RESTORE = """
 import sys
-from ckpt import cli; from ckpt.cli import convert as cli_offline; from ckpt.convert import export, to_run, workshop
+from ckpt import cli; from ckpt.cli import convert as cli_offline; from ckpt.convert import export, to_run
+from ckpt.convert import partial
 export.SYNC, cli_offline.WINDOW = 1, 1 << 20
 sys.exit(cli.main(sys.argv[1:]))
 """
@@ -206,7 +207,7 @@ def test_killed_at_any_moment(made: Path, tmp_path: Path, call: Any, words: tupl
         result = run_script(RESTORE, "restore", made, "--to", target, *words, "--json")
         done = json.loads(result.stdout)["done"]
         assert done["resumed"] > 0 or fail in fails[: 2 if "--world-size" in words else 1]
-        assert same_files(target, tmp_path / "whole") and not workshop.partial_of(target).exists()
+        assert same_files(target, tmp_path / "whole") and not partial.partial_of(target).exists()
     target = tmp_path / "late"
     assert killed(run_script(RESTORE, "restore", made, "--to", target, *words, fail="export.appeared:kill"))
     assert same_files(target, tmp_path / "whole") and call("restore", made, "--to", target, *words).code == 2
@@ -227,7 +228,7 @@ def interrupted(made: Path, target: Path) -> Path:
     """What a restore that was killed half-way has left: the file with the most bytes."""
     fail = "export.window:kill:5"
     assert killed(run_script(RESTORE, "restore", made, "--to", target, "--format", "safetensors", fail=fail))
-    return max((p for p in workshop.partial_of(target).rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    return max((p for p in partial.partial_of(target).rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
 
 
 def test_what_was_written_before_is_not_trusted(made: Path, tmp_path: Path, call: Any) -> None:
@@ -235,7 +236,7 @@ def test_what_was_written_before_is_not_trusted(made: Path, tmp_path: Path, call
     call("restore", made, "--to", tmp_path / "whole")
     file = interrupted(made, tmp_path / "a")
     flip(file, 2 * MIB)
-    journal = workshop.partial_of(tmp_path / "a") / "journal"
+    journal = partial.partial_of(tmp_path / "a") / "journal"
     journal.write_bytes(journal.read_bytes() + b'["mod')
     found = run_script(RESTORE, "restore", made, "--to", tmp_path / "a", "--json")
     assert json.loads(found.stdout)["done"]["resumed"] == 3 * MIB  # four were noted
@@ -261,7 +262,7 @@ def test_an_unfinished_export_of_something_else_is_left_alone(made: Path, tmp_pa
     for words in (["--dtype", "bf16"], ["--step", "1"], ["--shard-size", "1MB"]):
         found = call("restore", made, "--to", tmp_path / "a", *words)
         assert found.code == 2 and "unfinished export of something else" in found.err
-    with open(workshop.partial_of(tmp_path / "a") / "lock") as lock:
+    with open(partial.partial_of(tmp_path / "a") / "lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         found = call("restore", made, "--to", tmp_path / "a")
     assert found.code == 2 and "another process" in found.err and file.read_bytes() == before
@@ -308,13 +309,13 @@ def test_a_target_that_appears_meanwhile_is_not_replaced(
     made: Path, tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What somebody else has put there stays, and what was made is not lost."""
-    real = workshop._sync_tree
+    real = partial._sync_tree
 
     def meanwhile(path: Path) -> None:
         (tmp_path / "w.safetensors").write_text("theirs")
         real(path)
 
-    monkeypatch.setattr(workshop, "_sync_tree", meanwhile)
+    monkeypatch.setattr(partial, "_sync_tree", meanwhile)
     assert call("restore", made, "--to", tmp_path / "w.safetensors").code == 2
     assert (tmp_path / "w.safetensors").read_text() == "theirs"
     (tmp_path / "w.safetensors").unlink()
@@ -353,9 +354,9 @@ def test_a_disk_that_is_too_small_for_what_torch_writes(made: Path, tmp_path: Pa
         found = call(*words)
         assert found.code == 2 and "are free" in found.err and left_in(disk) == []
         subprocess.run(["mount", "-o", "remount,size=40m", disk], check=True)
-        real = workshop.Workshop.note
+        real = partial.Workshop.note
 
-        def filled(self: workshop.Workshop, done: Any) -> None:
+        def filled(self: partial.Workshop, done: Any) -> None:
             real(self, done)
             with contextlib.suppress(OSError), open(disk / "filler", "wb") as file:
                 while True:
@@ -363,7 +364,7 @@ def test_a_disk_that_is_too_small_for_what_torch_writes(made: Path, tmp_path: Pa
                     file.flush()
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(workshop.Workshop, "note", filled)
+            patch.setattr(partial.Workshop, "note", filled)
             found = call(*words)
         assert found.code == 2 and not (disk / name).exists() and "Traceback" not in found.err
         assert "goes on from there" in found.err

@@ -34,7 +34,7 @@ from ckpt.convert.source import DESCRIPTION, OriginEntry, RankView, Want, descri
 from ckpt.convert.source_files import FilesOrigin, Foreign
 from ckpt.errors import CheckpointError, CorruptError, FormatError, UsageError
 from ckpt.format.layout import Layout
-from ckpt.format.merged import SavedState
+from ckpt.format.saved_state import SavedState
 from ckpt.format.table import Shard, Table
 from ckpt.format.values import decode
 from ckpt.state import tensors

@@ -25,16 +25,16 @@ from processes import REPO
 sys.path.insert(0, str(REPO / "benchmarks"))
 
 import scale
-from ckpt.checkpoint import agree, read
 from ckpt.checkpoint import commit as commits
+from ckpt.checkpoint import commit_checks, read
 from ckpt.errors import CorruptError, SaveError
 from ckpt.format import join_ranks, rank_index
 from ckpt.format.boxes import Box
 from ckpt.format.digest import file_digest
 from ckpt.format.manifest import Attempt, Part, index_key, pack_key, part_key, table_key
-from ckpt.format.merged import SavedState
 from ckpt.format.partition import GLOBAL, Seat
 from ckpt.format.rank_index import Directory
+from ckpt.format.saved_state import SavedState
 from ckpt.format.table import Shard, Table, merge
 from ckpt.restore import division
 from ckpt.restore.sources import StoreSource
@@ -61,7 +61,7 @@ def make(world: scale.World, root: Path) -> None:
     for first in range(0, world.size, world.per_stage):
         scale.write_ranks(world, str(root), first, first + world.per_stage)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agree, "WHOLE", 0)
+        patch.setattr(commit_checks, "WHOLE", 0)
         scale.take_over(root)
 
 
@@ -591,17 +591,17 @@ def test_a_directory_that_is_not_what_the_tables_say_is_noticed(run: Path, lie: 
 
 def test_ranks_that_do_not_agree_are_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """The committer says which tensor it is about."""
-    monkeypatch.setattr(agree, "WHOLE", 0)
+    monkeypatch.setattr(commit_checks, "WHOLE", 0)
     state = [[Shard("w", "F32", (4,), (2 * rank,), (2,), rank)] for rank in range(2)]
     for second, right in ((state[1], True), ([replace(state[1][0], offsets=(1,))], False)):
         tables = [table_of(state[0], 0), table_of(second, 1)]
         written = [commits.WrittenPart(part_of(t, rank, 2), "", t) for rank, t in enumerate(tables)]
         if right:
-            assert rank_index.is_directory(agree.index_of(written))
+            assert rank_index.is_directory(commit_checks.index_of(written))
             assert not rank_index.is_directory(merge(tables).to_bytes())
         else:
             with pytest.raises(SaveError, match="about w"):
-                agree.index_of(written)
+                commit_checks.index_of(written)
 
 
 # -- the benchmark --

@@ -19,9 +19,10 @@ from ckpt.errors import CorruptError, FormatError
 from ckpt.faults.report import Fault, SavedStep
 from ckpt.goodput import walk
 from ckpt.goodput.accounting import settle
-from ckpt.goodput.breakdown import Statement, duration
+from ckpt.goodput.breakdown import Statement
 from ckpt.goodput.ledger import PREFIX, Account, Decision, End, Restore, SaveTotals, SeenFault, StepRow
-from ckpt.report.words import percent
+from ckpt.report.labels import percent
+from ckpt.units import duration
 
 __all__ = ["run"]  # fixtures
 

@@ -14,7 +14,7 @@ from torch import nn
 import ckpt
 from ckpt.errors import CheckpointError, SaveError
 from ckpt.ranks.world import World
-from ckpt.restore.resume import Restored, restore_first
+from ckpt.restore.restore_first import Restored, restore_first
 from ckpt.restore.sources import MemorySource
 from ckpt.state.capture import Capture
 from ckpt.trainer.staging.fill import SlotFiller

@@ -37,8 +37,8 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.checkpoint import agree, read, retention, store_trial, write
 from ckpt.checkpoint import commit as commits
+from ckpt.checkpoint import commit_checks, read, retention, store_trial, write
 from ckpt.checkpoint import settle as settling
 from ckpt.checkpoint.commit import Role
 from ckpt.checkpoint.retention import Keep
@@ -688,7 +688,7 @@ def named(attempts: set[Attempt]) -> str:
     return " and ".join(map(str, sorted(attempts)))
 
 
-# -- what actors do: around the library as `ckpt.writer.persist` does it --
+# -- what actors do: around the library as `ckpt.writer.tiers.persist` does it --
 
 
 @functools.cache
@@ -891,7 +891,7 @@ class Rank:
         """An increment, if it can be one. Some writers do not say so before: they may find out in the end."""
         dice, state = self.sim.dice, self.log.state
         older = [(Attempt.parse(w.part.attempt), w) for w in self.stored if kept_same(self.sim, snapshot, w)]
-        bases = [(of, w) for of, w in older if of < snapshot.attempt and agree.vouches(state, w)][-4:]
+        bases = [(of, w) for of, w in older if of < snapshot.attempt and commit_checks.vouches(state, w)][-4:]
         if not bases or dice.random() < 0.15:
             return None
         of, base = dice.choice(bases)

@@ -192,7 +192,7 @@ def run_python(
 def run_script(
     code: str, *arguments: object, fail: str = "", timeout_s: float = 120.0, fresh: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python code as a training process of its own; `fail` arms fail points (see ckpt/events.py).
+    """Run Python code as a training process of its own; `fail` arms fail points (see ckpt/failpoints.py).
 
     `fresh`: in one that has imported nothing yet, for what is said of modules and of memory.
     """

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpt
-from ckpt import events
+from ckpt import failpoints
 from ckpt.checkpoint import read
 from ckpt.ranks import world as worlds
 from ckpt.trainer.staging import stage
@@ -472,7 +472,7 @@ def staging_fails(root: str, how: str) -> dict[str, Any]:
         go(toy, cp, 1).committed(60)
         together()
         if rank == 1 and at is None:
-            events._armed = events._parse("trainer/stage.copied:eio")
+            failpoints._armed = failpoints._parse("trainer/stage.copied:eio")
         elif rank == 1:
             stage.point = meddle  # type: ignore[assignment]
         toy.advance(2, 0)
@@ -480,7 +480,7 @@ def staging_fails(root: str, how: str) -> dict[str, Any]:
         assert save is not None
         error = failure(lambda: save.committed(60))
         together()
-        stage.point, events._armed = events.point, None
+        stage.point, failpoints._armed = failpoints.point, None
         go(toy, cp, 3).committed(60)
     return {"error": error, "steps": list(steps_of(root)), "again": again(root)}
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ckpt.checkpoint.write import build_table
 from ckpt.format.layout import Layout
-from ckpt.format.merged import SavedState as SavedState
+from ckpt.format.saved_state import SavedState as SavedState
 from ckpt.state.capture import Capture, Reading
 from ckpt.state.filler import Filler
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import interleave
-from ckpt.checkpoint import agree, parts, retention
 from ckpt.checkpoint import commit as commits
+from ckpt.checkpoint import commit_checks, parts, retention
 from ckpt.checkpoint import settle as settling
 from ckpt.checkpoint.commit import Recovery, Role
 from ckpt.checkpoint.write import RankSnapshot, WrittenPart
@@ -330,20 +330,20 @@ def the_end_of_the_log_is_not_seen(patch: pytest.MonkeyPatch) -> None:
 
 def the_base_may_be_gone(patch: pytest.MonkeyPatch) -> None:
     """Whether what was built on is still a checkpoint is looked at in the beginning only."""
-    check = agree.check_sources
+    check = commit_checks.check_sources
 
     def early(state: RunState, attempt: Attempt, needs: Any, packs: Any = None) -> None:
         if packs is None:
             check(state, attempt, needs)
 
-    patch.setattr(agree, "check_sources", early)
+    patch.setattr(commit_checks, "check_sources", early)
 
 
 def whatever_was_written_will_do(patch: pytest.MonkeyPatch) -> None:
     """An increment is taken against a try of a checkpoint that may not be the one that was committed."""
-    check = agree.check_sources
-    patch.setattr(agree, "vouches", lambda state, base: Attempt.parse(base.part.attempt) in state.commits)
-    patch.setattr(agree, "check_sources", lambda state, attempt, needs, packs=(): check(state, attempt, needs))
+    check = commit_checks.check_sources
+    patch.setattr(commit_checks, "vouches", lambda state, base: Attempt.parse(base.part.attempt) in state.commits)
+    patch.setattr(commit_checks, "check_sources", lambda state, attempt, needs, packs=(): check(state, attempt, needs))
 
 
 def what_is_built_on_goes(patch: pytest.MonkeyPatch) -> None:

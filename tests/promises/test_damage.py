@@ -27,7 +27,7 @@ from ckpt.format.layout import BLOB, Layout, TensorSpec
 from ckpt.format.manifest import Attempt, new_nonce
 from ckpt.ipc.arena import SEALED, Arena, Label
 from ckpt.ranks.world import World
-from ckpt.restore.resume import Restored, restore_first
+from ckpt.restore.restore_first import Restored, restore_first
 from ckpt.restore.sources import HeldSnapshot as Sealed
 from ckpt.restore.sources import MemorySource
 from ckpt.runlog.log import Acquire, Commit, RunLog

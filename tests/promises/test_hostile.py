@@ -53,13 +53,13 @@ from ckpt.format.boxes import Box
 from ckpt.format.digest import blob_digest, file_digest
 from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.manifest import Attempt, index_key, new_nonce, part_key, seal, table_key
-from ckpt.format.merged import SavedState
+from ckpt.format.saved_state import SavedState
 from ckpt.format.table import Shard, Table, merge
 from ckpt.format.values import decode
 from ckpt.ipc import channel as link
 from ckpt.ipc.protocol import MOST_BYTES
 from ckpt.ranks.world import World
-from ckpt.restore.resume import Restored, gather, restore_first
+from ckpt.restore.restore_first import Restored, gather, restore_first
 from ckpt.restore.sources import RestoreSource
 from ckpt.runlog.log import RunLog, record_key
 from ckpt.state.capture import Capture

@@ -30,7 +30,7 @@ from ckpt.checkpoint import incremental, parts, read
 from ckpt.checkpoint.scrub import Scrub
 from ckpt.cli import cli
 from ckpt.errors import CheckpointError, NotFoundError, SaveError
-from ckpt.events import INCREMENT_POINTS, WRITER_POINTS
+from ckpt.failpoints import INCREMENT_POINTS, WRITER_POINTS
 from ckpt.format.codec import BF16, DELTA, FLOAT_DELTA, RAW
 from ckpt.format.manifest import Attempt, index_key, owner, table_key
 from ckpt.format.table import Table

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 import toy
-from ckpt.events import POINTS, TRAINER_POINTS, WRITER_POINTS
+from ckpt.failpoints import POINTS, TRAINER_POINTS, WRITER_POINTS
 from ckpt.ipc.arena import Arena
 from ckpt.ipc.mutex import Got
 from kills import DISK, EVERY, MEMORY, STEPS, TRAIN, Chain, Told, Trainer, kill_all, lost, problems, steps_on_disk

@@ -18,7 +18,7 @@ from ckpt.ipc.arena import EAGER, Arena, Label
 from ckpt.ipc.watch_requests import Report
 from ckpt.runlog.log import RunLog
 from ckpt.store import open_store
-from ckpt.writer.held_memory import HeldMemory
+from ckpt.writer.memory.held_memory import HeldMemory
 
 
 def durable(run: str) -> list[int]:

@@ -27,7 +27,7 @@ from processes import REPO, eventually, start_python, writers
 NAME = "handover"
 LIFE = """
 import os, sys, ckpt, torch
-from ckpt.trainer.supervise import find
+from ckpt.trainer.supervise import find_writer
 import torch.distributed as dist
 from torch import nn
 until, words = int(sys.argv[1]), sys.argv[2:]
@@ -72,7 +72,7 @@ def held(real):
     return sync
 os.fsync, os.fdatasync = held(os.fsync), held(os.fdatasync)
 """
-IMPATIENT = "find.HELLO_S = find.PATIENT_S = 1.0"
+IMPATIENT = "find_writer.HELLO_S = find_writer.PATIENT_S = 1.0"
 
 
 class Rank(Trainer):

@@ -63,7 +63,7 @@ with ckpt.Checkpointer({"w": w, "opt": opt}, takeover="takeover" in words, **pla
 """
 
 
-PARTS = "from ckpt.trainer.supervise import find, memory, opening, siblings, writer_client, writer_supervisor"
+PARTS = "from ckpt.trainer.supervise import find_writer, memory, opening, siblings, writer_client, writer_supervisor"
 
 
 def patched(patch: str) -> str:
@@ -249,7 +249,10 @@ def test_a_child_does_not_keep_its_parents_name(run_dir: str) -> None:
 def test_a_writer_that_stands_still_is_ended_only_if_its_trainer_is_dead(lives: bool, run_dir: str) -> None:
     """It cannot be woken up. An opening is refused while its trainer lives, which goes on with it afterwards; after
     that one's death it is ended, and the run begins, however long it was waited for."""
-    patch = "find.MEET_S = find.HELLO_S = find.PATIENT_S = 2.0; writer_client.WriterClient._wake = lambda _: 0"
+    patch = (
+        "find_writer.MEET_S = find_writer.HELLO_S = find_writer.PATIENT_S = 2.0; "
+        "writer_client.WriterClient._wake = lambda _: 0"
+    )
     with Life("memory:silent", 4) as first:
         writer = int(first.ask("cp.writer_pid"))
         os.kill(writer, signal.SIGSTOP)

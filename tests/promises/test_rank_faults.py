@@ -28,7 +28,7 @@ import torch
 import ckpt
 import rank_toy
 from ckpt.checkpoint import read
-from ckpt.events import TRAINER_POINTS, WRITER_POINTS
+from ckpt.failpoints import TRAINER_POINTS, WRITER_POINTS
 from kills import DISK, MEMORY, kill_all, lost, problems
 from model_disk import volume, why_not
 from parallel import free_port

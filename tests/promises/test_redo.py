@@ -38,7 +38,7 @@ from ckpt.errors import (
     SkippedError,
     UsageError,
 )
-from ckpt.events import REDO_POINTS
+from ckpt.failpoints import REDO_POINTS
 from ckpt.format.manifest import Attempt
 from ckpt.redo.frame_file import StoredFrame
 from ckpt.restore import redo_logs

@@ -35,11 +35,11 @@ from ckpt.format.boxes import Box, intersect
 from ckpt.format.digest import blob_digest
 from ckpt.format.layout import BITS, Layout, TensorSpec, pages
 from ckpt.format.manifest import Attempt
-from ckpt.format.merged import Key, SavedState
 from ckpt.format.partition import GLOBAL, Holding, Seat, share
+from ckpt.format.saved_state import Key, SavedState
 from ckpt.ipc.arena import SEALED, Arena, Label
 from ckpt.ranks.world import World
-from ckpt.restore.resume import Restored, restore_first
+from ckpt.restore.restore_first import Restored, restore_first
 from ckpt.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource
 from ckpt.runlog.log import Acquire, Commit, RunLog
 from ckpt.state.capture import Capture
@@ -961,7 +961,7 @@ def check_resharding(case: Case) -> None:
         patch.setattr("ckpt.format.partition.LEAST", 1)
         patch.setattr("ckpt.format.layout.BLOB", case.blob)
         if case.listed:
-            patch.setattr("ckpt.checkpoint.agree.WHOLE", -1)
+            patch.setattr("ckpt.checkpoint.commit_checks.WHOLE", -1)
         pieces = [staged(wholes, before, rank) for rank in range(before.size)]
         check_shares(wholes, before, pieces, case.grain)
 

@@ -18,7 +18,7 @@ from ckpt.convert import source_files
 from ckpt.convert.source_run import RunOrigin
 from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.manifest import Attempt
-from ckpt.format.merged import SavedState
+from ckpt.format.saved_state import SavedState
 from commands import call, save
 from peak import PEAK
 from processes import run_script

@@ -30,12 +30,12 @@ from accounts import WALL, account, died, invoke, run, seen, write
 from ckpt.errors import CorruptError, FormatError
 from ckpt.faults.report import Fault, SavedStep
 from ckpt.goodput.accounting import settled
-from ckpt.goodput.breakdown import decimal
 from ckpt.goodput.ledger import MOST_LANDED, Account, Decision, End, LandedSave, SaveTotals, stall_bucket, thinned
 from ckpt.report import style, svg
 from ckpt.report.chronicle import Chronicle, chronicle
+from ckpt.report.labels import Subject
 from ckpt.report.page import page
-from ckpt.report.words import Subject
+from ckpt.units import decimal
 from processes import REPO, eventually
 
 __all__ = ["run"]  # a fixture

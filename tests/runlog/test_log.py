@@ -20,8 +20,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.checkpoint import agree, retention
 from ckpt.checkpoint import commit as commits
+from ckpt.checkpoint import commit_checks, retention
 from ckpt.checkpoint import settle as settling
 from ckpt.checkpoint.commit import Role
 from ckpt.checkpoint.read import load_manifest, verify
@@ -1273,7 +1273,9 @@ def test_what_was_built_on_something_that_is_gone_is_no_checkpoint(kind: str, ho
             if how == "of another try":
                 await commits.commit(chain.log, chain.mine, [await write_part(chain.store, of_two(chain.mine, 2))])
                 message = f"builds on {pack_key(chain.attempt(2), 0, 4)}, of a try that was not committed"
-            assert not agree.vouches(chain.log.state, base) and agree.vouches(chain.log.state, chain.base)
+            assert not commit_checks.vouches(chain.log.state, base) and commit_checks.vouches(
+                chain.log.state, chain.base
+            )
             own = await chain.build(3, base, say=False)
         records = await chain.records()
         with pytest.raises(SaveError, match=re.escape(message)):

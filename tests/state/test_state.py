@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import ckpt
 from ckpt.errors import MismatchError, StateError
 from ckpt.format.layout import Layout
-from ckpt.format.merged import SavedState as SavedState
+from ckpt.format.saved_state import SavedState as SavedState
 from ckpt.state.capture import Capture
 from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE
 from toy_states import Loader, Saved, State, differences, fill, freeze, raw

@@ -1,4 +1,4 @@
-"""A step that is not staged, kept so that it can be staged after all when the training ends right behind it.
+"""What a step that is not due is made of: cloned, or left in place and watched.
 
 What optimizers change stays where it is until one begins the next step. Everything else (batches, random numbers,
 buffers, settings) moves on before that, so it is taken at once. Parameters that nobody trains, as of a frozen model,

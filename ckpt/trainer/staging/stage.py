@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ckpt.errors import CheckpointError, ClosedError, DeadlineError, SaveError, SkippedError, WriterError
-from ckpt.events import log, point
+from ckpt.events import log
+from ckpt.failpoints import point
 from ckpt.ipc.arena import EAGER, EMPTY, FILLING, SEALED, Arena, Label
 from ckpt.ipc.mutex import Got
 from ckpt.trainer.profiler import traced

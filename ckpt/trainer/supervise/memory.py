@@ -1,4 +1,4 @@
-"""The arenas: the one that is staged into, what earlier incarnations left, and when older memory may go."""
+"""The arenas: how many slots, which one is staged into, what earlier incarnations left, when older memory may go."""
 
 from __future__ import annotations
 

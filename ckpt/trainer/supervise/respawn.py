@@ -8,9 +8,9 @@ import time
 from ckpt.errors import DeadlineError, FencedError, NameTakenError, StoreError, WriterError
 from ckpt.events import log
 from ckpt.ipc import requests
-from ckpt.trainer.supervise import find
+from ckpt.trainer.supervise import find_writer
 from ckpt.trainer.supervise.current_writer import CurrentWriter
-from ckpt.trainer.supervise.find import WriterFinder
+from ckpt.trainer.supervise.find_writer import WriterFinder
 from ckpt.trainer.supervise.opening import RunOpener
 from ckpt.trainer.supervise.writer_client import WriterClient
 
@@ -57,7 +57,7 @@ class WriterRespawner:
     def _spawn_in_turn(self) -> WriterClient:
         """Once whoever has the name goes: one of ours that is slow to end, or of a start that came to nothing.
         FencedError if the run is another's by now: who has lost it must not stand in the way."""
-        end = time.monotonic() + find.MEET_S
+        end = time.monotonic() + find_writer.MEET_S
         while True:
             if self._writer.lost is not None:
                 raise self._writer.lost

@@ -10,7 +10,7 @@ from ckpt.errors import CheckpointError, DeadlineError, InUseError, WriterError
 from ckpt.events import log
 from ckpt.ipc import channel, requests
 from ckpt.ranks.world import World
-from ckpt.trainer.supervise import find
+from ckpt.trainer.supervise import find_writer
 from ckpt.trainer.supervise.current_writer import CurrentWriter
 from ckpt.trainer.supervise.layouts import KnownLayouts
 from ckpt.trainer.supervise.memory import HeldElsewhere, SnapshotMemory
@@ -82,7 +82,7 @@ class Siblings:
 
     def _visit_orphan(self, key: str) -> Visited | None:
         """Once its trainer is dead, or has lost the run to us. InUseError if it lives, and this is no takeover."""
-        end, told = time.monotonic() + find.DYING_S, False
+        end, told = time.monotonic() + find_writer.DYING_S, False
         while True:
             found = self.visit(key)
             if found is None or not found.alive:
@@ -102,7 +102,7 @@ class Siblings:
         client = WriterClient.find(key)
         if client is not None:
             try:
-                client.ask(requests.Lose(), find.PATIENT_S)
+                client.ask(requests.Lose(), find_writer.PATIENT_S)
             finally:
                 client.close()
 
@@ -113,7 +113,7 @@ class Siblings:
         if client is None:
             return None
         try:
-            hello, fds = client.greet(find.HELLO_S, find.PATIENT_S, visit=True)
+            hello, fds = client.greet(find_writer.HELLO_S, find_writer.PATIENT_S, visit=True)
             compare = self._layouts.differ_from(self._world.size)
             digests = client.ask(requests.AskDigests(all=True)) if compare else hello.digests
             held = HeldElsewhere.of(hello, fds, digests)

@@ -1,4 +1,4 @@
-"""The trainer's end of the writer: find the one that survived, or spawn one; ask it things; notice when it is gone."""
+"""A connection to one writer process: send, ask, hear, notice that it is gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer's side of memory and writer: who holds what, and what happens when one of them is lost.
+"""Puts the parts of the trainer's side together, and gives everything to the next writer when one is lost.
 
 A `WriterSupervisor` finds the writer that survived the last incarnation or spawns one, opens the durable tiers through
 it, and gives memory to a new writer when the old one dies. What the writer has to know is kept by its parts, each a
@@ -31,7 +31,7 @@ from ckpt.tiers import Memory, Tier
 from ckpt.trainer.staging.stage import Stager
 from ckpt.trainer.supervise.acknowledge import Acknowledgements, Done
 from ckpt.trainer.supervise.current_writer import CurrentWriter, StandingRequests, WriterUser
-from ckpt.trainer.supervise.find import WriterFinder
+from ckpt.trainer.supervise.find_writer import WriterFinder
 from ckpt.trainer.supervise.held_snapshots import HeldSnapshots
 from ckpt.trainer.supervise.layouts import KnownLayouts
 from ckpt.trainer.supervise.memory import SnapshotMemory
@@ -231,11 +231,11 @@ class WriterSupervisor:
         return self.run.roles
 
     def keep_books(self, request: watch.KeepBooks, fds: tuple[int, ...]) -> None:
-        """Have the writer keep the ledger; see `ckpt.writer.bookkeeper`."""
+        """Have the writer keep the ledger; see `ckpt.writer.watch.bookkeeper`."""
         self.standing.tell(request, fds, later=msgspec.structs.replace(request, again=True))
 
     def show(self, request: watch.Show, fds: tuple[int, ...]) -> None:
-        """Let the writer be asked what we do; see `ckpt.writer.status`."""
+        """Let the writer be asked what we do; see `ckpt.writer.watch.status`."""
         self.standing.tell(request, fds)
 
     def tell_restored(self, request: watch.RestoreDone) -> None:

@@ -1,4 +1,4 @@
-"""Slots on their way to tiers, and snapshots that must not get there."""
+"""Slots that the writer was told to write, told to the next one too; and snapshots that must not get to a tier."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ckpt.errors import CheckpointError, SaveError, WriterError
-from ckpt.events import point
+from ckpt.failpoints import point
 from ckpt.format.manifest import Attempt
 from ckpt.ipc import requests
 from ckpt.ipc.arena import Arena

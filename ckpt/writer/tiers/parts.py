@@ -20,10 +20,10 @@ from ckpt.format.manifest import Attempt
 from ckpt.format.table import Table
 from ckpt.ipc.arena import Arena, Label
 from ckpt.ipc.notes import UnpinnedNote
-from ckpt.writer.held_memory import HeldMemory
 from ckpt.writer.held_run import HeldRun
+from ckpt.writer.memory.held_memory import HeldMemory
 from ckpt.writer.present_trainer import PresentTrainer
-from ckpt.writer.settle import Settler
+from ckpt.writer.tiers.settle import Settler
 
 
 @dataclass(eq=False)

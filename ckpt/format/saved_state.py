@@ -1,4 +1,4 @@
-"""A checkpoint as one state, whoever saved it: what all ranks' layouts, values and tables say together.
+"""A checkpoint as one state, whoever saved it: which tensor a name means for a rank, and whose own values it takes.
 
 A tensor is known by its name and its *instance*: the ranks that held it together, or `GLOBAL` if all did. A rank that
 restores looks a name up with `resolve`; how many ranks there are now, and how they divide tensors, does not matter, as

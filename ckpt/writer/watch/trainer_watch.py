@@ -16,10 +16,10 @@ from ckpt.ipc import watch_requests as watch
 from ckpt.ipc.protocol import Note
 from ckpt.writer.background import Background
 from ckpt.writer.dispatch import Caller, handles, handles_caller
-from ckpt.writer.fault_reports import FaultReporter, end
-from ckpt.writer.observers import Observers
 from ckpt.writer.present_trainer import PresentTrainer
-from ckpt.writer.watchdog import Stall, Watchdog, WatchdogCalls
+from ckpt.writer.watch.fault_reports import FaultReporter, end
+from ckpt.writer.watch.observers import Observers
+from ckpt.writer.watch.watchdog import Stall, Watchdog, WatchdogCalls
 
 AWAKE_S = 0.25  # for it to take a signal that the writer has seen
 HEARD_S = 1.0  # for its fault handler to answer

@@ -22,10 +22,10 @@ from ckpt.faults.report import Fault, SavedStep
 from ckpt.ipc import channel
 from ckpt.ipc.watch_requests import PeerDied, Sample
 from ckpt.triggers import RETRY_CODE
-from ckpt.writer.drain import Drain
-from ckpt.writer.held_memory import HeldMemory
 from ckpt.writer.held_run import HeldRun
-from ckpt.writer.watchdog import Stall, Watchdog
+from ckpt.writer.memory.held_memory import HeldMemory
+from ckpt.writer.tiers.drain import Drain
+from ckpt.writer.watch.watchdog import Stall, Watchdog
 
 SAVE_S = 10.0  # for what is in memory to become durable, before a hung trainer is ended
 ASK_S = 2.0  # for another writer of this node to answer

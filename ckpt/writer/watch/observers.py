@@ -8,11 +8,11 @@ from ckpt.ipc import watch_requests as watch
 from ckpt.ipc.requests import Json
 from ckpt.metrics import Metrics
 from ckpt.telemetry.exporter import Exporter
-from ckpt.writer.bookkeeper import Bookkeeper
 from ckpt.writer.dispatch import Caller, handles, handles_caller
 from ckpt.writer.held_run import HeldRun
 from ckpt.writer.present_trainer import PresentTrainer
-from ckpt.writer.status import StatusServer
+from ckpt.writer.watch.bookkeeper import Bookkeeper
+from ckpt.writer.watch.status import StatusServer
 
 
 class Observers:

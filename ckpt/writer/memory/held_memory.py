@@ -19,7 +19,7 @@ from ckpt.ipc.arena import Arena, ArenaKeeper, Label
 from ckpt.ipc.mutex import Got
 from ckpt.ipc.requests import Digest
 from ckpt.runlog.log import Acquire, in_history
-from ckpt.writer.replicate import Replicator
+from ckpt.writer.memory.replicate import Replicator
 
 MAX_LAYOUTS = 256  # far more than a trainer believes us to have
 MEMORY_SHARE = 0.8  # of the available memory, that an arena may take

@@ -17,12 +17,12 @@ from ckpt.ipc.arena import Arena, Label
 from ckpt.ipc.requests import Persist, SavedInTier
 from ckpt.writer.background import Background
 from ckpt.writer.dispatch import handles
-from ckpt.writer.held_memory import HeldMemory
 from ckpt.writer.held_run import HeldRun
-from ckpt.writer.parts import PartWriter
+from ckpt.writer.memory.held_memory import HeldMemory
 from ckpt.writer.present_trainer import PresentTrainer
-from ckpt.writer.settle import OUT_OF_TURN, Settler
-from ckpt.writer.throttle import Throttle
+from ckpt.writer.tiers.parts import PartWriter
+from ckpt.writer.tiers.settle import OUT_OF_TURN, Settler
+from ckpt.writer.tiers.throttle import Throttle
 
 COMMON_S = 1.0  # until the step before the newest will do, if not all ranks have the newest
 OTHERS_S = 5.0  # for other ranks to bring theirs, when ours is written

@@ -21,7 +21,8 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt.errors import CheckpointError
-from ckpt.events import log, point
+from ckpt.events import log
+from ckpt.failpoints import point
 from ckpt.format.layout import Layout, pages
 from ckpt.format.manifest import Attempt
 from ckpt.ipc.arena import EMPTY, FILLING, SEALED, Arena, Label

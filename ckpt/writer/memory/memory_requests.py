@@ -10,7 +10,7 @@ from ckpt.format.layout import Layout
 from ckpt.ipc import requests
 from ckpt.ipc.arena import Arena
 from ckpt.writer.dispatch import Answer, Caller, handles, handles_caller
-from ckpt.writer.held_memory import HeldMemory, make_arena
+from ckpt.writer.memory.held_memory import HeldMemory, make_arena
 from ckpt.writer.present_trainer import PresentTrainer
 
 KEEP_S = 1.0  # for another process that keeps an arena to let go of it

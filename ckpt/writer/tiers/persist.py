@@ -19,14 +19,14 @@ from ckpt.ipc.arena import Arena, Label
 from ckpt.ipc.notes import StoredNote
 from ckpt.ipc.requests import WriteSlot, WriteSlotReply
 from ckpt.writer.background import Background
-from ckpt.writer.bookkeeper import Bookkeeper
 from ckpt.writer.dispatch import handles
-from ckpt.writer.held_memory import HeldMemory
 from ckpt.writer.held_run import HeldRun
-from ckpt.writer.parts import PartWriter
+from ckpt.writer.memory.held_memory import HeldMemory
 from ckpt.writer.present_trainer import PresentTrainer
-from ckpt.writer.promotion import Promoter, too_slow
-from ckpt.writer.settle import Settler, own_bytes
+from ckpt.writer.tiers.parts import PartWriter
+from ckpt.writer.tiers.promotion import Promoter, too_slow
+from ckpt.writer.tiers.settle import Settler, own_bytes
+from ckpt.writer.watch.bookkeeper import Bookkeeper
 
 FAR_QUEUE = 2  # checkpoints on their way from memory to a tier that is slow, the one that waits among them
 LATE_S = 30.0  # for the parts of other ranks, when nobody is left to wait for them

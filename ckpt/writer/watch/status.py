@@ -27,11 +27,11 @@ from ckpt.telemetry import status
 from ckpt.telemetry.exporter import deferred
 from ckpt.telemetry.nvml import Devices
 from ckpt.telemetry.status import DeviceStatus, RankStatus, SlotStatus, TierStatus, shown
-from ckpt.writer.bookkeeper import Bookkeeper
-from ckpt.writer.drain import Drain
-from ckpt.writer.held_memory import HeldMemory
 from ckpt.writer.held_run import HeldRun
+from ckpt.writer.memory.held_memory import HeldMemory
 from ckpt.writer.present_trainer import PresentTrainer
+from ckpt.writer.tiers.drain import Drain
+from ckpt.writer.watch.bookkeeper import Bookkeeper
 
 RECENT_S, RECENT = 60.0, 16  # of the last steps: so many seconds, and so many steps if those take longer
 MOST_TEXT = 500  # characters of a fault that are shown

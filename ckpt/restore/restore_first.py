@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: which one, agreed by all ranks, and its bytes from whoever can read them.
+"""Tries the sources, newest first, until one fills the state of all ranks; how long each of them may take.
 
     candidates -> for each, newest first: describe -> open -> place -> share the reading -> fill -> all agree
 
@@ -20,9 +20,9 @@ from ckpt.checkpoint import losses
 from ckpt.checkpoint.losses import Loss, Skipped, passed_over
 from ckpt.errors import CheckpointError, CorruptError, DeadlineError, PeerError, StoreError, TransferError, UsageError
 from ckpt.events import log as logger
-from ckpt.events import point
+from ckpt.failpoints import point
 from ckpt.format.manifest import Attempt
-from ckpt.format.merged import SavedState
+from ckpt.format.saved_state import SavedState
 from ckpt.format.values import Json
 from ckpt.ranks.exchange import Exchange
 from ckpt.ranks.together import together as together

@@ -20,8 +20,8 @@ from ckpt.ipc.notes import HeldNote
 from ckpt.ipc.requests import Retract
 from ckpt.writer.background import Background
 from ckpt.writer.dispatch import handles
-from ckpt.writer.held_memory import HeldMemory
 from ckpt.writer.held_run import HeldRun
+from ckpt.writer.memory.held_memory import HeldMemory
 from ckpt.writer.present_trainer import PresentTrainer
 
 FAR_PATIENCE = 6  # how much longer ranks wait for each other's parts where these take their time

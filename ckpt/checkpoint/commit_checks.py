@@ -1,4 +1,4 @@
-"""Whether parts make a checkpoint, going by what they and the log say: nothing is read or written here."""
+"""What is checked before a COMMIT: parts fit, every element is there, bases are live. Nothing is read or written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckpt.errors import CorruptError, SaveError
 from ckpt.format.join_ranks import build
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import MAX_NEEDS, Attempt, owner, rank_and_try
-from ckpt.format.merged import SavedState
+from ckpt.format.saved_state import SavedState
 from ckpt.format.table import merge
 from ckpt.runlog.records import RunState
 

@@ -18,11 +18,11 @@ from ckpt.ipc.requests import Resume
 from ckpt.runlog.log import Commit
 from ckpt.writer.background import Background
 from ckpt.writer.dispatch import handles
-from ckpt.writer.held_memory import HeldMemory
 from ckpt.writer.held_run import HeldRun
-from ckpt.writer.parts import PartWriter
+from ckpt.writer.memory.held_memory import HeldMemory
 from ckpt.writer.present_trainer import PresentTrainer
-from ckpt.writer.settle import Settler
+from ckpt.writer.tiers.parts import PartWriter
+from ckpt.writer.tiers.settle import Settler
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ckpt.convert.output import OutFile, Output
 from ckpt.errors import FullError, StoreError, UsageError
-from ckpt.events import point
+from ckpt.failpoints import point
 from ckpt.format.manifest import canonical
 from ckpt.format.regular_file import open_regular, read_regular
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, overload
 
@@ -44,6 +45,7 @@ T = TypeVar("T")
 
 # Until they are closed: also one that nobody holds any more is closed when the interpreter ends.
 _open: dict[str, Checkpointer] = {}
+_opening = threading.Lock()
 
 
 class Checkpointer:
@@ -87,11 +89,19 @@ class Checkpointer:
     ) -> None:
         wanted, timeouts_s = as_triggers(triggers), (busy_timeout_s, close_timeout_s, agree_timeout_s)
         self._settings = Settings.checked(tiers, name, every, (on_busy, on_error), timeouts_s, metrics)
-        if self._settings.url in _open:
-            raise UsageError(f"another Checkpointer in this process uses {self._settings.url}: close() it first")
         with contextlib.ExitStack() as undo:  # whatever comes in between, Ctrl-C too
+            self._reserve(undo)
             self._start(undo, Session(self._settings, state, takeover, undo), wanted, on_fault)
             undo.pop_all()
+
+    def _reserve(self, undo: contextlib.ExitStack) -> None:
+        """UsageError if there is another one of this run in this process, also one that is just being made."""
+        url = self._settings.url
+        with _opening:
+            if url in _open:
+                raise UsageError(f"another Checkpointer in this process uses {url}: close() it first")
+            undo.callback(_open.pop, url, None)
+            _open[url] = self
 
     def _start(
         self,
@@ -118,7 +128,6 @@ class Checkpointer:
         for fault in self.faults:
             log.warning("before this start: %s", fault.line)
             self._fault_handler.tell(fault)
-        _open[self._settings.url] = self
         session.ends.callback(_open.pop, self._settings.url, None)
         session.ends.callback(ProcessEnd(self._close_at_exit, self._after_fork).cancel)
         session.introduce()
@@ -242,7 +251,7 @@ class Checkpointer:
         Raises NoCheckpointError, CorruptError if none of the checkpoints is sound, or MismatchError, after which
         nothing has been changed.
         """
-        with self._progress.in_turn():
+        with self._progress.in_turn(alone=True):
             self._progress.check_usable(restoring=True)
             try:
                 return self._restoring.restore(default, step, strict)
@@ -254,6 +263,7 @@ class Checkpointer:
     def wait(self, timeout_s: float | None = None, *, step: int | None = None) -> None:
         """Until every save begun so far, or that of one step, is staged and written, or has failed. DeadlineError past
         `timeout_s`."""
+        self._progress.check_not_forked()
         self._writes.wait(timeout_s, step)
 
     def close(self, timeout_s: float | None = None) -> None:

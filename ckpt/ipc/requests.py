@@ -194,6 +194,10 @@ class KeepArena(Request[None], frozen=True):
     arena: str
 
 
+class HandedOver(Request[None], frozen=True):
+    """A writer that took a dead one's place has been given all that its trainer has. Answered when it keeps it."""
+
+
 class AttachArena(Request[None], frozen=True):
     """An arena, by its descriptor, that the writer is to hold; `foreign`: other ranks staged into it."""
 

@@ -34,6 +34,7 @@ class Progress:
         self.torn = False  # a restore failed half-way
         self.closed = self.forked = False
         self.turn = threading.RLock()  # of whoever is in step(), save(), restore() or close()
+        self._inside = False  # whether such a call is under way
         self._updates = 0  # optimizer steps before the last call of step()
 
     def begin(self, step: int, finite: bool | None) -> None:
@@ -68,14 +69,22 @@ class Progress:
         return lambda: hook.count == updates
 
     @contextlib.contextmanager
-    def in_turn(self) -> Iterator[None]:
-        """One thread at a time. Whoever closes us may wait for a thread that waits here, such as that of `on_fault`."""
+    def in_turn(self, *, alone: bool = False) -> Iterator[None]:
+        """One thread at a time. Whoever closes us may wait for a thread that waits here, such as that of `on_fault`.
+
+        `alone`: UsageError if a signal handler comes with it into another call, which would go on with another state.
+        """
         while not self.turn.acquire(timeout=TURN_S):
-            if self.closed:
+            if self.closed or self.forked:
                 self.check_usable()
+        outer = self._inside
         try:
+            if alone and outer:
+                raise UsageError("restore() cannot come into step(), save() or close(), as from a signal handler")
+            self._inside = True
             yield
         finally:
+            self._inside = outer
             self.turn.release()
 
     @contextlib.contextmanager
@@ -89,8 +98,9 @@ class Progress:
             yield
             self.exchanged = outer  # after an exception they may be so still
         finally:
-            heartbeat.paused(time.monotonic() - began if before != PAUSED else 0.0)
-            heartbeat.touch(before)
+            if not self.forked:  # in a child it is not there
+                heartbeat.paused(time.monotonic() - began if before != PAUSED else 0.0)
+                heartbeat.touch(before)
 
     # -- checks --
 

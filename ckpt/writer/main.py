@@ -52,10 +52,12 @@ from ckpt.writer.watch.trainer_watch import TrainerWatch
 NICE = 10
 
 
-async def serve(channel: Channel, listener: socket.socket, key: str, path: str, process: Process) -> None:
+async def serve(
+    channel: Channel, listener: socket.socket, key: str, path: str, process: Process, awaited: bool
+) -> None:
     """Put the writer together, and work until it leaves. Everything runs in one event loop; blocking work goes to
     threads."""
-    background, trainer, memory = Background(), PresentTrainer(channel, process), HeldMemory()
+    background, trainer, memory = Background(), PresentTrainer(channel, process), HeldMemory(awaited=awaited)
     server, run = Server(path, listener, trainer, background), HeldRun(trainer)
     throttle = Throttle(lambda: trainer.pid)
     books = Bookkeeper(lambda: run.tiers, trainer.tell)
@@ -90,15 +92,16 @@ def _be_modest() -> None:
     spare_from_oom()
 
 
-async def _main(fd: int, key: str, path: str, started: int) -> None:
-    """`started`: when the trainer was, as `ckpt.ipc.process.Process` says it; it may have died by now."""
+async def _main(fd: int, key: str, path: str, started: int, awaited: bool) -> None:
+    """`started`: when the trainer was, as `ckpt.ipc.process.Process` says it; it may have died by now. `awaited`: it is
+    about to give us the memory that a dead writer held."""
     sock = socket.socket(fileno=fd)
     listener = link.listen(key)
     if listener is None:
         await _refuse(Channel(sock))
         return
     call_myself(link.AT_WORK)
-    await serve(Channel(sock), listener, key, path, Process(link.peer_pid(sock), started))
+    await serve(Channel(sock), listener, key, path, Process(link.peer_pid(sock), started), awaited)
 
 
 async def _refuse(channel: Channel) -> None:
@@ -115,5 +118,5 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # meant for the trainer; our end is bounded by deadlines
     _be_modest()
-    asyncio.run(_main(int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])))
+    asyncio.run(_main(int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5] == "1"))
     os._exit(0)  # threads may still sit in a mutex

@@ -801,11 +801,14 @@ def test_a_run_without_triggers_cannot_be_asked(run_dir: str) -> None:
             channel.ask_once(channel.run_key(normalise(run_dir), 0), TriggerSave(""), 10.0)
 
 
-def test_an_on_fault_that_raises_harms_nothing(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
-    """It is logged; later faults are dealt with and told as before."""
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit])
+def test_an_on_fault_that_raises_harms_nothing(
+    run_dir: str, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
+) -> None:
+    """It is logged, sys.exit() too; later faults are dealt with and told as before."""
 
     def fail(fault: Fault) -> None:
-        raise RuntimeError("of the hook")
+        raise kind("of the hook")
 
     with training(run_dir, on_fault=fail) as run:
         run.go()

@@ -60,7 +60,7 @@ class CaseCloser:
         if self._on_fault is not None:
             try:
                 self._on_fault(fault)
-            except Exception:
+            except BaseException:  # sys.exit() too: it would end this thread, and nothing else
                 log.exception("on_fault failed")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Container
@@ -95,8 +96,10 @@ class SlotToucher:
             for slot in range(arena.slots):
                 arena.touch(slot, lambda: not stopped.is_set())
 
-        self._thread = threading.Thread(target=touch, name="ckpt-touch", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=touch, name="ckpt-touch", daemon=True)
+        with contextlib.suppress(RuntimeError):  # Python 3.12 starts none at the end of the interpreter: no matter
+            thread.start()
+            self._thread = thread
 
     def stop(self) -> None:
         """What is touched after it was given back would be taken again."""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ckpt.errors import CheckpointError, FencedError, WriterError
+from ckpt.errors import CheckpointError, ClosedError, FencedError, WriterError
 from ckpt.ipc.protocol import Request
 from ckpt.trainer.supervise.writer_client import REQUEST_S, WriterClient
 
@@ -67,7 +67,9 @@ class CurrentWriter:
         for tries in itertools.count():
             try:
                 return work(self.client)
-            except WriterError:
+            except WriterError as error:
+                if self.closing:  # by a signal handler
+                    raise ClosedError("this Checkpointer was closed meanwhile") from error
                 if self.failure is not None or tries > INSIST:
                     raise
                 time.sleep(0.1)  # until the next writer is there

@@ -76,9 +76,9 @@ class WriterFinder:
                 raise WriterError(f"the last writer of this run has not let go of its name within {MEET_S:g} s")
             time.sleep(0.02)
 
-    def spawn(self) -> WriterClient:
-        """NameTakenError if another one has the name of this run."""
-        client = WriterClient.spawn(self._key)
+    def spawn(self, *, next_one: bool = False) -> WriterClient:
+        """NameTakenError if another one has the name of this run. `next_one`: as of `WriterClient.spawn`."""
+        client = WriterClient.spawn(self._key, next_one=next_one)
         try:
             client.greet(OPEN_S, OPEN_S, losers=self._losers)
         except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -233,10 +234,16 @@ class SnapshotMemory(WriterUser):
             arena.close()
 
     def forget(self) -> None:
-        """In a forked child: close our copies of what belongs to the parent."""
+        """In a forked child: give up what belongs to the parent. Also what `mmap` has made for itself would hold all of
+        the memory as long as the child lives; it goes on to think that it has those descriptors."""
         for arena in self.all_arenas():
             os.close(arena.fd)
             arena.fd = -1
+        with open(os.devnull) as nothing:
+            for name in os.listdir("/proc/self/fd"):
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:ckpt-"):
+                        os.dup2(nothing.fileno(), int(name), inheritable=False)
 
 
 NONE_KEPT = ", so none is kept there: only steps that are due in a tier are saved"

@@ -63,7 +63,7 @@ class WriterRespawner:
                 raise self._writer.lost
             if not self._finder.is_taken():
                 with contextlib.suppress(NameTakenError):
-                    return self._finder.spawn()
+                    return self._finder.spawn(next_one=True)
             self._check_mine()
             if self._writer.closing or time.monotonic() > end:
                 raise WriterError("another writer has the name of this run")

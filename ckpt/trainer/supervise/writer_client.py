@@ -34,7 +34,7 @@ R = TypeVar("R")
 NOTES = table(Note.__subclasses__())
 REQUEST_S = 120.0
 
-_BOOT = "import sys; sys.path[:0] = sys.argv[5:]; from ckpt.writer.main import main; main()"
+_BOOT = "import sys; sys.path[:0] = sys.argv[6:]; from ckpt.writer.main import main; main()"
 _BETWEEN = "import os, sys; os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ)"
 SPAWN_S = 60.0
 ENDING_S = 5.0  # for a writer that has hung up to be gone
@@ -71,8 +71,9 @@ class WriterClient:
         return None if channel is None else cls(channel, key, Process.of(link.peer_pid(channel.sock)))
 
     @classmethod
-    def spawn(cls, key: str) -> WriterClient:
+    def spawn(cls, key: str, *, next_one: bool = False) -> WriterClient:
         """A new writer, in a session of its own, so that it survives what kills the trainer's process group.
+        `next_one`: it takes a dead one's place, and answers no other trainer before it has heard `HandedOver`.
 
         Nor is it a child of the trainer's, since launchers look for those: a process between them starts it and ends.
         """
@@ -83,7 +84,18 @@ class WriterClient:
             if path:
                 os.fchmod(output.fileno(), 0o600)
             since = str(Process.of(os.getpid()).started)  # it may be up only when we are gone, and our number another's
-            writer = [sys.executable, "-P", "-c", _BOOT, str(theirs.fileno()), key, path, since, *homes]
+            writer = [
+                sys.executable,
+                "-P",
+                "-c",
+                _BOOT,
+                str(theirs.fileno()),
+                key,
+                path,
+                since,
+                str(int(next_one)),
+                *homes,
+            ]
             try:
                 between = subprocess.run(
                     [sys.executable, "-I", "-S", "-c", _BETWEEN, *writer],

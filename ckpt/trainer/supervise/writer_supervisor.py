@@ -200,6 +200,8 @@ class WriterSupervisor:
             writer.client = fresh
             for user in writer.users:
                 user.on_new_writer(fresh)
+        with contextlib.suppress(CheckpointError):  # it died of that, or we are closing
+            fresh.ask(requests.HandedOver())
         if fresh.alive:
             log.warning("a new writer has taken over; training was not affected")
         else:

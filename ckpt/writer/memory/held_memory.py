@@ -6,6 +6,7 @@ memory of another node (`mirror`).
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -59,7 +60,11 @@ def make_arena(slots: int, slot_size: int, least: int) -> Arena:
 class HeldMemory:
     """Used in the event loop of the writer, but for `digest_ring`, which takes long and belongs into a thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, awaited: bool = False) -> None:
+        """`awaited`: a trainer that has memory is about to give it to us."""
+        self.handed_over = asyncio.Event()
+        if not awaited:
+            self.handed_over.set()
         self.arenas: dict[str, Arena] = {}
         self.keeping: dict[str, ArenaKeeper] = {}  # the same arenas
         self.foreign: set[str] = set()  # those that other ranks staged into: nobody goes on in them here

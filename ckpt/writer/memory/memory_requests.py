@@ -38,6 +38,11 @@ class MemoryRequests:
     async def keep(self, request: requests.KeepArena) -> None:
         await self._kept(request.arena)
 
+    @handles(requests.HandedOver)
+    async def handed_over(self, request: requests.HandedOver) -> None:
+        await asyncio.gather(*map(self._kept, list(self.held_memory.keeping)))
+        self.held_memory.handed_over.set()
+
     async def _kept(self, key: str) -> None:
         await asyncio.to_thread(self.held_memory.keeping[key].begun.wait, KEEP_S)
 

@@ -1,0 +1,167 @@
+"""Calls that come where none is expected: into another call, from two threads at once, in a forked child, at the very
+end of the interpreter, in the middle of a takeover."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckpt
+import toy
+from ckpt.state.capture import Capture
+from ckpt.trainer.ownership import Ownership
+from processes import run_script
+from test_promise_ends import restored
+from test_promise_ownership import LIFE, Life, patched, start_of
+
+
+def steps(cp: ckpt.Checkpointer, state: dict[str, Any], count: int) -> None:
+    for step in range(cp.restore(default=0), count):
+        toy.train_step(state)
+        cp.step(step + 1)
+
+
+@pytest.mark.parametrize("due", [False, True])
+def test_no_restore_within_a_step(run_dir: str, monkeypatch: pytest.MonkeyPatch, due: bool) -> None:
+    """As of a signal handler: the rest of step() would go on with another state. It is refused, the step is saved."""
+    state, read, said = toy.build(), Capture.read, list[BaseException]()
+    cp = ckpt.Checkpointer(state, [ckpt.Memory(every=1 if due else 10), ckpt.Tier(run_dir, every=100)])
+    steps(cp, state, 2)
+
+    def interrupted(capture: Capture) -> Any:
+        if not said:
+            with pytest.raises(ckpt.UsageError, match="cannot come into") as caught:
+                cp.restore()
+            said.append(caught.value)
+        return read(capture)
+
+    toy.train_step(state)
+    with monkeypatch.context() as patch:
+        patch.setattr(Capture, "read", interrupted)
+        cp.step(3)
+        cp.save().committed(30)
+    cp.close()
+    assert said and restored(run_dir) == (3, toy.reference(3))
+
+
+def test_closed_within_restore(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a signal handler: restore() says so at once, and the next one finds what was there."""
+    with ckpt.Checkpointer(state := toy.build(), run_dir) as cp:
+        steps(cp, state, 3)
+    cp = ckpt.Checkpointer(state, run_dir)
+    take_over = Ownership.take_over
+    monkeypatch.setattr(Ownership, "take_over", lambda *a: (cp.close(), take_over(*a)))
+    began = time.monotonic()
+    with pytest.raises(ckpt.ClosedError):
+        cp.restore()
+    assert time.monotonic() - began < 15
+    monkeypatch.undo()
+    assert restored(run_dir) == (3, toy.reference(3))
+
+
+def test_two_that_are_made_at_once(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one run, by two threads of a process: one is made, the other is refused."""
+    found: list[ckpt.Checkpointer | ckpt.UsageError] = []
+    prepare, first = ckpt.trainer.session.Session._prepare, threading.Event()  # type: ignore[attr-defined]
+
+    def slowly(*a: Any) -> Any:
+        first.set()
+        time.sleep(1.0)
+        return prepare(*a)
+
+    monkeypatch.setattr("ckpt.trainer.session.Session._prepare", slowly)
+
+    def make() -> None:
+        try:
+            found.append(ckpt.Checkpointer(toy.build(), run_dir, triggers=None))
+        except ckpt.UsageError as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=make) for _ in range(2)]
+    threads[0].start()
+    assert first.wait(30)
+    threads[1].start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(type(one).__name__ for one in found) == ["Checkpointer", "UsageError"]
+    next(one for one in found if isinstance(one, ckpt.Checkpointer)).close()
+    ckpt.Checkpointer(toy.build(), run_dir, triggers=None).close()  # the name is free again
+
+
+ENDING = """
+import sys, threading, toy, ckpt
+start = threading.Thread.start
+def none_at_the_end(thread):
+    if thread.name == "ckpt-touch":
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+    start(thread)
+threading.Thread.start = none_at_the_end
+state = toy.build()
+cp = ckpt.Checkpointer(state, [ckpt.Memory(every=100), ckpt.Tier(sys.argv[1], every=100)], triggers=None)
+for step in range(cp.restore(default=0), 3):
+    toy.train_step(state)
+    cp.step(step + 1)
+"""
+
+
+def test_no_thread_can_be_started_at_the_end(run_dir: str) -> None:
+    """As in Python 3.12: what would only make copies quicker is left out, and the last step is saved."""
+    assert run_script(ENDING, run_dir).returncode == 0
+    assert restored(run_dir) == (3, toy.reference(3))
+
+
+CHILDREN = """
+import os, sys, torch, ckpt
+state = {"w": torch.zeros(1 << 20)}
+with ckpt.Checkpointer(state, sys.argv[1]) as cp:
+    cp.restore(default=0)
+    save = cp.save(1)
+    with cp.pause():
+        if not (child := os.fork()):
+            found = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if int(fd) > 2 and
+                     os.path.lexists(f"/proc/self/fd/{fd}")]
+            assert not [one for one in found if "memfd:ckpt" in one], found
+            try:
+                cp.wait()
+            except ckpt.ClosedError:
+                sys.exit(7)
+            sys.exit(8)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    save.committed(30)
+    cp.step(2)
+"""
+
+
+def test_a_forked_child_holds_nothing_and_waits_for_nothing(run_dir: str) -> None:
+    """Within pause(), while a save is under way: it has none of the memory, hears that only the trainer saves, and ends
+    as it wants; the trainer goes on."""
+    done = run_script(CHILDREN, run_dir)
+    assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
+
+
+SLOWLY = "on_new_writer = memory.SnapshotMemory.on_new_writer\n" + (
+    "memory.SnapshotMemory.on_new_writer = lambda *a: (__import__('time').sleep(2), on_new_writer(*a))"
+)
+
+
+def test_a_takeover_while_the_next_writer_gets_the_memory(run_dir: str) -> None:
+    """A trainer's writer is killed, and the next one has the run's name, but no memory yet, when somebody takes the run
+    over: that one waits for the memory, and goes on from the newest step."""
+    with Life("memory:handing", 6, code=patched(SLOWLY)) as first:
+        writer = int(first.ask("cp.writer_pid"))
+        os.kill(writer, signal.SIGKILL)
+        time.sleep(1.0)
+        assert start_of("memory:handing", 0, "takeover", "kill") == ["start", "6", "6", "memory"]
+        assert first.do().startswith("FencedError")
+
+
+def test_negative_control_nothing_is_slow(run_dir: Path) -> None:
+    """The same trainer without the delay, as a writer that was given everything answers at once."""
+    with Life("memory:handing", 6, code=LIFE):
+        assert start_of("memory:handing", 0, "takeover", "kill") == ["start", "6", "6", "memory"]

@@ -35,7 +35,6 @@ from ckpt.writer.watch.observers import Observers
 from ckpt.writer.watch.trainer_watch import TrainerWatch
 
 OWNER_S = 10.0  # between two looks at who owns the run
-HAND_OVER_S = 5.0  # for a trainer to give us the memory that a dead writer held
 LET_GO_S = 0.1  # between two looks whether a trainer that lives, and has left, has let go of its memory
 
 
@@ -104,9 +103,8 @@ class Succession:
         check_version(request)
         trainer, memory, visit = self.trainer, self.held_memory, request.visit
         trainer.knows_losers(request.losers)
-        if caller.channel is not trainer.channel:  # our own has memory for us yet
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(memory.handed_over.wait(), HAND_OVER_S)
+        if caller.channel is not trainer.channel:
+            await memory.until_handed_over()
         self._check_welcome(visit)
         lost = [] if visit else await self.run.lost()  # before anything changes
         self._check_welcome(visit)

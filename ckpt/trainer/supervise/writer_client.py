@@ -84,18 +84,8 @@ class WriterClient:
             if path:
                 os.fchmod(output.fileno(), 0o600)
             since = str(Process.of(os.getpid()).started)  # it may be up only when we are gone, and our number another's
-            writer = [
-                sys.executable,
-                "-P",
-                "-c",
-                _BOOT,
-                str(theirs.fileno()),
-                key,
-                path,
-                since,
-                str(int(next_one)),
-                *homes,
-            ]
+            words = [str(theirs.fileno()), key, path, since, str(int(next_one)), *homes]
+            writer = [sys.executable, "-P", "-c", _BOOT, *words]
             try:
                 between = subprocess.run(
                     [sys.executable, "-I", "-S", "-c", _BETWEEN, *writer],

@@ -7,6 +7,7 @@ memory of another node (`mirror`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from ckpt.ipc.requests import Digest
 from ckpt.runlog.log import Acquire, in_history
 from ckpt.writer.memory.replicate import Replicator
 
+HAND_OVER_S = 5.0
 MAX_LAYOUTS = 256  # far more than a trainer believes us to have
 MEMORY_SHARE = 0.8  # of the available memory, that an arena may take
 
@@ -74,6 +76,11 @@ class HeldMemory:
         self.retracted: set[Attempt] = set()  # what must not become a checkpoint
         self._tries: dict[Attempt, int] = {}
         self.mirror = Replicator(check_room, self.keep_layout)
+
+    async def until_handed_over(self) -> None:
+        """Until our own trainer has given us what a dead writer held, if it is about to: there is nothing yet."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.handed_over.wait(), HAND_OVER_S)
 
     def all(self) -> list[Arena]:
         return [*self.arenas.values(), *self.mirror.arenas.values()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,6 +82,16 @@ def own_sockets(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     yield folder
     for process in writers(folder):
         process.kill()
+
+
+@pytest.fixture(autouse=True)
+def as_many_threads() -> Iterator[None]:
+    """Sums of floats depend on how many threads torch has: no test leaves another number to the next."""
+    torch = sys.modules.get("torch")
+    before = 0 if torch is None else torch.get_num_threads()
+    yield
+    if torch is not None and torch.get_num_threads() != before:
+        torch.set_num_threads(before)
 
 
 @pytest.fixture

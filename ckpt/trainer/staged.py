@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
-from ckpt.errors import ClosedError
+from ckpt.errors import CheckpointError, ClosedError
 from ckpt.format.manifest import Attempt
 from ckpt.ipc.arena import Arena
 from ckpt.save import Save
 from ckpt.trainer.progress import Progress
 from ckpt.trainer.session import Session
 from ckpt.trainer.staging.snapshot import PendingSnapshot
+
+QUEUED_S = 30.0  # for what the staging thread has to do
 
 
 class StagedStep(NamedTuple):
@@ -65,9 +68,20 @@ class Staged:
             self.restored = None
             self._session.stager.unpin(arena.id, slot)
 
+    def last_is_under_way(self, timeout_s: float) -> bool:
+        """Whether the last save comes into memory by itself, or has. Not one that step() was about to submit, when a
+        signal handler came, which is here."""
+        return self.last is not None and self._has_begun(self.last[1], timeout_s) and self.last[1].error is None
+
+    def _has_begun(self, job: PendingSnapshot, timeout_s: float) -> bool:
+        if not job.begun:
+            with contextlib.suppress(CheckpointError):
+                self._session.stager.do(lambda: None, timeout_s)  # what was queued has begun after that
+        return job.begun
+
     def forgo_begun(self) -> None:
         """A snapshot that a signal handler, which closes us within `step()`, has kept from being staged."""
-        if self.last is not None and not self.last[1].submitted:
+        if self.last is not None and not self._has_begun(self.last[1], QUEUED_S):
             self.last[0].set_failed(ClosedError(f"closed before step {self._progress.step} was staged"))
             self.last = None
 

@@ -89,8 +89,9 @@ class StepKeeper:
     def save_again(self) -> Save:
         """The last step, to all tiers that it is not in, nor on its way to."""
         step, last = self._last_step("say which step this is: save(step)")
-        if last is not None and last[1].under_way:
-            last[1].copied.wait(self._session.settings.busy_timeout_s)
+        timeout_s = self._session.settings.busy_timeout_s
+        if last is not None and self._staged.last_is_under_way(timeout_s):
+            last[1].copied.wait(timeout_s)
         if last is None or last[1].place is None:
             return self._saves.begin(step, self._session.settings.everywhere, explicit=True, taken=self._as_stepped())
         self._saves.write_again(*last)
@@ -100,7 +101,9 @@ class StepKeeper:
         """The last step, into memory if it is not there. Returns when it is copied, or cannot be."""
         step, last = self._last_step("call step() first: there is no step to stage")
         timeout_s = self._session.settings.busy_timeout_s
-        if last is not None and last[1].under_way and last[1].copied.wait(timeout_s) and last[1].place is not None:
+        if last is not None and self._staged.last_is_under_way(timeout_s):
+            last[1].copied.wait(timeout_s)
+        if last is not None and last[1].place is not None:
             return last[0]
         save = self._saves.begin(step, [], explicit=True, taken=self._as_stepped())
         if (last := self._staged.last_of(step)) is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from typing import Any
 
@@ -12,13 +11,9 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.format.layout import Layout, TensorSpec
-from ckpt.format.manifest import Attempt
-from ckpt.ipc.arena import EAGER, Arena, Label
 from ckpt.ipc.watch_requests import Report
 from ckpt.runlog.log import RunLog
 from ckpt.store import open_store
-from ckpt.writer.memory.held_memory import HeldMemory
 
 
 def durable(run: str) -> list[int]:
@@ -121,29 +116,3 @@ def test_who_stays_after_all_has_not_announced_its_end(run_dir: str, trained: An
         assert call.leave is None and not cp._fault_handler._incidents.leaving
     (report,) = [one for one in told if isinstance(one, Report)]
     assert report.ends is False and report.fault["exit_code"] is None
-
-
-def test_what_fills_one_gap_does_not_count_for_another() -> None:
-    """Tensors that were filled in for a step say nothing about the slot of a later one."""
-    specs = tuple(TensorSpec(name, "F32", (4,)) for name in ("a", "b"))
-    layout = Layout(specs, {}, [])
-    holdings, arena = HeldMemory(), Arena.create(2, 1 << 16)
-    holdings.add(arena)
-    holdings.layouts[layout.digest] = layout
-    holdings.guarded = {layout.digest: [0, 1]}
-    first, second = (Attempt(1, step, "ab" * 4) for step in (7, 9))
-
-    def gap(order: int, attempt: Attempt) -> None:
-        arena.set_label(0, Label(EAGER, order, attempt, layout.digest, 32, 2, 0.0))
-
-    gap(1, first)
-    lent = holdings.lend_gap()
-    assert lent is not None and lent[3] == [0, 1]
-    assert not holdings.fill_gap(first, [0])
-    gap(2, second)
-    assert not holdings.fill_gap(first, [1])
-    lent = holdings.lend_gap()
-    assert lent is not None and lent[3] == [0, 1] and not arena.sealed()
-    assert not holdings.fill_gap(second, [1])
-    assert holdings.fill_gap(second, [0]) and len(arena.sealed()) == 1
-    os.close(arena.fd)

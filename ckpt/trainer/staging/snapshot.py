@@ -44,7 +44,8 @@ class PendingSnapshot:
     deadline: float = float("inf")  # of waiting for a slot, monotonic
     on_end: Callable[[PendingSnapshot], None] = lambda job: None
     beside: Callable[[], None] | None = None  # to be done as well while the guarded tensors do not change
-    submitted: bool = False
+    submitted: bool = False  # or just about to be
+    begun: bool = False  # by the staging thread
     eager_done: threading.Event = field(default_factory=threading.Event)
     enqueued: threading.Event = field(default_factory=threading.Event)  # all copies are on their stream
     copied: threading.Event = field(default_factory=threading.Event)
@@ -83,12 +84,6 @@ class PendingSnapshot:
         layout = self.reading.layout
         size = layout.arrangement.data_size
         return Label(state, self.order, self.attempt, layout.digest, size, len(self.values), time.time(), self.finite)
-
-    @property
-    def under_way(self) -> bool:
-        """Whether it comes, or has come, into memory by itself. (Not one that step() is about to submit, and was called
-        away from by a signal handler.)"""
-        return self.submitted and self.error is None
 
     def clone_eager(self) -> bool:
         """Take what may change before the next optimizer step, if it is little; whether that is done."""

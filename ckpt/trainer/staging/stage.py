@@ -242,6 +242,7 @@ class Stager:
 
     @traced("ckpt.stage")
     def _stage(self, job: PendingSnapshot) -> None:
+        job.begun = True
         self._land(wait=False)
         with self._ending(job):
             arena = self._arena

@@ -620,7 +620,8 @@ class TestFaults:
 
     @pytest.fixture(autouse=True)
     def small_parts(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ckpt_backends.remote_upload.PART", 5 << 20)
+        for module in ("remote_upload", "s3_upload"):
+            monkeypatch.setattr(f"ckpt_backends.{module}.PART", 5 << 20)
 
     def run(self, proxy: FaultProxy, engine: str, work: Callable[[Store], Awaitable[None]]) -> None:
         url = f"s3://bucket/runs/{secrets.token_hex(8)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 PART = 16 << 20  # bytes; 64 MiB gained nothing against a real server, and cost memory
 
 
-class RemoteUpload:
+class RemoteUpload(ABC):
     """What is not larger than one part is stored by one request, at the end, and only if its name is free. All else
     goes part by part, in ways of the store's own: `_send`, `_complete`, `_drop`.
 
@@ -63,14 +64,14 @@ class RemoteUpload:
     async def _put(self) -> None:
         await self._store.put(self._key, self._whole, create=not self._replace)
 
-    async def _send(self, offset: int, view: memoryview) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    async def _send(self, offset: int, view: memoryview) -> None: ...
 
-    async def _complete(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    async def _complete(self) -> None: ...
 
-    async def _drop(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    async def _drop(self) -> None: ...
 
 
 class FileUpload(RemoteUpload):

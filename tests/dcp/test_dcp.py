@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import ckpt
 import ckpt.dcp
-from ckpt import events, failpoints
+from ckpt import failpoints
 from ckpt.checkpoint import read
 from ckpt.cli import cli
 from ckpt.dcp import coordinator, in_flight, incarnation, objects, rank_write
@@ -551,9 +551,9 @@ def test_a_failed_step_can_be_saved_again(run_dir: str, monkeypatch: pytest.Monk
     state, writer = {"w": torch.randn(10), "n": 1}, ckpt.dcp.StorageWriter(run_dir)
     save(state, 1, writer)
     for point in ("pack.opened", "pack.written", "table.stored", "part.stored", "index.stored"):
-        monkeypatch.setattr(events, "_armed", failpoints._parse(f"{point}:eio"))
+        monkeypatch.setattr(failpoints, "_armed", failpoints._parse(f"{point}:eio"))
         refused(lambda: save(state | {"n": 2}, 2, writer))
-        monkeypatch.setattr(events, "_armed", None)
+        monkeypatch.setattr(failpoints, "_armed", None)
         assert history(run_dir) == [1], point
     save(state | {"n": 2}, 2, writer)
     save(state | {"n": 3}, 3, writer)
@@ -567,7 +567,7 @@ def test_two_processes_of_one_job_do_not_fence_each_other(run_dir: str, monkeypa
     save(state, 1, writer)
     trainer, pickled = dict(incarnation._owners), pickle.dumps(writer)
     another_job()
-    monkeypatch.setattr(events, "_armed", failpoints._parse("pack.written:eio"))
+    monkeypatch.setattr(failpoints, "_armed", failpoints._parse("pack.written:eio"))
     refused(lambda: save(state, 2, pickle.loads(pickled)))
     save(state, 2, pickle.loads(pickled))
     another_job()
@@ -635,9 +635,9 @@ async def full(*args: Any, **kwargs: Any) -> Any:
 
 def aborted_twice(monkeypatch: pytest.MonkeyPatch, run: str, writer: Any) -> None:
     for step in (2, 3):
-        monkeypatch.setattr(events, "_armed", failpoints._parse("part.stored:eio"))
+        monkeypatch.setattr(failpoints, "_armed", failpoints._parse("part.stored:eio"))
         refused(lambda step=step: save({"w": torch.randn(100_000)}, step, writer))
-        monkeypatch.setattr(events, "_armed", None)
+        monkeypatch.setattr(failpoints, "_armed", None)
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["after a checkpoint", "before any"])

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, overload
 
 import torch
@@ -232,6 +232,17 @@ class Checkpointer:
         with self._progress.in_turn():
             self._progress.check_usable()
             return self._keeper.stage_again()
+
+    def keep_steps(self, notes: Mapping[int, str]) -> None:
+        """The checkpoints of these steps stay in every tier, however old they get: `{step: why}`, as `ckpt ls` shows.
+
+        What an earlier call has named and this one does not may go again. Say it before the `save()` of such a step
+        and no later checkpoint pushes it out. All ranks call this alike; it returns at once.
+        """
+        self._progress.check_usable()
+        if not all(type(step) is int and isinstance(note, str) for step, note in notes.items()):
+            raise UsageError(f"keep_steps wants {{step: why}}, not {notes!r}")
+        self._session.supervisor.keep_steps(notes)
 
     # -- restoring --
 

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from ckpt.format.manifest import owner as owner_of
 from ckpt.ipc.notes import DamagedNote, SaidNote
 from ckpt.ipc.protocol import Note
 from ckpt.runlog.log import RunLog
-from ckpt.runlog.records import Acquire
+from ckpt.runlog.records import Acquire, RunState
 from ckpt.store import Store, open_store, remember_options
 
 READ_BACK_EVERY = 10  # checkpoints, in a remote place
@@ -59,6 +59,8 @@ class OpenTier:
     encoder: Encoder = field(default_factory=Encoder)
     anchors: dict[str, Attempt] = field(default_factory=dict)  # what further tiers take deltas against, by their URL
     read_back: set[Attempt] = field(default_factory=set)  # sound when they were read
+    notes: Mapping[int, str] | None = None  # of steps that training wants kept; None: it has not said
+    noting: asyncio.Lock = field(default_factory=asyncio.Lock)
     waiting: int = 0  # checkpoints on their way here, those that wait for their turn among them
     spec: dict[str, Any] = field(default_factory=dict, repr=False)  # perhaps secrets
     opened: bool = True
@@ -145,10 +147,10 @@ class OpenTier:
             events.log.warning("clean-up of %s has to wait: %s", self.url, error)
 
     async def _sweep(self, mine: Acquire, tell: Callable[[Note], None]) -> None:
+        await self.keep_noted(mine)
         await self._give_up_old(mine)
         state = self.log.state
-        pinned = self.promoting.keys() | self.anchors.values()
-        doomed = retention.choose(state, self.keep, self.verified) - pinned
+        doomed = retention.choose(state, self.keep, self.verified) - self._pinned(state)
         full = not self.store.remote or self.sweeps % LIST_EVERY == 0
         left = set(state.aborted) - self.tidied
         if not doomed and not (left and full):
@@ -177,13 +179,29 @@ class OpenTier:
             mine,
             self.keep,
             self.verified,
-            pinned=frozenset(pinned),
+            pinned=self._pinned,
             orphans=full,
             spared=frozenset(self.leaving),
             delete=self._delete_later if self.grace_s else None,
         )
         if full:
             self.tidied |= left - self.in_flight
+
+    def _pinned(self, state: RunState) -> set[Attempt]:
+        """Also what training wants kept, for which no record may have landed yet."""
+        wanted = {attempt for attempt in state.commits if attempt.step in (self.notes or ())}
+        return {*self.promoting, *self.anchors.values(), *wanted}
+
+    async def keep_noted(self, mine: Acquire) -> None:
+        """Have the log say what training wants kept; if that fails, before the next clean-up."""
+        try:
+            async with self.noting:
+                if self.notes is not None:
+                    await retention.keep_steps(self.log, mine, self.notes)
+        except FencedError:
+            pass  # the next save says so
+        except CheckpointError as error:
+            events.log.warning("%s: which checkpoints are kept cannot be written down now: %s", self.url, error)
 
     async def _warn(self, tell: Callable[[Note], None]) -> None:
         """Once, of each checkpoint that cannot be read, since nothing is cleaned up while it stays."""
@@ -219,19 +237,21 @@ class OpenTier:
         self.leaving.difference_update(keys)
 
     async def close(self, mine: Acquire | None, tell: Callable[[Note], None]) -> None:
-        """Tidy up once more, and let go of the store.
+        """Note what is to be kept, tidy up once more, and let go of the store.
 
         A remote place is left as it is: to read a large checkpoint back could take longer than anybody waits at an end.
         """
         if self.scrubbing is not None:
             self.scrubbing.cancel()
             await asyncio.gather(self.scrubbing, return_exceptions=True)
-        if self.sweeping is not None and self.store.remote:
-            self.sweeping.cancel()
+        if self.sweeping is not None:
+            if self.store.remote:
+                self.sweeping.cancel()
             await asyncio.gather(self.sweeping, return_exceptions=True)
-        elif self.sweeping is not None and mine is not None:
-            await asyncio.gather(self.sweeping, return_exceptions=True)
-            await self.sweep(mine, tell)  # it may have lagged behind the last commits
+        if mine is not None and self.opened:
+            await self.keep_noted(mine)
+            if self.sweeping is not None and not self.store.remote:
+                await self.sweep(mine, tell)  # it may have lagged behind the last commits
         for task in list(self.graces):
             task.cancel()
         await asyncio.gather(*self.graces, return_exceptions=True)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Se
 from dataclasses import dataclass, replace
 
 from ckpt.checkpoint.read import packs_of
-from ckpt.errors import CorruptError, StoreError, UsageError
+from ckpt.errors import CorruptError, NoCheckpointError, StoreError, UsageError
 from ckpt.events import log as logger
 from ckpt.failpoints import point
 from ckpt.format.manifest import Attempt, index_key, part_key, table_key
@@ -19,6 +19,7 @@ from ckpt.runlog.log import RunLog
 from ckpt.runlog.records import Acquire, Commit, Record, RunState, live_packs
 from ckpt.store import Store
 
+MARK = "kept by training: "  # so begin notes of `keep_steps`; those of others are left alone
 ALWAYS = 2  # so that one bad file can never be fatal
 READER_GRACE_S = 600.0  # in a remote place, between a PLAN and its deletions: they take files away from who reads them
 
@@ -140,16 +141,17 @@ async def retire(
     keep: Keep,
     verified: Iterable[Attempt],
     *,
-    pinned: Set[Attempt] = frozenset(),
+    pinned: Callable[[RunState], Set[Attempt]] = lambda state: frozenset(),
     orphans: bool = True,
     spared: Set[str] = frozenset(),
     delete: Callable[[Sequence[str]], Awaitable[None]] | None = None,
 ) -> set[Attempt]:
     """Give up what `keep` does not ask for, and delete every file that nothing needs. Returns what was given up.
 
-    Nothing happens unless a checkpoint that stays is among `verified`. `mine`: None fences nobody. `pinned` ones stay
-    as well. Without `orphans` only the files of what is given up go, and nothing needs to be listed. `spared` files are
-    somebody else's to delete. `delete`: what to do with the names that a landed PLAN lists; by default they go at once.
+    Nothing happens unless a checkpoint that stays is among `verified`. `mine`: None fences nobody. `pinned`: others of
+    a state that stay as well. Without `orphans` only the files of what is given up go, and nothing needs to be listed.
+    `spared` files are somebody else's to delete. `delete`: what to do with the names that a landed PLAN lists; by
+    default they go at once.
     """
     checked = set(verified)
     listed: list[str] = []
@@ -160,7 +162,7 @@ async def retire(
     used = await files_of(log, log.state.commits.values())
 
     def decide(state: RunState) -> Sweep | None:
-        retiring = choose(state, keep, checked) - pinned
+        retiring = choose(state, keep, checked) - pinned(state)
         found = plan_deletion(state, retiring, checked, used, listed if orphans else None)
         return None if found is None else Sweep(retiring, tuple(key for key in found if key not in spared))
 
@@ -224,3 +226,34 @@ async def files_of(log: RunLog, commits: Iterable[Commit]) -> dict[Attempt, set[
 
 
 _cache: dict[tuple[str, Attempt], frozenset[str]] = {}
+
+
+# -- what stays whatever the rules say --
+
+
+async def set_keep(log: RunLog, attempt: Attempt, note: str | None, *, mine: Acquire | None = None) -> None:
+    """Never retire a checkpoint, and why; None: it may go again. NoCheckpointError if it was retired meanwhile.
+    `mine`: None fences nobody."""
+    token = secrets.token_hex(4)
+
+    def make(state: RunState) -> Record | None:
+        if attempt not in state.commits and note is not None:
+            raise NoCheckpointError(f"step {attempt.step} of {log.store.url} was retired a moment ago")
+        if state.kept.get(attempt) == note:
+            return None
+        body = {"attempt": str(attempt), "note": note or "", "keep": note is not None}
+        return Record("KEEP", body, f"keep:{attempt}:{token}")
+
+    await log.append(make, owner=mine)
+
+
+async def keep_steps(log: RunLog, mine: Acquire, notes: Mapping[int, str]) -> None:
+    """Keep the checkpoints of these steps, as far as they are there, and let go what was kept so before and is not
+    among them."""
+    state = await log.refresh()
+    newest = {commit.step: commit.attempt for commit in reversed(state.lineage())}
+    wanted = {newest[step]: MARK + note for step, note in notes.items() if step in newest}
+    before = {attempt for attempt, note in state.kept.items() if note.startswith(MARK)}
+    for attempt in [*wanted, *(before - wanted.keys())]:
+        if state.kept.get(attempt) != wanted.get(attempt):
+            await set_keep(log, attempt, wanted.get(attempt), mine=mine)

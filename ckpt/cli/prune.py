@@ -281,8 +281,7 @@ def show_keep(found: Found) -> None:
 
 
 async def _keep(url: str, step: int, note: str | None, yes: bool, as_json: bool) -> Found:
-    from ckpt.checkpoint import read
-    from ckpt.maintain import prune as upkeep
+    from ckpt.checkpoint import read, retention
 
     async with opened(url) as log:
         commit = read.choose(log, step)
@@ -298,7 +297,7 @@ async def _keep(url: str, step: int, note: str | None, yes: bool, as_json: bool)
         if not as_json:
             show_keep(found)
         if yes and found["was"] != note:
-            await upkeep.set_keep(log, commit.attempt, note)
+            await retention.set_keep(log, commit.attempt, note)
             found["done"] = {"kept": note is not None}
         return found
 

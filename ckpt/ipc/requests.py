@@ -286,6 +286,14 @@ class SavedInTier(Body, frozen=True):
     error: str
 
 
+class KeepSteps(Request[None], frozen=True):
+    """These steps stay in every tier, however old they get, each with a note that says why. What was kept by such a
+    request before, and is not among them, may go again."""
+
+    most_bytes = MOST_BYTES
+    notes: list[tuple[int, str]]
+
+
 class Persist(Request[list[SavedInTier]], frozen=True):
     """Make these attempts in memory durable, now: what became of each. `far`: the newest in further tiers as well."""
 

@@ -1,31 +1,22 @@
 """The best checkpoints of a run by some score, kept in it however old they get.
 
-What is best is a value (`Best`); that they stay is said by KEEP records of the run's own log, as `ckpt keep` writes
-them, so `ckpt ls` shows them and every retention respects them. `Keeper` brings the records to what is wanted, in a
-thread of its own: once when it is made, and whenever that changes.
+What is best is a value (`Best`). That they stay is said by KEEP records of the run's own log, which the writer appends
+(`Checkpointer.keep_steps`), so `ckpt ls` shows them and every retention respects them.
 """
 
 from __future__ import annotations
 
 import math
-import queue
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckpt.checkpoint import read
-from ckpt.errors import CheckpointError, NoCheckpointError, UsageError
+from ckpt.checkpoint.retention import MARK
+from ckpt.errors import CheckpointError, UsageError
 from ckpt.events import log as logger
-from ckpt.format.manifest import Attempt
-from ckpt.maintain.prune import set_keep
 from ckpt.runlog.log import RunLog
-from ckpt.save import Save
 
-MARK = "kept by training: "  # so begin our notes; those of others are left alone
 END = "its end"
-COMMIT_S = 3600.0  # an upload may take long
-CLOSE_S = 120.0
 
 
 @dataclass
@@ -62,66 +53,6 @@ class Best:
     def notes(self) -> dict[int, str]:
         """What to write beside each of them."""
         return {step: f"{self.monitor}={score!r}" for score, step in self.scores}
-
-
-class Keeper:
-    """Has checkpoints kept, and let go again, in the places of a run, by a thread of its own."""
-
-    def __init__(self, urls: Iterable[str], *, first: bool = True) -> None:
-        """`first`: this process speaks for all; the others for the parts on their own node's disk."""
-        self._urls, self._first = list(urls), first
-        self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._run, name="ckpt-keeper", daemon=True)
-        self._thread.start()
-
-    def want(self, notes: Mapping[int, str], after: Save | None = None) -> None:
-        """From now on these steps stay, with these notes; `after`: once this save is written. Returns at once."""
-        wanted = dict(notes)
-        self._work.put(lambda: self._bring(wanted, after))
-
-    def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Wait until all of that is done."""
-        self._work.put(None)
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            logger.warning("which checkpoints are kept is not written down after %g s", timeout_s)
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            try:
-                work()
-            except CheckpointError as error:  # retention waits for nobody, but it is no reason to stop training
-                logger.warning("the best checkpoints could not be marked to be kept: %s", error)
-
-    def _bring(self, wanted: dict[int, str], after: Save | None) -> None:
-        if after is not None:
-            end = time.monotonic() + COMMIT_S
-            for future in after.unfinished():  # not committed(): errors are for the training to hear of
-                future.exception(max(0.0, end - time.monotonic()))
-        for url in self._urls:
-            read.run(settle(url, wanted, first=self._first))
-
-
-async def settle(url: str, wanted: Mapping[int, str], *, first: bool) -> None:
-    """Keep these steps of one place, and let go what was kept by us before and is not among them."""
-    log = await read.open_run(url)
-    try:
-        mine: dict[Attempt, str] = {}
-        for step, note in wanted.items():
-            try:
-                commit = read.choose(log, step)
-            except NoCheckpointError:
-                continue  # it was never due here, or failed
-            if first or not commit.whole:
-                mine[commit.attempt] = MARK + note
-        for attempt, note in mine.items():
-            if log.state.kept.get(attempt) != note:
-                await set_keep(log, attempt, note)
-        if first:
-            for attempt in [a for a, note in log.state.kept.items() if note.startswith(MARK) and a not in mine]:
-                await set_keep(log, attempt, None)
-    finally:
-        await log.store.aclose()
 
 
 def kept(url: str) -> dict[int, str]:

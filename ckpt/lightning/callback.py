@@ -35,7 +35,7 @@ from ckpt.checkpointer import Checkpointer
 from ckpt.errors import CheckpointError, UsageError
 from ckpt.goodput.cadence import Auto
 from ckpt.lightning import best
-from ckpt.lightning.best import Best, Keeper
+from ckpt.lightning.best import Best
 from ckpt.lightning.checkpoint_io import CheckpointIO as CheckpointIO
 from ckpt.lightning.checkpoint_io import with_bases
 from ckpt.lightning.loop_hooks import LoopHooks, State, say
@@ -104,7 +104,6 @@ class CheckpointCallback(Base):
         self._cp: Checkpointer | None = None
         self._seams: LoopHooks | None = None
         self._rest: TrainerState | None = None
-        self._keeper: Keeper | None = None
         self._monitored: Monitored | None = None
         self._save: Save | None = None
         self._step = 0
@@ -184,7 +183,7 @@ class CheckpointCallback(Base):
         self._end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        cp, keeper, seams = self._cp, self._keeper, self._seams
+        cp, seams = self._cp, self._seams
         with contextlib.suppress(CheckpointError):
             self._pause.close()
         self._close()
@@ -192,8 +191,6 @@ class CheckpointCallback(Base):
             seams.detach()
         if cp is not None:
             cp.__exit__(type(exception), exception, exception.__traceback__)
-        if keeper is not None:
-            keeper.close(1.0)
         if type(exception).__name__ == "SIGTERMException" and isinstance(exception, SystemExit):
             exception.code = exception.code or 128 + 15  # Lightning would leave with 0, as if it had finished
 
@@ -226,7 +223,6 @@ class CheckpointCallback(Base):
                 f"{'from ' + self._began_from if self._began_from else 'without ckpt_path'}, and this is "
                 f"fit(ckpt_path={given!r}): leave it out to go on, or give the callback another location for a new run"
             )
-        self._open_keeper(trainer)
         self._has_step = restored
         if self._best is not None:
             self._monitored = Monitored(trainer, self._best.monitor)
@@ -261,11 +257,6 @@ class CheckpointCallback(Base):
         self._rest.log_again()
         if self._monitored is not None:
             self._monitored.forget()
-
-    def _open_keeper(self, trainer: Any) -> None:
-        durable = self._durable()
-        if durable and (trainer.is_global_zero or trainer.local_rank == 0):
-            self._keeper = Keeper([tier.url for tier in durable], first=trainer.is_global_zero)
 
     def _durable(self) -> list[Tier]:
         return as_tiers(self._places)[1]
@@ -319,7 +310,8 @@ class CheckpointCallback(Base):
             self._miss(trainer)
         elif self._best.add(score, self._step):
             assert self._cp is not None
-            self._keep(self._cp.save())
+            self._keep()
+            self._cp.save()
 
     def _miss(self, trainer: Any) -> None:
         assert self._best is not None
@@ -328,27 +320,24 @@ class CheckpointCallback(Base):
             there = ", ".join(sorted(trainer.callback_metrics)) or "none"
             say(trainer, "monitor=%r is no logged metric so far; there are: %s", self._best.monitor, there)
 
-    def _keep(self, after: Save | None = None, *, finished: bool = False) -> None:
-        if self._keeper is None:
-            return
+    def _keep(self, *, finished: bool = False) -> None:
+        assert self._cp is not None
         notes = {} if self._best is None else self._best.notes()
         if finished:
             notes[self._step] = ", ".join([*([notes[self._step]] if self._step in notes else []), best.END])
-        self._keeper.want(notes, after)
+        self._cp.keep_steps(notes)
 
     # -- the end --
 
     def _end(self, *, finished: bool = False) -> None:
         """Close what is open; harmless when called again."""
-        cp, keeper, seams = self._cp, self._keeper, self._seams
+        cp, seams = self._cp, self._seams
         try:
             if cp is not None:
-                cp.close()
-                if finished:
-                    self._keep(finished=True)
+                with contextlib.closing(cp):
+                    if finished:
+                        self._keep(finished=True)
         finally:
-            if keeper is not None:
-                keeper.close()
             if seams is not None:
                 seams.detach()
             self._close()

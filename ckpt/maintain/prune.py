@@ -10,7 +10,6 @@ and nobody has deleted yet is found by the next `gc`.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -282,21 +281,3 @@ async def gc(log: RunLog, stock: RunFiles, ending: Iterable[Attempt]) -> tuple[S
 def _end(attempt: Attempt, state: RunState) -> Record | None:
     body = {"attempt": str(attempt), "reason": "ended by hand, long after its epoch"}
     return Record("ABORT", body, f"abort:{attempt}") if may_end(state, attempt) else None
-
-
-# -- keep --
-
-
-async def set_keep(log: RunLog, attempt: Attempt, note: str | None) -> None:
-    """Never retire a checkpoint, and why; None: it may go again. NoCheckpointError if it was retired meanwhile."""
-    token = secrets.token_hex(4)
-
-    def make(state: RunState) -> Record | None:
-        if attempt not in state.commits and note is not None:
-            raise NoCheckpointError(f"step {attempt.step} of {log.store.url} was retired a moment ago")
-        if state.kept.get(attempt) == note:
-            return None
-        body = {"attempt": str(attempt), "note": note or "", "keep": note is not None}
-        return Record("KEEP", body, f"keep:{attempt}:{token}")
-
-    await log.append(make, owner=None)

@@ -765,7 +765,7 @@ def test_a_keep_that_comes_too_late_says_so(run: Path) -> None:
         async with opened(run) as other:
             await retention.retire(other, None, Keep(1), {max(log.state.commits)})
         with pytest.raises(NoCheckpointError, match="a moment ago"):
-            await prune.set_keep(log, first, "x")
+            await retention.set_keep(log, first, "x")
 
     work(run, late)
 

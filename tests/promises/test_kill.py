@@ -326,7 +326,9 @@ def test_every_point_is_listed() -> None:
     """
     files = [p for folder in ("ckpt", "backends/ckpt_backends") for p in (REPO / folder).rglob("*.py")]
     sources = [p.read_text() for p in files if p.stem not in ("prune", "copy_run", "repair")]
-    marked = [name for source in sources for name in re.findall(r'^ +(?:failpoints\.)?point\("([^"]+)"\)', source, re.M)]
+    marked = [
+        name for source in sources for name in re.findall(r'^ +(?:failpoints\.)?point\("([^"]+)"\)', source, re.M)
+    ]
     assert sorted(marked) == sorted(POINTS)
 
 

@@ -14,9 +14,13 @@ import pytest
 
 import ckpt
 import toy
+from ckpt.checkpoint import read
+from ckpt.checkpoint.retention import MARK
+from ckpt.errors import UsageError
 from ckpt.state.capture import Capture
 from ckpt.trainer.ownership import Ownership
-from processes import run_script
+from kills import steps_on_disk
+from processes import eventually, killed, run_script, writers
 from test_promise_ends import restored
 from test_promise_ownership import LIFE, Life, patched, start_of
 
@@ -165,3 +169,69 @@ def test_negative_control_nothing_is_slow(run_dir: Path) -> None:
     """The same trainer without the delay, as a writer that was given everything answers at once."""
     with Life("memory:handing", 6, code=LIFE):
         assert start_of("memory:handing", 0, "takeover", "kill") == ["start", "6", "6", "memory"]
+
+
+# -- steps that are to stay --
+
+KEEPING = """
+import os, signal, sys, toy, ckpt
+run, victim = sys.argv[1:]
+state = toy.build()
+with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=1, keep=1)]) as cp:
+    cp.restore(default=0)
+    for step in range(1, 10):
+        toy.train_step(state)
+        save = cp.step(step)
+        if step in (2, 3):
+            cp.keep_steps({2: "best so far"} if step == 2 else {2: "second best", 3: "best"})
+        if step == 3 and victim == "writer":
+            os.kill(cp.writer_pid, signal.SIGKILL)
+        save.committed(60)
+    if victim == "trainer":
+        cp.keep_steps({3: "best", 9: "last"})
+        toy.train_step(state)
+        cp.step(10).staged(60)
+        os.kill(os.getpid(), signal.SIGKILL)
+print(toy.digest(state))
+"""
+
+
+def kept_in(run: str) -> dict[int, str]:
+    """The steps that training keeps there, and why."""
+
+    async def look() -> dict[int, str]:
+        log = await read.open_run(run)
+        await log.store.aclose()
+        return {attempt.step: note.removeprefix(MARK) for attempt, note in log.state.kept.items()}
+
+    return read.run(look())
+
+
+@pytest.mark.parametrize("victim", ["nobody", "writer", "trainer"])
+def test_steps_that_are_to_stay(run_dir: str, own_sockets: Path, victim: str) -> None:
+    """However quickly later checkpoints come and older ones go, with their notes; the next writer knows of them, and a
+    trainer that dies is heard, if a step that it told after that was. What is not wanted any more goes with the
+    next clean-up."""
+    process = run_script(KEEPING, run_dir, victim)
+    assert killed(process) if victim == "trainer" else process.returncode == 0, process.stderr
+    assert eventually(lambda: victim == "trainer" or not writers(own_sockets))
+    kept = {3: "best", 9: "last"} if victim == "trainer" else {2: "second best", 3: "best"}
+    assert eventually(lambda: kept_in(run_dir) == kept)
+    there = set(steps_on_disk(run_dir))
+    assert there >= {*kept, 9} and not there & {1, 4, 5}
+    with ckpt.Checkpointer(state := toy.build(), ckpt.Tier(run_dir, every=1, keep=1), triggers=None) as cp:
+        first = cp.restore()
+        assert first == (10 if victim == "trainer" else 9)
+        cp.keep_steps({})
+        for step in range(first + 1, first + 4):
+            toy.train_step(state)
+            cp.step(step).committed(60)  # type: ignore[union-attr]
+    assert eventually(lambda: kept_in(run_dir) == {} and not set(steps_on_disk(run_dir)) & {2, 3})
+
+
+def test_what_is_no_note_is_refused(run_dir: str) -> None:
+    """By name, and nothing is kept then."""
+    with ckpt.Checkpointer(toy.build(), run_dir, triggers=None) as cp:
+        for notes in ({"3": "best"}, {3: None}, {True: "x"}):
+            with pytest.raises(UsageError, match="step: why"):
+                cp.keep_steps(notes)  # type: ignore[arg-type]

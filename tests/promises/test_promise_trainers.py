@@ -16,7 +16,7 @@ import torch
 
 import ckpt
 from ckpt.checkpoint import read
-from ckpt.maintain.prune import set_keep
+from ckpt.checkpoint.retention import set_keep
 
 pytest.importorskip("lightning")
 pytest.importorskip("transformers")

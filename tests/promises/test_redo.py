@@ -801,8 +801,8 @@ def test_steps_are_skipped_where_training_must_not_wait(run_dir: str, own_socket
             save = cp.step(step)
             assert save is not None
             saves.append(save)
-            if step > 20:
-                eventually(lambda save=save: not save.unfinished(), 5.0)  # type: ignore[misc]
+            if step >= 20:
+                assert eventually(lambda: not any(save.unfinished() for save in saves), 60.0)
         for save in saves:
             try:
                 save.logged(60)

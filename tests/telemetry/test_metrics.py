@@ -467,6 +467,7 @@ def test_it_goes_on_when_the_trainer_is_killed_and_comes_back(run_dir: str, tmp_
         go(1)
         new = scraped(port, lambda all: all["ckpt_step"][("0",)] == 30)
         assert new["ckpt_restore_seconds"] == again["ckpt_restore_seconds"]  # it was told
+        assert eventually(lambda: (30, 30.0) in scalars(folder, "step"), PATIENCE_S)  # it loads TensorBoard first
     assert eventually(lambda: scalars(folder, "step")[-1] == (30, 30.0), PATIENCE_S)  # the last thing that it does
     steps = [step for step, _ in scalars(folder, "step")]
     assert steps == sorted(steps) and {step for step in steps if steps.count(step) > 1} <= {25, 29, 30}  # ends

@@ -8,7 +8,7 @@ it, and gives memory to a new writer when the old one dies. What the writer has 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -274,6 +274,9 @@ class WriterSupervisor:
 
     def retract(self, attempt: Attempt, reason: str) -> None:
         self._writes.retract(attempt, reason)
+
+    def keep_steps(self, notes: Mapping[int, str]) -> None:
+        self._writes.keep_steps(notes)
 
     # -- the end --
 

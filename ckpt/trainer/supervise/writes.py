@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -41,6 +41,7 @@ class Writes(WriterUser):
         self._writer, self._stager = writer, stager
         self._writes: list[WriteInFlight] = []
         self._retracts: dict[Attempt, str] = {}
+        self._kept: requests.KeepSteps | None = None  # what the next writer is told as well
 
     def write(self, write: WriteInFlight) -> None:
         """Have a sealed slot written; its slot is pinned until then. `done` is called with the error, if any."""
@@ -101,7 +102,15 @@ class Writes(WriterUser):
 
         client.send(requests.Retract(str(attempt), reason)).add_done_callback(done)
 
+    def keep_steps(self, notes: Mapping[int, str]) -> None:
+        """These steps stay in every tier, however old they get; no others do that were kept so before."""
+        with self._writer.lock:
+            self._kept = requests.KeepSteps(list(notes.items()))
+            self._writer.client.send(self._kept)
+
     def on_new_writer(self, client: WriterClient) -> None:
+        if self._kept is not None:
+            client.send(self._kept)
         for attempt, reason in list(self._retracts.items()):
             self._send_retract(client, attempt, reason)
         for write in list(self._writes):

@@ -17,7 +17,7 @@ from ckpt.errors import CheckpointError, FencedError, FullError
 from ckpt.format.manifest import Attempt, part_key, table_key
 from ckpt.format.manifest import owner as owner_of
 from ckpt.ipc.notes import HeldNote
-from ckpt.ipc.requests import Retract
+from ckpt.ipc.requests import KeepSteps, Retract
 from ckpt.writer.background import Background
 from ckpt.writer.dispatch import handles
 from ckpt.writer.held_run import HeldRun
@@ -104,6 +104,14 @@ class Settler:
     def _sweep_soon(self, tier: OpenTier) -> None:
         if tier.role.place == 0 and (tier.sweeping is None or tier.sweeping.done()):
             tier.sweeping = self.background.spawn(tier.sweep(self.run.mine(), self.trainer.tell))
+
+    @handles(KeepSteps)
+    def keep_steps(self, request: KeepSteps) -> None:
+        """From now on no clean-up takes them; the records that say so come after."""
+        for tier in self.run.spoken_for():
+            tier.notes = dict(request.notes)
+            if tier.opened:
+                self.background.spawn(tier.keep_noted(self.run.mine()))
 
     # -- what does not become one --
 

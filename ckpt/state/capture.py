@@ -19,6 +19,7 @@ from ckpt.format.partition import Seat
 from ckpt.format.saved_nodes import SavedNode
 from ckpt.format.saved_state import SavedState
 from ckpt.format.values import Json, Path, show
+from ckpt.state.adapted import Scaler
 from ckpt.state.adapters import Contents, PlainNode, StatefulNode, StateNode
 from ckpt.state.fingerprint import SampledPlaces
 from ckpt.state.module_node import ModuleNode
@@ -96,7 +97,9 @@ class Capture:
     @property
     def has_scaler(self) -> bool:
         """A GradScaler skips optimizer steps on its own account."""
-        return any(isinstance(n, StatefulNode) and isinstance(n.target, torch.amp.GradScaler) for n in self.nodes)
+        return any(
+            isinstance(n, StatefulNode) and isinstance(n.target, (Scaler, torch.amp.GradScaler)) for n in self.nodes
+        )
 
     @property
     def has_unguarded(self) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from ckpt.errors import CorruptError
+from ckpt.state.tensors import device_in_use
 
 
 class RNG:
@@ -30,7 +30,7 @@ class RNG:
             "numpy": (name, keys, int(position), int(has_gauss), float(cached)),
             "torch": torch.get_rng_state(),
         }
-        if torch.accelerator.is_available():
+        if _in_use():
             module = torch.get_device_module()
             state["accelerator"] = [module.get_rng_state(i) for i in range(torch.accelerator.device_count())]
         return state
@@ -74,6 +74,12 @@ class RNG:
                 module.set_rng_state(one.cpu(), i)
 
 
+def _in_use() -> bool:
+    """Whether an accelerator is there, and was woken up by somebody else: a training on the CPU leaves it alone."""
+    there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return there is not None and (there.type != "cuda" or device_in_use())
+
+
 def _mark(state: dict[str, Any]) -> bytes:
     """Differs if two states do."""
     found = hashlib.sha256(
@@ -84,28 +90,3 @@ def _mark(state: dict[str, Any]) -> bytes:
     for tensor in (state["torch"], *state.get("accelerator", ())):
         found.update(tensor.cpu().numpy().tobytes())
     return found.digest()
-
-
-class _Generator:
-    """One generator object as a Stateful."""
-
-    def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
-        self._get, self._put = get, put
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"state": self._get()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._put(state["state"])
-
-
-def adapt(value: object) -> _Generator | None:
-    """Generators have states of their own kind; None for anything else."""
-    if isinstance(value, torch.Generator):
-        return _Generator(value.get_state, lambda state: value.set_state(state.cpu()))
-    if isinstance(value, np.random.Generator):
-        bits = value.bit_generator
-        return _Generator(lambda: bits.state, lambda state: setattr(bits, "state", state))
-    if isinstance(value, random.Random):
-        return _Generator(value.getstate, value.setstate)
-    return None

@@ -10,10 +10,10 @@ from torch import nn
 
 from ckpt.errors import StateError
 from ckpt.format.values import MAX_DEPTH, Path, show
+from ckpt.state.adapted import adapt
 from ckpt.state.adapters import PlainNode, Stateful, StatefulNode, StateNode
 from ckpt.state.module_node import ModuleNode
 from ckpt.state.optimizer_node import OptimizerNode, keeps_elsewhere
-from ckpt.state.rng import adapt
 from ckpt.state.sharding import unsupported
 
 

@@ -28,6 +28,7 @@ from ckpt.trainer.session import Session
 from ckpt.trainer.staging.snapshot import PendingSnapshot
 
 EVERY = 1000  # steps between two comparisons
+PIECE = 4 << 20  # numbers that are looked at in one go: what a device needs for it is little, however large a tensor is
 COMPARE_S = 120.0  # until the digests of other ranks are there
 
 Label = tuple[str, int, tuple[int, ...]]
@@ -106,8 +107,14 @@ def _digest(tensor: Tensor) -> bytes | Tensor:
     if tensor.device.type == "cpu":
         return blob_digest(memoryview(flat.numpy().data))
     whole = flat[: len(flat) // 4 * 4].view(torch.int32)
-    place = torch.arange(len(whole), device=whole.device, dtype=torch.int32)
-    return torch.stack([whole.sum(dtype=torch.int64), (whole ^ place).sum(dtype=torch.int64), flat[-4:].sum()])
+    place = torch.arange(min(PIECE, len(whole)), device=whole.device, dtype=torch.int32)
+    found = [_sums(part, place[: len(part)] ^ (7919 * n)) for n, part in enumerate(torch.split(whole, PIECE))]
+    return torch.stack([*torch.stack(found).sum(0), flat[-4:].sum()])
+
+
+def _sums(part: Tensor, place: Tensor) -> Tensor:
+    """Of the numbers in it, and of these mixed with their places."""
+    return torch.stack([part.sum(dtype=torch.int64), (part ^ place).sum(dtype=torch.int64)])
 
 
 def differing(

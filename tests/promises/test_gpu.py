@@ -15,11 +15,12 @@ import ckpt
 from boundaries import Run, check_boundaries, close, gradients, read_back
 from ckpt.state.capture import Capture
 from ckpt.state.tensors import DTYPE_NAME
-from ckpt.trainer.staging.device import PageLocks
+from ckpt.trainer.staging import device
 from ckpt.trainer.staging.fill import SlotFiller
+from ckpt.trainer.staging.page_locks import PageLocks
 from ckpt.trainer.staging.snapshot import PendingSnapshot
 from ckpt.trainer.staging.stage import Stager
-from processes import run_script
+from processes import eventually, run_script
 from toy_states import Saved, State, differences, fill, freeze
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -388,11 +389,11 @@ def test_memory_that_is_freed_long_before_it_is_copied_is_not_reused(open_run: A
 
 def test_memory_that_is_not_page_locked(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies are slower then, and their own thread waits for them; snapshots are the same."""
-    monkeypatch.setattr(PageLocks, "lock", lambda self, arena: None)
+    monkeypatch.setattr(PageLocks, "begin", lambda self, arena, where: None)
     run = adamw(fused=True)
     cp = open_run(run.state)
     assert check_boundaries(cp, run, 10) == []
-    assert cp._session.stager.page_locks.held == []
+    assert cp._session.stager.page_locks.held == {}
 
 
 def test_a_refusal_to_lock_memory_does_not_come_up_later(
@@ -400,21 +401,20 @@ def test_a_refusal_to_lock_memory_does_not_come_up_later(
 ) -> None:
     """CUDA keeps the last error of a thread, and the next kernel's check would raise it: copying strided tensors."""
     taken: list[int] = []
-    register = PageLocks.lock
+    register = device.lock_pages
 
-    def refused(self: PageLocks, arena: Any) -> None:
-        address = torch.frombuffer(arena.data(0), dtype=torch.uint8).data_ptr()
-        if int(torch.cuda.cudart().cudaHostRegister(address, arena.slot_size, 0)) == 0:
+    def refused(address: int, size: int, where: torch.device) -> int:
+        if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
             taken.append(address)  # so that the next try is refused
-        register(self, arena)
+        return register(address, size, where)
 
-    monkeypatch.setattr(PageLocks, "lock", refused)
+    monkeypatch.setattr(device, "lock_pages", refused)
     state: State = {"turned": torch.randn(LARGE, 64, device="cuda").t(), "plain": torch.randn(9, device="cuda")}
     twin: State = {"turned": torch.zeros(LARGE, 64, device="cuda").t(), "plain": torch.zeros(9, device="cuda")}
     cp = open_run(state)
     try:
         cp.save(1).staged(60.0)
-        assert "could not be page-locked" in caplog.text
+        assert eventually(lambda: "could not be page-locked" in caplog.text)
         assert differences(read_back(cp, 1, twin), freeze(state)) == []
     finally:
         for address in taken:
@@ -441,6 +441,7 @@ ON_SECOND = """
 import torch
 from torch import nn
 import ckpt
+from processes import eventually
 torch.cuda.set_device(1)
 model = nn.Linear(512, 512, device="cuda")
 optim = torch.optim.AdamW(model.parameters(), fused=True)
@@ -451,7 +452,7 @@ with ckpt.Checkpointer({"model": model, "optim": optim}, name="second") as cp:
         optim.step()
         cp.save(step).staged(60.0)
     slots = [torch.frombuffer(cp._session.stager.arena.data(slot), dtype=torch.uint8) for slot in range(2)]
-    assert all(slot.is_pinned() for slot in slots)
+    assert eventually(lambda: all(slot.is_pinned() for slot in slots))
     del slots
 print("first device used:", torch._C._cuda_hasPrimaryContext(0))
 """
@@ -466,7 +467,7 @@ def test_a_rank_uses_no_other_device_than_its_own() -> None:
 
 
 def test_arenas_are_page_locked(open_run: Any) -> None:
-    """Every slot is known to the driver, so copies are asynchronous; and it is given up at the end."""
+    """Soon every slot is known to the driver, so copies are asynchronous; and it is given up at the end."""
     run = adamw(fused=True)
     cp = open_run(run.state)
     run.move(run.state, 1)
@@ -475,10 +476,10 @@ def test_arenas_are_page_locked(open_run: Any) -> None:
     arena = cp._session.stager.arena
     assert arena is not None
     slots = [torch.frombuffer(arena.data(slot), dtype=torch.uint8) for slot in range(arena.slots)]
-    assert len(cp._session.stager.page_locks.held) == arena.slots and all(slot.is_pinned() for slot in slots)
-    del slots
+    assert eventually(lambda: all(slot.is_pinned() and slot[-1:].is_pinned() for slot in slots))
+    slots.clear()
     cp.close()
-    assert cp._session.stager.page_locks.held == []
+    assert cp._session.stager.page_locks.held == {}
 
 
 def test_states_on_both_sides(open_run: Any) -> None:

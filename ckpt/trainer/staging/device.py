@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt.events import log
-from ckpt.ipc.arena import Arena
 from ckpt.state.tensors import device_in_use
+from ckpt.trainer.staging.cuda_runtime import new_stream, relax_capture
 
 PORTABLE = 1  # page-locked for every device, not only for the one that is current
 
@@ -41,14 +40,6 @@ def events_behind(streams: PerDevice) -> PerDevice:
     return events
 
 
-def reached(events: PerDevice) -> bool:
-    """Whether all that is before these events has been done."""
-    try:
-        return all(event.query() for event in events.values())
-    except Exception:  # of a kernel that failed: whoever waits is told
-        return True
-
-
 def wait_for(events: PerDevice) -> None:
     """The host does. Raises what a kernel before them failed with."""
     for event in events.values():
@@ -67,15 +58,13 @@ def queue_caller_behind(events: PerDevice) -> None:
         torch.get_device_module(device).current_stream(device).wait_event(event)
 
 
-def current_device() -> torch.device | None:
-    """The one that the calling thread uses, None if nobody has woken a device up."""
-    return torch.device("cuda", torch.cuda.current_device()) if device_in_use() else None
-
-
-def use_devices(devices: Iterable[torch.device]) -> None:
-    """In the calling thread: any thread begins with the first device, and would take memory there."""
+def begin_thread(devices: Iterable[torch.device]) -> None:
+    """In a thread of ours, before it calls any of them. A thread begins with the first device, and would take memory
+    there; and where it waits it would spoil a graph that another thread captures just then."""
     for device in devices:
         torch.get_device_module(device).set_device(device)
+        if device.type == "cuda":
+            relax_capture()
 
 
 def is_capturing() -> bool:
@@ -104,7 +93,7 @@ class CopyStreams:
     def of(self, devices: Iterable[torch.device]) -> PerDevice:
         for device in devices:
             if device not in self._streams:
-                self._streams[device] = torch.get_device_module(device).Stream(device)
+                self._streams[device] = new_stream(device)
         return {device: self._streams[device] for device in devices}
 
     def settle(self, devices: Iterable[torch.device]) -> None:
@@ -133,34 +122,16 @@ def copy_batch(targets: list[Tensor], sources: list[Tensor], streams: PerDevice)
         torch._foreach_copy_(targets, sources)
 
 
-class PageLocks:
-    """An arena that is page-locked for the driver, slot by slot: faster, asynchronous copies. `held`: the addresses."""
+def lock_pages(address: int, size: int, where: torch.device) -> int:
+    """Page-lock memory for all devices; 0, or the driver's error."""
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = int(runtime.cudaHostRegister(address, size, PORTABLE))
+    if error:
+        with contextlib.suppress(RuntimeError):  # CUDA keeps a thread's last error, for the next kernel's check
+            torch.ones(1, device=where)
+    return error
 
-    def __init__(self) -> None:
-        self.held: list[int] = []
-        self._refused = False  # the driver would not do it with this arena
 
-    def lock(self, arena: Arena) -> None:
-        """Where a device is in use, unless it is done, or was refused."""
-        if self.held or self._refused or not device_in_use():
-            return
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        for slot in range(arena.slots):
-            address = torch.frombuffer(arena.data(slot), dtype=torch.uint8).data_ptr()
-            if int(runtime.cudaHostRegister(address, arena.slot_size, PORTABLE)) == 0:
-                self.held.append(address)
-            else:
-                with contextlib.suppress(RuntimeError):  # CUDA keeps a thread's last error, for the next kernel's check
-                    torch.ones(1, device="cuda")
-                log.warning("memory could not be page-locked for the device: copies will be slower (see ulimit -l)")
-                self._refused = True
-                return
-
-    def unlock(self) -> None:
-        """The next arena is another."""
-        if self.held:
-            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            for address in self.held:
-                runtime.cudaHostUnregister(address)
-        self.held.clear()
-        self._refused = False
+def unlock_pages(address: int) -> None:
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime.cudaHostUnregister(address)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ckpt.format.layout import Layout, pages
 from ckpt.ipc.arena import Arena
-from ckpt.state.tensors import TORCH_DTYPE
+from ckpt.state.tensors import TORCH_DTYPE, as_bytes
 from ckpt.trainer.staging import device
 from ckpt.trainer.staging.device import CopyStreams, PerDevice
+from ckpt.trainer.staging.page_locks import PIECE
 from ckpt.trainer.staging.snapshot import PendingSnapshot
 from ckpt.trainer.staging.unchanged import Frozen
 
@@ -23,7 +26,9 @@ Pair = tuple[Tensor, Tensor, int]  # where a tensor goes, what goes there, and w
 class SlotFiller:
     """Fills one slot after the other. For the staging thread only; `begin`, then the parts, then `end`."""
 
-    def __init__(self) -> None:
+    def __init__(self, steady: contextlib.AbstractContextManager[Any]) -> None:
+        """`steady`: inside, no more of the memory is page-locked."""
+        self._steady = steady
         self.frozen = Frozen()
         self._streams = CopyStreams()
         self._views: dict[tuple[bytes, int], tuple[Layout, list[Tensor]]] = {}
@@ -75,7 +80,11 @@ class SlotFiller:
         """Where each of these tensors goes, and what goes there."""
         views = self._slot_views(arena, slot, job.reading.layout)
         found = zip(views, job.sources, job.reading.guarded, strict=True)
-        return [(view, source, i) for i, (view, source, one) in enumerate(found) if one is guarded]
+        pairs = [(view, source, i) for i, (view, source, one) in enumerate(found) if one is guarded]
+        if not job.streams or job.reading.layout.arrangement.data_size <= PIECE:
+            return pairs
+        offsets = job.reading.layout.arrangement.offsets
+        return [cut for pair in pairs for cut in _cut(*pair, offsets[pair[2]])]
 
     def _slot_views(self, arena: Arena, slot: int, layout: Layout) -> list[Tensor]:
         """The slot as tensors of the layout's shapes, made once."""
@@ -104,8 +113,22 @@ class SlotFiller:
             targets, sources = batches.setdefault(source.device, ([], []))
             targets.append(target)
             sources.append(source)
-        for targets, sources in batches.values():
-            if targets:
-                device.copy_batch(targets, sources, streams)
+        with self._steady:
+            for targets, sources in batches.values():
+                if targets:
+                    device.copy_batch(targets, sources, streams)
         for target, source, number in large:
             self.frozen.put(number, target, source)
+
+
+def _cut(target: Tensor, source: Tensor, number: int, offset: int) -> Iterator[Pair]:
+    """What comes from a device at the ends of the pieces that are page-locked: no copy reaches over one. `offset`: of
+    the target in its slot, in bytes."""
+    first = PIECE - offset % PIECE
+    if source.device.type == "cpu" or target.nbytes <= first:
+        yield target, source, number
+        return
+    there, here = as_bytes(target), as_bytes(source.resolve_conj().resolve_neg().contiguous())
+    for start in (0, *range(first, target.nbytes, PIECE)):
+        end = start + PIECE if start else first
+        yield there[start:end], here[start:end], number

@@ -24,14 +24,15 @@ from ckpt.failpoints import point
 from ckpt.ipc.arena import EAGER, EMPTY, FILLING, SEALED, Arena, Label
 from ckpt.ipc.mutex import Got
 from ckpt.trainer.profiler import traced
-from ckpt.trainer.staging.device import PageLocks, current_device, reached, use_devices, wait_for
+from ckpt.trainer.staging.device import begin_thread, wait_for
 from ckpt.trainer.staging.fill import SlotFiller
+from ckpt.trainer.staging.page_locks import PageLocks
 from ckpt.trainer.staging.slots import Slots, SlotToucher
 from ckpt.trainer.staging.snapshot import PendingSnapshot
 from ckpt.trainer.staging.update_gate import UpdateGate
+from ckpt.trainer.staging.waiter import Waiter
 
 LEAST_SLOTS = 2  # one to hold the newest snapshot, one to take the next
-POLL_S = 0.001  # between two looks at what a device is copying
 LEAVING_S = 30.0  # for a writer to let go of the mutex of a trainer that has died
 
 
@@ -41,7 +42,8 @@ class Stager:
     def __init__(self) -> None:
         self.slots = Slots()
         self.page_locks = PageLocks()
-        self._filler = SlotFiller()
+        self._filler = SlotFiller(self.page_locks.steady)
+        self._waiter = Waiter()
         self._toucher = SlotToucher()
         self._gate = UpdateGate()
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -132,7 +134,7 @@ class Stager:
 
         def give() -> None:
             arena = self._arena
-            if arena is None or self.page_locks.held:  # what a device has page-locked cannot be given back
+            if arena is None:
                 return
             slot = self._free_slot(arena)
             if slot is None or len(self.slots.unpinned(arena)) <= least:
@@ -140,6 +142,7 @@ class Stager:
             self.pin(arena, slot)
             self._filler.frozen.forget(slot)
             self._toucher.stop()
+            self.page_locks.release(slot)
             given.append(arena.give_up(slot))
 
         self.do(give)
@@ -147,19 +150,15 @@ class Stager:
 
     def use(self, arena: Arena, on_locked: Callable[[], None]) -> None:
         """Stage into this arena from now on; `on_locked` is called when its mutex is held."""
-        device = current_device()
 
         def switch() -> None:
-            use_devices([] if device is None else [device])
             if self._arena is arena:
                 return
             self._unlock()
             _lock(arena)
             self._filler.clear()
-            self.page_locks.lock(arena)
             self._arena = arena
-            if not self.page_locks.held:  # that has touched it
-                self._toucher.start(arena)
+            self._toucher.start(arena)
             self._order = max([self._order, *(label.order for _, label in arena.sealed())])
             on_locked()
 
@@ -199,23 +198,15 @@ class Stager:
         with torch.no_grad():
             while not self._ended:
                 try:
-                    self._next()()
+                    self._queue.get()()
                 except BaseException:  # else the mutex that this thread holds would say that the trainer has died
                     log.exception("something failed in the staging thread, which goes on")
             self._unlock()
 
     def _end_thread(self) -> None:
         self._ended = True
+        self._waiter.stop()
         self._land(wait=True)
-
-    def _next(self) -> Callable[[], None]:
-        """What to do next; until there is something, what devices have copied is sealed."""
-        while self._flying:
-            try:
-                return self._queue.get(timeout=POLL_S)
-            except queue.Empty:
-                self._land(wait=False)
-        return self._queue.get()
 
     def _land(self, *, wait: bool) -> None:
         """Label and seal what devices have copied by now, in turn; `wait`: all that is on its way."""
@@ -223,8 +214,8 @@ class Stager:
             job = self._flying[0]
             slot = job.slot
             assert slot is not None
-            if not wait and not reached(job.done):
-                if job.eager and reached(job.eager):
+            if not wait and not job.all_there:
+                if job.eager and job.eager_there:
                     slot[0].set_label(slot[1], job.label(EAGER))
                     job.eager = {}
                 return
@@ -235,7 +226,7 @@ class Stager:
     def _unlock(self) -> None:
         self._toucher.stop()
         if self._arena is not None:
-            self.page_locks.unlock()
+            self.page_locks.release_all()
             self._filler.frozen.clear()
             self._arena.mutex.unlock()
             self._arena = None
@@ -250,9 +241,9 @@ class Stager:
                 raise SkippedError(f"step {job.attempt.step} was not saved: no memory is ready yet")
             if self._free_slot(arena) is None:
                 self._land(wait=True)
-            use_devices(job.streams)
-            if job.streams:  # the device may have come into use since
-                self.page_locks.lock(arena)
+            begin_thread(job.streams)
+            for where in job.streams:
+                self.page_locks.begin(arena, where)
             slot = self._claim(arena, job)
             self._filler.begin(slot, job)
             self._filler.fill_eager(arena, slot, job)
@@ -320,7 +311,22 @@ class Stager:
         self._filler.end(slot)
         if job.streams:
             self._flying.append(job)
+            self._watch(job)
         job.enqueued.set()
+
+    def _watch(self, job: PendingSnapshot) -> None:
+        """Come back to it when its devices have come so far."""
+
+        def eager_there() -> None:
+            job.eager_there = True
+            self._land(wait=False)
+
+        def all_there() -> None:
+            job.all_there = True
+            self._land(wait=False)
+
+        self._waiter.when_reached(job.eager, lambda: self._queue.put(eager_there))
+        self._waiter.when_reached(job.done, lambda: self._queue.put(all_there))
 
     def _seal(self, arena: Arena, slot: int, job: PendingSnapshot) -> None:
         """When the last of its copies has ended."""

@@ -42,6 +42,7 @@ _LABEL = struct.Struct("<IIQQQ8s32sQQd")  # state, checksum of the rest, then as
 _STATE, _FINITE = 0xFF, {0: None, 0x100: False, 0x200: True}  # both are in one field
 _MUTEX = 256  # glibc's needs 40 bytes on x86-64 and 48 on arm64
 _KEEPER = 512
+LOCK = 64 << 20  # bytes of a slot that are page-locked for a device in one call; no copy may reach over the end of one
 _TABLE = PAGE
 _ENTRY = PAGE // MAX_SLOTS
 _DATA = 2 << 20

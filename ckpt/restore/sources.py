@@ -28,7 +28,7 @@ from ckpt.format.manifest import Attempt, pack_key, rank_and_try
 from ckpt.format.saved_state import Key, SavedState
 from ckpt.format.table import Table, merge
 from ckpt.format.values import Json
-from ckpt.ipc.arena import Arena, Label
+from ckpt.ipc.arena import LOCK, Arena, Label
 from ckpt.runlog.log import Commit
 
 MEMORY_THREADS = max(2, min(8, len(os.sched_getaffinity(0))))
@@ -190,6 +190,9 @@ class MemorySource:
             snapshot = self._here[ranks[pack]]
             at = offset - len(snapshot.layout.arrangement.header)
             data = snapshot.arena.data(snapshot.slot)[at : at + length]
+            if snapshot.layout.accelerated and at // LOCK != (at + length - 1) // LOCK:
+                # A device would refuse to copy what is page-locked in two parts.
+                data = memoryview(bytearray(data))
             if ranks[pack] in self._digested and blob_digest(data) != digest:
                 name = table.shards[int(self.saved.shard_of_blob[blob])].name
                 raise CorruptError(f"{name} is damaged in memory: its bytes do not match their digest")

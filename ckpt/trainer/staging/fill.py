@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from ckpt.format.layout import Layout, pages
-from ckpt.ipc.arena import Arena
+from ckpt.ipc.arena import LOCK, Arena
 from ckpt.state.tensors import TORCH_DTYPE, as_bytes
 from ckpt.trainer.staging import device
 from ckpt.trainer.staging.device import CopyStreams, PerDevice
-from ckpt.trainer.staging.page_locks import PIECE
 from ckpt.trainer.staging.snapshot import PendingSnapshot
 from ckpt.trainer.staging.unchanged import Frozen
 
@@ -81,7 +80,7 @@ class SlotFiller:
         views = self._slot_views(arena, slot, job.reading.layout)
         found = zip(views, job.sources, job.reading.guarded, strict=True)
         pairs = [(view, source, i) for i, (view, source, one) in enumerate(found) if one is guarded]
-        if not job.streams or job.reading.layout.arrangement.data_size <= PIECE:
+        if not job.streams or job.reading.layout.arrangement.data_size <= LOCK:
             return pairs
         offsets = job.reading.layout.arrangement.offsets
         return [cut for pair in pairs for cut in _cut(*pair, offsets[pair[2]])]
@@ -124,11 +123,11 @@ class SlotFiller:
 def _cut(target: Tensor, source: Tensor, number: int, offset: int) -> Iterator[Pair]:
     """What comes from a device at the ends of the pieces that are page-locked: no copy reaches over one. `offset`: of
     the target in its slot, in bytes."""
-    first = PIECE - offset % PIECE
+    first = LOCK - offset % LOCK
     if source.device.type == "cpu" or target.nbytes <= first:
         yield target, source, number
         return
     there, here = as_bytes(target), as_bytes(source.resolve_conj().resolve_neg().contiguous())
-    for start in (0, *range(first, target.nbytes, PIECE)):
-        end = start + PIECE if start else first
+    for start in (0, *range(first, target.nbytes, LOCK)):
+        end = start + LOCK if start else first
         yield there[start:end], here[start:end], number

@@ -17,10 +17,9 @@ import time
 import torch
 
 from ckpt.events import log
-from ckpt.ipc.arena import Arena
+from ckpt.ipc.arena import LOCK, Arena
 from ckpt.trainer.staging import device
 
-PIECE = 64 << 20  # bytes that are locked in one call, from the beginning of each slot
 LEAST_PAUSE_S = 0.001  # between two: whoever waits for its turn gets it
 STOP_S = 10.0  # for the piece that is being locked
 
@@ -68,7 +67,7 @@ class PageLocks:
         device.begin_thread([where])
         began = time.monotonic()
         for slot in range(arena.slots):
-            for start in range(0, arena.slot_size, PIECE):
+            for start in range(0, arena.slot_size, LOCK):
                 started = time.monotonic()
                 if not self._lock_piece(arena, slot, start, where, stopped):
                     return
@@ -82,7 +81,7 @@ class PageLocks:
                 return False
             if slot in self._given_up:
                 return True
-            size = min(PIECE, arena.slot_size - start)
+            size = min(LOCK, arena.slot_size - start)
             address = torch.frombuffer(arena.data(slot), dtype=torch.uint8).data_ptr() + start
             error = device.lock_pages(address, size, where)
             if not error:

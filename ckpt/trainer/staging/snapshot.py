@@ -64,8 +64,8 @@ class PendingSnapshot:
     ready: PerDevice = field(default_factory=dict)  # events on them
     eager: PerDevice = field(default_factory=dict)  # events after the copies of the eager part
     done: PerDevice = field(default_factory=dict)  # events after the copies
-    eager_there: bool = False  # devices have reached these events
-    all_there: bool = False
+    eager_there: threading.Event = field(default_factory=threading.Event)  # devices have reached these events
+    all_there: threading.Event = field(default_factory=threading.Event)
     _checking: threading.Lock = field(default_factory=threading.Lock)
     _checked: bool = False
 

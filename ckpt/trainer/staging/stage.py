@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -214,8 +215,8 @@ class Stager:
             job = self._flying[0]
             slot = job.slot
             assert slot is not None
-            if not wait and not job.all_there:
-                if job.eager and job.eager_there:
+            if not wait and not job.all_there.is_set():
+                if job.eager and job.eager_there.is_set():
                     slot[0].set_label(slot[1], job.label(EAGER))
                     job.eager = {}
                 return
@@ -316,17 +317,12 @@ class Stager:
 
     def _watch(self, job: PendingSnapshot) -> None:
         """Come back to it when its devices have come so far."""
+        for events, there in ((job.eager, job.eager_there), (job.done, job.all_there)):
+            self._waiter.when_reached(events, partial(self._come_back, there))
 
-        def eager_there() -> None:
-            job.eager_there = True
-            self._land(wait=False)
-
-        def all_there() -> None:
-            job.all_there = True
-            self._land(wait=False)
-
-        self._waiter.when_reached(job.eager, lambda: self._queue.put(eager_there))
-        self._waiter.when_reached(job.done, lambda: self._queue.put(all_there))
+    def _come_back(self, there: threading.Event) -> None:
+        there.set()
+        self._queue.put(partial(self._land, wait=False))
 
     def _seal(self, arena: Arena, slot: int, job: PendingSnapshot) -> None:
         """When the last of its copies has ended."""

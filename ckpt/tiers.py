@@ -19,6 +19,9 @@ COMPRESSION = ("auto", "none", "zstd")
 CREDENTIALS = ("AWS_", "GOOGLE_", "AZURE_")  # so begin the names of what says who one is
 
 
+STAGES = ("auto", "overlap", "wait", "device")
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Host memory, held by the writer process, so that it survives the trainer.
@@ -31,6 +34,10 @@ class Memory:
     node. `between`: with `every` above 1, keep of each step between what could not be read at a fault, so that no step
     is lost to it; None: where that costs under 0.1 % of a step, and else only for a script that ends or raises, where
     it costs under 0.5 ms, or 5 % of a step up to 2 ms.
+
+    `stage`, on a GPU: how snapshots leave it. "overlap": beside the next forward and backward; "wait": before these
+    begin; "device": from a copy on the device, as large as the state, so that training waits for no bus; "auto": what
+    takes less of the first two, found out by the run's own steps.
     """
 
     every: int | str | Auto = 1
@@ -38,9 +45,12 @@ class Memory:
     linger_s: float = 600.0
     replicas: int = 1
     between: bool | None = None
+    stage: str = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "every", as_every(self.every))
+        if self.stage not in STAGES:
+            raise UsageError(f"stage is one of {', '.join(STAGES)}, not {self.stage!r}")
         numbers = type(self.keep) is int and isinstance(self.linger_s, (int, float))
         numbers = numbers and self.replicas in (1, 2) and self.between in (None, True, False)
         if not numbers or not 2 <= self.keep <= 12 or self.linger_s < 0:

@@ -92,7 +92,7 @@ class RedoClient(WriterUser):
         for tier, url in self._tiers.items():
             one = _Logging(save, attempt, *place, tier, url, settings)
             with self._supervisor.one_writer(), self._lock:  # else the next one gets it twice, or out of turn
-                self._stager.pin(*place)
+                self._stager.slots.pin(*place)
                 self._pending.append(one)
                 self._send(one)
 
@@ -126,7 +126,7 @@ class RedoClient(WriterUser):
             self._pending.remove(one)
             before = self._previous.get(one.tier)
             if before is not None:
-                self._stager.unpin(*before)
+                self._stager.slots.unpin(*before)
             self._previous[one.tier] = (one.arena.id, one.slot)
             again = one.tier in self._failing
             self._failing.discard(one.tier)
@@ -142,10 +142,10 @@ class RedoClient(WriterUser):
         """The step is missing in the log; the next one stands alone. Of several in a row the first is told to those who
         do not ask, as a full disk lasts for many."""
         self._pending.remove(one)
-        self._stager.unpin(one.arena.id, one.slot)
+        self._stager.slots.unpin(one.arena.id, one.slot)
         before = self._previous.pop(one.tier, None)
         if before is not None:
-            self._stager.unpin(*before)
+            self._stager.slots.unpin(*before)
         if not isinstance(error, FencedError):
             error = SaveError(
                 f"step {one.save.step} is not in the redo log of {one.url}: {error}. It is still in memory"
@@ -172,7 +172,7 @@ class RedoClient(WriterUser):
 
     def _let_go(self) -> None:
         for arena, slot in self._previous.values():
-            self._stager.unpin(arena, slot)
+            self._stager.slots.unpin(arena, slot)
         self._previous.clear()
 
     def in_use(self) -> set[bytes]:

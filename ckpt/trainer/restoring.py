@@ -116,13 +116,13 @@ class Restoring:
                 newest.save.set_staged()
             if supervisor.memory.rings:
                 # After a rollback it may be the oldest in the ring, and still it is the one that must not be lost.
-                session.stager.pin(*place)
+                session.stager.slots.pin(*place)
         # At once, so that Ctrl-C leaves either what was or what is.
         before, staged.restored = staged.restored, place if kept and supervisor.memory.rings else None
         staged.last, staged.newest = None, newest
         self._progress.went_back(source.attempt.step)
         if before is not None:
-            session.stager.unpin(before[0].id, before[1])
+            session.stager.slots.unpin(before[0].id, before[1])
         if newest is not None and not supervisor.memory.rings:  # its slot is needed again
             self._writes.write_missing(newest, session.settings.everywhere[:1])
         result.seconds = time.monotonic() - began

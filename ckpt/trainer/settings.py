@@ -66,6 +66,11 @@ class Settings:
         return None if self.memory is None else self.memory.between
 
     @property
+    def stage(self) -> str:
+        """How snapshots leave a device."""
+        return "auto" if self.memory is None else self.memory.stage
+
+    @property
     def places(self) -> str:
         """For messages."""
         return " or ".join([*(["memory"] if self.memory else []), *(tier.url for tier in self.tiers)])

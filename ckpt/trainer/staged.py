@@ -66,7 +66,7 @@ class Staged:
         if self.restored is not None:
             arena, slot = self.restored
             self.restored = None
-            self._session.stager.unpin(arena.id, slot)
+            self._session.stager.slots.unpin(arena.id, slot)
 
     def last_is_under_way(self, timeout_s: float) -> bool:
         """Whether the last save comes into memory by itself, or has. Not one that step() was about to submit, when a

@@ -15,7 +15,7 @@ import ckpt
 from boundaries import Run, check_boundaries, close, gradients, read_back
 from ckpt.state.capture import Capture
 from ckpt.state.tensors import DTYPE_NAME
-from ckpt.trainer.staging import device
+from ckpt.trainer.staging import device, snapshot
 from ckpt.trainer.staging.fill import SlotFiller
 from ckpt.trainer.staging.page_locks import PageLocks
 from ckpt.trainer.staging.snapshot import PendingSnapshot
@@ -171,9 +171,9 @@ def test_negative_control_a_copy_that_does_not_wait_reads_the_past(
     before = ready(cp, run)
 
     def hasty(job: PendingSnapshot) -> None:
-        job.ready = {device: torch.cuda.Stream(device).record_event() for device in job.ready}
+        job.ready = {device: torch.cuda.Stream(device).record_event() for device in job.streams}
 
-    change_jobs(monkeypatch, hasty)
+    monkeypatch.setattr(PendingSnapshot, "mark_ready", hasty)
     monkeypatch.setattr(PendingSnapshot, "check_copies", lambda self, slot: None)  # else it is noticed, and dropped
     torch.cuda._sleep(LONG)
     run.move(run.state, 3)
@@ -294,8 +294,13 @@ def buffers() -> Run:
     return Run(build, move)
 
 
-def test_buffers_may_be_overwritten_at_once(open_run: Any, spins: Spins) -> None:
-    """What is not guarded is copied a second late, and the user's next kernels come after it; the host goes on."""
+@pytest.mark.parametrize("clones", [True, False])
+def test_buffers_may_be_overwritten_at_once(
+    open_run: Any, spins: Spins, monkeypatch: pytest.MonkeyPatch, clones: bool
+) -> None:
+    """What is not guarded is copied a second late: from clones, or the user's next kernels come after it. The host goes
+    on either way."""
+    monkeypatch.setattr(snapshot, "MOST", 1 << 40 if clones else 0)
     run = buffers()
     cp = open_run(run.state)
     boundary = ready(cp, run)
@@ -303,7 +308,7 @@ def test_buffers_may_be_overwritten_at_once(open_run: Any, spins: Spins) -> None
     save = cp.step(2)
     run.state["model"].mean.fill_(-1.0)
     run.state["mine"]["t"].data.fill_(-1.0)
-    assert spins.under_way, "step() has waited for the copy"
+    assert eventually(lambda: spins.under_way), "step() has waited for the copy"
     save.staged(60.0)
     assert differences(read_back(cp, 2, run.twin), boundary) == []
     assert run.state["model"].mean[0, 0].item() == -1.0
@@ -313,6 +318,7 @@ def test_negative_control_buffers_are_overwritten_if_the_stream_does_not_wait(
     open_run: Any, spins: Spins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If some other stream than the caller's waits for the copy, the snapshot holds what came later."""
+    monkeypatch.setattr(snapshot, "MOST", 0)
     run = buffers()
     cp = open_run(run.state)
     boundary = ready(cp, run)
@@ -329,6 +335,91 @@ def test_negative_control_buffers_are_overwritten_if_the_stream_does_not_wait(
     save.staged(60.0)
     found = "".join(differences(read_back(cp, 2, run.twin), boundary))
     assert "mean" in found and "mine" in found
+
+
+def test_negative_control_buffers_are_overwritten_if_they_are_not_cloned(
+    open_run: Any, spins: Spins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the clones that keep out what comes later."""
+
+    def no_clones(job: PendingSnapshot, packs: Any, all_of_it: bool) -> bool:
+        job.taken_early = True
+        return True
+
+    monkeypatch.setattr(PendingSnapshot, "take", no_clones)
+    run = buffers()
+    cp = open_run(run.state)
+    boundary = ready(cp, run)
+    spins.eager = True
+    save = cp.step(2)
+    run.state["model"].mean.fill_(-1.0)
+    run.state["mine"]["t"].data.fill_(-1.0)
+    assert eventually(lambda: spins.under_way)
+    save.staged(60.0)
+    found = "".join(differences(read_back(cp, 2, run.twin), boundary))
+    assert "mean" in found and "mine" in found
+
+
+def small(count: int = 40) -> Run:
+    """Many small tensors of several dtypes, and buffers that change at every step."""
+
+    def build() -> State:
+        layers = [nn.Linear(8, 8 + i % 3, device="cuda", dtype=DTYPES[i % 3]) for i in range(count)]
+        model = nn.ModuleList([*layers, *(nn.BatchNorm1d(16, device="cuda") for _ in range(count // 10))])
+        odd = {"turned": torch.randn(3, 5, device="cuda").t(), "none": torch.empty(0, device="cuda")}
+        return {"model": model, "optim": torch.optim.AdamW(model.parameters(), lr=0.1, capturable=True), "odd": odd}
+
+    def move(state: State, step: int) -> None:
+        gradients(state["model"], abs(step))
+        for layer in state["model"]:
+            if isinstance(layer, nn.BatchNorm1d):
+                layer.running_mean.add_(step)
+        state["optim"].step()
+        state["odd"]["turned"].mul_(1.5)
+
+    return Run(build, move)
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+@pytest.mark.parametrize("stage", ["auto", "overlap", "wait", "device"])
+def test_many_small_tensors_cross_the_bus_together(open_run: Any, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    """Hundreds of tensors take a few copies, whichever way they leave the device; every snapshot is its boundary."""
+    copies, run = list[int](), small()
+    copy = SlotFiller.copy
+
+    def counted(self: SlotFiller, pairs: Any, streams: Any) -> None:
+        copies.append(sum(source.device.type == "cuda" for _, source, _ in pairs))
+        copy(self, pairs, streams)
+
+    monkeypatch.setattr(SlotFiller, "copy", counted)
+    cp = open_run(run.state, tiers=ckpt.Memory(stage=stage))
+    assert check_boundaries(cp, run, 10) == []
+    assert len(copies) > 10 and max(copies) < 8
+
+
+@pytest.mark.parametrize("stage", ["wait", "device"])
+def test_the_ways_that_a_snapshot_leaves_a_device(open_run: Any, spins: Spins, stage: str) -> None:
+    """With copies that begin a second late: "wait" has the next kernels come after them, "device" lets even the next
+    update come first; the host waits for neither, and both hold the boundary."""
+    run = adamw(fused=True)
+    cp = open_run(run.state, tiers=ckpt.Memory(stage=stage))
+    boundary = ready(cp, run)
+    spins.eager = spins.overlapped = True
+    save = cp.step(2)
+    next_kernel = torch.cuda.current_stream().record_event()
+    run.move(run.state, 3)
+    assert spins.under_way, "the host has waited"
+    updated = torch.cuda.current_stream().record_event()
+    if stage == "device":
+        updated.synchronize()
+        assert spins.under_way, "the update has waited for the bus"
+    else:
+        assert not next_kernel.query()
+    save.staged(60.0)
+    assert differences(read_back(cp, 2, run.twin), boundary) == []
+    assert differences(freeze(run.state), boundary)
 
 
 def test_buffers_that_are_overwritten_at_every_step(open_run: Any) -> None:

@@ -233,7 +233,7 @@ def test_negative_control_without_the_clone_later_writes_leak_in(
     open_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is the clone that keeps them out."""
-    monkeypatch.setattr(PendingSnapshot, "clone_eager", lambda self: True)
+    monkeypatch.setattr(PendingSnapshot, "take", lambda self, packs, all_of_it: True)
     state, twin = small_buffers(), small_buffers()
     cp = open_run(state)
     cp.step(1).staged(30.0)
@@ -288,13 +288,13 @@ def test_steps_do_not_pile_up_behind_a_full_ring(open_run: Any) -> None:
     cp.step(1).staged(30.0)
     arena = cp._session.stager.arena
     for slot in range(arena.slots):
-        cp._session.stager.pin(arena, slot)
+        cp._session.stager.slots.pin(arena, slot)
     with pytest.raises(CheckpointError, match="no slot became free"):
         for step in range(2, 100):
             cp.step(step)
     assert cp._progress.step < 6
     for slot in range(arena.slots):
-        cp._session.stager.unpin(arena.id, slot)
+        cp._session.stager.slots.unpin(arena.id, slot)
 
 
 def test_a_moving_average_is_copied_eagerly(open_run: Any) -> None:

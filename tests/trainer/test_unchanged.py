@@ -338,7 +338,7 @@ def given_up_and_taken_again(open_run: Any) -> list[str]:
     assert cp._session.stager.give_up_slot() > 0
     (pin,) = cp._session.stager.slots._pinned.keys() - before.keys()
     found += follow(cp, state, twin, range(12, 18), train)
-    cp._session.stager.unpin(*pin)
+    cp._session.stager.slots.unpin(*pin)
     return found + follow(cp, state, twin, range(18, 24), train)
 
 

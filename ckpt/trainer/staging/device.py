@@ -23,11 +23,10 @@ PerDevice = dict[torch.device, Any]
 """A stream of each device, or an event."""
 
 
-def compute_streams(tensors: Iterable[Tensor]) -> tuple[PerDevice, PerDevice]:
-    """The caller's current streams where these tensors lie, and events behind what is on them by now."""
+def compute_streams(tensors: Iterable[Tensor]) -> PerDevice:
+    """The caller's current streams where these tensors lie."""
     devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
-    streams = {device: torch.get_device_module(device).current_stream(device) for device in devices}
-    return streams, {device: stream.record_event() for device, stream in streams.items()}
+    return {device: torch.get_device_module(device).current_stream(device) for device in devices}
 
 
 def events_behind(streams: PerDevice) -> PerDevice:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from ckpt.ipc.arena import LOCK, Arena
 from ckpt.state.tensors import TORCH_DTYPE, as_bytes
 from ckpt.trainer.staging import device
 from ckpt.trainer.staging.device import CopyStreams, PerDevice
+from ckpt.trainer.staging.packed import Pack
 from ckpt.trainer.staging.snapshot import PendingSnapshot
 from ckpt.trainer.staging.unchanged import Frozen
 
@@ -51,14 +52,22 @@ class SlotFiller:
         self.copy(self._pairs(arena, slot, job, guarded=False), streams)
         start = pages(job.reading.layout.arrangement.data_size)
         arena.data(slot)[start : start + len(job.values)] = job.values
+        for pack in job.early:
+            pack.fetch(streams)
         job.eager = device.events_behind(streams)
-        device.queue_behind(job.streams, job.eager)  # later kernels may change what we still read
+        if not job.taken_early:
+            device.queue_behind(job.streams, job.eager)  # later kernels may change what we still read
 
     def fill_guarded(self, arena: Arena, slot: int, job: PendingSnapshot) -> None:
         """What only optimizers change, and what else is to be done meanwhile. A device may have done nothing of it yet:
         `job.done` says when it has."""
         streams = self._streams.of(job.streams)
+        for pack in job.late:
+            with device.on(streams):
+                pack.gather(job.sources)
         self.copy(self._pairs(arena, slot, job, guarded=True), streams)
+        for pack in job.late:
+            pack.fetch(streams)
         job.check_sources()
         for one in job.fingerprints if streams else ():
             one.fetch(streams)
@@ -66,6 +75,11 @@ class SlotFiller:
             with device.on(streams):
                 job.beside()
         job.done = device.events_behind(streams)
+
+    def deal_out(self, arena: Arena, slot: int, job: PendingSnapshot, packs: Iterable[Pack]) -> None:
+        """What has come from a device in packs."""
+        for pack in packs:
+            pack.deal_out(self._slot_views(arena, slot, job.reading.layout))
 
     def settle(self, job: PendingSnapshot) -> None:
         """Nobody may have its slot, or free what it reads, while a device still copies."""
@@ -78,8 +92,12 @@ class SlotFiller:
     def _pairs(self, arena: Arena, slot: int, job: PendingSnapshot, *, guarded: bool) -> list[Pair]:
         """Where each of these tensors goes, and what goes there."""
         views = self._slot_views(arena, slot, job.reading.layout)
-        found = zip(views, job.sources, job.reading.guarded, strict=True)
-        pairs = [(view, source, i) for i, (view, source, one) in enumerate(found) if one is guarded]
+        found, packed = zip(views, job.sources, job.reading.guarded, strict=True), job.packed
+        pairs = [
+            (view, source, i)
+            for i, (view, source, one) in enumerate(found)
+            if one is guarded and not (packed and i in packed)
+        ]
         if not job.streams or job.reading.layout.arrangement.data_size <= LOCK:
             return pairs
         offsets = job.reading.layout.arrangement.offsets

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import compress
 from operator import attrgetter, not_
 
+import torch
 from torch import Tensor
 
 from ckpt.errors import CheckpointError, SaveError
@@ -26,9 +27,11 @@ from ckpt.ipc.arena import Arena, Label
 from ckpt.state.capture import Reading
 from ckpt.state.fingerprint import Fingerprint
 from ckpt.trainer.staging.deferred import DeferredStep
-from ckpt.trainer.staging.device import PerDevice, compute_streams
+from ckpt.trainer.staging.device import PerDevice, compute_streams, events_behind
+from ckpt.trainer.staging.packed import Pack, Packs
 
 LITTLE = 1 << 20  # bytes that are cloned sooner than another thread has woken up
+MOST = 64 << 20  # bytes that are cloned on devices at every save
 
 _VERSION = attrgetter("_version")
 
@@ -63,6 +66,10 @@ class PendingSnapshot:
     streams: PerDevice = field(default_factory=dict)  # the caller's compute streams
     ready: PerDevice = field(default_factory=dict)  # events on them
     eager: PerDevice = field(default_factory=dict)  # events after the copies of the eager part
+    early: list[Pack] = field(default_factory=list)  # of small tensors, gathered before step() returned
+    late: list[Pack] = field(default_factory=list)  # and beside training
+    taken_early: bool = False  # what may change before the next optimizer step was cloned on its device
+    detached: bool = False  # all was: no optimizer waits for the copies
     done: PerDevice = field(default_factory=dict)  # events after the copies
     eager_there: threading.Event = field(default_factory=threading.Event)  # devices have reached these events
     all_there: threading.Event = field(default_factory=threading.Event)
@@ -79,7 +86,7 @@ class PendingSnapshot:
         self.versions = list(self.watched.values() or map(_VERSION, self.overlapped))
         self.fingerprints = self.fingerprints or [spots.look() for spots in reading.spots]
         if reading.layout.accelerated:
-            self.streams, self.ready = compute_streams(reading.tensors)
+            self.streams = compute_streams(reading.tensors)
 
     def label(self, state: int) -> Label:
         """Of its slot, in this state."""
@@ -87,15 +94,58 @@ class PendingSnapshot:
         size = layout.arrangement.data_size
         return Label(state, self.order, self.attempt, layout.digest, size, len(self.values), time.time(), self.finite)
 
-    def clone_eager(self) -> bool:
-        """Take what may change before the next optimizer step, if it is little; whether that is done."""
-        layout, guarded = self.reading.layout, self.reading.guarded
-        if self.streams or sum(compress(layout.sizes, map(not_, guarded))) > LITTLE:
+    def take(self, packs: Packs, *, all_of_it: bool = False) -> bool:
+        """Clone what may change before the next optimizer step, where it is, if it is little; whether that is done.
+        `all_of_it`: what is on devices in any case, for then an optimizer need not wait for copies."""
+        sizes, guarded = self.reading.layout.sizes, self.reading.guarded
+        if not self.streams and sum(compress(sizes, map(not_, guarded))) > LITTLE:
             return False
-        if not all(guarded):
-            pairs = zip(self.sources, guarded, strict=True)
-            self.sources = [source if kept else source.clone() for source, kept in pairs]
+        if not self.streams:
+            if not all(guarded):
+                pairs = zip(self.sources, guarded, strict=True)
+                self.sources = [source if kept else source.clone() for source, kept in pairs]
+            return True
+        here = [n for n, one in enumerate(self.sources) if one.device.type == "cpu" and not guarded[n]]
+        there = [n for n, one in enumerate(self.sources) if one.device.type != "cpu" and (all_of_it or not guarded[n])]
+        if sum(sizes[n] for n in here) > LITTLE:
+            return False
+        if not all_of_it and sum(sizes[n] for n in there) > MOST:
+            return False
+        return self._clone_on_devices(packs, [*here, *there], all_of_it=all_of_it)
+
+    def _clone_on_devices(self, packs: Packs, numbers: list[int], *, all_of_it: bool) -> bool:
+        """By kernels in the order of the caller's streams: what these do later is no matter, and they wait for
+        nothing."""
+        try:
+            self.early = packs.take(self.reading, late=False)
+            if all_of_it:
+                self.early = [*self.early, *packs.take(self.reading, late=True)]
+            for pack in self.early:
+                pack.gather(self.sources)
+            packed = self.packed
+            sources = list(self.sources)
+            for n in numbers:
+                if n not in packed:
+                    sources[n] = sources[n].clone()
+        except torch.OutOfMemoryError:
+            log.info("the device has no room for a copy of its state: it is copied beside training")
+            packs.give_back(self.early)
+            self.early = []
+            return False
+        self.sources, self.taken_early = sources, True
+        if all_of_it and all(one.device.type != "cpu" for one in self.overlapped):
+            self.detached = True
+            self.check_versions()
         return True
+
+    def mark_ready(self) -> None:
+        """What is on the caller's streams by now comes before the copies."""
+        self.ready = events_behind(self.streams)
+
+    @property
+    def packed(self) -> set[int]:
+        """The numbers of tensors that come in packs."""
+        return {number for pack in (*self.early, *self.late) for number in pack.numbers}
 
     def check_versions(self) -> None:
         """Note what others than optimizers have written to since this job began. Called when all has been copied, or

@@ -27,9 +27,11 @@ from ckpt.ipc.mutex import Got
 from ckpt.trainer.profiler import traced
 from ckpt.trainer.staging.device import begin_thread, wait_for
 from ckpt.trainer.staging.fill import SlotFiller
+from ckpt.trainer.staging.packed import Packs
 from ckpt.trainer.staging.page_locks import PageLocks
 from ckpt.trainer.staging.slots import Slots, SlotToucher
 from ckpt.trainer.staging.snapshot import PendingSnapshot
+from ckpt.trainer.staging.stage_mode import StageMode
 from ckpt.trainer.staging.update_gate import UpdateGate
 from ckpt.trainer.staging.waiter import Waiter
 
@@ -40,11 +42,14 @@ LEAVING_S = 30.0  # for a writer to let go of the mutex of a trainer that has di
 class Stager:
     """The staging thread of one trainer."""
 
-    def __init__(self) -> None:
+    def __init__(self, stage: str = "auto") -> None:
+        """`stage`: see `ckpt.Memory`."""
         self.slots = Slots()
         self.page_locks = PageLocks()
         self._filler = SlotFiller(self.page_locks.steady)
         self._waiter = Waiter()
+        self._packs = Packs()
+        self._mode = StageMode(stage)
         self._toucher = SlotToucher()
         self._gate = UpdateGate()
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -67,19 +72,15 @@ class Stager:
         """How much was not copied so far, since it was in its slot already; see `ckpt.trainer.staging.unchanged`."""
         return self._filler.frozen.skipped_bytes
 
-    def pin(self, arena: Arena, slot: int) -> None:
-        """Do not overwrite this slot until it is unpinned as often as it was pinned, in whichever order."""
-        self.slots.pin(arena, slot)
-
-    def unpin(self, arena_id: bytes, slot: int) -> None:
-        self.slots.unpin(arena_id, slot)
-
     def submit(self, job: PendingSnapshot) -> None:
         """Begin a snapshot and wait until its eager part has been taken, or it has failed."""
         self._check_running()
         before, self._gate.job = self._gate.job, job
+        mode = self._mode.next(job.attempt.step) if job.streams else ""
         try:
-            taken = (before is None or before.copied.is_set()) and job.clone_eager()  # else they would pile up
+            idle = before is None or before.copied.is_set()  # else clones would pile up
+            taken = idle and job.take(self._packs, all_of_it=mode == "device")
+            job.mark_ready()
             job.submitted = True
             self._queue.put(lambda: self._stage(job))
             if not taken:
@@ -90,6 +91,9 @@ class Stager:
             raise
         if before is not None:
             self._gate.follow(before)
+        if mode == "wait":
+            job.enqueued.wait()
+            self._gate.follow(job)
 
     def _check_running(self) -> None:
         if self._stopped:
@@ -99,6 +103,7 @@ class Stager:
         """Copy of a job only what cannot be had later; `complete` may ask for the rest."""
         self._check_running()
         job.postponed = True
+        job.mark_ready()
         self._queue.put(lambda: self._stage(job))
         job.eager_done.wait()
 
@@ -140,7 +145,7 @@ class Stager:
             slot = self._free_slot(arena)
             if slot is None or len(self.slots.unpinned(arena)) <= least:
                 return
-            self.pin(arena, slot)
+            self.slots.pin(arena, slot)
             self._filler.frozen.forget(slot)
             self._toucher.stop()
             self.page_locks.release(slot)
@@ -217,6 +222,7 @@ class Stager:
             assert slot is not None
             if not wait and not job.all_there.is_set():
                 if job.eager and job.eager_there.is_set():
+                    self._filler.deal_out(*slot, job, job.early)
                     slot[0].set_label(slot[1], job.label(EAGER))
                     job.eager = {}
                 return
@@ -294,6 +300,7 @@ class Stager:
             self._filler.settle(job)
             if job.slot is not None and self._arena is job.slot[0]:
                 self._arena.set_label(job.slot[1], Label(EMPTY))
+        self._packs.give_back([*job.early, *job.late])
         job.end()
 
     def _free_slot(self, arena: Arena) -> int | None:
@@ -308,25 +315,20 @@ class Stager:
         return slot
 
     def _fill_guarded(self, arena: Arena, slot: int, job: PendingSnapshot) -> None:
+        if job.streams and not job.detached:
+            job.late = self._packs.take(job.reading, late=True)
         self._filler.fill_guarded(arena, slot, job)
         self._filler.end(slot)
         if job.streams:
             self._flying.append(job)
-            self._watch(job)
+            for events, there in ((job.eager, job.eager_there), (job.done, job.all_there)):
+                self._waiter.when_reached(events, there, lambda: self._queue.put(partial(self._land, wait=False)))
         job.enqueued.set()
-
-    def _watch(self, job: PendingSnapshot) -> None:
-        """Come back to it when its devices have come so far."""
-        for events, there in ((job.eager, job.eager_there), (job.done, job.all_there)):
-            self._waiter.when_reached(events, partial(self._come_back, there))
-
-    def _come_back(self, there: threading.Event) -> None:
-        there.set()
-        self._queue.put(partial(self._land, wait=False))
 
     def _seal(self, arena: Arena, slot: int, job: PendingSnapshot) -> None:
         """When the last of its copies has ended."""
         wait_for(job.done)
+        self._filler.deal_out(arena, slot, job, [*job.early, *job.late])
         job.check_whole(self._filler.whole(arena, slot))
         point("stage.copied")
         if job.error is None:

@@ -54,7 +54,9 @@ class UpdateGate:
         job = self.job
         if job is None:
             return time.perf_counter() - started
-        if job.streams:
+        if job.detached:
+            in_time = True
+        elif job.streams:
             in_time = job.enqueued.wait(timeout_s)
             self._line_up(job)
         else:
@@ -69,6 +71,8 @@ class UpdateGate:
 
     def _line_up(self, job: PendingSnapshot) -> None:
         """What the caller queues from now on, on its current streams, comes after the copies of this job."""
+        if job.detached:
+            return
         device.queue_caller_behind(job.done)
         self._copying = job if job.done else None
 

@@ -13,20 +13,25 @@ from collections.abc import Callable
 
 from ckpt.trainer.staging.device import PerDevice, begin_thread, wait_for
 
+Awaited = tuple[PerDevice, threading.Event, Callable[[], None]]
+
 
 class Waiter:
     """Of one trainer. What is waited for comes in turn."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[PerDevice, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[PerDevice, threading.Event, Callable[[], None]] | None] = (
+            queue.SimpleQueue()
+        )
         self._thread: threading.Thread | None = None
 
-    def when_reached(self, events: PerDevice, call: Callable[[], None]) -> None:
-        """Have this called when all of them have been reached, or a device has failed. Returns at once."""
+    def when_reached(self, events: PerDevice, there: threading.Event, call: Callable[[], None]) -> None:
+        """When all of them have been reached, or a device has failed, have `there` set and this called. Returns at
+        once."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="ckpt-device", daemon=True)
             self._thread.start()
-        self._queue.put((events, call))
+        self._queue.put((events, there, call))
 
     def stop(self) -> None:
         """Nothing comes any more; nobody waits for the thread, since a device may hang."""
@@ -34,8 +39,9 @@ class Waiter:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            events, call = item
+            events, there, call = item
             with contextlib.suppress(Exception):  # of a kernel that failed: whoever copies is told
                 begin_thread(events)
                 wait_for(events)
+            there.set()
             call()

@@ -54,13 +54,13 @@ class HeldSnapshots:
             sealed = list(dict.fromkeys([*sealed[:1], *[one for one in sealed if one[0] not in broken][:1]]))
         for _, slot in sealed:
             assert arena is not None
-            self._stager.pin(arena, slot)
+            self._stager.slots.pin(arena, slot)
         try:
             yield [attempt for attempt, _ in sealed]
         finally:
             for _, slot in sealed:
                 assert arena is not None
-                self._stager.unpin(arena.id, slot)
+                self._stager.slots.unpin(arena.id, slot)
 
     @contextlib.contextmanager
     def snapshots(self) -> Iterator[Iterator[HeldSnapshot]]:

@@ -112,7 +112,7 @@ class SnapshotMemory(WriterUser):
         for key, slot in hello.writing:
             for arena in self.inherited.arenas:
                 if arena.id.hex() == key:
-                    self._stager.pin(arena, slot)
+                    self._stager.slots.pin(arena, slot)
         usable = [arena for arena in self.inherited.arenas if arena.id not in self._foreign]
         self._spares = [arena for arena in self.inherited.arenas if arena not in usable[-1:]]
         if usable:

@@ -157,7 +157,7 @@ class WriterSupervisor:
     def _hear_all(self) -> None:
         """What the writer says of memory and of the run. Others listen to the rest, once they are there."""
         self.hear(notes.GoneNote, lambda note: self._stager.slots.hold(-1))
-        self.hear(notes.UnpinnedNote, lambda note: self._stager.unpin(bytes.fromhex(note.arena), note.slot))
+        self.hear(notes.UnpinnedNote, lambda note: self._stager.slots.unpin(bytes.fromhex(note.arena), note.slot))
         self.hear(notes.StoredNote, self._writes.on_stored)
         self.hear(notes.SaidNote, lambda note: log.warning("%s", note.text))
         self.hear(notes.FencedNote, self._on_fenced)

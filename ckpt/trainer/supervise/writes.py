@@ -46,9 +46,9 @@ class Writes(WriterUser):
     def write(self, write: WriteInFlight) -> None:
         """Have a sealed slot written; its slot is pinned until then. `done` is called with the error, if any."""
         with self._writer.lock:
-            self._stager.pin(write.arena, write.slot)
+            self._stager.slots.pin(write.arena, write.slot)
             if self._writer.failure is not None:
-                self._stager.unpin(write.arena.id, write.slot)
+                self._stager.slots.unpin(write.arena.id, write.slot)
                 write.done(self._writer.failure)
                 return
             self._writes.append(write)
@@ -87,7 +87,7 @@ class Writes(WriterUser):
         """Its slot."""
         if not write.stored:
             write.stored = True
-            self._stager.unpin(write.arena.id, write.slot)
+            self._stager.slots.unpin(write.arena.id, write.slot)
 
     def retract(self, attempt: Attempt, reason: str) -> None:
         """This snapshot must not become a checkpoint, or not stay one."""

@@ -181,11 +181,14 @@ class Close(Request[None], frozen=True):
 
 
 class MakeArena(Request[str], frozen=True):
-    """Make an arena of so many slots, or of fewer but at least `least`: its id, and its descriptor."""
+    """Make an arena of so many slots, or of fewer but at least `least`: its id, and its descriptor. `ranks`: so many
+    share this machine; `node`: of its memory, by which the device is."""
 
     slots: int
     slot_size: int
     least: int
+    ranks: int = 1
+    node: int | None = None
 
 
 class KeepArena(Request[None], frozen=True):

@@ -22,6 +22,7 @@ from ckpt.trainer.cadence_sync import CadenceSync
 from ckpt.trainer.ownership import Ownership
 from ckpt.trainer.redo import RedoClient
 from ckpt.trainer.settings import Settings
+from ckpt.trainer.staging.device import memory_node
 from ckpt.trainer.staging.optimizer_hooks import UpdateHook
 from ckpt.trainer.staging.stage import Stager
 from ckpt.trainer.stalls import Stalls
@@ -59,9 +60,9 @@ class Session:
 
     def _prepare(self, state: dict[str, Any], takeover: bool) -> WriterSupervisor:
         self.capture = Capture(state, Seat(self.world.rank, self.world.size))
-        self.capture.read()  # what cannot be saved is said now
+        node = memory_node(self.capture.read().tensors)  # what cannot be saved is said now
         key, timeout_s = channel.run_key(self.settings.url, self.world.local_rank), self.settings.busy_timeout_s
-        return WriterSupervisor(key, self.tiers, self.memory, self.stager, self.world, timeout_s, takeover)
+        return WriterSupervisor(key, self.tiers, self.memory, self.stager, self.world, timeout_s, takeover, node)
 
     def fits(self, data_size: int, values_size: int) -> bool:
         """Whether there is memory for a snapshot of that many bytes."""

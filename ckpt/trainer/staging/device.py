@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,18 @@ PORTABLE = 1  # page-locked for every device, not only for the one that is curre
 
 PerDevice = dict[torch.device, Any]
 """A stream of each device, or an event."""
+
+
+def memory_node(tensors: Iterable[Tensor]) -> int | None:
+    """The node of the machine's memory by which the first device of these lies, None if that is not known."""
+    devices = sorted({tensor.device.index for tensor in tensors if tensor.device.type == "cuda"})
+    for index in devices[:1]:
+        of: Any = torch.cuda.get_device_properties(index)
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            name = f"{of.pci_domain_id:04x}:{of.pci_bus_id:02x}:{of.pci_device_id:02x}.0"
+            node = int(Path(f"/sys/bus/pci/devices/{name}/numa_node").read_text())
+            return node if node >= 0 else None
+    return None
 
 
 def compute_streams(tensors: Iterable[Tensor]) -> PerDevice:

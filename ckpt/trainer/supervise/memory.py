@@ -55,14 +55,22 @@ class SnapshotMemory(WriterUser):
     every rank has sealed enough newer ones."""
 
     def __init__(
-        self, writer: CurrentWriter, stager: Stager, world: World, tiers: list[Tier], memory: Memory | None
+        self,
+        writer: CurrentWriter,
+        stager: Stager,
+        world: World,
+        tiers: list[Tier],
+        memory: Memory | None,
+        node: int | None,
     ) -> None:
+        """`node`: of the machine's memory, by which our device is."""
         self._writer, self._stager, self._world = writer, stager, world
         self.lasts = memory is not None and memory.linger_s > 0
         # A redo log takes a step against the one before, which must not be overwritten meanwhile.
         logged = any(tier.log_every_step for tier in tiers)
         slots = (memory.keep if memory is not None else 1) + max(1, len(tiers)) + logged
-        self._next = NextArena(writer, stager, slots, least=1 if tiers and not logged else 2)
+        least = 1 if tiers and not logged else 2
+        self._next = NextArena(writer, stager, slots, least, world.local_size, node)
         self.inherited = HeldElsewhere()
         self.everyone = False
         self._newer = 0  # snapshots sealed since the memory was inherited, outgrown or restored

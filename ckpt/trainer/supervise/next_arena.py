@@ -17,10 +17,14 @@ NOTHING = float("inf")
 
 
 class NextArena:
-    """The one that is being made, at most. `slots` are asked for, and `least` have to fit."""
+    """The one that is being made, at most. `slots` are asked for, and `least` have to fit; `ranks`, `node`: see
+    `MakeArena`."""
 
-    def __init__(self, writer: CurrentWriter, stager: Stager, slots: int, least: int) -> None:
+    def __init__(
+        self, writer: CurrentWriter, stager: Stager, slots: int, least: int, ranks: int, node: int | None
+    ) -> None:
         self._writer, self._stager, self._slots, self._least = writer, stager, slots, least
+        self._ranks, self._node = ranks, node
         self._making: Made | None = None
         self._asked_size = self._asked = 0  # bytes of a slot, and of the snapshot that it is for
         self._refused_size = NOTHING
@@ -40,7 +44,9 @@ class NextArena:
                 return
             self._asked_size, self._asked = size, wanted
             self.drop(release=True)
-            self._making = self._writer.send(requests.MakeArena(self._slots, size, self._least))
+            self._making = self._writer.send(
+                requests.MakeArena(self._slots, size, self._least, self._ranks, self._node)
+            )
 
     def drop(self, *, release: bool = False) -> None:
         """Nobody takes what is being made any more: its descriptor would hold all of that memory, and so would the

@@ -57,6 +57,7 @@ class WriterSupervisor:
         world: World,
         commit_s: float,
         takeover: bool = False,
+        node: int | None = None,
     ) -> None:
         self._tiers, self._stager = tiers, stager
         self._hears: dict[type[Note], Callable[[Any], None]] = {}
@@ -66,7 +67,7 @@ class WriterSupervisor:
         self.on_failure: Callable[[CheckpointError], None] = lambda error: None
         self._claim = Claim(key)
         self._writer = writer = CurrentWriter()
-        self.memory = SnapshotMemory(writer, stager, world, tiers, memory)
+        self.memory = SnapshotMemory(writer, stager, world, tiers, memory, node)
         self._layouts = KnownLayouts(writer, self.memory)
         self.standing = StandingRequests(writer)
         self._writes = Writes(writer, stager)

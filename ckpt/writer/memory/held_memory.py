@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt.checkpoint.write import digest_blobs
 from ckpt.errors import SkippedError
-from ckpt.faults.memory_pressure import available_memory
+from ckpt.faults.memory_pressure import room
 from ckpt.format.digest import blob_digest
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt
@@ -26,12 +26,16 @@ from ckpt.writer.memory.replicate import Replicator
 HAND_OVER_S = 5.0
 MAX_LAYOUTS = 256  # far more than a trainer believes us to have
 MEMORY_SHARE = 0.8  # of the available memory, that an arena may take
+RING_SHARE = 0.5  # of all memory, that the arenas of a machine may take beyond two slots each: they are made at once
 
 
-def room_for(slots: int, slot_size: int, least: int) -> int:
-    """How many slots of this size fit into free memory, at most `slots`. SkippedError if not even `least` do."""
-    free = available_memory()
-    found = min(slots, int(MEMORY_SHARE * free) // slot_size)
+def room_for(slots: int, slot_size: int, least: int, ranks: int = 1) -> int:
+    """How many slots of this size fit into free memory, at most `slots`, and beyond two only so many that the arenas of
+    all `ranks` of this machine take half of it. SkippedError if not even `least` do."""
+    there = room()
+    free = there.available
+    fair = int(RING_SHARE * there.total) // ranks // slot_size
+    found = min(slots, int(MEMORY_SHARE * free) // slot_size, max(2, fair))
     if found < least:
         some = "a snapshot" if least == 1 else f"{least} snapshots"
         fits = "does" if least == 1 else "do"
@@ -47,12 +51,13 @@ def check_room(slots: int, slot_size: int) -> None:
     room_for(slots, slot_size, slots)
 
 
-def make_arena(slots: int, slot_size: int, least: int) -> Arena:
-    """Of as many slots as there is memory for, at most `slots`. Takes a while. SkippedError if `least` do not fit."""
-    slots = room_for(slots, slot_size, least)
+def make_arena(slots: int, slot_size: int, least: int, *, ranks: int = 1, node: int | None = None) -> Arena:
+    """Of as many slots as there is memory for, at most `slots`. Takes a while. SkippedError if `least` do not fit.
+    `ranks`, `node`: see `MakeArena`."""
+    slots = room_for(slots, slot_size, least, max(1, ranks))
     while True:
         try:
-            return Arena.create(slots, slot_size)
+            return Arena.create(slots, slot_size, node=node)
         except (MemoryError, OSError) as error:  # others were quicker, or it must not be locked, say
             if slots == least:
                 raise SkippedError(f"there is no memory for {slots} snapshots: {error}") from error

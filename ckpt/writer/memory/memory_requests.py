@@ -26,7 +26,9 @@ class MemoryRequests:
     @handles(requests.MakeArena)
     async def make(self, request: requests.MakeArena) -> Answer:
         begun = self.trainer.adoptions
-        arena = await asyncio.to_thread(make_arena, request.slots, request.slot_size, request.least)
+        arena = await asyncio.to_thread(
+            make_arena, request.slots, request.slot_size, request.least, ranks=request.ranks, node=request.node
+        )
         if begun != self.trainer.adoptions:  # whoever came meanwhile knows nothing of it
             arena.close()
             raise SkippedError("the trainer that asked for this memory has lost the run, or died")

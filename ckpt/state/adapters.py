@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter, call, is_
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -74,9 +75,6 @@ class StateNode(Protocol):
     def read(self, names: Names) -> Contents:
         """`names`: what is known of parameters."""
 
-    def read_on(self, names: Names) -> Contents:
-        """The same, where it would take long to find out that tensors lie where they lay: by what was found before."""
-
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         """Say where tensors go. Problems are noted in the placement, not raised."""
 
@@ -101,20 +99,40 @@ class Collector:
         return {**reference, "name": name}
 
 
+_FORM = attrgetter("shape", "dtype")
+
+
+class Held:
+    """What dicts hold under which keys, and how much. Asked at every step, so no Python runs for each of them."""
+
+    def __init__(self, places: Sequence[tuple[Any, Any, object]] = (), sizes: Sequence[Any] = ()) -> None:
+        self._asks = [owner.get for owner, _, _ in places]
+        self._keys, self._values = [key for _, key, _ in places], [value for _, _, value in places]
+        self._sized, self._sizes = list(sizes), list(map(len, sizes))
+
+    def differs(self) -> bool:
+        """Whether any holds another object there, or more or fewer."""
+        if list(map(len, self._sized)) != self._sizes:
+            return True
+        return not all(map(is_, map(call, self._asks, self._keys), self._values))
+
+
 class Memories:
     """Where tensors have their memory, and in which form. Asked at every step, so what can be looked up once is."""
 
     def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
         self._plain = [t for t in tensors if not is_dtensor(t)]
         self._others = [t for t in tensors if is_dtensor(t)]
-        self._ask = [t.data_ptr for t in self._plain]
         self._were, self._forms = self._places(), self._shapes()
 
     def _places(self) -> list[int]:
-        return [ask() for ask in self._ask] + [local(t).data_ptr() for t in self._others]
+        return list(map(Tensor.data_ptr, self._all()))
 
     def _shapes(self) -> list[object]:
-        return [(t.shape, t.stride(), t.dtype) for t in (*self._plain, *map(local, self._others))]
+        return [*map(_FORM, self._all()), *map(Tensor.stride, self._all())]
+
+    def _all(self) -> list[Tensor]:
+        return [*self._plain, *map(local, self._others)] if self._others else self._plain
 
     def moved(self) -> bool:
         return self._places() != self._were
@@ -138,8 +156,6 @@ class StatefulNode:
         values = encode(self.target.state_dict(), self.path, collect)
         self._said = kind_of(values)
         return Contents(_NOTHING, collect.entries, values)
-
-    read_on = read
 
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         target, last = self.target, isinstance(self.target, RNG)
@@ -179,8 +195,6 @@ class PlainNode:
         collect = Collector()
         values = encode(self.parent[self.key], self.path, collect)
         return Contents(_NOTHING, collect.entries, values)
-
-    read_on = read
 
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         collect = Collector()

@@ -22,7 +22,6 @@ from ckpt.format.values import Json, Path, show
 from ckpt.state.adapted import Scaler
 from ckpt.state.adapters import Contents, PlainNode, StatefulNode, StateNode
 from ckpt.state.fingerprint import SampledPlaces
-from ckpt.state.module_node import ModuleNode
 from ckpt.state.names import Names
 from ckpt.state.optimizer_node import OptimizerNode
 from ckpt.state.placement import Placement
@@ -63,8 +62,6 @@ class Capture:
         self._structure: Structure | None = None
         self._holds = False  # the structure, as far as it is known
         self._unfinished = False  # whether a reading was begun, and has not come to its end
-        self._settled = False  # whether the last whole reading found all where it was
-        self._pointers: list[int] = []  # where parameters lay
         self._announced: list[Any] | None = None  # None: every optimizer is trusted
         self.apart: set[str] = set()  # names that ranks should hold alike, and do not
         self.eager: set[str] = set()  # names whose copy may not overlap training: something else writes to them
@@ -187,31 +184,13 @@ class Capture:
         self._unfinished = True
         pieces = self._pieces()
         known = self._structure if self._holds else None
-        self._settled = known is not None and known.same(pieces)
-        if known is None or not self._settled:
+        if known is None or not known.same(pieces):
             self._holds = False
             known = self._structure = Structure(self.nodes, pieces, self.seat, self.apart, self.eager)
             self._holds = True
-        self._pointers = list(map(Tensor.data_ptr, known.watched))
         reading = self._reading(known, pieces)
         self._unfinished = False
         return reading
-
-    def read_on(self) -> Reading:
-        """As `read`, at a fraction of its cost: modules and optimizers are taken to have the tensors that they had; of
-        parameters it is seen where they lie. `changed` says whether they have others after all."""
-        known = self._structure if self._holds else None
-        if self._unfinished or not self._settled or known is None or self._walk.moved():
-            return self.read()
-        if list(map(Tensor.data_ptr, known.watched)) != self._pointers:
-            return self.read()
-        pieces = [node.read_on(self._names) for node in self.nodes]
-        return self._reading(known, pieces) if known.same_tensors(pieces) else self.read()
-
-    def changed(self) -> bool:
-        """Whether modules or optimizers have other tensors than at the last whole reading, or have them elsewhere."""
-        nodes = (node for node in self.nodes if isinstance(node, (ModuleNode, OptimizerNode)))
-        return any(node.changed() for node in nodes)
 
     def _reading(self, known: Structure, pieces: list[Contents]) -> Reading:
         tensors = known.tensors(pieces)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ckpt.errors import CorruptError
 from ckpt.format.saved_nodes import SavedNode
 from ckpt.format.values import Json, Path, encode, pairs, show, unpaired
-from ckpt.state.adapters import Collector, Contents, Memories
+from ckpt.state.adapters import Collector, Contents, Held, Memories
 from ckpt.state.module_state_dict import EXTRA, OwnState, hand_back, listen
 from ckpt.state.names import Names
 from ckpt.state.placement import Placement, references
@@ -26,10 +26,7 @@ class ModuleNode:
     def __init__(self, path: Path, module: nn.Module) -> None:
         self.path = path
         self.module, self._ddp = unwrap(module)
-        self._sizes: list[tuple[dict[str, Any], int]] = []
-        self._children: list[tuple[dict[str, Any], str, nn.Module | None]] = []
-        self._places: list[tuple[dict[str, Any], str, Tensor]] = []
-        self._memories = Memories()
+        self._there, self._memories = Held(), Memories()
         self._piece: Contents | None = None
         self._words, self._heard = OwnState(), list[nn.Module]()
         self._order: list[str] = []  # names, and prefixes of modules that say more
@@ -45,11 +42,6 @@ class ModuleNode:
             self._piece = self._read()
         return self._and_words(self._piece) if self._words.spoken else self._piece
 
-    def read_on(self, names: Names) -> Contents:
-        if self._piece is None:
-            return self.read(names)
-        return self._and_words(self._piece) if self._words.spoken else self._piece
-
     def changed(self) -> bool:
         """Whether the module has other tensors than were read, or has them elsewhere; sharded, if it gathers them."""
         if not self._differs():
@@ -58,21 +50,14 @@ class ModuleNode:
         return self._differs()
 
     def _differs(self) -> bool:
-        for owner, size in self._sizes:
-            if len(owner) != size:
-                return True
-        for owner, key, child in self._children:
-            if owner.get(key) is not child:
-                return True
-        for owner, key, tensor in self._places:
-            if owner.get(key) is not tensor:
-                return True
-        return self._memories.moved() or self._memories.reshaped()
+        return self._there.differs() or self._memories.moved() or self._memories.reshaped()
 
     def _read(self) -> Contents:
         self._piece = None  # should reading fail half-way, what is noted below must not pass for unchanged
-        self._sizes, self._children, self._places = [], [], []
-        self._memories = Memories()
+        owners: list[dict[str, Any]] = []
+        places: list[tuple[dict[str, Any], str, Tensor]] = []
+        children: list[tuple[dict[str, Any], str, nn.Module | None]] = []
+        self._there, self._memories = Held(), Memories()
         modules = list(self.module.named_modules(remove_duplicate=False))
         if len(modules) != len(self._heard) or any(a is not b for (_, a), b in zip(modules, self._heard, strict=True)):
             self._words, self._heard = listen(self.module, self.path), [module for _, module in modules]
@@ -81,8 +66,8 @@ class ModuleNode:
         for full, module in modules:
             prefix = clean(full)
             members: tuple[dict[str, Any], ...] = (module._modules, module._parameters, module._buffers)
-            self._sizes += [(owner, len(owner)) for owner in members]
-            self._children += [(module._modules, key, child) for key, child in module._modules.items()]
+            owners += members
+            children += [(module._modules, key, child) for key, child in module._modules.items()]
             if self._words.speaks(inside := f"{prefix}." if prefix else ""):
                 if inside in self._words.speakers:
                     order[inside] = None
@@ -95,11 +80,11 @@ class ModuleNode:
                     name = self._words.names.get(here, here)
                     live[name] = here, check(tensor, (*self.path, here))
                     order[name] = None
-                    self._places.append((owner, key, tensor))
+                    places.append((owner, key, tensor))
             if inside in self._words.extras:
                 order[inside] = None
         self._order = list(order)
-        self._memories = Memories([tensor for _, _, tensor in self._places])
+        self._there, self._memories = Held([*children, *places], owners), Memories([t for _, _, t in places])
         return Contents([self._entry(name, *found) for name, found in live.items()])
 
     def _entry(self, name: str, key: str, tensor: Tensor) -> StateEntry:

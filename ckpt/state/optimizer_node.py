@@ -12,7 +12,7 @@ from torch import Tensor
 from ckpt.errors import CorruptError, StateError
 from ckpt.format.saved_nodes import SavedNode
 from ckpt.format.values import Json, Path, encode, kind_of, show, splitter
-from ckpt.state.adapters import Collector, Contents, Memories
+from ckpt.state.adapters import Collector, Contents, Held, Memories
 from ckpt.state.names import Names, Span, span_of
 from ckpt.state.placement import Placement, references
 from ckpt.state.sharding import Replicas, StateEntry, is_dtensor, local
@@ -34,9 +34,7 @@ class OptimizerNode:
         self._piece: Contents | None = None
         self._state: object = None
         self._groups: list[list[Tensor]] = []
-        self._dicts: list[tuple[Tensor, dict[str, Any], int]] = []
-        self._places: list[tuple[dict[str, Any], str, Tensor]] = []
-        self._memories = Memories()
+        self._there, self._memories = Held(), Memories()
         self._others: list[tuple[str, dict[str, Any], str]] = []
         self._nameless: list[tuple[str, Tensor, Span | None]] = []  # parameters, by their places
         self._held: list[bool] = []  # which of them something else holds
@@ -46,10 +44,6 @@ class OptimizerNode:
         if self._piece is None or names is not self._names or self.changed() or self._is_held(names) != self._held:
             self._read(names)
         return self._contents()
-
-    def read_on(self, names: Names) -> Contents:
-        grown = len(self.optimizer.state) != len(self._dicts)
-        return self.read(names) if self._piece is None or grown else self._contents()
 
     def _contents(self) -> Contents:
         assert self._piece is not None
@@ -70,20 +64,14 @@ class OptimizerNode:
         """Whether the optimizer has other tensors than were read, or has them elsewhere."""
         optimizer = self.optimizer
         state: MutableMapping[Any, Any] = optimizer.state
-        if state is not self._state or len(state) != len(self._dicts):
+        if state is not self._state:
             return True
         if len(self._groups) != len(optimizer.param_groups):
             return True
         for group, params in zip(optimizer.param_groups, self._groups, strict=True):
             if len(group["params"]) != len(params) or not all(map(is_, group["params"], params)):
                 return True
-        for param, values, size in self._dicts:
-            if state.get(param) is not values or len(values) != size:
-                return True
-        for values, key, tensor in self._places:
-            if values.get(key) is not tensor:
-                return True
-        if self._memories.moved():
+        if self._there.differs() or self._memories.moved():
             return True
         # A key that was None may have become a tensor.
         return any(isinstance(values.get(key), Tensor) for _, values, key in self._others)
@@ -92,22 +80,23 @@ class OptimizerNode:
         self._piece = None  # as in ModuleNode
         self._names, self._state = names, self.optimizer.state
         self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
-        self._dicts, self._places, self._others = [], [], []
-        self._memories = Memories()
+        self._others, self._there, self._memories = [], Held(), Memories()
+        dicts: list[tuple[Any, Tensor, dict[str, Any]]] = []
+        places: list[tuple[dict[str, Any], str, Tensor]] = []
         fixed: list[StateEntry] = []
         called = self.param_names(names)
         for param, values in self.optimizer.state.items():
             name = called.get(id(param))
             if name is None:
                 raise StateError(f"{show(self.path)}: holds state of a tensor that is in none of its groups")
-            self._dicts.append((param, values, len(values)))
+            dicts.append((self._state, param, values))
             for key, value in values.items():
                 if type(key) is not str:
                     raise StateError(f"{show(self.path)}: the key {key!r} in the state of {name} is not a str")
                 if isinstance(value, Tensor):
                     path = (*self.path, "state", name, key)
                     fixed.append(StateEntry(show(path), check(value, path), True, _beside(param, names), param))
-                    self._places.append((values, key, value))
+                    places.append((values, key, value))
                 else:
                     self._others.append((name, values, key))
         bare = {id(p): p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in names}
@@ -117,10 +106,11 @@ class OptimizerNode:
         paths = ((p, (*self.path, "params", place)) for place, p, _ in mine)
         self._own = {show(path): StateEntry(show(path), check(p, path), True) for p, path in paths}
         fixed += self._own.values()
-        self._memories = Memories([*(tensor for _, _, tensor in self._places), *(p for _, p, _ in self._nameless)])
+        self._there = Held([*dicts, *places], [self._state, *(values for _, _, values in dicts)])
+        self._memories = Memories([*(tensor for _, _, tensor in places), *(p for _, p, _ in self._nameless)])
         params = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         self._piece = Contents(
-            fixed, facts={"params": params, "with_state": [called[id(p)] for p, _, _ in self._dicts]}
+            fixed, facts={"params": params, "with_state": [called[id(p)] for _, p, _ in dicts]}
         )
 
     def _is_held(self, names: Names) -> list[bool]:

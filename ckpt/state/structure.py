@@ -81,7 +81,6 @@ class Structure:
         params = {entry.name: entry.tensor for entry in fixed if isinstance(entry.tensor, nn.Parameter)}
         self.weights = [guards[name] and name not in remembered for name in names]
         self.parameters = [name in params for name in names]
-        self.watched = [tensor for tensor in params.values() if not is_dtensor(tensor)]
 
     # -- whether it still holds --
 
@@ -89,12 +88,9 @@ class Structure:
         return (
             len(pieces) == len(self._fixed)
             and all(p.facts == f for p, f in zip(pieces, self._facts, strict=True))
-            and self.same_tensors(pieces)
+            and all(p.fixed is f for p, f in zip(pieces, self._fixed, strict=True))
+            and self._sign(loose_of(pieces)) == self._signature
         )
-
-    def same_tensors(self, pieces: Sequence[Contents]) -> bool:
-        lying = all(p.fixed is f for p, f in zip(pieces, self._fixed, strict=True))
-        return lying and self._sign(loose_of(pieces)) == self._signature
 
     def _sign(self, loose: list[StateEntry]) -> object:
         """What a layout depends on in the entries that are made anew each time, sharing of memory included."""

@@ -67,7 +67,7 @@ class StepKeeper:
     def take(self, step: int) -> None:
         """Keep it in this process."""
         capture = self._session.capture
-        self._progress.moment = self._moments.take(step, capture.read_on(), capture)
+        self._progress.moment = self._moments.take(step, capture.read(), capture)
 
     @contextlib.contextmanager
     def not_cut_off(self, step: int) -> Iterator[None]:
@@ -126,7 +126,7 @@ class StepKeeper:
         if progress.exchanged:
             why = "weights are exchanged for others at the moment, see pause()"
         else:
-            why = self._torn() or ("" if moment is None else moment.gone(self._session.capture))
+            why = self._torn() or ("" if moment is None else moment.gone())
         if why:
             raise UsageError(f"step {progress.step} cannot be saved any more: {why}. Call save() right after step()")
         return moment
@@ -158,7 +158,7 @@ class StepKeeper:
                 self.take(step)
             if progress.moment is None:
                 return self._why_not_kept()
-            if why := progress.moment.gone(self._session.capture):
+            if why := progress.moment.gone():
                 return why
             timeout_s = max(1.0, end - time.monotonic())
             self._saves.begin(step, [], explicit=True, taken=progress.moment, timeout_s=timeout_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -430,29 +431,46 @@ def test_what_is_replaced_costs_no_step(run_dir: str) -> None:
     assert toy.digest(found) == toy.reference(STEPS)
 
 
-@pytest.mark.parametrize("what", ["buffer", "parameter there and back"])
-def test_a_tensor_in_the_place_of_another(run_dir: str, what: str) -> None:
-    """From step 22 on a buffer is another tensor at each step; or a weight lies elsewhere at step 25, and back again
-    behind it. What is found afterwards is the state of its step."""
-    state, bias = toy.build(), torch.zeros(0)
+PLACES: dict[str, Callable[[dict[str, Any]], tuple[Any, str]]] = {
+    "parameter": lambda state: (state["model"][0].bias, "data"),
+    "buffer": lambda state: (state["model"]._buffers, "book"),
+    "moment": lambda state: (state["optim"].state[state["model"][0].bias], "exp_avg"),
+}
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("what", PLACES)
+def test_a_tensor_in_the_place_of_another(run_dir: str, what: str, back: bool) -> None:
+    """At step 22 a weight, a buffer or a moment becomes another tensor, at the last step it is another one again, of
+    sevens, and behind that step perhaps the one from before. The last step is there, as it was at its step()."""
+
+    def get(state: dict[str, Any]) -> torch.Tensor:
+        owner, key = PLACES[what](state)
+        return owner[key] if isinstance(owner, dict) else getattr(owner, key)
+
+    def put(state: dict[str, Any], tensor: torch.Tensor) -> None:
+        owner, key = PLACES[what](state)
+        owner.update({key: tensor}) if isinstance(owner, dict) else setattr(owner, key, tensor)
+
+    state, before = toy.build(), torch.zeros(0)
     state["model"].register_buffer("book", torch.zeros(10))
     with contextlib.suppress(ValueError), ckpt.Checkpointer(state, rare(run_dir, between=True)) as cp:
         for step in range(cp.restore(default=0), STEPS):
             toy.train_step(state)
-            if step >= 21 and what == "buffer":
-                state["model"].book = state["model"].book + 1
-            if step == STEPS - 1 and what != "buffer":
-                bias, state["model"][0].bias.data = state["model"][0].bias.data, torch.full((toy.WIDTH,), 7.0)
+            if step == 21:
+                put(state, get(state).clone())
+            if step == STEPS - 1:
+                before = get(state)
+                put(state, torch.full_like(before, 7.0))
             cp.step(step + 1)
-        if what != "buffer":
-            state["model"][0].bias.data = bias
+        if back:
+            put(state, before)
         raise ValueError("enough")
     found = toy.build()
     found["model"].register_buffer("book", torch.zeros(10))
     with ckpt.Checkpointer(found, run_dir, triggers=None) as cp:
-        step = cp.restore()
-    assert bool((found["model"].book == max(0, step - 21) * (what == "buffer")).all())
-    assert bool((found["model"][0].bias == 7).all()) == (step == STEPS and what != "buffer")
+        assert cp.restore() == STEPS
+    assert bool((get(found) == 7).all())
 
 
 # -- steps that the user calls broken --

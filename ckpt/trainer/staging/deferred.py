@@ -47,12 +47,11 @@ class DeferredStep:
         """The versions of what was left in place, by number, as far as anything counts them."""
         return {n: v for n, v in zip(self.left, self.versions, strict=True) if v is not None}
 
-    def gone(self, capture: Capture) -> str:
-        """Why the step cannot be had any more, "" if it can. `capture`: what has read it."""
+    def gone(self) -> str:
+        """Why the step cannot be had any more, "" if it can. That the state consists of other tensors now is no matter:
+        it holds those of its step."""
         if self.too_large:
             return f"{self.too_large} may have moved on since, and there was too much of it to keep at each step"
-        if capture.changed():  # perhaps before that step: it was not looked into all of it
-            return "the state consists of other tensors since"
         changed = set[int]().union(*(one.changed() for one in self.fingerprints)) & set(self.left)
         now = _versions(self.reading.tensors, self.left, self.counted)
         if now != self.versions:

@@ -1,0 +1,476 @@
+"""The first minutes on a card: one question after the other, the worst first, one JSON line an answer.
+
+    python benchmarks/first_contact.py --json found.jsonl            # goes on where it was interrupted
+    python benchmarks/first_contact.py --only capture killed --small # some of them, with a small state
+
+Each question is asked in a process of its own, within a time of its own: one that hangs or crashes costs nothing but
+its own line. `ok` says whether the answer is the one that is promised; what is a figure has no `ok`. It wants nothing
+but torch, and runs on the simulated device as well (see `tests/device`), where figures mean nothing.
+
+Exit status 1 if any answer is not ok, or is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import ckpt
+
+Json = dict[str, Any]
+State = dict[str, Any]
+
+HERE = Path(__file__).parent
+PROBES: dict[str, tuple[Callable[[], Json], float]] = {}
+SMALL = bool(os.environ.get("FIRST_CONTACT_SMALL"))
+WIDTH, LAYERS = (256, 4) if SMALL else (8192, 8)  # 6.4 GB of state
+TINY = 256 if SMALL else 1024
+STEPS = 6 if SMALL else 40
+
+
+def probe(limit_s: float) -> Callable[[Callable[[], Json]], Callable[[], Json]]:
+    """One question; the order of the file is the order they are asked in."""
+
+    def enter(work: Callable[[], Json]) -> Callable[[], Json]:
+        PROBES[work.__name__] = work, limit_s
+        return work
+
+    return enter
+
+
+# -- a training --
+
+
+def built(width: int = TINY, layers: int = 1, **settings: Any) -> State:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width, device="cuda") for _ in range(layers)))
+    return {"model": model, "optim": torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, "fused": True, **settings})}
+
+
+def train(state: State, batch: int = 64) -> None:
+    state["optim"].zero_grad()
+    first = next(state["model"].parameters())
+    state["model"](torch.ones(batch, first.shape[-1], device="cuda")).square().mean().backward()
+    state["optim"].step()
+
+
+def digest(state: State) -> float:
+    return float(sum(p.double().sum() + p.double().abs().sum() for p in state["model"].parameters()))
+
+
+@contextlib.contextmanager
+def opened(state: State, name: str, **settings: Any) -> Iterator[ckpt.Checkpointer]:
+    memory = ckpt.Memory(**settings)
+    with ckpt.Checkpointer(state, memory, name=f"contact-{name}-{os.getpid()}", triggers=None) as cp:
+        cp.restore(default=0)
+        yield cp
+
+
+def spread(seconds: list[float]) -> Json:
+    ordered = sorted(seconds)
+    at_99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+    return {"median_ms": 1e3 * statistics.median(ordered), "p99_ms": 1e3 * at_99, "most_ms": 1e3 * ordered[-1]}
+
+
+def restored(state: State, name: str, step: int) -> State:
+    """What is in memory of a step, in a second process's eyes: in a twin of the state."""
+    twin = built(*shape_of(state))
+    train(twin)
+    found = ckpt.load(name, step=step) if "/" in name else None
+    assert found is not None
+    twin["model"].load_state_dict(found.sub("model").all())
+    return twin
+
+
+def shape_of(state: State) -> tuple[int, int]:
+    first = next(state["model"].parameters())
+    return first.shape[-1], sum(isinstance(one, nn.Linear) for one in state["model"])
+
+
+# -- the questions --
+
+
+@probe(60)
+def facts() -> Json:
+    """What this is."""
+    free, total = torch.cuda.mem_get_info(0)
+    card = torch.cuda.get_device_properties(0)
+    return {
+        "card": card.name,
+        "card_gb": total / 1e9,
+        "free_gb": free / 1e9,
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+    }
+
+
+@probe(300)
+def tests() -> Json:
+    """Do the tests of the device path hold?"""
+    words = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--timeout", "90", "-p", "no:cacheprovider"]
+    plugin = ["-p", os.environ["FIRST_CONTACT_PLUGIN"]] if os.environ.get("FIRST_CONTACT_PLUGIN") else []
+    found = subprocess.run(
+        [*words, *plugin, str(HERE.parent / "tests/promises/test_gpu.py")], capture_output=True, text=True, check=False
+    )
+    lines = found.stdout.strip().splitlines()
+    red = [line.split(" ")[1] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return {"ok": found.returncode == 0, "said": lines[-1:] or found.stderr[-300:], "red": red[:20]}
+
+
+@probe(120)
+def capture() -> Json:
+    """Does a graph that is captured in torch's usual mode right behind step() come out, and is the save there?"""
+    state, spoilt, lost = built(), list[str](), 0
+    with opened(state, "capture") as cp:
+        train(state)
+        cp.save(1).staged(60)
+        for step in range(2, 22):
+            train(state)
+            save, graph, x = cp.step(step), torch.cuda.CUDAGraph(), torch.ones(64, device="cuda")
+            try:
+                with torch.cuda.graph(graph):
+                    x.mul_(2)
+                    time.sleep(0.005)
+            except RuntimeError as error:
+                spoilt.append(str(error).splitlines()[0][:200])
+            try:
+                assert save is not None
+                save.staged(60)
+            except ckpt.CheckpointError:
+                lost += 1
+    return {"ok": not spoilt and not lost, "spoilt": len(spoilt), "lost": lost, "said": spoilt[:1], "of": 20}
+
+
+@probe(120)
+def captured_before() -> Json:
+    """Is a snapshot of its step, if the optimizer is in a graph that was captured before we came?"""
+    state = built(lr=torch.tensor(1e-1, device="cuda"), capturable=True)
+    train(state)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        state["optim"].step()
+    torn = 0
+    with tempfile.TemporaryDirectory() as folder:
+        tiers = [ckpt.Memory(), ckpt.Tier(folder, every=1)]
+        with ckpt.Checkpointer(state, tiers, triggers=None) as cp:
+            cp.restore(default=0)
+            wanted: dict[int, float] = {}
+            for step in range(1, 11):
+                graph.replay()
+                wanted[step] = digest(state)
+                save = cp.step(step)
+                graph.replay()
+                assert save is not None
+                save.committed(60)
+        for step, value in wanted.items():
+            torn += digest(restored(state, f"file://{folder}", step)) != value
+    return {"ok": torn == 0, "torn": torn, "of": 10}
+
+
+@probe(120)
+def scaler() -> Json:
+    """Does step() wait for the device, with a GradScaler in the state?"""
+    took: Json = {}
+    for name in ("without", "with"):
+        state = built()
+        if name == "with":
+            state["scaler"] = torch.amp.GradScaler("cuda")
+            state["scaler"].scale(torch.ones((), device="cuda"))
+        with opened(state, name) as cp:
+            train(state)
+            cp.save(1).staged(60)
+            train(state)
+            torch.cuda._sleep(200_000_000)  # the device is some 0.1 s behind
+            began = time.perf_counter()
+            cp.step(2)
+            took[name] = 1e3 * (time.perf_counter() - began)
+            torch.cuda.synchronize()
+    return {"ok": took["with"] < took["without"] + 20, "step_ms": took}
+
+
+@probe(240)
+def locking() -> Json:
+    """How fast is memory page-locked, and how long do launches of kernels wait meanwhile, by the size of a piece?"""
+    runtime: Any = torch.cuda.cudart()
+    total = 64 << 20 if SMALL else 8 << 30
+    memory, found = torch.empty(total, dtype=torch.uint8), dict[str, Json]()
+    memory.fill_(1)
+    x = torch.ones(64, device="cuda")
+    for piece in (total, 1 << 30, 256 << 20, 64 << 20, 16 << 20):
+        waits, ended = [0.0], threading.Event()
+
+        def launch(waits: list[float] = waits, ended: threading.Event = ended) -> None:
+            while not ended.is_set():
+                began = time.perf_counter()
+                x.add_(1)
+                waits.append(time.perf_counter() - began)
+                time.sleep(0.0005)
+
+        thread = threading.Thread(target=launch)
+        thread.start()
+        began, starts = time.perf_counter(), range(0, total, piece)
+        errors = [int(runtime.cudaHostRegister(memory.data_ptr() + at, min(piece, total - at), 1)) for at in starts]
+        took = time.perf_counter() - began
+        ended.set()
+        thread.join()
+        for at, error in zip(starts, errors, strict=True):
+            if error == 0:
+                runtime.cudaHostUnregister(memory.data_ptr() + at)
+        found[f"{piece >> 20} MiB"] = {
+            "gb_s": total / took / 1e9,
+            "longest_launch_ms": 1e3 * max(waits),
+            "refused": sum(map(bool, errors)),
+        }
+    return {"pieces": found}
+
+
+TRAINER = """
+import os, signal, sys, time
+sys.path.insert(0, sys.argv[3])
+import first_contact as contact, ckpt
+began = time.perf_counter()
+state = contact.built(contact.WIDTH, contact.LAYERS)
+run, way = sys.argv[1:3]
+with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=1000)]) as cp:
+    opened = time.perf_counter()
+    step = cp.restore(default=0)
+    back = time.perf_counter()
+    print("START", step, contact.digest(state) if step else 0.0, opened - began, back - opened, flush=True)
+    stalls = []
+    for step in range(step + 1, step + 9):
+        contact.train(state)
+        at = time.perf_counter()
+        save = cp.step(step)
+        stalls.append(time.perf_counter() - at)
+        save.staged(120)
+    print("DONE", step, contact.digest(state), max(stalls), stalls[-1], flush=True)
+    if way == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if way == "fault":
+        import torch
+        torch.zeros(4, device="cuda")[torch.tensor([10], device="cuda")]
+        torch.cuda.synchronize()
+"""
+
+
+def trainer(folder: str, way: str) -> tuple[int, dict[str, list[float]]]:
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINER, folder, way, str(HERE)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("START", "DONE"))]
+    if not rows:
+        raise RuntimeError(done.stderr[-1000:])
+    return done.returncode, {row[0]: [float(x) for x in row[1:]] for row in rows}
+
+
+@probe(420)
+def killed() -> Json:
+    """SIGKILL, and back: from memory, bit for bit; what does it take to open, to restore, and the first steps?"""
+    with tempfile.TemporaryDirectory() as folder:
+        code, first = trainer(folder, "kill")
+        _, second = trainer(folder, "end")
+    same = second["START"][:2] == first["DONE"][:2]
+    keys = {"open_s": second["START"][2], "restore_s": second["START"][3], "longest_step_ms": 1e3 * second["DONE"][2]}
+    nbytes = 12 * (WIDTH * WIDTH + WIDTH) * LAYERS
+    return {
+        "ok": same and code == -signal.SIGKILL,
+        **keys,
+        "gb": nbytes / 1e9,
+        "gb_s": nbytes / 1e9 / keys["restore_s"],
+        "first_longest_step_ms": 1e3 * first["DONE"][2],
+    }
+
+
+@probe(420)
+def fault() -> Json:
+    """A device-side assertion: is every step that was staged there after it, and does the process end?"""
+    with tempfile.TemporaryDirectory() as folder:
+        code, first = trainer(folder, "fault")
+        _, second = trainer(folder, "end")
+    return {"ok": second["START"][:2] == first["DONE"][:2] and code not in (0, None), "code": code}
+
+
+@probe(300)
+def every_step() -> Json:
+    """What does saving every step cost, in each of the ways that a snapshot may leave the device?"""
+    found: Json = {}
+    for stage in ("overlap", "wait", "device"):
+        state = built(WIDTH, LAYERS)
+        with opened(state, stage, stage=stage) as cp:
+            train(state)
+            cp.save(1).staged(120)
+            periods: dict[bool, list[float]] = {True: [], False: []}
+            blocks, step = list[float](), 1
+            for block in range(4):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                for _ in range(STEPS):
+                    train(state, 4096 if not SMALL else 64)
+                    step += 1
+                    if block % 2:
+                        at = time.perf_counter()
+                        cp.step(step)
+                        blocks.append(time.perf_counter() - at)
+                torch.cuda.synchronize()
+                periods[bool(block % 2)].append((time.perf_counter() - began) / STEPS)
+            ratio = statistics.median(periods[True]) / statistics.median(periods[False])
+            found[stage] = {
+                "ratio": ratio,
+                "step_ms": 1e3 * statistics.median(periods[False]),
+                "blocks": spread(blocks),
+            }
+    return found
+
+
+@probe(240)
+def copies() -> Json:
+    """How fast does a snapshot leave the device, against one pinned buffer?"""
+    size = (64 << 20) if SMALL else (4 << 30)
+    here, there = (
+        torch.empty(size, dtype=torch.uint8, pin_memory=True),
+        torch.empty(size, dtype=torch.uint8, device="cuda"),
+    )
+    rates = []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        here.copy_(there, non_blocking=True)
+        torch.cuda.synchronize()
+        rates.append(size / (time.perf_counter() - began) / 1e9)
+    del here, there
+    state, took = built(WIDTH, LAYERS), list[float]()
+    with opened(state, "copies") as cp:
+        nbytes = 0
+        for step in range(1, 12):
+            train(state)
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            save = cp.step(step)
+            assert save is not None
+            save.staged(120)
+            took.append(time.perf_counter() - began)
+            time.sleep(0.5)  # memory is being page-locked
+        nbytes = 12 * (WIDTH * WIDTH + WIDTH) * LAYERS
+    return {
+        "raw_gb_s": max(rates),
+        "snapshot_gb_s": nbytes / min(took) / 1e9,
+        "first_s": took[0],
+        "share": nbytes / min(took) / 1e9 / max(rates),
+    }
+
+
+@probe(240)
+def many() -> Json:
+    """2,000 small tensors: what do they cost step(), and the thread that stages?"""
+    torch.manual_seed(0)
+    layers = [nn.Linear(32, 32, device="cuda") for _ in range(40 if SMALL else 250)]
+    state: State = {"model": nn.Sequential(*layers)}
+    state["optim"] = torch.optim.AdamW(state["model"].parameters(), capturable=True)
+    with opened(state, "many") as cp:
+        blocks, staged = list[float](), list[float]()
+        for step in range(1, 3 + STEPS):
+            train(state)
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            save = cp.step(step)
+            blocks.append(time.perf_counter() - began)
+            assert save is not None
+            save.staged(60)
+            staged.append(time.perf_counter() - began)
+    return {"tensors": 2 * len(layers) * 4, "blocks": spread(blocks[2:]), "staged": spread(staged[2:])}
+
+
+@probe(240)
+def compiled() -> Json:
+    """Under torch.compile, autocast and FSDP2 on one rank: is every snapshot its step?"""
+    torn, said = 0, ""
+    state = built()
+    model = state["model"]
+    state["optim"].step = torch.compile(state["optim"].step, backend="aot_eager")
+    with tempfile.TemporaryDirectory() as folder:
+        with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(folder, every=1)], triggers=None) as cp:
+            cp.restore(default=0)
+            wanted = {}
+            for step in range(1, 9):
+                with torch.autocast("cuda", torch.bfloat16):
+                    train(state)
+                wanted[step] = digest(state)
+                save = cp.step(step)
+                train_again = [p.detach().clone() for p in model.parameters()]
+                del train_again
+                assert save is not None
+                save.committed(60)
+        for step, value in wanted.items():
+            torn += digest(restored(state, f"file://{folder}", step)) != value
+    return {"ok": torn == 0, "torn": torn, "said": said}
+
+
+# -- asking --
+
+
+def ask(name: str, limit_s: float) -> Json:
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, __file__, "--probe", name], capture_output=True, text=True, check=False, timeout=limit_s
+        )
+        rows = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        found = (
+            json.loads(rows[-1]) if rows else {"ok": False, "error": f"status {done.returncode}: {done.stderr[-1500:]}"}
+        )
+    except subprocess.TimeoutExpired:
+        found = {"ok": False, "error": f"no answer within {limit_s:g} s"}
+    return {"question": name, "asks": PROBES[name][0].__doc__, "took_s": round(time.monotonic() - began, 1), **found}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="append answers there; what is answered there is not asked again")
+    parser.add_argument("--only", nargs="*", choices=PROBES, help="these questions")
+    parser.add_argument("--small", action="store_true", help="a small state, to try the program itself")
+    parser.add_argument("--probe", choices=PROBES, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.probe:
+        print(json.dumps(PROBES[given.probe][0]()), flush=True)
+        return 0
+    if given.small:
+        os.environ["FIRST_CONTACT_SMALL"] = "1"
+    lines = given.json.read_text().splitlines() if given.json and given.json.exists() else []
+    answers = {found["question"]: found for found in map(json.loads, lines)}
+    for name, (_, limit_s) in PROBES.items():
+        if name in answers or (given.only and name not in given.only):
+            continue
+        found = answers[name] = ask(name, limit_s)
+        print(json.dumps(found), flush=True)
+        if given.json:
+            with given.json.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+    return int(any(found.get("ok") is False for found in answers.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -297,6 +297,7 @@ class Checkpointer:
     def _after_fork(self) -> None:
         if not self._progress.closed:
             self._progress.forked = True
+            _open.pop(self._settings.url, None)  # the child may open the run itself, once its parent is gone
             self._session.hook.silence()
             self._fault_handler.forget()
             self._session.supervisor.forget()

@@ -109,9 +109,7 @@ class OptimizerNode:
         self._there = Held([*dicts, *places], [self._state, *(values for _, _, values in dicts)])
         self._memories = Memories([*(tensor for _, _, tensor in places), *(p for _, p, _ in self._nameless)])
         params = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
-        self._piece = Contents(
-            fixed, facts={"params": params, "with_state": [called[id(p)] for _, p, _ in dicts]}
-        )
+        self._piece = Contents(fixed, facts={"params": params, "with_state": [called[id(p)] for _, p, _ in dicts]})
 
     def _is_held(self, names: Names) -> list[bool]:
         return [names.hold(span) for _, _, span in self._nameless]

@@ -15,7 +15,7 @@ from ckpt.trainer.faults.fault_handler import FaultHandler
 from ckpt.trainer.progress import TURN_S, Progress
 from ckpt.trainer.session import Session
 from ckpt.trainer.staged import Staged, StagedStep
-from ckpt.trainer.step_keeper import StepKeeper
+from ckpt.trainer.step_keeper import NO_TIME, StepKeeper
 from ckpt.trainer.tier_writes import TierWrites
 
 STOP_S = 30.0  # for an incident that is being dealt with
@@ -70,7 +70,7 @@ class Closing:
             if not session.errors.is_known(error):
                 failure = failure or error
         except BaseException:  # Ctrl-C: the writer does the rest, and another Checkpointer may open the run
-            session.supervisor.leave()
+            session.supervisor.leave(TURN_S)
             session.stager.stop(TURN_S)
             raise
         session.stager.stop(max(1.0, end - time.monotonic()))
@@ -94,7 +94,7 @@ class Closing:
             if why := self._keeper.stage_last(time.monotonic() + timeout_s):
                 self._say_lost(self._staged.newest, why)
             self._fault_handler.stop(STOP_S)
-            session.supervisor.leave()
+            session.supervisor.leave(timeout_s)
             self._end()
             session.stager.stop()
             self._say_closed()
@@ -106,7 +106,7 @@ class Closing:
         """Of memory, and of the writer. `leave`: as if this process had died."""
         session = self._session
         if leave:
-            session.supervisor.leave()
+            session.supervisor.leave(max(1.0, end - time.monotonic()))
             return
         failed = self.failed or session.errors.fenced is not None or self._fault_handler.saw_exception
         session.supervisor.close(end - time.monotonic(), failed=failed)
@@ -133,6 +133,8 @@ class Closing:
         if self._session.errors.fenced is None and (self._session.tiers or why):
             self._write_last(end, why)
         self._writes.wait(max(0.0, end - time.monotonic()))
+        if why == NO_TIME:
+            raise DeadlineError(f"step {self._progress.step} was the last one: {why}, and it is lost")
 
     def _keeps_memory(self, clean: bool) -> bool:
         """Whether the writer is to keep it, and go on trying, as after a death: an earlier run's memory that was

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Iterator
 
-from ckpt.errors import CheckpointError, SkippedError, UsageError
+from ckpt.errors import CheckpointError, DeadlineError, SkippedError, UsageError
 from ckpt.goodput.cadence import Auto
 from ckpt.save import Save
 from ckpt.state.capture import Reading
@@ -26,6 +26,8 @@ from ckpt.trainer.staging.snapshot import PendingSnapshot
 DEFERRED = 1 << 20  # bytes of a step that is not due, which are kept for a fault all the same
 DEFER_SHARE = 0.001  # of a step, that it may cost
 DEFER_AGAIN = 1000  # steps, after which it is measured again
+LEAST_S = 1.0  # for a copy, however little time there is: most take less
+NO_TIME = "there was no time to copy it"
 KEEP_S, KEEP_SHARE, KEEP_MOST_S = 0.001, 0.05, 0.002  # of the CPU, to keep at each step what that is made of
 KEEP_TRIES = 3  # that have to cost more, one after the other: one alone may just have been held up
 
@@ -88,6 +90,10 @@ class StepKeeper:
 
     def save_again(self) -> Save:
         """The last step, to all tiers that it is not in, nor on its way to."""
+        with self._session.stager.held():  # another thread may be training
+            return self._save_again()
+
+    def _save_again(self) -> Save:
         step, last = self._last_step("say which step this is: save(step)")
         timeout_s = self._session.settings.busy_timeout_s
         if last is not None and self._staged.last_is_under_way(timeout_s):
@@ -99,6 +105,10 @@ class StepKeeper:
 
     def stage_again(self) -> Save:
         """The last step, into memory if it is not there. Returns when it is copied, or cannot be."""
+        with self._session.stager.held():
+            return self._stage_again()
+
+    def _stage_again(self) -> Save:
         step, last = self._last_step("call step() first: there is no step to stage")
         timeout_s = self._session.settings.busy_timeout_s
         if last is not None and self._staged.last_is_under_way(timeout_s):
@@ -149,7 +159,7 @@ class StepKeeper:
         if supervisor.failure is not None:
             return str(supervisor.failure)
         try:
-            self._session.stager.do(lambda: None, max(0.0, end - time.monotonic()))
+            self._session.stager.do(lambda: None, max(LEAST_S, end - time.monotonic()))
             if self._staged.newest_step(0.0) == step:
                 return ""
             if why := self._why_gone():
@@ -160,12 +170,14 @@ class StepKeeper:
                 return self._why_not_kept()
             if why := progress.moment.gone():
                 return why
-            timeout_s = max(1.0, end - time.monotonic())
+            timeout_s = max(LEAST_S, end - time.monotonic())
             self._saves.begin(step, [], explicit=True, taken=progress.moment, timeout_s=timeout_s)
-            if self._staged.newest_step(max(0.0, end - time.monotonic())) == step:
+            if self._staged.newest_step(max(LEAST_S, end - time.monotonic())) == step:
                 return ""
             error = None if self._staged.last is None else self._staged.last[1].error
-            return str(error or "there was no time to copy it")
+            return str(error or NO_TIME)
+        except DeadlineError:
+            return NO_TIME
         except Exception as error:  # of a device that has failed, say: what was saved before is all there is
             return f"it could not be copied: {error}"
 

@@ -20,7 +20,7 @@ from ckpt.ipc.requests import Close, Leave
 from ckpt.writer.background import Background
 from ckpt.writer.dispatch import Caller, handles_caller
 from ckpt.writer.held_run import LOST_S, HeldRun
-from ckpt.writer.memory.held_memory import HeldMemory
+from ckpt.writer.memory.held_memory import HAND_OVER_S, HeldMemory
 from ckpt.writer.present_trainer import PresentTrainer
 from ckpt.writer.server import Server
 from ckpt.writer.tiers.drain import Drain
@@ -84,6 +84,7 @@ class AfterDeath:
                 self.reporter.faults.append(fault)  # the next incarnation is told, however soon it comes
                 self.background.spawn(self._record_death(fault, watchdog, began, drained))
             self.background.loop.call_later(ECHO_S, watchdog.stop)
+        await self._until_all_is_read(adoptions)
         await asyncio.to_thread(self.held_memory.digest_ring)
         try:
             await self._drain_until(adoptions, deadline)
@@ -95,6 +96,14 @@ class AfterDeath:
             if adoptions == self.trainer.adoptions:
                 self.server.leave()
                 await self._finish()
+
+    async def _until_all_is_read(self, adoptions: int) -> None:
+        """A trainer that died while it handed us the memory of a dead writer has sent some that we have yet to read."""
+        end = time.monotonic() + HAND_OVER_S
+        while not self.held_memory.handed_over.is_set() and adoptions == self.trainer.adoptions:
+            if self.trainer.channel is None or time.monotonic() > end:
+                return
+            await asyncio.sleep(0.01)
 
     async def _drain_until(self, adoptions: int, deadline: float, owed: Collection[Attempt] | None = None) -> None:
         """What failed is tried again, until the deadline or until somebody else has come for it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -62,15 +63,15 @@ class CurrentWriter:
         """As `WriterClient.ask`."""
         return self.client.ask(request, timeout_s, fds)
 
-    def insist(self, work: Callable[[WriterClient], T]) -> T:
-        """Ask the writer, and if it dies of it the next one."""
+    def insist(self, work: Callable[[WriterClient], T], end: float = math.inf) -> T:
+        """Ask the writer, and if it dies of it the next one; none any more from `end` on."""
         for tries in itertools.count():
             try:
                 return work(self.client)
             except WriterError as error:
                 if self.closing:  # by a signal handler
                     raise ClosedError("this Checkpointer was closed meanwhile") from error
-                if self.failure is not None or tries > INSIST:
+                if self.failure is not None or tries > INSIST or time.monotonic() > end:
                     raise
                 time.sleep(0.1)  # until the next writer is there
         raise AssertionError

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -11,13 +13,14 @@ from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt
 from ckpt.ipc import requests
 from ckpt.ipc.arena import Arena
+from ckpt.ipc.process import Process
 from ckpt.ranks.world import World
 from ckpt.runlog.log import Acquire
 from ckpt.tiers import Memory, Tier
 from ckpt.trainer.staging.stage import Stager
 from ckpt.trainer.supervise.current_writer import CurrentWriter, WriterUser
 from ckpt.trainer.supervise.next_arena import NextArena
-from ckpt.trainer.supervise.writer_client import WriterClient
+from ckpt.trainer.supervise.writer_client import ENDING_S, WriterClient
 
 Digests = dict[tuple[Attempt, int], bytes]
 """By attempt and rank: of all blobs, then of the plain values."""
@@ -77,6 +80,8 @@ class SnapshotMemory(WriterUser):
         self._spares: list[Arena] = []  # inherited or outgrown, kept until a newer snapshot is sealed
         self._foreign: set[bytes] = set()  # arenas that other ranks staged into
         self._arriving: Arena | None = None  # the next one, until it is staged into
+        self._before: Process | None = None  # who may still write to what was inherited
+        self._read_before: set[tuple[bytes, int]] = set()  # slots that the writer read from when it was found
         self._watched: tuple[WriterClient, bytes] | None = None  # who waits for our death, by the mutex of which arena
         self._copied = False  # whether another writer keeps a copy of our memory
 
@@ -102,6 +107,10 @@ class SnapshotMemory(WriterUser):
     def on_new_writer(self, client: WriterClient) -> None:
         for arena in self.arenas():
             client.send(requests.AttachArena(foreign=arena.id in self._foreign), (arena.fd,))
+        for arena_id, slot in list(self._read_before):  # by the writer that has died
+            self.on_read(arena_id.hex(), slot)
+        if self._before is not None:  # only that writer would have said when
+            threading.Thread(target=self._await_gone, args=(self._before,), name="ckpt-before", daemon=True).start()
         if (current := self._stager.arena) is not None:
             self._watch(current)
         self._next.drop()
@@ -109,22 +118,51 @@ class SnapshotMemory(WriterUser):
     # -- what earlier incarnations left --
 
     def inherit(self, hello: requests.GreetingReply, fds: list[int]) -> None:
-        """Of the writer that was found."""
+        """Of the writer that was found. The newest of these arenas will go on being used; the others are only read, as
+        are those of other ranks, and of a trainer that lives. Nothing is overwritten as long as the trainer before may
+        write there, nor what the writer reads from just now."""
         self.inherited = HeldElsewhere.of(hello, fds)
         self._foreign = {bytes.fromhex(arena) for arena in hello.foreign}
-
-    def adopt(self, hello: requests.GreetingReply) -> None:
-        """The newest of these arenas goes on being used; the others are only read, as are those of other ranks, and of
-        a trainer that lives."""
-        self._stager.slots.hold(0 if hello.gone else 1)
-        for key, slot in hello.writing:
-            for arena in self.inherited.arenas:
-                if arena.id.hex() == key:
-                    self._stager.slots.pin(arena, slot)
         usable = [arena for arena in self.inherited.arenas if arena.id not in self._foreign]
-        self._spares = [arena for arena in self.inherited.arenas if arena not in usable[-1:]]
-        if usable:
-            self._use(usable[-1])
+        self._arriving = usable[-1] if usable else None
+        self._spares = [arena for arena in self.inherited.arenas if arena is not self._arriving]
+        if not hello.gone:
+            self._before = Process.of(hello.trainer)
+            self._stager.slots.hold(1)
+        for arena in self.inherited.arenas:
+            for slot in (slot for key, slot in hello.writing if key == arena.id.hex()):
+                self._stager.slots.pin(arena, slot)
+                self._read_before.add((arena.id, slot))
+
+    def adopt(self) -> None:
+        """Go on in what was inherited."""
+        if self._arriving is not None:
+            self._use(self._arriving)
+            self._arriving = None
+
+    def on_gone(self) -> None:
+        """The trainer before us writes there no more."""
+        with self._writer.lock:
+            before, self._before = self._before, None
+        if before is not None:
+            self._stager.slots.hold(-1)
+
+    def on_read(self, arena: str, slot: int) -> None:
+        """The writer has read what it was reading when we came."""
+        key = bytes.fromhex(arena), slot
+        with self._writer.lock:
+            pinned = key in self._read_before
+            self._read_before.discard(key)
+        if pinned:
+            self._stager.slots.unpin(*key)
+
+    def _await_gone(self, before: Process) -> None:
+        """Our own look at it. That we have its mutex says that it has let go, or is about to end; a device may copy for
+        it until it has."""
+        end = time.monotonic() + ENDING_S
+        while before.alive and time.monotonic() < end:
+            time.sleep(0.05)
+        self.on_gone()
 
     def take(self, found: HeldElsewhere) -> None:
         """Have our writer hold what another one does, of a rank that this job does not have."""

@@ -8,6 +8,7 @@ it, and gives memory to a new writer when the old one dies. What the writer has 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -91,7 +92,7 @@ class WriterSupervisor:
         self._claim.take_soon()  # a trainer that has lost the run, and stands still, may have it yet
         try:
             taken = self._siblings.take_orphans()
-            self.opened = self.run.open(self.client)
+            self.opened = self._writer.insist(self.run.open)
             self._siblings.dismiss(taken)
         except BaseException:
             self.give_up()
@@ -114,7 +115,7 @@ class WriterSupervisor:
         else:
             log.info("took over the memory that process %d left", hello.trainer)
         self._adopted = True
-        self.memory.adopt(hello)
+        self.memory.adopt()
 
     def give_up(self) -> None:
         """The run could not be opened. Memory of an earlier run stays with its writer, for a better try."""
@@ -157,8 +158,8 @@ class WriterSupervisor:
 
     def _hear_all(self) -> None:
         """What the writer says of memory and of the run. Others listen to the rest, once they are there."""
-        self.hear(notes.GoneNote, lambda note: self._stager.slots.hold(-1))
-        self.hear(notes.UnpinnedNote, lambda note: self._stager.slots.unpin(bytes.fromhex(note.arena), note.slot))
+        self.hear(notes.GoneNote, lambda note: self.memory.on_gone())
+        self.hear(notes.UnpinnedNote, lambda note: self.memory.on_read(note.arena, note.slot))
         self.hear(notes.StoredNote, self._writes.on_stored)
         self.hear(notes.SaidNote, lambda note: log.warning("%s", note.text))
         self.hear(notes.FencedNote, self._on_fenced)
@@ -281,11 +282,19 @@ class WriterSupervisor:
 
     # -- the end --
 
-    def leave(self) -> None:
-        """Hang up, and let the writer treat that as our death: it keeps the memory and persists it."""
+    def leave(self, timeout_s: float) -> None:
+        """Hang up, and let the writer treat that as our death: it keeps the memory and persists it. If it has died, the
+        one that takes its place, which has the memory by the time it answers; waits for it no longer than that."""
+        end = time.monotonic() + timeout_s
+        if self.failure is None:
+            try:
+                self._writer.insist(lambda client: client.ask(requests.Leave(), max(0.1, end - time.monotonic())), end)
+            except FencedError:
+                pass  # another job has it
+            except CheckpointError as error:
+                log.warning("whether the writer keeps what is in memory is not known: %s", error)
         with self._writer.lock:
             self._writer.closing = True
-        self.client.send(requests.Leave())
         self.client.close()
         self._claim.drop()
         self._acknowledgements.on_no_writer(WriterError("there was no writer when the trainer let go of its memory"))

@@ -1,0 +1,229 @@
+"""Writers that die at an awkward moment: while memory is adopted, while a trainer leaves, before they say what they
+saw; and saves that training could overtake."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+import toy
+from ckpt.errors import DeadlineError, UsageError
+from ckpt.trainer.supervise.memory import SnapshotMemory
+from processes import killed, run_script
+from test_promise_ends import restored
+from test_promise_ownership import start_of
+
+# Trains three steps a life; `sys.argv[2]` is code that runs before.
+LIFE = """
+import os, signal, sys, time, torch, ckpt
+from ckpt.ipc import channel
+from ckpt.trainer.staging.stage import Stager
+from ckpt.trainer.supervise.opening import RunOpener
+name, before, steps, end = sys.argv[1:]
+state = {"w": torch.zeros(1 << 12), **{f"small{i}": torch.zeros(4) for i in range(int(os.environ.get("SMALL", 0)))}}
+
+def other_writer(old):
+    key = channel.run_key("memory:" + name, 0)
+    while channel.holder(key) in (None, old):
+        time.sleep(0.01)
+    time.sleep(0.5)
+
+exec(before)
+cp = ckpt.Checkpointer(state, [ckpt.Memory()], name=name, triggers=None, busy_timeout_s=20)
+start = cp.restore(default=0)
+print("start", start, int(state["w"][0]), flush=True)
+for step in range(start + 1, start + 1 + int(steps)):
+    state["w"].fill_(step)
+    cp.step(step).staged(30)
+exec(end)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+KILLED_WHILE_IT_IS_ADOPTED = """
+use = Stager.use
+def late(stager, arena, on_locked):
+    old = channel.holder(channel.run_key("memory:" + name, 0))
+    os.kill(old, signal.SIGKILL)
+    other_writer(old)
+    Stager.use = use
+    use(stager, arena, on_locked)
+Stager.use = late
+"""
+
+KILLED_BEFORE_IT_HAS_OPENED = """
+opening = RunOpener.open
+tries = []
+def killing(self, client, **more):
+    tries.append(client)
+    if len(tries) == 1:
+        os.kill(client.pid, signal.SIGKILL)
+    return opening(self, client, **more)
+RunOpener.open = killing
+"""
+
+
+@pytest.mark.parametrize("when", [KILLED_WHILE_IT_IS_ADOPTED, KILLED_BEFORE_IT_HAS_OPENED], ids=["adopted", "opened"])
+def test_a_writer_that_dies_while_its_memory_is_taken_over(own_sockets: Path, when: str) -> None:
+    """The next writer gets what the first trainer left: nothing of it is lost, and later steps are held."""
+    assert run_script(LIFE, "adopted", "", 3, "").stdout.split() == ["start", "0", "0"]
+    second = run_script(LIFE, "adopted", when, 3, "")
+    assert killed(second) and second.stdout.split() == ["start", "3", "3"], second.stderr
+    assert run_script(LIFE, "adopted", "", 0, "").stdout.split() == ["start", "6", "6"]
+
+
+LEAVING = """
+try:
+    with cp:
+        os.kill(cp.writer_pid, signal.SIGKILL)
+        raise ValueError
+except ValueError:
+    pass
+"""
+ENDS = {"with": LEAVING, "exit": "os.kill(cp.writer_pid, signal.SIGKILL); sys.exit(3)"}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_leaving_while_the_writer_is_dead(own_sockets: Path, how: str) -> None:
+    """A script ends by an error right after its writer has died: it waits until the next one has the memory."""
+    run_script(LIFE, "leaving", "", 5, ENDS[how])
+    assert run_script(LIFE, "leaving", "", 0, "").stdout.split() == ["start", "5", "5"]
+
+
+STOPPED = """
+from ckpt.trainer.supervise.memory import SnapshotMemory
+from ckpt.trainer.supervise.layouts import KnownLayouts
+import subprocess
+first, last = KnownLayouts.on_new_writer, SnapshotMemory.on_new_writer
+def early(self, client):
+    import psutil
+    os.kill(client.pid, signal.SIGSTOP)
+    subprocess.Popen(["sh", "-c", f"sleep 1.5; kill -CONT {client.pid}"])
+    first(self, client)
+def late(self, client):
+    last(self, client)
+    while not client._outbox.empty():
+        time.sleep(0.001)
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+KnownLayouts.on_new_writer, SnapshotMemory.on_new_writer = early, late
+"""
+
+
+def test_a_trainer_that_dies_before_the_next_writer_has_read_what_it_was_sent(
+    own_sockets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hears of the death first, and of the memory then: it reads to the end before it looks what there is."""
+    monkeypatch.setenv("SMALL", "2000")
+    end = "os.kill(cp.writer_pid, signal.SIGKILL); time.sleep(60)"
+    assert killed(run_script(LIFE, "unread", STOPPED, 4, end))
+    assert run_script(LIFE, "unread", "", 0, "").stdout.split() == ["start", "4", "4"]
+
+
+def test_slots_are_not_held_for_ever_for_a_trainer_that_has_gone(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the writer that has died would have said that it has: the trainer looks for itself."""
+    inherit = SnapshotMemory.inherit
+
+    def lingering(self: SnapshotMemory, hello: Any, fds: list[int]) -> None:
+        hello = type(hello)(**{**{f: getattr(hello, f) for f in hello.__struct_fields__}, "gone": False})
+        inherit(self, hello, fds)
+
+    assert start_of("memory:held", 3, "kill") == ["start", "0", "0", "None"]
+    monkeypatch.setattr(SnapshotMemory, "inherit", lingering)
+    w = nn.Parameter(torch.zeros(8))
+    opt = torch.optim.SGD([w], lr=1.0)
+    with ckpt.Checkpointer({"w": w, "opt": opt}, name="held", triggers=None) as cp:
+        assert cp.restore() == 3
+        assert cp._session.stager.slots._holds == 1
+        os.kill(cp.writer_pid, signal.SIGKILL)
+        w.grad = torch.full_like(w, -1.0)
+        opt.step()
+        save = cp.step(4)
+        assert save is not None and save.staged(60)
+
+
+# -- saves by another thread --
+
+
+def large() -> dict[str, Any]:
+    params = [nn.Parameter(torch.zeros(2 << 20)) for _ in range(4)]
+    return {"m": nn.ParameterList(params), "opt": torch.optim.SGD(params, lr=1.0), "meta": {"n": 0}}
+
+
+def train(state: dict[str, Any]) -> None:
+    for param in state["m"]:
+        param.grad = torch.full_like(param, -1.0)
+    state["opt"].step()
+    state["meta"]["n"] += 1
+
+
+@pytest.mark.parametrize("call", [ckpt.Checkpointer.save, ckpt.Checkpointer.stage])
+def test_training_does_not_overtake_a_save_of_another_thread(
+    run_dir: str, monkeypatch: pytest.MonkeyPatch, call: Callable[[ckpt.Checkpointer], ckpt.Save]
+) -> None:
+    """Its memory takes a while, and nothing is kept of the step: the next update waits, or the save is refused; what is
+    saved is of one step."""
+    state, asked = large(), threading.Event()
+    take = SnapshotMemory.take_prepared
+
+    def slow(self: SnapshotMemory, timeout_s: float) -> None:
+        asked.set()
+        time.sleep(0.5)
+        take(self, timeout_s)
+
+    tiers = [ckpt.Memory(every=1000, between=False), ckpt.Tier(run_dir, every=1000)]
+    with ckpt.Checkpointer(state, tiers, triggers=None) as cp:
+        cp.restore(default=0)
+        for step in range(1, 4):
+            train(state)
+            cp.step(step)
+        monkeypatch.setattr(SnapshotMemory, "take_prepared", slow)
+        thread = threading.Thread(target=call, args=(cp,))
+        thread.start()
+        assert asked.wait(30)
+        train(state)
+        thread.join()
+    found = large()
+    with ckpt.Checkpointer(found, run_dir, triggers=None) as cp:
+        assert cp.restore() == found["meta"]["n"]
+    assert all(bool((param == found["meta"]["n"]).all()) for param in found["m"])
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 0.001])
+def test_closing_with_too_little_time_says_so(run_dir: str, timeout_s: float) -> None:
+    """By DeadlineError; what was begun is finished by the writer, and the last step is there."""
+    state = toy.build()
+    cp = ckpt.Checkpointer(state, [ckpt.Memory(every=100), ckpt.Tier(run_dir, every=100)], triggers=None)
+    for step in range(cp.restore(default=0), 3):
+        toy.train_step(state)
+        cp.step(step + 1)
+    with pytest.raises(DeadlineError):
+        cp.close(timeout_s)
+    assert restored(run_dir) == (3, toy.reference(3))
+
+
+def test_a_child_may_open_the_run_when_its_trainer_has_gone(run_dir: str) -> None:
+    """What it was forked with is its parent's; the name of the run is free for one of its own."""
+    with ckpt.Checkpointer(toy.build(), run_dir, triggers=None) as cp:
+        cp.restore(default=0)
+        reading, writing = os.pipe()
+        if (child := os.fork()) == 0:
+            try:
+                ckpt.Checkpointer(toy.build(), run_dir, triggers=None)
+            except UsageError as error:
+                os.write(writing, str(error).encode())
+            except ckpt.CheckpointError as error:
+                os.write(writing, type(error).__name__.encode())
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert os.read(reading, 1000) == b"InUseError"

@@ -25,10 +25,11 @@ SLOW = (
     "test_promise_damage", "test_promise_trainers", "test_promise_state", "test_ranks", "test_export",
     "test_accelerate", "test_written_before", "test_dcp", "test_loader", "test_restore", "test_upkeep",
     "test_promise_stores", "test_damage", "test_metrics", "test_top", "test_benchmarks", "test_chaos", "test_plan",
-    "test_jobs", "test_surprises", "test_incremental",
+    "test_jobs", "test_surprises", "test_incremental", "test_waits",
 )  # fmt: skip
 # Of the others those that take longest.
 LONGER = (
+    "test_simulated",
     "test_unchanged", "test_preemption", "test_source_files", "test_save_rounds", "test_step_log", "test_world",
     "test_accounting", "test_doctor", "test_promise_provenance", "test_events", "test_imports", "test_hang",
     "test_promises", "test_quarantine", "test_survival", "test_increment_promises", "test_in_place", "test_to_torch",

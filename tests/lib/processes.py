@@ -50,8 +50,9 @@ _PLAIN = {"stdin", "stdout", "stderr", "cwd", "env", "text", "bufsize", "encodin
 class Zygote:
     """See zygote.py. It starts with the first process that is asked of it, and ends with this one."""
 
-    def __init__(self, *modules: str) -> None:
+    def __init__(self, *modules: str, **variables: str) -> None:
         self.modules = modules  # that it imports beside what zygote.WARM names
+        self.variables = variables  # of its environment, when it imports them
         self.lock = threading.Lock()
         self.environment = _at_start(os.environ)
         self.process: subprocess.Popen[bytes] | None = None
@@ -92,7 +93,7 @@ class Zygote:
     def _start(self) -> None:
         # OpenMP's threads spin while they wait, which starves everything else on a machine with few cores; OpenBLAS
         # starts its own when it is loaded.
-        environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1", **self.variables}
         environment = {k: v for k, v in environment.items() if k not in ("PYTHONPATH", "OMP_NUM_THREADS")}
         self.control, theirs = socket.socketpair()
         words = [sys.executable, "-c", _SERVE, str(theirs.fileno()), str(LIB), *self.modules]

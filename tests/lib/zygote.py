@@ -46,6 +46,9 @@ class Child:
 
 def serve(path: list[str]) -> Program:
     """Fork children until the socket closes. Returns in each child, with what it shall run in `__main__`."""
+    if "SIMULATED_DEVICE" in os.environ:  # torch looks for a device once, while it is imported: see tests/device
+        sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "device"))
+        importlib.import_module("simulated").install()
     for name in (*WARM, *sys.argv[3:]):
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would not be there after the fork"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +26,8 @@ from toy_states import Saved, State, differences, fill, freeze
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
-LARGE = 4096  # 64 MiB a square: its copy to the host takes milliseconds, an update of it microseconds
+# 64 MiB a square: its copy to the host takes milliseconds, an update of it microseconds. A simulated device is slower.
+LARGE = int(os.environ.get("GPU_TEST_SIDE", "4096"))
 LONG = 2_000_000_000  # cycles, about a second: whatever does not wait for such a kernel is long over when it ends
 
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
@@ -495,7 +497,7 @@ def test_a_refusal_to_lock_memory_does_not_come_up_later(
     register = device.lock_pages
 
     def refused(address: int, size: int, where: torch.device) -> int:
-        if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
+        if not taken and int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
             taken.append(address)  # so that the next try is refused
         return register(address, size, where)
 

@@ -30,7 +30,7 @@ import torch
 import ckpt
 import toy
 from ckpt.cli import cli
-from ckpt.errors import (
+from ckpt.errors import (, WriterError
     CheckpointError,
     DeadlineError,
     NoCheckpointError,
@@ -824,7 +824,8 @@ def test_no_writer_any_more(run_dir: str, own_sockets: Path) -> None:
             saves += [cp.step(step)]  # type: ignore[list-item]
             if cp._session.supervisor.failure is not None:
                 break
-            saves[-1].staged(60)
+            with contextlib.suppress(WriterError):  # that there is none may be found out just now
+                saves[-1].staged(60)
             if step % 3 == 0:
                 for writer in writers(own_sockets):
                     writer.kill()

@@ -1,0 +1,273 @@
+"""The simulated device itself: it is late where a real one is, and it refuses what a real one refuses."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import simulated
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not simulated.wanted(), reason="of the simulated device only")]
+
+LONG = 600_000_000  # cycles: 0.3 s
+SIZE = 1 << 20
+
+
+def elsewhere(work: Callable[[], Any]) -> Any:
+    """What becomes of it in another thread: what it returns or raises."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except RuntimeError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def fetched(source: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
+    """Page-locked memory into which it is being copied on that stream, which waits for nothing."""
+    here = torch.zeros(source.shape, dtype=source.dtype, pin_memory=True)
+    with torch.cuda.stream(stream):
+        here.copy_(source, non_blocking=True)
+    return here
+
+
+@pytest.fixture
+def source() -> torch.Tensor:
+    found = torch.ones(SIZE, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    return found
+
+
+# -- order --
+
+
+def test_a_copy_that_nobody_waits_for_is_torn(source: torch.Tensor) -> None:
+    """An update comes into the middle of it; behind an event it does not."""
+    side = torch.cuda.Stream()
+    for waits in (False, True):
+        source.fill_(1)
+        torch.cuda.synchronize()
+        with simulated.turned(d2h_gbs=0.02):
+            here = fetched(source, side)
+            while here[0] != 1:
+                time.sleep(0.001)
+            if waits:
+                torch.cuda.current_stream().wait_stream(side)
+            source.fill_(7)
+            torch.cuda.synchronize()
+        assert sorted(set(here.tolist())) == ([1] if waits else [1, 7])
+
+
+def test_the_host_is_ahead_until_it_asks() -> None:
+    """Kernels run in turn, later; `item` and pageable copies wait."""
+    x = torch.zeros(4, device="cuda")
+    torch.cuda._sleep(LONG)
+    x += 1
+    event = torch.cuda.current_stream().record_event()
+    assert not event.query()
+    assert x.cpu().tolist() == [1.0] * 4 and event.query()
+
+
+def test_kernels_that_are_not_in_order_use_what_is_not_there() -> None:
+    """Another stream sees a tensor before it was written, and that is poison."""
+    torch.cuda._sleep(LONG)
+    x = torch.ones(4, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert x.sum().item() != 4
+    assert x.sum().item() == 4
+
+
+def test_streams_come_from_a_pool_of_32() -> None:
+    """The 33rd is the first again; other priorities have others, and a stream can be made outside of the pool."""
+    some = [torch.cuda.Stream() for _ in range(33)]
+    assert some[32] == some[0] and len(set(some)) == 32
+    assert torch.cuda.Stream(priority=-1) not in some and torch.cuda.Stream(priority=-1).priority == -1
+    pointer = ctypes.c_int64()
+    torch.cuda.cudart().cudaStreamCreate(ctypes.addressof(pointer))
+    assert torch.cuda.ExternalStream(pointer.value) not in some
+
+
+def test_a_hung_stream_holds_up_what_is_behind_it() -> None:
+    """And nothing else."""
+    x, side = torch.zeros(1, device="cuda"), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with simulated.hung(side):
+        with torch.cuda.stream(side):
+            x += 1
+        torch.cuda.current_stream().synchronize()
+        assert not side.query() and x.item() == 0
+    side.synchronize()
+    assert x.item() == 1
+
+
+# -- memory --
+
+
+def test_freed_memory_goes_to_the_next_tensor_of_its_stream(source: torch.Tensor) -> None:
+    """Whoever still copies from it on another stream gets what is not his, unless record_stream has told of him."""
+    for told in (False, True):
+        side, x = torch.cuda.Stream(), torch.full((SIZE,), 1, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+        address = x.data_ptr()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(LONG)
+        here = fetched(x, side)
+        if told:
+            x.record_stream(side)
+        del x
+        y = torch.full((SIZE,), 9, dtype=torch.uint8, device="cuda")
+        assert (y.data_ptr() == address) != told
+        torch.cuda.synchronize()
+        assert set(here.tolist()) == ({1} if told else {9})
+
+
+def test_memory_is_counted() -> None:
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    x = torch.empty(SIZE, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_allocated() - before == SIZE
+    del x
+    assert torch.cuda.memory_allocated() == before and torch.cuda.max_memory_allocated() - before == SIZE
+
+
+def test_page_locking_has_limits_and_takes_time() -> None:
+    """Whole ranges only, once, up to a size; meanwhile every other call waits. An error comes up at the next kernel."""
+    runtime, room = torch.cuda.cudart(), torch.zeros(1 << 20, dtype=torch.uint8)
+    here, address = room.numpy(), room.data_ptr()
+    with simulated.turned(lock_gbs=0.01):
+        locking = threading.Thread(target=lambda: runtime.cudaHostRegister(address, 1 << 20, 0))
+        locking.start()
+        time.sleep(0.02)
+        began = time.perf_counter()
+        torch.cuda.current_stream().record_event()
+        assert time.perf_counter() - began > 0.03
+        locking.join()
+    assert room.is_pinned() and runtime.cudaHostRegister(address, 4096, 0) == 712
+    with pytest.raises(RuntimeError, match="already mapped"):
+        torch.ones(1, device="cuda")
+    assert runtime.cudaHostUnregister(address) == 0 and runtime.cudaHostRegister(address, 1 << 19, 0) == 0
+    with pytest.raises(RuntimeError, match="across page-locked and other memory"):
+        torch.from_numpy(here).copy_(torch.ones(1 << 20, dtype=torch.uint8, device="cuda"), non_blocking=True)
+    assert runtime.cudaHostUnregister(address) == 0
+    with simulated.turned(lock_call_bytes=4096):
+        assert runtime.cudaHostRegister(address, 1 << 20, 0) == 2
+    with pytest.raises(RuntimeError, match="out of memory"):
+        torch.ones(1, device="cuda")
+
+
+def test_a_copy_into_other_memory_is_waited_for() -> None:
+    x = torch.ones(8, device="cuda")
+    torch.cuda._sleep(LONG)
+    here = torch.zeros(8)
+    here.copy_(x, non_blocking=True)
+    assert here.sum() == 8 and torch.cuda.current_stream().query()
+
+
+# -- graphs --
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+@pytest.mark.parametrize("relaxed", [False, True])
+def test_which_captures_another_thread_spoils(mode: Any, relaxed: bool) -> None:
+    """A global one, by asking for an event, unless the thread has said that what it does is no matter."""
+    event, current = torch.cuda.current_stream().record_event(), torch.cuda.current_stream()
+    graph, x = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+
+    def ask() -> bool:
+        mode = ctypes.c_int(2 if relaxed else 0)
+        ctypes.CDLL(None).cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        return event.query()
+
+    spoilt = mode == "global" and not relaxed
+    try:
+        with torch.cuda.graph(graph, capture_error_mode=mode):
+            x += 1
+            found = elsewhere(ask)
+    except RuntimeError as error:
+        assert spoilt and "previous error during capture" in str(error) and "not permitted" in str(found)
+    else:
+        assert not spoilt and found is True and x.item() == 0
+        graph.replay()
+        graph.replay()
+        assert x.item() == 2
+    torch.cuda.set_stream(current)  # torch leaves the stream of a capture that failed current
+
+
+def test_a_capture_may_not_wait() -> None:
+    current = torch.cuda.current_stream()
+    outside = current.record_event()
+    for call in (torch.cuda.synchronize, lambda: torch.ones(1, device="cuda").item(), outside.wait):
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                call()
+        torch.cuda.set_stream(current)
+
+
+# -- faults, devices, time --
+
+
+def test_after_a_fault_every_call_fails(source: torch.Tensor) -> None:
+    """Also of those who wait already; nothing that is queued is done."""
+    torch.cuda._sleep(LONG)
+    with simulated.faulty(torch.cuda.current_stream()):
+        source.fill_(5)
+        for call in (torch.cuda.synchronize, lambda: source + 1, torch.cuda.Stream):
+            with pytest.raises(RuntimeError, match="illegal memory access"):
+                call()
+    torch.cuda.synchronize()
+    assert source[0].item() == 1
+
+
+def test_two_devices() -> None:
+    """A tensor is on the one that it was made on; copies between them are in order on both sides."""
+    x = torch.ones(4, device="cuda:1")
+    with torch.cuda.device(1):
+        torch.cuda._sleep(LONG)
+    x += 1
+    y = x.to("cuda:0") * 3
+    assert y.device == torch.device("cuda", 0) and y.tolist() == [6.0] * 4
+    assert torch._C._cuda_hasPrimaryContext(1)
+
+
+def test_kernels_take_their_time_and_copies_may_slow_them_down(source: torch.Tensor) -> None:
+    """Knobs of time, for measurements."""
+    x = torch.zeros(1, device="cuda")
+
+    def took() -> float:
+        began = time.perf_counter()
+        for _ in range(20):
+            x.add_(1)
+        torch.cuda.current_stream().synchronize()
+        return time.perf_counter() - began
+
+    torch.cuda.synchronize()
+    with simulated.turned(kernel_us=2000, kernels_slowed=4, d2h_gbs=0.002):
+        assert took() >= 0.038
+        here = fetched(source, torch.cuda.Stream())
+        assert took() >= 0.1
+        torch.cuda.synchronize()
+    assert set(here.tolist()) == {1}
+
+
+def test_random_numbers_come_back() -> None:
+    """In the order in which kernels are queued; a state is 16 bytes, as CUDA's."""
+    torch.manual_seed(5)
+    state = torch.cuda.get_rng_state()
+    first = torch.randn(4, device="cuda"), torch.randn(4, device="cuda")
+    torch.cuda.set_rng_state(state)
+    again = torch.randn(4, device="cuda"), torch.randn(4, device="cuda")
+    assert state.numel() == 16 and not torch.equal(first[0], first[1])
+    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])

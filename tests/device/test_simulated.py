@@ -1,0 +1,34 @@
+"""All tests that are marked gpu, on the simulated device: none of them needs a real one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from processes import REPO
+
+# Each file, and what the device is like.
+FILES = {
+    "tests/promises/test_gpu.py": "devices=2,clock_ghz=4",
+    "tests/promises/test_promise_provenance.py": "clock_ghz=4",
+    "tests/test_events.py": "",
+    "tests/device/test_device.py": "devices=2",
+    "tests/device/test_copying.py": "devices=2,clock_ghz=4",
+    "tests/device/test_contact.py": "devices=2",
+}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: Path(file).stem)
+def test_on_the_simulated_device(file: str, run_tests: Any) -> None:
+    """What a real device has to do, this one does, and the library on it."""
+    outcome = run_tests(file, knobs=FILES[file])
+    assert outcome.green, outcome.text
+
+
+def test_no_file_is_left_out() -> None:
+    """Whatever file has a test with this mark is among them."""
+    marked = [p for p in (REPO / "tests").rglob("test_*.py") if "pytest.mark.gpu" in p.read_text()]
+    found = {path.relative_to(REPO).as_posix() for path in marked} - {Path(__file__).relative_to(REPO).as_posix()}
+    assert found == set(FILES)

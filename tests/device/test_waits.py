@@ -1,0 +1,49 @@
+"""Negative controls: every wait of the copying, taken out one at a time, turns a test red on the simulated device."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from without import WAITS
+
+GPU, COPYING = "tests/promises/test_gpu.py", "tests/device/test_copying.py"
+RED = {
+    "copy_behind_the_kernels_of_the_step": (GPU, "test_the_copy_begins_after_the_kernels_of_the_step"),
+    "caller_behind_the_copy_of_buffers": (GPU, "test_buffers_may_be_overwritten_at_once"),
+    "update_behind_the_copy": (GPU, "test_updates_wait_for_the_copy_and_the_host_does_not"),
+    "other_streams_behind_the_copy": (GPU, "test_every_stream_that_updates_waits"),
+    "update_until_the_copy_is_queued": (COPYING, "test_an_update_waits_until_its_copy_is_queued"),
+    "step_until_the_copy_of_buffers_is_queued": (COPYING, "test_step_waits_until_the_copy_of_buffers_is_queued"),
+    "update_until_the_gate_is_open": (COPYING, "test_an_update_waits_while_a_step_is_completed"),
+    "seal_until_the_copy_has_ended": (COPYING, "test_a_snapshot_is_sealed_when_it_is_whole"),
+    "label_until_the_copy_of_buffers_has_ended": (COPYING, "test_what_is_said_to_be_there_of_a_postponed_step_is"),
+    "failure_until_the_copy_has_ended": (COPYING, "test_a_slot_is_free_after_a_failure"),
+    "other_work_until_copies_have_ended": (COPYING, "test_a_snapshot_is_sealed_when_it_is_whole"),
+    "end_until_copies_have_ended": (COPYING, "test_what_is_on_its_way_when_it_is_closed_arrives"),
+    "slot_until_copies_have_ended": (COPYING, "test_as_many_steps_ahead_as_there_are_slots_and_more"),
+    "completion_until_copies_have_ended": (COPYING, "test_completing_a_step_loses_no_other"),
+    "tensors_kept_until_the_copy_has_ended": (COPYING, "test_tensors_are_kept_until_their_copy_has_ended"),
+    "samples_kept_until_they_are_fetched": (COPYING, "test_what_is_compared_with_the_copy_is_kept_until_then"),
+}
+# How that test is red, if not by what it asserts itself.
+WHY = {
+    "slot_until_copies_have_ended": r"ckpt\.errors\.DeadlineError: .* no slot became free in time",
+    "tensors_kept_until_the_copy_has_ended": r"ckpt\.errors\.SaveError: .* model\.weight, .* changed outside",
+    "samples_kept_until_they_are_fetched": r"ckpt\.errors\.SaveError: .* changed outside an optimizer step",
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_without_this_wait_a_test_is_red(name: str, run_tests: Any) -> None:
+    """That test, and it is green with the wait (tests/device/test_simulated.py)."""
+    file, test = RED[name]
+    outcome = run_tests(file, "-k", test, "-p", "without", "--without", name, knobs="clock_ghz=4")
+    assert outcome.code == 1 and len(outcome.red) == 1 and outcome.red[0].startswith(test), outcome.text
+    assert re.search(f"^E +({WHY.get(name, 'assert|AssertionError')})", outcome.text, re.M), outcome.text
+
+
+def test_each_has_its_test() -> None:
+    assert RED.keys() == WAITS.keys()

@@ -102,7 +102,7 @@ class Collector:
 _FORM = attrgetter("shape", "dtype")
 
 
-class Held:
+class Places:
     """What dicts hold under which keys, and how much. Asked at every step, so no Python runs for each of them."""
 
     def __init__(self, places: Sequence[tuple[Any, Any, object]] = (), sizes: Sequence[Any] = ()) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ckpt.errors import CorruptError
 from ckpt.format.saved_nodes import SavedNode
 from ckpt.format.values import Json, Path, encode, pairs, show, unpaired
-from ckpt.state.adapters import Collector, Contents, Held, Memories
+from ckpt.state.adapters import Collector, Contents, Memories, Places
 from ckpt.state.module_state_dict import EXTRA, OwnState, hand_back, listen
 from ckpt.state.names import Names
 from ckpt.state.placement import Placement, references
@@ -26,7 +26,7 @@ class ModuleNode:
     def __init__(self, path: Path, module: nn.Module) -> None:
         self.path = path
         self.module, self._ddp = unwrap(module)
-        self._there, self._memories = Held(), Memories()
+        self._there, self._memories = Places(), Memories()
         self._piece: Contents | None = None
         self._words, self._heard = OwnState(), list[nn.Module]()
         self._order: list[str] = []  # names, and prefixes of modules that say more
@@ -57,7 +57,7 @@ class ModuleNode:
         owners: list[dict[str, Any]] = []
         places: list[tuple[dict[str, Any], str, Tensor]] = []
         children: list[tuple[dict[str, Any], str, nn.Module | None]] = []
-        self._there, self._memories = Held(), Memories()
+        self._there, self._memories = Places(), Memories()
         modules = list(self.module.named_modules(remove_duplicate=False))
         if len(modules) != len(self._heard) or any(a is not b for (_, a), b in zip(modules, self._heard, strict=True)):
             self._words, self._heard = listen(self.module, self.path), [module for _, module in modules]
@@ -84,7 +84,7 @@ class ModuleNode:
             if inside in self._words.extras:
                 order[inside] = None
         self._order = list(order)
-        self._there, self._memories = Held([*children, *places], owners), Memories([t for _, _, t in places])
+        self._there, self._memories = Places([*children, *places], owners), Memories([t for _, _, t in places])
         return Contents([self._entry(name, *found) for name, found in live.items()])
 
     def _entry(self, name: str, key: str, tensor: Tensor) -> StateEntry:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ckpt.errors import CorruptError, StateError
 from ckpt.format.saved_nodes import SavedNode
 from ckpt.format.values import Json, Path, encode, kind_of, show, splitter
-from ckpt.state.adapters import Collector, Contents, Held, Memories
+from ckpt.state.adapters import Collector, Contents, Memories, Places
 from ckpt.state.names import Names, Span, span_of
 from ckpt.state.placement import Placement, references
 from ckpt.state.sharding import Replicas, StateEntry, is_dtensor, local
@@ -34,7 +34,7 @@ class OptimizerNode:
         self._piece: Contents | None = None
         self._state: object = None
         self._groups: list[list[Tensor]] = []
-        self._there, self._memories = Held(), Memories()
+        self._there, self._memories = Places(), Memories()
         self._others: list[tuple[str, dict[str, Any], str]] = []
         self._nameless: list[tuple[str, Tensor, Span | None]] = []  # parameters, by their places
         self._held: list[bool] = []  # which of them something else holds
@@ -80,7 +80,7 @@ class OptimizerNode:
         self._piece = None  # as in ModuleNode
         self._names, self._state = names, self.optimizer.state
         self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
-        self._others, self._there, self._memories = [], Held(), Memories()
+        self._others, self._there, self._memories = [], Places(), Memories()
         dicts: list[tuple[Any, Tensor, dict[str, Any]]] = []
         places: list[tuple[dict[str, Any], str, Tensor]] = []
         fixed: list[StateEntry] = []
@@ -106,7 +106,7 @@ class OptimizerNode:
         paths = ((p, (*self.path, "params", place)) for place, p, _ in mine)
         self._own = {show(path): StateEntry(show(path), check(p, path), True) for p, path in paths}
         fixed += self._own.values()
-        self._there = Held([*dicts, *places], [self._state, *(values for _, _, values in dicts)])
+        self._there = Places([*dicts, *places], [self._state, *(values for _, _, values in dicts)])
         self._memories = Memories([*(tensor for _, _, tensor in places), *(p for _, p, _ in self._nameless)])
         params = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         self._piece = Contents(fixed, facts={"params": params, "with_state": [called[id(p)] for _, p, _ in dicts]})

@@ -263,6 +263,7 @@ def test_completing_a_step_loses_no_other(open_run: Any, spins: Spins) -> None:
     spins.overlapped = True
     save = cp.step(2)
     before = job_of(cp)
+    assert before.enqueued.wait(60.0)
     spins.overlapped = False
     job = postponed(cp, 3)
     outcome: list[bool] = []

@@ -30,13 +30,14 @@ import torch
 import ckpt
 import toy
 from ckpt.cli import cli
-from ckpt.errors import (, WriterError
+from ckpt.errors import (
     CheckpointError,
     DeadlineError,
     NoCheckpointError,
     SaveError,
     SkippedError,
     UsageError,
+    WriterError,
 )
 from ckpt.failpoints import REDO_POINTS
 from ckpt.format.manifest import Attempt

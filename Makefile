@@ -6,7 +6,7 @@ JOBS ?= 2
 PART ?= quick
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-long test-gpu test-s3 bench bench-gpu bench-ranks bench-faults bench-storage bench-codecs bench-offline bench-scale bench-chaos bench-ledger bench-callbacks bench-waits lint format clean
+.PHONY: demo test test-long test-gpu test-s3 bench first-contact bench-gpu bench-ranks bench-faults bench-storage bench-codecs bench-offline bench-scale bench-chaos bench-ledger bench-callbacks bench-waits lint format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +25,9 @@ test-long: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/figures.py $(ARGS)
+
+first-contact: $(READY)
+	$(BIN)/python benchmarks/first_contact.py --json first-contact.jsonl $(ARGS)
 
 bench-gpu: $(READY)
 	$(BIN)/python benchmarks/gpu.py $(ARGS)

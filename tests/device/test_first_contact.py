@@ -1,0 +1,37 @@
+"""The program for the first minutes on a card is rehearsed: it must not be what fails there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import simulated
+from processes import PYTHONPATH, REPO
+from simulated import build
+
+QUESTIONS = ["facts", "capture", "captured_before", "scaler", "locking", "killed", "fault", "copies", "many", "mixed"]
+
+
+def test_rehearsed(tmp_path: Path) -> None:
+    """Each question is answered on the simulated device, all with what is promised; what has an answer is not asked
+    again."""
+    if why := build.why_not():
+        pytest.skip(why)
+    build.library()
+    found = tmp_path / "found.jsonl"
+    environment = {**os.environ, simulated.VARIABLE: "", "PYTHONPATH": PYTHONPATH}
+    words = [sys.executable, str(REPO / "benchmarks/first_contact.py"), "--small", "--json", str(found), "--only"]
+    found.write_text(json.dumps({"question": "facts", "told": "before"}) + "\n")
+    # Not forked from a process that has looked for a device.
+    done = subprocess.run(
+        [*words, *QUESTIONS], env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    answers = [json.loads(line) for line in found.read_text().splitlines()]
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [one["question"] for one in answers] == QUESTIONS and answers[0]["told"] == "before"
+    assert all(one.get("ok", True) and "error" not in one for one in answers)

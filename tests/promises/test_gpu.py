@@ -196,7 +196,7 @@ def test_updates_wait_for_the_copy_and_the_host_does_not(open_run: Any, spins: S
     spins.overlapped = True
     save = cp.step(2)
     run.move(run.state, 3)
-    assert spins.under_way, "the host has waited for the copy"
+    assert eventually(lambda: spins.under_way), "the host has waited for the copy"
     save.staged(60.0)
     assert differences(read_back(cp, 2, run.twin), boundary) == []
     assert differences(freeze(run.state), boundary)
@@ -222,7 +222,7 @@ def test_negative_control_an_update_that_does_not_wait_is_in_the_snapshot(
     spins.overlapped = True
     save = cp.step(2)
     run.move(run.state, 3)
-    assert spins.under_way
+    assert eventually(lambda: spins.under_way)
     save.staged(60.0)
     assert differences(read_back(cp, 2, run.twin), boundary)
 
@@ -333,7 +333,7 @@ def test_negative_control_buffers_are_overwritten_if_the_stream_does_not_wait(
     save = cp.step(2)
     run.state["model"].mean.fill_(-1.0)
     run.state["mine"]["t"].data.fill_(-1.0)
-    assert spins.under_way
+    assert eventually(lambda: spins.under_way)
     save.staged(60.0)
     found = "".join(differences(read_back(cp, 2, run.twin), boundary))
     assert "mean" in found and "mine" in found
@@ -412,7 +412,7 @@ def test_the_ways_that_a_snapshot_leaves_a_device(open_run: Any, spins: Spins, s
     save = cp.step(2)
     next_kernel = torch.cuda.current_stream().record_event()
     run.move(run.state, 3)
-    assert spins.under_way, "the host has waited"
+    assert eventually(lambda: spins.under_way), "the host has waited"
     updated = torch.cuda.current_stream().record_event()
     if stage == "device":
         updated.synchronize()
@@ -457,7 +457,7 @@ def test_every_stream_that_updates_waits(open_run: Any, spins: Spins) -> None:
     spins.overlapped = True
     save = cp.step(2)
     run.move(run.state, 3)
-    assert spins.under_way
+    assert eventually(lambda: spins.under_way)
     save.staged(60.0)
     torch.cuda.synchronize()
     assert differences(read_back(cp, 2, run.twin), boundary) == []
@@ -474,7 +474,7 @@ def test_memory_that_is_freed_long_before_it_is_copied_is_not_reused(open_run: A
         p.data = torch.full_like(p, 7.0)
     run.state["optim"].state.clear()
     filled = [torch.full((LARGE, LARGE), 9.0, device="cuda") for _ in range(4)]
-    assert spins.under_way
+    assert eventually(lambda: spins.under_way)
     save.staged(60.0)
     assert differences(read_back(cp, 2, run.twin), boundary) == []
     del filled

@@ -29,6 +29,7 @@ from ckpt.ipc.notes import FencedNote
 from ckpt.ipc.process import Process
 from ckpt.ipc.protocol import PROTOCOL, REPLY, Incoming, Note, Request, encode, message_of, reply_of, table
 from ckpt.ipc.requests import Greeting, GreetingReply
+from ckpt.trainer.supervise import spare_threads
 
 R = TypeVar("R")
 NOTES = table(Note.__subclasses__())
@@ -38,7 +39,6 @@ _BOOT = "import sys; sys.path[:0] = sys.argv[6:]; from ckpt.writer.main import m
 _BETWEEN = "import os, sys; os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ)"
 SPAWN_S = 60.0
 ENDING_S = 5.0  # for a writer that has hung up to be gone
-SPARE_THREADS = 2  # what one client takes
 
 
 class WriterClient:
@@ -62,8 +62,8 @@ class WriterClient:
         self._early: list[Note] = []  # notes that came before
         self._on_lost: Callable[[], None] = lambda: None
         self._sent = threading.Event()
-        _in_thread(self._transmit, "ckpt-send")
-        _in_thread(self._receive, "ckpt-link")
+        spare_threads.begin(self._transmit, "ckpt-send")
+        spare_threads.begin(self._receive, "ckpt-link")
 
     @classmethod
     def find(cls, key: str) -> WriterClient | None:
@@ -317,40 +317,6 @@ class WriterClient:
         """In a forked child: drop the descriptor without a word."""
         self._closing = True
         self._channel.forget()
-
-
-def _in_thread(work: Callable[[], None], name: str) -> None:
-    """In a thread of its own. From Python 3.12 on none can be started while the interpreter ends, and a writer may die
-    just then: for its successor some wait from the beginning."""
-    _spares.start_once()
-    thread = threading.Thread(target=work, name=name, daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:
-        _spares.work.put(work)
-
-
-class _Spares:
-    """Of this process; a forked child has none of its parent's."""
-
-    def __init__(self) -> None:
-        self.work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._pid = 0
-
-    def start_once(self) -> None:
-        if self._pid != os.getpid():
-            self._pid, self.work = os.getpid(), queue.SimpleQueue()
-            with contextlib.suppress(RuntimeError):
-                for _ in range(SPARE_THREADS):
-                    threading.Thread(target=self._wait, name="ckpt-spare", daemon=True).start()
-
-    def _wait(self) -> None:
-        work = self.work
-        while True:
-            work.get()()
-
-
-_spares = _Spares()
 
 
 def _until_gone(process: Process) -> bool:

@@ -39,6 +39,7 @@ from ckpt.trainer.supervise.memory import SnapshotMemory
 from ckpt.trainer.supervise.opening import RunOpener
 from ckpt.trainer.supervise.respawn import WriterRespawner
 from ckpt.trainer.supervise.siblings import Siblings
+from ckpt.trainer.supervise.spare_threads import SpareThreads
 from ckpt.trainer.supervise.writer_client import WriterClient
 from ckpt.trainer.supervise.writes import WriteInFlight, Writes
 
@@ -89,6 +90,7 @@ class WriterSupervisor:
         except BaseException:
             self._claim.drop()
             raise
+        self._spares = SpareThreads()
         self._claim.take_soon()  # a trainer that has lost the run, and stands still, may have it yet
         try:
             taken = self._siblings.take_orphans()
@@ -121,8 +123,7 @@ class WriterSupervisor:
         """The run could not be opened. Memory of an earlier run stays with its writer, for a better try."""
         self._writer.closing = True
         self.client.send(requests.Leave() if self.memory.inherited.arenas else requests.Close())
-        self.client.close()
-        self._claim.drop()
+        self._hang_up()
         self.memory.drop_prepared()
 
     # -- the writer --
@@ -295,8 +296,7 @@ class WriterSupervisor:
                 log.warning("whether the writer keeps what is in memory is not known: %s", error)
         with self._writer.lock:
             self._writer.closing = True
-        self.client.close()
-        self._claim.drop()
+        self._hang_up()
         self._acknowledgements.on_no_writer(WriterError("there was no writer when the trainer let go of its memory"))
 
     def close(self, timeout_s: float, *, failed: bool = False) -> None:
@@ -309,10 +309,14 @@ class WriterSupervisor:
                 with contextlib.suppress(WriterError):  # it died; what it had to write was waited for before
                     self.client.ask(requests.Close(failed), max(timeout_s, 0.1))
         finally:
-            self.client.close()
-            self._claim.drop()
+            self._hang_up()
             self._acknowledgements.on_no_writer(WriterError("there was no writer when the Checkpointer was closed"))
             self.memory.close()
+
+    def _hang_up(self) -> None:
+        self.client.close()
+        self._claim.drop()
+        self._spares.end()
 
     def forget(self) -> None:
         """In a forked child: close our copies of what belongs to the parent."""

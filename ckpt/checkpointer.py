@@ -193,6 +193,18 @@ class Checkpointer:
             raise UsageError("this Checkpointer was made without triggers: call save() at the same step on all ranks")
         self._fault_handler.request(why)
 
+    def fence(self) -> None:
+        """Call right before weights or moments are changed in a way that torch tells nobody: a CUDA graph of yours is
+        replayed, or `.data` is written to. It counts as the beginning of an optimizer's step.
+
+        What is queued from now on, on the current streams, comes after the copies under way; the host waits only for
+        those that it makes itself. Nothing is torn without it either, but what changes unsaid is copied within
+        `step()`. UsageError while a graph is captured.
+        """
+        self._progress.check_not_forked()
+        self._session.capture.guard_again()
+        self._session.hook.fence(self._session.capture.optimizers)
+
     @contextlib.contextmanager
     def pause(self, *, changes_state: bool = False) -> Iterator[None]:
         """Around what is no training, such as an evaluation: it is not taken for a hang.

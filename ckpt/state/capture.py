@@ -110,6 +110,13 @@ class Capture:
                 node.unguarded = True
                 self.forget()
 
+    def guard_again(self) -> None:
+        """Whoever changes tensors without an optimizer's step says so beforehand: see `Checkpointer.fence`."""
+        for node in self._walk.optimizers:
+            if node.unguarded:
+                node.unguarded = False
+                self.forget()
+
     def concerns(self, optimizer: Any) -> bool:
         """Whether a step of this optimizer may change what is saved: of a probe, say, that trains a model of its own it
         is known that it does not."""

@@ -108,6 +108,64 @@ def test_an_optimizer_that_was_captured_before(open_run: Any) -> None:
             assert differences(read_back(cp, step, {"model": twin, "optim": there}), boundary) == []
 
 
+def replayed(open_run: Any) -> tuple[Any, State, State, torch.cuda.CUDAGraph]:
+    """A Checkpointer of an optimizer whose step is a graph that was captured first, and another such state."""
+    states = []
+    for _ in range(2):
+        model = nn.Linear(SIDE, SIDE, device="cuda")
+        rate = torch.tensor(0.1, device="cuda")
+        states.append({"model": model, "optim": torch.optim.AdamW(model.parameters(), lr=rate, capturable=True)})
+    gradients(states[0]["model"], 1)
+    states[0]["optim"].step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        states[0]["optim"].step()
+    return open_run(states[0]), *states, graph
+
+
+def test_a_fence_before_each_replay(open_run: Any) -> None:
+    """Weights are copied beside training again, as if the optimizer's hook had run, and no snapshot is torn."""
+    cp, state, twin, graph = replayed(open_run)
+    with simulated.turned(d2h_gbs=SLOW):
+        for step in range(1, 7):
+            cp.fence()
+            graph.replay()
+            boundary = freeze(state)
+            save = cp.step(step)
+            assert all(guarded for guarded, weight in zip(*guards(cp), strict=True) if weight)
+            cp.fence()
+            graph.replay()
+            save.staged(60.0)
+            assert differences(read_back(cp, step, twin), boundary) == []
+
+
+def guards(cp: ckpt.Checkpointer) -> tuple[list[bool], list[bool]]:
+    capture = cp._session.capture
+    return capture.read().guarded, capture.weights
+
+
+def test_a_fence_that_waits_for_nothing_is_noticed(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: without its wait the replay changes what is being copied, and the snapshot is dropped."""
+    cp, _, _, graph = replayed(open_run)
+    monkeypatch.setattr(cp._session.hook, "_before", lambda: None)
+    with simulated.turned(d2h_gbs=SLOW):
+        cp.fence()
+        graph.replay()
+        save = cp.step(1)
+        cp.fence()
+        graph.replay()
+        with pytest.raises(ckpt.SaveError, match="changed outside"):
+            save.staged(60.0)
+    monkeypatch.undo()
+
+
+def test_a_fence_within_a_capture_is_refused(open_run: Any) -> None:
+    """A replay would not wait for what was said then."""
+    cp, *_ = replayed(open_run)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(ckpt.UsageError, match="before the replay"):
+        cp.fence()
+
+
 # -- a host that need not wait --
 
 

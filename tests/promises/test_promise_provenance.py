@@ -141,6 +141,23 @@ def test_writes_past_the_counters_tear_nothing(write: Any, open_run: Any, gate: 
         assert differences(read_back(cp, step, run.twin), boundary) == []
 
 
+def test_a_write_behind_a_fence_costs_no_step(open_run: Any, gate: threading.Event) -> None:
+    """Said beforehand, it waits for the copy: the snapshot is whole, and weights go on being copied beside training."""
+    run = sgd()
+    cp = open_run(run.state)
+    for step in range(1, 4):
+        run.move(run.state, step)
+        boundary = freeze(run.state)
+        gate.clear()
+        save = cp.step(step)
+        threading.Timer(0.1, gate.set).start()
+        cp.fence()
+        decayed(run.state)
+        save.staged(30.0)
+        assert differences(read_back(cp, step, run.twin), boundary) == []
+        assert cp._session.capture.eager == set()
+
+
 def test_weights_that_are_exchanged_and_back_again_while_they_are_copied(
     open_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

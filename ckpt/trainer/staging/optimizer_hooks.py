@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ckpt.errors import UsageError
 from ckpt.trainer.staging.device import is_capturing
 
 
@@ -37,6 +38,15 @@ class UpdateHook:
         """The optimizers that have stepped, or are about to, since this was asked the last time."""
         found, self._announced = self._announced, {}
         return list(found.values())
+
+    def fence(self, optimizers: list[Any]) -> None:
+        """The caller is about to do what these would do, without them. UsageError within a capture: nothing waits at a
+        replay for what was said while it was captured."""
+        if is_capturing():
+            raise UsageError("fence() belongs before the replay of a graph, not into its capture")
+        self.count += 1
+        self._announced.update((id(one), one) for one in optimizers)
+        self._before()
 
     def silence(self) -> None:
         """In a forked child, where locks may be held by threads that are not there: do nothing any more."""

@@ -36,6 +36,21 @@ _Seconds = Annotated[float, Meta(ge=-1e15, le=1e15)]
 
 
 @dataclass(frozen=True, slots=True)
+class Collective:
+    """One that a rank has called and that has not ended. `number`: among those of its process group, from 1; `state`:
+    "scheduled", or "started" where that is known."""
+
+    operation: _Text
+    number: Annotated[int, Meta(ge=-1, le=_MOST)]
+    group: _Text
+    state: _Text
+
+    @property
+    def line(self) -> str:
+        return f"{self.operation} (number {self.number} of {self.group})"
+
+
+@dataclass(frozen=True, slots=True)
 class Evidence:
     """What one rank's trainer is doing.
 
@@ -43,7 +58,7 @@ class Evidence:
     "disk" (cannot be interrupted), "stopped", "zombie", "gone" or "unknown". `cpu_s`: CPU seconds of the process so
     far; `written`: bytes it wrote so far, -1 if that cannot be read; `received`: bytes its host received so far.
     `stack`: of the main thread, innermost first, each as "function (file:line)". `collective`: what it waits in, ""
-    for nothing known.
+    for nothing known. `pending`: collectives that have not ended, the oldest first, as it says itself.
     """
 
     rank: Annotated[int, Meta(ge=0, le=_MAX_RANK)]
@@ -58,9 +73,16 @@ class Evidence:
     received: _Count
     stack: Annotated[tuple[_Text, ...], Meta(max_length=MAX_ITEMS)] = ()
     collective: _Text = ""
+    pending: Annotated[tuple[Collective, ...], Meta(max_length=MAX_ITEMS)] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "stack": list(self.stack)}
+        found = {**asdict(self), "stack": list(self.stack), "pending": [asdict(one) for one in self.pending]}
+        return found if self.pending else {name: value for name, value in found.items() if name != "pending"}
+
+    @property
+    def waits_in(self) -> str:
+        """For people; "" for nothing known."""
+        return self.pending[0].line if self.collective and self.pending else self.collective
 
     @classmethod
     def from_json(cls, data: object) -> Evidence:
@@ -68,7 +90,8 @@ class Evidence:
         found = typed(cls, data)
         if found.state not in _STATES:
             raise ValueError(f"no process is {found.state!r}")
-        if not all(text.isprintable() for text in (found.host, found.collective, *found.stack)):
+        texts = [text for one in found.pending for text in (one.operation, one.group, one.state)]
+        if not all(text.isprintable() for text in (found.host, found.collective, *found.stack, *texts)):
             raise ValueError("not all of it is printable, and people will read it in a terminal")
         return found
 
@@ -155,7 +178,7 @@ def _not_there(ranks: Ranks) -> HangDiagnosis | None:
     suspects = [one for one in ranks.values() if not one.collective]
     if not waiting or not suspects:
         return None
-    where = ", ".join(sorted({one.collective for one in waiting}))
+    where = ", ".join(sorted({one.waits_in for one in waiting}))
     said = [f"{_name(one)} has not come to it and {_place(one)}." for one in suspects[:4]]
     kind = "blocked" if all(one.state == DISK for one in suspects) else "missing from a collective"
     why = " ".join([f"{_names(_of(waiting)).capitalize()} {_verb(waiting)} in {where}.", *said, *_more(suspects)])
@@ -167,7 +190,8 @@ def _nothing_heard(ranks: Ranks, unseen: tuple[int, ...]) -> HangDiagnosis:
     if "" in where:  # then nobody waits: `_not_there` found nothing
         said = [f"Nothing was heard of {_names(unseen)}.", *_where(list(ranks.values()))]
         return HangDiagnosis(unseen, " ".join(said), "unknown")
-    heard = f"{_names(list(ranks)).capitalize()} {_verb(list(ranks))} in {', '.join(sorted(where))}"
+    shown = ", ".join(sorted({one.waits_in for one in ranks.values()}))
+    heard = f"{_names(list(ranks)).capitalize()} {_verb(list(ranks))} in {shown}"
     why = f"{heard}, and nothing was heard of {_names(unseen)}: look at their hosts and the way there."
     return HangDiagnosis(unseen, why, "missing from a collective")
 
@@ -194,7 +218,7 @@ def _in_different(ranks: Ranks) -> HangDiagnosis | None:
 
 def _all_in_one(ranks: Ranks) -> HangDiagnosis | None:
     """`_not_there` has ruled out that only some wait."""
-    where = sorted({one.collective for one in ranks.values()})
+    where = sorted({one.waits_in for one in ranks.values()})
     if where == [""]:
         return None
     hosts = sorted({one.host for one in ranks.values()})
@@ -275,7 +299,7 @@ def _place(one: Evidence) -> str:
         DISK: "is in a wait of the kernel that cannot be interrupted, mostly for a disk or network file system,",
     }.get(one.state, "stands")
     if not one.stack:
-        waits = one.collective
+        waits = one.waits_in
         return f"{doing} in {waits}" if waits else f"{doing}, nobody knows where"
     frame = _own_frame(one.stack)
     return f"{doing} at {frame}" + ("" if frame == one.stack[0] else f", inside {one.stack[0]}")

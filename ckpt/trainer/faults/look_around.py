@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+from dataclasses import replace
 
 from ckpt.errors import CheckpointError
 from ckpt.events import log
 from ckpt.faults import probe
-from ckpt.faults.hang import Evidence, note_evidence
+from ckpt.faults.hang import Evidence, note_evidence, plain
 from ckpt.ipc.notes import HangNote
 from ckpt.ipc.watch_requests import AskEvidence
 from ckpt.ranks.world import World
+from ckpt.trainer.faults import flight_recorder
 from ckpt.trainer.faults.incidents import FaultCall
 from ckpt.trainer.supervise.writer_client import WriterClient
 
-NODES_S = 2.0  # for other nodes to say what their ranks do
+NODES_S = 2.0  # for other ranks to say what they do
 EVIDENCE_S = 5.0
 
 
@@ -29,32 +32,43 @@ def look_around(call: FaultCall, note: HangNote, world: World, client: WriterCli
     except (CheckpointError, ValueError, KeyError) as error:
         log.warning("the ranks of this node cannot be looked at: %s", error)
     if (mine := found.get(world.rank)) is not None:
-        frames = probe.own_stack(threading.main_thread().ident or 0)
-        collective = probe.collective_of(frames)
-        found[world.rank] = Evidence.from_json({**mine.to_json(), "stack": list(frames), "collective": collective})
-    if max(world.nodes) > 0:
-        found |= _ask_nodes(world, found, step)
+        found[world.rank] = _of_our_own(mine)
+    if world.size > 1:
+        found = _ask_ranks(world, found, step)
     what = f"no step for {note.idle_s:.1f} s, where {note.usual_s:.2f} s are usual"
     note_evidence(call.fault, list(found.values()), what)
     call.fault.timings |= note.timings
 
 
-def _ask_nodes(world: World, here: dict[int, Evidence], step: int) -> dict[int, Evidence]:
-    """What other nodes found out; each rank that can posts all that its node knows."""
-    found: dict[int, Evidence] = {}
+def _of_our_own(seen: Evidence) -> Evidence:
+    """What this process knows of itself, beyond what is seen from outside."""
+    frames = probe.own_stack(threading.main_thread().ident or 0)
+    pending = flight_recorder.pending() if "torch.distributed" in sys.modules else ()
+    waits = probe.collective_of(frames) or (pending[0].operation if pending else "")
+    known = replace(seen, stack=frames, collective=plain(waits), pending=pending)
+    return Evidence.from_json(known.to_json())
+
+
+def _ask_ranks(world: World, seen: dict[int, Evidence], step: int) -> dict[int, Evidence]:
+    """What the others say of themselves, and what they see of those of their nodes, as far as nobody knows better.
+    A rank that can post may be in a collective that only it knows of; one that cannot is not waited for long."""
+    told: dict[int, Evidence] = {}
+    theirs: dict[int, Evidence] = {}
     try:
         mailbox = world.mailbox()
-        mailbox.put(f"hang/{step}/{world.rank}", [one.to_json() for one in here.values()])
+        mailbox.put(f"hang/{step}/{world.rank}", [one.to_json() for one in seen.values()])
         end = time.monotonic() + NODES_S
-        missing = set(range(world.size)) - here.keys()
-        while missing and time.monotonic() < end:
-            for key in [f"hang/{s}/{r}" for r in sorted(missing) for s in (step, step - 1, step + 1)]:
-                if mailbox.poll([key]):
-                    for data in mailbox.wait([key], 1.0)[0]:
-                        one = Evidence.from_json(data)
-                        found[one.rank] = one
-            missing -= found.keys()
+        silent = set(range(world.size)) - {world.rank}
+        while silent and time.monotonic() < end:
+            for rank in sorted(silent):
+                for key in [f"hang/{near}/{rank}" for near in (step, step - 1, step + 1)]:
+                    if mailbox.poll([key]):
+                        posted = [Evidence.from_json(data) for data in mailbox.wait([key], 1.0)[0]]
+                        theirs |= {one.rank: one for one in posted}
+                        told |= {one.rank: one for one in posted if one.rank == rank}
+                        silent.discard(rank)
+                        break
             time.sleep(0.05)
     except (CheckpointError, ValueError, TypeError) as error:
-        log.info("other nodes do not say what their ranks do: %s", error)
-    return {rank: one for rank, one in found.items() if rank not in here}
+        log.info("other ranks do not say what they do: %s", error)
+    return theirs | seen | told

@@ -54,7 +54,8 @@ class Upload(Protocol):
 
 
 class Store(Protocol):
-    """The whole contract. Errors are `ckpt.errors.StoreError` and its children, never a driver's own.
+    """The whole contract; made as `Class(url, writable=False)`. Errors are `ckpt.errors.StoreError` and its children,
+    never a driver's own.
 
     `remote`: requests take long and cost money, and deleting an object takes it away from those who are reading it.
     A store that is not may have one more method, `scatter(key, start, views)`: fill these views, one after another,

@@ -1,4 +1,4 @@
-"""The command `ckpt`: one file a command, which parses, calls and prints; what it does is found elsewhere.
+"""The command `ckpt`: one file a command, of its name, which parses, calls and prints; what it does is found elsewhere.
 
 In: words. Out: tables or `--json`, and an exit code. Commands are imported when they are asked for.
 """

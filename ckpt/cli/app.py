@@ -1,7 +1,6 @@
 """The command `ckpt`: look at runs from a shell, or ask a running one to save. It needs no torch.
 
-Each command has a module of its name, but restore and import (`convert`), gc and keep (`prune`). What they share, and
-how they show things, is in `ckpt.cli.terminal`.
+Each command has a module of its name (`import_` for import). How they show things is in `ckpt.cli.terminal`.
 Exit codes: 0 fine or equal; 1 damaged or different; 2 wrong usage, or it cannot be read (stderr says why).
 """
 
@@ -19,26 +18,23 @@ from ckpt.cli.terminal import SAYING, say, split_step
 from ckpt.errors import CheckpointError, FormatError
 from ckpt.events import log as logger
 
-COMMANDS = {  # by the modules that have them
-    "convert": ("import", "restore"),
-    "prune": ("gc", "keep", "prune"),
-    **{name: (name,) for name in ("diff", "doctor", "faults", "ls", "plan", "repair", "report", "show", "top")},
-    **{name: (name,) for name in ("copy", "trigger", "verify")},
-}
+COMMANDS = (
+    "copy", "diff", "doctor", "faults", "gc", "import", "keep", "ls", "plan", "prune", "repair", "report", "restore",
+    "show", "top", "trigger", "verify",
+)  # fmt: skip
 
 
 class Commands(click.Group):
     """Each is imported when it is asked for: `ls` should not wait for the others."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return sorted(name for names in COMMANDS.values() for name in names)
+        return list(COMMANDS)
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        where = next((module for module, names in COMMANDS.items() if name in names), None)
-        if where is None:
+        if name not in COMMANDS:
             return None
-        module = importlib.import_module(f"ckpt.cli.{where}")
-        command: click.Command = getattr(module, "import_" if name == "import" else name)
+        called = "import_" if name == "import" else name
+        command: click.Command = getattr(importlib.import_module(f"ckpt.cli.{called}"), called)
         return command
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt.cli.prune import TITLES, Found, cells, item_json, show_end
 from ckpt.cli.terminal import (
     act,
     count_of,
@@ -24,6 +23,7 @@ from ckpt.cli.terminal import (
     safe,
     yes_option,
 )
+from ckpt.cli.upkeep import TITLES, Found, cells, item_json, show_end
 from ckpt.errors import UsageError
 from ckpt.store import normalise, open_store, remember_options
 

@@ -23,7 +23,7 @@ from typing import Any
 from urllib.parse import quote
 
 from ckpt.events import log
-from ckpt.faults.metadata_service import BASE_URL, MetadataService, address_of
+from ckpt.faults.metadata_request import BASE_URL, MetadataService, address_of
 from ckpt.triggers import OnDeadline, OnPreemption
 
 DMI = Path("/sys/class/dmi/id")

@@ -19,10 +19,9 @@ from ckpt.format.digest import DIGEST_SIZE, blob_digest
 from ckpt.format.manifest import MAX_WORLD, Part, canonical
 from ckpt.format.partition import GLOBAL
 from ckpt.format.rank_index import COLUMNS, OWN, Directory, Key, Pattern, check_cover, read_views
+from ckpt.format.saved_nodes import JOINED_KIND
 from ckpt.format.shards import DTYPES, Shards
 from ckpt.format.table import Table
-
-KEPT = "optimizer"  # the kind of component whose values of all ranks are joined
 
 
 @contextlib.contextmanager
@@ -305,7 +304,7 @@ class _Pool:
         if len(components) != len(part.values):
             raise CorruptError(f"the plain values of rank {rank} are not of its layout")
         pairs = [
-            (self.components.add(one), self.values.add(value) if one["kind"] == KEPT else None)
+            (self.components.add(one), self.values.add(value) if one["kind"] == JOINED_KIND else None)
             for one, value in zip(components, part.values, strict=True)
         ]
         own = layout["instances"]

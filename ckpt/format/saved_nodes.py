@@ -11,6 +11,7 @@ from ckpt.format.columns import ODD
 from ckpt.format.values import Json, Path
 
 SHARED_KINDS = ("module", "optimizer")  # of which each rank may hold some part
+JOINED_KIND = "optimizer"  # of which the values of all ranks are joined
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def _joined(nodes: list[SavedNode]) -> SavedNode:
     if len(alike) == 1 or first.kind not in SHARED_KINDS:
         return first
     names = tuple(_union(node.names for node in alike))
-    if first.kind != "optimizer":
+    if first.kind != JOINED_KIND:
         return replace(first, names=names)
     return replace(first, names=names, facts=_joined_facts(alike), values=_joined_values(alike))
 

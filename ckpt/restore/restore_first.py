@@ -36,7 +36,7 @@ from ckpt.state.filler import Filler
 from ckpt.state.placement import Placement, mismatch
 
 RETRY_AFTER_S = (0.2, 1.0)
-TRANSFER_S = 600.0
+CONNECT_S, TRANSFER_S = 30.0, 600.0  # between ranks: to meet, and for all that one sends another
 
 
 @dataclass
@@ -238,7 +238,7 @@ class _Try:
 
         exchange.expect(work.expects)
         others = {rank for each in work.recipients.values() for rank in each}
-        exchange.connect(contacts, sorted(others), self._world.nodes, timeout_s=30.0)
+        exchange.connect(contacts, sorted(others), self._world.nodes, CONNECT_S)
         self._source.read(reads, sink, room)
         exchange.finish_sending()
         exchange.wait(work.expects, TRANSFER_S)

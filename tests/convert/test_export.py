@@ -179,9 +179,9 @@ def test_what_is_chosen_and_cast_is_a_run_too(made: Path, tmp_path: Path, call: 
 
 RESTORE = """
 import sys
-from ckpt import cli; from ckpt.cli import convert as cli_offline; from ckpt.convert import export, to_run
+from ckpt import cli; from ckpt.cli import conversion; from ckpt.convert import export, to_run
 from ckpt.convert import partial
-export.SYNC, cli_offline.WINDOW = 1, 1 << 20
+export.SYNC, conversion.WINDOW = 1, 1 << 20
 sys.exit(cli.main(sys.argv[1:]))
 """
 
@@ -459,9 +459,7 @@ def test_negative_control_without_the_bound_it_takes_more(tmp_path: Path) -> Non
     big = {"model": nn.ParameterDict({"big": nn.Parameter(torch.randn(40, MIB))})}
     with ckpt.Checkpointer(big, str(tmp_path / "run")) as cp:
         cp.save(1).committed()
-    code = PEAK.replace(
-        "status = ", "from ckpt.cli import convert as cli_offline\ncli_offline.WINDOW = 64 << 20\nstatus = "
-    )
+    code = PEAK.replace("status = ", "from ckpt.cli import conversion\nconversion.WINDOW = 64 << 20\nstatus = ")
     result = run_script(code, "restore", tmp_path / "run", "--to", tmp_path / "a", fresh=True)
     assert result.returncode == 0 and int(result.stderr) > 150 * 1024
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ckpt.errors import UsageError
-from ckpt.faults import metadata_service, preemption
+from ckpt.faults import metadata_request, preemption
 from ckpt.faults.preemption import Notice, NoticeWatch, detect, slurm_end
 from ckpt.triggers import SOURCES, OnDeadline, OnPreemption, on_deadline, on_preemption
 from metadata import FAULTS, HUGE, Metadata
@@ -296,16 +296,16 @@ def test_pauses_grow_up_to_a_minute(cloud: Metadata, watching: Watching, monkeyp
 def test_no_more_than_64_kib_are_read(cloud: Metadata, watching: Watching, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a huge answer the rest stays where it is."""
     sizes: list[int] = []
-    real = metadata_service._Until.readinto
+    real = metadata_request._Until.readinto
     monkeypatch.setattr(
-        metadata_service._Until, "readinto", lambda self, into: sizes.append(real(self, into)) or sizes[-1]
+        metadata_request._Until, "readinto", lambda self, into: sizes.append(real(self, into)) or sizes[-1]
     )
     cloud.set(fault="huge")
     watch, _ = watching(ask("azure", cloud))
     assert eventually(lambda: sum(sizes) > 0)
     watch.stop()
     assert eventually(lambda: not watch._threads[0].is_alive())
-    assert 0 < sum(sizes) / cloud.count() < metadata_service.MAX_ANSWER + 2 * 8192 < HUGE
+    assert 0 < sum(sizes) / cloud.count() < metadata_request.MAX_ANSWER + 2 * 8192 < HUGE
 
 
 def test_a_report_that_fails_is_not_the_end(cloud: Metadata, watching: Watching) -> None:
@@ -593,10 +593,10 @@ def test_a_moment_beyond_the_calendar(at: float, watching: Watching) -> None:
 def test_standard_library_only() -> None:
     """Light enough to be imported anywhere, and no new dependency."""
     nodes = [
-        node for module in (preemption, metadata_service) for node in ast.walk(ast.parse(inspect.getsource(module)))
+        node for module in (preemption, metadata_request) for node in ast.walk(ast.parse(inspect.getsource(module)))
     ]
     modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     modules |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
     ours = {name for name in modules if name.startswith("ckpt")}
-    assert ours <= {"ckpt.errors", "ckpt.events", "ckpt.triggers", "ckpt.faults.metadata_service"}
+    assert ours <= {"ckpt.errors", "ckpt.events", "ckpt.triggers", "ckpt.faults.metadata_request"}
     assert {name.partition(".")[0] for name in modules - ours} <= sys.stdlib_module_names

@@ -1,0 +1,104 @@
+"""The command that deletes what no checkpoint needs: gc."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from ckpt.cli.terminal import (
+    act,
+    count_of,
+    example,
+    human,
+    json_option,
+    opened,
+    place_option,
+    print_few,
+    print_json,
+    print_table,
+    safe,
+    yes_option,
+)
+from ckpt.cli.upkeep import TITLES, Found, cells, delete_files, grace_option, item_json, patience_text, show_end, sum_of
+
+if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
+    from ckpt.maintain.prune import GcPlan
+
+
+@click.command(epilog=example("ckpt gc runs/exp1", "ckpt gc s3://bucket/exp1 --abort-open --yes"))
+@click.argument("url")
+@click.option(
+    "--abort-open",
+    is_flag=True,
+    help="First end attempts of earlier epochs that are still open: left by crashes, or by interrupted copies. They can"
+    " never be completed then, so let no job and no copy be at work there.",
+)
+@grace_option
+@place_option
+@yes_option
+@json_option
+def gc(url: str, abort_open: bool, grace_s: float | None, yes: bool, as_json: bool) -> int:
+    """Delete files that no checkpoint needs: of attempts that have ended, and of those given up.
+
+    A job may be training there. Attempts that may still become checkpoints stay, and so do files that are not ours.
+    """
+    found = act(_gc(url, abort_open, grace_s, yes, as_json))
+    if as_json:
+        return print_json(found)
+    if not found["needed"]:
+        return 0
+    done = found["done"] or {"files": 0, "uploads": 0}
+    return show_end(
+        found, f"deleted {count_of(done['files'], 'file')}, dropped {count_of(done['uploads'], 'unfinished upload')}"
+    )
+
+
+def show_gc(found: Found) -> None:
+    print(safe(found["url"]))
+    rows = [(*cells(one), f"to delete: {one['why']}") for one in found["delete"]]
+    for one in found["open"]:
+        rows.append((*cells(one), f"{'to end' if one['ending'] else 'stays, open'}: {one['why']}"))
+    if rows:
+        print_table(TITLES, rows)
+    print_few([f"not ours, stays: {key}" for key in found["foreign"]], " that are not ours")
+    live, files = found["live"], count_of(found["files"], "file")
+    print(f"needed by checkpoints: {count_of(live['files'], 'file')}, {human(live['bytes'])}")
+    uploads = count_of(found["uploads"], "unfinished upload")
+    print(f"to delete: {files}, {human(found['bytes'])}, and {uploads}")
+    if found["files"]:
+        print(patience_text(found["grace_s"]))
+
+
+async def _gc(url: str, abort_open: bool, grace_s: float | None, yes: bool, as_json: bool) -> Found:
+    from ckpt.maintain import prune as upkeep
+
+    async with opened(url) as log:
+        patience = upkeep.default_grace_s(log.store) if grace_s is None else grace_s
+        stock, uploads = await upkeep.take_stock(log), await upkeep.unfinished(log.store)
+        plan = upkeep.plan_gc(log.store.url, log.state, stock, uploads, abort_open)
+        found = _gc_json(log.store.url, plan, patience)
+        if not as_json:
+            show_gc(found)
+        if not yes or not found["needed"]:
+            return found
+        landed, dropped = await upkeep.gc(log, stock, plan.ending)
+        await delete_files(log, landed.delete, stock.sizes, patience)
+        done = {**sum_of(landed.delete, stock.sizes), "uploads": dropped, "ended": list(map(str, plan.ending))}
+        return {**found, "done": done}
+
+
+def _gc_json(url: str, plan: GcPlan, grace_s: float) -> Found:
+    return {
+        "url": url,
+        "delete": list(map(item_json, plan.doomed)),
+        "open": [{**item_json(item), "ending": item.attempt in plan.ending} for item in plan.opened],
+        "uploads": len(plan.uploads),
+        "foreign": list(plan.foreign),
+        "live": {"files": plan.live.files, "bytes": plan.live.size},
+        "files": len(plan.delete),
+        "bytes": sum(size for _, size in plan.delete),
+        "grace_s": grace_s,
+        "needed": bool(plan.delete or plan.uploads or plan.ending),
+        "done": None,
+    }

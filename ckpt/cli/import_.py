@@ -1,0 +1,50 @@
+"""The command that makes a run of what another library has saved: import."""
+
+from __future__ import annotations
+
+import click
+
+from ckpt.cli.conversion import SO_FAR, dry_option, dtype_option, make, shown, world_option
+from ckpt.cli.origins import as_option, only_option, open_files
+from ckpt.cli.quantity import ByteSize
+from ckpt.cli.terminal import act, example, json_option
+from ckpt.convert.forms import Wanted
+from ckpt.convert.output import local_path
+
+
+@click.command(
+    "import",
+    epilog=example(
+        "ckpt import model.safetensors runs/start", "ckpt import old/epoch3.pt runs/exp1 --step 3000 --dry-run"
+    ),
+)
+@click.argument("src")
+@click.argument("run")
+@click.option("--step", type=click.IntRange(min=0), help="What step it is of. By default what SRC says, else 0.")
+@as_option
+@world_option
+@only_option
+@dtype_option
+@click.option("--max-memory", metavar="SIZE", type=ByteSize(), help="What this process may need at most, as 256MiB.")
+@dry_option
+@json_option
+def import_(
+    src: str,
+    run: str,
+    step: int | None,
+    at: tuple[str, ...],
+    world: int | None,
+    only: tuple[str, ...],
+    dtype: str | None,
+    max_memory: int | None,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Make a run of what another library has saved: a training goes on, or starts, from there with `restore()`.
+
+    SRC: safetensors (a file, or a folder with or without an index), a torch.save file, or a folder of torch's
+    distributed checkpoints. Nothing in it is run: files that hold code are refused. What another library wrote has no
+    digests; from here on it has.
+    """
+    wanted = Wanted(local_path(run), "run", world or 1, only, dtype, step=step)
+    return shown(act(make(open_files(src, at), wanted, max_memory, dry_run), SO_FAR), as_json)

@@ -1,0 +1,66 @@
+"""The command that keeps a checkpoint for ever: keep."""
+
+from __future__ import annotations
+
+import click
+
+from ckpt.cli.terminal import act, example, json_option, opened, place_option, print_json, safe, yes_option
+from ckpt.cli.upkeep import Found, show_end
+
+
+@click.command(
+    epilog=example("ckpt keep runs/exp1 500 --note 'as published' --yes", "ckpt keep runs/exp1 500 --undo --yes")
+)
+@click.argument("url")
+@click.argument("step", type=click.IntRange(min=0))
+@click.option("--note", help="Why; stays with the checkpoint.")
+@click.option("--undo", is_flag=True, help="It may go again, as its age demands.")
+@place_option
+@yes_option
+@json_option
+def keep(
+    url: str,
+    step: int,
+    note: str | None,
+    undo: bool,
+    yes: bool,
+    as_json: bool,
+) -> int:
+    """Keep a checkpoint for ever: no retention and no clean-up takes it. A job may be training there."""
+    if undo == (note is not None):
+        raise click.UsageError("give --note, which says why, or --undo")
+    found = act(_keep(url, step, note, yes, as_json))
+    if as_json:
+        return print_json(found)
+    return 0 if found["was"] == note else show_end(found, "done")
+
+
+def show_keep(found: Found) -> None:
+    was = "is not kept" if found["was"] is None else f"is kept: {found['was']}"
+    print(safe(f"step {found['step']} of {found['url']}, attempt {found['attempt']}, {was}"))
+    if found["was"] != found["note"]:
+        print(safe("to let it go, as its age demands" if found["note"] is None else f"to keep it: {found['note']}"))
+    if found["partial"]:
+        print("this tier holds the parts of some ranks only: do the same in those of the other nodes")
+
+
+async def _keep(url: str, step: int, note: str | None, yes: bool, as_json: bool) -> Found:
+    from ckpt.checkpoint import read, retention
+
+    async with opened(url) as log:
+        commit = read.choose(log, step)
+        found: Found = {
+            "url": log.store.url,
+            "step": commit.step,
+            "attempt": str(commit.attempt),
+            "was": log.state.kept.get(commit.attempt),
+            "note": note,
+            "partial": not commit.whole,
+            "done": None,
+        }
+        if not as_json:
+            show_keep(found)
+        if yes and found["was"] != note:
+            await retention.set_keep(log, commit.attempt, note)
+            found["done"] = {"kept": note is not None}
+        return found

@@ -1,0 +1,71 @@
+"""What the commands share that say what stays of a run: prune, gc, keep, copy. What they do is in `ckpt.maintain`.
+
+Each prints a plan and does nothing, unless `--yes` is given. With `--json`, one document: the plan, and under `done`
+what was done, null where nothing was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckpt.cli.terminal import human, progress, safe, say
+
+if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
+    from ckpt.maintain.prune import Item
+    from ckpt.runlog.log import RunLog
+
+Found = dict[str, Any]
+TITLES = ("step", "attempt", "files", "size", "what")
+
+grace_option = click.option(
+    "--grace",
+    "grace_s",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="How long readers of what goes may go on before it is deleted. By default 600 in object stores, 0 in folders.",
+)
+
+
+def show_end(found: Found, done: str) -> int:
+    """The last line of a plan that is not empty."""
+    print(safe(done) if found["done"] else "Nothing was done. With --yes it is.")
+    return 0
+
+
+def item_json(item: Item) -> Found:
+    attempt = item.attempt
+    return {"step": attempt.step, "attempt": str(attempt), "files": item.files, "bytes": item.size, "why": item.why}
+
+
+def cells(found: Found) -> tuple[object, ...]:
+    size = human(found["bytes"]) if found["bytes"] else ""
+    return found["step"], found["attempt"], found["files"] or "", size
+
+
+def patience_text(grace_s: float) -> str:
+    return (
+        f"files go {grace_s:g} s after the log says so, for those who are reading them"
+        if grace_s
+        else "files go at once"
+    )
+
+
+def sum_of(keys: Sequence[str], sizes: dict[str, int]) -> Found:
+    return {"files": len(keys), "bytes": sum(sizes.get(key, 0) for key in keys)}
+
+
+async def delete_files(log: RunLog, keys: Sequence[str], sizes: dict[str, int], grace_s: float) -> None:
+    from ckpt.maintain import prune as upkeep
+
+    def told(seconds: float) -> None:
+        say(
+            f"the log says what goes. Waiting {seconds:g} s for those who are reading it; if this is stopped, the next "
+            "`ckpt gc` deletes it"
+        )
+
+    files = [(key, sizes.get(key, 0)) for key in keys]
+    with progress("deleting", sum(size for _, size in files)) as on_bytes:
+        await upkeep.delete(log.store, files, grace_s=grace_s, on_wait=told, on_bytes=on_bytes)

@@ -1,0 +1,106 @@
+"""The forms that a checkpoint is written in. A new one is a module with `plan`, and an entry in FORMS.
+
+A plan says what files there will be, of which tensors; `ckpt.convert.export` makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # which one is needed is known when it is asked for
+    from ckpt.convert.output import Output
+    from ckpt.convert.source import Origin, RankView
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the user wants of an origin, and where. `form`: one of FORMS."""
+
+    path: Path
+    form: str
+    world: int = 1
+    only: Sequence[str] = ()
+    dtype: str | None = None
+    shard_size: int | None = None
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What to make, and as what each tensor is written, by label."""
+
+    output: Output
+    dtypes: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Form:
+    """`plan`: of an origin, the views of the ranks wanted, as what to write each tensor, and all that was asked for.
+    `suffixes`: of files that are of this form. `weights_only`: what is no weight is left out. `divided`: for a job of
+    several ranks."""
+
+    plan: Callable[[Origin, list[RankView], Mapping[str, str], Wanted], Output]
+    suffixes: tuple[str, ...] = ()
+    weights_only: bool = False
+    divided: bool = False
+
+
+def form_of(path: Path) -> str:
+    """By what a file is called; "" for a folder."""
+    return next((name for name, form in FORMS.items() if path.suffix in form.suffixes), "")
+
+
+def plan_output(origin: Origin, wanted: Wanted) -> Planned:
+    from ckpt.convert.source import check_patterns, select
+    from ckpt.convert.to_safetensors import cast_to, weights_of
+
+    form = FORMS[wanted.form]
+    views = [origin.view(rank, wanted.world) for rank in range(wanted.world)]
+    if wanted.only:
+        check_patterns(views, wanted.only)
+        views = [select(view, wanted.only, whole=not form.weights_only) for view in views]
+    elif form.weights_only:
+        views = [weights_of(view) for view in views]
+    dtypes = cast_to(origin, views, wanted.dtype)
+    notes = () if form.divided else views[0].notes
+    return Planned(form.plan(origin, views, dtypes, wanted), dtypes, notes)
+
+
+def _safetensors(origin: Origin, views: list[RankView], dtypes: Mapping[str, str], wanted: Wanted) -> Output:
+    from ckpt.convert import to_safetensors
+
+    (view,) = views
+    prefix, shard = to_safetensors.prefix_of(view), wanted.shard_size or to_safetensors.SHARD
+    single = wanted.path.name if form_of(wanted.path) else ""
+    return to_safetensors.plan(origin, view, dtypes, shard=shard, single=single, prefix=prefix)
+
+
+def _torch(origin: Origin, views: list[RankView], dtypes: Mapping[str, str], wanted: Wanted) -> Output:
+    from ckpt.convert import to_torch
+
+    return to_torch.plan(origin, views[0], dtypes)
+
+
+def _dcp(origin: Origin, views: list[RankView], dtypes: Mapping[str, str], wanted: Wanted) -> Output:
+    from ckpt.convert import to_dcp
+
+    return to_dcp.plan(origin, views[0], dtypes)
+
+
+def _run(origin: Origin, views: list[RankView], dtypes: Mapping[str, str], wanted: Wanted) -> Output:
+    from ckpt.convert import to_run
+
+    step = next(n for n in (wanted.step, views[0].step, 0) if n is not None)
+    return to_run.plan(origin, views, dtypes, step=step, finite=getattr(origin, "finite", None))
+
+
+FORMS = {
+    "safetensors": Form(_safetensors, (".safetensors",), weights_only=True),
+    "torch": Form(_torch, (".pt", ".pth", ".ckpt", ".bin")),
+    "dcp": Form(_dcp),
+    "run": Form(_run, divided=True),
+}

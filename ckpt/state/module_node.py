@@ -56,7 +56,7 @@ class ModuleNode:
         self._piece = None  # should reading fail half-way, what is noted below must not pass for unchanged
         owners: list[dict[str, Any]] = []
         places: list[tuple[dict[str, Any], str, Tensor]] = []
-        children: list[tuple[dict[str, Any], str, nn.Module | None]] = []
+        children: list[tuple[dict[str, Any], str, nn.Module | None]] = []  # and what is no tensor yet
         self._there, self._memories = Places(), Memories()
         modules = list(self.module.named_modules(remove_duplicate=False))
         if len(modules) != len(self._heard) or any(a is not b for (_, a), b in zip(modules, self._heard, strict=True)):
@@ -75,7 +75,10 @@ class ModuleNode:
             for owner in members[1:]:
                 for key, tensor in owner.items():
                     here = f"{prefix}.{key}" if prefix else key
-                    if tensor is None or key in module._non_persistent_buffers_set or here in self._words.left_out:
+                    if key in module._non_persistent_buffers_set or here in self._words.left_out:
+                        continue
+                    if tensor is None:  # it may become one
+                        children.append((owner, key, None))
                         continue
                     name = self._words.names.get(here, here)
                     live[name] = here, check(tensor, (*self.path, here))

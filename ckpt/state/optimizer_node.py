@@ -26,6 +26,7 @@ class OptimizerNode:
     """
 
     kind = "optimizer"
+    _GONE = torch.empty(0)
 
     def __init__(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
         self.path, self.optimizer = path, optimizer
@@ -73,8 +74,8 @@ class OptimizerNode:
                 return True
         if self._there.differs() or self._memories.moved():
             return True
-        # A key that was None may have become a tensor.
-        return any(isinstance(values.get(key), Tensor) for _, values, key in self._others)
+        # A key that was None may have become a tensor, or have gone where another one came.
+        return any(isinstance(values.get(key, self._GONE), Tensor) for _, values, key in self._others)
 
     def _read(self, names: Names) -> None:
         self._piece = None  # as in ModuleNode

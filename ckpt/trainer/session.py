@@ -39,7 +39,7 @@ class Session:
         self.ends = undo.enter_context(contextlib.ExitStack())  # what is stopped when this is closed
         self.errors = BackgroundErrors(settings.on_error)
         self.heartbeat = Heartbeat.create()
-        self.stager = Stager(settings.stage)
+        self.stager = Stager(settings.stage, settings.bus_share)
         undo.callback(self.stager.stop)
         self.ownership = Ownership(self.world, self.tiers, self.memory, settings.url, settings.busy_timeout_s)
         self.supervisor = self.ownership.open(lambda: self._prepare(state, takeover))

@@ -71,6 +71,11 @@ class Settings:
         return "auto" if self.memory is None else self.memory.stage
 
     @property
+    def bus_share(self) -> float:
+        """See `ckpt.Memory`."""
+        return Memory().bus_share if self.memory is None else self.memory.bus_share
+
+    @property
     def places(self) -> str:
         """For messages."""
         return " or ".join([*(["memory"] if self.memory else []), *(tier.url for tier in self.tiers)])

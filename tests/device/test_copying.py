@@ -16,7 +16,9 @@ import pytest
 import torch
 
 import ckpt
+from boundaries import check_boundaries
 from ckpt.ipc.arena import EAGER, EMPTY, Arena
+from ckpt.trainer.staging import fill as staging_fill
 from ckpt.trainer.staging import snapshot
 from ckpt.trainer.staging.fill import SlotFiller
 from ckpt.trainer.staging.page_locks import PageLocks
@@ -322,3 +324,37 @@ def test_what_is_compared_with_the_copy_is_kept_until_then(open_run: Any, spins:
     save.staged(60.0)
     assert differences(read_back(cp, 2, run.twin), boundary) == []
     assert small and differences(freeze(run.state), boundary) == []
+
+
+def test_paced_copies_leave_the_bus_to_others(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces, each of which begins when the one before has arrived, and after a pause; the snapshot is whole."""
+    monkeypatch.setattr(staging_fill, "PIECE", 64 << 10)
+    run = adamw(fused=True)
+    cp = open_run(run.state, tiers=ckpt.Memory(stage="paced", bus_share=0.9))
+    idle, sizes, copy_batch = list[bool](), list[int](), staging_fill.device.copy_batch
+
+    def noted(targets: Any, sources: Any, streams: Any) -> None:
+        idle.append(all(stream.query() for stream in streams.values()))
+        sizes.append(sum(target.nbytes for target in targets))
+        copy_batch(targets, sources, streams)
+
+    monkeypatch.setattr(staging_fill.device, "copy_batch", noted)
+    assert check_boundaries(cp, run, 4) == []
+    assert len(idle) > 3 * LARGE * LARGE * 4 // (64 << 10)
+    assert all(idle) and max(sizes) <= 64 << 10
+
+
+def test_a_paced_copy_holds_no_earlier_one_up(open_run: Any, spins: Spins) -> None:
+    """While it waits for the device to come to its step, what has arrived before is sealed."""
+    run = adamw(fused=True)
+    cp = open_run(run.state, tiers=ckpt.Memory(stage="paced"))
+    boundary = ready(cp, run)
+    save = cp.step(2)
+    run.move(run.state, 3)
+    torch.cuda._sleep(LONG)
+    behind = torch.cuda.current_stream().record_event()
+    cp.step(3)
+    assert eventually(lambda: job_of(cp).begun)
+    save.staged(10.0)
+    assert not behind.query()
+    assert differences(read_back(cp, 2, run.twin), boundary) == []

@@ -70,7 +70,7 @@ def spins(monkeypatch: pytest.MonkeyPatch) -> Spins:
         fill(self, arena, slot, job)
         begun.clear()
 
-    def late(self: SlotFiller, pairs: Any, streams: Any) -> None:
+    def late(self: SlotFiller, pairs: Any, streams: Any, bus_share: float = 1.0) -> None:
         for stream in streams.values() if (spins.overlapped if begun else spins.eager) else ():
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(LONG)
@@ -385,15 +385,15 @@ def small(count: int = 40) -> Run:
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
-@pytest.mark.parametrize("stage", ["auto", "overlap", "wait", "device"])
+@pytest.mark.parametrize("stage", ["auto", "overlap", "paced", "wait", "device"])
 def test_many_small_tensors_cross_the_bus_together(open_run: Any, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     """Hundreds of tensors take a few copies, whichever way they leave the device; every snapshot is its boundary."""
     copies, run = list[int](), small()
     copy = SlotFiller.copy
 
-    def counted(self: SlotFiller, pairs: Any, streams: Any) -> None:
+    def counted(self: SlotFiller, pairs: Any, streams: Any, bus_share: float = 1.0) -> None:
         copies.append(sum(source.device.type == "cuda" for _, source, _ in pairs))
-        copy(self, pairs, streams)
+        copy(self, pairs, streams, bus_share)
 
     monkeypatch.setattr(SlotFiller, "copy", counted)
     cp = open_run(run.state, tiers=ckpt.Memory(stage=stage))

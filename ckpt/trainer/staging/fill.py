@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from ckpt.trainer.staging.packed import Pack
 from ckpt.trainer.staging.snapshot import PendingSnapshot
 from ckpt.trainer.staging.unchanged import Frozen
 
+PIECE = 16 << 20  # bytes that leave at once where copies are paced; a part of LOCK
 LARGE = 1 << 20  # bytes from which one memcpy, without the GIL, beats a batched copy
 
 Pair = tuple[Tensor, Tensor, int]  # where a tensor goes, what goes there, and which one of the layout it is
@@ -65,7 +67,7 @@ class SlotFiller:
         for pack in job.late:
             with device.on(streams):
                 pack.gather(job.sources)
-        self.copy(self._pairs(arena, slot, job, guarded=True), streams)
+        self.copy(self._pairs(arena, slot, job, guarded=True), streams, job.bus_share)
         for pack in job.late:
             pack.fetch(streams)
         job.check_sources()
@@ -98,10 +100,11 @@ class SlotFiller:
             for i, (view, source, one) in enumerate(found)
             if one is guarded and not (packed and i in packed)
         ]
-        if not job.streams or job.reading.layout.arrangement.data_size <= LOCK:
+        piece = PIECE if guarded and job.bus_share < 1.0 else LOCK
+        if not job.streams or job.reading.layout.arrangement.data_size <= piece:
             return pairs
         offsets = job.reading.layout.arrangement.offsets
-        return [cut for pair in pairs for cut in _cut(*pair, offsets[pair[2]])]
+        return [cut for pair in pairs for cut in _cut(*pair, offsets[pair[2]], piece)]
 
     def _slot_views(self, arena: Arena, slot: int, layout: Layout) -> list[Tensor]:
         """The slot as tensors of the layout's shapes, made once."""
@@ -117,9 +120,9 @@ class SlotFiller:
         self._views[key] = (layout, views)
         return views
 
-    def copy(self, pairs: Sequence[Pair], streams: PerDevice) -> None:
+    def copy(self, pairs: Sequence[Pair], streams: PerDevice, bus_share: float = 1.0) -> None:
         """What devices copy first, then what we copy: large contiguous host tensors one by one, unless they are there;
-        the rest in one batched call a device."""
+        the rest in one batched call a device, or in several with pauses between, for that share of the bus."""
         batches: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {one: ([], []) for one in streams}
         large: list[Pair] = []
         for target, source, number in pairs:
@@ -130,22 +133,45 @@ class SlotFiller:
             targets, sources = batches.setdefault(source.device, ([], []))
             targets.append(target)
             sources.append(source)
-        with self._steady:
-            for targets, sources in batches.values():
-                if targets:
+        for where, (targets, sources) in batches.items():
+            if where in streams and bus_share < 1.0:
+                self._copy_paced(targets, sources, {where: streams[where]}, bus_share)
+            elif targets:
+                with self._steady:
                     device.copy_batch(targets, sources, streams)
         for target, source, number in large:
             self.frozen.put(number, target, source)
 
+    def _copy_paced(self, targets: list[Tensor], sources: list[Tensor], streams: PerDevice, bus_share: float) -> None:
+        """One device's, and wait for it: so this stream is idle now and then, for as long as that takes."""
+        for some, theirs in _batches(targets, sources):
+            began = time.monotonic()
+            with self._steady:
+                device.copy_batch(some, theirs, streams)
+            device.wait_for(device.events_behind(streams))
+            time.sleep((time.monotonic() - began) * (1.0 / bus_share - 1.0))
 
-def _cut(target: Tensor, source: Tensor, number: int, offset: int) -> Iterator[Pair]:
-    """What comes from a device at the ends of the pieces that are page-locked: no copy reaches over one. `offset`: of
-    the target in its slot, in bytes."""
-    first = LOCK - offset % LOCK
+
+def _batches(targets: list[Tensor], sources: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Of a piece each, or of one tensor that is larger."""
+    begin, size = 0, 0
+    for end, target in enumerate(targets):
+        if size and size + target.nbytes > PIECE:
+            yield targets[begin:end], sources[begin:end]
+            begin, size = end, 0
+        size += target.nbytes
+    if begin < len(targets):
+        yield targets[begin:], sources[begin:]
+
+
+def _cut(target: Tensor, source: Tensor, number: int, offset: int, piece: int) -> Iterator[Pair]:
+    """What comes from a device at the ends of pieces of the slot, as those that are page-locked: no copy reaches over
+    one. `offset`: of the target in its slot, in bytes."""
+    first = piece - offset % piece
     if source.device.type == "cpu" or target.nbytes <= first:
         yield target, source, number
         return
     there, here = as_bytes(target), as_bytes(source.resolve_conj().resolve_neg().contiguous())
-    for start in (0, *range(first, target.nbytes, LOCK)):
-        end = start + LOCK if start else first
+    for start in (0, *range(first, target.nbytes, piece)):
+        end = start + piece if start else first
         yield there[start:end], here[start:end], number

@@ -70,6 +70,7 @@ class PendingSnapshot:
     late: list[Pack] = field(default_factory=list)  # and beside training
     taken_early: bool = False  # what may change before the next optimizer step was cloned on its device
     detached: bool = False  # all was: no optimizer waits for the copies
+    bus_share: float = 1.0  # of the bus, that copies beside training may take
     done: PerDevice = field(default_factory=dict)  # events after the copies
     eager_there: threading.Event = field(default_factory=threading.Event)  # devices have reached these events
     all_there: threading.Event = field(default_factory=threading.Event)

@@ -36,20 +36,21 @@ from ckpt.trainer.staging.update_gate import UpdateGate
 from ckpt.trainer.staging.waiter import Waiter
 
 LEAST_SLOTS = 2  # one to hold the newest snapshot, one to take the next
+LAND_S = 0.05  # between looks at what has come meanwhile
 LEAVING_S = 30.0  # for a writer to let go of the mutex of a trainer that has died
 
 
 class Stager:
     """The staging thread of one trainer."""
 
-    def __init__(self, stage: str = "auto") -> None:
-        """`stage`: see `ckpt.Memory`."""
+    def __init__(self, stage: str = "auto", bus_share: float = 1.0) -> None:
+        """Both as in `ckpt.Memory`."""
         self.slots = Slots()
         self.page_locks = PageLocks()
         self._filler = SlotFiller(self.page_locks.steady)
         self._waiter = Waiter()
         self._packs = Packs()
-        self._mode = StageMode(stage)
+        self._mode, self._bus_share = StageMode(stage), bus_share
         self._toucher = SlotToucher()
         self._gate = UpdateGate()
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -80,6 +81,7 @@ class Stager:
         try:
             idle = before is None or before.copied.is_set()  # else clones would pile up
             taken = idle and job.take(self._packs, all_of_it=mode == "device")
+            job.bus_share = self._bus_share if mode == "paced" else 1.0
             job.mark_ready()
             job.submitted = True
             self._queue.put(lambda: self._stage(job))
@@ -314,7 +316,17 @@ class Stager:
         point("stage.claimed")
         return slot
 
+    def _until_ready(self, job: PendingSnapshot) -> None:
+        """Until devices have come to this job: a pace means nothing while its copies pile up behind other kernels."""
+        there = threading.Event()
+        self._waiter.when_reached(job.ready, there, lambda: None)
+        while not there.wait(LAND_S):
+            self._land(wait=False)
+        self._land(wait=True)  # what comes before it on the copy stream
+
     def _fill_guarded(self, arena: Arena, slot: int, job: PendingSnapshot) -> None:
+        if job.bus_share < 1.0:
+            self._until_ready(job)
         if job.streams and not job.detached:
             job.late = self._packs.take(job.reading, late=True)
         self._filler.fill_guarded(arena, slot, job)

@@ -1,8 +1,9 @@
 """How a snapshot leaves a device: beside the training, before it goes on, or from a copy that the device made for it.
 
 Beside it is the best as long as copies do not disturb kernels: they share the bus and the memory of the device, and
-some trainings have been seen to take several times as long meanwhile. So "auto" tries both on the run's own steps, now
-and then, and keeps what takes less.
+some trainings have been seen to take several times as long meanwhile. Paced, in small pieces with pauses between, they
+leave room for what else wants to cross the bus: batches, a loss, other ranks' messages. So "auto" tries these ways on
+the run's own steps, now and then, and keeps what takes least.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from statistics import median
 from ckpt.events import log
 from ckpt.units import duration
 
+WAYS = ("overlap", "paced", "wait")  # the simplest first
 TRIES = 8  # saves in each way
 AGAIN = 512  # saves until it is tried again
-WORTH = 0.02  # of a step: by so much "wait" has to be better, since it is noise that it is at all
+WORTH = 0.02  # of a step: by so much another way has to be better than the first one, else it may be noise
 
 
 class StageMode:
@@ -25,21 +27,20 @@ class StageMode:
     def __init__(self, wanted: str = "auto") -> None:
         self._now = "overlap" if wanted == "auto" else wanted
         self._auto = wanted == "auto"
-        self._took: dict[str, deque[float]] = {mode: deque(maxlen=TRIES) for mode in ("overlap", "wait")}
+        self._took: dict[str, deque[float]] = {way: deque(maxlen=TRIES) for way in WAYS}
         self._saves = 0
         self._last: tuple[int, float] | None = None
 
     def next(self, step: int) -> str:
-        """How this one goes: "overlap", "wait" or "device". Called at every save from a device."""
+        """How this one goes: one of WAYS, or "device". Called at every save from a device."""
         if self._auto:
             self._measure(step, time.perf_counter())
-            self._saves += 1
-            if self._saves == TRIES:
-                self._now = "wait"
-            elif self._saves == 2 * TRIES:
-                self._now = self._better()
-            elif self._saves == AGAIN:
-                self._saves, self._now = 0, "overlap"
+            self._saves = (self._saves + 1) % AGAIN
+            tried, rest = divmod(self._saves, TRIES)
+            if rest == 0 and tried < len(WAYS):
+                self._now = WAYS[tried]
+            elif rest == 0 and tried == len(WAYS):
+                self._now = self._best()
         return self._now
 
     def _measure(self, step: int, now: float) -> None:
@@ -48,13 +49,14 @@ class StageMode:
             self._took[self._now].append((now - self._last[1]) / (step - self._last[0]))
         self._last = (step, now)
 
-    def _better(self) -> str:
-        beside, before = (median(self._took[mode] or [0.0]) for mode in ("overlap", "wait"))
-        better = "wait" if before < beside * (1 - WORTH) else "overlap"
+    def _best(self) -> str:
+        """What takes least, if that is worth it."""
+        takes = {way: median(self._took[way] or [0.0]) for way in WAYS}
+        best = min(WAYS, key=takes.__getitem__)
+        if takes[best] >= takes[WAYS[0]] * (1 - WORTH):
+            best = WAYS[0]
+        said = ", ".join(f"{way!r} {duration(takes[way])}" for way in WAYS)
         log.info(
-            "snapshots leave the device %s: a step takes %s so, and %s the other way",
-            "beside training" if better == "overlap" else "before training goes on",
-            duration(min(beside, before) if better == "wait" else beside),
-            duration(beside if better == "wait" else before),
+            "snapshots leave the device by stage=%r: a step with a save takes, by the ways there are: %s", best, said
         )
-        return better
+        return best

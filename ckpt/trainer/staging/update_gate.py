@@ -19,8 +19,8 @@ class UpdateGate:
         self.job: PendingSnapshot | None = None  # the newest that no optimizer has come after
         self._unchecked: list[PendingSnapshot] = []  # older ones, not sealed yet
         self._copying: PendingSnapshot | None = None  # still read by a device: every stream that updates waits for it
-        self._opened = threading.Event()  # not set while something is copied that no optimizer may change
-        self._opened.set()
+        self._shut: tuple[threading.Event, ...] = ()  # not set while something is copied that no optimizer may change
+        self._shutting = threading.Lock()
 
     def follow(self, before: PendingSnapshot) -> None:
         """All of this job is queued at least, since the one after it was staged: jobs are done in turn."""
@@ -28,10 +28,12 @@ class UpdateGate:
         self._unchecked = [one for one in (*self._unchecked, before) if not one.ended]
 
     def shut(self) -> threading.Event:
-        """From now on an optimizer waits until this is set, or somebody else shuts the gate. One that has begun before
-        that has been counted."""
-        self._opened = threading.Event()
-        return self._opened
+        """From now on an optimizer waits until this is set, and what others have shut it with. One that has begun
+        before that has been counted."""
+        opened = threading.Event()
+        with self._shutting:
+            self._shut = (*(one for one in self._shut if not one.is_set()), opened)
+        return opened
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -46,11 +48,12 @@ class UpdateGate:
         """Before an optimizer changes anything; the seconds that took. A copy that does not end in time costs the
         snapshot, never the training."""
         self._line_up_again()
-        job, opened = self.job, self._opened
-        if job is None and opened.is_set():
+        job, shut = self.job, self._shut
+        if job is None and all(one.is_set() for one in shut):
             return 0.0
         started = time.perf_counter()
-        opened.wait(timeout_s)
+        for opened in shut:
+            opened.wait(timeout_s)
         job = self.job
         if job is None:
             return time.perf_counter() - started

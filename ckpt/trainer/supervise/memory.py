@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt
@@ -18,6 +18,7 @@ from ckpt.ranks.world import World
 from ckpt.runlog.log import Acquire
 from ckpt.tiers import Memory, Tier
 from ckpt.trainer.staging.stage import Stager
+from ckpt.trainer.supervise import spare_threads
 from ckpt.trainer.supervise.current_writer import CurrentWriter, WriterUser
 from ckpt.trainer.supervise.next_arena import NextArena
 from ckpt.trainer.supervise.writer_client import ENDING_S, WriterClient
@@ -110,7 +111,7 @@ class SnapshotMemory(WriterUser):
         for arena_id, slot in list(self._read_before):  # by the writer that has died
             self.on_read(arena_id.hex(), slot)
         if self._before is not None:  # only that writer would have said when
-            threading.Thread(target=self._await_gone, args=(self._before,), name="ckpt-before", daemon=True).start()
+            spare_threads.begin(partial(self._await_gone, self._before), "ckpt-before")
         if (current := self._stager.arena) is not None:
             self._watch(current)
         self._next.drop()

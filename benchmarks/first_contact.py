@@ -308,7 +308,7 @@ def fault() -> Json:
 def every_step() -> Json:
     """What does saving every step cost, in each of the ways that a snapshot may leave the device?"""
     found: Json = {}
-    for stage in ("overlap", "wait", "device"):
+    for stage in ("overlap", "paced", "wait", "device"):
         state = built(WIDTH, LAYERS)
         with opened(state, stage, stage=stage) as cp:
             train(state)

@@ -55,6 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """One part of the files, the longest first, so that two processes that share them out end at the same time. (xdist
     would sort them by their number of tests, which says little: see --no-loadscope-reorder in the Makefile.)"""
+    for item in items:
+        item.add_marker("process" if _starts_processes(item.path) else "unit")
     part = config.getoption("part")
     named = any(Path(word.partition("::")[0]).is_file() for word in config.args)
     if part != "all" and not named:
@@ -63,6 +65,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = chosen
     place = {name: number for number, name in enumerate(SLOW + LONGER)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+@functools.cache
+def _starts_processes(path: Path) -> bool:
+    """Whether a file has tests that do: a Checkpointer starts a writer."""
+    words = ("Checkpointer(", "processes", "subprocess", "parallel", "kills", "commands", "training(", "open_run")
+    return any(word in path.read_text() for word in words)
 
 
 @pytest.fixture(autouse=True, scope="session")

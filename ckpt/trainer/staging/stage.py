@@ -36,7 +36,6 @@ from ckpt.trainer.staging.update_gate import UpdateGate
 from ckpt.trainer.staging.waiter import Waiter
 
 LEAST_SLOTS = 2  # one to hold the newest snapshot, one to take the next
-LAND_S = 0.05  # between looks at what has come meanwhile
 LEAVING_S = 30.0  # for a writer to let go of the mutex of a trainer that has died
 
 
@@ -316,17 +315,10 @@ class Stager:
         point("stage.claimed")
         return slot
 
-    def _until_ready(self, job: PendingSnapshot) -> None:
-        """Until devices have come to this job: a pace means nothing while its copies pile up behind other kernels."""
-        there = threading.Event()
-        self._waiter.when_reached(job.ready, there, lambda: None)
-        while not there.wait(LAND_S):
-            self._land(wait=False)
-        self._land(wait=True)  # what comes before it on the copy stream
-
     def _fill_guarded(self, arena: Arena, slot: int, job: PendingSnapshot) -> None:
-        if job.bus_share < 1.0:
-            self._until_ready(job)
+        if job.bus_share < 1.0:  # a pace means nothing to copies that pile up behind other kernels
+            self._waiter.until_reached(job.ready, lambda: self._land(wait=False))
+            self._land(wait=True)
         if job.streams and not job.detached:
             job.late = self._packs.take(job.reading, late=True)
         self._filler.fill_guarded(arena, slot, job)

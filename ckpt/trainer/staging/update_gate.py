@@ -20,7 +20,7 @@ class UpdateGate:
         self._unchecked: list[PendingSnapshot] = []  # older ones, not sealed yet
         self._copying: PendingSnapshot | None = None  # still read by a device: every stream that updates waits for it
         self._shut: tuple[threading.Event, ...] = ()  # not set while something is copied that no optimizer may change
-        self._shutting = threading.Lock()
+        self._shutting = threading.RLock()  # a signal handler may come in
 
     def follow(self, before: PendingSnapshot) -> None:
         """All of this job is queued at least, since the one after it was staged: jobs are done in turn."""

@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 from ckpt.trainer.staging.device import PerDevice, begin_thread, wait_for
 
+MEANWHILE_S = 0.05
+
 Awaited = tuple[PerDevice, threading.Event, Callable[[], None]]
 
 
@@ -32,6 +34,13 @@ class Waiter:
             self._thread = threading.Thread(target=self._run, name="ckpt-device", daemon=True)
             self._thread.start()
         self._queue.put((events, there, call))
+
+    def until_reached(self, events: PerDevice, meanwhile: Callable[[], None]) -> None:
+        """Wait for that, and do something now and then."""
+        there = threading.Event()
+        self.when_reached(events, there, lambda: None)
+        while not there.wait(MEANWHILE_S):
+            meanwhile()
 
     def stop(self) -> None:
         """Nothing comes any more; nobody waits for the thread, since a device may hang."""

@@ -114,8 +114,7 @@ def update_until_the_gate_is_open(patch: pytest.MonkeyPatch) -> None:
     wait = UpdateGate.wait
 
     def without(self: Any, timeout_s: float) -> float:
-        self._opened = threading.Event()
-        self._opened.set()
+        self._shut = ()
         return wait(self, timeout_s)
 
     patch.setattr(UpdateGate, "wait", without)

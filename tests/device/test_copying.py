@@ -332,7 +332,7 @@ def test_paced_copies_leave_the_bus_to_others(open_run: Any, monkeypatch: pytest
     run = adamw(fused=True)
     cp = open_run(run.state, tiers=ckpt.Memory(stage="paced", bus_share=0.9))
     copy_paced, copy_batch = SlotFiller._copy_paced, staging_fill.device.copy_batch
-    idle, sizes, pieces = list[bool](), list[int](), list[int]()
+    idle, sizes, pieces = list[bool](), list[int](), list[torch.cuda.Event]()
 
     def paced(self: SlotFiller, *batch_and_share: Any) -> None:
         pieces.clear()
@@ -340,10 +340,10 @@ def test_paced_copies_leave_the_bus_to_others(open_run: Any, monkeypatch: pytest
 
     def noted(targets: Any, sources: Any, streams: Any) -> None:
         if pieces:  # the first one may come behind what is copied early
-            idle.append(all(stream.query() for stream in streams.values()))
+            idle.append(all(piece.query() for piece in pieces))
             sizes.append(sum(target.nbytes for target in targets))
-        pieces.append(1)
         copy_batch(targets, sources, streams)
+        pieces[:] = [stream.record_event() for stream in streams.values()]
 
     monkeypatch.setattr(SlotFiller, "_copy_paced", paced)
     monkeypatch.setattr(staging_fill.device, "copy_batch", noted)

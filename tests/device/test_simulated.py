@@ -11,11 +11,11 @@ from processes import REPO
 
 # Each file, and what the device is like.
 FILES = {
-    "tests/promises/test_gpu.py": "devices=2,clock_ghz=4",
+    "tests/promises/test_gpu.py": "devices=2,clock_ghz=2",
     "tests/promises/test_promise_provenance.py": "clock_ghz=4",
     "tests/test_events.py": "",
     "tests/device/test_device.py": "devices=2",
-    "tests/device/test_copying.py": "devices=2,clock_ghz=4",
+    "tests/device/test_copying.py": "devices=2,clock_ghz=2",
     "tests/device/test_contact.py": "devices=2",
 }
 

@@ -84,7 +84,9 @@ class Loaded(Mapping[str, Tensor]):
         return Loaded(self.url, self._attempt, self._saved, names, self.skipped)
 
     def plain(self, path: str, *, rank: int = 0) -> Any:
-        """The plain values that a rank had under one entry of the state, such as `plain("epoch")`. KeyError if none."""
+        """The plain values that a rank had under one entry of the state, such as `plain("epoch")`. KeyError if none.
+
+        A tensor subclass that is made of others comes as a dict of these, since its class may not be there."""
         if not 0 <= rank < self._saved.world:
             raise UsageError(f"step {self.step} was saved by ranks 0 to {self._saved.world - 1}, not by rank {rank}")
         for node in self._saved.nodes(rank):
@@ -93,6 +95,8 @@ class Loaded(Mapping[str, Tensor]):
         raise KeyError(path)
 
     def _extern(self, reference: Json, rank: int) -> object:
+        if reference["$"] == "wrapper":
+            return {attribute: self._extern(one, rank) for attribute, one in reference["tensors"]}
         key = self._saved.resolve(reference["name"], rank, self._saved.world, None, lenient=True)
         if not isinstance(key, tuple):
             raise CorruptError(f"{reference['name']} is not in step {self.step}")

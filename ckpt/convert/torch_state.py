@@ -281,6 +281,8 @@ class Builder:
 
 
 def _named(reference: Json) -> object:
+    if reference.get("$") == "wrapper":  # made of several tensors, by a class that others need not have
+        return {attribute: _named(one) for attribute, one in reference["tensors"]}
     if reference.get("$") not in ("tensor", "ndarray"):
         raise CorruptError(f"unknown tag {reference.get('$')!r}: written by a newer version?")
     return _Named(str(reference["name"]), reference if reference["$"] == "ndarray" else None)

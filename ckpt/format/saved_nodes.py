@@ -40,7 +40,7 @@ def _joined(nodes: list[SavedNode]) -> SavedNode:
         return first
     names = tuple(_union(node.names for node in alike))
     if first.kind != JOINED_KIND:
-        return replace(first, names=names)
+        return replace(first, names=names, facts={**first.facts, **_joined_wrappers(alike)})
     return replace(first, names=names, facts=_joined_facts(alike), values=_joined_values(alike))
 
 
@@ -50,7 +50,15 @@ def _joined_facts(nodes: list[SavedNode]) -> dict[str, Any]:
     groups = max(len(node.facts["params"]) for node in nodes)
     params = [_union(node.facts["params"][i] for node in nodes if i < len(node.facts["params"])) for i in range(groups)]
     state = [[n for n in node.facts["with_state"] if i == 0 or n not in own] for i, node in enumerate(nodes)]
-    return {**nodes[0].facts, "params": params, "with_state": _union(state)}
+    return {**nodes[0].facts, "params": params, "with_state": _union(state), **_joined_wrappers(nodes)}
+
+
+def _joined_wrappers(nodes: list[SavedNode]) -> dict[str, Any]:
+    """How tensors that are made of several look; what a rank has itself it knows best."""
+    rows = [form for node in reversed(nodes) for form in node.facts.get("wrappers", ())]
+    if not all(type(form) is dict and type(form.get("name")) is str for form in rows):
+        raise CorruptError("what is stored of tensors that are made of others has no names")
+    return {"wrappers": list({form["name"]: form for form in rows}.values())} if rows else {}
 
 
 def _joined_values(nodes: list[SavedNode]) -> Json:

@@ -25,7 +25,8 @@ from ckpt.state.names import Names
 from ckpt.state.placement import Placement
 from ckpt.state.rng import RNG
 from ckpt.state.sharding import StateEntry, is_dtensor, local
-from ckpt.state.tensors import check, from_array
+from ckpt.state.tensors import from_array
+from ckpt.state.wrappers import inside, is_wrapped, sign, take_apart
 
 
 @runtime_checkable
@@ -87,13 +88,15 @@ class Collector:
         self.objects: dict[str, object] = {}
 
     def __call__(self, value: object, path: Path) -> Json | None:
-        if isinstance(value, Tensor):
-            tensor, reference = check(value, path), {"$": "tensor"}
-        elif isinstance(value, np.ndarray):
-            tensor, reference = from_array(value, path)
-        else:
-            return None
         name = show(path)
+        if isinstance(value, Tensor):
+            entries, form = take_apart(StateEntry(name, value))
+            self.entries += entries
+            self.objects.update((entry.name, value) for entry in entries)
+            return {"$": "tensor", "name": name} if form is None else form.to_json()
+        if not isinstance(value, np.ndarray):
+            return None
+        tensor, reference = from_array(value, path)
         self.entries.append(StateEntry(name, tensor))
         self.objects[name] = value
         return {**reference, "name": name}
@@ -121,6 +124,9 @@ class Memories:
     """Where tensors have their memory, and in which form. Asked at every step, so what can be looked up once is."""
 
     def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
+        self._wrapped = [(t, sign(t)) for t in tensors if is_wrapped(t)]
+        if self._wrapped:
+            tensors = [one for t in tensors for one in (inside(t) if is_wrapped(t) else [t])]
         self._plain = [t for t in tensors if not is_dtensor(t)]
         self._others = [t for t in tensors if is_dtensor(t)]
         self._were, self._forms = self._places(), self._shapes()
@@ -135,7 +141,7 @@ class Memories:
         return [*self._plain, *map(local, self._others)] if self._others else self._plain
 
     def moved(self) -> bool:
-        return self._places() != self._were
+        return self._places() != self._were or any(sign(one) != was for one, was in self._wrapped)
 
     def reshaped(self) -> bool:
         """Differs when `.data` was set to another view of the same memory."""

@@ -7,6 +7,7 @@ layout, live tensors in the layout's order, and plain values. Nothing is copied 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,10 +26,13 @@ from ckpt.state.fingerprint import SampledPlaces
 from ckpt.state.names import Names
 from ckpt.state.optimizer_node import OptimizerNode
 from ckpt.state.placement import Placement
+from ckpt.state.rewrap import forms_of
 from ckpt.state.sharding import LocalPiece, StateEntry, storage_of
 from ckpt.state.steppers import params_of, steps_for
 from ckpt.state.structure import Structure, loose_of
+from ckpt.state.tensors import Versioned
 from ckpt.state.walk import Walk
+from ckpt.state.wrappers import inside, is_wrapped
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Reading:
     """`tensors[i]` is `layout.tensors[i]`, live: what this rank stages. `guarded[i]`: only optimizer steps change it.
 
     The tensors are detached: they hold on to the memory itself, so `p.data = ...` cannot free what is being copied.
+    `counters`: of each tensor, what counts the writes to it: itself, and what is around it if it is a part of another.
     `spots`: where to look in all that can be guarded, to see whether somebody else writes to it.
     """
 
@@ -43,6 +48,7 @@ class Reading:
     tensors: list[Tensor]
     guarded: list[bool]
     values: list[Json]
+    counters: Sequence[Versioned]
     spots: list[SampledPlaces] = field(default_factory=list)
 
 
@@ -123,7 +129,8 @@ class Capture:
         known = self._structure if self._holds else None
         if known is None or known.copied or any(steps_for(optimizer, one) for one in self.optimizers):
             return True
-        theirs = {storage_of(param) for param in params_of(optimizer)}
+        params = params_of(optimizer)
+        theirs = {storage_of(one) for p in params for one in (inside(p) if is_wrapped(p) else [p])}
         return not theirs or 0 in theirs or not theirs.isdisjoint(known.storages)
 
     def trust(self, announced: list[Any]) -> None:
@@ -202,7 +209,8 @@ class Capture:
     def _reading(self, known: Structure, pieces: list[Contents]) -> Reading:
         tensors = known.tensors(pieces)
         values = [piece.values for piece in pieces]
-        return Reading(known.layout, tensors, known.guards(self._silent()).guarded, values, known.spots(tensors))
+        guarded, counters = known.guards(self._silent()).guarded, known.counters(tensors, pieces)
+        return Reading(known.layout, tensors, guarded, values, counters, known.spots(tensors))
 
     def _pieces(self) -> list[Contents]:
         """Modules and plain tensors first: optimizers need to know what parameters are called."""
@@ -212,7 +220,7 @@ class Capture:
                 found[i] = node.read(self._names)
         others = list(found.values())
         sources, loose = [piece.fixed for piece in others], loose_of(others)
-        stepped = [entry for entry in loose if entry.tensor.requires_grad]
+        stepped = [entry for entry in loose if (entry.part_of or entry).tensor.requires_grad]
         if (
             stepped
             or len(sources) != len(self._named)
@@ -220,7 +228,7 @@ class Capture:
         ):
             self._named, names = sources, Names()
             for entry in [*(e for fixed in sources for e in fixed), *stepped]:  # frozen ones too: they may thaw
-                names.setdefault(id(entry.tensor), entry)
+                names.setdefault(id(entry.owner.tensor), entry.owner)
             if _who(names) != _who(self._names):  # optimizers look at the identity of this dict
                 self._names = names
         self._names.note(sources, loose)
@@ -244,6 +252,8 @@ class Capture:
                 "this was saved through ckpt.dcp: dcp.load reads it, and `ckpt restore URL --to NEW --format run` "
                 "makes a run of it that a Checkpointer goes on from"
             )
+        for form in (form for one in found for form in forms_of(one.facts).values()):
+            placement.shapes[form.name] = form.whole or form.size
         for one in found:
             node = live.pop(one.path, None)
             if node is None:

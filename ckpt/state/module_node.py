@@ -15,8 +15,9 @@ from ckpt.state.adapters import Collector, Contents, Memories, Places
 from ckpt.state.module_state_dict import EXTRA, OwnState, hand_back, listen
 from ckpt.state.names import Names
 from ckpt.state.placement import Placement, references
+from ckpt.state.rewrap import facts_of, matching
 from ckpt.state.sharding import Replicas, StateEntry, clean, replicas_of, reshard, unwrap
-from ckpt.state.tensors import check
+from ckpt.state.wrappers import WrapperForm, take_apart
 
 
 class ModuleNode:
@@ -29,6 +30,7 @@ class ModuleNode:
         self._there, self._memories = Places(), Memories()
         self._piece: Contents | None = None
         self._words, self._heard = OwnState(), list[nn.Module]()
+        self._forms: dict[str, WrapperForm] = {}  # of what is made of several tensors
         self._order: list[str] = []  # names, and prefixes of modules that say more
 
     @property
@@ -61,7 +63,7 @@ class ModuleNode:
         modules = list(self.module.named_modules(remove_duplicate=False))
         if len(modules) != len(self._heard) or any(a is not b for (_, a), b in zip(modules, self._heard, strict=True)):
             self._words, self._heard = listen(self.module, self.path), [module for _, module in modules]
-        live: dict[str, tuple[str, Tensor]] = {}
+        live: dict[str, tuple[list[StateEntry], WrapperForm | None]] = {}
         order: dict[str, None] = {}
         for full, module in modules:
             prefix = clean(full)
@@ -81,14 +83,15 @@ class ModuleNode:
                         children.append((owner, key, None))
                         continue
                     name = self._words.names.get(here, here)
-                    live[name] = here, check(tensor, (*self.path, here))
+                    live[name] = take_apart(self._entry(name, here, tensor))
                     order[name] = None
                     places.append((owner, key, tensor))
             if inside in self._words.extras:
                 order[inside] = None
         self._order = list(order)
         self._there, self._memories = Places([*children, *places], owners), Memories([t for _, _, t in places])
-        return Contents([self._entry(name, *found) for name, found in live.items()])
+        self._forms = {name: form for name, (_, form) in live.items() if form is not None}
+        return Contents([e for entries, _ in live.values() for e in entries], facts=facts_of(self._forms.values()))
 
     def _entry(self, name: str, key: str, tensor: Tensor) -> StateEntry:
         return StateEntry(self._name(name), tensor, isinstance(tensor, nn.Parameter), alike(self._ddp, key, tensor))
@@ -108,15 +111,19 @@ class ModuleNode:
                 for inner, value in self._words.speakers[key].state_dict(keep_vars=True).items():
                     state[key + inner] = encode(value, (*self.path, key + inner), collect)
             else:
-                state[key] = {"$": "tensor", "name": self._name(key)}
+                form = self._forms.get(key)
+                state[key] = {"$": "tensor", "name": self._name(key)} if form is None else form.to_json()
         keys: dict[int, str] = {}
         if self._ddp is not None:
             keys = {id(tensor): key for key, tensor in (*self.module.named_parameters(), *self.module.named_buffers())}
         loose = []
         for e in collect.entries:
-            mine = alike(self._ddp, keys[id(e.tensor)], e.tensor) if id(e.tensor) in keys else None
-            loose.append(StateEntry(e.name, e.tensor, isinstance(e.tensor, nn.Parameter), mine))
-        return Contents(piece.fixed, loose, pairs(state))
+            of, whole = e.part_of, e.owner.tensor
+            mine = alike(self._ddp, keys[id(whole)], whole) if id(whole) in keys else None
+            guarded = isinstance(whole, nn.Parameter)
+            of = of and StateEntry(of.name, whole, guarded, mine)
+            loose.append(StateEntry(e.name, e.tensor, guarded, mine or e.alike, part_of=of, around=e.around))
+        return Contents(piece.fixed, loose, pairs(state), piece.facts)
 
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         piece = self.read(Names())
@@ -125,7 +132,8 @@ class ModuleNode:
         state = self._saved_state(saved)
         free = set(references([value for key, value in state.items() if key.endswith(EXTRA)]))  # may differ each time
         own = {name: entry for name, entry in (lying | said).items() if not self._in_extra(name)}
-        for name in placement.compare(self.path, [name for name in saved.names if name not in free], own):
+        names = placement.compare(self.path, [name for name in saved.names if name not in free], own)
+        for name in matching(names, own, saved.facts, saved.names, placement):
             if name in lying:
                 placement.fill(name, lying[name])
             else:
@@ -162,7 +170,7 @@ class ModuleNode:
             build = placement.build(pairs({k.removeprefix(prefix): v for k, v in mine.items()}), like=said)
             placement.finish(self.path, partial(_load, module, build, placement.strict))
         for key, value in state.items():
-            if key not in claimed and not (type(value) is dict and value.get("$") == "tensor"):
+            if key not in claimed and not (type(value) is dict and value.get("$") in ("tensor", "wrapper")):
                 placement.problem(f"{self._name(key)} is in the checkpoint, and not in {show(self.path)}")
 
 

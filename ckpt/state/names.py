@@ -41,10 +41,12 @@ Span = tuple[str, int, float]
 
 
 def span_of(tensor: Tensor) -> Span | None:
-    """A device, and the addresses on it that a tensor fills; None if it leaves gaps there."""
+    """A device, and the addresses on it that a tensor fills; None if it leaves gaps there, or has no memory."""
     mine = local(tensor)
+    if not mine.numel() or not mine.data_ptr():
+        return None
     reach = sum((size - 1) * stride for size, stride in zip(mine.shape, mine.stride(), strict=True))
-    if not mine.numel() or reach + 1 != mine.numel():
+    if reach + 1 != mine.numel():
         return None
     return str(mine.device), mine.data_ptr(), mine.data_ptr() + mine.nbytes
 

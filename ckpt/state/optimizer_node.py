@@ -15,8 +15,9 @@ from ckpt.format.values import Json, Path, encode, kind_of, show, splitter
 from ckpt.state.adapters import Collector, Contents, Memories, Places
 from ckpt.state.names import Names, Span, span_of
 from ckpt.state.placement import Placement, references
+from ckpt.state.rewrap import MomentPlaces, facts_of, forms_of, matching
 from ckpt.state.sharding import Replicas, StateEntry, is_dtensor, local
-from ckpt.state.tensors import check
+from ckpt.state.wrappers import WrapperForm, is_wrapped, take_all_apart
 
 
 class OptimizerNode:
@@ -84,7 +85,7 @@ class OptimizerNode:
         self._others, self._there, self._memories = [], Places(), Memories()
         dicts: list[tuple[Any, Tensor, dict[str, Any]]] = []
         places: list[tuple[dict[str, Any], str, Tensor]] = []
-        fixed: list[StateEntry] = []
+        state: list[StateEntry] = []
         called = self.param_names(names)
         for param, values in self.optimizer.state.items():
             name = called.get(id(param))
@@ -96,7 +97,7 @@ class OptimizerNode:
                     raise StateError(f"{show(self.path)}: the key {key!r} in the state of {name} is not a str")
                 if isinstance(value, Tensor):
                     path = (*self.path, "state", name, key)
-                    fixed.append(StateEntry(show(path), check(value, path), True, _beside(param, names), param))
+                    state.append(StateEntry(show(path), value, True, _beside(param, names), param))
                     places.append((values, key, value))
                 else:
                     self._others.append((name, values, key))
@@ -104,20 +105,21 @@ class OptimizerNode:
         self._nameless = [(called[number], p, span_of(p)) for number, p in bare.items()]
         self._held = self._is_held(names)
         mine = (one for one, held in zip(self._nameless, self._held, strict=True) if not held)
-        paths = ((p, (*self.path, "params", place)) for place, p, _ in mine)
-        self._own = {show(path): StateEntry(show(path), check(p, path), True) for p, path in paths}
-        fixed += self._own.values()
+        own = [StateEntry(show((*self.path, "params", place)), p, True) for place, p, _ in mine]
+        (fixed, forms), (params_too, more) = take_all_apart(state), take_all_apart(own)
+        self._own = {entry.name: entry for entry in params_too}
         self._there = Places([*dicts, *places], [self._state, *(values for _, _, values in dicts)])
         self._memories = Memories([*(tensor for _, _, tensor in places), *(p for _, p, _ in self._nameless)])
         params = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
-        self._piece = Contents(fixed, facts={"params": params, "with_state": [called[id(p)] for _, p, _ in dicts]})
+        facts = {"params": params, "with_state": [called[id(p)] for _, p, _ in dicts]}
+        self._piece = Contents([*fixed, *params_too], facts=facts | facts_of([*forms, *more]))
 
     def _is_held(self, names: Names) -> list[bool]:
         return [names.hold(span) for _, _, span in self._nameless]
 
     def own_name(self, param: Tensor) -> str:
         """What a parameter is called that is saved with the optimizer; "" if it is not."""
-        return next((name for name, entry in self._own.items() if entry.tensor is param), "")
+        return next((entry.owner.name for entry in self._own.values() if entry.owner.tensor is param), "")
 
     def param_names(self, names: Names) -> dict[int, str]:
         """By id; a parameter that nothing else in the state names is called by its place."""
@@ -135,19 +137,12 @@ class OptimizerNode:
         self._compare_groups(mine, saved.facts["params"], placement)
         params = {called[id(p)]: (p, g) for g in self.optimizer.param_groups for p in g["params"]}
         start = show((*self.path, "params")) + "."
-        placement.match(self.path, [name for name in saved.names if name.startswith(start)], self._own)
-        prefix = show((*self.path, "state")) + "."
+        names = placement.compare(self.path, [name for name in saved.names if name.startswith(start)], self._own)
+        for name in matching(names, self._own, saved.facts, saved.names, placement):
+            placement.fill(name, self._own[name])
         fresh: dict[str, dict[str, Any]] = {name: {} for name in saved.facts["with_state"] if name in params}
         self._begin_anew(fresh, params, placement)
-        nested = set(references(saved.values["state"]))  # inside lists and such, not values of their own
-        split = splitter(fresh)
-        for full in saved.names:
-            if full in nested:
-                continue
-            found = split(full.removeprefix(prefix)) if full.startswith(prefix) else None
-            if found is not None:
-                name, key = found
-                fresh[name][key] = self._target(full, key, *params[name], placement)
+        self._place_state(fresh, params, saved, placement)
         settings = zip(self.optimizer.param_groups, saved.values["groups"], strict=False)
         groups = [placement.build(self._usable(live, group, placement)) for live, group in settings]
         others = [(name, key, placement.build(value)) for name, key, value in saved.values["state"] if name in fresh]
@@ -163,6 +158,29 @@ class OptimizerNode:
                 _update_group(group, build())
 
         placement.finish(self.path, finish)
+
+    def _place_state(
+        self,
+        fresh: dict[str, dict[str, Any]],
+        params: Mapping[str, tuple[Tensor, dict[str, Any]]],
+        saved: SavedNode,
+        placement: Placement,
+    ) -> None:
+        """Find the tensors of the state their places. Where one cannot be had, its parameter begins anew."""
+        prefix = show((*self.path, "state")) + "."
+        nested = set(references(saved.values["state"]))  # inside lists and such, not values of their own
+        forms = forms_of(saved.facts)
+        wholes = {name: form.name for form in forms.values() for name in form.names}
+        split, odd = splitter(fresh), set[str]()
+        for full in dict.fromkeys(wholes.get(full, full) for full in saved.names if full not in nested):
+            found = split(full.removeprefix(prefix)) if full.startswith(prefix) else None
+            if found is not None:
+                name, key = found
+                target = self._target(full, key, *params[name], placement, forms.get(full))
+                fresh[name][key] = target
+                odd |= {name} if target is None else set()
+        for name in odd:
+            del fresh[name]
 
     def _usable(self, live: dict[str, Any], saved: dict[str, Json], placement: Placement) -> dict[str, Json]:
         """The settings of a group that are of the kind that they are here, or were or are None."""
@@ -182,6 +200,7 @@ class OptimizerNode:
         if placement.strict:
             return
         shapes = {name: tensor.spec.whole or tensor.spec.shape for (name, _), tensor in placement.saved.tensors.items()}
+        shapes |= placement.shapes
         for name in list(fresh):
             shape = shapes.get(placement.saved.canonical(name, placement.seat.rank))
             if shape is not None and tuple(shape) != tuple(params[name][0].shape):
@@ -201,21 +220,28 @@ class OptimizerNode:
             f"{'not in both: ' + ', '.join(odd) if odd else 'other order'})"
         )
 
-    def _target(self, full: str, key: str, param: Tensor, group: dict[str, Any], placement: Placement) -> Tensor:
-        """The live tensor if there is one that fits, else a new one, where torch itself would put it."""
+    def _target(
+        self, full: str, key: str, param: Tensor, group: dict[str, Any], placement: Placement, form: WrapperForm | None
+    ) -> Tensor | None:
+        """The live tensor if there is one that fits, else a new one, where torch itself would put it. None, and a
+        problem, if it is made of several (`form`) and cannot be had."""
         live = self.optimizer.state[param].get(key) if param in self.optimizer.state else None
         beside = _beside(param, placement.names)
+
+        def device_of(name: str) -> torch.device:
+            if key == "step" and not (group.get("capturable") or group.get("fused")):
+                return torch.device("cpu")
+            offloaded = not placement.spec(name).accelerator and placement.accelerated
+            return torch.device("cpu") if offloaded else local(param).device
+
+        if form is not None or (isinstance(live, Tensor) and is_wrapped(live)):
+            return MomentPlaces(placement, device_of).find(form, full, live, beside)
         if isinstance(live, Tensor):
             entry = StateEntry(full, live, True, beside)
             if placement.fits(full, entry):
                 placement.fill(full, entry)
                 return live
-        device = local(param).device
-        if key == "step" and not (group.get("capturable") or group.get("fused")):
-            device = torch.device("cpu")
-        elif not placement.spec(full).accelerator and placement.accelerated:
-            device = torch.device("cpu")  # an offloaded optimizer
-        return placement.create(full, device, beside)
+        return placement.create(full, device_of(full), beside)
 
 
 def _is_optimizer(saved: SavedNode) -> bool:

@@ -21,6 +21,7 @@ from ckpt.state.filler import Target
 from ckpt.state.names import Names
 from ckpt.state.sharding import LocalPiece, Replicas, StateEntry, is_dtensor, local, pieces
 from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE, check_array, empty, memory_of, saved_device, to_array
+from ckpt.state.wrappers import WrapperForm, differs, remake, take_apart
 
 
 @dataclass
@@ -36,6 +37,7 @@ class Placement:
     apart: set[str] = field(default_factory=set)  # replicas here, of which each rank had saved its own
     finishers: list[Callable[[], object]] = field(default_factory=list)
     last: list[Callable[[], object]] = field(default_factory=list)  # after all finishers: they may draw random numbers
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of saved tensors that are made of others
     _keys: dict[tuple[str, int | None], Key | None] = field(default_factory=dict)
     _reader: int | None = None
     _asked: dict[tuple[str, int, bool, int | None], tuple[StateEntry, Key | None]] = field(default_factory=dict)
@@ -209,24 +211,64 @@ class Placement:
         `like`: live tensors that the new ones will be copied into; a DTensor gets a DTensor. `rank`: that saved these
         values, if they are not those that this rank takes.
         """
+        decode(values, self._check)  # whatever is wrong with them is said before anything is changed
         self._reader = rank
         try:
+            forms = forms_in(values)
+            filled, live = self._filled_wrappers(forms, live)
             tensors = self._tensors_of(values, live, like)
+            new = {form.name: self._wrapper(form, tensors) for form in forms if form.name not in filled}
         finally:
             self._reader = None
 
         def extern(reference: Json) -> object:
+            if reference["$"] == "wrapper":
+                return (filled | new)[reference["name"]]
             if reference["$"] == "tensor":
                 return tensors[reference["name"]]
             if reference["$"] == "ndarray":
                 return to_array(tensors[reference["name"]].cpu(), reference)
             raise CorruptError(f"unknown tag {reference['$']!r}: written by a newer version?")
 
-        decode(values, self._check)  # whatever is wrong with them is said before anything is changed
         return lambda: decode(values, extern)
+
+    def _filled_wrappers(
+        self, forms: list[WrapperForm], live: Mapping[str, StateEntry] | None
+    ) -> tuple[dict[str, Tensor], Mapping[str, StateEntry] | None]:
+        """Those that live and are filled in place, by name; and `live` without what lies in those that are not."""
+        filled, others = dict[str, Tensor](), dict(live or {})
+        wholes = {entry.owner.name: entry.owner for entry in others.values()}
+        for form in forms:
+            if (owner := wholes.get(form.name)) is None:
+                continue
+            parts, here = take_apart(owner)
+            if problem := differs(form, here, form.name):
+                self.problem(problem)
+            elif all(self._comparable(part.name, part) and self.fits(part.name, part) for part in parts):
+                filled[form.name] = owner.tensor
+                continue
+            for part in parts:
+                others.pop(part.name, None)
+        return filled, None if live is None else others
+
+    def _wrapper(self, form: WrapperForm, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """One around new tensors. None, and a problem, if that cannot be; an error where problems are passed over, for
+        then there is nothing else to hand out."""
+        try:
+            if form.whole is not None:
+                raise MismatchError(f"{form.name} was a rank's share of a DTensor, and can only be filled in place")
+            return remake(form, tensors)
+        except MismatchError as error:
+            if not self.strict:
+                raise
+            self.problem(str(error))
+            return None
 
     def _check(self, reference: Json) -> None:
         """CorruptError or ValueError unless it is one of a tensor, or of an array of as many bytes as are stored."""
+        if reference["$"] == "wrapper":
+            WrapperForm.from_json(reference)
+            return
         if reference["$"] not in ("tensor", "ndarray"):
             raise CorruptError(f"unknown tag {reference['$']!r}: written by a newer version?")
         if type(name := reference["name"]) is not str:
@@ -295,4 +337,17 @@ def references(values: Json) -> list[str]:
                 pending.extend(value.values())
         elif type(value) is list:
             pending.extend(value)
+    return found
+
+
+def forms_in(values: Json) -> list[WrapperForm]:
+    """Of all wrappers that plain values refer to."""
+    found: list[WrapperForm] = []
+    pending = [values]
+    while pending:
+        value = pending.pop()
+        if type(value) is dict and value.get("$") == "wrapper":
+            found.append(WrapperForm.from_json(value))
+        else:
+            pending.extend(value.values() if type(value) is dict else value if type(value) is list else ())
     return found

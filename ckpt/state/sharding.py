@@ -35,7 +35,8 @@ class StateEntry:
     """`guarded`: changes only inside optimizer steps, so its copy may overlap the next forward and backward.
 
     `alike`: which ranks hold the same, or the DTensor whose optimizer state it is; None: this rank's own.
-    `of`: the parameter whose optimizer state it is.
+    `of`: the parameter whose optimizer state it is. `part_of`: what it is one tensor of, where that is made of several
+    (`ckpt.state.wrappers`), and all that is `around` it there.
     """
 
     name: str
@@ -43,6 +44,13 @@ class StateEntry:
     guarded: bool = False
     alike: Replicas | Tensor | None = None
     of: Tensor | None = None
+    part_of: StateEntry | None = None
+    around: tuple[Tensor, ...] = ()
+
+    @property
+    def owner(self) -> StateEntry:
+        """What optimizers and modules know it by."""
+        return self.part_of or self
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +135,19 @@ class _Cutting(NamedTuple):
     split_factor: int
 
 
+def _cuttings(placements: Any) -> tuple[_Cutting, ...]:
+    return tuple(_Cutting(getattr(p, "dim", None), getattr(p, "split_factor", 1)) for p in placements)
+
+
+def share_of(tensor: Any) -> tuple[Dims, ...]:
+    """Which indices of every dimension of a DTensor this rank has: a start and a length, and so on."""
+    mesh = tensor.device_mesh
+    if (coordinate := mesh.get_coordinate()) is None:
+        return ()
+    runs = indices(tuple(tensor.shape), tuple(mesh.mesh.shape), coordinate, _cuttings(tensor.placements))
+    return tuple(tuple(n for run in each for n in run) for each in runs)
+
+
 def _of_dtensor(name: str, tensor: Any, seat: Seat, instead: Tensor | None = None) -> list[LocalPiece]:
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
@@ -135,9 +156,8 @@ def _of_dtensor(name: str, tensor: Any, seat: Seat, instead: Tensor | None = Non
     if any(p.is_partial() for p in placements):
         raise StateError(f"{name}: is a sum that has not been reduced yet ({placements}): redistribute it first")
     mine = tensor._local_tensor if instead is None else instead
-    cuttings = tuple(_Cutting(getattr(p, "dim", None), getattr(p, "split_factor", 1)) for p in placements)
     full = tuple(tensor.shape)
-    sizes, boxes, replicas = _lie(full, mesh, tuple(coordinate), cuttings)
+    sizes, boxes, replicas = _lie(full, mesh, tuple(coordinate), _cuttings(placements))
     if sizes != tuple(mine.shape):
         raise StateError(f"{name}: the local shape {tuple(mine.shape)} is not what {placements} on {mesh} says")
     dtype, on_device = DTYPE_NAME[mine.dtype], mine.device.type != "cpu"

@@ -24,7 +24,8 @@ def guards_of(nodes: Sequence[StateNode], entries: Sequence[StateEntry], eager: 
     def may_overlap(entry: StateEntry) -> bool:
         if not entry.guarded or entry.name in eager or entry.name.startswith(exposed):
             return False
-        return not isinstance(entry.tensor, nn.Parameter) or id(entry.tensor) in stepped
+        whole = entry.owner.tensor
+        return not isinstance(whole, nn.Parameter) or id(whole) in stepped
 
     return {entry.name: may_overlap(entry) for entry in entries}
 
@@ -43,7 +44,7 @@ def steppers_of(
     found: dict[str, frozenset[int]] = {}
     for entry in entries:
         owner = {of_name[entry.name]} if entry.name in of_name else set[int]()
-        found[entry.name] = frozenset(owner | of_param.get(id(entry.tensor), set()))
+        found[entry.name] = frozenset(owner | of_param.get(id(entry.owner.tensor), set()))
     return found
 
 

@@ -19,7 +19,8 @@ from ckpt.state.fingerprint import SampledPlaces
 from ckpt.state.sharding import LocalPiece, StateEntry, is_dtensor, local, slices, storage_of
 from ckpt.state.sharding import pieces as of_rank
 from ckpt.state.steppers import guards_of, says_copies, steppers_of
-from ckpt.state.tensors import Memory, memory_of
+from ckpt.state.tensors import Memory, Versioned, memory_of
+from ckpt.state.wrappers import Counters
 
 MOST_GUARDS = 16  # with many optimizers that step now and then there are too many to keep
 
@@ -73,12 +74,13 @@ class Structure:
         fixed = [e for each in self._fixed for e in each]
         entries = [*fixed, *loose_of(pieces)]
         guards, steppers = guards_of(nodes, entries, eager), steppers_of(nodes, pieces, entries)
+        self._names, self._around = names, {e.name: e.around for e in fixed if e.around}
         self._guarded, self._steppers = [guards[name] for name in names], [steppers[name] for name in names]
         shared = [p for p in parts if len(p.holding.replicas) > 1 and guards[p.holding.name]]
         self._shared = [(p, steppers[p.holding.name]) for p in shared]
         self._guards: dict[frozenset[int], Guards] = {}  # by the optimizers that are not trusted
         remembered = {entry.name for entry in fixed if entry.of is not None}
-        params = {entry.name: entry.tensor for entry in fixed if isinstance(entry.tensor, nn.Parameter)}
+        params = {entry.name for entry in fixed if isinstance(entry.owner.tensor, nn.Parameter)}
         self.weights = [guards[name] and name not in remembered for name in names]
         self.parameters = [name in params for name in names]
 
@@ -112,6 +114,14 @@ class Structure:
                 views = [piece.tensor.detach() for piece in self._pieces_of(entry)]
                 found += [views[number][index] for number, index in cuts]
         return found
+
+    def counters(self, tensors: list[Tensor], pieces: Sequence[Contents]) -> Sequence[Versioned]:
+        """Of each of these tensors: what counts the writes to it."""
+        around = self._around | {e.name: e.around for e in loose_of(pieces) if e.around}
+        if not around:
+            return tensors
+        named = zip(tensors, self._names, strict=True)
+        return [Counters(one, around[name]) if name in around else one for one, name in named]
 
     def guards(self, silent: frozenset[int]) -> Guards:
         """`silent`: the ids of the optimizers that are not trusted. Worked out once for the same ones."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ DTYPE_NAME = {getattr(torch, name): ours for name, ours in _NAMES.items() if has
 TORCH_DTYPE = {ours: dtype for dtype, ours in DTYPE_NAME.items()}
 
 Memory = tuple[int, torch.dtype, torch.Size, tuple[int, ...], torch.device]
-_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def check(tensor: Tensor, path: Path) -> Tensor:
@@ -37,7 +37,7 @@ def check(tensor: Tensor, path: Path) -> Tensor:
     problem = None
     if torch.nn.parameter.is_lazy(tensor):
         problem = "has no shape yet: run the model once before it is saved"
-    elif type(tensor) not in _PLAIN and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    elif type(tensor) not in PLAIN and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         problem = f"is a {type(tensor).__name__}, a tensor subclass with storage of its own kind"
     elif tensor.layout != torch.strided:
         problem = f"is {tensor.layout}: convert it with .to_dense()"
@@ -70,10 +70,10 @@ def spec(name: str, tensor: Tensor) -> TensorSpec:
 
 
 def memory_of(tensor: Tensor) -> Memory | None:
-    """Equal for tensors that are the same view of the same memory; None for those that have no memory."""
-    if tensor.numel() == 0:
+    """Equal for tensors that are the same view of the same memory; None for those that have none, as wrappers do."""
+    if tensor.numel() == 0 or not (address := tensor.data_ptr()):
         return None
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+    return address, tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
 def empty(of: TensorSpec, device: torch.device | str) -> Tensor:
@@ -132,6 +132,15 @@ def check_array(of: TensorSpec, reference: Json) -> tuple[np.dtype[Any], list[in
     return dtype, shape
 
 
-def version_of(tensor: Tensor) -> int | None:
+class Versioned(Protocol):
+    """What counts how often it was written to: a tensor."""
+
+    @property
+    def _version(self) -> int: ...
+
+    def is_inference(self) -> bool: ...
+
+
+def version_of(tensor: Versioned) -> int | None:
     """How often it was written to, as far as torch counts that. None for one made in inference mode: nothing is."""
     return None if tensor.is_inference() else tensor._version

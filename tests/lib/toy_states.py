@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ckpt.checkpoint.write import build_table
 from ckpt.format.layout import Layout
@@ -27,6 +28,9 @@ def raw(tensor: Tensor) -> bytes:
 
 def freeze(value: Any) -> Any:
     """Everything in a state by value, nothing of it shared with the state."""
+    if isinstance(value, Tensor) and not isinstance(value, DTensor) and hasattr(value, "__tensor_flatten__"):
+        names, context = value.__tensor_flatten__()
+        return (type(value), repr(context), [(name, freeze(getattr(value, name))) for name in names])
     if isinstance(value, Tensor):
         return (str(value.dtype), tuple(value.shape), raw(value))
     if isinstance(value, torch.Generator):

@@ -18,7 +18,7 @@ from torch import Tensor
 from ckpt.format.layout import Layout
 from ckpt.state.capture import Capture, Reading
 from ckpt.state.fingerprint import Fingerprint, SampledPlaces
-from ckpt.state.tensors import version_of
+from ckpt.state.tensors import Versioned, version_of
 
 LITTLE = 1 << 20  # bytes that are cloned in any case
 MOST = 64 << 20  # bytes that are cloned at most; both of all tensors together
@@ -53,7 +53,7 @@ class DeferredStep:
         if self.too_large:
             return f"{self.too_large} may have moved on since, and there was too much of it to keep at each step"
         changed = set[int]().union(*(one.changed() for one in self.fingerprints)) & set(self.left)
-        now = _versions(self.reading.tensors, self.left, self.counted)
+        now = _versions(self.reading.counters, self.left, self.counted)
         if now != self.versions:
             changed |= {n for n, was, is_now in zip(self.left, self.versions, now, strict=True) if was != is_now}
         if any(self.weights[n] for n in changed):
@@ -88,7 +88,7 @@ class DeferredSteps:
         stepped = list(compress(range(len(tensors)), reading.guarded))
         left = [*stepped, *others]
         prints = [spots.look() for spots in (*reading.spots, *self._look_at(reading, others))]
-        versions = _versions(tensors, left, len(stepped))
+        versions = _versions(reading.counters, left, len(stepped))
         taken = replace(reading, tensors=tensors)
         return DeferredStep(
             step, taken, left, len(stepped), versions, prints, capture.weights, reading.tensors, too_large
@@ -104,7 +104,7 @@ class DeferredSteps:
         return self._spots
 
 
-def _versions(tensors: Sequence[Tensor], numbers: Sequence[int], counted: int) -> list[int | None]:
+def _versions(counters: Sequence[Versioned], numbers: Sequence[int], counted: int) -> list[int | None]:
     """`counted`: so many, the first ones, are known to count what is written to them."""
-    found: list[int | None] = list(map(_VERSION, map(tensors.__getitem__, numbers[:counted])))
-    return found + [version_of(tensors[n]) for n in numbers[counted:]]
+    found: list[int | None] = list(map(_VERSION, map(counters.__getitem__, numbers[:counted])))
+    return found + [version_of(counters[n]) for n in numbers[counted:]]

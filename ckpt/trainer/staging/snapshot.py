@@ -83,7 +83,7 @@ class PendingSnapshot:
             self.fingerprints, self.watched = list(self.taken.fingerprints), self.taken.watched
         self.sources = reading.tensors
         self.numbers = list(self.watched or compress(range(len(reading.guarded)), reading.guarded))
-        self.overlapped = [self.sources[n] for n in self.numbers]
+        self.overlapped = [reading.counters[n] for n in self.numbers]
         self.versions = list(self.watched.values() or map(_VERSION, self.overlapped))
         self.fingerprints = self.fingerprints or [spots.look() for spots in reading.spots]
         if reading.layout.accelerated:
@@ -134,7 +134,7 @@ class PendingSnapshot:
             self.early = []
             return False
         self.sources, self.taken_early = sources, True
-        if all_of_it and all(one.device.type != "cpu" for one in self.overlapped):
+        if all_of_it and all(self.reading.tensors[n].device.type != "cpu" for n in self.numbers):
             self.detached = True
             self.check_versions()
         return True

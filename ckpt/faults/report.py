@@ -1,8 +1,8 @@
 """What is said about a fault: for people one line, for machines `faults/<time>.<rank>.json` in the run.
 
 A `Fault` is one rank's account of one incident: what was seen first and by whom, where every rank stood, what was
-saved, how long each part took, and what a launcher or scheduler should do (`ADVICE`; who sees a fault chooses, in
-`ckpt.trainer.faults` and `ckpt.writer.watch.fault_reports`). Ranks write theirs without asking each
+saved, how long each part took, and what a launcher or scheduler should do (one word of `ADVICE`; who sees a fault
+chooses it, in `ckpt.trainer.faults` and `ckpt.writer.watch.fault_reports`). Ranks write theirs without asking each
 other; `incidents` puts together what belongs together.
 """
 
@@ -21,7 +21,6 @@ from typing import Any
 
 from ckpt.errors import CorruptError
 from ckpt.format.typed_json import typed
-from ckpt.triggers import REPLACE_CODE, RESUBMIT_CODE, RETRY_CODE
 
 PREFIX = "faults/"
 MAX_REPORT = 4 << 20
@@ -35,7 +34,6 @@ ADVICE = {
     "fix": "it will happen again: look at the error first",
     "none": "nothing to do",
 }
-CODES = {"retry": RETRY_CODE, "replace": REPLACE_CODE, "resubmit": RESUBMIT_CODE}
 
 LAUNCHER = (
     "TORCHELASTIC_RUN_ID",

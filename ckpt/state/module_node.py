@@ -52,7 +52,7 @@ class ModuleNode:
         return self._differs()
 
     def _differs(self) -> bool:
-        return self._there.differs() or self._memories.moved() or self._memories.reshaped()
+        return self._there.differs() or self._memories.changed()
 
     def _read(self) -> Contents:
         self._piece = None  # should reading fail half-way, what is noted below must not pass for unchanged

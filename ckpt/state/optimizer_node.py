@@ -73,7 +73,7 @@ class OptimizerNode:
         for group, params in zip(optimizer.param_groups, self._groups, strict=True):
             if len(group["params"]) != len(params) or not all(map(is_, group["params"], params)):
                 return True
-        if self._there.differs() or self._memories.moved():
+        if self._there.differs() or self._memories.changed():
             return True
         # A key that was None may have become a tensor, or have gone where another one came.
         return any(isinstance(values.get(key, self._GONE), Tensor) for _, values, key in self._others)

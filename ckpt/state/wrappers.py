@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ckpt.errors import CorruptError, MismatchError, StateError
-from ckpt.format.values import Json, decode, encode
+from ckpt.format.values import Json, Path, decode, encode
 from ckpt.state.sharding import Replicas, StateEntry, is_dtensor, local, share_of
 from ckpt.state.tensors import PLAIN, check, memory_of
 
@@ -143,6 +145,11 @@ def _taken(
     attributes, context, inner = _flat(tensor)
     if not all(isinstance(one, Tensor) for one in inner):
         raise StateError(f"{name}: this {type(tensor).__name__} names something in it that is no tensor")
+    if _hides_values(context):
+        raise StateError(
+            f"{name}: this {type(tensor).__name__} keeps a tensor or an array in its context, which would not be "
+            "saved. Let its __tensor_flatten__ name it among its tensors"
+        )
     parts = [
         (attribute, _taken(f"{name}.{attribute}", one, (*around, tensor), found))
         for attribute, one in zip(attributes, inner, strict=True)
@@ -195,24 +202,52 @@ class Counters:
 def _said(context: Any) -> Json:
     """As plain values, as far as it consists of them. Of all else what it is: enough to compare, not to make it."""
     try:
-        return encode(context, (), lambda value, _: _described(value))
-    except StateError:  # keys of another kind, say
-        return _described(context)
+        return encode(context, (), _described)
+    except StateError:  # nested without end, say
+        return _named(context)
 
 
-def _described(value: object) -> Json:
+def _described(value: object, path: Path) -> Json:
     if isinstance(value, torch.dtype):
         return {"$": "torch.dtype", "v": str(value).removeprefix("torch.")}
     if isinstance(value, torch.Size):
         return {"$": "torch.Size", "v": [int(n) for n in value]}
-    found = {"$": "object", "v": f"{type(value).__module__}.{type(value).__qualname__}"}
     if isinstance(value, Enum):
-        return {**found, "of": value.name}
-    if isinstance(value, tuple):
-        return {**found, "of": [_said(one) for one in value]}
-    if is_dataclass(value) and not isinstance(value, type):
-        return {**found, "of": [_said(getattr(value, one.name)) for one in fields(value)]}
-    return found
+        return {**_named(value), "of": value.name}
+    if hasattr(value, "__qualname__"):  # a class, a function
+        return {**_named(value), "of": f"{value.__module__}.{value.__qualname__}"}
+    held = encode(_held(value), (*path, "…"), _described)
+    return {**_named(value), "of": held} if held else _named(value)
+
+
+def _named(value: object) -> dict[str, Json]:
+    return {"$": "object", "v": f"{type(value).__module__}.{type(value).__qualname__}"}
+
+
+def _held(value: object) -> list[Any] | dict[str, Any]:
+    """What an object consists of, as far as that can be seen."""
+    if isinstance(value, tuple | list | set | frozenset):
+        return list(value)
+    if isinstance(value, Mapping):
+        return [list(pair) for pair in value.items()]
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    slots = [one for kind in type(value).__mro__ for one in getattr(kind, "__slots__", ())]
+    return {one: getattr(value, one) for one in slots if hasattr(value, one)} | getattr(value, "__dict__", {})
+
+
+def _hides_values(context: Any) -> bool:
+    """Whether a tensor or an array is among what a context consists of."""
+    pending, seen = [context], dict[int, Any]()
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Tensor | np.ndarray):
+            return True
+        if id(value) not in seen and not hasattr(value, "__qualname__"):
+            held = _held(value)
+            pending += held.values() if isinstance(held, dict) else held
+            seen[id(value)] = value
+    return False
 
 
 def _context(form: WrapperForm) -> Any:
@@ -248,7 +283,8 @@ def differs(saved: WrapperForm | None, live: WrapperForm | None, name: str) -> s
     if here != there:
         return f"{name} consists of {', '.join(there)} in the checkpoint and of {', '.join(here)} here"
     if saved.context != live.context:
-        return f"{name}: its {live.shown} says {saved.context!r:.200} in the checkpoint and {live.context!r:.200} here"
+        says = f"says {saved.context!r:.200} in the checkpoint and {live.context!r:.200} here"
+        return f"{name}: its {live.shown} {says}: set it as it was, and restore again"
     shape, there_shape = live.whole or live.size, saved.whole or saved.size
     if shape != there_shape:
         return f"{name} has shape {list(there_shape)} in the checkpoint and {list(shape)} here"

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from ckpt.errors import CorruptError
-from ckpt.faults.report import ADVICE, CODES, MAX_STACK, TOGETHER_S, Fault, SavedStep, incidents, tell_launcher
+from ckpt.faults.report import ADVICE, MAX_STACK, TOGETHER_S, Fault, SavedStep, incidents, tell_launcher
+from ckpt.triggers import RESUBMIT_CODE
 
 START = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -176,7 +177,7 @@ def test_what_ends_a_job() -> None:
     """An exit code, or a kind that nobody survives."""
     assert [kind for kind in ("signal", "preemption", "deadline", "memory", "request") if fault(kind).ending] == []
     assert all(fault(kind).ending for kind in ("death", "hang", "exception", "oom"))
-    assert fault("deadline", exit_code=CODES["resubmit"]).ending
+    assert fault("deadline", exit_code=RESUBMIT_CODE).ending
 
 
 def test_torchrun_reads_what_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ import ckpt
 from ckpt.errors import MismatchError, StateError
 from ckpt.format.layout import Layout
 from ckpt.format.saved_state import SavedState as SavedState
+from ckpt.state import adapters
 from ckpt.state.capture import Capture
 from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE
 from toy_states import Loader, Saved, State, differences, fill, freeze, raw
@@ -701,6 +702,13 @@ def untie(state: State) -> None:
     state["optim"].add_param_group({"params": [state["model"].head.weight]})
 
 
+def moment(state: State) -> Tensor:
+    """A square one, of what Adam keeps."""
+    found = state["optim"].state[state["model"].body[0].weight]["exp_avg"]
+    assert isinstance(found, Tensor) and found.shape == (4, 4)
+    return found
+
+
 CHANGES: dict[str, Callable[[State], Any]] = {
     "parameter replaced": replace_parameter,
     "group added": add_group,
@@ -721,6 +729,10 @@ CHANGES: dict[str, Callable[[State], Any]] = {
     "data transposed in place": lambda s: set_data(s, s["model"].body[0].weight.data.t()),
     "data of another dtype": lambda s: set_data(s, s["model"].body[0].weight.data.view(torch.int32).float()),
     "data swapped and freed": lambda s: (set_data(s, torch.empty(0)), set_data(s, torch.ones(2, 8))),
+    "moment transposed in place": lambda s: moment(s).t_(),
+    "moment set to another view": lambda s: setattr(moment(s), "data", moment(s).data.t()),
+    "moment shrunk in its memory": lambda s: moment(s).resize_(3),
+    "moment set within its storage": lambda s: moment(s).set_(moment(s).untyped_storage(), 0, (2, 2), (1, 2)),
     "optimizer state added": lambda s: s["optim"].state[s["model"].embed.weight].update(late=torch.ones(2)),
     "optimizer state replaced": lambda s: next(iter(s["optim"].state.values())).update(step=torch.tensor(9.0)),
     "optimizer state cleared": lambda s: s["optim"].state.clear(),
@@ -749,6 +761,32 @@ def test_every_change_of_structure_is_seen(change: str) -> None:
         assert (spec.shape, spec.dtype) == (tuple(tensor.shape), DTYPE_NAME[tensor.dtype])
     assert kept.values == fresh.values or change == "never"
     assert capture.read().layout is kept.layout
+
+
+@pytest.mark.parametrize("change", [name for name in CHANGES if name.startswith(("moment", "data"))])
+def test_forms_are_compared_also_where_torch_offers_no_guards(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's guards are private to it, and may go; they only spare time."""
+    assert adapters.guards([torch.ones(2)]) is not None, "with this torch they are there"
+    monkeypatch.setattr(adapters, "guards", lambda tensors: None)
+    test_every_change_of_structure_is_seen(change)
+
+
+def test_a_mode_of_torch_is_no_change() -> None:
+    """Guards differ under autocast and inference; what was read stays as it is."""
+    capture = Capture(everything())
+    before = capture.read().layout
+    with torch.autocast("cpu"), torch.inference_mode():
+        assert capture.read().layout is before
+
+
+def test_a_tensor_that_only_the_optimizer_holds_may_not_change_its_form_unseen() -> None:
+    """fp32 masters, say: the same as of moments."""
+    weight = nn.Parameter(torch.arange(16.0).view(4, 4))
+    state: State = {"optim": torch.optim.SGD([weight])}
+    capture = Capture(state)
+    capture.read()
+    weight.data = weight.data.t()
+    assert [raw(t) for t in capture.read().tensors] == [raw(t) for t in Capture(state).read().tensors]
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -169,6 +171,35 @@ def test_a_context_that_is_not_plain_is_filled_and_not_made() -> None:
     assert torch.equal(twin["mine"][0].shift, state["mine"][0].shift)
     with pytest.raises(MismatchError, match=r"cannot be made again, as 'wrapped_toy\.Odd'"):
         saved.restore({"mine": []})
+
+
+class Slotted:
+    """Tells nothing of what it holds."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+@pytest.mark.parametrize("around", [lambda v: v, lambda v: {"in": [v]}, Slotted, lambda v: functools.partial(print, v)])
+@pytest.mark.parametrize("value", [torch.ones(2), np.ones(2)], ids=["tensor", "array"])
+def test_values_that_would_not_be_saved_are_refused(around: Callable[[Any], Any], value: Any) -> None:
+    """A tensor or an array in a context is state that nobody told us of: better no checkpoint than a torn one."""
+    with pytest.raises(StateError, match=r"mine\.0: .* keeps a tensor or an array in its context"):
+        Capture({"mine": [Quantised.of(torch.ones(4), around(value))]}).read()
+
+
+def test_what_an_object_in_a_context_holds_is_compared() -> None:
+    """A scale in an object, say: codes are not filled beside another one. Cycles and functions end somewhere."""
+    saved = Saved(Capture({"mine": [Quantised.of(torch.ones(4), Slotted(3.0))]}).read())
+    saved.restore({"mine": [Quantised.of(torch.zeros(4), Slotted(3.0))]})
+    with pytest.raises(MismatchError, match=r"mine\.0: its .* says"):
+        saved.restore({"mine": [Quantised.of(torch.zeros(4), Slotted(5.0))]})
+    around = Slotted(None)
+    around.held = [around, torch.relu, torch.float8_e4m3fn]
+    again = Saved(Capture({"mine": [Quantised.of(torch.ones(4), around)]}).read())
+    again.restore({"mine": [Quantised.of(torch.zeros(4), around)]})
 
 
 class Liar(Quantised):

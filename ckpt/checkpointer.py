@@ -303,8 +303,13 @@ class Checkpointer:
         if self._session.world.size > 1 and self._fault_handler.saw_exception:  # the others may never come to close
             self._closing.abandon()
             return
-        with contextlib.suppress(CheckpointError):
+        try:
             self._closing.close(clean=False)
+        except CheckpointError:
+            pass
+        except BaseException:  # Ctrl-C: nobody will call close() again, so the last step goes to memory at least
+            self._closing.abandon()
+            raise
 
     def _after_fork(self) -> None:
         if not self._progress.closed:

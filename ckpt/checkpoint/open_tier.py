@@ -207,6 +207,9 @@ class OpenTier:
         """Once, of each checkpoint that cannot be read, since nothing is cleaned up while it stays."""
         commits = self.log.state.commits
         unread = commits.keys() - (await retention.files_of(self.log, commits.values())).keys()
+        if unread - self.warned:  # a predecessor that is still leaving may have retired it meanwhile
+            await self.log.refresh()
+            unread &= self.log.state.commits.keys()
         for attempt in sorted(unread - self.warned):
             what = f"step {attempt.step} of {self.url} cannot be read, so nothing is cleaned up there while it stays"
             _say(tell, f"{what}: `ckpt repair {self.url}` says what can be mended")

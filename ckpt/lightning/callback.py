@@ -242,8 +242,8 @@ class CheckpointCallback(Base):
             if trainer.is_global_zero:
                 say(
                     trainer,
-                    "nothing to do: the training in %s ended at step %d (%s). Raise that to train on, or use another "
-                    "place for a new one",
+                    "nothing to do: the training in %s ended at step %d (%s), and the model is as its last batch left "
+                    "it. Raise that to train on, or use another place for a new one",
                     self._where(),
                     self._step,
                     limit,

@@ -49,6 +49,15 @@ if how != "end":
     state["model"](torch.randn(8, toy.WIDTH))
 if how == "raise":
     raise ValueError("enough")
+if how == "ctrl-c":
+    import os, signal
+    from ckpt.trainer.step_keeper import StepKeeper
+    original = StepKeeper.stage_last
+    def interrupted(self, *arguments):
+        StepKeeper.stage_last = original
+        os.kill(os.getpid(), signal.SIGINT)
+        return original(self, *arguments)
+    StepKeeper.stage_last = interrupted
 """
 
 
@@ -97,6 +106,13 @@ def test_a_script_that_just_ends_keeps_its_last_step(run_dir: str, how: str) -> 
     done = run_script(ENDING, run_dir, how)
     assert done.returncode == (how == "raise"), done.stderr
     assert newest(run_dir + "-far") == STEPS
+    assert restored(run_dir) == (STEPS, toy.reference(STEPS))
+
+
+def test_ctrl_c_while_a_script_just_ends(run_dir: str) -> None:
+    """It ends at once, and nobody will close again: the last step is in memory, and the writer does the rest."""
+    done = run_script(ENDING, run_dir, "ctrl-c")
+    assert "KeyboardInterrupt" in done.stderr
     assert restored(run_dir) == (STEPS, toy.reference(STEPS))
 
 
@@ -425,12 +441,13 @@ def test_closed_by_a_handler_within_close(
     assert restored(run_dir) == (7, toy.reference(7))
 
 
+@pytest.mark.parametrize("exiting", [False, True], ids=["close", "exit"])
 @pytest.mark.parametrize(("owner", "method"), CLOSING)
 @pytest.mark.parametrize("before", [True, False])
 def test_ctrl_c_within_close(
-    run_dir: str, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, before: bool
+    run_dir: str, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, before: bool, exiting: bool
 ) -> None:
-    """As in a notebook: closed again, or opened again, the last step is there."""
+    """As in a notebook: closed again, or opened again, the last step is there. At the exit nobody closes again."""
     state = toy.build()
     cp = ckpt.Checkpointer(state, [ckpt.Memory(every=10), ckpt.Tier(run_dir, every=100)], close_timeout_s=30)
     cp.restore(default=0)
@@ -442,12 +459,14 @@ def test_ctrl_c_within_close(
     def interrupted(*a: Any, **k: Any) -> Any:
         if not before:
             original(*a, **k)
+        monkeypatch.setattr(owner, method, original)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(owner, method, interrupted)
+    monkeypatch.setattr(owner, method, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cp._close_at_exit() if exiting else cp.close()
+    if not exiting:
         cp.close()
-    cp.close()
     assert restored(run_dir) == (7, toy.reference(7))
 
 

@@ -12,12 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.checkpoint import commit, read, retention
+from ckpt.checkpoint.open_tier import OpenTier
 from ckpt.checkpoint.retention import ALWAYS, Keep, choose, why_kept
 from ckpt.checkpoint.settle import settle
 from ckpt.checkpoint.write import RankSnapshot, WrittenPart, write_part
 from ckpt.errors import CheckpointError, FencedError, SaveError, StoreError, UsageError
 from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.manifest import Attempt, new_nonce, owner, pack_key
+from ckpt.ipc.notes import SaidNote
+from ckpt.ipc.protocol import Note
 from ckpt.maintain import prune
 from ckpt.runlog.log import Acquire, Commit, Record, RunLog, RunState
 from ckpt_backends.memory import MemoryStore
@@ -259,6 +262,31 @@ def test_retire_deletes_the_files_of_what_it_gives_up_and_no_others() -> None:
         records = log.state.next_seq
         assert await retention.retire(log, mine, Keep(2), {attempts[-1]}) == set()
         assert log.state.next_seq == records
+
+    asyncio.run(scenario())
+
+
+def test_what_another_retires_meanwhile_is_not_called_damage() -> None:
+    """A writer that still leaves has taken away what our view of the log has yet: nobody is told to repair anything.
+    What is gone, and stays in the log, is told, and once."""
+
+    async def scenario() -> None:
+        store, told = MemoryStore(), list[Note]()
+        log, mine = await opened(store)
+        attempts = await save(log, mine, 1, 2, 3)
+        ours = RunLog(store)
+        await ours.open()
+        place = OpenTier(store.url, Keep(2), ours)
+        await retention.retire(log, mine, Keep(2), {attempts[-1]})
+        retention._cache.clear()  # as in another process
+        await place._warn(told.append)
+        assert attempts[0] not in ours.state.commits and told == []
+        await store.delete_many([key for key in store.objects if owner(key) == attempts[1]])
+        retention._cache.clear()
+        for _ in range(2):
+            await place._warn(told.append)
+        (said,) = told
+        assert isinstance(said, SaidNote) and f"step 2 of {store.url} cannot be read" in said.text
 
     asyncio.run(scenario())
 

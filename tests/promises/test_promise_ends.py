@@ -327,6 +327,18 @@ def on_short_machine(folder: Path, mib: int, *arguments: str) -> dict[str, Any]:
     return {**json.loads(done.stdout), "log": done.stderr}
 
 
+def test_never_more_snapshots_than_an_arena_takes(tmp_path: Path) -> None:
+    """Twelve are asked for, each tier has one more, and the redo log: as many as go are held, and all is kept."""
+    state = toy.build()
+    tiers = [ckpt.Tier(str(tmp_path / str(n)), log_every_step=n == 0) for n in range(4)]
+    with ckpt.Checkpointer(state, [ckpt.Memory(keep=12), *tiers]) as cp:
+        for step in range(cp.restore(default=0), 5):
+            toy.train_step(state)
+            cp.step(step + 1)
+    for tier in tiers:
+        assert restored(tier.url) == (5, toy.reference(5))
+
+
 def test_fewer_snapshots_are_held_where_memory_is_short(tmp_path: Path) -> None:
     """Two fit where four were asked for: that is said once, and every step is staged."""
     found = on_short_machine(tmp_path, 70, "memory")

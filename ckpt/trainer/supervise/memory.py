@@ -12,7 +12,7 @@ from functools import partial
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt
 from ckpt.ipc import requests
-from ckpt.ipc.arena import Arena
+from ckpt.ipc.arena import MAX_SLOTS, Arena
 from ckpt.ipc.process import Process
 from ckpt.ranks.world import World
 from ckpt.runlog.log import Acquire
@@ -72,7 +72,7 @@ class SnapshotMemory(WriterUser):
         self.lasts = memory is not None and memory.linger_s > 0
         # A redo log takes a step against the one before, which must not be overwritten meanwhile.
         logged = any(tier.log_every_step for tier in tiers)
-        slots = (memory.keep if memory is not None else 1) + max(1, len(tiers)) + logged
+        slots = min(MAX_SLOTS, (memory.keep if memory is not None else 1) + max(1, len(tiers)) + logged)
         least = 1 if tiers and not logged else 2
         self._next = NextArena(writer, stager, slots, least, world.local_size, node)
         self.inherited = HeldElsewhere()

@@ -35,7 +35,10 @@ if "SIMULATED_DEVICE" in os.environ:  # to try the program itself; torch looks f
 
     simulated.install()
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
 
 import ckpt  # noqa: E402
 
@@ -47,6 +50,9 @@ SMALL = bool(os.environ.get("FIRST_CONTACT_SMALL"))
 WIDTH, LAYERS = (256, 4) if SMALL else (8192, 8)  # 6.4 GB of state
 TINY = 256 if SMALL else 1024
 STEPS = 6 if SMALL else 40
+# No compiler makes kernels for the simulated device, and no collective library knows it.
+SIMULATED = "SIMULATED_DEVICE" in os.environ
+COMPILER, COLLECTIVES = ("aot_eager", "gloo") if SIMULATED else ("inductor", "nccl")
 
 
 def probe(limit_s: float) -> Callable[[Callable[[], Json]], Callable[[], Json]]:
@@ -76,7 +82,8 @@ def train(state: State, batch: int = 64) -> None:
 
 
 def digest(state: State) -> float:
-    return float(sum(p.double().sum() + p.double().abs().sum() for p in state["model"].parameters()))
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in state["model"].parameters()]
+    return float(sum(p.double().sum() + p.double().abs().sum() for p in whole))
 
 
 @contextlib.contextmanager
@@ -93,11 +100,31 @@ def spread(seconds: list[float]) -> Json:
     return {"median_ms": 1e3 * statistics.median(ordered), "p99_ms": 1e3 * at_99, "most_ms": 1e3 * ordered[-1]}
 
 
-def restored(run: str, step: int) -> State:
+def restored(run: str, step: int, layers: int = 1) -> State:
     """The weights of a step, in a twin of the state."""
-    twin = built()
+    twin = built(layers=layers)
     twin["model"].load_state_dict(ckpt.load(run, step=step).sub("model").all())
     return twin
+
+
+def kept(
+    state: State, train_once: Callable[[], None], after: Callable[[], None] = lambda: None, steps: int = 10
+) -> Json:
+    """Trains and saves each step, with `after` right behind its save: is every checkpoint that of its step?"""
+    wanted, layers = dict[int, float](), len(state["model"])
+    with tempfile.TemporaryDirectory() as folder:
+        tiers = [ckpt.Memory(), ckpt.Tier(folder, every=1)]
+        with ckpt.Checkpointer(state, tiers, triggers=None) as cp:
+            cp.restore(default=0)
+            for step in range(1, steps + 1):
+                train_once()
+                wanted[step] = digest(state)
+                save = cp.step(step)
+                after()
+                assert save is not None
+                save.committed(60)
+        torn = sum(digest(restored(folder, step, layers)) != value for step, value in wanted.items())
+    return {"ok": torn == 0, "torn": torn, "of": steps}
 
 
 # -- the questions --
@@ -164,22 +191,7 @@ def captured_before() -> Json:
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         state["optim"].step()
-    torn = 0
-    with tempfile.TemporaryDirectory() as folder:
-        tiers = [ckpt.Memory(), ckpt.Tier(folder, every=1)]
-        with ckpt.Checkpointer(state, tiers, triggers=None) as cp:
-            cp.restore(default=0)
-            wanted: dict[int, float] = {}
-            for step in range(1, 11):
-                graph.replay()
-                wanted[step] = digest(state)
-                save = cp.step(step)
-                graph.replay()
-                assert save is not None
-                save.committed(60)
-        for step, value in wanted.items():
-            torn += digest(restored(folder, step)) != value
-    return {"ok": torn == 0, "torn": torn, "of": 10}
+    return kept(state, graph.replay, graph.replay)
 
 
 @probe(120)
@@ -397,26 +409,50 @@ def many() -> Json:
 @probe(240)
 def mixed() -> Json:
     """With autocast and a GradScaler, and updates queued right behind: is every snapshot its step?"""
-    torn, state, scaler = 0, built(), torch.amp.GradScaler("cuda", init_scale=128.0)
+    state, scaler = built(), torch.amp.GradScaler("cuda", init_scale=128.0)
     state["scaler"] = scaler
+
+    def train_once() -> None:
+        state["optim"].zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss = state["model"](torch.ones(64, TINY, device="cuda")).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(state["optim"])
+        scaler.update()
+
+    return kept(state, train_once)
+
+
+@probe(300)
+def compiled() -> Json:
+    """With a compiled model, and an update that is compiled too, the next one queued right behind."""
+    torch._dynamo.config.suppress_errors = False
+    state = built(fused=False, foreach=True, lr=torch.tensor(1e-2, device="cuda"), capturable=True)
+    state["model"].compile(backend=COMPILER)
+    update = torch.compile(state["optim"].step, backend=COMPILER)
+
+    def train_once() -> None:
+        state["optim"].zero_grad()
+        state["model"](torch.ones(64, TINY, device="cuda")).square().mean().backward()
+        update()
+
+    return kept(state, train_once, update)
+
+
+@probe(240)
+def sharded() -> Json:
+    """With FSDP2 on one rank, and updates queued right behind."""
     with tempfile.TemporaryDirectory() as folder:
-        with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(folder, every=1)], triggers=None) as cp:
-            cp.restore(default=0)
-            wanted = {}
-            for step in range(1, 9):
-                state["optim"].zero_grad()
-                with torch.autocast("cuda", torch.float16):
-                    loss = state["model"](torch.ones(64, TINY, device="cuda")).float().square().mean()
-                scaler.scale(loss).backward()
-                scaler.step(state["optim"])
-                scaler.update()
-                wanted[step] = digest(state)
-                save = cp.step(step)
-                assert save is not None
-                save.committed(60)
-        for step, value in wanted.items():
-            torn += digest(restored(folder, step)) != value
-    return {"ok": torn == 0, "torn": torn, "of": 8}
+        dist.init_process_group(COLLECTIVES, init_method=f"file://{folder}/met", rank=0, world_size=1)
+        try:
+            model = built(layers=2)["model"]
+            for layer in model:
+                fully_shard(layer)
+            fully_shard(model)
+            state: State = {"model": model, "optim": torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)}
+            return kept(state, lambda: train(state), state["optim"].step)
+        finally:
+            dist.destroy_process_group()
 
 
 # -- asking --

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckpt.errors import UsageError
@@ -27,7 +28,7 @@ class UpdateHook:
         self._announced: dict[int, object] = {}
         self.on_step: Callable[[object], None] | None = None  # told which optimizer is about to step
         self._before, self._on_captured, self._concerns = before, on_captured, concerns
-        self._handle = register_optimizer_step_pre_hook(self._hook)
+        self._handle = register_optimizer_step_pre_hook(_untraced(self._hook))
         self._active = True
 
     def remove(self) -> None:
@@ -75,3 +76,13 @@ class UpdateHook:
         if "closure" in kwargs:
             return args, {**kwargs, "closure": first_then_wait}
         return (args[0], first_then_wait, *args[2:]), kwargs
+
+
+def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Called as it is also in a step that is compiled, where torch would take what it finds for constants."""
+
+    def call(*arguments: Any) -> Any:
+        return hook(*arguments)
+
+    disable: Callable[..., Callable[..., Any]] | None = getattr(torch, "_disable_dynamo", None)
+    return call if disable is None else disable(call)  # unlike torch.compiler.disable it imports no compiler for it

@@ -31,11 +31,21 @@ def fill(C: Any, core: Any) -> None:
 def _devices(core: Any) -> dict[str, Any]:
     started: list[int] = []  # in which process
 
+    def resize(storage: Any, size: int) -> Any:
+        """torch's own is built without CUDA."""
+        import torch
+
+        if storage.device.type != "cuda":
+            return torch._C.StorageBase.resize_(storage, size)  # type: ignore[attr-defined]
+        core.resize_storage(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), size)
+        return storage
+
     def start() -> None:
         import torch
 
         started.append(os.getpid())
         torch.cuda.default_generators = tuple(map(core.generator, range(core.device_count())))
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
         torch.cuda._get_device_properties = lambda device: _Properties()  # type: ignore[attr-defined]
 
     return {
@@ -45,7 +55,7 @@ def _devices(core: Any) -> dict[str, Any]:
         "_cuda_getDevice": core.get_device,
         "_cuda_setDevice": core.set_device,
         "_cuda_exchangeDevice": core.exchange_device,
-        "_cuda_maybeExchangeDevice": core.exchange_device,
+        "_cuda_maybeExchangeDevice": lambda device: core.exchange_device(device),  # torch.compile tells them apart
         "_cuda_hasPrimaryContext": core.is_awake,
         "_cuda_canDeviceAccessPeer": lambda a, b: False,
         "_cuda_synchronize": lambda: core.synchronize(core.get_device()),
@@ -174,6 +184,9 @@ def _others(core: Any) -> dict[str, Any]:
         "_nvtx": _ranges(),
         "_cuda_getCompiledVersion": lambda: 13000,
         "_cuda_getArchFlags": lambda: "",
+        # What the compiler imports for its trees of graphs, which are not made here.
+        "_cuda_CUDAAllocator_AllocatorState": type("AllocatorState", (), {}),
+        "_set_cached_tensors_enabled": lambda enabled: None,
     }
 
 

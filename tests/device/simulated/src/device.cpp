@@ -40,6 +40,7 @@ static void begin_stream(int device) {
 
 static void bind_streams(py::module_& m) {
   m.def("device_count", &device_count);
+  m.def("resize_storage", &resize_storage);
   m.def("get_device", [] { return current_device; });
   m.def("set_device", &set_device);
   m.def("exchange_device", [](int device) {

@@ -29,18 +29,21 @@ inline Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::o
   return at::detail::empty_strided_generic(size, stride, &device_memory(), ON_DEVICE, c10::dtype_or_default(dtype));
 }
 
+// Other memory for what a tensor lies in, or none; what was there goes along, as far as there is room.
+inline void resize_storage(const Tensor& self, size_t size) {
+  auto* storage = self.storage().unsafeGetStorageImpl();
+  c10::DeviceGuard there(self.device());
+  auto fresh = device_memory().allocate(size);
+  void *to = fresh.get(), *from = storage->mutable_data();
+  if (size_t both = std::min(storage->nbytes(), size)) put(current(self.device().index()), [=] { memcpy(to, from, both); });
+  storage->set_data_ptr_noswap(std::move(fresh));
+  storage->set_nbytes(size);
+}
+
 inline const Tensor& resize_(const Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat>) {
   self.unsafeGetTensorImpl()->set_sizes_contiguous(size);
   size_t needed = (self.storage_offset() + self.numel()) * self.element_size();
-  auto* storage = self.storage().unsafeGetStorageImpl();
-  if (storage->nbytes() < needed) {
-    c10::DeviceGuard there(self.device());
-    auto fresh = device_memory().allocate(needed);
-    void *to = fresh.get(), *from = storage->mutable_data();
-    if (size_t old = storage->nbytes()) put(current(self.device().index()), [=] { memcpy(to, from, old); });
-    storage->set_data_ptr_noswap(std::move(fresh));
-    storage->set_nbytes(needed);
-  }
+  if (self.storage().nbytes() < needed) resize_storage(self, needed);
   return self;
 }
 

@@ -1,0 +1,40 @@
+"""The moment before an update, also of a step that is compiled."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import nn
+
+from ckpt.trainer.staging import optimizer_hooks
+from ckpt.trainer.staging.optimizer_hooks import UpdateHook
+
+
+def test_a_compiled_step_is_waited_for_as_any_other() -> None:
+    """What comes before an update runs each time, as it is: the compiler neither traces it, where locks are constants,
+    nor compiles the step anew for what it finds there."""
+    weight, traced, asked, own = nn.Parameter(torch.ones(4)), list[bool](), list[int](), threading.Lock()
+
+    def before() -> None:
+        traced.append(torch.compiler.is_compiling())
+        with own:
+            asked.append(len(asked))
+
+    hook = UpdateHook(before, lambda optimizer: None, lambda optimizer: optimizer is mine)
+    mine = torch.optim.SGD([weight], lr=1.0)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    try:
+        step = torch.compile(mine.step, backend="eager")
+        for _ in range(12):
+            weight.grad = torch.ones(4)
+            step()
+    finally:
+        hook.remove()
+    assert asked == list(range(12)) and hook.count == 12 and not any(traced)
+    assert torch.equal(weight, torch.full((4,), -11.0))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    looked_at = [found() for found in torch._dynamo.convert_frame.input_codes.seen]
+    assert looked_at, "what the compiler looks at is found"
+    assert not [code for code in looked_at if code is not None and code.co_filename == optimizer_hooks.__file__]

@@ -238,7 +238,8 @@ class ArenaKeeper:
 
     def __init__(self, mutex: RobustMutex) -> None:
         self.begun, self._over = threading.Event(), threading.Event()
-        threading.Thread(target=self._keep, args=(mutex,), name="ckpt-keep", daemon=True).start()
+        self._thread = threading.Thread(target=self._keep, args=(mutex,), name="ckpt-keep", daemon=True)
+        self._thread.start()
 
     def _keep(self, mutex: RobustMutex) -> None:
         mutex.lock()
@@ -246,8 +247,11 @@ class ArenaKeeper:
         self._over.wait()
         mutex.unlock()
 
-    def let_go(self) -> None:
+    def let_go(self, timeout_s: float = 0.0) -> None:
+        """And wait until others see it, unless another process was before us."""
         self._over.set()
+        if self.begun.is_set():
+            self._thread.join(timeout_s)
 
 
 def _prefer(memory: mmap.mmap, node: int) -> None:

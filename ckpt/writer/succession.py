@@ -173,7 +173,7 @@ class Succession:
         self.trainer.dispossess(
             f"process {taker} has taken this run over (takeover=True). Stop this one, or give it another location"
         )
-        self.held_memory.foreign.update(self.held_memory.arenas)
+        self.held_memory.disown()
         self.watch.stop()
         self.observers.ended("left")
 

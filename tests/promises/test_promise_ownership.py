@@ -219,6 +219,31 @@ def test_a_loser_that_stands_still_is_in_nobodys_way(run_dir: str) -> None:
         assert start_of("memory:still") == ["start", "7", "7", "memory"]
 
 
+STOPS = """
+def stopping(arena, slot, label, set_label=Arena.set_label):
+    if label.state == SEALED and label.attempt.step == 5:
+        Arena.set_label = set_label
+        os.kill(os.getpid(), 19)
+        time.sleep(0.3)  # another thread may get it
+    set_label(arena, slot, label)
+Arena.set_label = stopping
+"""
+
+
+def test_what_nobody_will_see_is_not_acknowledged(run_dir: str) -> None:
+    """A trainer is stopped, as a machine that is suspended, before it has sealed a step, loses its run, and goes on:
+    that step comes after what its successor has seen, and is not told as staged, however late the word of it comes."""
+    code = LIFE.replace("w = nn", f"from ckpt.ipc.arena import SEALED, Arena\n{STOPS}\nw = nn", 1)
+    with Life("memory:late", 4, code=code) as first:
+        first.say()
+        assert eventually(lambda: psutil.Process(first.process.pid).status() == psutil.STATUS_STOPPED)
+        with Life("memory:late", 4, "takeover") as second:
+            assert second.began == "start 4 4 memory"
+            first.process.send_signal(signal.SIGCONT)
+            assert first.line().startswith("FencedError")
+            assert second.do() == "staged 5"
+
+
 def test_who_lost_a_run_and_stands_still_keeps_nobody_from_starting_again(run_dir: str) -> None:
     """Its writer says that it has lost the run, so the name that it still has is nobody's. It is told when it wakes."""
     with Life("memory:wakes", 4) as first:

@@ -24,6 +24,7 @@ from ckpt.runlog.log import Acquire, in_history
 from ckpt.writer.memory.replicate import Replicator
 
 HAND_OVER_S = 5.0
+LET_GO_S = 1.0  # for a thread of ours to be scheduled
 MAX_LAYOUTS = 256  # far more than a trainer believes us to have
 MEMORY_SHARE = 0.8  # of the available memory, that an arena may take
 RING_SHARE = 0.5  # of all memory, that the arenas of a machine may take beyond two slots each: they are made at once
@@ -94,6 +95,13 @@ class HeldMemory:
         self.arenas[arena.id.hex()], self.keeping[arena.id.hex()] = arena, arena.keep()
         if foreign:
             self.foreign.add(arena.id.hex())
+
+    def disown(self) -> None:
+        """What is here is of a trainer that has lost the run, and lives. From now on nothing that it copies there is
+        acknowledged: what was until now is seen by whoever takes over, who is answered after this."""
+        self.foreign.update(self.arenas)
+        for key in self.arenas:
+            self.keeping[key].let_go(LET_GO_S)
 
     def release(self, key: str) -> None:
         """This arena is not needed any more."""

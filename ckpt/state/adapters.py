@@ -135,7 +135,8 @@ class Memories:
         return list(map(Tensor.data_ptr, self._all()))
 
     def _shapes(self) -> list[object]:
-        return [*map(_FORM, self._all()), *map(Tensor.stride, self._all())]
+        asked = (_FORM, Tensor.stride, Tensor.is_conj, Tensor.is_neg)
+        return [ask(one) for one in self._all() for ask in asked]
 
     def _all(self) -> list[Tensor]:
         return [*self._plain, *map(local, self._others)] if self._others else self._plain

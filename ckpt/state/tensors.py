@@ -24,7 +24,7 @@ _NAMES = {
 DTYPE_NAME = {getattr(torch, name): ours for name, ours in _NAMES.items() if hasattr(torch, name)}
 TORCH_DTYPE = {ours: dtype for dtype, ours in DTYPE_NAME.items()}
 
-Memory = tuple[int, torch.dtype, torch.Size, tuple[int, ...], torch.device]
+Memory = tuple[int, torch.dtype, torch.Size, tuple[int, ...], torch.device, bool, bool]
 PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -73,7 +73,7 @@ def memory_of(tensor: Tensor) -> Memory | None:
     """Equal for tensors that are the same view of the same memory; None for those that have none, as wrappers do."""
     if tensor.numel() == 0 or not (address := tensor.data_ptr()):
         return None
-    return address, tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+    return address, tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.is_conj(), tensor.is_neg()
 
 
 def empty(of: TensorSpec, device: torch.device | str) -> Tensor:

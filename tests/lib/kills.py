@@ -32,12 +32,15 @@ import logging, os, sys
 import ckpt, toy
 
 run, steps, every = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+def tell(word, value):
+    print(f"{word} {value}\\n", end="", flush=True)  # in one piece: two threads tell
+
 spares = sys.argv[4:]  # what the writers that replace a killed one are armed with
 
 class NextWriter(logging.Handler):
     def emit(self, record):
         if "a new writer has taken over" in record.getMessage():
-            print("replaced", 1, flush=True)
+            tell("replaced", 1)
             os.environ["CKPT_FAIL"] = spares.pop(0) if spares else ""
 
 logging.getLogger("ckpt").addHandler(NextWriter())
@@ -45,18 +48,18 @@ state, open_saves = toy.build(), []
 with ckpt.Checkpointer(state, [ckpt.Memory(), ckpt.Tier(run, every=every, keep=2)]) as cp:
     os.environ["CKPT_FAIL"] = spares.pop(0) if spares else ""
     start = cp.restore(default=0)
-    print("start", start, flush=True)
+    tell("start", start)
     for step in range(start + 1, steps + 1):
         toy.train_step(state)
         save = cp.step(step)
         save.staged(60)
-        print("staged", step, flush=True)
+        tell("staged", step)
         open_saves += [save] if save.tiers else []
         for save in [s for s in open_saves if s.status == "committed"]:
-            print("committed", save.step, flush=True)
+            tell("committed", save.step)
             open_saves.remove(save)
-print("closed", steps, flush=True)
-print("digest", toy.digest(state), flush=True)
+tell("closed", steps)
+tell("digest", toy.digest(state))
 """
 
 

@@ -733,6 +733,8 @@ CHANGES: dict[str, Callable[[State], Any]] = {
     "moment set to another view": lambda s: setattr(moment(s), "data", moment(s).data.t()),
     "moment shrunk in its memory": lambda s: moment(s).resize_(3),
     "moment set within its storage": lambda s: moment(s).set_(moment(s).untyped_storage(), 0, (2, 2), (1, 2)),
+    "moment negated by its view": lambda s: setattr(moment(s), "data", torch._neg_view(moment(s).data)),
+    "data negated by its view": lambda s: set_data(s, torch._neg_view(s["model"].body[0].weight.data)),
     "optimizer state added": lambda s: s["optim"].state[s["model"].embed.weight].update(late=torch.ones(2)),
     "optimizer state replaced": lambda s: next(iter(s["optim"].state.values())).update(step=torch.tensor(9.0)),
     "optimizer state cleared": lambda s: s["optim"].state.clear(),
@@ -769,6 +771,22 @@ def test_forms_are_compared_also_where_torch_offers_no_guards(change: str, monke
     assert adapters.guards([torch.ones(2)]) is not None, "with this torch they are there"
     monkeypatch.setattr(adapters, "guards", lambda tensors: None)
     test_every_change_of_structure_is_seen(change)
+
+
+def test_a_conjugate_view_is_another_tensor() -> None:
+    """Same memory, shape and strides, and other values: both are stored, and both come back, into one memory too."""
+    x = torch.randn(3, dtype=torch.complex64)
+    state: State = {"a": x, "b": x.conj(), "c": x.imag.clone(), "d": [x.imag, x.conj().imag]}
+    y = torch.zeros(3, dtype=torch.complex64)
+    twin: State = {"a": y, "b": y.conj(), "c": torch.zeros(3), "d": [y.imag, y.conj().imag]}
+    Saved(Capture(state).read()).restore(twin)
+    assert differences(freeze(twin), freeze(state)) == []
+    buffer = nn.Module()
+    buffer.register_buffer("w", x.clone())
+    capture = Capture({"m": buffer})
+    capture.read()
+    buffer.w.data = buffer.w.data.conj()
+    assert [raw(t) for t in capture.read().tensors] == [raw(t) for t in Capture({"m": buffer}).read().tensors]
 
 
 def test_a_mode_of_torch_is_no_change() -> None:

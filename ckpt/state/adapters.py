@@ -147,7 +147,10 @@ class Memories:
         # Another view of the same memory, or more of it: `.data` was set, or `t_()` or `resize_()` called.
         if self._guards is not None and self._guards(*self._all()):
             return False
-        return self._shapes() != self._forms
+        if self._shapes() != self._forms:
+            return True
+        self._guards = guards(self._all())  # they tell modes of torch and frozen tensors apart, too
+        return False
 
 
 def guards(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:

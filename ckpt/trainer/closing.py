@@ -91,8 +91,12 @@ class Closing:
         try:
             with contextlib.suppress(CheckpointError):  # a copy under way is finished
                 session.stager.do(lambda: None, session.settings.busy_timeout_s)
-            if why := self._keeper.stage_last(time.monotonic() + timeout_s):
-                self._say_lost(self._staged.newest, why)
+            why = "it was interrupted"
+            try:
+                why = self._keeper.stage_last(time.monotonic() + timeout_s)
+            finally:  # also at a second Ctrl-C
+                if why:
+                    self._say_lost(self._staged.newest, why)
             self._fault_handler.stop(STOP_S)
             session.supervisor.leave(timeout_s)
             self._end()

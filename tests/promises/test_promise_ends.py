@@ -482,6 +482,28 @@ def test_ctrl_c_within_close(
     assert restored(run_dir) == (7, toy.reference(7))
 
 
+def test_a_second_ctrl_c_at_the_exit_says_what_is_lost(
+    run_dir: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever insists is let go; which step is kept is said."""
+    state = toy.build()
+    cp = ckpt.Checkpointer(state, [ckpt.Memory(every=5), ckpt.Tier(run_dir, every=100)], close_timeout_s=30)
+    cp.restore(default=0)
+    for step in range(7):
+        toy.train_step(state)
+        cp.step(step + 1)
+
+    def interrupted(*a: Any, **k: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(StepKeeper, "stage_last", interrupted)
+        cp._close_at_exit()
+    assert "step 7 was the last one, and step 5 is kept: it was interrupted" in caplog.text
+    cp.close()
+    assert restored(run_dir) == (7, toy.reference(7))
+
+
 def test_on_fault_may_save_while_we_close(run_dir: str) -> None:
     """It hears that this Checkpointer is closed, and close() does not wait for it until its time is over."""
     heard: list[object] = []

@@ -24,19 +24,15 @@ from ckpt.goodput.cadence import Auto
 from ckpt.restore.restore_first import Restored
 from ckpt.save import Save
 from ckpt.trainer.closing import Closing
-from ckpt.trainer.fault_actions import LiveRun
 from ckpt.trainer.faults.fault_handler import FaultHandler
+from ckpt.trainer.faults.secure import LiveRun
 from ckpt.trainer.process_end import ProcessEnd
-from ckpt.trainer.profiler import traced
-from ckpt.trainer.progress import Progress
+from ckpt.trainer.progress import Progress, Staged
 from ckpt.trainer.restoring import MISSING, Restoring
-from ckpt.trainer.saves import Saves
-from ckpt.trainer.session import Session
-from ckpt.trainer.settings import Settings
-from ckpt.trainer.staged import Staged
-from ckpt.trainer.stalls import Stats
+from ckpt.trainer.saves import Saves, TierWrites
+from ckpt.trainer.session import Session, Settings, Stats
+from ckpt.trainer.staging.device import traced
 from ckpt.trainer.step_keeper import StepKeeper
-from ckpt.trainer.tier_writes import TierWrites
 from ckpt.triggers import Trigger, as_triggers
 
 STOP_S = 30.0  # for an incident that is being dealt with

@@ -22,7 +22,7 @@ from ckpt import events, subscribers
 from ckpt.errors import SkippedError
 from ckpt.goodput.ledger import Account
 from ckpt.subscribers import Event, Subscribers
-from ckpt.trainer import profiler
+from ckpt.trainer.staging.device import span
 from parallel import free_port, launch
 from processes import eventually, run_script
 
@@ -152,7 +152,7 @@ def test_a_forked_child_tells_nobody() -> None:
     """As workers of a data loader are: whoever subscribed was the parent."""
     code = """
 import os
-from ckpt import events; from ckpt import subscribers as subscribe; from ckpt.trainer import profiler as trace
+from ckpt import events; from ckpt import subscribers as subscribe
 found = []
 events.subscribe(found.append)
 subscribe.publish("staged", 1)
@@ -381,6 +381,6 @@ def test_nvtx_ranges_are_there_where_cuda_is_in_use() -> None:
         return found
 
     before = depth()
-    with profiler.span("ckpt.step"):
+    with span("ckpt.step"):
         assert depth() == before + 1
     assert depth() == before

@@ -307,7 +307,7 @@ def _place(one: Evidence) -> str:
 
 _FRAME = re.compile(r"(.*) \((.*):[0-9?]+\)")
 _FOREIGN = re.compile(
-    r"^<frozen |/(site|dist)-packages/|/lib(64)?/python3[^/]*/|/ckpt/trainer/staging/optimizer_hooks\.py$"
+    r"^<frozen |/(site|dist)-packages/|/lib(64)?/python3[^/]*/|/ckpt/trainer/staging/update_gate\.py$"
 )
 
 

@@ -12,11 +12,10 @@ from ckpt.format.manifest import Attempt
 from ckpt.ipc.heartbeat import LEAVING
 from ckpt.subscribers import flush, publish
 from ckpt.trainer.faults.fault_handler import FaultHandler
-from ckpt.trainer.progress import TURN_S, Progress
+from ckpt.trainer.progress import TURN_S, Progress, Staged, StagedStep
+from ckpt.trainer.saves import TierWrites
 from ckpt.trainer.session import Session
-from ckpt.trainer.staged import Staged, StagedStep
 from ckpt.trainer.step_keeper import NO_TIME, StepKeeper
-from ckpt.trainer.tier_writes import TierWrites
 
 STOP_S = 30.0  # for an incident that is being dealt with
 

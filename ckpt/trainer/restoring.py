@@ -15,10 +15,9 @@ from ckpt.restore.restore_first import Restored, gather, restore_first, together
 from ckpt.restore.sources import MemorySource, RestoreSource
 from ckpt.save import Save
 from ckpt.subscribers import publish
-from ckpt.trainer.progress import Progress
+from ckpt.trainer.progress import Progress, Staged, StagedStep
+from ckpt.trainer.saves import TierWrites
 from ckpt.trainer.session import Session
-from ckpt.trainer.staged import Staged, StagedStep
-from ckpt.trainer.tier_writes import TierWrites
 
 MISSING: Any = object()
 

@@ -1,32 +1,197 @@
-"""What a run holds while it is open: made in one go, so that whatever comes in between undoes it again."""
+"""What a run was asked for, and holds while it is open: made in one go, so that what comes in between undoes it."""
 
 from __future__ import annotations
 
 import contextlib
 import platform
+import threading
 import time
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ckpt import __version__
-from ckpt.errors import SaveError
+from ckpt.errors import CheckpointError, FencedError, SaveError, UsageError
+from ckpt.events import log
 from ckpt.format.partition import Seat
+from ckpt.goodput.cadence import Auto
 from ckpt.ipc import channel
 from ckpt.ipc.heartbeat import Heartbeat
 from ckpt.ipc.notes import CadenceNote, DamagedNote
 from ckpt.ipc.watch_requests import KeepBooks, Show
+from ckpt.metrics import Metrics, as_metrics
+from ckpt.ranks.world import World
+from ckpt.save import Save
 from ckpt.state.capture import Capture
-from ckpt.trainer.background_errors import BackgroundErrors
+from ckpt.tiers import Memory, Tier, as_tiers
 from ckpt.trainer.cadence_sync import CadenceSync
 from ckpt.trainer.ownership import Ownership
 from ckpt.trainer.redo import RedoClient
-from ckpt.trainer.settings import Settings
-from ckpt.trainer.staging.device import memory_node
-from ckpt.trainer.staging.optimizer_hooks import UpdateHook
+from ckpt.trainer.staging.device import memory_node, traced
 from ckpt.trainer.staging.stage import Stager
-from ckpt.trainer.stalls import Stalls
+from ckpt.trainer.staging.update_gate import UpdateHook
 from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`url`: of the nearest tier, by which the run is found; "memory:NAME" if there is memory only."""
+
+    world: World
+    memory: Memory | None
+    tiers: list[Tier]
+    url: str
+    on_busy: str
+    on_error: str
+    busy_timeout_s: float
+    close_timeout_s: float
+    metrics: Metrics | None
+
+    @classmethod
+    def checked(
+        cls,
+        tiers: object,
+        name: str | None,
+        every: str | Auto | None,
+        modes: tuple[str, str],
+        timeouts_s: tuple[float, float, float],
+        metrics: object,
+    ) -> Settings:
+        """`modes`: on_busy and on_error; `timeouts_s`: of a busy memory, of closing, of agreeing. UsageError."""
+        on_busy, on_error = modes
+        busy_s, close_s, agree_s = timeouts_s
+        if on_busy not in ("wait", "skip") or on_error not in ("raise", "warn"):
+            raise UsageError('on_busy is "wait" or "skip", on_error is "raise" or "warn"')
+        wanted = as_metrics(metrics)
+        world = World.detect(channel.node_id(), timeout_s=agree_s)
+        if on_busy == "skip" and world.size > 1:
+            raise UsageError(
+                'on_busy="skip" is for one rank only: a rank that skips alone leaves no step that all have'
+            )
+        if wanted is not None:
+            wanted.port(world.local_rank)
+        memory, durable = as_tiers(tiers, every)
+        if not durable and name is None:
+            raise UsageError("a run that is kept in memory only needs name=, by which it is found again")
+        url = durable[0].url if durable else f"memory:{name}"
+        return cls(world, memory, durable, url, on_busy, on_error, busy_s, close_s, wanted)
+
+    @property
+    def everywhere(self) -> list[int]:
+        """The numbers of all tiers."""
+        return list(range(len(self.tiers)))
+
+    @property
+    def between(self) -> bool | None:
+        """Whether steps that are not due are kept; None if that is to be found out."""
+        return None if self.memory is None else self.memory.between
+
+    @property
+    def stage(self) -> str:
+        """How snapshots leave a device."""
+        return "auto" if self.memory is None else self.memory.stage
+
+    @property
+    def bus_share(self) -> float:
+        """See `ckpt.Memory`."""
+        return Memory().bus_share if self.memory is None else self.memory.bus_share
+
+    @property
+    def places(self) -> str:
+        """For messages."""
+        return " or ".join([*(["memory"] if self.memory else []), *(tier.url for tier in self.tiers)])
+
+
+class BackgroundErrors:
+    """Of one Checkpointer. `on_error`: "raise", or "warn", which only logs. `fenced`: the run was taken over, which is
+    raised by every call."""
+
+    def __init__(self, on_error: str) -> None:
+        self.fenced: FencedError | None = None
+        self._on_error = on_error
+        self._heard = False  # whether a call has said that we are fenced
+        self._noted: list[tuple[CheckpointError, Save | None]] = []
+        self._lock = threading.RLock()  # a signal handler may close us meanwhile
+
+    def note(self, error: CheckpointError, save: Save | None = None) -> None:
+        """`save`: whoever waits for that one is told by it."""
+        with self._lock:
+            if isinstance(error, FencedError):
+                self.fenced = error
+            self._noted.append((error, save))
+        log.warning("%s", error)
+
+    def forget(self, save: Save) -> None:
+        """What was told of it is dealt with; the next error of it is news."""
+        with self._lock:
+            self._noted = [(error, of) for error, of in self._noted if of is not save]
+        save.told = False
+
+    def check_owner(self) -> None:
+        if self.fenced is not None:
+            self._heard = True
+            raise self.fenced
+
+    def is_known(self, error: CheckpointError) -> bool:
+        """Whether a call has said so before."""
+        return self._heard and isinstance(error, FencedError)
+
+    def raise_pending(self) -> None:
+        with self._lock:
+            errors = [error for error, save in self._noted if save is None or not save.told]
+            self._noted = []
+        errors = [error for error in errors if not self.is_known(error)]
+        if not errors or self._on_error == "warn":
+            return
+        first = errors[0]
+        for error in errors[1:]:
+            first.add_note(f"also: {error}")
+        self._heard |= isinstance(first, FencedError)
+        raise first
+
+
+@dataclass
+class Stats:
+    """Seconds that saving took from training. `stalls`: of each of the last saves, the wait before updates included."""
+
+    saves: int = 0
+    skipped: int = 0
+    stalled_s: float = 0.0
+    stalls: deque[float] = field(default_factory=lambda: deque(maxlen=10_000), repr=False)
+
+
+class Stalls:
+    """Counts them. `before_update` is called by each optimizer that is about to change what is being copied."""
+
+    def __init__(self, stager: Stager, heartbeat: Heartbeat, timeout_s: float) -> None:
+        self.stats = Stats()
+        self._stager, self._heartbeat, self._timeout_s = stager, heartbeat, timeout_s
+        self._waiting_since: float | None = None  # an optimizer waits for a copy
+
+    def count(self, seconds: float) -> None:
+        """Of one save."""
+        self.stats.stalled_s += seconds
+        self.stats.saves += 1
+        self.stats.stalls.append(seconds)
+
+    @traced("ckpt.wait")
+    def before_update(self) -> None:
+        self._heartbeat.update()
+        self._waiting_since = time.perf_counter()
+        waited = self._stager.before_update(self._timeout_s)
+        self._waiting_since = None
+        self.stats.stalled_s += waited
+        if waited and self.stats.stalls:
+            self.stats.stalls[-1] += waited
+
+    def until_staged(self, save: Save) -> float:
+        """What training has waited for this one, in step() and, just now perhaps, before an update."""
+        now, since = time.perf_counter(), self._waiting_since
+        if save.stalled_s is not None:
+            return save.stalled_s + (0.0 if since is None else now - since)
+        return now - save.began if save.began else 0.0  # step() waits yet; or it was kept aside, and nobody waited
 
 
 class Session:

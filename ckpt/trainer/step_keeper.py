@@ -16,12 +16,10 @@ from ckpt.errors import CheckpointError, DeadlineError, SkippedError, UsageError
 from ckpt.goodput.cadence import Auto
 from ckpt.save import Save
 from ckpt.state.capture import Reading
-from ckpt.trainer.progress import Progress
+from ckpt.trainer.progress import Progress, Staged
 from ckpt.trainer.saves import Saves
 from ckpt.trainer.session import Session
-from ckpt.trainer.staged import Staged
-from ckpt.trainer.staging.deferred import MOST, DeferredStep, DeferredSteps
-from ckpt.trainer.staging.snapshot import PendingSnapshot
+from ckpt.trainer.staging.snapshot import MOST, DeferredStep, DeferredSteps, PendingSnapshot
 
 DEFERRED = 1 << 20  # bytes of a step that is not due, which are kept for a fault all the same
 DEFER_SHARE = 0.001  # of a step, that it may cost

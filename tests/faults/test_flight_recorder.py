@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckpt.faults.hang import Collective, Evidence, diagnose
-from ckpt.trainer.faults import flight_recorder
+from ckpt.trainer.faults import look_around
 from parallel import free_port, launch, reports
 
 ENTRY = {
@@ -31,7 +31,7 @@ def test_what_has_not_ended_the_oldest_first() -> None:
         {"record_id": 5, "state": "completed"},
         {},
     )
-    assert flight_recorder.parse(text) == [
+    assert look_around.parse(text) == [
         Collective("all_gather_base", 57, "mesh_dp", "started"),
         Collective("send 0->1", 3, "mesh_dp", "scheduled"),
     ]
@@ -45,7 +45,7 @@ def test_a_recorder_that_says_something_else() -> None:
         for _ in range(dice.randrange(1, 4)):
             broken[dice.randrange(len(broken))] = dice.randrange(256)
         try:
-            found = flight_recorder.parse(bytes(broken))
+            found = look_around.parse(bytes(broken))
         except (ValueError, KeyError, TypeError):
             continue
         assert all(isinstance(one, Collective) for one in found)

@@ -23,7 +23,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import ckpt
 import toy
-from ckpt.trainer.supervise import respawn
+from ckpt.trainer.supervise import find_writer
 from kills import kill_all, problems, steps_on_disk
 from processes import eventually, run_script, writers
 
@@ -847,7 +847,7 @@ def test_writer_that_keeps_dying(run_dir: str, own_sockets: Path) -> None:
     state = toy.build()
     cp = ckpt.Checkpointer(state, rare(run_dir))
     train(cp, state, 1, 2)
-    for _ in range(respawn.RESPAWN_LIMIT):
+    for _ in range(find_writer.RESPAWN_LIMIT):
         old = {process.pid for process in writers(own_sockets)}
         kill_all(writers(own_sockets))
         assert eventually(lambda old=old: {p.pid for p in writers(own_sockets)} - old != set())

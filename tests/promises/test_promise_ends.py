@@ -22,12 +22,12 @@ import ckpt
 import toy
 from ckpt.trainer.closing import Closing
 from ckpt.trainer.faults.fault_handler import FaultHandler
+from ckpt.trainer.saves import TierWrites
 from ckpt.trainer.session import Session
 from ckpt.trainer.staging.stage import Stager
 from ckpt.trainer.step_keeper import StepKeeper
 from ckpt.trainer.supervise.memory import SnapshotMemory
 from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
-from ckpt.trainer.tier_writes import TierWrites
 from parallel import free_port, launch
 from processes import REPO, eventually, killed, run_script
 

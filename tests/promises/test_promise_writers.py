@@ -101,7 +101,7 @@ def test_leaving_while_the_writer_is_dead(own_sockets: Path, how: str) -> None:
 
 STOPPED = """
 from ckpt.trainer.supervise.memory import SnapshotMemory
-from ckpt.trainer.supervise.layouts import KnownLayouts
+from ckpt.trainer.supervise.writes import KnownLayouts
 import subprocess
 first, last = KnownLayouts.on_new_writer, SnapshotMemory.on_new_writer
 def early(self, client):

@@ -7,8 +7,8 @@ import threading
 import torch
 from torch import nn
 
-from ckpt.trainer.staging import optimizer_hooks
-from ckpt.trainer.staging.optimizer_hooks import UpdateHook
+from ckpt.trainer.staging import update_gate
+from ckpt.trainer.staging.update_gate import UpdateHook
 
 
 def test_a_compiled_step_is_waited_for_as_any_other() -> None:
@@ -37,4 +37,4 @@ def test_a_compiled_step_is_waited_for_as_any_other() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     looked_at = [found() for found in torch._dynamo.convert_frame.input_codes.seen]
     assert looked_at, "what the compiler looks at is found"
-    assert not [code for code in looked_at if code is not None and code.co_filename == optimizer_hooks.__file__]
+    assert not [code for code in looked_at if code is not None and code.co_filename == update_gate.__file__]

@@ -26,11 +26,10 @@ from ckpt.ipc.heartbeat import Heartbeat
 from ckpt.ipc.notes import HangNote
 from ckpt.ranks.world import World
 from ckpt.save import Save
-from ckpt.trainer.faults.incidents import SOFT_S, FaultCall, Incidents
-from ckpt.trainer.faults.leave import CaseCloser, is_oom, leave
+from ckpt.trainer.faults.incidents import SOFT_S, CaseCloser, FaultCall, Incidents, is_oom, leave
 from ckpt.trainer.faults.look_around import look_around
 from ckpt.trainer.faults.perceive import Perception
-from ckpt.trainer.faults.secure import FaultActions, Securer
+from ckpt.trainer.faults.secure import LiveRun, Securer
 from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
 from ckpt.triggers import REPLACE_CODE, RETRY_CODE, OnException, OnHang, OnOom, Trigger
 
@@ -67,7 +66,7 @@ class FaultHandler:
         world: World,
         supervisor: WriterSupervisor,
         heartbeat: Heartbeat,
-        actions: FaultActions,
+        actions: LiveRun,
         on_fault: Callable[[Fault], None] | None,
     ) -> None:
         self._triggers, self._world, self._supervisor, self._heartbeat = triggers, world, supervisor, heartbeat

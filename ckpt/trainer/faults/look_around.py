@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 from ckpt.errors import CheckpointError
 from ckpt.events import log
 from ckpt.faults import probe
-from ckpt.faults.hang import Evidence, note_evidence, plain
+from ckpt.faults.hang import Collective, Evidence, note_evidence, plain
 from ckpt.ipc.notes import HangNote
 from ckpt.ipc.watch_requests import AskEvidence
 from ckpt.ranks.world import World
-from ckpt.trainer.faults import flight_recorder
 from ckpt.trainer.faults.incidents import FaultCall
 from ckpt.trainer.supervise.writer_client import WriterClient
 
@@ -43,7 +44,7 @@ def look_around(call: FaultCall, note: HangNote, world: World, client: WriterCli
 def _of_our_own(seen: Evidence) -> Evidence:
     """What this process knows of itself, beyond what is seen from outside."""
     frames = probe.own_stack(threading.main_thread().ident or 0)
-    pending = flight_recorder.pending() if "torch.distributed" in sys.modules else ()
+    pending = recorded() if "torch.distributed" in sys.modules else ()
     waits = probe.collective_of(frames) or (pending[0].operation if pending else "")
     known = replace(seen, stack=frames, collective=plain(waits), pending=pending)
     return Evidence.from_json(known.to_json())
@@ -72,3 +73,49 @@ def _ask_ranks(world: World, seen: dict[int, Evidence], step: int) -> dict[int, 
     except (CheckpointError, ValueError, TypeError) as error:
         log.info("other ranks do not say what they do: %s", error)
     return theirs | seen | told
+
+
+NAMES = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of every backend, and of NCCL alone
+ASK_S = 1.0  # its lock may be held by a thread that hangs
+MOST = 8  # of which are told
+
+
+# -- what torch's flight recorder says of this process --
+
+
+def recorded() -> tuple[Collective, ...]:
+    """The collectives under way, the oldest first; () where nothing is known. Waits for a second at most.
+
+    Where NCCL does them a rank waits for one wherever it next needs a result, so its stack does not say in which. The
+    recorder is torch's own (`TORCH_FR_BUFFER_SIZE`, in older versions `TORCH_NCCL_TRACE_BUFFER_SIZE`; 0 turns it off)
+    and notes the calls of every process group. It is asked for JSON, since its other form is a pickle.
+    """
+    found: list[Collective] = []
+    asking = threading.Thread(target=lambda: found.extend(_ask()), name="ckpt-recorder", daemon=True)
+    asking.start()
+    asking.join(ASK_S)
+    return tuple(found[:MOST])
+
+
+def _ask() -> list[Collective]:
+    import torch
+
+    binding = getattr(torch._C, "_distributed_c10d", None)
+    dump = next((one for name in NAMES if (one := getattr(binding, name, None)) is not None), None)
+    try:
+        return [] if dump is None else parse(dump(includeCollectives=True, onlyActive=True))
+    except Exception:  # another version's, or a communicator that was taken apart: a report may do without
+        return []
+
+
+def parse(dump: bytes) -> list[Collective]:
+    """Of a dump, the oldest first. ValueError, KeyError or TypeError for what is none."""
+    entries = json.loads(dump)["entries"]
+    waiting = [one for one in entries if not one["retired"] and one["state"] != "completed"]
+    return [_collective(one) for one in sorted(waiting, key=lambda one: int(one["record_id"]))]
+
+
+def _collective(entry: dict[str, Any]) -> Collective:
+    number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+    operation = str(entry["profiling_name"]).rpartition(":")[2]
+    return Collective(operation.lstrip("_"), int(number), str(entry["process_group"][1]), str(entry["state"]))

@@ -10,7 +10,6 @@ import contextlib
 import queue
 import threading
 import time
-from typing import Protocol
 
 from ckpt.errors import CheckpointError, PeerError
 from ckpt.events import log
@@ -22,8 +21,13 @@ from ckpt.ranks.save_rounds import Round, SaveRounds, step_ahead
 from ckpt.ranks.world import World
 from ckpt.save import Save
 from ckpt.trainer.faults.incidents import FaultCall, Incidents
+from ckpt.trainer.progress import Progress, Staged
+from ckpt.trainer.saves import Saves
+from ckpt.trainer.session import Session
+from ckpt.trainer.step_keeper import StepKeeper
 from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
 
+LIVE_S = 10.0  # for a copy of the running state
 PERSIST_S = 60.0  # for what is in memory to become durable, if the other ranks have it too
 COPYING_S = 2.0  # for a copy that is under way
 GUESS_S = 0.1
@@ -32,20 +36,41 @@ ROUND_S = 1.0  # for the other ranks to be told
 MISSED = 3  # rounds that may be called because some rank was past the step
 
 
-class FaultActions(Protocol):
+class LiveRun:
     """What may be done to a run when there is a fault. Any thread may call it, and none of it hangs."""
+
+    def __init__(self, session: Session, progress: Progress, staged: Staged, saves: Saves, keeper: StepKeeper) -> None:
+        self._session, self._progress = session, progress
+        self._staged, self._saves, self._keeper = staged, saves, keeper
 
     def in_memory(self, timeout_s: float) -> int | None:
         """The newest step that memory holds; waits for a copy that is under way."""
+        return self._staged.newest_step(timeout_s)
 
     def copy_live(self) -> int | None:
         """Copy the running state as it was at the last step() into memory, if it still is that; which step it is."""
+        progress = self._progress
+        deferred, unmoved = progress.deferred, progress.unmoved()
+        if threading.get_ident() == progress.thread:  # it is not training meanwhile, and so need not be held up
+            self._keeper.stage_last(time.monotonic() + LIVE_S)
+            return progress.step if self.in_memory(0.0) == progress.step else None
+        if deferred is None or deferred[0].step != progress.step or progress.torn:
+            return None
+        progress.deferred = None
+        save, job = deferred
+        return save.step if self._session.stager.complete(job, unmoved, LIVE_S) else None
 
     def give_up(self, attempt: Attempt) -> None:
         """This rank will not take part in an attempt that others may have begun."""
+        if not self._saves.is_sent(attempt.step):
+            rank = self._session.world.rank
+            self._session.supervisor.retract(attempt, f"rank {rank} had passed step {attempt.step} by then")
 
     def give_memory_back(self) -> int:
-        """Do with one snapshot less; how many bytes that is."""
+        """Do with one snapshot less; how many bytes that is. Of several ranks one may be a step behind: what is left
+        must still hold a step that all have."""
+        stager = self._session.stager
+        return stager.give_up_slot() if self._session.world.size == 1 else stager.give_up_slot(3)
 
 
 class Securer:
@@ -56,7 +81,7 @@ class Securer:
         world: World,
         supervisor: WriterSupervisor,
         heartbeat: Heartbeat,
-        actions: FaultActions,
+        actions: LiveRun,
         incidents: Incidents,
     ) -> None:
         self._world, self._supervisor, self._heartbeat = world, supervisor, heartbeat

@@ -2,21 +2,65 @@
 
 The only file of the trainer that knows an accelerator's API. Copies run on a stream of their own, which first waits for
 the compute stream; before an update the compute stream waits for the copy, and the host does not. Nothing here wakes a
-device up that nobody uses.
+device up that nobody uses. What CUDA's runtime library can and torch does not offer is called by ctypes, in the library
+that torch itself has loaded; where there is none (ROCm, other accelerators), it is left.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import ctypes
+import functools
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from ckpt.state.tensors import device_in_use
-from ckpt.trainer.staging.cuda_runtime import new_stream, relax_capture
+
+RELAXED = 2  # cudaStreamCaptureModeRelaxed
+NON_BLOCKING = 1  # cudaStreamNonBlocking: the default stream does not wait for it, nor it for that one
+LOWEST = 0  # of priorities: other streams come first
+NEEDED = ("cudaThreadExchangeStreamCaptureMode", "cudaStreamCreateWithPriority")
+
+
+@cache
+def _library() -> Any:
+    """None if there is none. Looked for among what the process has loaded, then beside it."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    for name in (None, f"libcudart.so.{major}") if torch.version.hip is None else ():
+        with contextlib.suppress(OSError):
+            found = ctypes.CDLL(name)
+            if all(hasattr(found, function) for function in NEEDED):
+                return found
+    return None
+
+
+def relax_capture() -> None:
+    """While another thread captures a graph in the usual mode, a call of this thread that waits would fail, and spoil
+    the graph. Not after this: nothing that this thread does belongs into anybody's graph."""
+    library = _library()
+    if library is not None:
+        library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED)))
+
+
+def new_stream(device: torch.device) -> Any:
+    """A stream that torch gives to nobody else: its own come from a pool of 32, in turn, and a collective that hangs
+    may sit on any of these. Where that is not to be had, one of torch's."""
+    library = _library() if device.type == "cuda" else None
+    handle = ctypes.c_void_p()
+    if library is not None:
+        with torch.cuda.device(device):
+            if library.cudaStreamCreateWithPriority(ctypes.byref(handle), NON_BLOCKING, LOWEST) == 0:
+                return torch.cuda.ExternalStream(handle.value, device)  # type: ignore[no-untyped-call]
+    return torch.get_device_module(device).Stream(device)
+
 
 PORTABLE = 1  # page-locked for every device, not only for the one that is current
 
@@ -147,3 +191,101 @@ def lock_pages(address: int, size: int, where: torch.device) -> int:
 def unlock_pages(address: int) -> None:
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     runtime.cudaHostUnregister(address)
+
+
+MEANWHILE_S = 0.05
+
+Awaited = tuple[PerDevice, threading.Event, Callable[[], None]]
+
+
+class Waiter:
+    """A thread of one trainer that waits for devices, in turn, so that the thread that stages does not look again and
+    again: to ask an event whether it has been reached holds the interpreter, and may wait for the lock of a device that
+    hangs. To wait for it does neither."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[PerDevice, threading.Event, Callable[[], None]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread: threading.Thread | None = None
+
+    def when_reached(self, events: PerDevice, there: threading.Event, call: Callable[[], None]) -> None:
+        """When all of them have been reached, or a device has failed, have `there` set and this called. Returns at
+        once."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ckpt-device", daemon=True)
+            self._thread.start()
+        self._queue.put((events, there, call))
+
+    def until_reached(self, events: PerDevice, meanwhile: Callable[[], None]) -> None:
+        """Wait for that, and do something now and then."""
+        there = threading.Event()
+        self.when_reached(events, there, lambda: None)
+        while not there.wait(MEANWHILE_S):
+            meanwhile()
+
+    def stop(self) -> None:
+        """Nothing comes any more; nobody waits for the thread, since a device may hang."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            events, there, call = item
+            with contextlib.suppress(Exception):  # of a kernel that failed: whoever copies is told
+                begin_thread(events)
+                wait_for(events)
+            there.set()
+            call()
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class span:
+    """A name for our work in the timelines of profilers: torch.profiler, and Nsight Systems by NVTX. Costs well under a
+    microsecond if nobody profiles.
+
+        ckpt.step      step() and save(), in the thread that trains
+        ckpt.wait      an optimizer waits for a copy to end
+        ckpt.restore   restore()
+        ckpt.stage     a snapshot is copied, in the staging thread
+
+    torch.profiler looks at the threads of its own process that it was told to: by itself the one that started it, all
+    of them with `experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)`. NVTX ranges are
+    there as soon as CUDA is in use.
+    """
+
+    __slots__ = ("_marked", "_name", "_recorded")
+
+    def __init__(self, name: str) -> None:
+        self._name, self._recorded, self._marked = name, None, False
+
+    _recorded: Any
+
+    def __enter__(self) -> None:
+        # What torch itself asks before it records a range: to enter one costs 10 us even if nobody listens.
+        if profiler._is_profiler_enabled:
+            self._recorded = torch.profiler.record_function(self._name)
+            self._recorded.__enter__()
+        self._marked = begin_range(self._name)
+
+    def __exit__(self, *error: object) -> None:
+        if self._marked:
+            end_range()
+        if self._recorded is not None:
+            self._recorded.__exit__(*error)
+
+
+def traced(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A function whose calls have that name."""
+
+    def wrap(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def inside(*args: P.args, **kwargs: P.kwargs) -> T:
+            with span(name):
+                return function(*args, **kwargs)
+
+        return inside
+
+    return wrap

@@ -24,8 +24,7 @@ from ckpt.events import log
 from ckpt.failpoints import point
 from ckpt.ipc.arena import EAGER, EMPTY, FILLING, SEALED, Arena, Label
 from ckpt.ipc.mutex import Got
-from ckpt.trainer.profiler import traced
-from ckpt.trainer.staging.device import begin_thread, wait_for
+from ckpt.trainer.staging.device import Waiter, begin_thread, traced, wait_for
 from ckpt.trainer.staging.fill import SlotFiller
 from ckpt.trainer.staging.packed import Packs
 from ckpt.trainer.staging.page_locks import PageLocks
@@ -33,7 +32,6 @@ from ckpt.trainer.staging.slots import Slots, SlotToucher
 from ckpt.trainer.staging.snapshot import PendingSnapshot
 from ckpt.trainer.staging.stage_mode import StageMode
 from ckpt.trainer.staging.update_gate import UpdateGate
-from ckpt.trainer.staging.waiter import Waiter
 
 LEAST_SLOTS = 2  # one to hold the newest snapshot, one to take the next
 LEAVING_S = 30.0  # for a writer to let go of the mutex of a trainer that has died

@@ -18,10 +18,9 @@ from ckpt.ranks.world import World
 from ckpt.runlog.log import Acquire
 from ckpt.tiers import Memory, Tier
 from ckpt.trainer.staging.stage import Stager
-from ckpt.trainer.supervise import spare_threads
 from ckpt.trainer.supervise.current_writer import CurrentWriter, WriterUser
 from ckpt.trainer.supervise.next_arena import NextArena
-from ckpt.trainer.supervise.writer_client import ENDING_S, WriterClient
+from ckpt.trainer.supervise.writer_client import ENDING_S, WriterClient, start_thread
 
 Digests = dict[tuple[Attempt, int], bytes]
 """By attempt and rank: of all blobs, then of the plain values."""
@@ -111,7 +110,7 @@ class SnapshotMemory(WriterUser):
         for arena_id, slot in list(self._read_before):  # by the writer that has died
             self.on_read(arena_id.hex(), slot)
         if self._before is not None:  # only that writer would have said when
-            spare_threads.begin(partial(self._await_gone, self._before), "ckpt-before")
+            start_thread(partial(self._await_gone, self._before), "ckpt-before")
         if (current := self._stager.arena) is not None:
             self._watch(current)
         self._next.drop()

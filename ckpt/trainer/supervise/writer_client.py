@@ -29,7 +29,44 @@ from ckpt.ipc.notes import FencedNote
 from ckpt.ipc.process import Process
 from ckpt.ipc.protocol import PROTOCOL, REPLY, Incoming, Note, Request, encode, message_of, reply_of, table
 from ckpt.ipc.requests import Greeting, GreetingReply
-from ckpt.trainer.supervise import spare_threads
+
+# From Python 3.12 on no thread can be started at the end of the interpreter, and a writer may die then.
+SPARES = 2  # what the client of one writer takes
+JOIN_S = 1.0
+
+_work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+
+def start_thread(work: Callable[[], None], name: str) -> None:
+    """In a thread of its own, or in one that was kept for the end."""
+    try:
+        threading.Thread(target=work, name=name, daemon=True).start()
+    except RuntimeError:
+        _work.put(work)
+
+
+class SpareThreads:
+    """Kept from the beginning of a run until it is closed."""
+
+    def __init__(self) -> None:
+        self._threads = [threading.Thread(target=_spare, name="ckpt-spare", daemon=True) for _ in range(SPARES)]
+        with contextlib.suppress(RuntimeError):
+            for thread in self._threads:
+                thread.start()
+
+    def end(self) -> None:
+        """Once; those that work end when that is done."""
+        ended, self._threads = [thread for thread in self._threads if thread.is_alive()], []
+        for _ in ended:
+            _work.put(None)
+        for thread in ended:
+            thread.join(JOIN_S)
+
+
+def _spare() -> None:
+    while (work := _work.get()) is not None:
+        work()
+
 
 R = TypeVar("R")
 NOTES = table(Note.__subclasses__())
@@ -62,8 +99,8 @@ class WriterClient:
         self._early: list[Note] = []  # notes that came before
         self._on_lost: Callable[[], None] = lambda: None
         self._sent = threading.Event()
-        spare_threads.begin(self._transmit, "ckpt-send")
-        spare_threads.begin(self._receive, "ckpt-link")
+        start_thread(self._transmit, "ckpt-send")
+        start_thread(self._receive, "ckpt-link")
 
     @classmethod
     def find(cls, key: str) -> WriterClient | None:

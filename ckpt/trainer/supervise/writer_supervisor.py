@@ -30,18 +30,13 @@ from ckpt.ranks.world import World
 from ckpt.runlog.log import Acquire
 from ckpt.tiers import Memory, Tier
 from ckpt.trainer.staging.stage import Stager
-from ckpt.trainer.supervise.acknowledge import Acknowledgements, Done
 from ckpt.trainer.supervise.current_writer import CurrentWriter, StandingRequests, WriterUser
-from ckpt.trainer.supervise.find_writer import WriterFinder
-from ckpt.trainer.supervise.held_snapshots import HeldSnapshots
-from ckpt.trainer.supervise.layouts import KnownLayouts
+from ckpt.trainer.supervise.find_writer import WriterFinder, WriterRespawner
+from ckpt.trainer.supervise.held_snapshots import HeldSnapshots, Siblings
 from ckpt.trainer.supervise.memory import SnapshotMemory
 from ckpt.trainer.supervise.opening import RunOpener
-from ckpt.trainer.supervise.respawn import WriterRespawner
-from ckpt.trainer.supervise.siblings import Siblings
-from ckpt.trainer.supervise.spare_threads import SpareThreads
-from ckpt.trainer.supervise.writer_client import WriterClient
-from ckpt.trainer.supervise.writes import WriteInFlight, Writes
+from ckpt.trainer.supervise.writer_client import SpareThreads, WriterClient
+from ckpt.trainer.supervise.writes import Acknowledgements, Done, KnownLayouts, WriteInFlight, Writes
 
 N = TypeVar("N", bound=Note)
 

@@ -26,10 +26,10 @@ _HOMES = {
     "Loader": "loader",
     "Memory": "tiers",
     "Metrics": "metrics",
-    "RNG": "state.rng",
+    "RNG": "state.stateful",
     "Restored": "restore.restore_first",
     "Save": "save",
-    "Stateful": "state.adapters",
+    "Stateful": "state.stateful",
     "Tier": "tiers",
     "load": "loading",
     "Fault": "faults.report",
@@ -102,8 +102,8 @@ if TYPE_CHECKING:
     from ckpt.restore.restore_first import Restored as Restored
     from ckpt.save import Checkpoint as Checkpoint
     from ckpt.save import Save as Save
-    from ckpt.state.adapters import Stateful as Stateful
-    from ckpt.state.rng import RNG as RNG
+    from ckpt.state.stateful import RNG as RNG
+    from ckpt.state.stateful import Stateful as Stateful
     from ckpt.tiers import Memory as Memory
     from ckpt.tiers import Tier as Tier
     from ckpt.triggers import on_deadline as on_deadline

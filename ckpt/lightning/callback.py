@@ -42,7 +42,7 @@ from ckpt.lightning.loop_hooks import LoopHooks, State, say
 from ckpt.lightning.trainer_state import Monitored, TrainerState, scaler_of
 from ckpt.loading import Loaded, load
 from ckpt.save import Save
-from ckpt.state.rng import RNG
+from ckpt.state.stateful import RNG
 from ckpt.tiers import Tier, as_tiers, spread
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from ckpt.errors import UsageError
-from ckpt.state.rng import RNG
+from ckpt.state.stateful import RNG
 
 State = dict[str, Any]
 NOT_EXACT = "You're resuming from a checkpoint that ended before the epoch ended"  # it is, with what `BatchFeed` does

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, call, is_
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,19 +23,10 @@ from ckpt.format.saved_nodes import SavedNode
 from ckpt.format.values import Json, Path, encode, kind_of, show
 from ckpt.state.names import Names
 from ckpt.state.placement import Placement
-from ckpt.state.rng import RNG
 from ckpt.state.sharding import StateEntry, is_dtensor, local
+from ckpt.state.stateful import RNG, Resizable, Stateful
 from ckpt.state.tensors import from_array
 from ckpt.state.wrappers import inside, is_wrapped, sign, take_apart
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """Anything that can say what it is and become it again, such as schedulers, scalers and data loaders."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
 @dataclass
@@ -50,16 +41,6 @@ class Contents:
     @property
     def names(self) -> list[str]:
         return [entry.name for entry in (*self.fixed, *self.loose)]
-
-
-@runtime_checkable
-class Resizable(Stateful, Protocol):
-    """Something whose state has to be divided anew when the number of ranks changes, such as a data loader.
-
-    `load_state_dicts` is called instead of `load_state_dict`, with the states of all ranks that saved, in rank order.
-    """
-
-    def load_state_dicts(self, states: list[dict[str, Any]], rank: int, world: int, /) -> Any: ...
 
 
 _NOTHING: list[StateEntry] = []  # one object, so that "nothing fixed" is seen as unchanged

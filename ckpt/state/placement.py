@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,11 +117,6 @@ class Placement:
         if key not in self._cut:
             self._cut[key] = entry, pieces(entry, self.seat) if DTYPE_NAME.get(entry.tensor.dtype) else []
         return self._cut[key][1]
-
-    def match(self, path: Path, saved: Iterable[str], live: Mapping[str, StateEntry]) -> None:
-        """Fill live tensors by name; what is missing, unexpected or different is a problem."""
-        for name in self.compare(path, saved, live):
-            self.fill(name, live[name])
 
     def compare(self, path: Path, saved: Iterable[str], live: Mapping[str, StateEntry]) -> list[str]:
         """Note every difference; the names that can be filled."""
@@ -326,28 +321,20 @@ def mismatch(problems: list[str]) -> MismatchError:
 
 def references(values: Json) -> list[str]:
     """The names of all tensors that plain values refer to."""
-    found: list[str] = []
-    pending = [values]
-    while pending:
-        value = pending.pop()
-        if type(value) is dict:
-            if value.get("$") in ("tensor", "ndarray"):
-                found.append(str(value.get("name")))
-            else:
-                pending.extend(value.values())
-        elif type(value) is list:
-            pending.extend(value)
-    return found
+    return [str(one.get("name")) for one in _tagged(values, ("tensor", "ndarray"))]
 
 
 def forms_in(values: Json) -> list[WrapperForm]:
     """Of all wrappers that plain values refer to."""
-    found: list[WrapperForm] = []
+    return [WrapperForm.from_json(one) for one in _tagged(values, ("wrapper",))]
+
+
+def _tagged(values: Json, tags: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """All references of these kinds, not those inside of them."""
     pending = [values]
     while pending:
         value = pending.pop()
-        if type(value) is dict and value.get("$") == "wrapper":
-            found.append(WrapperForm.from_json(value))
+        if type(value) is dict and value.get("$") in tags:
+            yield value
         else:
             pending.extend(value.values() if type(value) is dict else value if type(value) is list else ())
-    return found

@@ -32,8 +32,8 @@ from ckpt.errors import CheckpointError, UsageError
 from ckpt.goodput.cadence import Auto
 from ckpt.restore.restore_first import Restored
 from ckpt.save import Save
-from ckpt.state.rng import RNG
 from ckpt.state.sharding import ModulePart, unwrap
+from ckpt.state.stateful import RNG
 from ckpt.tiers import Memory, spread
 from ckpt.transformers import trainer_internals
 from ckpt.transformers.pretrained import Pretrained, digest, is_adapter, nbytes, pretrained, trained

@@ -23,7 +23,7 @@ from transformers.trainer_callback import ExportableState, TrainerControl
 from transformers.utils import logging
 
 from ckpt.errors import MismatchError, UsageError
-from ckpt.state.rng import RNG
+from ckpt.state.stateful import RNG
 
 say = logging.get_logger("transformers.everystep")  # shown where the Trainer's own messages are
 theirs = logging.get_logger("transformers.trainer")

@@ -1,16 +1,94 @@
-"""Random number generators as parts of a state."""
+"""Objects that say what they are, and become it again: `state_dict()` and `load_state_dict()`, their own or made here.
+
+Random number generators, and gradient scalers, have a state of their own kind. Each is made something with both.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import random
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.amp import GradScaler
 
 from ckpt.errors import CorruptError
 from ckpt.state.tensors import device_in_use
+
+_LIVE = {"scale": "_scale", "_growth_tracker": "_growth_tracker"}  # what a device holds of a scaler, by its saved name
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that can say what it is and become it again, such as schedulers, scalers and data loaders."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+@runtime_checkable
+class Resizable(Stateful, Protocol):
+    """Something whose state has to be divided anew when the number of ranks changes, such as a data loader.
+
+    `load_state_dicts` is called instead of `load_state_dict`, with the states of all ranks that saved, in rank order.
+    """
+
+    def load_state_dicts(self, states: list[dict[str, Any]], rank: int, world: int, /) -> Any: ...
+
+
+class Generator:
+    """One generator object."""
+
+    def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
+        self._get, self._put = get, put
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self._get()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._put(state["state"])
+
+
+class Scaler:
+    """A GradScaler whose two numbers on the device stay tensors: to ask for them, as its own state_dict() does, makes
+    the host wait for everything that the device has yet to do."""
+
+    def __init__(self, scaler: GradScaler) -> None:
+        self._scaler = scaler
+
+    def state_dict(self) -> dict[str, Any]:
+        scaler: Any = self._scaler
+        live = {key: getattr(scaler, name) for key, name in _LIVE.items()}
+        if not scaler.is_enabled() or not all(isinstance(one, Tensor) for one in live.values()):
+            return dict(scaler.state_dict())  # nothing is on a device yet
+        settings = {
+            "growth_factor": scaler.get_growth_factor(),
+            "backoff_factor": scaler.get_backoff_factor(),
+            "growth_interval": scaler.get_growth_interval(),
+        }
+        return {**settings, **live}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        plain = {key: one.item() if isinstance(one, Tensor) else one for key, one in state.items()}
+        self._scaler.load_state_dict(plain)
+
+
+def adapt(value: object) -> Generator | Scaler | None:
+    """None for what needs no help."""
+    if isinstance(value, torch.Generator):
+        return Generator(value.get_state, lambda state: value.set_state(state.cpu()))
+    if isinstance(value, np.random.Generator):
+        bits = value.bit_generator
+        return Generator(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    if isinstance(value, random.Random):
+        return Generator(value.getstate, value.setstate)
+    if isinstance(value, GradScaler) and type(value).state_dict is GradScaler.state_dict:
+        return Scaler(value)
+    return None
 
 
 class RNG:

@@ -636,7 +636,7 @@ def statement(run: Path) -> Json | None:
     """Of the ledger, by the library's own accounting; None where it keeps none."""
     accounts = accounts_of(run)
     try:
-        from ckpt.goodput.accounting import settle
+        from ckpt.goodput.accounting import settled
     except ImportError:
         return None
     if not accounts:
@@ -644,7 +644,7 @@ def statement(run: Path) -> Json | None:
     from ckpt.faults.report import Fault
 
     faults = [Fault.from_json(json.loads(path.read_text())) for path in sorted((run / "faults").glob("*.json"))]
-    found: Json = settle(accounts, faults).to_json()
+    found: Json = settled(accounts, faults).statement.to_json()
     for name in ("interruptions", "by_source", "ended"):  # which say where this is
         found.pop(name, None)
     return found

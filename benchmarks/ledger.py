@@ -121,7 +121,7 @@ def tell(what: str, step: int) -> None:
 
 def stopwatch(run: str) -> tuple[float, float]:
     """Seconds that are lost: by the stopwatch, and by the ledger."""
-    from ckpt.goodput.accounting import settle
+    from ckpt.goodput.accounting import settled
     from ckpt.goodput.ledger import Account
 
     paths = os.pathsep.join([str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "backends")])
@@ -140,7 +140,7 @@ def stopwatch(run: str) -> tuple[float, float]:
     wall = steps[-1][0] - stamps[0][0]
     lost = wall - usual * len({step for _, step in steps})
     accounts = [Account.from_bytes(path.read_bytes()) for path in Path(run, "ledger").iterdir()]
-    found = settle(accounts)
+    found = settled(accounts).statement
     return lost, found.invalid_s + found.other_s
 
 

@@ -13,12 +13,13 @@ from ckpt.cli.reading import read_ledger
 from ckpt.cli.terminal import example, json_option, opened, place_option, print_json, print_table, safe
 from ckpt.errors import UsageError
 from ckpt.goodput import job_plan
-from ckpt.goodput.job_plan import MEMORY, NUMBERS, PARTS, REPLICA, TIERS, Plan, PlannedJob
+from ckpt.goodput.job_plan import MEMORY, NUMBERS, PARTS, REPLICA, SHARED, TIERS, Plan, PlannedJob
 from ckpt.goodput.model import positive
+from ckpt.report.figures import percent
 from ckpt.units import decimal, duration
 
-KINDS = {name: number.kind for name, number in NUMBERS.items()} | {"hang_s": "duration"}
-KINDS |= {f"{tier}.{part}": "duration" for tier in TIERS for part in PARTS}
+KINDS = {f"{tier}.{part}": "duration" for tier in TIERS for part in PARTS}
+KINDS |= {name: number.kind for name, number in NUMBERS.items()}
 
 
 class Assumption(click.ParamType):  # type: ignore[type-arg]
@@ -50,7 +51,7 @@ class Assumption(click.ParamType):  # type: ignore[type-arg]
 @click.option("--restart", type=Quantity("duration"),
               help="From noticing to restore(): launcher, imports, process groups. 60s by default.")  # fmt: skip
 @click.option("--assume", type=Assumption(), multiple=True,
-              help=f"Any other number that the plan stands on: {', '.join(NUMBERS)}, hang_s, or what a tier takes, as"
+              help=f"Any other number that the plan stands on: {', '.join(NUMBERS)}, or what a tier takes, as"
               " shared.cost_s, shared.write_s, shared.restore_s. Repeatable.")  # fmt: skip
 @click.option("--goal", type=Quantity("share"), default="99.5%", help="Effective training time that is wanted.")
 @click.option("--costs", "--from", "source", metavar="RUN", help="Take what this run has measured.")
@@ -90,14 +91,12 @@ def conclude(given: Mapping[str, Any], known: Mapping[str, float], measured: str
     """The plan, and where the numbers are from that are no defaults."""
     job = job_of(given, known)
     base = job_plan.defaults(job)
-    by_hand = dict(given["assume"])
-    by_hand |= {
-        name: given[key] for name, key in (("mtbf_s", "mtbf"), ("restart_s", "restart")) if given[key] is not None
-    }
+    options = {"mtbf_s": given["mtbf"], "restart_s": given["restart"]}
+    by_hand = dict(given["assume"]) | {name: value for name, value in options.items() if value is not None}
     n = base | job_plan.scaled(known, job, base) | by_hand
     for name in ("mtbf_s", "pcie", "network", "cores", "budget", *(name for name in KINDS if KINDS[name] == "rate")):
         positive(name, n[name])
-    if n["hang_share"] > 1 or n["felt"] > 1 or n["beside"] > 1:
+    if max(n["hang_share"], n["felt"], n["beside"]) > 1:
         raise UsageError("hang_share, felt and beside are shares: 1 at most")
     kept = {name: measured for name in known if name in n}
     return job_plan.plan(job, n, given["goal"]), kept | dict.fromkeys(by_hand, "given")
@@ -150,14 +149,13 @@ def show(chosen: Plan, sources: Mapping[str, str], notes: Sequence[str]) -> None
     for tier, one in zip(chosen.tiers, seen.tiers, strict=True):
         if tier.every:
             times = (duration(value) for value in (one.every_s, tier.cost_s, tier.write_s, tier.restore_s))
-            rows.append((tier.name, f"{tier.every:,} steps", *times, percent(one.served, 1), duration(one.recompute_s)))
+            rows.append((tier.name, f"{tier.every:,} steps", *times, percent(one.served), duration(one.recompute_s)))
     print_table(("tier", "every", "which is", "a save costs", "safe after", "restore", "serves", "recompute"), rows)
     parts = [*seen.parts.items(), ("in all", seen.invalid_s)]
-    cells = [(name, duration(value), percent(value / seen.wall_s, 3)) for name, value in parts]
+    cells = [(name, duration(value), percent(value / seen.wall_s)) for name, value in parts]
     print_table(("part", "per fault", "of the time"), cells)
     verdict = "met" if seen.effective >= chosen.goal else "missed"
     print(f"effective training time: {percent(seen.effective)} (goal {100 * chosen.goal:g} %: {verdict})\n")
-    print_table(("a restart of", "effective"), [(duration(s), percent(share, 3)) for s, share in chosen.restarts])
     wanted = [
         ("a restart of at most", n["restart_s"], chosen.restart_s),
         ("a fault at most once in", n["mtbf_s"], chosen.mtbf_s),
@@ -171,36 +169,24 @@ def show(chosen: Plan, sources: Mapping[str, str], notes: Sequence[str]) -> None
         print(safe(f"note: {note}"))
 
 
-SHOWN: dict[str, Callable[[float], str]] = {
-    "duration": duration,
-    "share": lambda share: percent(share, 1),
-    "rate": lambda rate: f"{decimal(rate)}/s",
-}
-
-
 def numbers(chosen: Plan, sources: Mapping[str, str]) -> list[tuple[str, str, str, str]]:
     """Each that is no outcome, and where it is from."""
+    shown: dict[str, Callable[[float], str]] = {"duration": duration, "share": percent, "count": "{:g}".format}
+    shown["rate"] = lambda rate: f"{decimal(rate)}/s"
     rows = []
     for name, value in chosen.numbers.items():
         number = NUMBERS.get(name)
-        kind, what = KINDS.get(name, "duration"), number.what if number else ""
-        shown = SHOWN.get(kind, "{:g}".format)(value)
-        fleet = "419 interruptions of Llama 3 in 54 days, per GPU" if name == "mtbf_s" else "on_hang(): ten steps, 30 s"
-        rows.append((name, shown, what, sources.get(name, number.source if number else fleet)))
+        what, source = (number.what, number.source) if number else ("", "")
+        rows.append((name, shown[KINDS[name]](value), what, sources.get(name, source)))
     return rows
 
 
 def tiers_line(chosen: Plan) -> str:
     """Ready to be pasted, but for the URLs."""
+    every = {one.name: one.every for one in chosen.tiers if one.every}
     words = []
-    copied = any(one.name == REPLICA and one.every for one in chosen.tiers)
-    for one in chosen.tiers:
-        if one.name == MEMORY and one.every:
-            words.append(f"ckpt.Memory(every={one.every}{', replicas=2' * copied})")
-        elif one.name != REPLICA and one.every:
-            words.append(f'ckpt.Tier("s3://bucket/run1", every={one.every})')
+    if MEMORY in every:
+        words.append(f"ckpt.Memory(every={every[MEMORY]}{', replicas=2' * (REPLICA in every)})")
+    if SHARED in every:
+        words.append(f'ckpt.Tier("s3://bucket/run1", every={every[SHARED]})')
     return f"tiers=[{', '.join(words)}]"
-
-
-def percent(share: float, digits: int = 2) -> str:
-    return f"{100 * share:.{digits}f} %"

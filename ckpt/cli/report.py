@@ -32,8 +32,7 @@ from ckpt.goodput.breakdown import Statement
 from ckpt.goodput.ledger import Account
 from ckpt.report.chronicle import chronicle
 from ckpt.report.figures import INTERRUPTION, interruption, parts, summary
-from ckpt.report.labels import Subject
-from ckpt.report.page import page
+from ckpt.report.page import PARTS_OF, Subject, page
 
 T = TypeVar("T")
 PARALLEL = 64  # small objects read at once
@@ -120,7 +119,7 @@ async def _read(url: str) -> tuple[str, list[Account], list[Fault], list[str]]:
 def show(url: str, found: Statement) -> None:
     print(safe(url))
     print_table(("summary", ""), summary(found))
-    print_table(("part", "time", "of wall-clock", "per interruption"), parts(found))
+    print_table(PARTS_OF, parts(found))
     shown = found.interruptions[-SHOWN:]
     if shown:
         print_table(INTERRUPTION, [interruption(one) for one in shown], below=[one.summary for one in shown])

@@ -23,7 +23,7 @@ from ckpt.errors import CheckpointError, FormatError, UsageError
 from ckpt.faults import report
 from ckpt.faults.report import Fault
 from ckpt.goodput import ledger
-from ckpt.goodput.accounting import settle
+from ckpt.goodput.accounting import settled
 from ckpt.goodput.ledger import Account
 from ckpt.ipc import channel as link
 from ckpt.ipc.watch_requests import Look
@@ -237,7 +237,7 @@ class StoreWatch(threading.Thread):
         if not accounts:
             return known
         last = accounts[-1]
-        found = settle(accounts, faults, now=time.time())
+        found = settled(accounts, faults, now=time.time()).statement
         return replace(
             known,
             seen_step=last.step if last.step >= 0 else None,

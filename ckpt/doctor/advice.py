@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ckpt.doctor.findings import GB, PROBLEM, Finding, JobSize, TierFindings
 from ckpt.doctor.machine import Speed
-from ckpt.goodput.interval import least_interval, steps_apart
+from ckpt.goodput.model import least_interval, steps_apart
 from ckpt.store import folder_of
 
 COST = 0.01  # of training that saving may take

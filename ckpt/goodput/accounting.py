@@ -34,17 +34,6 @@ from ckpt.goodput.walk import LedgerWalk
 QUIET_S = 150.0  # a ledger that was kept so recently is of a job that runs: in buckets it is put every minute
 
 
-def settle(
-    accounts: Iterable[Account],
-    faults: Iterable[Fault] = (),
-    *,
-    now: float | None = None,
-    idle_after_s: float = math.inf,
-) -> Statement:
-    """The statement of a run: see `settled`."""
-    return settled(accounts, faults, now=now, idle_after_s=idle_after_s).statement
-
-
 @dataclass(frozen=True, slots=True)
 class SettledRun:
     """What one walk along the time line finds, and the line."""

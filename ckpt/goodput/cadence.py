@@ -20,9 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt.errors import UsageError
-from ckpt.goodput.interval import best_interval, least_interval, nice_steps, steps_apart
 from ckpt.goodput.ledger import Account, Decision
-from ckpt.goodput.model import DAY_S
+from ckpt.goodput.model import DAY_S, best_interval, least_interval, nice_steps, steps_apart
 
 MEMORY = "memory"
 FIRST_MEMORY, FIRST_DURABLE = 4, 100  # steps, until something is known

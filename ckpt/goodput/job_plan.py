@@ -16,11 +16,19 @@ from statistics import median
 from typing import Any
 
 from ckpt.errors import UsageError
-from ckpt.goodput.accounting import settle
+from ckpt.goodput.accounting import settled
 from ckpt.goodput.cadence import FLEET_GPU_S
-from ckpt.goodput.interval import best_interval, least_interval, steps_apart
 from ckpt.goodput.ledger import Account, in_order
-from ckpt.goodput.model import Costs, Forecast, TierCost, positive, predict
+from ckpt.goodput.model import (
+    Costs,
+    Forecast,
+    TierCost,
+    best_interval,
+    least_interval,
+    positive,
+    predict,
+    steps_apart,
+)
 
 GB = 1e9
 MEMORY, REPLICA, SHARED = TIERS = ("memory", "replica", "shared")
@@ -40,6 +48,10 @@ class Number:
 
 
 NUMBERS = {
+    "mtbf_s": Number(
+        FLEET_GPU_S, "duration", "between interruptions of the job", "419 interruptions of Llama 3 in 54 days, per GPU"
+    ),
+    "hang_s": Number(30.0, "duration", "until a hang is noticed", "on_hang(): ten steps, 30 s"),
     "restart_s": Number(60.0, "duration", "from noticing a fault to restore()", "assumed: NOT OURS, and matters most"),
     "crash_s": Number(0.002, "duration", "until a crash is noticed", "measured: make bench-faults; of a lost node NOT"),
     "hang_share": Number(42 / 419, "share", "of the faults are hangs", "network and watchdog, Llama 3's table 5"),
@@ -62,7 +74,7 @@ NUMBERS = {
     "cpu_network": Number(0.5, "count", "s of CPU time a GB, at each end of the network", "assumed"),
     "cpu_store": Number(0.91, "count", "s of CPU time a GB, to an object store", "measured: make bench-storage"),
 }
-"""Besides: `mtbf_s` between interruptions of the whole job, `hang_s` until a hang is noticed, and <tier>.<part>."""
+"""Besides, what a tier takes: <tier>.<part>, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +113,10 @@ Numbers = Mapping[str, float]
 
 def defaults(job: PlannedJob) -> dict[str, float]:
     """A hang is noticed by on_hang() ten steps after the last, at least 30 s, and began half a step after that."""
-    hang_s = max(30.0, 10 * job.step_s) + 1.0 - job.step_s / 2
-    numbers = {name: number.value for name, number in NUMBERS.items()}
-    return numbers | {"mtbf_s": FLEET_GPU_S / job.gpus, "hang_s": hang_s}
+    n = {name: number.value for name, number in NUMBERS.items()}
+    n["mtbf_s"] /= job.gpus
+    n["hang_s"] = max(n["hang_s"], 10 * job.step_s) + 1.0 - job.step_s / 2
+    return n
 
 
 def shares(n: Numbers) -> dict[str, float]:
@@ -194,24 +207,15 @@ def _with_cadence(one: PlannedTier, cost_s: float, share: float, job: PlannedJob
 def expected(job: PlannedJob, n: Numbers, chosen: Sequence[PlannedTier]) -> Forecast:
     """Once every tier has its cadence."""
     share = served(chosen, n, job.step_s)
-    costs = [
-        TierCost(
-            one.name,
-            one.cost_s,
-            one.every * job.step_s if one.every else math.inf,
-            one.restore_s,
-            one.write_s,
-            share[one.name],
-        )
-        for one in chosen
-    ]
+    every_s = {one.name: one.every * job.step_s if one.every else math.inf for one in chosen}
+    costs = [TierCost(t.name, t.cost_s, every_s[t.name], t.restore_s, t.write_s, share[t.name]) for t in chosen]
     return predict(Costs(perceive_s(n), n["restart_s"], costs), n["mtbf_s"])
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """`restart_s`: the longest that gives `goal`, `mtbf_s`: the shortest, all else as it is but for the cadences; None:
-    that alone is not enough. `restarts`: how long one takes, and the effective training time then."""
+    that alone is not enough."""
 
     job: PlannedJob
     numbers: Numbers
@@ -220,7 +224,6 @@ class Plan:
     goal: float
     restart_s: float | None
     mtbf_s: float | None
-    restarts: tuple[tuple[float, float], ...]
 
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)
@@ -244,8 +247,7 @@ def plan(job: PlannedJob, n: Numbers, goal: float = 0.995) -> Plan:
     found = cadences(job, n, tiers(job, n))
     restart_s = _turn(lambda value: effective("restart_s", value) >= goal, 1e-3, 1e9)
     mtbf_s = _turn(lambda value: effective("mtbf_s", value) >= goal, 1e11, job.step_s)
-    restarts = tuple((value, effective("restart_s", value)) for value in (10.0, 30.0, 60.0, 120.0, 300.0, 600.0))
-    return Plan(job, n, tuple(found), expected(job, n, found), goal, restart_s, mtbf_s, restarts)
+    return Plan(job, n, tuple(found), expected(job, n, found), goal, restart_s, mtbf_s)
 
 
 def _turn(good: Callable[[float], bool], fine: float, bad: float) -> float | None:
@@ -265,7 +267,7 @@ def measured(accounts: Iterable[Account]) -> dict[str, float]:
     """What the ledger of a run says, by the names of numbers; besides `gpus`, `step_s` and `rank_bytes`. The last
     durable tier is the shared one."""
     history = in_order(accounts)
-    bill = settle(history)
+    bill = settled(history).statement
     if not history:
         return {}
     seen = [one for one in bill.interruptions if one.counted and one.kind not in ("rollback", "taken over")]

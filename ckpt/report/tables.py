@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from ckpt.goodput.breakdown import Statement
 from ckpt.report import figures
 from ckpt.report.chronicle import Chronicle, Incident
-from ckpt.report.labels import FIRST, NEWEST
+from ckpt.report.figures import FIRST, NEWEST
 from ckpt.report.svg import esc, table
 from ckpt.units import duration, moment
 

@@ -79,11 +79,7 @@ def test_a_change_holds_from_its_step_on() -> None:
     schedule.change(Change(180, 3, (30,)))  # decided later: what was to begin at 200 is forgotten
     assert schedule.at(300) == Change(180, 3, (30,)) and schedule.at(179) == Change(100, 5, (50,))
     assert schedule.newest == Change(180, 3, (30,))
-
-
-def test_without_memory_no_snapshot_is_due() -> None:
-    """0 steps are never."""
-    assert not any(Schedule(0, [1]).memory_due(step) for step in range(10))
+    assert not any(Schedule(0, [1]).memory_due(step) for step in range(10))  # 0 steps are never
 
 
 # -- what follows from costs --

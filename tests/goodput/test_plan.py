@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import random
-import subprocess
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +14,15 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accounts import run, write
 from ckpt.cli.plan import plan
 from ckpt.errors import UsageError
 from ckpt.goodput import job_plan
-from ckpt.goodput.interval import best_interval, least_interval, nice_steps, steps_apart
 from ckpt.goodput.job_plan import PlannedJob, PlannedTier
 from ckpt.goodput.ledger import Account, Decision, End, Restore, SaveTotals, SeenFault, StepRow
-from ckpt.goodput.model import Costs, TierCost, predict
-from ckpt.store import open_store
-from processes import REPO
+from ckpt.goodput.model import Costs, TierCost, best_interval, least_interval, nice_steps, predict, steps_apart
+
+__all__ = ["run"]  # a fixture
 
 LLAMA = ("--gpus", "16384", "--params", "405e9", "--step-s", "5.9")
 
@@ -87,28 +83,19 @@ GAMES = {
     "memory at every step": (Costs(1, 20, [TierCost("m", 0.02, 1, 1, 0.1)]), 300.0),
     "a save that blocks, and is long": (Costs(0, 5, [TierCost("d", 2, 10, 1, 2)]), 50.0),
     "a save that takes long in the background": (Costs(0, 5, [TierCost("d", 0.2, 20, 1, 9)]), 150.0),
-    "two tiers": (Costs(1, 20, [TierCost("m", 0.01, 2, 1, 0.1, 0.7), TierCost("d", 0.5, 20, 5, 8, 0.3)]), 300.0),
-    "three tiers": (
-        Costs(
-            1,
-            3,
-            [
-                TierCost("m", 0.05, 1, 1, 0.1, 0.5),
-                TierCost("d", 0.2, 20, 3, 5, 0.4),
-                TierCost("s", 0.5, 50, 5, 20, 0.1),
-            ],
-        ),
-        400.0,
-    ),
+    "three tiers": (Costs(1, 3, [
+        TierCost("m", 0.05, 1, 1, 0.1, 0.5), TierCost("d", 0.2, 20, 3, 5, 0.4), TierCost("s", 0.5, 50, 5, 20, 0.1)
+    ]), 400.0),
     "faults as often as restarts": (
-        Costs(5, 60, [TierCost("m", 0.05, 5, 1, 0.1, 0.5), TierCost("d", 0.2, 10, 3, 5, 0.5)]),
-        60.0,
+        Costs(5, 60, [TierCost("m", 0.05, 5, 1, 0.1, 0.5), TierCost("d", 0.2, 10, 3, 5, 0.5)]), 60.0,
     ),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("recovering", [True, False])
-@pytest.mark.parametrize("name", GAMES)
+@pytest.mark.parametrize(
+    ("name", "recovering"),
+    [*((name, True) for name in GAMES), ("three tiers", False), ("faults as often as restarts", False)],
+)
 def test_what_is_predicted_is_what_happens(name: str, recovering: bool) -> None:
     """Effective time, what is lost per fault, and each part of a recovery, within what 12,000 faults can tell."""
     costs, mtbf_s = GAMES[name]
@@ -269,16 +256,8 @@ def test_nice_steps() -> None:
 
 def test_a_bound_is_not_rounded_down() -> None:
     """The next round number that lasts so long; a little shorter will do where costs are not known better."""
-    assert [steps_apart(0.0, least, 1.0) for least in (0.5, 1, 1.2, 2.1, 3, 7, 14, 2000)] == [
-        1,
-        1,
-        2,
-        5,
-        5,
-        10,
-        20,
-        2000,
-    ]
+    found = [steps_apart(0.0, least, 1.0) for least in (0.5, 1, 1.2, 2.1, 3, 7, 14, 2000)]
+    assert found == [1, 1, 2, 5, 5, 10, 20, 2000]
     assert steps_apart(0.0, 11.0, 1.0) == 20 and steps_apart(0.0, 11.0, 1.0, 1.2) == 10
     assert steps_apart(100.0, 7.0, 1.0) == 100 and steps_apart(math.inf, 7.0, 1.0) == 0
 
@@ -443,12 +422,12 @@ def test_what_is_fixed_is_not_scaled() -> None:
 # -- the command --
 
 
-def run(*arguments: object) -> Result:
+def asked(*arguments: object) -> Result:
     return CliRunner().invoke(plan, [str(one) for one in arguments], catch_exceptions=False)
 
 
 def told(*arguments: object) -> dict[str, Any]:
-    result = run(*arguments, "--json")
+    result = asked(*arguments, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert isinstance(found, dict)
@@ -463,7 +442,7 @@ def test_llama_3() -> None:
     assert parts == pytest.approx(seen["invalid_s"]) == pytest.approx((1 - seen["effective"]) * seen["wall_s"])
     assert seen["effective"] == pytest.approx(0.9928, abs=1e-4) and found["restart_s"] == pytest.approx(35, abs=0.5)
     assert [one["every"] for one in found["tiers"]] == [2, 2, 50]
-    text = run(*LLAMA).output
+    text = asked(*LLAMA).output
     line = "ckpt.Memory(every=2, replicas=2)"
     for words in ("NOT OURS", "time: 99.28", line, "a restart of at most", "419 interruptions", "on_hang"):
         assert words in text, words
@@ -527,7 +506,7 @@ def test_units() -> None:
 )
 def test_nonsense_is_refused_by_name(arguments: tuple[object, ...], words: str) -> None:
     """Exit code 2, the option in the message, and no traceback."""
-    result = run(*arguments)
+    result = asked(*arguments)
     assert result.exit_code == 2 and words in result.output, result.output
 
 
@@ -538,13 +517,14 @@ def test_no_progress_is_said() -> None:
     assert not any("no progress" in note for note in told(*LLAMA)["notes"])
 
 
-def test_a_run_as_the_source(tmp_path: Path, ledger_run: Callable[[], Path]) -> None:
+def test_a_run_as_the_source(run: Path) -> None:
     """Size, steps, costs and faults come from its accounts, a damaged one is passed over, and options still win."""
-    url = ledger_run()
-    result = run("--from", url)
+    url = run
+    result = asked("--from", url)
     assert result.exit_code == 2 and "keeps no ledger" in result.output
     ends = [End("died", 165.0 + 200 * i, 165.5 + 200 * i) for i in range(3)]
-    put(url, *(account(i + 1, 100.0 + 200 * i, 50, end=end) for i, end in enumerate(ends)), account(4, 700.0, 50))
+    write(url, *(account(i + 1, 100.0 + 200 * i, 50, end=end) for i, end in enumerate(ends)), account(4, 700.0, 50))
+    (url / "ledger" / "9.zzz.0.json").write_bytes(b"cut o")
     found = told("--from", url)
     assert found["job"]["gpus"] == 4 and found["job"]["step_s"] == pytest.approx(1.0)
     assert found["job"]["state"] == 4_000_000
@@ -555,42 +535,3 @@ def test_a_run_as_the_source(tmp_path: Path, ledger_run: Callable[[], Path]) -> 
     assert larger["numbers"]["restart_s"] == 60
     wide = told("--from", url, "--gpus", 4096, "--mtbf", "1h")
     assert any("with 4 ranks" in note for note in wide["notes"])
-
-
-def put(url: Path, *accounts: Account) -> None:
-    async def all_of_them() -> None:
-        store = open_store(str(url))
-        try:
-            for one in accounts:
-                await store.put(one.key, one.to_bytes())
-            await store.put("ledger/9.zzz.0.json", b"cut o")
-        finally:
-            await store.aclose()
-
-    asyncio.run(all_of_them())
-
-
-@pytest.fixture
-def ledger_run(tmp_path: Path) -> Callable[[], Path]:
-    """A run without accounts, made in another process, since its writer stays with that."""
-
-    def make() -> Path:
-        code = "import sys, ckpt\nwith ckpt.Checkpointer({'n': [1]}, sys.argv[1]) as cp:\n    cp.save(1).committed()\n"
-        path = f"{REPO}:{REPO / 'backends'}"
-        subprocess.run(
-            [sys.executable, "-c", code, tmp_path / "run"], env={"PYTHONPATH": path, "PATH": ""}, check=True, timeout=60
-        )
-        for file in (tmp_path / "run" / "ledger").glob("*"):
-            file.unlink()
-        return tmp_path / "run"
-
-    return make
-
-
-def test_it_needs_no_torch() -> None:
-    """Neither does importing the solver bring click or numpy along, since the writer imports it."""
-    unwanted = "{'torch', 'click', 'numpy'} & set(sys.modules)"
-    code = f"import sys, ckpt.goodput.cadence; assert not {unwanted}, sorted(sys.modules)"
-    subprocess.run(
-        [sys.executable, "-c", code], env={"PYTHONPATH": f"{REPO}:{REPO / 'backends'}"}, check=True, timeout=60
-    )

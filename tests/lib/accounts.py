@@ -15,7 +15,7 @@ from torch import nn
 import ckpt
 from ckpt.cli import report as cli_report
 from ckpt.faults.report import Fault
-from ckpt.goodput.accounting import settle
+from ckpt.goodput import accounting
 from ckpt.goodput.breakdown import InterruptionCost, Statement
 from ckpt.goodput.ledger import PREFIX, Account, End, Restore, SeenFault, StepRow
 
@@ -74,7 +74,7 @@ def check(found: Statement) -> None:
 
 
 def settled(*accounts: Account, faults: tuple[Fault, ...] = (), **options: Any) -> Statement:
-    found = settle(accounts, faults, **options)
+    found = accounting.settled(accounts, faults, **options).statement
     check(found)
     return found
 

@@ -33,8 +33,7 @@ from ckpt.goodput.accounting import settled
 from ckpt.goodput.ledger import MOST_LANDED, Account, Decision, End, LandedSave, SaveTotals, stall_bucket, thinned
 from ckpt.report import style, svg
 from ckpt.report.chronicle import Chronicle, chronicle
-from ckpt.report.labels import Subject
-from ckpt.report.page import page
+from ckpt.report.page import Subject, page
 from ckpt.units import decimal
 from processes import REPO, eventually
 

@@ -3,20 +3,17 @@ say what cannot be, evaluations, runs that nobody started again, narrow terminal
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from accounts import WALL, account, costs, died, invoke, near, run, seen, settled, write
-from ckpt.errors import CorruptError
+from accounts import WALL, account, costs, died, near, run, seen, settled
 from ckpt.faults.report import Fault
 from ckpt.goodput import timeline
 from ckpt.goodput.breakdown import Statement
-from ckpt.goodput.ledger import PREFIX, Account, Decision, End
+from ckpt.goodput.ledger import Account, End
 from ckpt.report import figures
 
 __all__ = ["run"]  # a fixture
@@ -213,57 +210,6 @@ def test_the_state_says_how_it_ended_and_since_when_nothing_runs() -> None:
     assert states["ended by death"].wall_s == near(10.75)
     ended = [found.ended for found in states.values()]
     assert ended == ["death", "left", "closed", "", ""]
-
-
-def test_a_long_break_names_the_option() -> None:
-    """With which it can be said that it was wanted."""
-    found = settled(died(account(1, 0.0), 0.0, 0.0), account(2, 7214.0, first=11, of="1.abc"))
-    assert any("--idle-after" in note for note in found.notes)
-
-
-def test_the_help_says_what_its_options_do_not_do(run: Path) -> None:
-    """And what is effective, but no training."""
-    text = " ".join(invoke("--help").output.split())
-    for part in ("Shorter breaks still are restart", "paused", "Trained is"):
-        assert part in text, part
-
-
-# -- damage --
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("every", {"x": "x"}), ("every", {"x": 1.5}), ("every", {"x": True}), ("every", {"x": None}), ("why", {"x": 3}),
-     ("costs", {"x": "a lot"}), ("costs", {"x": [1]}), ("mtbf_s", {"x": {}})],
-)  # fmt: skip
-def test_wrong_values_inside_a_decision_are_damage(name: str, value: Any) -> None:
-    """Told when it is read, and not by whoever reckons with them."""
-    one = replace(account(1, 0.0), decisions=[Decision(3, {"x": 2}, {"x": "why"}, {"x": 1}, {"x": 2.0})])
-    Account.from_bytes(one.to_bytes())
-    data = json.loads(one.to_bytes())
-    data["decisions"][0][name] = value
-    with pytest.raises(CorruptError):
-        Account.from_bytes(json.dumps(data).encode())
-
-
-def test_numbers_that_make_no_sense_are_damage_to_the_command(run: Path) -> None:
-    """Named, left out, and exit code 1, as what cannot be read."""
-    write(run, died(account(1, 0.0)), account(2, 1e300), account(3, 20.0, first=8, of="1.abc"))
-    result = invoke(run)
-    assert result.return_value == 1 and "2.abc.0.json cannot be read" in result.stderr
-    found = json.loads(invoke(run, "--json").stdout)
-    assert found["damaged"] == [f"{PREFIX}2.abc.0.json"] and found["incarnations"] == 2
-
-
-# -- people --
-
-
-def test_nothing_is_shown_as_0_0_ms(run: Path) -> None:
-    """Remains of rounding are nothing."""
-    one = died(account(1, 0.0), 0.00001, 0.00001)
-    write(run, one, account(2, 20.0, first=8, of="1.abc", back=0.00002))
-    text = invoke(run).stdout
-    assert "0.0 ms" not in text and "0 s" in text
 
 
 # -- negative controls --

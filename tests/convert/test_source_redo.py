@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,11 +20,21 @@ from commands import call as call
 from test_redo import flip, frames, logged_run, newest_pack, opened
 
 
-@pytest.fixture
-def left(run_dir: str) -> tuple[str, list[str]]:
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
     """A folder as a killed job left it, checkpoints of steps 5 and 10 and a log up to 13; digests of all steps."""
-    found = logged_run(run_dir, 13, 5)
-    return f"{run_dir}.copy", found
+    folder = tmp_path_factory.mktemp("logged")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CKPT_RUNTIME_DIR", str(folder))
+        digests = logged_run(str(folder / "run"), 13, 5)
+    return str(folder / "run.copy"), digests
+
+
+@pytest.fixture
+def left(logged: tuple[str, list[str]], tmp_path: Path) -> tuple[str, list[str]]:
+    """A copy of that, to be changed."""
+    folder, digests = logged
+    return str(shutil.copytree(folder, tmp_path / "left")), digests
 
 
 def restored(folder: str | Path) -> tuple[int, str]:
@@ -35,18 +44,17 @@ def restored(folder: str | Path) -> tuple[int, str]:
         return cp.restore(), toy.digest(state)
 
 
-@pytest.mark.parametrize("step", [None, 13, 12, 11, 10, 5])
-def test_a_run_made_of_any_step(left: tuple[str, list[str]], tmp_path: Path, call: Any, step: int | None) -> None:
+def test_a_run_made_of_any_step(logged: tuple[str, list[str]], tmp_path: Path, call: Any) -> None:
     """Checkpoint or not, it is what the training had; what was redone is said, and only then. By default the newest."""
-    folder, digests = left
-    asked = [] if step is None else ["--step", step]
-    found = call("restore", folder, *asked, "--to", tmp_path / "to", "--format", "run", "--json")
-    wanted = 13 if step is None else step
-    assert found.code == 0 and restored(tmp_path / "to") == (wanted, digests[wanted])
-    said = [note for note in found.json["notes"] if "redo log" in note]
+    folder, digests = logged
     steps = {13: "3 steps", 12: "2 steps", 11: "1 step"}
-    expected = f"step {wanted} comes from the redo log: step 10 was loaded, and {steps.get(wanted)} after it redone"
-    assert said == ([expected] if wanted > 10 else [])
+    for asked, wanted in ((None, 13), (12, 12), (11, 11), (10, 10), (5, 5)):
+        words, to = ([] if asked is None else ["--step", asked]), tmp_path / str(wanted)
+        found = call("restore", folder, *words, "--to", to, "--format", "run", "--json")
+        assert found.code == 0 and restored(to) == (wanted, digests[wanted])
+        said = [note for note in found.json["notes"] if "redo log" in note]
+        expected = f"step {wanted} comes from the redo log: step 10 was loaded, and {steps.get(wanted)} after it redone"
+        assert said == ([expected] if wanted > 10 else [])
 
 
 def test_weights_of_a_redone_step(left: tuple[str, list[str]], tmp_path: Path, call: Any) -> None:
@@ -67,9 +75,9 @@ def test_weights_of_a_redone_step(left: tuple[str, list[str]], tmp_path: Path, c
     assert {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()} == before
 
 
-def test_differences_between_redone_steps(left: tuple[str, list[str]], call: Any) -> None:
+def test_differences_between_redone_steps(logged: tuple[str, list[str]], call: Any) -> None:
     """Steps are compared whether they are checkpoints or not; a step is equal to itself."""
-    folder, _ = left
+    folder, _ = logged
     assert call("diff", f"{folder}@13", f"{folder}@13").code == 0
     found = call("diff", f"{folder}@10", f"{folder}@12", "--json")
     assert found.code == 1 and found.json["tensors"]
@@ -108,10 +116,10 @@ def test_a_step_of_the_present_history_comes_before_one_that_was_undone(
             save = cp.step(step)
             assert save is not None and save.logged(60).step == step
             found[step] = toy.digest(state)
-        shutil.copytree(folder, tmp_path / "left")
+        shutil.copytree(folder, tmp_path / "went")
     for step in (10, 11, 7):
         to = tmp_path / f"to{step}"
-        assert call("restore", tmp_path / "left", "--step", step, "--to", to, "--format", "run").code == 0
+        assert call("restore", tmp_path / "went", "--step", step, "--to", to, "--format", "run").code == 0
         assert restored(to) == (step, found[step]) and found[step] != digests[step]
 
 
@@ -140,10 +148,10 @@ def test_a_run_without_any_checkpoint(run_dir: str, tmp_path: Path, call: Any) -
 
 
 def test_more_than_there_is_memory_for(
-    left: tuple[str, list[str]], tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
+    logged: tuple[str, list[str]], tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The newest checkpoint needs none, and is taken instead with a word; a step that was asked for is an error."""
-    folder, digests = left
+    folder, digests = logged
     monkeypatch.setattr(memory_pressure, "available_memory", lambda: 1000)
     found = call("restore", folder, "--to", tmp_path / "to", "--format", "run")
     assert found.code == 0 and "0 B may be taken" in found.err, found.err
@@ -160,8 +168,8 @@ def test_one_rank_that_saw_a_nan_is_enough() -> None:
         assert redo_logs.Logs("file:///nowhere", cast("Any", frames)).finite(attempt, range(2)) is expected
 
 
-def test_show_says_how_to_get_there(left: tuple[str, list[str]], call: Any) -> None:
+def test_show_says_how_to_get_there(logged: tuple[str, list[str]], call: Any) -> None:
     """A step of the log is none that `show` can look into, but not one that is lost."""
-    found = call("show", left[0], "--step", "12")
+    found = call("show", logged[0], "--step", "12")
     assert found.code == 2 and "ckpt restore URL --step 12 --to PATH" in found.err
-    assert json.loads(call("ls", left[0], "--json").out)["redo"][-1]["step"] == 13
+    assert call("ls", logged[0], "--json").json["redo"][-1]["step"] == 13

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import ckpt
+from ckpt.cli import conversion
 from ckpt.convert import export, partial, to_run
 from ckpt.convert.output import Literal, OutFile, Output, Run
 from ckpt.convert.source import RankView
@@ -186,31 +187,50 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize(
-    "words",
-    [("--format", "safetensors"), ("--world-size", "3"), ("--format", "torch"), ("--format", "dcp")],
-    ids=["safetensors", "run", "torch", "dcp"],
-)
-def test_killed_at_any_moment(made: Path, tmp_path: Path, call: Any, words: tuple[str, ...]) -> None:
+WORDS = {
+    "safetensors": ("--format", "safetensors"),
+    "run": ("--world-size", "3"),
+    "torch": ("--format", "torch"),
+    "dcp": ("--format", "dcp"),
+}
+WINDOWS = tuple(f"export.window:kill:{n}" for n in (1, 2, 4))  # by the first, or second of a run, nothing is noted
+FAILS = {
+    "safetensors": (*WINDOWS, "export.whole:kill"),
+    "run": (WINDOWS[2], "export.whole:kill", "log.linked:kill", "part.stored:kill"),
+    "torch": (WINDOWS[1], "export.whole:kill"),
+    "dcp": (WINDOWS[1], "export.whole:kill"),
+}
+
+
+@pytest.mark.parametrize("form", WORDS)
+def test_killed_at_any_moment(
+    made: Path, tmp_path: Path, call: Any, form: str, monkeypatch: pytest.MonkeyPatch, fails: tuple[str, ...] = ()
+) -> None:
     """Nothing has its name before all is there; the next call goes on, and what comes out is what comes out at once."""
+    words, early = WORDS[form], WINDOWS[: 2 if form == "run" else 1]
     assert call("restore", made, "--to", tmp_path / "whole", *words).code == 0
-    fails = [
-        *(f"export.window:kill:{n}" for n in (1, 2, 4)),
-        "export.whole:kill",
-        "log.linked:kill",
-        "part.stored:kill",
-    ]
-    for number, fail in enumerate(fails if "--world-size" in words else fails[:4]):
+    monkeypatch.setattr(export, "SYNC", 1)
+    monkeypatch.setattr(conversion, "WINDOW", MIB)
+    for number, fail in enumerate(fails or FAILS[form]):
         target = tmp_path / str(number)
         result = run_script(RESTORE, "restore", made, "--to", target, *words, fail=fail)
         assert killed(result) and not target.exists(), result.stderr
-        result = run_script(RESTORE, "restore", made, "--to", target, *words, "--json")
-        done = json.loads(result.stdout)["done"]
-        assert done["resumed"] > 0 or fail in fails[: 2 if "--world-size" in words else 1]
+        done = call("restore", made, "--to", target, *words, "--json").json["done"]
+        assert done["resumed"] > 0 or fail in early
         assert same_files(target, tmp_path / "whole") and not partial.partial_of(target).exists()
     target = tmp_path / "late"
     assert killed(run_script(RESTORE, "restore", made, "--to", target, *words, fail="export.appeared:kill"))
     assert same_files(target, tmp_path / "whole") and call("restore", made, "--to", target, *words).code == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", WORDS)
+def test_killed_at_any_moment_long(
+    made: Path, tmp_path: Path, call: Any, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same, at each of these moments."""
+    fails = (*WINDOWS, *FAILS[form][FAILS[form].index("export.whole:kill") :])
+    test_killed_at_any_moment(made, tmp_path, call, form, monkeypatch, fails)
 
 
 def same_files(a: Path, b: Path) -> bool:
@@ -231,15 +251,18 @@ def interrupted(made: Path, target: Path) -> Path:
     return max((p for p in partial.partial_of(target).rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
 
 
-def test_what_was_written_before_is_not_trusted(made: Path, tmp_path: Path, call: Any) -> None:
+def test_what_was_written_before_is_not_trusted(
+    made: Path, tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A byte that was flipped in between is written anew, and so is what the journal does not know."""
     call("restore", made, "--to", tmp_path / "whole")
     file = interrupted(made, tmp_path / "a")
     flip(file, 2 * MIB)
     journal = partial.partial_of(tmp_path / "a") / "journal"
     journal.write_bytes(journal.read_bytes() + b'["mod')
-    found = run_script(RESTORE, "restore", made, "--to", tmp_path / "a", "--json")
-    assert json.loads(found.stdout)["done"]["resumed"] == 3 * MIB  # four were noted
+    monkeypatch.setattr(conversion, "WINDOW", MIB)
+    found = call("restore", made, "--to", tmp_path / "a", "--json")
+    assert found.json["done"]["resumed"] == 3 * MIB  # four were noted
     assert same_files(tmp_path / "a", tmp_path / "whole")
 
 

@@ -537,13 +537,6 @@ def test_dtypes_that_safetensors_cannot_hold(tmp_path: Path, call: Any) -> None:
     assert call("diff", tmp_path / "run", tmp_path / "b").code == 0
 
 
-@pytest.mark.parametrize("command", ["restore", "import", "diff"])
-def test_help_has_an_example(command: str, call: Any) -> None:
-    """`--help` of each command shows a line that one can copy."""
-    found = call(command, "--help")
-    assert found.code == 0 and f"ckpt {command} " in found.out.partition("Example:")[2]
-
-
 # -- the engine by itself --
 
 

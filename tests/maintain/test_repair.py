@@ -56,6 +56,10 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
+# For what is alike in all forms: where the bytes are copied as they are, or nobody has them.
+one_form = pytest.mark.parametrize("made", FORMS[-1:], indirect=True, scope="module")
+
+
 @pytest.fixture
 def run(made: Path, tmp_path: Path) -> Path:
     """A copy of `near`, to be damaged."""
@@ -157,6 +161,7 @@ def zero(path: Path, size: int) -> None:
     path.write_bytes(raw[:-size] + bytes(size))
 
 
+@one_form
 @pytest.mark.parametrize("injury", INJURIES)
 def test_with_a_sound_copy_everything_can_be_repaired(
     made: Path, run: Path, call: Call, injury: str, monkeypatch: pytest.MonkeyPatch
@@ -167,6 +172,7 @@ def test_with_a_sound_copy_everything_can_be_repaired(
     check(call, run, made / "near", made / "near")
 
 
+@one_form
 def test_what_is_repaired_is_restored(made: Path, run: Path, call: Call) -> None:
     """The tensors of all checkpoints, bit for bit; and it is said which were damaged, and from where they came."""
     hurt(run, 2, "frozen")
@@ -221,6 +227,7 @@ LOST: dict[str, Callable[[Path], object]] = {
 }
 
 
+@one_form
 @pytest.mark.parametrize("injury", LOST)
 def test_what_nobody_has_is_said_and_stays(run: Path, call: Call, injury: str) -> None:
     """Exit code 1 with and without --yes, a word about what is lost, and not one byte is changed."""
@@ -307,6 +314,7 @@ def logged(run: Path, work: Callable[[RunLog], Any]) -> Any:
 # -- one step --
 
 
+@one_form
 def test_one_step_only(made: Path, run: Path, call: Call) -> None:
     """--step looks at what that checkpoint needs, in files of older ones too, and leaves the rest."""
     hurt(run, 1, "noise")
@@ -321,6 +329,7 @@ def test_one_step_only(made: Path, run: Path, call: Call) -> None:
 # -- what may go wrong --
 
 
+@one_form
 @pytest.mark.parametrize("moment", ["pack.opened", "pack.written", "pack.synced"])
 def test_killed_in_the_middle(made: Path, run: Path, call: Call, moment: str) -> None:
     """The old file stays, whole, until the new one is in its place; the next call ends the work and leaves nothing."""
@@ -334,6 +343,7 @@ def test_killed_in_the_middle(made: Path, run: Path, call: Call, moment: str) ->
     check(call, run, made / "near", made / "near")
 
 
+@one_form
 @pytest.mark.parametrize("what", ["reserve", "pwrite", "fsync", "replace"])
 def test_a_disk_that_fails(made: Path, run: Path, call: Call, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """No space left, read-only, or broken: the file stays as it was, nothing is left beside it, and it is said."""
@@ -351,6 +361,7 @@ def test_a_disk_that_fails(made: Path, run: Path, call: Call, monkeypatch: pytes
     check(call, run, made / "near", made / "near")
 
 
+@one_form
 def test_wrong_usage(made: Path, run: Path, call: Call, tmp_path: Path) -> None:
     """The same place twice, what is no run or not there, a step that is not there: one line and exit code 2."""
     (tmp_path / "empty").mkdir()
@@ -371,6 +382,7 @@ def test_wrong_usage(made: Path, run: Path, call: Call, tmp_path: Path) -> None:
     assert tree(run) == before
 
 
+@one_form
 def test_another_run_is_said_to_be_one(run: Path, call: Call, tmp_path: Path) -> None:
     """It is of use only where contents are alike, which digests decide."""
     other = tmp_path / "other"
@@ -380,6 +392,7 @@ def test_another_run_is_said_to_be_one(run: Path, call: Call, tmp_path: Path) ->
     assert found.code == 1 and "is another run" in found.err and "LOST" in found.out
 
 
+@one_form
 def test_a_source_that_is_damaged_as_well(made: Path, run: Path, call: Call, tmp_path: Path) -> None:
     """What is damaged there in the same place is not taken; a second source may have it."""
     other = Path(shutil.copytree(made / "near", tmp_path / "other"))
@@ -390,6 +403,7 @@ def test_a_source_that_is_damaged_as_well(made: Path, run: Path, call: Call, tmp
     check(call, run, made / "near", other, made / "near")
 
 
+@one_form
 def test_negative_control_unverified_bytes_would_be_taken(
     made: Path, run: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,6 +437,7 @@ def retiring(run: Path, step: int) -> None:
         path.unlink()
 
 
+@one_form
 @pytest.mark.parametrize("moment", ["look", "audit", "seek"])
 def test_what_is_retired_meanwhile_is_left_out(
     made: Path, run: Path, call: Call, moment: str, monkeypatch: pytest.MonkeyPatch
@@ -473,6 +488,7 @@ def moto() -> Iterator[MotoServer]:
         yield server
 
 
+@one_form
 @pytest.mark.parametrize("engine", ["s3fs", "obstore"])
 def test_in_a_bucket(made: Path, call: Call, moto: MotoServer, tmp_path: Path, engine: str) -> None:
     """The same in an object store: from a folder to the bucket, and from the bucket to a folder."""
@@ -557,6 +573,7 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -
     asyncio.run(work())
 
 
+@one_form
 def test_gc_takes_leftovers(run: Path, call: Call) -> None:
     """Of a repair that was killed and never called again."""
     left = run / "packs" / f".{pack_of(run, 1).name}.0123456789abcdef.new"
@@ -688,6 +705,7 @@ def test_a_rank_s_table_out_of_that_of_all(made: Path) -> None:
         assert share is not None and share.to_bytes() == ranks[rank].to_bytes()
 
 
+@one_form
 def test_it_reads_no_more_at_once_than_it_should(made: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pack is read once, in ranges of a bounded size, however large it is."""
     objects = tree(run)
@@ -717,15 +735,10 @@ def test_it_reads_no_more_at_once_than_it_should(made: Path, run: Path, monkeypa
     assert len(set(asked)) == len(asked)
 
 
+@one_form
 def test_no_torch_is_needed(made: Path, run: Path) -> None:
     """It works where torch cannot be imported."""
     hurt(run, 1, "noise")
     words = ["repair", run, "--from", made / "near", "--yes"]
     result = spawn(*words, code="sys.modules['torch'] = None")
     assert (result.returncode, result.stderr) == (0, "") and same(run, made / "near")
-
-
-def test_help_has_an_example(call: Call) -> None:
-    """And the command is listed."""
-    assert "ckpt repair " in call("repair", "--help").out.partition("Example:")[2]
-    assert "\n  repair " in call("--help").out

@@ -151,13 +151,6 @@ def test_a_plan_is_shown_and_nothing_is_done(run: Path, call: Call, words: Seque
     assert tree(run) != before or Path(f"{run}-copy").exists()
 
 
-@pytest.mark.parametrize("name", ["copy", "prune", "gc", "keep"])
-def test_each_has_help_with_an_example(call: Call, name: str) -> None:
-    """And it is listed."""
-    assert f"ckpt {name} " in call(name, "--help").out.partition("Example:")[2]
-    assert f"\n  {name} " in call("--help").out
-
-
 def test_options_reach_the_place(call: Call, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--option goes to both sides of a copy, the others to one, and win."""
     told: dict[str, Any] = {}
@@ -196,18 +189,12 @@ def test_a_copy_is_a_run_of_its_own(run: Path, call: Call, tmp_path: Path) -> No
 
 
 def test_a_second_copy_does_nothing(run: Path, call: Call, tmp_path: Path) -> None:
-    """It says that the checkpoint is there."""
+    """It says that the checkpoint is there; the target's own copy is looked at before that is said."""
     there = tmp_path / "there"
     call("copy", run, there, "--yes")
     before = tree(there)
     again = call("copy", run, there, "--yes")
     assert again.code == 0 and "already there" in again.out and tree(there) == before
-
-
-def test_what_is_there_and_damaged_is_said(run: Path, call: Call, tmp_path: Path) -> None:
-    """The target's own copy is looked at before it is called there."""
-    there = tmp_path / "there"
-    call("copy", run, there, "--yes")
     next((there / "packs").iterdir()).unlink()
     again = call("copy", run, there, "--yes")
     assert again.code == 2 and "damaged there" in again.err

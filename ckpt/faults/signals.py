@@ -7,6 +7,9 @@ something holds the interpreter's lock, the writer does.
 
 Nobody's handlers are lost: ours call those that were there before, and those that are installed later replace ours,
 which the descriptor does not depend on. `put_back` restores what was there.
+
+There may be several of us in a process, which has one handler of a signal and one descriptor. The last that was armed
+has the descriptor; each passes on what it reads to the one before it, and the first to whoever was there before.
 """
 
 from __future__ import annotations
@@ -18,11 +21,20 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from ckpt.events import log
 
 Handler = Any  # what signal.getsignal gives: a callable, SIG_DFL, SIG_IGN
+
+
+class _Descriptors:
+    """Of this process. `ours`: who is armed, in that order; `others`: whose descriptor it was before any of us, or that
+    came between; `left`: ours that the interpreter may have, though nobody reads there any more."""
+
+    ours: ClassVar[list[Wakeup]] = []
+    left: ClassVar[set[int]] = set()
+    others = -1
 
 
 class Wakeup:
@@ -34,7 +46,6 @@ class Wakeup:
         self.reader.setblocking(False)
         self._writer.setblocking(False)
         self._before: dict[int, Handler] = {}
-        self._chained = -1
         self._armed = False
         self.deaf = False  # nobody reads any more: what would have ended the process does so once all is put back
         self._missed: list[int] = []
@@ -69,30 +80,40 @@ class Wakeup:
                 continue
             self._before[number] = before
             signal.signal(number, self._ours)
-        self._chained = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        _Descriptors.ours.append(self)
         self._armed = self._taken = True
+        _take_descriptor()
 
     def put_back(self) -> None:
         """What is still ours becomes what it was. From another thread than the main one ours only go quiet."""
         armed, self._armed = self._armed, False
+        if self in _Descriptors.ours:
+            _Descriptors.ours.remove(self)
+        for later in _Descriptors.ours:  # they call what ours called
+            later._before = {n: self._before[n] if h is self._ours else h for n, h in later._before.items()}
         if not armed or threading.current_thread() is not threading.main_thread():
             return
         for number, before in self._before.items():
             if signal.getsignal(number) is self._ours:
                 signal.signal(number, before)
-        try:
-            found = signal.set_wakeup_fd(self._chained, warn_on_full_buffer=False)
-        except (OSError, ValueError):  # it was closed meanwhile
-            found = signal.set_wakeup_fd(-1)
-        self._taken = False
-        if found not in (self._writer.fileno(), -1):
-            signal.set_wakeup_fd(found, warn_on_full_buffer=False)  # somebody else's, later than ours
+        self._give_descriptor_back()
         for number in self._missed:
             os.kill(os.getpid(), number)
 
+    def _give_descriptor_back(self) -> None:
+        """To the one of us that was armed before, or to whoever was there before us."""
+        ours = [one._writer.fileno() for one in _Descriptors.ours]
+        try:
+            found = signal.set_wakeup_fd([_Descriptors.others, *ours][-1], warn_on_full_buffer=False)
+        except (OSError, ValueError):  # it was closed meanwhile
+            found = signal.set_wakeup_fd(-1)
+        self._taken = False
+        if found not in (-1, self._writer.fileno(), *ours, *_Descriptors.left):
+            signal.set_wakeup_fd(found, warn_on_full_buffer=False)  # somebody else's, later than ours
+
     def close(self) -> None:
         if self._taken:  # the interpreter goes on writing to that number: no other file may get it, and no pipe break
-            self._writer.detach()
+            _Descriptors.left.add(self._writer.detach())
             self.reader.detach()
         else:
             self._writer.close()
@@ -105,7 +126,10 @@ class Wakeup:
 
     def would_end(self, number: int) -> bool:
         """Whether the process would have ended of this signal without us: nobody else handles it."""
-        return self._before.get(number) == signal.SIG_DFL and signal.getsignal(number) is self._ours
+        handler, found = signal.getsignal(number), False
+        while isinstance(one := getattr(handler, "__self__", None), Wakeup) and handler is one._ours:
+            handler, found = one._before[number], found or one is self
+        return found and handler == signal.SIG_DFL
 
     def miss(self, number: int) -> None:
         """Not now: it is sent again when everything is put back."""
@@ -113,9 +137,12 @@ class Wakeup:
 
     def pass_on(self, raw: bytes) -> None:
         """To whoever had the descriptor before us."""
-        if self._chained >= 0:
-            with contextlib.suppress(OSError):  # a pipe or a socket; full or closed is its owner's business
-                os.write(self._chained, raw)
+        armed = list(_Descriptors.ours)
+        with contextlib.suppress(OSError, ValueError):  # full or closed is its owner's business; or we are not armed
+            if at := armed.index(self):
+                armed[at - 1]._writer.send(raw)
+            elif _Descriptors.others >= 0:
+                os.write(_Descriptors.others, raw)  # a pipe or a socket
 
     def read(self) -> list[int]:
         """The signals that have come since, ours only; others' descriptors get theirs passed on."""
@@ -135,13 +162,9 @@ class Wakeup:
 
     def _handle(self, number: int, frame: Any) -> None:
         """In the main thread, as soon as it comes round to it."""
-        if self._armed:
-            # A loop of asyncio takes the descriptor for itself, and sets it to none at its end.
-            found = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-            if found != self._writer.fileno():
-                self._chained = found
-                with contextlib.suppress(OSError):
-                    self._writer.send(bytes([number]))
+        if _Descriptors.ours and _take_descriptor():
+            with contextlib.suppress(OSError):
+                _Descriptors.ours[-1]._writer.send(bytes([number]))
         before = self._before.get(number)
         if self._armed and self.deaf and before == signal.SIG_DFL:
             self._missed.append(number)
@@ -150,6 +173,17 @@ class Wakeup:
         elif not self._armed and before == signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def _take_descriptor() -> bool:
+    """For the last of us; whether it was nobody's who is armed: a loop of asyncio takes the descriptor for itself, and
+    sets it to none at its end."""
+    ours = [one._writer.fileno() for one in _Descriptors.ours]
+    found = signal.set_wakeup_fd(ours[-1], warn_on_full_buffer=False)
+    if found in ours:
+        return False
+    _Descriptors.others = -1 if found in _Descriptors.left else found
+    return True
 
 
 def _caught(number: int) -> bool:

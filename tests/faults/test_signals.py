@@ -33,11 +33,12 @@ def arm() -> Iterator[Callable[..., Wakeup]]:
         return made[-1]
 
     yield make
-    signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
     for number, handler in before.items():
         signal.signal(number, handler)
     for wakeup in made:
+        wakeup.put_back()
         wakeup.close()
+    signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
 
 
 def current_fd() -> int:
@@ -332,6 +333,39 @@ def test_repeated_signals_are_all_heard_and_too_many_harm_nothing(arm: Any) -> N
     assert 0 < found <= 20_000
     send(signal.SIGTERM)
     assert wakeup.read() == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize("closed", [(), (0,), (1,), (2,), (0, 1), (1, 2), (0, 2)])
+@pytest.mark.parametrize("taken", [False, True], ids=["", "taken between"])
+def test_several_in_one_process(arm: Any, closed: tuple[int, ...], taken: bool) -> None:
+    """Each that is armed hears a signal once, and so does who was there before; no byte goes round. Whichever of them
+    were closed before, and if another library had the descriptor in between: each of the rest says that it ends the
+    process, and the descriptor and the handler are as they were in the end."""
+    here, there = socket.socketpair()
+    here.setblocking(False)
+    there.setblocking(False)
+    signal.set_wakeup_fd(there.fileno())
+    made = [arm(signal.SIGTERM) for _ in range(3)]
+    for at in closed:
+        made[at].put_back()
+        made[at].close()
+    if taken:
+        asyncio.run(asyncio.sleep(0, signal.set_wakeup_fd(-1)))
+    rest = [wakeup for at, wakeup in enumerate(made) if at not in closed]
+    for _ in range(2):
+        send(signal.SIGTERM)
+        assert [wakeup.would_end(signal.SIGTERM) for wakeup in rest] == [True] * len(rest)
+        assert [wakeup.read() for wakeup in reversed(rest)] == [[signal.SIGTERM]] * len(rest)
+        assert [wakeup.read() for wakeup in rest] == [[]] * len(rest)
+        if not taken:
+            assert list(here.recv(9)) == [signal.SIGTERM]
+    for wakeup in rest:
+        wakeup.put_back()
+    assert current_fd() == (-1 if taken else there.fileno())
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    signal.set_wakeup_fd(-1)
+    here.close()
+    there.close()
 
 
 def test_no_signals_arm_nothing(arm: Any) -> None:

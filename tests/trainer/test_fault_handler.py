@@ -315,6 +315,35 @@ def test_sigterm_while_the_main_thread_is_blocked(run_dir: str) -> None:
         assert run.at == 5 and is_exact(run)
 
 
+def test_sigterm_to_two_runs_in_one_process(run_dir: str) -> None:
+    """Both have their last step, also the one that has more to do; the process ends with 143."""
+    code = """
+from ckpt.trainer.faults.secure import Securer
+other = toy.build()
+tiers = [ckpt.Memory(every=1000, between=True), ckpt.Tier(sys.argv[1] + "-2", every=10_000)]
+cp, cp2 = opened(1000), ckpt.Checkpointer(other, tiers)
+cp2.restore(default=0)
+for step in range(1, 6):
+    for some, of in (state, cp), (other, cp2):
+        toy.train_step(some)
+        of.step(step)
+        if step == 1:
+            of.stage()  # so that there is memory
+secure = Securer.secure
+Securer.secure = lambda self, *a, **k: (time.sleep(self is cp2._fault_handler._securer and 2.0), secure(self, *a, **k))
+say("ready")
+block()
+"""
+    with trainer(run_dir, code) as process:
+        await_line(process, "ready")
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=ANSWER_S)
+    assert process.returncode == SIGTERM_CODE, output
+    for run in (run_dir, run_dir + "-2"):
+        with training(run) as again:
+            assert again.at == 5
+
+
 def test_sigterm_before_the_first_step_and_with_its_own_leave(run_dir: str) -> None:
     """There is nothing to save, and it is said so: exit code 143 and an empty run."""
     with trainer(run_dir, "opened(); say('open'); block()\n") as process:

@@ -15,9 +15,11 @@ import contextlib
 import queue
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ckpt.events import log
@@ -34,6 +36,10 @@ from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
 from ckpt.triggers import REPLACE_CODE, RETRY_CODE, OnException, OnHang, OnOom, Trigger
 
 CRASHING_S = 0.5  # for the newest step to become durable, where memory has it in any case
+OTHERS_S = 60.0  # for other runs of this process to have their last step in memory
+
+_armed: weakref.WeakSet[FaultHandler] = weakref.WeakSet()  # of this process
+_ending = threading.Lock()  # held by the one that ends it
 
 
 class _Excepthook:
@@ -83,6 +89,7 @@ class FaultHandler:
         """Arm everything, or nothing."""
         if not self._triggers:
             return
+        _armed.add(self)
         try:
             self._securer.start()
             self._perception.arm()
@@ -103,6 +110,7 @@ class FaultHandler:
         if self._incidents.stopped:
             return
         self._incidents.stopped = True
+        _armed.discard(self)
         if self._triggers:
             self._disarm(timeout_s)
         self._perception.close()
@@ -128,6 +136,7 @@ class FaultHandler:
         """In a forked child: signals to it are not the trainer's, and a crash of it is its own."""
         if self.armed:
             self._incidents.stopped = True
+            _armed.discard(self)
             self._perception.forget()
 
     @property
@@ -209,7 +218,22 @@ class FaultHandler:
             if isinstance(call, FaultCall) and call.leave is not None:
                 with contextlib.suppress(Exception):
                     self._securer.take_the_last()
-                leave(call.leave)
+                if _ending.acquire(blocking=False):  # else another run ends the process, once it has heard of ours
+                    self._hear_others(time.monotonic() + min(call.left_s, OTHERS_S))
+                    leave(call.leave)
+
+    def _hear_others(self, end: float) -> None:
+        """Other runs of this process deal with what they have begun, and have their last step in memory."""
+        for other in list(_armed - {self}):
+            done = threading.Event()
+            other._incidents.queue.put(partial(other._take_the_last, done))
+            done.wait(max(0.0, end - time.monotonic()))
+
+    def _take_the_last(self, done: threading.Event) -> None:
+        try:
+            self._securer.take_the_last()
+        finally:
+            done.set()
 
     def _deal(self, call: FaultCall) -> None:
         if call.note is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`: what is started would be deaf
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     processes.ZYGOTE = processes.Zygote()
     config.add_cleanup(processes.ZYGOTE.close)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -50,6 +51,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`: what is started would be deaf
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Thousands of writers start in a run: where nothing may be kept of what was compiled, that takes a third of it.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     processes.ZYGOTE = processes.Zygote()
     config.add_cleanup(processes.ZYGOTE.close)
 

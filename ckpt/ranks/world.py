@@ -18,7 +18,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ckpt.errors import CheckpointError, DeadlineError, PeerError, UsageError, from_wire, to_wire
+from ckpt import errors
+from ckpt.errors import CheckpointError, DeadlineError, PeerError, TransferError, UsageError, from_wire, to_wire
+from ckpt.events import log as logger
 from ckpt.ranks.board import ANSWER_S, PAUSE_S, Alone, Board, Json, pack, unpack
 from ckpt.ranks.save_rounds import Round, SaveRounds
 
@@ -104,50 +106,28 @@ class World:
             )
         return cls(node=node, timeout_s=timeout_s)
 
-    def agree(
-        self,
-        topic: str,
-        mine: Json,
-        decide: Decide | None = None,
-        *,
-        error: BaseException | None = None,
-        timeout_s: float | None = None,
-    ) -> Json:
-        """Every rank brings `mine`, or the `error` it met; all get what `decide` makes of the list, in rank order.
+    def agree(self, topic: str, mine: Json, decide: Decide | None = None, *, timeout_s: float | None = None) -> Json:
+        """Every rank brings `mine`; all get what `decide` makes of the list, in rank order.
 
         All ranks make the same calls in the same order. `decide` is pure and runs on rank 0; without it, all get the
-        list. An error of a rank, or of `decide`, is raised by all: by the rank itself as it is, by the others with
-        the same class where it is one of ours, else as PeerError, and with "rank 2: " in front. `timeout_s`: for all
-        ranks to come, from when rank 0 comes.
+        list. An error of `decide` is raised by all: with its class where it is one of ours, else as PeerError. What a
+        rank does that may fail: `together`. `timeout_s`: for all ranks to come, from when rank 0 comes.
 
         Errors: DeadlineError names the ranks that did not come, or says that rank 0 did not answer; PeerError where
         the ranks make different calls, or the store cannot be reached; UsageError where a value is not JSON or is too
-        large. A rank that brings an `error` raises just that, in any case.
+        large.
         """
         decide, timeout_s = decide or list, self.timeout_s if timeout_s is None else timeout_s
-        if self.size == 1 and error is None:
+        if self.size == 1:
             return decide([mine])
         turn, self._turn = f"{self._prefix}{self._turn}/", self._turn + 1
         try:
-            post = pack({"topic": topic, "value": mine if error is None else None})
-        except UsageError as problem:
-            error = problem
-        if error is None:
-            return self._take_turn(turn, topic, post, decide, timeout_s)
-        if self.size > 1:
+            post = pack({"topic": topic, "value": mine})
+        except UsageError as error:
             with contextlib.suppress(CheckpointError):
                 self._take_turn(turn, topic, pack({"topic": topic, "error": _wire(error)}), decide, timeout_s)
-        raise error
-
-    def only(self, topic: str, rank: int, work: Callable[[], Json], *, timeout_s: float | None = None) -> Json:
-        """One rank does something; all get its JSON result, or raise its error, as in `agree`."""
-        result, error = None, None
-        if self.rank == rank:
-            try:
-                result = work()
-            except Exception as problem:
-                error = problem
-        return self.agree(topic, result, lambda results: results[rank], error=error, timeout_s=timeout_s)
+            raise
+        return self._take_turn(turn, topic, post, decide, timeout_s)
 
     def mailbox(self) -> Mailbox:
         """For a background thread: messages to other ranks, over a connection of its own."""
@@ -263,17 +243,11 @@ def _values(topic: str, posts: dict[int, Json], missing: list[int], timeout_s: f
                 f"rank 0 came to {topic!r}, rank {rank} to {message.get('topic')!r}: "
                 "all ranks must make the same calls in the same order"
             )
-    failed = {rank: message["error"] for rank, message in messages.items() if "error" in message}
-    told = ""
-    if failed:
-        first, others = min(failed), len(failed) - 1
-        more = f" (and {others} other rank{'s' * (others > 1)} failed)" if others else ""
-        told = f"rank {first}: {failed[first]['message']}{more}"
     if missing:
-        late = f"{topic}: rank {_some(missing)} did not come within {timeout_s:g} s"
-        raise DeadlineError(f"{late}; {told}" if told else late)
-    if failed:
-        raise from_wire({**failed[first], "message": told})
+        raise DeadlineError(f"{topic}: rank {_some(missing)} did not come within {timeout_s:g} s")
+    for rank, message in messages.items():
+        if "error" in message:  # it could not say what it has
+            raise from_wire({**message["error"], "message": f"rank {rank}: {message['error']['message']}"})
     return [message["value"] for message in messages.values()]
 
 
@@ -286,3 +260,39 @@ def _numbered(names: list[str]) -> list[int]:
     """Equal names get equal numbers, counted in the order in which they first come."""
     number = {name: i for i, name in enumerate(dict.fromkeys(names))}
     return [number[name] for name in names]
+
+
+def together(
+    world: World, topic: str, work: Callable[[], Json], decide: Callable[[list[Json]], Json] | None = None
+) -> Any:
+    """Do something on every rank. If it failed anywhere, all raise the same error: all must go on in the same way."""
+    post: dict[str, Json] = {}
+    failure: Exception | None = None
+    try:
+        post["value"] = work()
+    except Exception as error:
+        failure, post["error"] = error, to_wire(error)
+    verdict = world.agree(topic, post, lambda posts: _verdict(posts, decide))
+    if "error" not in verdict:
+        return verdict["value"]
+    foreign = failure is not None and not isinstance(failure, CheckpointError)
+    if failure is not None and (world.size == 1 or (foreign and verdict["rank"] == world.rank)):
+        raise failure  # of ours, all raise the same, word for word
+    if failure is not None and verdict["rank"] != world.rank:
+        logger.warning("%s failed on this rank as well: %r", topic, failure)
+    raise from_wire(verdict["error"]) from failure
+
+
+def _verdict(posts: list[Any], decide: Callable[[list[Json]], Json] | None) -> dict[str, Json]:
+    """What failed first counts, not what failed since a rank failed."""
+    failed = [(rank, post["error"]) for rank, post in enumerate(posts) if "error" in post]
+    failed.sort(key=lambda one: (one[1]["error"] == TransferError.__name__, one[0]))
+    for rank, error in failed[:1]:
+        known = error["error"] in vars(errors)  # somebody else's exception is raised by the rank that met it
+        message = f"rank {rank}: {error['message']}" if len(posts) > 1 else error["message"]
+        return {"rank": rank, "error": {**error, "message": message, **({} if known else {"error": "PeerError"})}}
+    values = [post["value"] for post in posts]
+    try:
+        return {"value": values if decide is None else decide(values)}
+    except CheckpointError as error:
+        return {"rank": -1, "error": to_wire(error)}

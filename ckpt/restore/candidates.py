@@ -15,8 +15,7 @@ from ckpt.checkpoint.losses import Loss
 from ckpt.errors import UsageError
 from ckpt.format.manifest import Attempt
 from ckpt.format.values import Json
-from ckpt.ranks.together import together
-from ckpt.ranks.world import World
+from ckpt.ranks.world import World, together
 from ckpt.restore.redo_logs import Logs, look
 from ckpt.restore.redo_source import RedoSource
 from ckpt.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource

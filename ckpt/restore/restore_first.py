@@ -25,9 +25,7 @@ from ckpt.format.manifest import Attempt
 from ckpt.format.saved_state import SavedState
 from ckpt.format.values import Json
 from ckpt.ranks.exchange import Exchange
-from ckpt.ranks.together import together as together
-from ckpt.ranks.world import World
-from ckpt.restore.candidates import gather as gather
+from ckpt.ranks.world import World, together
 from ckpt.restore.division import Work, divided, fitting, known, verified, wanted_tensors, wishes
 from ckpt.restore.redo_source import RedoSource
 from ckpt.restore.sources import RestoreSource

@@ -27,8 +27,7 @@ from ckpt.goodput.ledger import Decision
 from ckpt.ipc.heartbeat import Heartbeat
 from ckpt.ipc.notes import CadenceNote
 from ckpt.ipc.watch_requests import CadenceOf
-from ckpt.ranks.world import Mailbox, World
-from ckpt.restore.restore_first import together
+from ckpt.ranks.world import Mailbox, World, together
 from ckpt.store import folder_of
 from ckpt.subscribers import publish
 from ckpt.tiers import Memory, Tier

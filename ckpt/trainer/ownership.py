@@ -21,8 +21,7 @@ from ckpt.format.manifest import Attempt, new_nonce
 from ckpt.format.partition import partner
 from ckpt.ipc.notes import HeldNote
 from ckpt.ipc.requests import Partner, Serve
-from ckpt.ranks.world import Mailbox, World
-from ckpt.restore.restore_first import together
+from ckpt.ranks.world import Mailbox, World, together
 from ckpt.runlog.log import Acquire
 from ckpt.tiers import Memory, Tier
 from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor

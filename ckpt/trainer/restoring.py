@@ -11,7 +11,9 @@ from ckpt.errors import CorruptError, NoCheckpointError
 from ckpt.events import log
 from ckpt.ipc.heartbeat import OPENING, RESTORING
 from ckpt.ipc.watch_requests import RestoreDone
-from ckpt.restore.restore_first import Restored, gather, restore_first, together
+from ckpt.ranks.world import together
+from ckpt.restore.candidates import gather
+from ckpt.restore.restore_first import Restored, restore_first
 from ckpt.restore.sources import MemorySource, RestoreSource
 from ckpt.save import Save
 from ckpt.subscribers import publish

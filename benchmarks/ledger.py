@@ -35,7 +35,7 @@ from ckpt.checkpoint.open_tier import open_place
 from ckpt.ipc.heartbeat import Heartbeat
 from ckpt.ipc.watch_requests import KeepBooks
 from ckpt.tiers import Tier
-from ckpt.writer.watch.bookkeeper import Bookkeeper
+from ckpt.writer.bookkeeper import Bookkeeper
 from figures import goal, machine
 
 STEPS = 200_000

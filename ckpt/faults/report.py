@@ -2,7 +2,7 @@
 
 A `Fault` is one rank's account of one incident: what was seen first and by whom, where every rank stood, what was
 saved, how long each part took, and what a launcher or scheduler should do (one word of `ADVICE`; who sees a fault
-chooses it, in `ckpt.trainer.faults` and `ckpt.writer.watch.fault_reports`). Ranks write theirs without asking each
+chooses it, in `ckpt.trainer.faults` and `ckpt.writer.fault_reports`). Ranks write theirs without asking each
 other; `incidents` puts together what belongs together.
 """
 

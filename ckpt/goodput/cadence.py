@@ -1,6 +1,6 @@
 """How often to save: `every="auto"`.
 
-    what steps took (ckpt.writer.watch.bookkeeper) -> Costs -> decide() -> Decision
+    what steps took (ckpt.writer.bookkeeper) -> Costs -> decide() -> Decision
         -> agreed by all ranks (ckpt.trainer.cadence_sync) -> Schedule
 
 - **Memory** is saved as often as a budget allows: every step, if a snapshot takes at most 1 % of it from training. And

@@ -8,7 +8,7 @@ however long the job runs, since neighbouring rows are merged when there are man
 
 All times are seconds of the machine's monotonic clock, which never jumps and which all its processes share; `boot` says
 which machine and boot that is, and `anchor` is one moment by both clocks. What follows from it, over all incarnations,
-is in `ckpt.goodput.accounting`; who keeps it, in `ckpt.writer.watch.bookkeeper`.
+is in `ckpt.goodput.accounting`; who keeps it, in `ckpt.writer.bookkeeper`.
 """
 
 from __future__ import annotations

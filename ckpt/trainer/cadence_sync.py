@@ -75,7 +75,7 @@ class CadenceSync:
         self._stopped.set()
 
     def places(self) -> list[CadenceOf]:
-        """What the writer is to decide about; see `ckpt.writer.watch.bookkeeper`."""
+        """What the writer is to decide about; see `ckpt.writer.bookkeeper`."""
         now = self.schedule.newest
         found: list[CadenceOf] = []
         if self._memory is not None:

@@ -254,7 +254,7 @@ class Session:
         self.supervisor.show(request, (self.heartbeat.fd,))
 
     def _keep_books(self) -> None:
-        """The writer of the rank that speaks for the nearest tier keeps the ledger: `ckpt.writer.watch.bookkeeper`."""
+        """The writer of the rank that speaks for the nearest tier keeps the ledger: `ckpt.writer.bookkeeper`."""
         if self.supervisor.roles[0].place > 0 if self.tiers else self.world.rank > 0:
             return
         owner = self.supervisor.owner

@@ -17,18 +17,14 @@ from ckpt.errors import FencedError
 from ckpt.faults.report import Fault, SavedStep
 from ckpt.format.manifest import Attempt
 from ckpt.ipc.requests import Close, Leave
-from ckpt.writer.background import Background
-from ckpt.writer.dispatch import Caller, handles_caller
-from ckpt.writer.held_run import LOST_S, HeldRun
-from ckpt.writer.memory.held_memory import HAND_OVER_S, HeldMemory
-from ckpt.writer.present_trainer import PresentTrainer
+from ckpt.writer.dispatch import Background, Caller, handles_caller
+from ckpt.writer.fault_reports import FaultReporter, TrainerWatch
+from ckpt.writer.held_run import LOST_S, HeldRun, PresentTrainer
+from ckpt.writer.memory import HAND_OVER_S, HeldMemory
+from ckpt.writer.persist import Drain, Persister
 from ckpt.writer.server import Server
-from ckpt.writer.tiers.drain import Drain
-from ckpt.writer.tiers.persist import Persister
-from ckpt.writer.watch.fault_reports import FaultReporter
-from ckpt.writer.watch.observers import Observers
-from ckpt.writer.watch.trainer_watch import TrainerWatch
-from ckpt.writer.watch.watchdog import Watchdog
+from ckpt.writer.status import Observers
+from ckpt.writer.watchdog import Watchdog
 
 RETRY_S = 5.0
 TOLD_S = 20.0  # for what is in memory to become durable before the report is written without it

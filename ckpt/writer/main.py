@@ -30,24 +30,18 @@ from ckpt.ipc.channel import Channel
 from ckpt.ipc.process import Process
 from ckpt.ipc.protocol import failure
 from ckpt.writer.after_death import AfterDeath
-from ckpt.writer.background import Background
-from ckpt.writer.dispatch import Dispatch
-from ckpt.writer.held_run import HeldRun
-from ckpt.writer.memory.held_memory import HeldMemory
-from ckpt.writer.memory.memory_requests import MemoryRequests
+from ckpt.writer.bookkeeper import Bookkeeper
+from ckpt.writer.dispatch import Background, Dispatch
+from ckpt.writer.fault_reports import FaultReporter, TrainerWatch
+from ckpt.writer.held_run import HeldRun, PresentTrainer
+from ckpt.writer.memory import HeldMemory, MemoryRequests
 from ckpt.writer.opening import TierOpener
-from ckpt.writer.present_trainer import PresentTrainer
+from ckpt.writer.persist import Drain, Persister
+from ckpt.writer.redo import RedoKeeper
 from ckpt.writer.server import Server, call_myself
+from ckpt.writer.status import Observers, StatusServer
 from ckpt.writer.succession import Succession
-from ckpt.writer.tiers.drain import Drain
-from ckpt.writer.tiers.persist import Persister
-from ckpt.writer.tiers.redo import RedoKeeper
-from ckpt.writer.tiers.throttle import Throttle
-from ckpt.writer.watch.bookkeeper import Bookkeeper
-from ckpt.writer.watch.fault_reports import FaultReporter
-from ckpt.writer.watch.observers import Observers
-from ckpt.writer.watch.status import StatusServer
-from ckpt.writer.watch.trainer_watch import TrainerWatch
+from ckpt.writer.throttle import Throttle
 
 NICE = 10
 

@@ -23,12 +23,11 @@ from ckpt.ipc.notes import SaidNote
 from ckpt.ipc.process import boot_id, namespace
 from ckpt.ipc.requests import PartsHere, TierFound
 from ckpt.redo.append import holds_logs
+from ckpt.writer.bookkeeper import Bookkeeper
 from ckpt.writer.dispatch import handles
-from ckpt.writer.held_run import HeldRun, acquire_of
-from ckpt.writer.present_trainer import PresentTrainer
-from ckpt.writer.tiers.promotion import Promoter
-from ckpt.writer.tiers.throttle import IdleCores, Throttle, threads
-from ckpt.writer.watch.bookkeeper import Bookkeeper
+from ckpt.writer.held_run import HeldRun, PresentTrainer, acquire_of
+from ckpt.writer.promotion import Promoter
+from ckpt.writer.throttle import IdleCores, Throttle, threads
 
 LOOK_BACK = 4  # incarnations, one of which knows how often to save
 

@@ -16,9 +16,8 @@ from ckpt.errors import CheckpointError, ProtocolError, WriterError
 from ckpt.ipc import channel as link
 from ckpt.ipc.channel import Channel
 from ckpt.ipc.protocol import Incoming, Request, failure
-from ckpt.writer.background import Background
-from ckpt.writer.dispatch import Answer, Caller, Dispatch
-from ckpt.writer.present_trainer import PresentTrainer
+from ckpt.writer.dispatch import Answer, Background, Caller, Dispatch
+from ckpt.writer.held_run import PresentTrainer
 
 AGAIN_S = 1.0  # between two tries to take a connection up, where there is no room for it
 

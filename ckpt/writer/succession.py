@@ -22,17 +22,14 @@ from ckpt.ipc.mutex import Got
 from ckpt.ipc.notes import GoneNote
 from ckpt.ipc.process import Process
 from ckpt.writer.after_death import AfterDeath
-from ckpt.writer.background import Background
-from ckpt.writer.dispatch import Answer, Caller, check_version, handles, handles_caller
-from ckpt.writer.held_run import HeldRun
-from ckpt.writer.memory.held_memory import HeldMemory
+from ckpt.writer.dispatch import Answer, Background, Caller, check_version, handles, handles_caller
+from ckpt.writer.fault_reports import FaultReporter, TrainerWatch
+from ckpt.writer.held_run import HeldRun, PresentTrainer
+from ckpt.writer.memory import HeldMemory
 from ckpt.writer.opening import TierOpener
-from ckpt.writer.present_trainer import PresentTrainer
+from ckpt.writer.parts import PartWriter
 from ckpt.writer.server import Server
-from ckpt.writer.tiers.parts import PartWriter
-from ckpt.writer.watch.fault_reports import FaultReporter
-from ckpt.writer.watch.observers import Observers
-from ckpt.writer.watch.trainer_watch import TrainerWatch
+from ckpt.writer.status import Observers
 
 OWNER_S = 10.0  # between two looks at who owns the run
 LET_GO_S = 0.1  # between two looks whether a trainer that lives, and has left, has let go of its memory

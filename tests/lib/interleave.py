@@ -688,7 +688,7 @@ def named(attempts: set[Attempt]) -> str:
     return " and ".join(map(str, sorted(attempts)))
 
 
-# -- what actors do: around the library as `ckpt.writer.tiers.persist` does it --
+# -- what actors do: around the library as `ckpt.writer.persist` does it --
 
 
 @functools.cache

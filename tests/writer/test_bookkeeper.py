@@ -19,8 +19,8 @@ from ckpt.goodput.ledger import Account
 from ckpt.ipc.heartbeat import Heartbeat
 from ckpt.ipc.watch_requests import KeepBooks, RestoreDone
 from ckpt.tiers import Tier
-from ckpt.writer.watch import bookkeeper
-from ckpt.writer.watch.bookkeeper import Bookkeeper
+from ckpt.writer import bookkeeper
+from ckpt.writer.bookkeeper import Bookkeeper
 
 
 class Books:

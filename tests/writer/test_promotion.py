@@ -22,13 +22,13 @@ from ckpt.ipc.protocol import Note
 from ckpt.ipc.requests import OpenRun, OwnRun, WriteSlot
 from ckpt.runlog.records import Commit, Record, commit_body
 from ckpt.store import options_of
-from ckpt.writer.background import Background
+from ckpt.writer.bookkeeper import Bookkeeper
+from ckpt.writer.dispatch import Background
 from ckpt.writer.held_run import HeldRun
-from ckpt.writer.memory.held_memory import HeldMemory
+from ckpt.writer.memory import HeldMemory
 from ckpt.writer.opening import TierOpener
-from ckpt.writer.tiers.persist import Persister
-from ckpt.writer.tiers.throttle import Throttle
-from ckpt.writer.watch.bookkeeper import Bookkeeper
+from ckpt.writer.persist import Persister
+from ckpt.writer.throttle import Throttle
 from ckpt_backends.memory import MemoryStore
 from ckpt_backends.retry import Retry
 from logs import attempt, committed, folded, new_log, reopened

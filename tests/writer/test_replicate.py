@@ -14,7 +14,7 @@ from ckpt.format.layout import Layout, TensorSpec, pages
 from ckpt.format.manifest import Attempt
 from ckpt.format.partition import partner
 from ckpt.ipc.arena import EMPTY, FILLING, SEALED, Arena, Label
-from ckpt.writer.memory.replicate import Replicator
+from ckpt.writer.replicate import Replicator
 from parallel import free_port, launch
 from processes import eventually, writers
 

@@ -12,8 +12,8 @@ import pytest
 
 from ckpt.checkpoint.encode import ENCODED_A_SECOND, LITTLE, Encoder, Learnt
 from ckpt.checkpoint.incremental import Policy
-from ckpt.writer.tiers import throttle
-from ckpt.writer.tiers.throttle import IdleCores, Throttle, threads, waiting_s
+from ckpt.writer import throttle
+from ckpt.writer.throttle import IdleCores, Throttle, threads, waiting_s
 from ckpt_backends.memory import MemoryStore
 
 MANY = 100 * LITTLE

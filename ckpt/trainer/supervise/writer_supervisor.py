@@ -231,11 +231,11 @@ class WriterSupervisor:
         return self.run.roles
 
     def keep_books(self, request: watch.KeepBooks, fds: tuple[int, ...]) -> None:
-        """Have the writer keep the ledger; see `ckpt.writer.watch.bookkeeper`."""
+        """Have the writer keep the ledger; see `ckpt.writer.bookkeeper`."""
         self.standing.tell(request, fds, later=msgspec.structs.replace(request, again=True))
 
     def show(self, request: watch.Show, fds: tuple[int, ...]) -> None:
-        """Let the writer be asked what we do; see `ckpt.writer.watch.status`."""
+        """Let the writer be asked what we do; see `ckpt.writer.status`."""
         self.standing.tell(request, fds)
 
     def tell_restored(self, request: watch.RestoreDone) -> None:

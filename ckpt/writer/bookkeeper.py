@@ -33,7 +33,7 @@ from ckpt.ipc.notes import CadenceNote
 from ckpt.ipc.process import Process, boot_id, namespace
 from ckpt.ipc.protocol import Note
 from ckpt.ipc.watch_requests import KeepBooks, RestoreDone
-from ckpt.writer.watch.cadence_advice import CadenceAdvice
+from ckpt.writer.cadence_advice import CadenceAdvice
 
 LOOK_S = 0.5  # between two looks at the heartbeat
 ROW_S = 10.0  # of a row, once the first ones are full

@@ -1,7 +1,6 @@
-"""Looks at a trainer from its writer: what `ckpt.telemetry.status.RankStatus` says, read out of what the writer has
-anyway.
+"""What the trainer does, for who wants to know: its status, read out of what the writer has anyway, and metrics.
 
-Nobody pays for it but who asks: nothing is looked at in between. What the trainer does is in its heartbeat, shared
+Nobody pays for a look but who asks: nothing is looked at in between. What the trainer does is in its heartbeat, shared
 memory, which still says it when the trainer is dead.
 """
 
@@ -20,18 +19,22 @@ from ckpt.checkpoint.open_tier import OpenTier
 from ckpt.errors import CheckpointError
 from ckpt.faults.memory_pressure import available_memory
 from ckpt.faults.report import Fault
+from ckpt.goodput.ledger import Decision
+from ckpt.ipc import watch_requests as watch
 from ckpt.ipc.arena import EAGER, EMPTY, FILLING, SEALED, Arena
 from ckpt.ipc.heartbeat import Beat, Heartbeat, StepDone
+from ckpt.ipc.requests import Json
 from ckpt.ipc.watch_requests import RestoreDone, Show
+from ckpt.metrics import Metrics
 from ckpt.telemetry import status
-from ckpt.telemetry.exporter import deferred
+from ckpt.telemetry.exporter import Exporter, deferred
 from ckpt.telemetry.nvml import Devices
 from ckpt.telemetry.status import DeviceStatus, RankStatus, SlotStatus, TierStatus, shown
-from ckpt.writer.held_run import HeldRun
-from ckpt.writer.memory.held_memory import HeldMemory
-from ckpt.writer.present_trainer import PresentTrainer
-from ckpt.writer.tiers.drain import Drain
-from ckpt.writer.watch.bookkeeper import Bookkeeper
+from ckpt.writer.bookkeeper import Bookkeeper
+from ckpt.writer.dispatch import Caller, handles, handles_caller
+from ckpt.writer.held_run import HeldRun, PresentTrainer
+from ckpt.writer.memory import HeldMemory
+from ckpt.writer.persist import Drain
 
 RECENT_S, RECENT = 60.0, 16  # of the last steps: so many seconds, and so many steps if those take longer
 MOST_TEXT = 500  # characters of a fault that are shown
@@ -266,3 +269,46 @@ def _rss(pid: int) -> int:
     with contextlib.suppress(psutil.Error, OSError):
         return int(psutil.Process(pid).memory_info().rss) if pid else 0
     return 0
+
+
+class Observers:
+    """Everything runs in the writer's event loop."""
+
+    def __init__(self, trainer: PresentTrainer, run: HeldRun, books: Bookkeeper, status: StatusServer) -> None:
+        self._trainer, self._run, self.books, self.status = trainer, run, books, status
+        self.exporter = Exporter(status.look, trainer.say, status.metrics_at)
+
+    @handles_caller(watch.KeepBooks)
+    def keep_books(self, request: watch.KeepBooks, caller: Caller) -> None:
+        self.books.begin(request, caller.fds, self._trainer.pid)
+
+    @handles_caller(watch.Show)
+    async def show(self, request: watch.Show, caller: Caller) -> None:
+        self.status.begin(request, caller.fds, self._trainer.pid)
+        metrics = None if request.metrics is None else Metrics(**request.metrics)
+        await self.exporter.begin(metrics, request.rank, request.local_rank)
+
+    @handles(watch.Look)
+    async def look(self, request: watch.Look) -> Json:
+        return (await self.status.look()).to_json()
+
+    @handles(watch.RestoreDone)
+    def restored(self, request: watch.RestoreDone) -> None:
+        self.books.restored(request)
+        self.status.restored(request)
+
+    @handles(watch.SetCadence)
+    def set_cadence(self, request: watch.SetCadence) -> None:
+        for tier in self._run.tiers:
+            tier.set_every(int(request.decision["every"].get(tier.url, tier.every)))
+        self.books.decided(Decision(**request.decision))
+
+    def fault(self, fault: Fault) -> None:
+        """One that was seen, by the trainer or by us."""
+        self.books.fault(fault)
+        self.status.fault(fault)
+
+    def ended(self, how: str) -> None:
+        """The trainer has "died", "left" or "closed"."""
+        self.status.ended()
+        self.books.ended(how)

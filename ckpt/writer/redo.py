@@ -19,10 +19,9 @@ from ckpt.redo.encode_frame import Sealed
 from ckpt.redo.frame import Recipe
 from ckpt.store import folder_of
 from ckpt.writer.dispatch import handles
-from ckpt.writer.held_run import HeldRun
-from ckpt.writer.memory.held_memory import HeldMemory
-from ckpt.writer.present_trainer import PresentTrainer
-from ckpt.writer.tiers.parts import PartWriter
+from ckpt.writer.held_run import HeldRun, PresentTrainer
+from ckpt.writer.memory import HeldMemory
+from ckpt.writer.parts import PartWriter
 
 LOOK = 32  # steps, after which it is looked whether another job has taken the run over
 

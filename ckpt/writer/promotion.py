@@ -16,13 +16,10 @@ from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt, rank_and_try
 from ckpt.ipc.requests import Resume
 from ckpt.runlog.log import Commit
-from ckpt.writer.background import Background
-from ckpt.writer.dispatch import handles
-from ckpt.writer.held_run import HeldRun
-from ckpt.writer.memory.held_memory import HeldMemory
-from ckpt.writer.present_trainer import PresentTrainer
-from ckpt.writer.tiers.parts import PartWriter
-from ckpt.writer.tiers.settle import Settler
+from ckpt.writer.dispatch import Background, handles
+from ckpt.writer.held_run import HeldRun, PresentTrainer
+from ckpt.writer.memory import HeldMemory
+from ckpt.writer.parts import PartWriter, Settler
 
 
 @dataclass(eq=False)

@@ -36,7 +36,6 @@ from ckpt.trainer.step_keeper import StepKeeper
 from ckpt.triggers import Trigger, as_triggers
 
 STOP_S = 30.0  # for an incident that is being dealt with
-TURN_S = 0.2  # between two looks at whether we were closed
 T = TypeVar("T")
 
 # Until they are closed: also one that nobody holds any more is closed when the interpreter ends.
@@ -250,7 +249,7 @@ class Checkpointer:
         self._progress.check_usable()
         if not all(type(step) is int and isinstance(note, str) for step, note in notes.items()):
             raise UsageError(f"keep_steps wants {{step: why}}, not {notes!r}")
-        self._session.supervisor.keep_steps(notes)
+        self._session.supervisor.writes.keep_steps(notes)
 
     # -- restoring --
 

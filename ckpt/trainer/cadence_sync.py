@@ -26,7 +26,7 @@ from ckpt.goodput.cadence import MEMORY, Change, Schedule
 from ckpt.goodput.ledger import Decision
 from ckpt.ipc.heartbeat import Heartbeat
 from ckpt.ipc.notes import CadenceNote
-from ckpt.ipc.watch_requests import CadenceOf
+from ckpt.ipc.watch_requests import CadenceOf, SetCadence
 from ckpt.ranks.world import Mailbox, World, together
 from ckpt.store import folder_of
 from ckpt.subscribers import publish
@@ -191,7 +191,7 @@ class CadenceSync:
             self._take_back(old, change, passed)
         if self._world.rank == 0:
             log.info("from step %d on: %s", step, "; ".join(cadence.lines(decision)))
-        self._supervisor.tell_cadence(asdict(decision))
+        self._supervisor.standing.tell(SetCadence(asdict(decision)))
         publish("decided", step, every=dict(decision.every), why=dict(decision.why))
 
     def _take_back(self, old: Change, new: Change, passed: int) -> None:
@@ -200,7 +200,7 @@ class CadenceSync:
         for step in range(new.step, passed + 1):
             if any((step % a == 0) != (step % b == 0) for a, b in zip(old.tiers, new.tiers, strict=True)):
                 attempt = Attempt(owner.epoch, step, owner.nonce)
-                self._supervisor.retract(attempt, f"rank {self._world.rank} {TOO_LATE}")
+                self._supervisor.writes.retract(attempt, f"rank {self._world.rank} {TOO_LATE}")
 
 
 def _first(every: Any, known: Any, default: int) -> int:

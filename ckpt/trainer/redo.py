@@ -63,7 +63,7 @@ class RedoClient(WriterUser):
         self._recipes: KnowRecipes | None = None
         self._replies = 0
         self._failing: set[int] = set()  # tiers whose last step is missing in the log, which was said
-        supervisor.add(self)
+        supervisor.writer.users.append(self)  # after all the others
 
     @property
     def on(self) -> bool:
@@ -85,13 +85,13 @@ class RedoClient(WriterUser):
         recipes = find_recipes(layout, reading.tensors, self._capture.stepping)
         with self._lock:
             self._recipes = KnowRecipes(layout.digest, [astuple(one) for one in recipes])
-            self._supervisor.tell(self._recipes)
+            self._supervisor.writer.send(self._recipes)
 
     def log(self, save: Save, attempt: Attempt, place: tuple[Arena, int], settings: list[list[Any] | None]) -> None:
         """A step was sealed."""
         for tier, url in self._tiers.items():
             one = _Logging(save, attempt, *place, tier, url, settings)
-            with self._supervisor.one_writer(), self._lock:  # else the next one gets it twice, or out of turn
+            with self._supervisor.writer.lock, self._lock:  # else the next one gets it twice, or out of turn
                 self._stager.slots.pin(*place)
                 self._pending.append(one)
                 self._send(one)
@@ -101,7 +101,7 @@ class RedoClient(WriterUser):
         with self._lock:
             if not self._pending:  # else the slot of the step before is still looked at
                 self._let_go()
-            self._supervisor.tell(ForgetRedo())
+            self._supervisor.writer.send(ForgetRedo())
 
     # -- between the processes --
 

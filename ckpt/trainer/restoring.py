@@ -10,7 +10,7 @@ from ckpt.checkpoint.losses import Loss
 from ckpt.errors import CorruptError, NoCheckpointError
 from ckpt.events import log
 from ckpt.ipc.heartbeat import OPENING, RESTORING
-from ckpt.ipc.watch_requests import RestoreDone
+from ckpt.ipc.watch_requests import RestoreDone, Show
 from ckpt.ranks.world import together
 from ckpt.restore.candidates import gather
 from ckpt.restore.restore_first import Restored, restore_first
@@ -151,7 +151,8 @@ class Restoring:
             passed_over=len(result.skipped),
             why=_first_reason(result),
         )
-        session.supervisor.tell_restored(request)
+        session.supervisor.standing.amend(Show, restored=request)
+        session.supervisor.writer.send(request)
         if result.step is not None:
             facts = {"source": result.tier, "seconds": result.seconds, "repaired": len(result.repaired)}
             publish("restored", result.step, **facts)

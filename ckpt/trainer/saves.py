@@ -62,7 +62,7 @@ class TierWrites:
                 self._on_failed(save, url, error)
 
         write = WriteInFlight(attempt, *place, tier, done)
-        self._session.supervisor.write(write)
+        self._session.supervisor.writes.write(write)
 
     def write_also(self, save: Save, attempt: Attempt, place: tuple[Arena, int], tier: int) -> None:
         """To a tier that it was not on its way to. Cut off by Ctrl-C, nobody waits for it, and close() tries again."""
@@ -202,7 +202,7 @@ class Saves:
             session.capture.keep_apart(self._replicas.differing)
         reading = session.capture.read() if taken is None else taken.reading
         values = json.dumps(reading.values, separators=(",", ":")).encode()
-        session.supervisor.tell_layout(reading.layout)
+        session.supervisor.layouts.tell(reading.layout)
         if not session.redo.on:
             return reading, values, None
         session.redo.prepare(reading)
@@ -272,7 +272,7 @@ class Saves:
         sound, supervisor = job.finite is not False, self._session.supervisor
         if sound:  # else what was there before is needed yet
             self._supersede(job)
-        supervisor.acknowledge(job.attempt, *job.place, lambda error: self._on_kept(save, job, error))
+        supervisor.acknowledgements.acknowledge(job.attempt, *job.place, lambda error: self._on_kept(save, job, error))
         if settings is not None:
             self._session.redo.log(save, job.attempt, job.place, settings)
         supervisor.memory.on_sealed(sound=sound)
@@ -304,7 +304,7 @@ class Saves:
     def _retract(self, attempt: Attempt, tiers: list[int], why: CheckpointError) -> None:
         """The others wait for this rank's part."""
         if tiers and self._session.world.size > 1:
-            self._session.supervisor.retract(attempt, f"rank {self._session.world.rank}: {why}")
+            self._session.supervisor.writes.retract(attempt, f"rank {self._session.world.rank}: {why}")
 
     def _on_kept(self, save: Save, job: PendingSnapshot, error: CheckpointError | None) -> None:
         """A process that survives this one has the snapshot, or none will have it any more."""

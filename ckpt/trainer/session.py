@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 
 from ckpt import __version__
@@ -211,7 +212,7 @@ class Session:
         undo.callback(self.supervisor.give_up)
         self.supervisor.hear(DamagedNote, self._on_damaged)
         self.supervisor.on_failure = self.errors.note
-        self.errors.fenced = self.supervisor.lost  # while it was opened
+        self.errors.fenced = self.supervisor.writer.lost  # while it was opened
         self.cadence = CadenceSync(
             self.world, self.supervisor, self.heartbeat, self.memory, self.tiers, self.ownership.cadence
         )
@@ -251,11 +252,11 @@ class Session:
             opened=time.monotonic(),
             metrics=None if metrics is None else metrics.to_json(),
         )
-        self.supervisor.show(request, (self.heartbeat.fd,))
+        self.supervisor.standing.tell(request, (self.heartbeat.fd,))
 
     def _keep_books(self) -> None:
         """The writer of the rank that speaks for the nearest tier keeps the ledger: `ckpt.writer.bookkeeper`."""
-        if self.supervisor.roles[0].place > 0 if self.tiers else self.world.rank > 0:
+        if self.supervisor.run.roles[0].place > 0 if self.tiers else self.world.rank > 0:
             return
         owner = self.supervisor.owner
         request = KeepBooks(
@@ -271,7 +272,8 @@ class Session:
             cadence=self.cadence.began,
         )
         self.supervisor.hear(CadenceNote, self.cadence.propose)
-        self.supervisor.keep_books(request, (self.heartbeat.fd,))
+        later = msgspec.structs.replace(request, again=True)
+        self.supervisor.standing.tell(request, (self.heartbeat.fd,), later=later)
 
     def _on_damaged(self, note: DamagedNote) -> None:
         problems = "; ".join(note.problems)

@@ -224,7 +224,7 @@ class StepKeeper:
         values = json.dumps(reading.values, separators=(",", ":")).encode()
         if not self._has_memory(reading, len(values)):
             return
-        self._session.supervisor.tell_layout(reading.layout)
+        self._session.supervisor.layouts.tell(reading.layout)
         save, attempt = self._saves.new(step, [])
 
         def on_end(job: PendingSnapshot) -> None:

@@ -120,7 +120,7 @@ def test_whoever_loses_a_run_is_told_and_its_memory_is_found(run_dir: str) -> No
     [
         "memory.SnapshotMemory.inherit",
         "writer_supervisor.WriterSupervisor._listen",
-        "held_snapshots.Siblings.take_orphans",
+        "held_snapshots.HeldSnapshots.take_orphans",
         "opening.RunOpener.open",
     ],
 )
@@ -139,7 +139,8 @@ def test_one_that_comes_into_a_takeover_harms_nothing(third: str, run_dir: str) 
     """A first trainer is taken over from by a second, and before that has opened the run a third comes. Without
     takeover it is refused; with it the second is told. Whoever has the run goes on from the first one's last step."""
     held = patched(
-        "held_snapshots.Siblings.take_orphans = lambda self: (print('held', flush=True), sys.stdin.readline(), {})[-1]"
+        "held_snapshots.HeldSnapshots.take_orphans = "
+        "lambda self: (print('held', flush=True), sys.stdin.readline(), {})[-1]"
     )
     with Life("memory:three", 4) as first, Life("memory:three", 0, "takeover", code=held) as second:
         assert second.began == "held"

@@ -75,11 +75,11 @@ class FaultHandler:
         actions: LiveRun,
         on_fault: Callable[[Fault], None] | None,
     ) -> None:
-        self._triggers, self._world, self._supervisor, self._heartbeat = triggers, world, supervisor, heartbeat
-        self._incidents = incidents = Incidents(world, supervisor)
-        self._securer = Securer(world, supervisor, heartbeat, actions, incidents)
-        self._perception = Perception(triggers, world, supervisor, heartbeat, incidents)
-        self._closer = CaseCloser(supervisor, heartbeat, incidents, self._perception.decides, on_fault)
+        self._triggers, self._world, self._heartbeat = triggers, world, heartbeat
+        self._incidents = incidents = Incidents(world, supervisor, heartbeat)
+        self._securer = Securer(actions, incidents)
+        self._perception = Perception(triggers, incidents)
+        self._closer = CaseCloser(incidents, self._perception.decides, on_fault)
         self._excepthook = _Excepthook(self)
         self._threads: list[threading.Thread] = []
 
@@ -248,7 +248,7 @@ class FaultHandler:
 
     def _look_around(self, call: FaultCall, note: HangNote) -> None:
         """What everybody does; and whether this rank is to be left for it."""
-        look_around(call, note, self._world, self._supervisor.client, self._heartbeat.step)
+        look_around(call, note, self._incidents)
         if next((t.action for t in self._triggers if isinstance(t, OnHang)), "") == "exit":
             self._incidents.leaving = True
             guilty = call.fault.suspects == [self._world.rank] and self._world.size > 1

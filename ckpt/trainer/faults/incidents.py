@@ -54,8 +54,8 @@ class Incidents:
     """Of one trainer, in turn. `leaving`: it ends of one of them, what comes now is a consequence; `stopped`: nothing
     is dealt with any more; `error`: what ends the training; `dead_peers`: other ranks that have died, and of what."""
 
-    def __init__(self, world: World, supervisor: WriterSupervisor) -> None:
-        self._world, self._supervisor = world, supervisor
+    def __init__(self, world: World, supervisor: WriterSupervisor, heartbeat: Heartbeat) -> None:
+        self.world, self.supervisor, self.heartbeat = world, supervisor, heartbeat
         self.queue: queue.SimpleQueue[FaultCall | Callable[[], None] | None] = queue.SimpleQueue()
         self.leaving = self.stopped = False
         self.error: BaseException | None = None
@@ -63,11 +63,11 @@ class Incidents:
 
     @property
     def me(self) -> str:
-        return f"rank {self._world.rank}" if self._world.size > 1 else "the trainer"
+        return f"rank {self.world.rank}" if self.world.size > 1 else "the trainer"
 
     def new(self, kind: str, summary: str, *, how: str, grace_s: float) -> FaultCall:
-        owner = self._supervisor.owner
-        fault = Fault(kind, summary, how=how, rank=self._world.rank, world=self._world.size)
+        owner = self.supervisor.owner
+        fault = Fault(kind, summary, how=how, rank=self.world.rank, world=self.world.size)
         fault.attempt = f"{owner.epoch}.{owner.nonce}"
         return FaultCall(fault, grace_s)
 
@@ -86,15 +86,9 @@ class CaseCloser:
     """Of one trainer. `decides`: whether a signal still ends the process if we say so."""
 
     def __init__(
-        self,
-        supervisor: WriterSupervisor,
-        heartbeat: Heartbeat,
-        incidents: Incidents,
-        decides: Callable[[int], bool],
-        on_fault: Callable[[Fault], None] | None,
+        self, incidents: Incidents, decides: Callable[[int], bool], on_fault: Callable[[Fault], None] | None
     ) -> None:
-        self._supervisor, self._heartbeat, self._incidents = supervisor, heartbeat, incidents
-        self._decides, self._on_fault = decides, on_fault
+        self._incidents, self._decides, self._on_fault = incidents, decides, on_fault
 
     def close_case(self, call: FaultCall, *, ends: bool) -> None:
         """Record, tell, and be ready to leave."""
@@ -102,14 +96,14 @@ class CaseCloser:
         if call.leave is not None:
             if call.signal and not self._decides(call.signal):
                 call.leave = None  # a handler that came later decides
-            if call.note is not None and self._heartbeat.read().calls != call.note.evidence["calls"]:
+            if call.note is not None and self._incidents.heartbeat.read().calls != call.note.evidence["calls"]:
                 call.leave = None  # it has come to itself
             self._incidents.leaving = ends = call.leave is not None  # else its death, should that come, is news
             fault.exit_code = call.leave
         fault.timings["total_s"] = call.passed_s
         log.warning("%s", fault.line)
         with contextlib.suppress(CheckpointError):
-            self._supervisor.client.ask(Report(fault.to_json(), ends), REPORT_S)
+            self._incidents.supervisor.client.ask(Report(fault.to_json(), ends), REPORT_S)
         if ends:
             tell_launcher(fault, fault.stacks.get(str(fault.rank), ()))
         self.tell(fault)

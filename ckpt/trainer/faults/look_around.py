@@ -16,15 +16,15 @@ from ckpt.faults.hang import Collective, Evidence, note_evidence, plain
 from ckpt.ipc.notes import HangNote
 from ckpt.ipc.watch_requests import AskEvidence
 from ckpt.ranks.world import World
-from ckpt.trainer.faults.incidents import FaultCall
-from ckpt.trainer.supervise.writer_client import WriterClient
+from ckpt.trainer.faults.incidents import FaultCall, Incidents
 
 NODES_S = 2.0  # for other ranks to say what they do
 EVIDENCE_S = 5.0
 
 
-def look_around(call: FaultCall, note: HangNote, world: World, client: WriterClient, step: int) -> None:
-    """Into the account of a hang at this step: the evidence, and the suspects."""
+def look_around(call: FaultCall, note: HangNote, incidents: Incidents) -> None:
+    """Into the account of a hang: the evidence, and the suspects."""
+    world, client, step = incidents.world, incidents.supervisor.client, incidents.heartbeat.step
     found = dict[int, Evidence]()
     try:
         for data in client.ask(AskEvidence(), EVIDENCE_S):

@@ -16,11 +16,8 @@ import time
 from ckpt.faults import preemption, probe
 from ckpt.faults.signals import Wakeup
 from ckpt.ipc import notes
-from ckpt.ipc.heartbeat import Heartbeat
 from ckpt.ipc.watch_requests import Arm, Heard
-from ckpt.ranks.world import World
 from ckpt.trainer.faults.incidents import SOFT_S, Incidents
-from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
 from ckpt.triggers import RESUBMIT_CODE, OnDeadline, OnHang, OnMemoryPressure, OnPreemption, OnSignal, Trigger
 
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGQUIT, signal.SIGINT)  # the SIGUSRs say "go on"
@@ -64,16 +61,8 @@ class CrashOutput:
 class Perception:
     """Of one trainer. `arm` and `put_back` belong to the main thread."""
 
-    def __init__(
-        self,
-        triggers: tuple[Trigger, ...],
-        world: World,
-        supervisor: WriterSupervisor,
-        heartbeat: Heartbeat,
-        incidents: Incidents,
-    ) -> None:
-        self._triggers, self._world, self._supervisor = triggers, world, supervisor
-        self._heartbeat, self._incidents = heartbeat, incidents
+    def __init__(self, triggers: tuple[Trigger, ...], incidents: Incidents) -> None:
+        self._triggers, self._incidents, self._supervisor = triggers, incidents, incidents.supervisor
         self._signals = {number: t for t in triggers if isinstance(t, OnSignal) for number in t.numbers}
         self.wakeup = Wakeup(self._signals)
         self._stop_reader, self._stop_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -89,15 +78,17 @@ class Perception:
         hang = next((t for t in self._triggers if isinstance(t, OnHang)), None)
         pressure = next((t for t in self._triggers if isinstance(t, OnMemoryPressure)), None)
         request = Arm(
-            rank=self._world.rank,
-            world=self._world.size,
+            rank=self._incidents.world.rank,
+            world=self._incidents.world.size,
             signals=[int(number) for number in self._signals],
             hang=None if hang is None else (hang.action, hang.factor, hang.min_s),
             share=None if pressure is None else pressure.share,
             echo=self._crash_output.echo,
         )
         stderr = 2 if self._crash_output.echo else self._stop_reader  # any descriptor, where nothing is to be echoed
-        self._supervisor.standing.tell(request, (self._heartbeat.fd, self.wakeup.reader.fileno(), crash, stderr))
+        self._supervisor.standing.tell(
+            request, (self._incidents.heartbeat.fd, self.wakeup.reader.fileno(), crash, stderr)
+        )
         self._listen()
 
     def stop(self) -> None:
@@ -193,11 +184,11 @@ class Perception:
         self._incidents.dead_peers[note.rank] = note.summary
 
     def _on_signal_note(self, note: notes.SignalNote) -> None:
-        self._supervisor.tell(Heard())
+        self._supervisor.writer.send(Heard())
         self._on_signal(note.number, "writer")
 
     def _on_hang(self, note: notes.HangNote) -> None:
-        self._supervisor.tell(Heard())
+        self._supervisor.writer.send(Heard())
         call = self._incidents.new("hang", "", how="step counter", grace_s=SOFT_S - 1)
         call.note = note
         self._incidents.queue.put(call)

@@ -15,17 +15,15 @@ from ckpt.errors import CheckpointError, PeerError
 from ckpt.events import log
 from ckpt.faults.report import SavedStep
 from ckpt.format.manifest import Attempt
-from ckpt.ipc.heartbeat import NEVER, OPENING, RESTORING, Heartbeat
+from ckpt.ipc.heartbeat import NEVER, OPENING, RESTORING
 from ckpt.ipc.requests import Persist
 from ckpt.ranks.save_rounds import Round, SaveRounds, step_ahead
-from ckpt.ranks.world import World
 from ckpt.save import Save
 from ckpt.trainer.faults.incidents import FaultCall, Incidents
 from ckpt.trainer.progress import Progress, Staged
 from ckpt.trainer.saves import Saves
 from ckpt.trainer.session import Session
 from ckpt.trainer.step_keeper import StepKeeper
-from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
 
 LIVE_S = 10.0  # for a copy of the running state
 PERSIST_S = 60.0  # for what is in memory to become durable, if the other ranks have it too
@@ -64,7 +62,7 @@ class LiveRun:
         """This rank will not take part in an attempt that others may have begun."""
         if not self._saves.is_sent(attempt.step):
             rank = self._session.world.rank
-            self._session.supervisor.retract(attempt, f"rank {rank} had passed step {attempt.step} by then")
+            self._session.supervisor.writes.retract(attempt, f"rank {rank} had passed step {attempt.step} by then")
 
     def give_memory_back(self) -> int:
         """Do with one snapshot less; how many bytes that is. Of several ranks one may be a step behind: what is left
@@ -76,16 +74,9 @@ class LiveRun:
 class Securer:
     """Of one trainer. `due`, `went_back` and `answer` are for the training loop."""
 
-    def __init__(
-        self,
-        world: World,
-        supervisor: WriterSupervisor,
-        heartbeat: Heartbeat,
-        actions: LiveRun,
-        incidents: Incidents,
-    ) -> None:
-        self._world, self._supervisor, self._heartbeat = world, supervisor, heartbeat
+    def __init__(self, actions: LiveRun, incidents: Incidents) -> None:
         self._actions, self._incidents = actions, incidents
+        self._world, self._supervisor, self._heartbeat = incidents.world, incidents.supervisor, incidents.heartbeat
         self._answers: dict[int, Save] = {}
         self._answered = threading.Condition()
         self._last_due = -1

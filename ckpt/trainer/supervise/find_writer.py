@@ -6,7 +6,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ckpt.checkpoint.in_use import check_places
 from ckpt.checkpoint.read import run
@@ -23,8 +22,12 @@ MEET_S = 60.0  # for the name of a run to be ours, or that of a writer that we c
 DYING_S = 3.0  # for a trainer that was killed to be seen as dead
 HELLO_S = 10.0  # for a writer that was left to answer; it may be stopped
 PATIENT_S = 60.0  # if it is not: at low priority it may get little of a busy machine, and it has the newest steps
+RESPAWN_LIMIT = 3  # writers that die within RESPAWN_WINDOW_S, before we stop trying
+RESPAWN_WINDOW_S = 60.0
 
 Greeted = tuple[requests.GreetingReply, list[int]]
+Found = tuple[WriterClient, Greeted | None]
+"""And what it says about what it holds, with the descriptors; None of one that was started just now."""
 
 
 class _Leaving(WriterError):
@@ -35,26 +38,26 @@ class _Ended(_Leaving):
     """It was killed, since it did not answer."""
 
 
-@dataclass(frozen=True)
-class FoundWriter:
-    """`hello`: what it says about what it holds, with the descriptors; None of one that was started just now."""
-
-    client: WriterClient
-    hello: requests.GreetingReply | None = None
-    fds: tuple[int, ...] = ()
-
-
 class WriterFinder:
     """Of one rank. `on_spawned` is told of each writer that was started."""
 
     def __init__(
-        self, key: str, claim: Claim, tiers: list[Tier], takeover: bool, on_spawned: Callable[[WriterClient], None]
+        self,
+        writer: CurrentWriter,
+        run: RunOpener,
+        key: str,
+        claim: Claim,
+        tiers: list[Tier],
+        takeover: bool,
+        on_spawned: Callable[[WriterClient], None],
     ) -> None:
+        self._writer, self._run, self._on_spawned = writer, run, on_spawned
         self._key, self._claim, self._tiers, self._takeover = key, claim, tiers, takeover
-        self._on_spawned = on_spawned
+        self._deaths: list[float] = []
+        self._respawns = 0
         self._losers: list[int] = []  # who has lost the run to us, and may not have heard of it: stopped, say
 
-    def find_or_spawn(self) -> FoundWriter:
+    def find_or_spawn(self) -> Found:
         """The writer that has this run's name on this machine, or a new one, which takes the name."""
         began = time.monotonic()
         end = began + MEET_S
@@ -67,7 +70,7 @@ class WriterFinder:
                 # Who trains it, and has lost its writer, is about to have another, which gets its memory.
                 if self._claim.take() is None or time.monotonic() > began + HELLO_S:
                     self._say_unreachable()
-                    return FoundWriter(self.spawn())
+                    return self.spawn(), None
             except _Ended:
                 began = time.monotonic()
                 end = began + MEET_S
@@ -88,11 +91,7 @@ class WriterFinder:
         self._on_spawned(client)
         return client
 
-    def is_taken(self) -> bool:
-        """Whether somebody has the name of this run's writer."""
-        return channel.holder(self._key) is not None
-
-    def whose(self) -> requests.WhoseReply | None:
+    def _whose(self) -> requests.WhoseReply | None:
         """Whose run it is, says the writer that has its name; None if there is none that can say it."""
         with contextlib.suppress(CheckpointError):
             return channel.ask_once(self._key, requests.Whose(), HELLO_S)
@@ -104,7 +103,7 @@ class WriterFinder:
         moment to be seen as dead."""
         end = time.monotonic() + DYING_S
         while (other := self._claim.take()) is not None and not self._takeover:
-            if (found := self.whose()) is not None and other in found.losers:
+            if (found := self._whose()) is not None and other in found.losers:
                 return  # it stands still, and has the name until it hears of that
             if time.monotonic() > end:
                 who = f"process {other}" if other else "a process that cannot be seen from here (another container)"
@@ -120,7 +119,7 @@ class WriterFinder:
                 channel.RUNTIME,
             )
 
-    def _join(self, found: WriterClient) -> FoundWriter:
+    def _join(self, found: WriterClient) -> Found:
         """Be the trainer of a writer that holds memory. _Leaving if it had to go: the name is free, or will be."""
         try:
             hello, fds = self._greet(found)
@@ -135,7 +134,7 @@ class WriterFinder:
         if hello.lost and len(hello.lost) == len(self._tiers):
             self._let_go(found, hello, fds)
         self._losers = hello.losers
-        return FoundWriter(found, hello, tuple(fds))
+        return found, (hello, fds)
 
     def _let_go(self, found: WriterClient, hello: requests.GreetingReply, fds: list[int]) -> None:
         log.warning(
@@ -179,20 +178,9 @@ class WriterFinder:
             found.end()
             raise _Ended(str(error)) from None
 
+    # -- when the one that we had has died --
 
-RESPAWN_LIMIT = 3  # writers that die within RESPAWN_WINDOW_S, before we stop trying
-RESPAWN_WINDOW_S = 60.0
-
-
-class WriterRespawner:
-    """Of one rank."""
-
-    def __init__(self, writer: CurrentWriter, finder: WriterFinder, run: RunOpener) -> None:
-        self._writer, self._finder, self._run = writer, finder, run
-        self._deaths: list[float] = []
-        self._respawns = 0
-
-    def start(self) -> WriterClient:
+    def respawn(self) -> WriterClient:
         """One that has opened the run, and knows nothing else yet. WriterError if one after the other dies, FencedError
         if the run is another's by now."""
         while (fresh := self._start_one()) is None:
@@ -227,9 +215,9 @@ class WriterRespawner:
         while True:
             if self._writer.lost is not None:
                 raise self._writer.lost
-            if not self._finder.is_taken():
+            if channel.holder(self._key) is None:
                 with contextlib.suppress(NameTakenError):
-                    return self._finder.spawn(next_one=True)
+                    return self.spawn(next_one=True)
             self._check_mine()
             if self._writer.closing or time.monotonic() > end:
                 raise WriterError("another writer has the name of this run")
@@ -237,6 +225,6 @@ class WriterRespawner:
 
     def _check_mine(self) -> None:
         """FencedError if the writer that has the name serves an owner that is none of ours."""
-        found = self._finder.whose()
+        found = self._whose()
         if found is not None and not self._run.is_ours(found.owner):
             raise FencedError(f"process {found.trainer} on this machine has opened this run")

@@ -33,122 +33,23 @@ class Visited:
     since: float
 
 
-class Siblings:
-    """Of one rank. Orphans are the writers of local ranks that this job does not have: the ranks that are there now
-    share them out."""
+class HeldSnapshots:
+    """As one rank sees them. Orphans are in the writers of local ranks that this job does not have: the ranks that are
+    there now share them out."""
 
     def __init__(
         self,
         key: str,
-        world: World,
-        writer: CurrentWriter,
-        memory: SnapshotMemory,
-        layouts: KnownLayouts,
-        run: RunOpener,
-        takeover: bool,
-    ) -> None:
-        self._key, self._world, self._writer, self._takeover = key, world, writer, takeover
-        self._memory, self._layouts, self._run = memory, layouts, run
-
-    def beside(self) -> list[str]:
-        """Their keys, ours among them, where there are several ranks."""
-        return list(channel.siblings(self._key).values()) if self._world.size > 1 else []
-
-    def _orphans(self) -> list[str]:
-        world, found = self._world, channel.siblings(self._key)
-        return [key for n, key in found.items() if n >= world.local_size and n % world.local_size == world.local_rank]
-
-    def check_orphans(self) -> None:
-        """Before anything is taken: InUseError if such a rank is still trained, and this is no takeover."""
-        for key in () if self._takeover else self._orphans():
-            found = self._visit_orphan(key)
-            if found is not None:
-                found.held.close()
-
-    def take_orphans(self) -> dict[str, list[str]]:
-        """Have our writer hold what they hold. Returns whose arenas it has now."""
-        taken: dict[str, list[str]] = {}
-        for key in self._orphans():
-            found = self._visit_orphan(key)
-            if found is not None:
-                self._layouts.take(found.held.layouts)
-                self._memory.take(found.held)
-                taken[key] = [arena.id.hex() for arena in found.held.arenas]
-        return taken
-
-    def dismiss(self, taken: dict[str, list[str]]) -> None:
-        """Our writer holds these arenas now, and knows their history: writers that hold no others are not needed."""
-        for key, arenas in taken.items():
-            client = WriterClient.find(key)
-            if client is not None:
-                with contextlib.suppress(CheckpointError):
-                    client.ask(requests.Taken(arenas), 10.0)
-                client.close()
-
-    def _visit_orphan(self, key: str) -> Visited | None:
-        """Once its trainer is dead, or has lost the run to us. InUseError if it lives, and this is no takeover."""
-        end, told = time.monotonic() + DYING_S, False
-        while True:
-            found = self.visit(key)
-            if found is None or not found.alive:
-                return found
-            found.held.close()
-            if self._takeover and not told:
-                self._run.open(self._writer.client)  # who lost the run to us has lost it, even if we fail: fail before
-                self._take_from(key)
-                told = True
-            if time.monotonic() > end:
-                since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.since))
-                raise InUseError(f"process {found.trainer} on this machine trains a rank of this run, since {since}")
-            time.sleep(0.1)
-
-    def _take_from(self, key: str) -> None:
-        """Tell a trainer that lives, by its writer, that it has lost the run."""
-        client = WriterClient.find(key)
-        if client is not None:
-            try:
-                client.ask(requests.Lose(), PATIENT_S)
-            finally:
-                client.close()
-
-    def visit(self, key: str) -> Visited | None:
-        """What another writer of this run on this node holds; it keeps its trainer. None if it is gone. That it does
-        not say so is an error: it may be the newest that there is."""
-        client = WriterClient.find(key)
-        if client is None:
-            return None
-        try:
-            hello, fds = client.greet(HELLO_S, PATIENT_S, visit=True)
-            compare = self._layouts.differ_from(self._world.size)
-            digests = client.ask(requests.AskDigests(all=True)) if compare else hello.digests
-            held = HeldElsewhere.of(hello, fds, digests)
-            return Visited(held, hello.alive, hello.trainer, hello.since)
-        except WriterError as error:
-            log.warning("a writer on this node is gone, with what it held: %s", error)
-            return None
-        except (DeadlineError, OSError) as error:  # it stands still, or its memory cannot be mapped here
-            raise DeadlineError(
-                f"a writer of this run on this machine does not say what it holds ({error}), which may be the newest "
-                f"step: try again, or end it (`ps`: {channel.AT_WORK} … {key}) to do without"
-            ) from error
-        finally:
-            client.close()
-
-
-class HeldSnapshots:
-    """As one rank sees them."""
-
-    def __init__(
-        self,
         writer: CurrentWriter,
         stager: Stager,
         world: World,
         memory: SnapshotMemory,
         layouts: KnownLayouts,
-        siblings: Siblings,
+        run: RunOpener,
+        takeover: bool,
     ) -> None:
-        self._writer, self._stager, self._world = writer, stager, world
-        self._memory, self._layouts, self._siblings = memory, layouts, siblings
+        self._key, self._writer, self._stager, self._world = key, writer, stager, world
+        self._memory, self._layouts, self._run, self._takeover = memory, layouts, run, takeover
 
     def sealed(self) -> dict[Attempt, int]:
         """Slots of the present arena that hold what these ranks took, and no rollback has undone."""
@@ -197,13 +98,99 @@ class HeldSnapshots:
         layouts = {**inherited.layouts, **self._layouts.known}
         ours = HeldElsewhere(self._memory.all_arenas(), layouts, inherited.digests)
         found = {(one.attempt, one.layout.rank): one for one in _sealed(ours)}
-        for key in self._siblings.beside():
-            if (there := self._siblings.visit(key)) is not None:
+        for key in self._beside():
+            if (there := self._visit(key)) is not None:
                 visited.append(there.held)
                 inherited.learn(there.held.acquires)
                 for one in _sealed(there.held):
                     found.setdefault((one.attempt, one.layout.rank), one)
         yield from found.values()
+
+    # -- other writers of this run on this machine --
+
+    def _beside(self) -> list[str]:
+        """Their keys, ours among them, where there are several ranks."""
+        return list(channel.siblings(self._key).values()) if self._world.size > 1 else []
+
+    def _orphans(self) -> list[str]:
+        world, found = self._world, channel.siblings(self._key)
+        return [key for n, key in found.items() if n >= world.local_size and n % world.local_size == world.local_rank]
+
+    def check_orphans(self) -> None:
+        """Before anything is taken: InUseError if such a rank is still trained, and this is no takeover."""
+        for key in () if self._takeover else self._orphans():
+            found = self._visit_orphan(key)
+            if found is not None:
+                found.held.close()
+
+    def take_orphans(self) -> dict[str, list[str]]:
+        """Have our writer hold what they hold. Returns whose arenas it has now."""
+        taken: dict[str, list[str]] = {}
+        for key in self._orphans():
+            found = self._visit_orphan(key)
+            if found is not None:
+                self._layouts.take(found.held.layouts)
+                self._memory.take(found.held)
+                taken[key] = [arena.id.hex() for arena in found.held.arenas]
+        return taken
+
+    def dismiss(self, taken: dict[str, list[str]]) -> None:
+        """Our writer holds these arenas now, and knows their history: writers that hold no others are not needed."""
+        for key, arenas in taken.items():
+            client = WriterClient.find(key)
+            if client is not None:
+                with contextlib.suppress(CheckpointError):
+                    client.ask(requests.Taken(arenas), 10.0)
+                client.close()
+
+    def _visit_orphan(self, key: str) -> Visited | None:
+        """Once its trainer is dead, or has lost the run to us. InUseError if it lives, and this is no takeover."""
+        end, told = time.monotonic() + DYING_S, False
+        while True:
+            found = self._visit(key)
+            if found is None or not found.alive:
+                return found
+            found.held.close()
+            if self._takeover and not told:
+                self._run.open(self._writer.client)  # who lost the run to us has lost it, even if we fail: fail before
+                self._take_from(key)
+                told = True
+            if time.monotonic() > end:
+                since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.since))
+                raise InUseError(f"process {found.trainer} on this machine trains a rank of this run, since {since}")
+            time.sleep(0.1)
+
+    def _take_from(self, key: str) -> None:
+        """Tell a trainer that lives, by its writer, that it has lost the run."""
+        client = WriterClient.find(key)
+        if client is not None:
+            try:
+                client.ask(requests.Lose(), PATIENT_S)
+            finally:
+                client.close()
+
+    def _visit(self, key: str) -> Visited | None:
+        """What another writer of this run on this node holds; it keeps its trainer. None if it is gone. That it does
+        not say so is an error: it may be the newest that there is."""
+        client = WriterClient.find(key)
+        if client is None:
+            return None
+        try:
+            hello, fds = client.greet(HELLO_S, PATIENT_S, visit=True)
+            compare = self._layouts.differ_from(self._world.size)
+            digests = client.ask(requests.AskDigests(all=True)) if compare else hello.digests
+            held = HeldElsewhere.of(hello, fds, digests)
+            return Visited(held, hello.alive, hello.trainer, hello.since)
+        except WriterError as error:
+            log.warning("a writer on this node is gone, with what it held: %s", error)
+            return None
+        except (DeadlineError, OSError) as error:  # it stands still, or its memory cannot be mapped here
+            raise DeadlineError(
+                f"a writer of this run on this machine does not say what it holds ({error}), which may be the newest "
+                f"step: try again, or end it (`ps`: {channel.AT_WORK} … {key}) to do without"
+            ) from error
+        finally:
+            client.close()
 
 
 def _sealed(held: HeldElsewhere) -> Iterator[HeldSnapshot]:

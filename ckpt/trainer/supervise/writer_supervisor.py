@@ -9,41 +9,34 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-import msgspec
-
-from ckpt.checkpoint.commit import Role
 from ckpt.errors import CheckpointError, FencedError, WriterError
 from ckpt.events import log
 from ckpt.faults.report import Fault
-from ckpt.format.layout import Layout
-from ckpt.format.manifest import Attempt
 from ckpt.ipc import notes, requests
-from ckpt.ipc import watch_requests as watch
-from ckpt.ipc.arena import Arena
 from ckpt.ipc.claim import Claim
-from ckpt.ipc.protocol import Note, Request
-from ckpt.ipc.requests import Json
+from ckpt.ipc.protocol import Note
 from ckpt.ranks.world import World
 from ckpt.runlog.log import Acquire
 from ckpt.tiers import Memory, Tier
 from ckpt.trainer.staging.stage import Stager
-from ckpt.trainer.supervise.current_writer import CurrentWriter, StandingRequests, WriterUser
-from ckpt.trainer.supervise.find_writer import WriterFinder, WriterRespawner
-from ckpt.trainer.supervise.held_snapshots import HeldSnapshots, Siblings
+from ckpt.trainer.supervise.current_writer import CurrentWriter, StandingRequests
+from ckpt.trainer.supervise.find_writer import WriterFinder
+from ckpt.trainer.supervise.held_snapshots import HeldSnapshots
 from ckpt.trainer.supervise.memory import SnapshotMemory
 from ckpt.trainer.supervise.opening import RunOpener
 from ckpt.trainer.supervise.writer_client import SpareThreads, WriterClient
-from ckpt.trainer.supervise.writes import Acknowledgements, Done, KnownLayouts, WriteInFlight, Writes
+from ckpt.trainer.supervise.writes import Acknowledgements, KnownLayouts, Writes
 
 N = TypeVar("N", bound=Note)
 
 
 class WriterSupervisor:
-    """Owns the connection to the writer. Methods may be called from any thread. `run`: whose it is; `memory`, `held`:
-    arenas and what is in them; `standing`: what each writer is told once."""
+    """Owns the connection to the writer. Methods may be called from any thread. `writer`: the one that there is now;
+    `run`: whose it is; `memory`, `held`: arenas and what is in them; `standing`: what each writer is told once;
+    `layouts`, `writes`, `acknowledgements`: of what is saved."""
 
     def __init__(
         self,
@@ -63,24 +56,22 @@ class WriterSupervisor:
         self.faults: list[Fault] = []  # of earlier incarnations, that nobody was told yet
         self.on_failure: Callable[[CheckpointError], None] = lambda error: None
         self._claim = Claim(key)
-        self._writer = writer = CurrentWriter()
+        self.writer = writer = CurrentWriter()
         self.memory = SnapshotMemory(writer, stager, world, tiers, memory, node)
-        self._layouts = KnownLayouts(writer, self.memory)
+        self.layouts = KnownLayouts(writer, self.memory)
         self.standing = StandingRequests(writer)
-        self._writes = Writes(writer, stager)
-        self._acknowledgements = Acknowledgements(writer, self._layouts)
-        writer.users = [self._layouts, self.memory, self.standing, self._writes, self._acknowledgements]
+        self.writes = Writes(writer, stager)
+        self.acknowledgements = Acknowledgements(writer, self.layouts)
+        writer.users = [self.layouts, self.memory, self.standing, self.writes, self.acknowledgements]
         self.run = RunOpener(writer, self.memory, tiers, memory, world, commit_s, takeover)
-        self._siblings = Siblings(key, world, writer, self.memory, self._layouts, self.run, takeover)
-        self.held = HeldSnapshots(writer, stager, world, self.memory, self._layouts, self._siblings)
-        self._finder = WriterFinder(key, self._claim, tiers, takeover, self._listen)
-        self._respawner = WriterRespawner(writer, self._finder, self.run)
+        self.held = HeldSnapshots(key, writer, stager, world, self.memory, self.layouts, self.run, takeover)
+        self._finder = WriterFinder(writer, self.run, key, self._claim, tiers, takeover, self._listen)
         self._hear_all()
         self._begin()
 
     def _begin(self) -> None:
         try:
-            self._siblings.check_orphans()
+            self.held.check_orphans()
             self._meet()
         except BaseException:
             self._claim.drop()
@@ -88,25 +79,26 @@ class WriterSupervisor:
         self._spares = SpareThreads()
         self._claim.take_soon()  # a trainer that has lost the run, and stands still, may have it yet
         try:
-            taken = self._siblings.take_orphans()
-            self.opened = self._writer.insist(self.run.open)
-            self._siblings.dismiss(taken)
+            taken = self.held.take_orphans()
+            self.opened = self.writer.insist(self.run.open)
+            self.held.dismiss(taken)
         except BaseException:
             self.give_up()
             raise
 
     def _meet(self) -> None:
         """Have a writer, and what it holds."""
-        found = self._finder.find_or_spawn()
-        self._writer.client, hello = found.client, found.hello
-        if hello is None:
+        client, greeted = self._finder.find_or_spawn()
+        self.writer.client = client
+        if greeted is None:
             return
-        self.memory.inherit(hello, list(found.fds))
-        self._layouts.known = dict(self.memory.inherited.layouts)
+        hello, fds = greeted
+        self.memory.inherit(hello, fds)
+        self.layouts.known = dict(self.memory.inherited.layouts)
         for data in hello.faults:
             with contextlib.suppress(CheckpointError):
                 self.faults.append(Fault.from_json(data))
-        self._listen(found.client)
+        self._listen(client)
         if hello.taken:
             log.warning("process %d trained this run here: it is fenced off now", hello.trainer)
         else:
@@ -116,7 +108,7 @@ class WriterSupervisor:
 
     def give_up(self) -> None:
         """The run could not be opened. Memory of an earlier run stays with its writer, for a better try."""
-        self._writer.closing = True
+        self.writer.closing = True
         self.client.send(requests.Leave() if self.memory.inherited.arenas else requests.Close())
         self._hang_up()
         self.memory.drop_prepared()
@@ -125,29 +117,12 @@ class WriterSupervisor:
 
     @property
     def client(self) -> WriterClient:
-        return self._writer.client
+        return self.writer.client
 
     @property
     def failure(self) -> CheckpointError | None:
         """Why there is no writer any more."""
-        return self._writer.failure
-
-    @property
-    def lost(self) -> FencedError | None:
-        """To whom this run was lost."""
-        return self._writer.lost
-
-    def one_writer(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, no other one takes over."""
-        return self._writer.lock
-
-    def add(self, user: WriterUser) -> None:
-        """Somebody else whom a new writer has to know about, after all the others."""
-        self._writer.users.append(user)
-
-    def tell(self, request: Request[Any]) -> None:
-        """Something that needs no answer."""
-        self._writer.send(request)
+        return self.writer.failure
 
     def _listen(self, client: WriterClient) -> None:
         client.listen(self._on_note, lambda: self._on_lost(client))
@@ -156,7 +131,7 @@ class WriterSupervisor:
         """What the writer says of memory and of the run. Others listen to the rest, once they are there."""
         self.hear(notes.GoneNote, lambda note: self.memory.on_gone())
         self.hear(notes.UnpinnedNote, lambda note: self.memory.on_read(note.arena, note.slot))
-        self.hear(notes.StoredNote, self._writes.on_stored)
+        self.hear(notes.StoredNote, self.writes.on_stored)
         self.hear(notes.SaidNote, lambda note: log.warning("%s", note.text))
         self.hear(notes.FencedNote, self._on_fenced)
 
@@ -178,14 +153,14 @@ class WriterSupervisor:
 
         The new one is made ready without the lock, so that staging goes on; what is to be written waits in `Writes`.
         """
-        writer = self._writer
+        writer = self.writer
         with writer.lock:
             over = writer.closing or writer.failure is not None
             if over or not writer.is_current(client) or client is self._mourned:
                 return
             self._mourned = client
         try:
-            fresh = self._respawner.start()
+            fresh = self._finder.respawn()
         except Exception as error:  # out of descriptors, say
             with writer.lock:
                 self._fail(error if isinstance(error, CheckpointError) else WriterError(repr(error)))
@@ -211,13 +186,13 @@ class WriterSupervisor:
             self._lose(error)
         else:
             failure = WriterError(f"there is no writer any more, so nothing is saved: {error}")
-        self._writer.failure = failure
+        self.writer.failure = failure
         self.on_failure(failure)
-        for user in self._writer.users:
+        for user in self.writer.users:
             user.on_no_writer(failure)
 
     def _lose(self, error: FencedError) -> None:
-        self._writer.lost = self._writer.lost or error
+        self.writer.lost = self.writer.lost or error
         self._claim.drop()
 
     # -- the run --
@@ -225,27 +200,6 @@ class WriterSupervisor:
     @property
     def owner(self) -> Acquire:
         return self.run.owner
-
-    @property
-    def roles(self) -> list[Role]:
-        return self.run.roles
-
-    def keep_books(self, request: watch.KeepBooks, fds: tuple[int, ...]) -> None:
-        """Have the writer keep the ledger; see `ckpt.writer.bookkeeper`."""
-        self.standing.tell(request, fds, later=msgspec.structs.replace(request, again=True))
-
-    def show(self, request: watch.Show, fds: tuple[int, ...]) -> None:
-        """Let the writer be asked what we do; see `ckpt.writer.status`."""
-        self.standing.tell(request, fds)
-
-    def tell_restored(self, request: watch.RestoreDone) -> None:
-        """For the ledger, and for those who look."""
-        self.standing.amend(watch.Show, restored=request)
-        self._writer.send(request)
-
-    def tell_cadence(self, decision: Json) -> None:
-        """From some step on all ranks save by another cadence."""
-        self.standing.tell(watch.SetCadence(decision))
 
     # -- memory --
 
@@ -259,23 +213,6 @@ class WriterSupervisor:
         """Whether the writer does something for what it holds when we die: keep it, or write it out."""
         return self.memory.lasts or bool(self._tiers)
 
-    # -- what is saved --
-
-    def tell_layout(self, layout: Layout) -> None:
-        self._layouts.tell(layout)
-
-    def acknowledge(self, attempt: Attempt, arena: Arena, slot: int, done: Done) -> None:
-        self._acknowledgements.acknowledge(attempt, arena, slot, done)
-
-    def write(self, write: WriteInFlight) -> None:
-        self._writes.write(write)
-
-    def retract(self, attempt: Attempt, reason: str) -> None:
-        self._writes.retract(attempt, reason)
-
-    def keep_steps(self, notes: Mapping[int, str]) -> None:
-        self._writes.keep_steps(notes)
-
     # -- the end --
 
     def leave(self, timeout_s: float) -> None:
@@ -284,28 +221,28 @@ class WriterSupervisor:
         end = time.monotonic() + timeout_s
         if self.failure is None:
             try:
-                self._writer.insist(lambda client: client.ask(requests.Leave(), max(0.1, end - time.monotonic())), end)
+                self.writer.insist(lambda client: client.ask(requests.Leave(), max(0.1, end - time.monotonic())), end)
             except FencedError:
                 pass  # another job has it
             except CheckpointError as error:
                 log.warning("whether the writer keeps what is in memory is not known: %s", error)
-        with self._writer.lock:
-            self._writer.closing = True
+        with self.writer.lock:
+            self.writer.closing = True
         self._hang_up()
-        self._acknowledgements.on_no_writer(WriterError("there was no writer when the trainer let go of its memory"))
+        self.acknowledgements.on_no_writer(WriterError("there was no writer when the trainer let go of its memory"))
 
     def close(self, timeout_s: float, *, failed: bool = False) -> None:
         """Let the writer finish and leave. DeadlineError if it has not within `timeout_s`; it goes on by itself.
         `failed`: an error has ended the training, which is for the ledger."""
-        with self._writer.lock:
-            self._writer.closing = True
+        with self.writer.lock:
+            self.writer.closing = True
         try:
             if self.failure is None:
                 with contextlib.suppress(WriterError):  # it died; what it had to write was waited for before
                     self.client.ask(requests.Close(failed), max(timeout_s, 0.1))
         finally:
             self._hang_up()
-            self._acknowledgements.on_no_writer(WriterError("there was no writer when the Checkpointer was closed"))
+            self.acknowledgements.on_no_writer(WriterError("there was no writer when the Checkpointer was closed"))
             self.memory.close()
 
     def _hang_up(self) -> None:

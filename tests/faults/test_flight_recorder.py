@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.faults.hang import Collective, Evidence, diagnose
+from ckpt.faults.hang import Collective, Evidence
 from ckpt.trainer.faults import look_around
 from parallel import free_port, launch, reports
 
@@ -66,14 +66,6 @@ def test_evidence_with_collectives_goes_over_the_wire() -> None:
             Evidence.from_json({**one.to_json(), "pending": pending})
     with pytest.raises(ValueError):
         Evidence.from_json({**one.to_json(), "pending": one.to_json()["pending"] * 1000})
-
-
-def test_who_has_not_come_to_the_collective() -> None:
-    """The account says in which the others wait, by its number and its group."""
-    waits = {"collective": "all_reduce", "pending": (Collective("all_reduce", 57, "default_pg", "started"),)}
-    found = diagnose([evidence(0, **waits), evidence(1), evidence(2, **waits)], 3)
-    assert found.suspects == (1,)
-    assert "Ranks 0, 2 wait in all_reduce (number 57 of default_pg)." in found.why
 
 
 HANGS = """

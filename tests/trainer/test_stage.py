@@ -297,47 +297,9 @@ def test_steps_do_not_pile_up_behind_a_full_ring(open_run: Any) -> None:
         cp._session.stager.slots.unpin(arena.id, slot)
 
 
-def test_a_moving_average_is_copied_eagerly(open_run: Any) -> None:
-    """Parameters that no listed optimizer steps may change at any time, also through .data."""
-
-    def build() -> State:
-        model, average = nn.Linear(LARGE, LARGE), nn.Linear(LARGE, LARGE)
-        return {"model": model, "average": average, "optim": torch.optim.SGD(model.parameters(), lr=0.1)}
-
-    def move(state: State, step: int) -> None:
-        for a, p in zip(state["average"].parameters(), state["model"].parameters(), strict=True):
-            a.data.mul_(0.5).add_(p.data, alpha=0.5)
-        gradients(state["model"], abs(step))
-        state["optim"].step()
-
-    run = Run(build, move)
-    assert check_boundaries(open_run(run.state), run, 15) == []
-
-
 def write(state: State, step: int) -> None:
     with torch.no_grad():
         state["model"].weight.mul_(0.5)  # weight clipping, say, in the middle of the copy
-
-
-def test_a_frozen_average_is_copied_before_step_returns(open_run: Any) -> None:
-    """Parameters that no optimizer steps may be written at once after step(), with or without a trace."""
-
-    def build() -> State:
-        model, average = nn.Linear(LARGE, LARGE), nn.Linear(LARGE, LARGE).requires_grad_(False)
-        return {"model": model, "average": average, "optim": torch.optim.SGD(model.parameters(), lr=0.1)}
-
-    def move(state: State, step: int) -> None:
-        pairs = list(state["average"].parameters()), list(state["model"].parameters())
-        if step % 2:
-            with torch.no_grad():
-                torch._foreach_lerp_(*pairs, 0.5)
-        else:
-            pairs[0][0].data.mul_(0.5)
-        gradients(state["model"], abs(step))
-        state["optim"].step()
-
-    run = Run(build, move)
-    assert check_boundaries(open_run(run.state), run, 15) == []
 
 
 def test_a_write_that_the_copy_overtakes_is_noticed_too(open_run: Any) -> None:
@@ -384,14 +346,13 @@ def test_writes_outside_an_optimizer_are_noticed_then_copied_eagerly(
     open_run: Any, gate: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The snapshot is dropped and the user told which tensor it was; from then on the copy comes before training."""
-    who, name = write, "model.weight"
 
     def build() -> State:
         model, average = nn.Linear(LARGE, LARGE), nn.Linear(LARGE, LARGE).requires_grad_(False)
         return {"model": model, "average": average, "optim": torch.optim.SGD(model.parameters(), lr=0.1)}
 
     def move(state: State, step: int) -> None:
-        who(state, step)
+        write(state, step)
         gradients(state["model"], abs(step))
         state["optim"].step()
 
@@ -400,12 +361,12 @@ def test_writes_outside_an_optimizer_are_noticed_then_copied_eagerly(
     move(run.state, 1)
     gate.clear()
     save = cp.step(1)
-    who(run.state, 2)
+    write(run.state, 2)
     gate.set()
-    with pytest.raises(SaveError, match=name):
+    with pytest.raises(SaveError, match=r"model\.weight"):
         save.staged(30.0)
     assert check_boundaries(cp, run, 15, first=2) == []
-    assert caplog.text.count("was dropped") == 1 and name in caplog.text
+    assert caplog.text.count("was dropped") == 1 and "model.weight" in caplog.text
 
 
 def test_an_optimizer_whose_steps_run_no_hooks_is_copied_eagerly(open_run: Any) -> None:
@@ -465,7 +426,7 @@ def test_tensors_deleted_while_they_are_copied(open_run: Any) -> None:
 
     run = Run(build, move)
     move(run.twin, 0)  # the order of names is as in the state from the first move on
-    assert check_boundaries(open_run(run.state), run, 10) == []
+    assert check_boundaries(open_run(run.state), run, 4) == []
 
 
 def test_a_scaler_is_not_disturbed(open_run: Any) -> None:

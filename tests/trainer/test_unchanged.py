@@ -26,7 +26,7 @@ from ckpt.errors import SaveError
 from ckpt.format.digest import blob_digest
 from ckpt.format.layout import Layout, pages
 from ckpt.format.manifest import Attempt
-from ckpt.ipc.arena import SEALED, Arena
+from ckpt.ipc.arena import Arena
 from ckpt.state.capture import Capture
 from ckpt.trainer.staging import unchanged
 from ckpt.trainer.staging.fill import LARGE, SlotFiller
@@ -325,10 +325,6 @@ def test_tensors_of_all_kinds(open_run: Any) -> None:
     assert cp._session.stager.skipped_bytes > 0
 
 
-def known(cp: ckpt.Checkpointer) -> dict[int, dict[int, bytes]]:
-    return cp._session.stager._filler.frozen._known
-
-
 def given_up_and_taken_again(open_run: Any) -> list[str]:
     state, twin = adapter(), adapter()
     train(state, 1)
@@ -400,25 +396,6 @@ def test_negative_control_what_a_failed_fill_leaves_is_not_what_was_there(
     assert any("base" in line for line in failing(open_run, monkeypatch))
 
 
-def test_layouts_that_come_and_go(open_run: Any) -> None:
-    """A tensor more or less moves all the others: what lay at their places before is no proof of anything."""
-
-    def build(count: int = 0) -> State:
-        return {**adapter(), "more": {f"a{i}": torch.full((5, SIDE), float(i)) for i in range(count)}}
-
-    state = build()
-    train(state, 1)
-    cp = open_run(state, on_error="warn")
-    step = 0
-    for count in (0, 2, 0, 1, 3, 0):
-        state["more"].clear()
-        state["more"].update(build(count)["more"])
-        twin = build(count)
-        assert follow(cp, state, twin, range(step + 1, step + 8), train) == []
-        step += 7
-    assert cp._session.stager.skipped_bytes > 0
-
-
 def test_restoring_an_older_step(open_run: Any) -> None:
     """What restore() writes into frozen weights is staged like any other change."""
     state, twin = adapter(), adapter()
@@ -483,16 +460,6 @@ def test_a_write_in_the_middle_of_the_overlapped_part_is_noticed(
     with pytest.raises(SaveError, match=r"base\.weight"):
         save.staged(30.0)
     assert follow(cp, state, twin, range(13, 30), train) == []
-
-
-def test_the_labels_say_nothing_of_it(open_run: Any) -> None:
-    """A snapshot with skipped tensors is a snapshot like any other: sealed, and whole for whoever reads the arena."""
-    state, twin = adapter(), adapter()
-    train(state, 1)
-    cp = open_run(state)
-    assert follow(cp, state, twin, range(1, 16), train) == []
-    arena = cp._session.stager.arena
-    assert arena is not None and len(arena.labels(SEALED)) == len(known(cp)) == slots(cp)
 
 
 def in_two_arenas() -> list[bool]:
@@ -596,38 +563,6 @@ def test_what_keeps_changing_rests_for_longer_each_time() -> None:
     for _ in range(MOST_REST + 3):
         fill(one, 0, layout, [target], [source])
     assert one.skipped_bytes == source.nbytes
-
-
-def test_what_is_known_is_of_one_slot_and_one_layout() -> None:
-    """Nothing is known of a slot after another layout, a fill without end, or `forget`."""
-    one, layout, source = Frozen(), some_layout(), torch.randn(50_000)
-    targets = [torch.empty(50_000), torch.empty(50_000)]
-    for _ in range(3):
-        for slot in (0, 1):
-            fill(one, slot, layout, [targets[slot]], [source])
-    before = one.skipped_bytes
-    assert before == 3 * source.nbytes
-    for number, disturb in enumerate(
-        (lambda: one.forget(0), lambda: one.open(0, layout), lambda: one.open(1, some_layout()), one.clear)
-    ):
-        disturb()
-        targets[0].zero_()
-        fill(one, 0, layout, [targets[0]], [source])
-        assert torch.equal(targets[0], source) and one.skipped_bytes == before, number
-        for _ in range(2):
-            fill(one, 0, layout, [targets[0]], [source])
-        before = one.skipped_bytes
-
-
-def test_only_what_this_fill_put_there_is_known_after_it() -> None:
-    """If the rest of a snapshot never comes, nothing is known of its place."""
-    one, layout, source = Frozen(), some_layout(), torch.randn(50_000)
-    targets = [torch.empty(50_000), torch.empty(50_000)]
-    for _ in range(4):
-        fill(one, 0, layout, targets, [source, source])
-    assert one._known[0].keys() == {0, 1}
-    fill(one, 0, layout, targets[:1], [source])
-    assert one._known[0].keys() == {0}
 
 
 def test_a_digest_lets_other_threads_run() -> None:

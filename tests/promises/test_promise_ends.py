@@ -27,7 +27,7 @@ from ckpt.trainer.session import Session
 from ckpt.trainer.staging.stage import Stager
 from ckpt.trainer.step_keeper import StepKeeper
 from ckpt.trainer.supervise.memory import SnapshotMemory
-from ckpt.trainer.supervise.writer_supervisor import WriterSupervisor
+from ckpt.trainer.supervise.writes import KnownLayouts
 from parallel import free_port, launch
 from processes import REPO, eventually, killed, run_script
 
@@ -408,7 +408,7 @@ def closing(cp: ckpt.Checkpointer, patch: pytest.MonkeyPatch, owner: type, metho
     [
         (SnapshotMemory, "prepare"),
         (SnapshotMemory, "take_prepared"),
-        (WriterSupervisor, "tell_layout"),
+        (KnownLayouts, "tell"),
         (Stager, "submit"),  # what comes then is another thread's, to which no signal comes
     ],
 )

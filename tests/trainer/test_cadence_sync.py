@@ -21,6 +21,7 @@ from ckpt.goodput.cadence import Change
 from ckpt.goodput.ledger import Decision
 from ckpt.ipc.heartbeat import Heartbeat
 from ckpt.ipc.notes import CadenceNote
+from ckpt.ipc.watch_requests import SetCadence
 from ckpt.ranks.world import World
 from ckpt.runlog.log import Acquire
 from ckpt.trainer import cadence_sync
@@ -30,11 +31,12 @@ from processes import eventually
 URL = "file:///tmp/x"
 
 
-class PlayedGuardian:
+class PlayedSupervisor:
     """What a `CadenceSync` tells the writer."""
 
     def __init__(self) -> None:
         self.owner = Acquire(3, "ab", None)
+        self.writes = self.standing = self
         self.retracted: list[int] = []
         self.told: list[dict[str, Any]] = []
 
@@ -42,13 +44,13 @@ class PlayedGuardian:
         assert cadence_sync.TOO_LATE in reason
         self.retracted.append(attempt.step)
 
-    def tell_cadence(self, decision: dict[str, Any]) -> None:
-        self.told.append(decision)
+    def tell(self, request: SetCadence) -> None:
+        self.told.append(request.decision)
 
 
 class Rank:
     def __init__(self, world: World) -> None:
-        self.supervisor, self.heartbeat = PlayedGuardian(), Heartbeat.create()
+        self.supervisor, self.heartbeat = PlayedSupervisor(), Heartbeat.create()
         self.heartbeat.beat(100 + world.rank)
         memory, tiers = ckpt.Memory(every="auto"), [ckpt.Tier(URL, every="auto")]
         self.cadence_sync = CadenceSync(world, self.supervisor, self.heartbeat, memory, tiers, {})  # type: ignore[arg-type]

@@ -292,7 +292,15 @@ class Checkpointer:
         DeadlineError or PeerError if other ranks do not come to close: memory stays with the writer as after a death.
         A run in memory alone is let go of, unless an exception is on its way: then a restart finds it.
         """
-        self._closing.close(timeout_s, clean=sys.exc_info()[1] is None)
+        under_way = sys.exc_info()[1]
+        try:
+            self._closing.close(timeout_s, clean=under_way is None)
+        except CheckpointError as failure:
+            if not isinstance(under_way, KeyboardInterrupt):
+                raise
+            log.error("closing the Checkpointer failed: %s", failure)
+            under_way.add_note(f"besides, closing the Checkpointer failed: {failure}")
+            raise under_way from None  # it ends the script, also where we are called by `finally`
 
     def _close_at_exit(self) -> None:
         if self._session.world.size > 1 and self._fault_handler.saw_exception:  # the others may never come to close

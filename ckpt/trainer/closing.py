@@ -8,6 +8,7 @@ from typing import Any
 
 from ckpt.errors import CheckpointError, DeadlineError
 from ckpt.events import log
+from ckpt.faults.signals import ctrl_c_later
 from ckpt.format.manifest import Attempt
 from ckpt.ipc.heartbeat import LEAVING
 from ckpt.subscribers import flush, publish
@@ -18,6 +19,7 @@ from ckpt.trainer.session import Session
 from ckpt.trainer.step_keeper import NO_TIME, StepKeeper
 
 STOP_S = 30.0  # for an incident that is being dealt with
+INSIST_S = 10.0  # for the last step to get into memory; then one more Ctrl-C ends that, too
 
 
 class Closing:
@@ -86,16 +88,17 @@ class Closing:
         session, progress, timeout_s = self._session, self._progress, self._session.settings.close_timeout_s
         if progress.closed or progress.forked:
             return
-        in_turn = progress.turn.acquire(timeout=timeout_s)
+        in_turn, why = False, "it was interrupted"
         try:
-            with contextlib.suppress(CheckpointError):  # a copy under way is finished
-                session.stager.do(lambda: None, session.settings.busy_timeout_s)
-            why = "it was interrupted"
-            try:
-                why = self._keeper.stage_last(time.monotonic() + timeout_s)
-            finally:  # also at a second Ctrl-C
-                if why:
-                    self._say_lost(self._staged.newest, why)
+            with ctrl_c_later(INSIST_S):
+                try:
+                    in_turn = progress.turn.acquire(timeout=timeout_s)
+                    with contextlib.suppress(CheckpointError):  # a copy under way is finished
+                        session.stager.do(lambda: None, session.settings.busy_timeout_s)
+                    why = self._keeper.stage_last(time.monotonic() + timeout_s)
+                finally:  # whatever ends it
+                    if why:
+                        self._say_lost(self._staged.newest, why)
             self._fault_handler.stop(STOP_S)
             session.supervisor.leave(timeout_s)
             self._end()

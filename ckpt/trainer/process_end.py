@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -38,9 +39,14 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
 
 
 def _at_child_end(call: Callable[[], None]) -> Any:
-    """Have it called at the end of a process that another has forked by `multiprocessing`, which ends by `os._exit`.
-    None if this is none."""
+    """Have it called at the end of a process that another has started by `multiprocessing`, which may end by
+    `os._exit`. None if this is none."""
     util, process = sys.modules.get("multiprocessing.util"), sys.modules.get("multiprocessing.process")
     if util is None or process is None or process.parent_process() is None:
         return None
-    return util.Finalize(None, call, exitpriority=100)
+
+    def end() -> None:
+        threading._shutdown()  # type: ignore[attr-defined]  # of any process the threads end first, here they would not
+        call()
+
+    return util.Finalize(None, end, exitpriority=100)

@@ -29,7 +29,7 @@ from ckpt.trainer.step_keeper import StepKeeper
 from ckpt.trainer.supervise.memory import SnapshotMemory
 from ckpt.trainer.supervise.writes import KnownLayouts
 from parallel import free_port, launch
-from processes import REPO, eventually, killed, run_script
+from processes import PYTHONPATH, REPO, eventually, killed, run_python, run_script
 
 STEPS = 25
 
@@ -58,6 +58,17 @@ if how == "ctrl-c":
         os.kill(os.getpid(), signal.SIGINT)
         return original(self, *arguments)
     StepKeeper.stage_last = interrupted
+if how == "ctrl-c twice":
+    import os, signal
+    from ckpt.trainer.staging.stage import Stager
+    from ckpt.trainer.step_keeper import StepKeeper
+    def insisting(original):
+        def call(self, *arguments):
+            os.kill(os.getpid(), signal.SIGINT)
+            return original(self, *arguments)
+        return call
+    for owner, method in (StepKeeper, "stage_last"), (Stager, "do"), (Stager, "submit"):
+        setattr(owner, method, insisting(getattr(owner, method)))
 """
 
 
@@ -109,10 +120,69 @@ def test_a_script_that_just_ends_keeps_its_last_step(run_dir: str, how: str) -> 
     assert restored(run_dir) == (STEPS, toy.reference(STEPS))
 
 
-def test_ctrl_c_while_a_script_just_ends(run_dir: str) -> None:
-    """It ends at once, and nobody will close again: the last step is in memory, and the writer does the rest."""
-    done = run_script(ENDING, run_dir, "ctrl-c")
+@pytest.mark.parametrize("how", ["ctrl-c", "ctrl-c twice"])
+def test_ctrl_c_while_a_script_just_ends(run_dir: str, how: str) -> None:
+    """It ends at once, and nobody will close again: the last step is in memory, and the writer does the rest. Another
+    Ctrl-C meanwhile, wherever it comes, costs no step."""
+    done = run_script(ENDING, run_dir, how)
     assert "KeyboardInterrupt" in done.stderr
+    assert restored(run_dir) == (STEPS, toy.reference(STEPS))
+
+
+def test_ctrl_c_stays_what_ends_the_script(run_dir: str) -> None:
+    """Where close() comes by `finally` and fails, that is a note of the KeyboardInterrupt, which goes on."""
+    state = toy.build()
+    with pytest.raises(KeyboardInterrupt) as raised:
+        cp = ckpt.Checkpointer(state, run_dir)
+        try:
+            cp.restore(default=0)
+            toy.train_step(state)
+            cp.step(1)
+            cp._session.errors.note(ckpt.SaveError("the disk is full"))
+            raise KeyboardInterrupt
+        finally:
+            cp.close()
+    assert any("the disk is full" in note for note in raised.value.__notes__)
+    assert newest(run_dir) == 1
+
+
+# Trains in a thread that goes on when the main one has ended, in a child; `how` the child was started.
+IN_A_CHILD = """
+import multiprocessing, sys, threading, time, toy, ckpt
+def train(run):
+    state = toy.build()
+    cp = ckpt.Checkpointer(state, [ckpt.Memory(every=10), ckpt.Tier(run, every=100)], triggers=None)
+    start = cp.restore(default=0)
+    opened.set()
+    for step in range(start, 25):
+        toy.train_step(state)
+        cp.step(step + 1)
+        time.sleep(0.02)
+opened = threading.Event()
+def child(run):
+    threading.Thread(target=train, args=[run]).start()
+    opened.wait()
+if __name__ == "__main__":
+    process = multiprocessing.get_context(sys.argv[2]).Process(target=child, args=[sys.argv[1]])
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
+"""
+
+
+@pytest.mark.parametrize("how", ["spawn", "forkserver", "fork"])
+def test_a_child_whose_thread_trains(run_dir: str, tmp_path: Path, how: str) -> None:
+    """Its end waits for that thread, as that of any process does; then the last step is kept."""
+    script = tmp_path / "script.py"
+    script.write_text(IN_A_CHILD)
+    done = run_python(
+        [sys.executable, script, run_dir, how],
+        env={**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONPATH": PYTHONPATH},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0 and "Error" not in done.stderr, done.stderr
     assert restored(run_dir) == (STEPS, toy.reference(STEPS))
 
 

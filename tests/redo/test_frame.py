@@ -215,19 +215,6 @@ def test_large_and_small_pieces_lie_where_they_belong(
     assert path.read_bytes() == bytes(expected[: path.stat().st_size]) and not any(expected[path.stat().st_size :])
 
 
-def test_what_was_added_is_not_looked_at_any_more(tmp_path: Path) -> None:
-    """A piece may change then: the frame holds what it was."""
-    path, piece = tmp_path / "log", bytearray(b"a" * 16)
-    layout = Layout((TensorSpec("w", "F32", (4,)),), {}, [])
-    appender = Appender(str(path))
-    appender.begin()
-    appender.add(piece)
-    piece[:] = b"b" * 16
-    appender.end(frame_of(1, None, [RAW], [16], layout=layout, recipes=()), b"[]")
-    found, problems = scan(str(path))
-    assert not problems and path.read_bytes()[found[0].payload[0] :][:16] == b"a" * 16
-
-
 # -- cut off and damaged --
 
 
@@ -246,15 +233,17 @@ def test_cut_off_anywhere(three: Path) -> None:
         assert all(alike(a.frame, b.frame) for a, b in zip(found, whole, strict=False))
 
 
-def test_any_bit_flipped(three: Path) -> None:
-    """Every flipped bit is told, and costs the frame that it lies in and what is read by way of that, nothing else."""
+@pytest.mark.parametrize("bits", [1, pytest.param(8, marks=pytest.mark.long)])
+def test_any_bit_flipped(three: Path, bits: int) -> None:
+    """Every flipped bit is told, and costs the frame that it lies in and what is read by way of that, nothing else.
+    `bits`: so many of each byte."""
     raw, path = bytearray(three.read_bytes()), three.with_name("flipped")
     whole = scan(str(three))[0]
     assert [one.frame.base for one in whole] == [None, attempt(5), None]
     for at in range(len(raw)):
         hit = next(i for i, one in enumerate(whole) if one.offset <= at < one.offset + one.size)
         kept = {0: [7], 1: [5, 7], 2: [5, 6]}[hit]
-        for bit in range(8):
+        for bit in {(at + n) % 8 for n in range(bits)}:
             raw[at] ^= 1 << bit
             path.write_bytes(raw)
             raw[at] ^= 1 << bit
@@ -431,7 +420,6 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "odd base": _set(base=[1]),
     "no form": lambda said: said.pop("form"),
     "a form of something else": _set(form="0" * 64),
-    "a form of many forms": _set(form=[1]),
     "no layout": _set(layout=None),
     "a layout of words": _set(layout="layout"),
     "a deep layout": _deep,
@@ -444,31 +432,23 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "an odd component": _layout(lambda layout: layout["components"].append({"path": 1})),
     "a rank beyond": _layout(lambda layout: layout.update(rank=1)),
     "a number that JSON does not have": _layout(lambda layout: layout["components"].append(float("nan"))),
-    "recipes of words": _set(recipes="recipes"),
     "no recipes": _set(recipes=None),
     "a recipe of four": _rows([0, 1, 2, 3]),
-    "a recipe of words": _rows("01230"),
-    "a recipe that is a mapping": _rows({"0": 1, "1": 1, "2": 1, "3": 1, "4": 1}),
     "a recipe beyond": _rows([5, 1, 2, 3, 0]),
     "a recipe before": _rows([-5, 1, 2, 3, 0]),
     "a recipe of fractions": _rows([0.0, 1, 2, 3, 0]),
-    "a recipe of truth": _rows([True, 0, 2, 3, 0]),
     "a recipe of an odd group": _rows([0, 1, 2, 3, "0"]),
     "a recipe of another dtype": _rows([4, 1, 2, 3, 0]),
     "a recipe of another size": _rows([3, 1, 2, 3, 0]),
     "a recipe of one tensor": _rows([0, 0, 0, 3, 0]),
     "two recipes of one tensor": _rows([0, 1, 2, 3, 0], [2, 1, 0, 3, 0]),
-    "coefficients of nothing": _set(coefficients=None),
     "odd coefficients": _set(coefficients=[[1, 2, 3]]),
     "enormous coefficients": _set(coefficients=[[ENORMOUS] * 7]),
     "no time": _set(time=None),
-    "a time in words": _set(time="nan"),
     "an endless time": _set(time=float("inf")),
     "an enormous time": _set(time=ENORMOUS),
     "an enormous duration": _set(settled_s=ENORMOUS),
     "odd finite": _set(finite="yes"),
-    "finite of many": _set(finite=[True]),
-    "values of words": _set(values="9"),
     "values of less than nothing": _set(values=-1),
     "too many values": _set(values=2**40),
     "other values": _set(values=3),

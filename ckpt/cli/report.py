@@ -15,16 +15,7 @@ import click
 from ckpt import __version__
 from ckpt.cli.reading import read_faults, read_ledger
 from ckpt.cli.report_page import refuse_existing, steps_of, write_page
-from ckpt.cli.terminal import (
-    SHOWN,
-    example,
-    json_option,
-    opened,
-    place_option,
-    print_json,
-    print_table,
-    safe,
-)
+from ckpt.cli.terminal import SHOWN, example, json_option, opened, place_option, print_json, print_table, safe
 from ckpt.errors import CheckpointError, CorruptError, FormatError
 from ckpt.faults.report import Fault
 from ckpt.goodput.accounting import settled

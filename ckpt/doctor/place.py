@@ -23,24 +23,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckpt.checkpoint.store_trial import PREFIX
-from ckpt.doctor.findings import (
-    PROBLEM,
-    Finding,
-    OnBytes,
-    TierFindings,
-    cleaner,
-    judge,
-    worst,
-)
+from ckpt.doctor.findings import PROBLEM, Finding, OnBytes, TierFindings, cleaner, judge, worst
 from ckpt.doctor.folder import disk, file_system, nearest_folder, space
 from ckpt.doctor.promises import Bounds, bandwidth, consistency, create_if_absent, permissions
 from ckpt.doctor.s3 import bare_s3, bucket
-from ckpt.errors import (
-    AccessError,
-    CheckpointError,
-    CorruptError,
-    FormatError,
-)
+from ckpt.errors import AccessError, CheckpointError, CorruptError, FormatError
 from ckpt.runlog.log import RunLog
 from ckpt.store import Store, folder_of, normalise, open_store, options_of, url_of
 

@@ -186,10 +186,12 @@ def decide(
     for place in places:
         every, why = place.now, "as it was asked for"
         cost = costs.get(place.name)
-        if cost is not None and enough(place, cost):
+        if not enough(place, cost):
+            cost = None
+        if cost is not None:
             decision.costs[place.name] = cost.save_s
         if isinstance(place.every, Auto):
-            if not enough(place, cost) and held is not None and place.name in held.costs:
+            if cost is None and held is not None and place.name in held.costs:
                 every, why = _as_long(place.now, held.step_s, step_s), held.why.get(place.name, "")
                 decision.costs[place.name] = held.costs[place.name]
                 decision.mtbf_s |= {k: v for k, v in held.mtbf_s.items() if k == place.name}
@@ -225,7 +227,7 @@ def enough(place: TierCadence, cost: SaveCost | None) -> bool:
 
 
 def _memory(place: TierCadence, auto: Auto, step_s: float, cost: SaveCost | None) -> tuple[int, str]:
-    if cost is None or not enough(place, cost):
+    if cost is None:
         return place.now, "until it is known what a snapshot costs"
 
     def affordable(cost: SaveCost) -> int:
@@ -264,7 +266,7 @@ def _thick(save_s: float, interval_s: float, mtbf_s: float) -> str:
 def _durable(
     place: TierCadence, step_s: float, cost: SaveCost | None, mtbf_s: float, served: int, given: bool
 ) -> tuple[int, str]:
-    if cost is None or not enough(place, cost):
+    if cost is None:
         if place.remote:
             return place.now, "until it is known what a checkpoint costs"
         return max(1, nice_steps(FIRST_S, step_s)), "to find out what a checkpoint costs"

@@ -19,20 +19,12 @@ from ckpt.errors import UsageError
 from ckpt.goodput.accounting import settled
 from ckpt.goodput.cadence import FLEET_GPU_S
 from ckpt.goodput.ledger import Account, in_order
-from ckpt.goodput.model import (
-    Costs,
-    Forecast,
-    TierCost,
-    best_interval,
-    least_interval,
-    positive,
-    predict,
-    steps_apart,
-)
+from ckpt.goodput.model import Costs, Forecast, TierCost, best_interval, least_interval, positive, predict, steps_apart
 
 GB = 1e9
 MEMORY, REPLICA, SHARED = TIERS = ("memory", "replica", "shared")
 PARTS = ("cost_s", "write_s", "restore_s")  # of a tier, that may be measured: see TierCost
+SURVIVES = {MEMORY: ("process",), REPLICA: ("process", "node"), SHARED: ("process", "node", "all")}
 
 FAULTS_ENOUGH, HANGS_ENOUGH = 3, 10  # interruptions that say how often they come, and how many of them are hangs
 
@@ -144,17 +136,17 @@ def tiers(job: PlannedJob, n: Numbers) -> list[PlannedTier]:
     get = job.state / min(n["store_read"] * job.nodes, n["store_read_all"])
     felt = n["felt"] * node_bytes / GB / n["cores"]  # seconds of training for each CPU-s a GB
     both_ends = 2 * felt * n["cpu_network"]
-    found = [
-        PlannedTier(MEMORY, n["blocks_s"] + n["beside"] * copy, copy, opens, ("process",)),
-        PlannedTier(REPLICA, both_ends, copy + send, opens + send, ("process", "node")),
-        PlannedTier(SHARED, felt * n["cpu_store"], copy + put, opens + get, ("process", "node", "all")),
-    ]
-    return [_as_measured(one, n) for one in found if one.name != REPLICA or job.nodes > 1]
-
-
-def _as_measured(one: PlannedTier, n: Numbers) -> PlannedTier:
-    cost_s, write_s, restore_s = (n.get(f"{one.name}.{part}", getattr(one, part)) for part in PARTS)
-    return replace(one, cost_s=cost_s, write_s=write_s, restore_s=restore_s)
+    times = {  # of which what was measured stands
+        MEMORY: (n["blocks_s"] + n["beside"] * copy, copy, opens),
+        REPLICA: (both_ends, copy + send, opens + send),
+        SHARED: (felt * n["cpu_store"], copy + put, opens + get),
+    }
+    found = []
+    for name, taken in times.items():
+        if name != REPLICA or job.nodes > 1:
+            cost_s, write_s, restore_s = (n.get(f"{name}.{part}", s) for part, s in zip(PARTS, taken, strict=True))
+            found.append(PlannedTier(name, cost_s, write_s, restore_s, SURVIVES[name]))
+    return found
 
 
 # -- a plan --

@@ -19,20 +19,18 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-
-from ckpt.errors import CorruptError
 
 VERSION = 1
 PIECE = 1 << 15  # numbers at a time, so that what is in between stays in a core's own cache
 
 _LARGEST = float(np.finfo(np.float32).max)
 _Number = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
-_Row = tuple[_Number, _Number, _Number, _Number, _Number, _Number, _Number]
+CoefficientRow = tuple[_Number, _Number, _Number, _Number, _Number, _Number, _Number]
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -77,16 +75,6 @@ class Coefficients:
         except (ArithmeticError, ValueError, TypeError):
             return None
         return cls(*found) if all(map(math.isfinite, found)) and found[5] > 0 else None
-
-    def to_json(self) -> list[float]:
-        return list(astuple(self))
-
-    @classmethod
-    def from_json(cls, row: object) -> Coefficients:
-        try:
-            return cls(*msgspec.convert(row, _Row))
-        except msgspec.ValidationError:
-            raise CorruptError("impossible coefficients of a prediction") from None
 
 
 def second_moment(m: Floats, m_next: Floats, v: Floats, c: Coefficients, into: Floats) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import Annotated, Any
 
@@ -30,7 +30,7 @@ from ckpt.format.columns import I64, ODD
 from ckpt.format.digest import DIGEST_SIZE, file_digest
 from ckpt.format.layout import BLOB, Layout
 from ckpt.format.manifest import Attempt, canonical
-from ckpt.redo.adam import Coefficients
+from ckpt.redo.adam import CoefficientRow, Coefficients
 
 RAW, WHOLE, DELTA, PREDICTED, SAME, DERIVED = range(6)
 """How a blob is stored: as it is; encoded by itself; as the difference to what it was one frame before; as the
@@ -55,9 +55,6 @@ class Recipe:
     square: int
     step: int
     group: int
-
-    def to_json(self) -> list[int]:
-        return [self.weight, self.mean, self.square, self.step, self.group]
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,7 @@ class _Meta(msgspec.Struct):
     form: str
     layout: dict[str, Any] | None
     recipes: list[_Row] | None
-    coefficients: list[Any]
+    coefficients: list[CoefficientRow]
     time: float
     finite: bool | None
     settled_s: float
@@ -124,8 +121,8 @@ def meta_of(frame: Frame, last: Frame | None, values: int) -> bytes:
         "base": None if frame.base is None else str(frame.base),
         "form": frame.form,
         "layout": None if same else frame.layout.to_json(),
-        "recipes": None if same else [one.to_json() for one in frame.recipes],
-        "coefficients": [one.to_json() for one in frame.coefficients],
+        "recipes": None if same else list(map(astuple, frame.recipes)),
+        "coefficients": list(map(astuple, frame.coefficients)),
         "time": frame.time,
         "finite": frame.finite,
         "settled_s": frame.settled_s,
@@ -167,7 +164,7 @@ def parse(texts: bytes, table: bytes, last: Frame | None) -> tuple[Frame, int]:
             None if meta.base is None else Attempt.parse(meta.base),
             layout,
             recipes,
-            tuple(map(Coefficients.from_json, meta.coefficients)),
+            tuple(Coefficients(*row) for row in meta.coefficients),
             _unpack_columns(table, layout.arrangement.blob_starts[-1]),
             meta.time,
             meta.finite,
@@ -180,7 +177,7 @@ def parse(texts: bytes, table: bytes, last: Frame | None) -> tuple[Frame, int]:
 
 
 def _form(layout: Layout, recipes: Sequence[Recipe]) -> str:
-    return file_digest(canonical([layout.digest, [one.to_json() for one in recipes]]))
+    return file_digest(canonical([layout.digest, list(map(astuple, recipes))]))
 
 
 def _checked(layout: Layout, rows: Sequence[_Row]) -> tuple[Recipe, ...]:

@@ -323,11 +323,8 @@ class _Bytes:
 def values_of(stored: StoredFrame, data: Buffer) -> bytes:
     """The plain values of a frame, as JSON; `data`: those bytes of the file that hold them."""
     try:
-        reader = zstandard.ZstdDecompressor()
-        if zstandard.frame_content_size(data) > MAX_VALUES:
-            raise CorruptError("plain values of an impossible size")
-        return bytes(reader.decompress(data))
-    except zstandard.ZstdError as error:
+        return unzip(bytes(data), MAX_VALUES)
+    except CorruptError as error:
         raise CorruptError(f"the plain values of step {stored.frame.attempt.step} are damaged: {error}") from None
 
 

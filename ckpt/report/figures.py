@@ -19,7 +19,6 @@ NAMES = {
     "perceive": "until a fault was noticed",
     "paused": "paused on purpose",
     "other": "other",
-    "stopped": "stopped on purpose",
 }
 
 

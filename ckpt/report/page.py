@@ -114,7 +114,7 @@ def _timeline(found: Chronicle) -> str:
     if not steps:
         return ""
     y = linear(min(steps), max(steps), count, 4)
-    plot = Plot("", clock(found.begin, found.until), y, 210)
+    plot = Plot(clock(found.begin, found.until), y, 210)
     few = len(found.starts) <= 60
     if few:
         for start in found.starts:
@@ -150,13 +150,13 @@ def stalls(found: Chronicle) -> str:
     half, most = _quantile(found.stalls, 0.5), _quantile(found.stalls, 0.99)
     low, high = min(found.stalls), max(found.stalls)
     x = decades(_edge(low), _edge(high + 1), seconds)
-    plot = Plot("", x, linear(0, max(found.stalls.values()), count, 4), 180)
+    plot = Plot(x, linear(0, max(found.stalls.values()), count, 4), 180)
     for bucket in BUCKETS:
         if number := found.stalls.get(bucket):
             text = (
                 f"{duration(_edge(bucket))} to {duration(_edge(bucket + 1))}\n{number:,} saves, {share(number, total)}"
             )
-            plot.column(_edge(bucket), _edge(bucket + 1) * 0.985, 0, number, "one", text)
+            plot.column(_edge(bucket), _edge(bucket + 1) * 0.985, number, "one", text)
     says = f"Of {total:,} saves half took less than {duration(half)} from training, 99 % less than {duration(most)}."
     plot.label = f"Number of saves by how long training waited. {says}"
     return f'<section>{title}<p class="soft">{says}</p>{plot.render()}</section>'
@@ -192,7 +192,7 @@ def lag(found: Chronicle) -> str:
         return f'<section>{title}<p class="soft">{_none_landed(found, tiers)}</p></section>'
     begin, until = found.begin, max(found.until, found.begin + 1e-3)
     least = max(1e-3, min(times))
-    plot = Plot("", clock(begin, until, 4), decades(least, max(times), seconds), 180)
+    plot = Plot(clock(begin, until, 4), decades(least, max(times), seconds), 180)
     lines = []
     for number, (url, saves) in enumerate(good.items()):
         failed = len(tiers[url]) - len(saves)

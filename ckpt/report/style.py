@@ -14,7 +14,7 @@ STYLE = """
   --ground: #fbfbfa; --card: #ffffff; --ink: #1d2329; --soft: #5b6670; --edge: #e1e5e8; --grid: #e9ecee;
   --link: #0a5f97;
   --trained: #2a9d7c; --saving: #e69f00; --recompute: #0072b2; --restore: #56b4e9; --restart: #c77aa5;
-  --perceive: #d55e00; --paused: #98a3ad; --other: #c3cbd1; --stopped: #eceff1;
+  --perceive: #d55e00; --paused: #98a3ad; --other: #c3cbd1;
   --one: #0072b2; --two: #d55e00; --three: #2a9d7c; --four: #c77aa5;
 }
 @media (prefers-color-scheme: dark) {
@@ -22,7 +22,7 @@ STYLE = """
     --ground: #14181c; --card: #1c2227; --ink: #e6eaed; --soft: #9aa6b0; --edge: #2d353c; --grid: #2a3137;
     --link: #7cc0f0;
     --trained: #3db592; --saving: #f0b132; --recompute: #4a9fd8; --restore: #8fd0f5; --restart: #da9bbf;
-    --perceive: #ee8141; --paused: #7b8791; --other: #56616a; --stopped: #242a30;
+    --perceive: #ee8141; --paused: #7b8791; --other: #56616a;
     --one: #5caee0; --two: #ee8141; --three: #3db592; --four: #da9bbf;
   }
 }
@@ -37,7 +37,6 @@ header { margin-bottom: 20px; }
 h1 { font-size: 15px; font-weight: 600; color: var(--soft); margin: 0 0 2px; letter-spacing: .01em; }
 .run { font-size: 25px; line-height: 1.25; font-weight: 650; margin: 0 0 8px; letter-spacing: -.01em; }
 h2 { font-size: 18px; margin: 0 0 4px; letter-spacing: -.005em; }
-h3 { font-size: 13px; margin: 20px 0 4px; color: var(--soft); font-weight: 600; }
 p { margin: 4px 0; }
 .soft, .facts { color: var(--soft); }
 .facts { display: flex; flex-wrap: wrap; gap: 2px 18px; margin: 0; padding: 0; list-style: none; font-size: 14px; }
@@ -61,12 +60,11 @@ svg svg { overflow: hidden; }
 .dot { stroke: var(--card); stroke-width: 1; }
 .rule { stroke-width: 1.2; } .hit { stroke: transparent; stroke-width: 9; pointer-events: stroke; }
 .rule.fault { stroke: var(--perceive); } .rule.begin { stroke: var(--paused); stroke-dasharray: 2 3; }
-.catch { fill: transparent; } .catch:hover, .catch.lit { fill: var(--ink); fill-opacity: .1; }
 .cell { stroke: var(--card); stroke-width: 1; } .plot rect { shape-rendering: crispEdges; }
 [data-tip].lit { stroke: var(--ink); stroke-width: 2; }
 .trained { fill: var(--trained); } .saving { fill: var(--saving); } .recompute { fill: var(--recompute); }
 .restore { fill: var(--restore); } .restart { fill: var(--restart); } .perceive { fill: var(--perceive); }
-.paused { fill: var(--paused); } .other { fill: var(--other); } .stopped { fill: var(--stopped); }
+.paused { fill: var(--paused); } .other { fill: var(--other); }
 .one { fill: var(--one); } .two { fill: var(--two); } .three { fill: var(--three); }
 .four { fill: var(--four); } .line.one, .line.two, .line.three, .line.four { fill: none; }
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 16px; padding: 0; margin: 8px 0 4px; }

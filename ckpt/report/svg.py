@@ -127,23 +127,20 @@ def px(value: float) -> str:
 class Plot:
     """A picture with two axes. `label` says to those who do not see it what it shows."""
 
-    label: str
     x: Scale
     y: Scale
-    height: int = 190
+    height: int
+    label: str = ""
     marks: list[str] = field(default_factory=list)
-    foot: str = ""
 
     def down(self, value: float) -> float:
         return 6 + (self.height - 6) * (1 - self.y.at(value))
 
-    def column(self, low: float, high: float, bottom: float, top: float, kind: str, text: str = "") -> None:
-        """A rectangle between values."""
-        left, right = self.x.at(low), self.x.at(high)
-        a, b = self.down(top), self.down(bottom)
-        if b - a > 0 and right > left:
-            where = f'x="{pc(left)}" width="{pc(right - left)}" y="{px(a)}" height="{px(max(0.4, b - a))}"'
-            self.marks.append(f'<rect class="{kind}" {where}{tip(text)}/>')
+    def column(self, low: float, high: float, top: float, kind: str, text: str = "") -> None:
+        """A rectangle between values, from 0 on."""
+        left, right, y = self.x.at(low), self.x.at(high), self.down(top)
+        where = f'x="{pc(left)}" width="{pc(right - left)}" y="{px(y)}" height="{px(max(0.4, self.down(0) - y))}"'
+        self.marks.append(f'<rect class="{kind}" {where}{tip(text)}/>')
 
     def line(self, points: Iterable[tuple[float, float] | None], kind: str) -> None:
         """Broken where a point is None."""
@@ -181,9 +178,7 @@ class Plot:
             anchor = "start" if share < 0.06 else "end" if share > 0.94 else "middle"
             kind = "tick" if number % 2 == 0 else "tick wide"
             grid.append(f'<text class="{kind} {anchor}" x="{pc(share)}" y="{foot}">{esc(text)}</text>')
-        if self.foot:
-            grid.append(f'<text class="tick middle foot" x="50%" y="{foot + 15}">{esc(self.foot)}</text>')
-        whole = self.height + (38 if self.foot else 24)
+        whole = self.height + 24
         return (
             f'<div class="plot"><svg class="axis" width="56" height="{whole}" aria-hidden="true">{"".join(names)}</svg>'
             f'<svg class="area" width="100%" height="{whole}" role="img" tabindex="0" '
@@ -195,19 +190,17 @@ class Plot:
 # -- bars --
 
 
-def stacked(label: str, parts: Sequence[tuple[str, float, str]], height: int = 34) -> str:
+def stacked(label: str, parts: Sequence[tuple[str, float, str]]) -> str:
     """One bar of parts (class, size, tip) that fills the width."""
     total = math.fsum(size for _, size, _ in parts) or 1.0
     marks, left = [], 0.0
     for kind, size, text in parts:
         share = size / total
-        where = f'x="{pc(left)}" y="0" width="{pc(share)}" height="{height}"'
+        where = f'x="{pc(left)}" y="0" width="{pc(share)}" height="34"'
         marks.append(f'<rect class="{kind} cell" {where}{tip(text)}/>')
         left += share
-    whole = f'width="100%" height="{height}"'
-    return (
-        f'<svg class="area bar" {whole} role="img" tabindex="0" aria-label="{esc(label, 900)}">{"".join(marks)}</svg>'
-    )
+    whole = f'width="100%" height="34" role="img" tabindex="0" aria-label="{esc(label, 900)}"'
+    return f'<svg class="area bar" {whole}>{"".join(marks)}</svg>'
 
 
 def table(titles: Sequence[str], lines: Sequence[Sequence[object]], numbers: Iterable[int] = (), kind: str = "") -> str:

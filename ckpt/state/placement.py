@@ -236,15 +236,22 @@ class Placement:
         for form in forms:
             if (owner := wholes.get(form.name)) is None:
                 continue
-            parts, here = take_apart(owner)
-            if problem := differs(form, here, form.name):
-                self.problem(problem)
-            elif all(self._comparable(part.name, part) and self.fits(part.name, part) for part in parts):
+            if self.parts_that_fit(form, owner) is not None:
                 filled[form.name] = owner.tensor
                 continue
-            for part in parts:
+            for part in take_apart(owner)[0]:
                 others.pop(part.name, None)
         return filled, None if live is None else others
+
+    def parts_that_fit(self, form: WrapperForm | None, live: StateEntry) -> list[StateEntry] | None:
+        """What a live wrapper is made of, if all of it can be filled; None, and a problem, if not. `form`: what was
+        saved, None for a plain tensor."""
+        parts, here = take_apart(live)
+        if problem := differs(form, here, live.name):
+            self.problem(problem)
+            return None
+        fit = all(self._comparable(part.name, part) and self.fits(part.name, part) for part in parts)
+        return parts if fit else None
 
     def _wrapper(self, form: WrapperForm, tensors: Mapping[str, Tensor]) -> Tensor | None:
         """One around new tensors. None, and a problem, if that cannot be; an error where problems are passed over, for

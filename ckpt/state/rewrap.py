@@ -79,18 +79,10 @@ class MomentPlaces:
             return None
 
     def _live(self, form: WrapperForm | None, entry: StateEntry) -> Tensor | None:
-        placement = self._placement
-        parts, here = take_apart(entry)
-        if problem := differs(form, here, entry.name):
-            placement.problem(problem)
-            return None
-        for part in parts:
-            if not placement.fits(part.name, part):
-                placement.problem(f"{part.name} has another shape or dtype in the checkpoint than here")
-                return None
-        for part in parts:
-            placement.fill(part.name, part)
-        return entry.tensor
+        parts = self._placement.parts_that_fit(form, entry)
+        for part in parts or ():
+            self._placement.fill(part.name, part)
+        return None if parts is None else entry.tensor
 
     def _new(self, form: WrapperForm, beside: Any) -> Tensor | None:
         placement = self._placement

@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -27,6 +27,7 @@ SCRAPE_S = 5.0  # for a look, while somebody waits for an answer
 PATIENCE_S, SOON_S = 3.0, 0.2  # for a port to become free before a word is said; between two tries
 AGAIN_S = 2.0  # between them afterwards
 LAST_S = 2.0  # for the last scalars to be written, when the writer leaves
+Look = Callable[[], Coroutine[Any, Any, RankStatus]]
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -35,9 +36,7 @@ class Exporter:
     """Everything runs in the writer's event loop. `look()`: at our rank; `warn`: says something to the user; `serves`:
     told where the endpoint is, "" for nowhere."""
 
-    def __init__(
-        self, look: Callable[[], Awaitable[RankStatus]], warn: Callable[[str], None], serves: Callable[[str], None]
-    ) -> None:
+    def __init__(self, look: Look, warn: Callable[[str], None], serves: Callable[[str], None]) -> None:
         self._look, self._warn, self._serves = look, warn, serves
         self._wanted: tuple[Metrics, int, int] | None = None
         self._server: Any = None
@@ -190,14 +189,14 @@ def tag_of(gauge: Gauge) -> str:
     return "/".join(filter(None, ("ckpt", gauge.name.removeprefix("ckpt_"), gauge.label)))
 
 
-def _start(host: str, port: int, look: Callable[[], Awaitable[RankStatus]], loop: asyncio.AbstractEventLoop) -> Any:
+def _start(host: str, port: int, look: Look, loop: asyncio.AbstractEventLoop) -> Any:
     """In a thread, since to import takes a while. Another thread of the server asks for a look at each scrape."""
     client: Any = importlib.import_module("prometheus_client")
     core: Any = importlib.import_module("prometheus_client.core")
 
     class Rank:
         def collect(self) -> Iterator[Any]:
-            future = asyncio.run_coroutine_threadsafe(_awaited(look), loop)
+            future = asyncio.run_coroutine_threadsafe(look(), loop)
             try:
                 found = future.result(SCRAPE_S)
             finally:
@@ -219,10 +218,6 @@ def _end_late(starting: asyncio.Future[Any]) -> None:
     """Nobody waits for it any more."""
     if not starting.cancelled() and starting.exception() is None:
         threading.Thread(target=_end, args=(starting.result(),), daemon=True).start()
-
-
-async def _awaited(look: Callable[[], Awaitable[RankStatus]]) -> RankStatus:
-    return await look()
 
 
 def families(look: RankStatus, core: Any) -> Iterator[Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,8 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import Adam, AdamW
 
-from ckpt.errors import CorruptError
-from ckpt.redo.adam import PIECE, AdamSettings, Coefficients, Floats, is_exact, second_moment, weights
+from ckpt.redo.adam import PIECE, AdamSettings, CoefficientRow, Coefficients, Floats, is_exact, second_moment, weights
 from ckpt.redo.optimizer_recipe import GroupWatch
 
 COUNT, STEPS = 5000, 30
@@ -297,12 +298,18 @@ def test_impossible_settings(name: str) -> None:
     assert Coefficients.of(*IMPOSSIBLE[name]) is None
 
 
+def stored(row: object) -> Coefficients:
+    """From a row of JSON, as a frame has it."""
+    (found,) = msgspec.json.decode(json.dumps([row]), type=list[CoefficientRow])
+    return Coefficients(*found)
+
+
 @QUICK
 @given(st.builds(AdamSettings, *[st.floats()] * 5, st.booleans()), st.floats())
 def test_any_settings(told: AdamSettings, step: float) -> None:
     """Whatever is told: coefficients that come back from JSON as they were, or none."""
     found = Coefficients.of(told, step)
-    assert found is None or Coefficients.from_json(found.to_json()) == found
+    assert found is None or stored(astuple(found)) == found
 
 
 def test_fp32() -> None:
@@ -320,11 +327,11 @@ ROWS: list[Any] = [
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row)[:40])
 def test_hostile_rows(row: Any) -> None:
-    """Rows that no writer makes are CorruptError, and nothing else."""
-    with pytest.raises(CorruptError, match="coefficients"):
-        Coefficients.from_json(row)
+    """Rows that no writer makes are refused."""
+    with pytest.raises(msgspec.MsgspecError):
+        stored(row)
 
 
 def test_whole_numbers() -> None:
     """JSON does not tell 1 from 1.0."""
-    assert Coefficients.from_json([1, 0, 1, 1, -1, 1, 0]) == Coefficients(1.0, 0.0, 1.0, 1.0, -1.0, 1.0, 0.0)
+    assert stored([1, 0, 1, 1, -1, 1, 0]) == Coefficients(1.0, 0.0, 1.0, 1.0, -1.0, 1.0, 0.0)

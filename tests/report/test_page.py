@@ -471,7 +471,7 @@ def test_a_browser_draws_it_and_runs_nothing_of_the_run(browser: Any, tmp_path: 
     assert len(sizes) >= 8 and all(width > 200 and height > 20 and marks > 0 for width, height, marks in sizes)
     drawn = browser.execute_script(
         "return Array.from(document.querySelectorAll('svg.area rect')).filter(e =>"
-        " !e.classList.contains('catch') && e.getBoundingClientRect().width > 0"
+        " e.getBoundingClientRect().width > 0"
         " && getComputedStyle(e).fill !== 'rgb(0, 0, 0)').length"
     )
     assert drawn > 50  # with colours of the style

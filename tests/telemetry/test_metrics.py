@@ -43,12 +43,14 @@ from ckpt.ipc import channel
 from ckpt.ipc.watch_requests import Look
 from ckpt.metrics import Metrics, as_metrics
 from ckpt.store import normalise
+from ckpt.telemetry import exporter
 from ckpt.telemetry.exporter import families, tag_of
 from ckpt.telemetry.gauges import KINDS, gauges
 from ckpt.telemetry.nvml import Devices
 from ckpt.telemetry.status import DeviceStatus, RankStatus, SlotStatus, TierStatus, shown
 from ckpt_backends.limit import Limit
 from ckpt_backends.memory import MemoryStore
+from parallel import free_port
 from processes import PYTHONPATH, eventually, start_python, writers
 
 PATIENCE_S = 60.0
@@ -77,24 +79,6 @@ for line in sys.stdin:
 cp.close()
 os._exit(0)
 """
-
-
-def free_port(several: int = 1) -> int:
-    """A port that nobody has, and the next ones."""
-    for _ in range(100):
-        with socket.socket() as first:
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
-            if port + several > 65535:
-                continue
-            try:
-                for more in range(1, several):
-                    with socket.socket() as other:
-                        other.bind(("127.0.0.1", port + more))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("no free ports")
 
 
 Sample = dict[tuple[str, ...], float]
@@ -473,24 +457,36 @@ def test_it_goes_on_when_the_trainer_is_killed_and_comes_back(run_dir: str, tmp_
     assert steps == sorted(steps) and {step for step in steps if steps.count(step) > 1} <= {25, 29, 30}  # ends
 
 
-def test_a_port_that_is_taken_harms_nothing(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A warning says what to do, once; steps are saved; when the port is free it is served."""
+def test_a_port_that_is_taken_harms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warning says what to do, once; when the port is free it is served."""
+    for name in ("PATIENCE_S", "SOON_S", "AGAIN_S"):
+        monkeypatch.setattr(exporter, name, 0.01)
+    said, served = list[str](), list[str]()
+
+    async def look() -> RankStatus:
+        return FULL
+
+    async def until(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    async def main(taken: socket.socket) -> None:
+        port = taken.getsockname()[1]
+        serving = exporter.Exporter(look, said.append, served.append)
+        await serving.begin(Metrics(port), 0, 0)
+        await until(lambda: bool(said))
+        assert f"127.0.0.1:{port}" in said[0] and "give another prometheus_port=" in said[0] and not any(served)
+        taken.close()
+        await until(lambda: served[-1:] == [f"http://127.0.0.1:{port}/metrics"])
+        assert (await asyncio.to_thread(scrape, port))["ckpt_step"] == {("3",): 120}
+        await serving.stop()
+        assert len(said) == 1 and served[-1] == ""
+
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = taken.getsockname()[1]
-        with training(run_dir, metrics=port) as (cp, go), caplog.at_level(logging.WARNING, "ckpt"):
-            go(10)
-
-            def said() -> list[str]:
-                return [one.getMessage() for one in caplog.records if "no metrics are served" in one.getMessage()]
-
-            assert eventually(lambda: bool(said()), PATIENCE_S)
-            assert f"127.0.0.1:{port}" in said()[0] and "give another prometheus_port=" in said()[0]
-            assert look_at(run_dir).serves == "" and look_at(run_dir).tiers[0].committed == 10
-            taken.close()
-            assert scraped(port, lambda all: True)["ckpt_step"] == {("0",): 10}
-            assert len(said()) == 1 and cp.stats.saves == 10
+        asyncio.run(main(taken))
 
 
 def test_a_folder_that_cannot_be_written_harms_nothing(
@@ -519,7 +515,7 @@ def test_a_folder_that_cannot_be_written_harms_nothing(
 @pytest.mark.parametrize("how", ["raw", "zstd"])
 def test_bytes_are_counted_as_they_arrive(how: str) -> None:
     """In a place that takes its time: how much of a state is there grows, up to all of it; copied on, too."""
-    layout = Layout((TensorSpec("w", "F32", (10 << 20,)),), {}, [])
+    layout = Layout((TensorSpec("w", "F32", (5 << 20,)),), {}, [])
     size, attempt = layout.arrangement.data_size, Attempt(1, 7, "0badcafe")
     data = memoryview(bytearray(size))
     data[:] = np.random.default_rng(1).integers(0, 32 if how == "zstd" else 256, size, np.uint8).tobytes()
@@ -538,12 +534,12 @@ def test_bytes_are_counted_as_they_arrive(how: str) -> None:
 
     async def run() -> None:
         encoder, near = Encoder(Policy(compression="zstd" if how == "zstd" else "none"), 1), MemoryStore()
-        slow = Limit(near, bytes_per_s=40e6)
+        slow = Limit(near, bytes_per_s=50e6)
         snapshot, source = RankSnapshot(attempt, layout, data, []), InMemory(layout, data)
         seen = await watched(encoder.flow, encoder.write(slow, snapshot, source, None))
         assert seen == sorted(seen) and len(set(seen)) > 2 and seen[0] == 0
         flow = UploadStats()
-        copied = copy_part(near, Limit(MemoryStore(), bytes_per_s=40e6), attempt, 0, 0, on_bytes=flow.add)
+        copied = copy_part(near, Limit(MemoryStore(), bytes_per_s=50e6), attempt, 0, 0, on_bytes=flow.add)
         if how == "raw":
             seen = await watched(flow, copied)
             assert seen == sorted(seen) and len(set(seen)) > 2
@@ -637,7 +633,8 @@ def test_a_disk_that_is_full_leaves_whole_records(tmp_path: Path) -> None:
 
 def test_each_rank_has_a_port_and_a_folder(run_dir: str, tmp_path: Path, own_sockets: Path) -> None:
     """Of two ranks on a node each is served by its own writer; no rank is seen twice."""
-    port, folder, meet = free_port(2), tmp_path / "tb", free_port()
+    folder, meet = tmp_path / "tb", free_port()
+    port = next(found for found in iter(free_port, 0) if not scrape(found + 1))
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meet)}
     with child(run_dir, port, folder, RANK="0", **world) as (_, go0):
         with child(run_dir, port, folder, RANK="1", **world) as (_, go1):

@@ -184,6 +184,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(build(OPTIMIZERS["AdamW"]), tmp_path / "run")
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_predicted(tmp_path: Path, name: str) -> None:
     """With Adam and AdamW weights and exp_avg_sq are predicted, and every step comes back bit for bit."""
@@ -227,9 +232,8 @@ def test_differences(tmp_path: Path, name: str) -> None:
     assert forms_of(found[-1])["model.0.weight"] == {DELTA}
 
 
-def test_nothing_is_what_was_predicted(tmp_path: Path) -> None:
+def test_nothing_is_what_was_predicted(job: Job) -> None:
     """Weights that something else changes at every step are not predicted for long, and come back all the same."""
-    job = Job(build(OPTIMIZERS["AdamW"]), tmp_path / "run")
 
     def spoil(state: State) -> None:
         train(state)
@@ -260,9 +264,8 @@ def test_settings_that_change(tmp_path: Path) -> None:
     assert all(one.predicted == one.known for one in said[1:])
 
 
-def test_steps_that_were_skipped(tmp_path: Path) -> None:
+def test_steps_that_were_skipped(job: Job) -> None:
     """A step in which the optimizer did nothing, or two in one, or went back, is stored without a prediction."""
-    job = Job(build(OPTIMIZERS["AdamW"]), tmp_path / "run")
     run(job, 2)
     still = job.append()
     assert still.stored < 0.05 * still.raw and still.predicted == still.known  # nothing has changed
@@ -278,9 +281,8 @@ def test_steps_that_were_skipped(tmp_path: Path) -> None:
 NUMBERS = (float("nan"), float("inf"), -float("inf"), 1e-42, -1e-42, 0.0, -0.0)
 
 
-def test_odd_numbers(tmp_path: Path) -> None:
+def test_odd_numbers(job: Job) -> None:
     """NaNs of any payload, infinities, denormals and zeros, in weights and moments, come back bit for bit."""
-    job = Job(build(OPTIMIZERS["AdamW"]), tmp_path / "run")
 
     def turn(state: State) -> None:
         train(state)
@@ -421,9 +423,8 @@ def test_no_optimizer(tmp_path: Path) -> None:
         assert len(job.check()) == 3
 
 
-def test_another_layout(tmp_path: Path) -> None:
+def test_another_layout(job: Job) -> None:
     """A step of another layout stands alone, and the log goes on from there."""
-    job = Job(build(OPTIMIZERS["AdamW"]), tmp_path / "run")
     run(job, 3)
     job.state["more"] = torch.zeros(100)
     said = run(job, 2)
@@ -469,10 +470,9 @@ def test_rebases_make_older_files_needless(tmp_path: Path) -> None:
     assert names(mixed) == of(mixed, *last)
 
 
-def test_what_a_restore_would_read_is_verified(tmp_path: Path) -> None:
+def test_what_a_restore_would_read_is_verified(job: Job) -> None:
     """Of a log that was only listed, frames that lead to the newest step are compared with their digests, those before
     the last checkpoint are not; a damaged one takes the steps after it along."""
-    job = Job(build(OPTIMIZERS["AdamW"]), tmp_path / "run")
     run(job, 9)
     frames = {one.frame.attempt.step: one for one in job.frames()}
     for step in (3, 7):
@@ -481,7 +481,7 @@ def test_what_a_restore_would_read_is_verified(tmp_path: Path) -> None:
             byte = file.read(1)
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([byte[0] ^ 1]))
-    url = (tmp_path / "run").as_uri()
+    url = job.root.as_uri()
     logs = look(url, verify=False)
     commits: Any = {job.attempt(4): "a checkpoint"}
     assert len(logs.frames[0]) == 9
@@ -492,10 +492,9 @@ def test_what_a_restore_would_read_is_verified(tmp_path: Path) -> None:
     assert max(attempt.step for attempt in logs.reach({})) == 2 and len(logs.problems) == 2
 
 
-def test_forgotten(tmp_path: Path) -> None:
+def test_forgotten(job: Job) -> None:
     """After a training went back, or its slot was used again, the next step stands alone. Until then the log knows the
     digests of all blobs of its newest step."""
-    job = Job(build(OPTIMIZERS["AdamW"]), tmp_path / "run")
     run(job, 2)
     data, blobs = job.kept[job.newest][0], job.frames()[-1].frame.layout.arrangement.blobs
     assert job.log.digests == b"".join(blob_digest(data[blob.offset : blob.offset + blob.length]) for blob in blobs)
@@ -508,10 +507,9 @@ def test_forgotten(tmp_path: Path) -> None:
     job.check()
 
 
-def test_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overwritten(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot, or that of the step before, that is used again while it is logged: the step is refused, nothing of it is
     in the log, and the next step stands alone."""
-    job = Job(build(OPTIMIZERS["AdamW"]), tmp_path / "run")
     run(job, 2)
     for other in (0, 1):
         train(job.state)
@@ -525,7 +523,7 @@ def test_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             sealed.arena.data(slot, 1000)[:] = bytes(1000)
             return foresee(*args)
 
-        path = next((tmp_path / "run" / "redo").iterdir())
+        path = next((job.root / "redo").iterdir())
         before = path.read_bytes()
         monkeypatch.setattr(encode_frame, "foresee", overwrite)
         with pytest.raises(SaveError, match="was overwritten"):
@@ -546,9 +544,8 @@ class Late(Sealed):
         values[:] = b" " * len(values)
 
 
-def test_overwritten_after_the_check(tmp_path: Path) -> None:
+def test_overwritten_after_the_check(job: Job) -> None:
     """Nothing is read from a slot after it was found to be still there: what is in the log is what it was."""
-    job = Job(build(OPTIMIZERS["AdamW"]), tmp_path / "run")
     train(job.state)
     sealed = job.seal()
     kept = bytes(sealed.data), json.loads(bytes(sealed.arena.values(sealed.slot, sealed.label)))
@@ -557,9 +554,8 @@ def test_overwritten_after_the_check(tmp_path: Path) -> None:
     assert len(job.check()) == 1
 
 
-def test_a_label_that_is_damaged(tmp_path: Path) -> None:
+def test_a_label_that_is_damaged(job: Job) -> None:
     """A slot whose label cannot be read is one that was overwritten."""
-    job = Job(build(OPTIMIZERS["AdamW"]), tmp_path / "run")
     run(job, 1)
     train(job.state)
     sealed = job.seal()
@@ -583,9 +579,8 @@ def of(job: Job, *steps: int) -> list[str]:
     return sorted(redo_name(job.attempt(step), 0) for step in steps)
 
 
-def test_turns(tmp_path: Path) -> None:
+def test_turns(job: Job) -> None:
     """A checkpoint begins a new file, without standing alone; what is older than the last but one goes."""
-    job = Job(build(OPTIMIZERS["AdamW"]), tmp_path / "run")
     run(job, 3)
     assert names(job) == of(job, 1)
     job.committed.add(job.attempt(2))
@@ -620,9 +615,8 @@ def test_what_is_needed_stays(tmp_path: Path) -> None:
         assert found >= set(range(marks[-2] + 1, 9)), (marks, found)
 
 
-def test_a_restore_begins_at_the_checkpoint(tmp_path: Path) -> None:
+def test_a_restore_begins_at_the_checkpoint(job: Job) -> None:
     """What was logged before a checkpoint does not count for how long a restore takes."""
-    job = Job(build(OPTIMIZERS["AdamW"]), tmp_path / "run")
     run(job, 1)
     size = len(job.kept[job.newest][0])
     job.log.max_restore_s = size / append.READ_A_SECOND + 3.5 * job.log.guess_s(size)
@@ -649,15 +643,14 @@ def test_older_incarnations(tmp_path: Path) -> None:
     assert names(job) == sorted([*of(job, 3, 5), "notes.txt"])
 
 
-def test_another_writer(tmp_path: Path) -> None:
+def test_another_writer(job: Job) -> None:
     """A step is sent again when the writer has died with it: the file that was begun for it is begun anew, and an older
     writer that is not quite dead writes nowhere."""
-    job = Job(build(OPTIMIZERS["AdamW"]), tmp_path / "run")
     train(job.state)
     sealed = job.seal()
     job.append(sealed)
     old = job.log
-    job.log = StepLog(str(tmp_path / "run"), 0, 1, max_restore_s=1e9)
+    job.log = StepLog(str(job.root), 0, 1, max_restore_s=1e9)
     assert job.append(sealed).base is None
     run(job, 2)
     assert old._file is not None
@@ -666,12 +659,11 @@ def test_another_writer(tmp_path: Path) -> None:
     assert len(job.check()) == 3 and names(job) == of(job, 1)
 
 
-def test_deleted_under_way(tmp_path: Path) -> None:
+def test_deleted_under_way(job: Job) -> None:
     """A log that somebody deletes is begun again, with a step that stands alone: no step is called durable that is in a
     file without a name."""
-    job = Job(build(OPTIMIZERS["AdamW"]), tmp_path / "run")
     run(job, 2)
-    shutil.rmtree(tmp_path / "run" / "redo")
+    shutil.rmtree(job.root / "redo")
     assert [one.base for one in run(job, 2)] == [None, 3]
     assert [one.frame.attempt.step for one in job.check()] == [3, 4]
 
@@ -688,12 +680,11 @@ def files_of_at_most(nbytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("room", [0, 1, 39, 40, 41, 5000, 60_000])
-def test_no_room(tmp_path: Path, room: int) -> None:
+def test_no_room(job: Job, room: int) -> None:
     """A write that the system refuses, anywhere in a frame, leaves the file with its whole frames; the next frame
     stands alone, and all of them come back."""
-    job = Job(build(OPTIMIZERS["AdamW"]), tmp_path / "run")
     run(job, 3)
-    path = tmp_path / "run" / "redo" / names(job)[0]
+    path = job.root / "redo" / names(job)[0]
     size = path.stat().st_size
     train(job.state)
     sealed = job.seal()
@@ -705,9 +696,8 @@ def test_no_room(tmp_path: Path, room: int) -> None:
     assert [one.frame.attempt.step for one in found] == [1, 2, 3, 5, 6]
 
 
-def test_no_room_at_first(tmp_path: Path) -> None:
+def test_no_room_at_first(job: Job) -> None:
     """Where not even the first frame finds room, the log begins when there is some."""
-    job = Job(build(OPTIMIZERS["AdamW"]), tmp_path / "run")
     for _ in range(2):
         train(job.state)
         sealed = job.seal()
@@ -718,9 +708,8 @@ def test_no_room_at_first(tmp_path: Path) -> None:
     job.check()
 
 
-def test_kinds_of_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_of_failures(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """No space left is FullError, anything else StoreError; a folder that cannot be synced is tried again."""
-    job = Job(build(OPTIMIZERS["AdamW"]), tmp_path / "run")
     real = os.fsync
 
     def failing(code: int) -> Callable[[int], None]:
@@ -753,12 +742,11 @@ def reseal(path: Path, stored: StoredFrame, change: Callable[[bytearray], object
     path.write_bytes(raw)
 
 
-def test_wrong_bytes(tmp_path: Path) -> None:
+def test_wrong_bytes(job: Job) -> None:
     """A frame that was written wrong, and says that it is right, ends the redo at its step, by name; earlier steps are
     not touched by that."""
-    job = Job(build(OPTIMIZERS["AdamW"]), tmp_path / "run")
     run(job, 5)
-    path = tmp_path / "run" / "redo" / names(job)[0]
+    path = job.root / "redo" / names(job)[0]
     third = job.frames()[2]
     raw = [b for b, form in enumerate(third.frame.columns.form.tolist()) if form == RAW]
     order = [b for unit in frame.units(third.frame.layout, third.frame.recipes) for b in unit[:3]]
@@ -774,9 +762,8 @@ def test_wrong_bytes(tmp_path: Path) -> None:
         assert bytes(found.arena.data(0, len(job.kept[job.attempt(2)][0]))) == job.kept[job.attempt(2)][0]
 
 
-def test_wrong_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_predictions(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A negative control: arithmetic that differs by one rounding is noticed at the first step that needs it."""
-    job = Job(build(OPTIMIZERS["AdamW"]), tmp_path / "run")
     run(job, 4)
     logs = job.logs
     (chain,) = logs.chains(0, job.newest, {})
@@ -814,13 +801,12 @@ def test_any_wrong_byte(tmp_path: Path) -> None:
     job.check()
 
 
-def test_missing_links(tmp_path: Path) -> None:
+def test_missing_links(job: Job) -> None:
     """A damaged frame cuts the way to what was applied to it, and to nothing else."""
-    job = Job(build(OPTIMIZERS["AdamW"]), tmp_path / "run")
     run(job, 3)
     job.log.forget()
     run(job, 2)
-    path = tmp_path / "run" / "redo" / names(job)[0]
+    path = job.root / "redo" / names(job)[0]
     raw, frames = bytearray(path.read_bytes()), job.frames()
     raw[frames[1].offset + 100] ^= 1
     path.write_bytes(raw)
@@ -834,11 +820,10 @@ def test_missing_links(tmp_path: Path) -> None:
     assert sorted(attempt.step for attempt in job.logs.reach({})) == [4, 5]
 
 
-def test_deleted_meanwhile(tmp_path: Path) -> None:
+def test_deleted_meanwhile(job: Job) -> None:
     """A file that goes, or is cut off, between looking and redoing is an error that a restore can go on from."""
-    job = Job(build(OPTIMIZERS["AdamW"]), tmp_path / "run")
     run(job, 3)
-    logs, path = job.logs, tmp_path / "run" / "redo" / names(job)[0]
+    logs, path = job.logs, job.root / "redo" / names(job)[0]
     (chain,) = logs.chains(0, job.newest, {})
     os.truncate(path, chain.frames[1].offset + 60)
     with pytest.raises(CorruptError):
@@ -848,9 +833,8 @@ def test_deleted_meanwhile(tmp_path: Path) -> None:
         redo(logs.url, chain)
 
 
-def test_chains_of_several_layouts(tmp_path: Path) -> None:
+def test_chains_of_several_layouts(job: Job) -> None:
     """Frames of one layout are not applied to a state of another one."""
-    job = Job(build(OPTIMIZERS["AdamW"]), tmp_path / "run")
     run(job, 2)
     job.state["more"] = torch.zeros(100)
     run(job, 2)
@@ -860,9 +844,8 @@ def test_chains_of_several_layouts(tmp_path: Path) -> None:
             redo(job.logs.url, RedoChain(0, None, frames))
 
 
-def test_frames_out_of_turn(tmp_path: Path) -> None:
+def test_frames_out_of_turn(job: Job) -> None:
     """Negative control: a frame that is applied to the wrong step is noticed."""
-    job = Job(build(OPTIMIZERS["AdamW"]), tmp_path / "run")
     run(job, 4)
     first, _, third, _ = job.frames()
     with pytest.raises(CorruptError, match="step 3 could not be redone"):
@@ -878,11 +861,10 @@ def test_logs_of_nothing(tmp_path: Path) -> None:
         assert not logs.frames and not logs.problems and not logs.reach({})
 
 
-def test_taken_back(tmp_path: Path) -> None:
+def test_taken_back(job: Job) -> None:
     """Nobody goes back to a step that was found to mix two moments, but later ones are redone by way of it."""
-    job = Job(build(OPTIMIZERS["AdamW"]), tmp_path / "run")
     run(job, 3)
-    (tmp_path / "run" / "redo" / f"{redo_name(job.newest, 0)}{append.TAKEN_BACK}").touch()
+    (job.root / "redo" / f"{redo_name(job.newest, 0)}{append.TAKEN_BACK}").touch()
     assert sorted(attempt.step for attempt in job.logs.reach({})) == [1, 2]
     run(job, 1)
     assert sorted(attempt.step for attempt in job.logs.reach({})) == [1, 2, 4]
@@ -896,11 +878,10 @@ def test_taken_back(tmp_path: Path) -> None:
     assert names(job) == of(job, 7, 8)  # what was said of it goes with the step
 
 
-def test_another_rank(tmp_path: Path) -> None:
+def test_another_rank(job: Job) -> None:
     """A file that is called another rank's is not taken for that."""
-    job = Job(build(OPTIMIZERS["AdamW"]), tmp_path / "run")
     run(job, 2)
-    path = tmp_path / "run" / "redo" / names(job)[0]
+    path = job.root / "redo" / names(job)[0]
     path.rename(path.with_name(redo_name(job.attempt(1), 1)))
     assert not job.logs.frames
 

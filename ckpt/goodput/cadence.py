@@ -181,15 +181,12 @@ def decide(
 ) -> Decision:
     """For the places in order, memory first if there is one. What nothing is known about yet keeps its cadence, or gets
     one by which its cost can be found out. `held`: what was decided before, perhaps by an earlier incarnation."""
-    decision = Decision(step, {}, {}, {}, {}, step_s=step_s)
+    sure = {place.name: cost for place in places if enough(place, cost := costs.get(place.name)) and cost is not None}
+    decision = Decision(step, {}, {}, {name: cost.save_s for name, cost in sure.items()}, {}, step_s=step_s)
     durable = [place.name for place in places if place.name != MEMORY]
     for place in places:
         every, why = place.now, "as it was asked for"
-        cost = costs.get(place.name)
-        if not enough(place, cost):
-            cost = None
-        if cost is not None:
-            decision.costs[place.name] = cost.save_s
+        cost = sure.get(place.name)
         if isinstance(place.every, Auto):
             if cost is None and held is not None and place.name in held.costs:
                 every, why = _as_long(place.now, held.step_s, step_s), held.why.get(place.name, "")

@@ -1,4 +1,4 @@
-"""Words cut into byte planes and joined again: by blosc2's library if that is installed, or else by numpy.
+"""Words turned, cut into byte planes and joined again: by blosc2's library if that is installed, or else by numpy.
 
 Plane k holds byte k of every word: the planes of 3 words of 4 bytes, 0123 4567 89ab, are 048 159 26a 37b. Both ways
 give the same bytes; the library, which python-blosc2 brings along, is several times as fast. It is called directly:
@@ -11,7 +11,7 @@ import ctypes
 import functools
 import importlib.util
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ Array = np.ndarray[Any, Any]
 PIECE = 256 << 10  # bytes at most; a piece and what becomes of it stay in a core's own cache
 UNSIGNED: dict[int, Any] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 
+_SIGNED: dict[int, Any] = {1: np.dtype("<i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
 _MOST = (1 << 31) - 1  # bytes that the library takes
 _TRIED = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129, 255, 257, 1000, 4099)  # words
 
@@ -209,3 +210,86 @@ def _does_one(library: Library, words: Array) -> bool:
     library.shuffle(words, cut)
     library.unshuffle(planes, joined)
     return bool((cut == planes).all() and (joined == words).all())
+
+
+# -- what becomes of words before they are cut, in pieces of at most PIECE bytes: rotated, differences, roundings --
+
+
+def forward(words: Array, base: Array | None, found: Array, *, floats: bool) -> None:
+    """Fill `found` with a piece's words as they are cut into planes: rotated, or the differences to those of a base.
+
+    `floats`: they are taken in the order of the numbers that they stand for.
+    """
+    spare = _like(1, words)
+    last = 8 * words.itemsize - 1
+    if base is None:  # rotated
+        shift_left(words, 1, found)
+        np.right_shift(words, last, out=spare)
+        np.bitwise_or(found, spare, out=found)
+        return
+    difference = _like(2, words)
+    if floats:
+        _order(words, found, spare)
+        _order(base, difference, spare)
+        np.subtract(found, difference, out=difference)
+    else:
+        np.subtract(words, base, out=difference)
+    np.right_shift(_signed(difference), last, out=_signed(spare))
+    shift_left(difference, 1, found)
+    np.bitwise_xor(found, spare, out=found)
+
+
+def backward(words: Array, base: Array | None, *, floats: bool) -> None:
+    """Turn what `forward` made of a piece's words into those again."""
+    spare = _like(1, words)
+    if base is None:  # rotated
+        np.right_shift(words, 1, out=spare)
+        shift_left(words, 8 * words.itemsize - 1, words)
+        np.bitwise_or(words, spare, out=words)
+        return
+    np.bitwise_and(words, 1, out=spare)
+    np.negative(spare, out=spare)
+    np.right_shift(words, 1, out=words)
+    np.bitwise_xor(words, spare, out=words)
+    if floats:
+        ordered = _like(2, words)
+        _order(base, ordered, spare)
+        np.add(words, ordered, out=words)
+        _order(words, words, spare)
+    else:
+        np.add(words, base, out=words)
+
+
+def _order(words: Array, into: Array, spare: Array) -> None:
+    """Float bits as signed integers in the order of the numbers, and back: it is its own inverse."""
+    np.right_shift(_signed(words), 8 * words.itemsize - 1, out=_signed(spare))
+    np.right_shift(spare, 1, out=spare)
+    np.bitwise_xor(words, spare, out=into)
+
+
+def _like(number: int, like: Array) -> Array:
+    return room(number, like.itemsize, len(like))
+
+
+def _signed(words: Array) -> Array:
+    found: Array = words.view(_SIGNED[words.itemsize])
+    return found
+
+
+def rounded(master: Array, words: Array) -> Iterator[tuple[Array, Array]]:
+    """fp32 bits as bf16 bits, to nearest and ties to even, every NaN 0x7fc0: piece by piece, with those of `words`."""
+    step = PIECE // 4
+    for at in range(0, len(master), step):
+        piece = master[at : at + step]
+        found, short = _like(0, piece), room(0, 2, len(piece))
+        np.left_shift(piece, 1, out=found)
+        nans = found > 0xFF000000
+        np.right_shift(piece, 16, out=found)
+        np.bitwise_and(found, 1, out=found)
+        np.add(found, 0x7FFF, out=found)
+        np.add(found, piece, out=found)
+        np.right_shift(found, 16, out=found)
+        np.copyto(short, found, casting="unsafe")
+        if nans.any():
+            short[nans] = 0x7FC0
+        yield short, words[at : at + step]

@@ -32,8 +32,7 @@ import numpy as np
 import zstandard
 
 from ckpt.errors import CorruptError, FormatError, UsageError
-from ckpt.format.byteplanes import PIECE, UNSIGNED, Array, at_a_time, merge, split
-from ckpt.format.word_transforms import backward, forward, rounded
+from ckpt.format.byteplanes import PIECE, UNSIGNED, Array, at_a_time, backward, forward, merge, rounded, split
 from ckpt.store import Buffer
 
 RAW, PLANES, ROTATED, DELTA, FLOAT_DELTA, BF16 = range(6)

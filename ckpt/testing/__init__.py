@@ -19,12 +19,11 @@ Only the contract (`ckpt.store.Store`) is used, so a store that passes can hold 
 `in_virtual_time` is for tests of what waits: retries, limits, deadlines.
 """
 
-from ckpt.testing.large_objects import LargeObjectTests
+from ckpt.testing.large_objects import LargeObjectTests, RangeTests
 from ckpt.testing.over_stores import BLOB as BLOB
 from ckpt.testing.over_stores import keys as keys
 from ckpt.testing.over_stores import pieces as pieces
 from ckpt.testing.over_stores import upload as upload
-from ckpt.testing.ranges import RangeTests
 from ckpt.testing.small_objects import ListingTests, SmallObjectTests
 from ckpt.testing.virtual_time import in_virtual_time as in_virtual_time
 

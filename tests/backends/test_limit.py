@@ -312,28 +312,6 @@ def test_first_come_first_served() -> None:
     run(main())
 
 
-def test_a_large_one_is_not_starved() -> None:
-    """It gets its turn while small ones keep coming."""
-
-    async def main() -> None:
-        store = Slow()
-        limit = Limit(store, in_flight=1000)
-        ended: list[int] = []
-
-        async def small(i: int) -> None:
-            await asyncio.sleep(i / 10)
-            await limit.put(f"small/{i}", bytes(200))
-            ended.append(i)
-
-        others = [asyncio.ensure_future(small(i)) for i in range(100)]
-        await asyncio.sleep(1.05)
-        await limit.put("large", bytes(1000))
-        assert len(ended) < 30
-        await asyncio.gather(*others)
-
-    run(main())
-
-
 # -- uploads that keep what they were given --
 
 

@@ -31,12 +31,12 @@ from ckpt.checkpoint import read, retention
 from ckpt.checkpoint.read import load_manifest, verify
 from ckpt.checkpoint.retention import Keep
 from ckpt.checkpoint.write import RankSnapshot, WrittenPart, write_part
-from ckpt.errors import CorruptError, ExistsError, FencedError, StoreError
+from ckpt.errors import StoreError
 from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.manifest import Attempt, new_nonce, owner
 from ckpt.runlog.log import Acquire, RunLog
 from ckpt.store import Store, open_store, options_of, remember_options
-from ckpt.testing import StoreTests, keys, upload
+from ckpt.testing import StoreTests, keys
 from ckpt_backends.remote import RemoteStore
 from ckpt_backends.s3 import S3Store
 from processes import PYTHONPATH, eventually, killed, run_script, start_python
@@ -115,14 +115,6 @@ class TestRgwByS3fs(OverS3):
     server, engine = "rgw", "s3fs"
 
 
-class TestMotoByObstore(OverS3):
-    server, engine = "moto", "obstore"
-
-
-class TestMotoByS3fs(OverS3):
-    server, engine = "moto", "s3fs"
-
-
 def on_azure(server: Azurite) -> str:
     """A run's URL in a container of its own."""
     place = f"az://{server.make_bucket(f'bucket-{next(_names)}')}/some/run"
@@ -163,19 +155,6 @@ class TestGoogle(ByDriver):
     @pytest.fixture(autouse=True)
     def place(self) -> None:
         self.url = on_google()
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_what_everybody_opens_keeps_the_contract(rgw: Rgw, engine: str) -> None:
-    """The store behind the URL, which tries again, is the one that was asked for, and passes on what it is told."""
-
-    class Opened(StoreTests):
-        def make(self) -> Store:
-            return open_store(place, writable=True)
-
-    for test in ("test_put_and_get", "test_upload_in_ranges", "test_list_after", "test_what_is_not_there"):
-        place = new_place(rgw, engine)
-        getattr(Opened(), test)()
 
 
 # -- one name, one creator --
@@ -389,42 +368,6 @@ def test_a_run_from_start_to_end(rgw: Rgw, engine: str) -> None:
     assert unfinished(rgw, place) == 0
 
 
-def test_negative_control_a_changed_byte_is_seen(rgw: Rgw) -> None:
-    """One bit of a pack, changed in the bucket: restoring fails, and says which file."""
-    place, of = new_place(rgw), layout({"w": 3 * MIB})
-
-    async def work(store: Store) -> None:
-        log, mine = await opened_run(store)
-        pack = (await save(log, mine, 1, of)).part.packs[0]
-        assert await restored(store, log, 1) == content(of, 1)
-        data = bytearray(await store.get(pack.key))
-        data[-5] ^= 1
-        await store.put(pack.key, data)
-        with pytest.raises(CorruptError, match=pack.key):
-            await restored(store, log, 1)
-        assert await verify(store, read.choose(log)) != []
-
-    using(place, work)
-
-
-def test_two_owners_of_one_run(rgw: Rgw) -> None:
-    """The older one is fenced by the log, however real the server: it can write, and commit nothing."""
-    place, of = new_place(rgw), layout({"w": 1000})
-
-    async def work(store: Store) -> None:
-        log, old = await opened_run(store)
-        await save(log, old, 1, of)
-        other, new = await opened_run(store)
-        assert new.epoch > old.epoch
-        with pytest.raises(FencedError):
-            await save(log, old, 2, of)
-        await save(other, new, 2, of)
-        await other.refresh()
-        assert [commit.attempt.epoch for commit in other.state.commits.values()] == [old.epoch, new.epoch]
-
-    using(place, work)
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_faults_before_a_real_server(rgw: Rgw, engine: str) -> None:
     """503, resets and lost replies on the way to the server: the run is written all the same, each commit once."""
@@ -509,21 +452,6 @@ def test_training_comes_back_from_other_clouds(cloud: str, request: pytest.Fixtu
         assert not [key for key in await keys(store) if key.startswith("doctor-")]
 
     using(place, look)
-
-
-def test_the_end_of_a_multipart_upload_is_not_a_condition(rgw: Rgw) -> None:
-    """Why a commit is a small object: this server lets a large one replace another, and says nothing."""
-    place = new_place(rgw)
-
-    async def work(store: Store) -> None:
-        big = bytes(20 * MIB)
-        await upload(store, "packs/p", big)
-        await upload(store, "packs/p", b"\1" + big)
-        assert (await store.head("packs/p")).size == len(big) + 1
-        with pytest.raises(ExistsError):
-            await store.put("packs/p", b"x", create=True)
-
-    using(place, work)
 
 
 # -- the servers themselves --

@@ -59,24 +59,20 @@ STORES: dict[str, Callable[[str], Store]] = {
 
 DECORATORS: dict[str, Callable[[Store], Store]] = {
     "bare": lambda store: store,
-    "retried": Retry,
-    "limited": lambda store: Limit(store, in_flight=30_000, requests=4),
     "retried and limited": lambda store: Retry(Limit(store, bytes_per_s=1e9)),
 }
+ENGINES = ["s3fs", "obstore"]
+CASES = [*((store, "bare") for store in STORES), ("memory", "retried and limited"), ("local", "retried and limited")]
 
 
 class TestStores(StoreTests):
-    """Every store of this machine, bare and decorated."""
+    """Every store of this machine, and two of them decorated."""
 
-    @pytest.fixture(autouse=True, params=STORES)
+    @pytest.fixture(autouse=True, params=CASES, ids=" ".join)
     def place(self, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-        self.open = partial(STORES[request.param], f"file://{tmp_path}/store")
-        self.rare = "," in request.param
-
-    @pytest.fixture(autouse=True, params=["bare", "retried and limited"])
-    def decorated(self, request: pytest.FixtureRequest, place: None) -> None:
-        self.decorate = DECORATORS[request.param]
-        self.many = 50 if self.rare or request.param != "bare" else 1500
+        store, decorator = request.param
+        self.open, self.decorate = partial(STORES[store], f"file://{tmp_path}/store"), DECORATORS[decorator]
+        self.many = 1500 if (store, decorator) == ("local", "bare") else 50
 
     def make(self) -> Store:
         return self.decorate(self.open())
@@ -110,20 +106,16 @@ def bucket() -> Iterator[Callable[[str], str]]:
 
 
 class TestS3(StoreTests):
-    """S3, with each of the two libraries that can carry the packs."""
+    """S3, with each of the two libraries that can carry the packs: one bare, the other as everybody opens it."""
 
     has_unfinished = True
     creates_uploads = False
+    many = 50  # pages: test_a_long_listing_goes_on_where_it_should
 
-    @pytest.fixture(autouse=True, params=["s3fs", "obstore"])
+    @pytest.fixture(autouse=True, params=[("s3fs", "bare"), ("obstore", "retried and limited")], ids=ENGINES)
     def place(self, request: pytest.FixtureRequest, bucket: Callable[[str], str]) -> None:
-        self.url = bucket(request.param)
-        self.engine = request.param
-
-    @pytest.fixture(autouse=True, params=["bare", "retried and limited"])
-    def decorated(self, request: pytest.FixtureRequest, place: None) -> None:
-        self.decorate = DECORATORS[request.param]
-        self.many = 1500 if request.param == "bare" and self.engine == "s3fs" else 50
+        engine, decorator = request.param
+        self.url, self.decorate = bucket(engine), DECORATORS[decorator]
 
     def make(self) -> Store:
         return self.decorate(S3Store(self.url, writable=True))
@@ -134,13 +126,12 @@ class TestFsspec(StoreTests):
 
     creates_uploads = False
 
-    @pytest.fixture(autouse=True, params=["bare", "retried and limited"])
-    def place(self, request: pytest.FixtureRequest) -> None:
-        self.decorate = DECORATORS[request.param]
+    @pytest.fixture(autouse=True)
+    def place(self) -> None:
         self.url = f"memory://{secrets.token_hex(8)}"
 
     def make(self) -> Store:
-        return self.decorate(RemoteStore(self.url, writable=True))
+        return RemoteStore(self.url, writable=True)
 
 
 # -- negative controls: a store that breaks one promise is seen --

@@ -346,8 +346,9 @@ def test_lives_have_all_that_they_are_about() -> None:
 
     for seed in range(8):
         asyncio.run(look(seed))
-    assert seen == set(CODECS)
-    assert referred and based and shared
+        if seen == set(CODECS) and referred and based and shared:
+            return
+    raise AssertionError(f"codecs {seen}, references {referred}, bases {based}, shared {shared}")
 
 
 def test_negative_control_rows_of_another_tensor_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -951,7 +952,7 @@ def test_what_is_derived_from_thousands_is_no_hang(empty: bool) -> None:
         Table.from_bytes(table.to_bytes(), "a table")
 
 
-@PURE
+@QUICK
 @given(seed=st.integers(0, 2**32 - 1), wanted=st.data())
 def test_reads_are_bounded_and_cover_what_is_wanted(seed: int, wanted: st.DataObject) -> None:
     """Every blob is in one batch, with all that it needs; a read is no longer than its limit unless one blob is."""
@@ -1078,8 +1079,7 @@ class Failing(MemoryStore):
         return found
 
 
-@pytest.mark.parametrize("stuck", [False, True])
-@pytest.mark.parametrize("compression", ["none", "zstd"])
+@pytest.mark.parametrize(("compression", "stuck"), [("none", True), ("zstd", False)])
 def test_every_operation_of_an_increment_may_fail(compression: str, stuck: bool) -> None:
     """Whichever one fails: an error of ours, no pack is left of it unless its part may be there, what was saved before
     is whole, and the same step is saved by the next try."""

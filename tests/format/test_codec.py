@@ -28,7 +28,7 @@ from ckpt.format import byteplanes, codec
 from ckpt.format.codec import BF16, CODECS, DELTA, FLOAT_DELTA, PLANES, RAW, ROTATED, decode, derives, encode, estimate
 from ckpt.format.layout import BITS
 
-QUICK = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 WORDS = (1, 2, 4, 8)
 PLAIN = (PLANES, ROTATED, DELTA, FLOAT_DELTA)  # those that cut words into planes
 MIB = 1 << 20

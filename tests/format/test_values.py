@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt.errors import CheckpointError, CorruptError, StateError
+from ckpt.errors import CorruptError, StateError
 from ckpt.format.values import MAX_DEPTH, decode, encode
 from ckpt.state.tensors import from_array, to_array
 from plain_values import (
@@ -24,7 +24,7 @@ from plain_values import (
     values,
 )
 
-QUICK = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 LONG = settings(QUICK, max_examples=50_000)
 
 
@@ -247,8 +247,3 @@ def test_pickles_stay_bytes(tmp_path: pathlib.Path) -> None:
     assert not target.exists()
     pickle.loads(raw)
     assert target.exists()
-
-
-def test_errors_are_ours() -> None:
-    """Both refusals are CheckpointErrors, so one except clause takes them."""
-    assert issubclass(StateError, CheckpointError) and issubclass(CorruptError, CheckpointError)

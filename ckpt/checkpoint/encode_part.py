@@ -85,6 +85,9 @@ class PartEncoder:
         self.previous, self.number, self.bases, self.compress = previous, number, bases, compress
         self.layout = snapshot.layout
         self.blobs = self.layout.arrangement.blobs
+        self.digests: Digests
+        self.plan: BlobPlan  # what becomes of each blob
+        self.masters: I64  # that it may be the rounding of
         self.forms: dict[str, str] = {}
         self.encode_s, self.plain = 0.0, 0
 
@@ -92,10 +95,11 @@ class PartEncoder:
         digests = self.source.digests
         if digests is None:
             digests = await asyncio.to_thread(_digests, self.layout, self.snapshot.data)
-        plan, masters = await self._plan(digests, on_needs)
-        packer = await self._packed(plan, masters, digests, check)
+        self.digests = digests
+        await self._plan(on_needs)
+        packer = await self._packed(check)
         self.encoder.learn(packer.nbytes, packer.busy_s, self.plain, self.encode_s)
-        table, packs = table_of(self.layout, plan, digests, self.previous, packer)
+        table, packs = table_of(self.layout, self.plan, digests, self.previous, packer)
         built_on = any(owner(pack.key) != self.snapshot.attempt for pack in packs)
         return await finish_part(
             self.store,
@@ -108,34 +112,36 @@ class PartEncoder:
             check=check,
         )
 
-    async def _plan(self, digests: Digests, on_needs: OnNeeds | None) -> tuple[BlobPlan, I64]:
-        """What becomes of each blob, and the masters that it may be the rounding of."""
-        plan = plan_blobs(self.layout, digests, self.previous, suspects=self.encoder.suspects)
-        masters = await self._masters()
+    async def _plan(self, on_needs: OnNeeds | None) -> None:
+        self.plan = plan_blobs(self.layout, self.digests, self.previous, suspects=self.encoder.suspects)
+        self.masters = await self._masters()
         if self.compress:
-            await self._choose(plan)
+            await self._choose()
         if not self._any_delta():
-            plan.base[:] = -1
-            if self.previous is not None and not self._worth(plan):
-                self.previous, plan = None, plan_blobs(self.layout, digests, None)
-        if self.previous is not None and on_needs is not None and self._builds(plan):
+            self.plan.base[:] = -1
+            if self.previous is not None and not self._worth():
+                self._build_on_nothing()
+        if self.previous is not None and on_needs is not None and self._builds():
             allowed = await on_needs(self.previous.attempt)
             point("begin.landed")
             if not allowed:
-                self.previous, plan = None, plan_blobs(self.layout, digests, None)
-        return plan, masters
+                self._build_on_nothing()
 
-    async def _packed(self, plan: BlobPlan, masters: I64, digests: Digests, check: Callable[[], None]) -> Packer:
+    def _build_on_nothing(self) -> None:
+        self.previous, self.plan = None, plan_blobs(self.layout, self.digests, None)
+
+    async def _packed(self, check: Callable[[], None]) -> Packer:
         """All that has to be stored anew, in packs."""
+        plan = self.plan
         # Nothing can be the same as what may be derived, and takes no bytes then.
-        alone = (plan.same < 0) | (masters[plan.same] >= 0)
+        alone = (plan.same < 0) | (self.masters[plan.same] >= 0)
         todo = np.flatnonzero((plan.taken < 0) & alone).tolist()
         anew = sum(self.blobs[blob].length for blob in todo)
         self.encoder.flow.expect(anew)
         packer = Packer(self.store, self.snapshot, self.number, pack_size(anew), self.encoder.flow.add)
         try:
             with ThreadPoolExecutor(self.encoder.threads, "ckpt-encode") as pool:
-                async with contextlib.aclosing(self._encoded(pool, todo, plan, masters, digests)) as found:
+                async with contextlib.aclosing(self._encoded(pool, todo)) as found:
                     async for encoded in found:
                         await packer.add(encoded)
             await packer.finish()
@@ -145,14 +151,14 @@ class PartEncoder:
             raise
         return packer
 
-    def _worth(self, plan: BlobPlan) -> bool:
+    def _worth(self) -> bool:
         """Whether enough need not be stored again."""
-        taken = sum(self.blobs[blob].length for blob in np.flatnonzero(plan.taken >= 0))
+        taken = sum(self.blobs[blob].length for blob in np.flatnonzero(self.plan.taken >= 0))
         return bool(taken > max(LEAST, WORTH * self.layout.arrangement.data_size))
 
-    def _builds(self, plan: BlobPlan) -> bool:
+    def _builds(self) -> bool:
         """Whether anything of the previous checkpoint may be used."""
-        return bool((plan.taken >= 0).any() or (plan.base >= 0).any())
+        return bool((self.plan.taken >= 0).any() or (self.plan.base >= 0).any())
 
     # -- what to do with blobs of each kind --
 
@@ -162,18 +168,18 @@ class PartEncoder:
             return np.full(len(self.blobs), -1, np.int64)
         return await asyncio.to_thread(find_masters, self.layout, self.source.peek)
 
-    async def _choose(self, plan: BlobPlan) -> None:
+    async def _choose(self) -> None:
         """How blobs of each kind are stored, by samples of a few of each."""
         kinds: dict[str, list[int]] = {}
-        for blob in plan.anew:
+        for blob in self.plan.anew:
             if self.blobs[blob].length >= SMALL:
                 kinds.setdefault(kind_of(self._tensor(blob)), []).append(blob)
         probes = {kind: _spread(blobs) for kind, blobs in kinds.items()}
         wanted = sorted({blob for blobs in probes.values() for blob in blobs})
         whole, gains = dict[int, float](), dict[int, float]()
         for window in self._windows(wanted):
-            peek, bases = await self._load(window, plan)
-            await asyncio.to_thread(self._sample, window, peek, bases, plan, whole, gains)
+            peek, bases = await self._load(window)
+            await asyncio.to_thread(self._sample, window, peek, bases, whole, gains)
         self.encoder.sampled |= bool(gains)
         for kind, blobs in probes.items():
             learnt = self.encoder.kinds.setdefault(kind, Learnt())
@@ -184,13 +190,12 @@ class PartEncoder:
         blobs: list[int],
         peek: Peek,
         bases: dict[int, memoryview],
-        plan: BlobPlan,
         whole: dict[int, float],
         gains: dict[int, float],
     ) -> None:
         """Of each blob, what it would take, and with a base: in `gains`, of what it takes without."""
         for blob in blobs:
-            dtype, plain, base = self._tensor(blob).dtype, peek(blob), bases.get(int(plan.base[blob]))
+            dtype, plain, base = self._tensor(blob).dtype, peek(blob), bases.get(int(self.plan.base[blob]))
             word = codec.word_of(dtype)
             whole[blob] = codec.estimate(codec.whole_codec(dtype), plain, word)
             if base is not None:
@@ -216,11 +221,10 @@ class PartEncoder:
         if window:
             yield window
 
-    async def _load(
-        self, window: Sequence[int], plan: BlobPlan, masters: Sequence[int] = ()
-    ) -> tuple[Peek, dict[int, memoryview]]:
+    async def _load(self, window: Sequence[int], masters: Sequence[int] = ()) -> tuple[Peek, dict[int, memoryview]]:
         peek = await self.source.load(sorted({*window, *masters}))
-        rows = sorted({int(plan.base[b]) for b in window if plan.base[b] >= 0 and self._form(b) in ("delta", "")})
+        base = self.plan.base
+        rows = sorted({int(base[b]) for b in window if base[b] >= 0 and self._form(b) in ("delta", "")})
         bases = await self.bases(self.previous, rows) if self.previous is not None and rows else {}
         return peek, bases
 
@@ -230,15 +234,13 @@ class PartEncoder:
             return "raw"
         return self.forms.get(kind_of(self._tensor(blob)), "")
 
-    async def _encoded(
-        self, pool: ThreadPoolExecutor, todo: Sequence[int], plan: BlobPlan, masters: I64, digests: Digests
-    ) -> AsyncGenerator[Encoded, None]:
+    async def _encoded(self, pool: ThreadPoolExecutor, todo: Sequence[int]) -> AsyncGenerator[Encoded, None]:
         """The blobs in their order; while some are encoded the next window is loaded."""
         loop = asyncio.get_running_loop()
 
         def load(window: list[int]) -> asyncio.Task[tuple[Peek, dict[int, memoryview]]]:
-            wanted = [m for b in window for m in self._master_blobs(b, masters)]
-            return asyncio.ensure_future(self._load(window, plan, wanted))
+            wanted = [m for b in window for m in self._master_blobs(b)]
+            return asyncio.ensure_future(self._load(window, wanted))
 
         windows = list(self._windows(todo))
         loading = load(windows[0]) if windows else None
@@ -246,9 +248,7 @@ class PartEncoder:
             assert loading is not None
             peek, bases = await loading
             loading = load(windows[i + 1]) if i + 1 < len(windows) else None
-            tasks = [
-                loop.run_in_executor(pool, self._encode, blob, peek, bases, plan, masters, digests) for blob in window
-            ]
+            tasks = [loop.run_in_executor(pool, self._encode, blob, peek, bases) for blob in window]
             try:
                 for task in tasks:
                     encoded, seconds = await task
@@ -260,9 +260,9 @@ class PartEncoder:
                 await asyncio.gather(*tasks, *([loading] if loading else []), return_exceptions=True)
                 raise
 
-    def _master_blobs(self, blob: int, masters: I64) -> list[int]:
+    def _master_blobs(self, blob: int) -> list[int]:
         """The fp32 blobs that one of bf16 may be the rounding of."""
-        first, left = int(masters[blob]), 2 * self.blobs[blob].length
+        first, left = int(self.masters[blob]), 2 * self.blobs[blob].length
         found: list[int] = []
         while first >= 0 and left > 0:
             found.append(first)
@@ -270,30 +270,26 @@ class PartEncoder:
             first += 1
         return found
 
-    def _encode(
-        self, blob: int, peek: Peek, bases: dict[int, memoryview], plan: BlobPlan, masters: I64, digests: Digests
-    ) -> tuple[Encoded, float]:
+    def _encode(self, blob: int, peek: Peek, bases: dict[int, memoryview]) -> tuple[Encoded, float]:
         """In a thread. The form that was chosen for its kind, unless another turns out to be smaller."""
         began, plain = time.perf_counter(), peek(blob)
-        encoded = self._smallest(blob, plain, peek, bases, plan, masters)
+        encoded = self._smallest(blob, plain, peek, bases)
         if encoded.codec != RAW and blob % SELF_CHECK == 0:
-            self._prove(encoded, plain, bases, digests[blob].tobytes())
+            self._prove(encoded, plain, bases)
         self.encoder.pace(time.perf_counter() - began)
         return encoded, time.perf_counter() - began
 
-    def _smallest(
-        self, blob: int, plain: memoryview, peek: Peek, bases: dict[int, memoryview], plan: BlobPlan, masters: I64
-    ) -> Encoded:
+    def _smallest(self, blob: int, plain: memoryview, peek: Peek, bases: dict[int, memoryview]) -> Encoded:
         raw = Encoded(blob, RAW, plain)
         if not self.compress or len(plain) < SMALL:
             return raw
-        if derived := self._master_blobs(blob, masters):
+        if derived := self._master_blobs(blob):
             halves = [(m, self.blobs[m].length // 2) for m in derived]
             ends = np.cumsum([size for _, size in halves]).tolist()
             if all(codec.derives(peek(m), plain[e - n : e]) for (m, n), e in zip(halves, ends, strict=True)):
                 return Encoded(blob, BF16, b"", derived[0])
         tensor = self._tensor(blob)
-        word, kind, row = codec.word_of(tensor.dtype), kind_of(tensor), int(plan.base[blob])
+        word, kind, row = codec.word_of(tensor.dtype), kind_of(tensor), int(self.plan.base[blob])
         form, base = self.forms.get(kind, "whole"), bases.get(row)
         whole, delta = codec.whole_codec(tensor.dtype), codec.delta_codec(tensor.dtype)
         if form == "delta" and base is not None:
@@ -306,13 +302,13 @@ class PartEncoder:
         data = codec.encode(whole, plain, word)
         return Encoded(blob, whole, data) if len(data) < WHOLE_AGAIN * len(plain) else raw
 
-    def _prove(self, encoded: Encoded, plain: memoryview, bases: dict[int, memoryview], digest: bytes) -> None:
+    def _prove(self, encoded: Encoded, plain: memoryview, bases: dict[int, memoryview]) -> None:
         """Now and then: that it can be decoded. SaveError if not: something is wrong with this machine, or with us."""
         if encoded.codec == BF16:
             return
         room = memoryview(bytearray(len(plain)))
         codec.decode(encoded.codec, encoded.data, len(plain), bases.get(encoded.base), room)
-        if blob_digest(room) != digest:
+        if blob_digest(room) != self.digests[encoded.blob].tobytes():
             name = self._tensor(encoded.blob).name
             raise SaveError(f"{name} does not decode to what it was: it changed meanwhile, or the machine is faulty")
 

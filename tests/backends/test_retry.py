@@ -628,7 +628,7 @@ class TestFaults:
 
         asyncio.run(main())
 
-    @pytest.mark.parametrize(("engine", "request_"), cases())
+    @pytest.mark.parametrize(("engine", "request_"), list(cases()))
     def test_each_request_in_each_way(self, proxy: FaultProxy, engine: str, request_: Any) -> None:
         """Errors that pass are not seen, and what was lost or late is neither done twice nor taken for a failure."""
 

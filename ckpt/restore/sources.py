@@ -9,10 +9,11 @@ from __future__ import annotations
 import base64
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,38 +40,46 @@ Sink = Callable[[int, memoryview], None]
 """`sink(blob, bytes)`: called from several threads; the memory is only valid until it returns."""
 
 
-class RestoreSource(Protocol):
-    """One checkpoint in one place, as this rank sees it."""
+class RestoreSource(ABC):
+    """One checkpoint in one place, as this rank sees it. `undone`: not in the present history, since a later restore
+    went back behind it; `repaired`: what was damaged here and came from elsewhere; `damaged`: where that lies, by pack
+    and offset; `partial`: ranks see different parts of it, and must tell each other."""
 
-    attempt: Attempt
-    tier: str
-    undone: bool  # not in the present history: a later restore went back behind it
-    repaired: list[str]  # what was damaged here and came from elsewhere
-    damaged: set[tuple[str, int]]  # where that lies, by pack and offset
+    def __init__(self, attempt: Attempt, tier: str, *, partial: bool, undone: bool, describing: bool) -> None:
+        """`describing`: this rank speaks for its node, all of whose ranks see the same."""
+        self.attempt, self.tier, self.partial, self.undone = attempt, tier, partial, undone
+        self._describing = describing
+        self.repaired: list[str] = []
+        self.damaged: set[tuple[str, int]] = set()
+        self._saved: SavedState | None = None
 
-    @property
-    def partial(self) -> bool:
-        """Whether ranks see different parts of it, and must tell each other."""
-
+    @abstractmethod
     def describe(self) -> Json:
         """What this rank sees, for those who do not."""
 
+    @abstractmethod
     def open(self, described: Sequence[Json]) -> None:
         """With what all ranks described. CorruptError or StoreError if this source cannot be used."""
 
     @property
-    def saved(self) -> SavedState: ...
+    def saved(self) -> SavedState:
+        assert self._saved is not None
+        return self._saved
 
+    @abstractmethod
     def narrow(self, wanted: Mapping[Key, Iterable[Box]]) -> None:
         """From here on `saved` has the blobs in which these boxes of these tensors lie, if it had not."""
 
+    @abstractmethod
     def readable(self) -> Mask:
         """The blobs, of those that `saved` knows, that this rank can read."""
 
+    @abstractmethod
     def read(self, blobs: Sequence[int], sink: Sink, room: Room | None = None) -> None:
         """Read, verify, hand over; or put where there is room. If that fails, what lies there is not to be used."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._saved = None
 
 
 @dataclass(frozen=True)
@@ -99,10 +108,8 @@ class HeldSnapshot:
             raise CorruptError("the snapshot in memory is of another size than its layout")
 
 
-class MemorySource:
+class MemorySource(RestoreSource):
     """The snapshots of one attempt that are in the memory of this node, of any of the ranks that saved it."""
-
-    tier = "memory"
 
     def __init__(
         self,
@@ -113,12 +120,8 @@ class MemorySource:
         undone: bool = False,
         describing: bool = True,
     ) -> None:
-        """`describing`: this rank speaks for its node, all of whose ranks see the same."""
-        self.attempt, self.undone, self.partial, self._describing = attempt, undone, not alone, describing
-        self.repaired: list[str] = []
-        self.damaged: set[tuple[str, int]] = set()
+        super().__init__(attempt, "memory", partial=not alone, undone=undone, describing=describing)
         self._here = {s.layout.rank: s for s in snapshots}
-        self._saved: SavedState | None = None
         self._digested: set[int] = set()  # ranks whose digests are known
 
     def describe(self) -> Json:
@@ -152,11 +155,6 @@ class MemorySource:
         digested = len(self._digested) == world
         layouts = [layout for layout, _, _ in ranks]
         self._saved = SavedState(layouts, [values for _, values, _ in ranks], merge(tables), digested=digested)
-
-    @property
-    def saved(self) -> SavedState:
-        assert self._saved is not None
-        return self._saved
 
     def narrow(self, wanted: Mapping[Key, Iterable[Box]]) -> None:
         """All of it is known."""
@@ -212,9 +210,6 @@ class MemorySource:
         found = self._here.get(rank)
         return None if found is None else (found.arena, found.slot)
 
-    def close(self) -> None:
-        self._saved = None
-
 
 def _values(text: str, digests: bytes | None, layout: Layout) -> list[Any]:
     if digests is not None:
@@ -231,7 +226,7 @@ def _values(text: str, digests: bytes | None, layout: Layout) -> list[Any]:
     return values
 
 
-class StoreSource:
+class StoreSource(RestoreSource):
     """A committed checkpoint in a store. `commit` is None if the disk of this node has nothing of it."""
 
     def __init__(
@@ -245,15 +240,9 @@ class StoreSource:
         describing: bool = True,
         others: Sequence[str] = (),
     ) -> None:
-        """`describing`: this rank speaks for its disk, of which all ranks of the node see the same.
-
-        `others`: places that have the same checkpoint, for what is damaged here.
-        """
-        self.attempt, self.tier, self.undone, self.partial = attempt, url, undone, partial
-        self.repaired: list[str] = []
-        self.damaged: set[tuple[str, int]] = set()
-        self._commit, self._describing, self._others = commit, describing, others
-        self._saved: SavedState | None = None
+        """`others`: places that have the same checkpoint, for what is damaged here."""
+        super().__init__(attempt, url, partial=partial, undone=undone, describing=describing)
+        self._commit, self._others = commit, others
 
     def describe(self) -> Json:
         """Of a disk that only this node sees: its parts and its table."""
@@ -293,11 +282,6 @@ class StoreSource:
                 raise CorruptError(f"step {self.attempt.step} is not in {self.tier} any more")
             return await read.load_saved(store, self._commit, self._others, self.repaired.append)
 
-    @property
-    def saved(self) -> SavedState:
-        assert self._saved is not None
-        return self._saved
-
     def narrow(self, wanted: Mapping[Key, Iterable[Box]]) -> None:
         self._saved = self.saved.narrowed(wanted)
 
@@ -316,6 +300,3 @@ class StoreSource:
             mended = await read_repair.fetch(store, self.attempt, self.saved.table, blobs, sink, self._others, room)
         self.repaired += mended.repaired
         self.damaged |= mended.ranges
-
-    def close(self) -> None:
-        self._saved = None

@@ -17,7 +17,7 @@ from ckpt.errors import FencedError
 from ckpt.faults.report import Fault, SavedStep
 from ckpt.format.manifest import Attempt
 from ckpt.ipc.requests import Close, Leave
-from ckpt.writer.dispatch import Background, Caller, handles_caller
+from ckpt.writer.dispatch import Background, Caller, handles
 from ckpt.writer.fault_reports import FaultReporter, TrainerWatch
 from ckpt.writer.held_run import LOST_S, HeldRun, PresentTrainer
 from ckpt.writer.memory import HAND_OVER_S, HeldMemory
@@ -145,7 +145,7 @@ class AfterDeath:
         await self.persister.finish_begun()
         self.server.finished.set()
 
-    @handles_caller(Leave)
+    @handles(Leave)
     def on_leave(self, request: Leave, caller: Caller) -> None:
         if self.trainer.channel not in (caller.channel, None):
             return  # another one has come in its place
@@ -153,7 +153,7 @@ class AfterDeath:
         self.observers.books.ended("left")
         self.died(self.trainer.adoptions)
 
-    @handles_caller(Close)
+    @handles(Close)
     async def on_close(self, request: Close, caller: Caller) -> None:
         """The trainer is done. Finish what was begun, clean up and leave.
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,29 +36,16 @@ class Answer(NamedTuple):
     fds: tuple[int, ...]
 
 
-S = TypeVar("S")
-T = TypeVar("T")
-Q = TypeVar("Q", bound=Request[Any])
+H = TypeVar("H", bound=Callable[..., object])
 HANDLERS: dict[type[Request[Any]], Callable[..., object]] = {}
-_WANT_CALLER: set[type[Request[Any]]] = set()
 
 
-def handles(kind: type[Q]) -> Callable[[Callable[[S, Q], T]], Callable[[S, Q], T]]:
-    """A method for all requests of this type. What it returns is the reply, and what it raises; it may be async."""
+def handles(kind: type[Request[Any]]) -> Callable[[H], H]:
+    """A method for all requests of this type. What it returns is the reply, and what it raises; it may be async. It
+    gets the `caller` as well if it has that parameter: who has to know who asks, or what came along."""
 
-    def enter(handler: Callable[[S, Q], T]) -> Callable[[S, Q], T]:
+    def enter(handler: H) -> H:
         HANDLERS[kind] = handler
-        return handler
-
-    return enter
-
-
-def handles_caller(kind: type[Q]) -> Callable[[Callable[[S, Q, Caller], T]], Callable[[S, Q, Caller], T]]:
-    """The same for a method that has to know who asks, or what came along."""
-
-    def enter(handler: Callable[[S, Q, Caller], T]) -> Callable[[S, Q, Caller], T]:
-        HANDLERS[kind] = handler
-        _WANT_CALLER.add(kind)
         return handler
 
     return enter
@@ -68,14 +55,15 @@ class Dispatch:
     """Has these objects deal with all requests. TypeError if none of them deals with one."""
 
     def __init__(self, *objects: object) -> None:
-        self._kinds = known()
-        self._bound = {
+        self._kinds = table(HANDLERS)
+        self._bound: dict[type[Request[Any]], Callable[..., object]] = {
             kind: getattr(one, handler.__name__)
             for kind, handler in HANDLERS.items()
             for one in objects
             if getattr(type(one), handler.__name__, None) is handler
         }
-        _check_all(self._bound)
+        if missing := [kind.__name__ for kind in Request.__subclasses__() if kind not in self._bound]:
+            raise TypeError(f"nobody deals with {', '.join(missing)}")
 
     def request(self, incoming: Incoming) -> Request[Any]:
         """What this message asks for; ProtocolError if it is no request."""
@@ -83,8 +71,9 @@ class Dispatch:
 
     async def answer(self, request: Request[Any], caller: Caller) -> object:
         """What deals with it returns, or raises."""
-        kind = type(request)
-        found = self._bound[kind](request, caller) if kind in _WANT_CALLER else self._bound[kind](request)
+        handler = self._bound[type(request)]
+        wants_caller = "caller" in inspect.signature(handler).parameters
+        found = handler(request, caller) if wants_caller else handler(request)
         return await found if inspect.isawaitable(found) else found
 
 
@@ -95,17 +84,6 @@ def check_version(greeting: Greeting) -> None:
             f"this writer is of everystep {VERSION}, protocol {PROTOCOL}, and keeps its memory for that: everystep "
             f"{greeting.library} speaks protocol {greeting.protocol}"
         )
-
-
-def known() -> Mapping[str, type[Request[Any]]]:
-    """All requests, by their name. TypeError if no method deals with one."""
-    _check_all(HANDLERS)
-    return table(HANDLERS)
-
-
-def _check_all(dealt_with: Iterable[type[Request[Any]]]) -> None:
-    if missing := [kind.__name__ for kind in Request.__subclasses__() if kind not in dealt_with]:
-        raise TypeError(f"nobody deals with {', '.join(missing)}")
 
 
 class Background:

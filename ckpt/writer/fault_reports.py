@@ -27,7 +27,7 @@ from ckpt.ipc import watch_requests as watch
 from ckpt.ipc.protocol import Note
 from ckpt.ipc.watch_requests import PeerDied, Sample
 from ckpt.triggers import RETRY_CODE
-from ckpt.writer.dispatch import Background, Caller, handles, handles_caller
+from ckpt.writer.dispatch import Background, Caller, handles
 from ckpt.writer.held_run import HeldRun, PresentTrainer
 from ckpt.writer.memory import HeldMemory
 from ckpt.writer.persist import Drain
@@ -180,7 +180,7 @@ class TrainerWatch:
     watchdog: Watchdog | None = None
     _heard: asyncio.Event = field(default_factory=asyncio.Event)  # the fault handler deals with what it was told last
 
-    @handles_caller(watch.Arm)
+    @handles(watch.Arm)
     def arm(self, request: watch.Arm, caller: Caller) -> None:
         self.stop()
         calls = WatchdogCalls(lambda text: self.on_crash(), self._on_signals, self._on_stall, self._on_pressure)

@@ -34,12 +34,12 @@ from ckpt.writer.bookkeeper import Bookkeeper
 from ckpt.writer.dispatch import Background, Dispatch
 from ckpt.writer.fault_reports import FaultReporter, TrainerWatch
 from ckpt.writer.held_run import HeldRun, PresentTrainer
-from ckpt.writer.memory import HeldMemory, MemoryRequests
+from ckpt.writer.memory import HeldMemory
 from ckpt.writer.opening import TierOpener
 from ckpt.writer.persist import Drain, Persister
 from ckpt.writer.redo import RedoKeeper
 from ckpt.writer.server import Server, call_myself
-from ckpt.writer.status import Observers, StatusServer
+from ckpt.writer.status import Observers
 from ckpt.writer.succession import Succession
 from ckpt.writer.throttle import Throttle
 
@@ -51,7 +51,8 @@ async def serve(
 ) -> None:
     """Put the writer together, and work until it leaves. Everything runs in one event loop; blocking work goes to
     threads."""
-    background, trainer, memory = Background(), PresentTrainer(channel, process), HeldMemory(awaited=awaited)
+    background, trainer = Background(), PresentTrainer(channel, process)
+    memory = HeldMemory(trainer, awaited=awaited)
     server, run = Server(path, listener, trainer, background), HeldRun(trainer)
     throttle = Throttle(lambda: trainer.pid)
     books = Bookkeeper(lambda: run.tiers, trainer.tell)
@@ -60,18 +61,16 @@ async def serve(
     drain = Drain(trainer, run, memory, parts, settler, throttle, background)
     redo = RedoKeeper(trainer, run, memory, parts)
     opener = TierOpener(trainer, run, promoter, books, throttle)
-    status = StatusServer(trainer, run, memory, drain, books)
-    observers = Observers(trainer, run, books, status)
+    observers = Observers(trainer, run, memory, drain, books)
     reporter = FaultReporter(key, run, memory, drain, observers.fault)
     watch = TrainerWatch(trainer, reporter, observers, background, on_crash=lambda: after_death.died(trainer.adoptions))
     after_death = AfterDeath(trainer, run, memory, persister, drain, reporter, observers, watch, server, background)
     succession = Succession(
         trainer, run, memory, parts, opener, reporter, observers, watch, after_death, server, background
     )
-    requests = MemoryRequests(trainer, memory)
     await server.run(
         Dispatch(
-            run, settler, promoter, persister, drain, redo, opener, observers, watch, after_death, succession, requests
+            run, settler, promoter, persister, drain, redo, opener, observers, watch, after_death, succession, memory
         )
     )
     await observers.exporter.finish()

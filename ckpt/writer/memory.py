@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckpt.checkpoint.write import digest_blobs
@@ -23,7 +22,7 @@ from ckpt.ipc.arena import Arena, ArenaKeeper, Label
 from ckpt.ipc.mutex import Got
 from ckpt.ipc.requests import Digest
 from ckpt.runlog.log import Acquire, in_history
-from ckpt.writer.dispatch import Answer, Caller, handles, handles_caller
+from ckpt.writer.dispatch import Answer, Caller, handles
 from ckpt.writer.held_run import PresentTrainer
 from ckpt.writer.replicate import Replicator
 
@@ -71,10 +70,12 @@ def make_arena(slots: int, slot_size: int, least: int, *, ranks: int = 1, node: 
 
 
 class HeldMemory:
-    """Used in the event loop of the writer, but for `digest_ring`, which takes long and belongs into a thread."""
+    """Used in the event loop of the writer, but for `digest_ring`, which takes long and belongs into a thread; its own
+    requests see to that."""
 
-    def __init__(self, *, awaited: bool = False) -> None:
+    def __init__(self, trainer: PresentTrainer, *, awaited: bool = False) -> None:
         """`awaited`: a trainer that has memory is about to give it to us."""
+        self._trainer = trainer
         self.handed_over = asyncio.Event()
         if not awaited:
             self.handed_over.set()
@@ -108,8 +109,10 @@ class HeldMemory:
         for key in self.arenas:
             self.keeping[key].let_go(LET_GO_S)
 
-    def release(self, key: str) -> None:
+    @handles(requests.ReleaseArena)
+    def release(self, request: requests.ReleaseArena) -> None:
         """This arena is not needed any more."""
+        key = request.arena
         self.locked_by.pop(key, None)
         arena = self.arenas.pop(key, None)
         if arena is not None:
@@ -185,24 +188,18 @@ class HeldMemory:
                 if arena.label(slot) == label:  # the trainer may be alive, and go on
                     self.digests[label.attempt, layout.rank] = found
 
-
-@dataclass(eq=False)
-class MemoryRequests:
-    """Everything runs in the writer's event loop; what takes time goes to threads."""
-
-    trainer: PresentTrainer
-    held_memory: HeldMemory
+    # -- what is asked --
 
     @handles(requests.MakeArena)
     async def make(self, request: requests.MakeArena) -> Answer:
-        begun = self.trainer.adoptions
+        begun = self._trainer.adoptions
         arena = await asyncio.to_thread(
             make_arena, request.slots, request.slot_size, request.least, ranks=request.ranks, node=request.node
         )
-        if begun != self.trainer.adoptions:  # whoever came meanwhile knows nothing of it
+        if begun != self._trainer.adoptions:  # whoever came meanwhile knows nothing of it
             arena.close()
             raise SkippedError("the trainer that asked for this memory has lost the run, or died")
-        self.held_memory.add(arena)
+        self.add(arena)
         await self._kept(arena.id.hex())
         return Answer(arena.id.hex(), (arena.fd,))
 
@@ -211,47 +208,38 @@ class MemoryRequests:
         await self._kept(request.arena)
 
     @handles(requests.HandedOver)
-    async def handed_over(self, request: requests.HandedOver) -> None:
-        await asyncio.gather(*map(self._kept, list(self.held_memory.keeping)))
-        self.held_memory.handed_over.set()
+    async def on_handed_over(self, request: requests.HandedOver) -> None:
+        await asyncio.gather(*map(self._kept, list(self.keeping)))
+        self.handed_over.set()
 
     async def _kept(self, key: str) -> None:
-        await asyncio.to_thread(self.held_memory.keeping[key].begun.wait, KEEP_S)
+        await asyncio.to_thread(self.keeping[key].begun.wait, KEEP_S)
 
-    @handles_caller(requests.AttachArena)
+    @handles(requests.AttachArena)
     def attach(self, request: requests.AttachArena, caller: Caller) -> None:
-        self.held_memory.add(Arena.attach(caller.fds[0]), foreign=request.foreign)
-
-    @handles(requests.ReleaseArena)
-    def release(self, request: requests.ReleaseArena) -> None:
-        self.held_memory.release(request.arena)
-
-    # -- what is in them --
+        self.add(Arena.attach(caller.fds[0]), foreign=request.foreign)
 
     @handles(requests.KnowLayout)
     def know_layout(self, request: requests.KnowLayout) -> None:
-        self.held_memory.keep_layout(Layout.from_json(request.layout))
+        self.keep_layout(Layout.from_json(request.layout))
 
     @handles(requests.AskDigests)
-    async def digests(self, request: requests.AskDigests) -> list[requests.Digest]:
+    async def on_digests(self, request: requests.AskDigests) -> list[requests.Digest]:
         if request.all:
-            await asyncio.to_thread(self.held_memory.digest_ring)
-        return self.held_memory.known_digests()
-
-    # -- copies of it on other nodes --
+            await asyncio.to_thread(self.digest_ring)
+        return self.known_digests()
 
     @handles(requests.Serve)
     def serve(self, request: requests.Serve) -> requests.Json:
-        return self.held_memory.mirror.serve()
+        return self.mirror.serve()
 
     @handles(requests.Partner)
     def send_to(self, request: requests.Partner) -> None:
-        self.held_memory.mirror.send_to(request.contact, request.rank)
+        self.mirror.send_to(request.contact, request.rank)
 
     @handles(requests.Push)
     def push(self, request: requests.Push) -> None:
-        memory, slot = self.held_memory, request.slot
-        arena = memory.arenas[request.arena]
+        slot, arena = request.slot, self.arenas[request.arena]
         label = arena.label(slot)
-        if label is not None and str(label.attempt) == request.attempt and label.layout in memory.layouts:
-            memory.mirror.push(arena, slot, label, memory.layouts[label.layout])
+        if label is not None and str(label.attempt) == request.attempt and label.layout in self.layouts:
+            self.mirror.push(arena, slot, label, self.layouts[label.layout])

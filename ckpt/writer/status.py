@@ -24,14 +24,13 @@ from ckpt.ipc import watch_requests as watch
 from ckpt.ipc.arena import EAGER, EMPTY, FILLING, SEALED, Arena
 from ckpt.ipc.heartbeat import Beat, Heartbeat, StepDone
 from ckpt.ipc.requests import Json
-from ckpt.ipc.watch_requests import RestoreDone, Show
 from ckpt.metrics import Metrics
 from ckpt.telemetry import status
 from ckpt.telemetry.exporter import Exporter, deferred
 from ckpt.telemetry.nvml import Devices
 from ckpt.telemetry.status import DeviceStatus, RankStatus, SlotStatus, TierStatus, shown
 from ckpt.writer.bookkeeper import Bookkeeper
-from ckpt.writer.dispatch import Caller, handles, handles_caller
+from ckpt.writer.dispatch import Caller, handles
 from ckpt.writer.held_run import HeldRun, PresentTrainer
 from ckpt.writer.memory import HeldMemory
 from ckpt.writer.persist import Drain
@@ -58,39 +57,55 @@ class _Stretch:
         return max(0.0, last.when - self.begin - (last.stalled - self.stalled) - (last.paused - self.paused))
 
 
-class StatusServer:
-    """Everything runs in the writer's event loop. `books`: for the ledger, if this writer keeps it."""
+class Observers:
+    """Who wants to know what the trainer does: its status, metrics, and its ledger, `books`, if this writer keeps it.
+    Everything runs in the writer's event loop."""
 
     def __init__(
         self, trainer: PresentTrainer, run: HeldRun, held_memory: HeldMemory, drain: Drain, books: Bookkeeper
     ) -> None:
         self._trainer, self._run, self._held_memory = trainer, run, held_memory
-        self._drain, self._books = drain, books
+        self._drain, self.books = drain, books
         self._serves = ""
-        self._told: Show | None = None
+        self._told: watch.Show | None = None
         self._heartbeat: Heartbeat | None = None
         self._pid = 0
         self._stretch = _Stretch()
         self._trained = 0.0  # in the stretches before
-        self._restored: RestoreDone | None = None
+        self._restored: watch.RestoreDone | None = None
         self._ended: float | None = None
         self._faults, self._fault = 0, Fault("", "")
         self._devices, self._device_at = Devices(), float("-inf")
         self._device: DeviceStatus | None = None
         self._me = psutil.Process()
+        self.exporter = Exporter(self.look, trainer.say, self._metrics_at)
 
-    def begin(self, request: Show, fds: list[int], pid: int) -> None:
-        """A trainer says who it is. `fds`: its heartbeat."""
+    # -- what the trainer says --
+
+    @handles(watch.KeepBooks)
+    def keep_books(self, request: watch.KeepBooks, caller: Caller) -> None:
+        self.books.begin(request, caller.fds, self._trainer.pid)
+
+    @handles(watch.Show)
+    async def show(self, request: watch.Show, caller: Caller) -> None:
+        """Who it is."""
         if self._heartbeat is not None:
             self._heartbeat.close()
-        self._heartbeat, self._told, self._pid = Heartbeat.attach(fds[0]), request, pid
+        self._heartbeat, self._told, self._pid = Heartbeat.attach(caller.fds[0]), request, self._trainer.pid
         self._stretch = _Stretch(request.opened)
         self._trained, self._restored, self._ended = 0.0, None, None
         if request.restored is not None:  # before this writer began
-            self.restored(request.restored)
+            self._on_restored(request.restored)
+        metrics = None if request.metrics is None else Metrics(**request.metrics)
+        await self.exporter.begin(metrics, request.rank, request.local_rank)
 
-    def restored(self, request: RestoreDone) -> None:
-        """The trainer has called restore()."""
+    @handles(watch.RestoreDone)
+    def restored(self, request: watch.RestoreDone) -> None:
+        """It has called restore()."""
+        self.books.restored(request)
+        self._on_restored(request)
+
+    def _on_restored(self, request: watch.RestoreDone) -> None:
         if self._heartbeat is None:
             return
         at = request.at
@@ -102,19 +117,37 @@ class StatusServer:
         self._stretch = _Stretch(at + request.seconds, calls, request.stalled, request.paused)
         self._restored = request
 
-    def ended(self) -> None:
-        """It has died, left or closed."""
+    @handles(watch.SetCadence)
+    def set_cadence(self, request: watch.SetCadence) -> None:
+        for tier in self._run.tiers:
+            tier.set_every(int(request.decision["every"].get(tier.url, tier.every)))
+        self.books.decided(Decision(**request.decision))
+
+    # -- what is seen of it --
+
+    def ended(self, how: str) -> None:
+        """It has "died", "left" or "closed"."""
+        self._note_end()
+        self.books.ended(how)
+
+    def _note_end(self) -> None:
         if self._ended is None:
             self._ended = time.monotonic()
 
-    def metrics_at(self, where: str) -> None:
+    def fault(self, fault: Fault) -> None:
+        """One that was seen, by the trainer or by us."""
+        self.books.fault(fault)
+        self._faults, self._fault = self._faults + 1, fault
+
+    def _metrics_at(self, where: str) -> None:
         """Where they are served, "" for nowhere."""
         self._serves = where
 
-    def fault(self, fault: Fault) -> None:
-        self._faults, self._fault = self._faults + 1, fault
-
     # -- a look --
+
+    @handles(watch.Look)
+    async def on_look(self, request: watch.Look) -> Json:
+        return (await self.look()).to_json()
 
     async def look(self) -> RankStatus:
         """With what the driver says of the device, if it does so soon."""
@@ -138,10 +171,10 @@ class StatusServer:
 
     def _who(self) -> RankStatus:
         """Whose it is, what the trainer said when it began, and what became of it since."""
-        told, account, owner = self._told, self._books.account, self._run.owner
+        told, account, owner = self._told, self.books.account, self._run.owner
         trainer = self._trainer.state()
         if trainer not in ("alive", "frozen"):
-            self.ended()
+            self._note_end()
         metrics = (told and told.metrics) or {}
         now = time.monotonic()
         return RankStatus(
@@ -269,46 +302,3 @@ def _rss(pid: int) -> int:
     with contextlib.suppress(psutil.Error, OSError):
         return int(psutil.Process(pid).memory_info().rss) if pid else 0
     return 0
-
-
-class Observers:
-    """Everything runs in the writer's event loop."""
-
-    def __init__(self, trainer: PresentTrainer, run: HeldRun, books: Bookkeeper, status: StatusServer) -> None:
-        self._trainer, self._run, self.books, self.status = trainer, run, books, status
-        self.exporter = Exporter(status.look, trainer.say, status.metrics_at)
-
-    @handles_caller(watch.KeepBooks)
-    def keep_books(self, request: watch.KeepBooks, caller: Caller) -> None:
-        self.books.begin(request, caller.fds, self._trainer.pid)
-
-    @handles_caller(watch.Show)
-    async def show(self, request: watch.Show, caller: Caller) -> None:
-        self.status.begin(request, caller.fds, self._trainer.pid)
-        metrics = None if request.metrics is None else Metrics(**request.metrics)
-        await self.exporter.begin(metrics, request.rank, request.local_rank)
-
-    @handles(watch.Look)
-    async def look(self, request: watch.Look) -> Json:
-        return (await self.status.look()).to_json()
-
-    @handles(watch.RestoreDone)
-    def restored(self, request: watch.RestoreDone) -> None:
-        self.books.restored(request)
-        self.status.restored(request)
-
-    @handles(watch.SetCadence)
-    def set_cadence(self, request: watch.SetCadence) -> None:
-        for tier in self._run.tiers:
-            tier.set_every(int(request.decision["every"].get(tier.url, tier.every)))
-        self.books.decided(Decision(**request.decision))
-
-    def fault(self, fault: Fault) -> None:
-        """One that was seen, by the trainer or by us."""
-        self.books.fault(fault)
-        self.status.fault(fault)
-
-    def ended(self, how: str) -> None:
-        """The trainer has "died", "left" or "closed"."""
-        self.status.ended()
-        self.books.ended(how)

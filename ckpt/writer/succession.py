@@ -22,7 +22,7 @@ from ckpt.ipc.mutex import Got
 from ckpt.ipc.notes import GoneNote
 from ckpt.ipc.process import Process
 from ckpt.writer.after_death import AfterDeath
-from ckpt.writer.dispatch import Answer, Background, Caller, check_version, handles, handles_caller
+from ckpt.writer.dispatch import Answer, Background, Caller, check_version, handles
 from ckpt.writer.fault_reports import FaultReporter, TrainerWatch
 from ckpt.writer.held_run import HeldRun, PresentTrainer
 from ckpt.writer.memory import HeldMemory
@@ -94,7 +94,7 @@ class Succession:
 
     # -- who comes --
 
-    @handles_caller(requests.Greeting)
+    @handles(requests.Greeting)
     async def greet(self, request: requests.Greeting, caller: Caller) -> Answer:
         """InUseError for a trainer that this writer cannot see, WriterError for one that comes too late."""
         check_version(request)
@@ -174,7 +174,7 @@ class Succession:
         self.watch.stop()
         self.observers.ended("left")
 
-    @handles_caller(requests.Lose)
+    @handles(requests.Lose)
     def lose(self, request: requests.Lose, caller: Caller) -> None:
         """Another job takes the run over, and may have no rank in the place of our trainer. What that one had is kept
         for whoever comes, as after a death."""
@@ -208,7 +208,7 @@ class Succession:
             except Exception as error:
                 events.log.warning("who owns the run cannot be seen: %s", error)
 
-    @handles_caller(requests.Drop)
+    @handles(requests.Drop)
     def drop(self, request: requests.Drop, caller: Caller) -> None:
         """The run whose memory we hold is not there any more."""
         if caller.channel is self.trainer.channel:

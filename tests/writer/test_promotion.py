@@ -70,7 +70,7 @@ class Writer:
     def __init__(self) -> None:
         self.told: list[Note] = []
         trainer: Any = SimpleNamespace(tell=self.told.append, adoptions=0, pid=0)
-        self.memory, self.run, background = HeldMemory(), HeldRun(trainer), Background()
+        self.memory, self.run, background = HeldMemory(trainer), HeldRun(trainer), Background()
         books = Bookkeeper(lambda: self.run.tiers, self.told.append)
         self.persister = Persister(trainer, self.run, self.memory, books, background)
         self.opener = TierOpener(trainer, self.run, self.persister.promoter, books, Throttle(lambda: 0))

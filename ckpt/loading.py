@@ -20,7 +20,7 @@ from ckpt.format.boxes import Box
 from ckpt.format.manifest import Attempt
 from ckpt.format.saved_state import Key, SavedState
 from ckpt.format.values import Json, decode, show
-from ckpt.restore.fill import fill_from_store
+from ckpt.restore.sources import fill_from_store
 from ckpt.runlog.log import Commit
 from ckpt.state.filler import Target
 from ckpt.state.tensors import empty, to_array

@@ -37,7 +37,7 @@ from ckpt.events import log as logger
 from ckpt.format.layout import TensorSpec
 from ckpt.format.manifest import Attempt
 from ckpt.format.saved_state import Key, SavedState
-from ckpt.restore.fill import fill_from_store
+from ckpt.restore.sources import fill_from_store
 from ckpt.runlog.log import Acquire, RunState, in_history, infer_root
 from ckpt.state.filler import Target
 from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE, empty

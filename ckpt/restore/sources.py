@@ -31,6 +31,7 @@ from ckpt.format.table import Table, merge
 from ckpt.format.values import Json
 from ckpt.ipc.arena import LOCK, Arena, Label
 from ckpt.runlog.log import Commit
+from ckpt.state.filler import Filler, Target
 
 MEMORY_THREADS = max(2, min(8, len(os.sched_getaffinity(0))))
 LARGE = 64 << 10  # bytes that are worth asking where they belong
@@ -300,3 +301,15 @@ class StoreSource(RestoreSource):
             mended = await read_repair.fetch(store, self.attempt, self.saved.table, blobs, sink, self._others, room)
         self.repaired += mended.repaired
         self.damaged |= mended.ranges
+
+
+async def fill_from_store(
+    url: str, attempt: Attempt, saved: SavedState, fills: Mapping[Key, list[Target]], others: Sequence[str] = ()
+) -> None:
+    """Where there is no job whose ranks have to agree: read what these targets want of a checkpoint in a store,
+    verified; `others`: as of `StoreSource`. CorruptError
+    names the tensor that cannot be had anywhere; what came before it is filled by then."""
+    filler = Filler(saved, fills)
+    async with read.opened(url) as store:
+        await read_repair.fetch(store, attempt, saved.table, filler.blobs, filler.add, others, filler.room)
+    filler.finish()

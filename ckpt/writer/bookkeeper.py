@@ -166,7 +166,7 @@ class Bookkeeper:
         """Look at the trainer again and again, until it has ended."""
         if self._taking_up:
             await self._take_up()
-        self.keep_soon()
+        self.keep(now=True)
         advice, account = self._advice, self.account
         if advice.decides:
             advice.past = [one for one in await read_back(self._tiers()) if account and one.epoch != account.epoch]
@@ -201,7 +201,7 @@ class Bookkeeper:
             self._calls, self._taken_up = known.calls, True
             self._from = max(known.beat, 0.0 if last is None else last.at + last.seconds, account.opened)
         self.look()
-        self.keep_soon()
+        self.keep(now=True)
 
     # -- what happens --
 
@@ -264,7 +264,7 @@ class Bookkeeper:
         self._before = StepDone(0, self._from, *cost)  # what was before it is no part of the first step after it
         if restore.step is not None:
             self.account.step, self.account.beat = restore.step, max(self.account.beat, self._from)
-        self.keep_soon()
+        self.keep(now=True)
 
     @contextlib.contextmanager
     def saving(self, url: str, nbytes: int, step: int = -1) -> Iterator[Write]:
@@ -307,7 +307,7 @@ class Bookkeeper:
         seen = SeenFault(at, fault.kind, fault.summary[:500], fault.rank, step, ends, fault.by)
         account.faults = ledger.bounded([*account.faults, seen])
         if account is self.account:
-            self.keep_soon()
+            self.keep(now=True)
         else:
             self._filing.put(account.key, account.to_bytes, now=True)
 
@@ -330,28 +330,22 @@ class Bookkeeper:
         since = account.beat - TOGETHER_S  # what was survived before that did not end it
         noticed = [seen.at for seen in account.faults if seen.ends and seen.at >= since and how != "closed"]
         account.end = End(how, max(min([now, *noticed]), account.beat), now)
-        self.keep_soon()
+        self.keep(now=True)
 
     @harmless
     def gone(self, pid: int) -> None:
         """This process is no more: its own, perhaps."""
         if self.account is not None and self.account.pid == pid and self.account.end is not None:
             self.account.end.gone = time.monotonic()
-            self.keep_soon()
+            self.keep(now=True)
 
     # -- putting it --
 
-    def keep_soon(self) -> None:
-        """Now, or as soon as what is on its way has arrived."""
+    def keep(self, *, now: bool = False) -> None:
+        """If it is time; or `now`, or as soon as what is on its way has arrived."""
         account = self.account
         if account is not None and not self._taking_up:
-            self._filing.put(account.key, lambda: self._whole(account).to_bytes(), now=True)
-
-    def keep(self) -> None:
-        """If it is time."""
-        account = self.account
-        if account is not None and not self._taking_up:
-            self._filing.put(account.key, lambda: self._whole(account).to_bytes())
+            self._filing.put(account.key, lambda: self._whole(account).to_bytes(), now=now)
 
     def _whole(self, account: Account) -> Account:
         """With the row that is being filled."""
@@ -364,7 +358,7 @@ class Bookkeeper:
         try:
             if self._taking_up and self._task is not None:
                 await asyncio.wait({self._task}, timeout=PATIENCE_S)
-            self.keep_soon()
+            self.keep(now=True)
             self.stop()
             await self._filing.finish(PATIENCE_S)
         except Exception:
@@ -378,7 +372,7 @@ class Bookkeeper:
         decision.at = time.monotonic()
         self.account.decisions = ledger.bounded([*self.account.decisions, decision])
         self._advice.decided(decision)
-        self.keep_soon()
+        self.keep(now=True)
 
 
 def inode_of(url: str) -> int:

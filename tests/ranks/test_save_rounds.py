@@ -19,7 +19,8 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from ckpt.errors import PeerError
-from ckpt.ranks.save_rounds import AHEAD, LOOK_S, LOOKS_PER_S, Round, SaveRounds, step_ahead
+from ckpt.ranks import save_rounds as rounds
+from ckpt.ranks.save_rounds import AHEAD, LOOKS_PER_S, Round, SaveRounds, step_ahead
 from processes import eventually
 
 HOST = """
@@ -30,6 +31,12 @@ store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=2), wait_for_work
 print(store.port, flush=True)
 sys.stdin.read()
 """
+
+
+@pytest.fixture(autouse=True)
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tested is who hears what, not how soon."""
+    monkeypatch.setattr(rounds, "LOOK_S", 0.02)
 
 
 class Ranks:
@@ -273,7 +280,7 @@ def test_the_step_that_all_can_still_save() -> None:
 def test_many_ranks_look_less_often() -> None:
     """The host of the store answers a bounded number of looks a second."""
     store = HashStore()
-    for size, look_s in [(2, LOOK_S), (500, LOOK_S), (LOOKS_PER_S, 1.0), (4 * LOOKS_PER_S, 4.0)]:
+    for size, look_s in [(2, rounds.LOOK_S), (40, rounds.LOOK_S), (LOOKS_PER_S, 1.0), (4 * LOOKS_PER_S, 4.0)]:
         save_rounds = SaveRounds(store, "x/", 0, size, lambda heard: None)
         assert save_rounds.look_s == look_s
         save_rounds.stop()

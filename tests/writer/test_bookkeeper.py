@@ -139,7 +139,7 @@ def test_a_place_that_cannot_be_read_just_now_loses_nothing(tmp_path: Path, monk
         monkeypatch.setattr(ledger_files, "get_small", flaky)
         books.keeper = Bookkeeper(lambda: books.places, lambda message: None)
         books.begin(again=True)
-        books.keeper.keep_soon()
+        books.keeper.keep(now=True)
         await asyncio.sleep(0.15)
         assert len(books.stored().restores) == 1 and failures
         await asyncio.sleep(0.6)
@@ -212,7 +212,7 @@ def test_the_newest_content_lands_last(tmp_path: Path, monkeypatch: pytest.Monke
         for step in range(1, 4):
             books.beat(step)
             books.keeper.look()
-            books.keeper.keep_soon()
+            books.keeper.keep(now=True)
         await books.keeper.finish()
         assert len(said) == 2 and books.stored().step == 3
 

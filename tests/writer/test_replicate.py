@@ -113,7 +113,8 @@ def test_partners_are_on_other_nodes(nodes: tuple[int, ...], expected: list[int 
 
 def snapshot(arena: Arena, slot: int, layout: Layout, step: int) -> Label:
     size = layout.arrangement.data_size
-    arena.data(slot, size)[:] = bytes((step * 7 + i) % 256 for i in range(size))
+    pattern = bytes((step * 7 + i) % 256 for i in range(256))
+    arena.data(slot, size)[:] = (pattern * (size // 256 + 1))[:size]
     start = pages(size)
     arena.data(slot)[start : start + 4] = b"[1]\n"
     label = Label(SEALED, step, Attempt(1, step, "0" * 8), layout.digest, size, 4, 1.0)

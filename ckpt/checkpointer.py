@@ -159,7 +159,7 @@ class Checkpointer:
     def _step(self, step: int, finite: bool | None) -> Save | None:
         self._progress.check_usable()
         self._progress.check_next(step)
-        asked = self._fault_handler.due(step)
+        asked = self._fault_handler.securer.due(step)
         tiers = self._saves.tiers_due(step, asked)
         save = None
         try:
@@ -177,7 +177,7 @@ class Checkpointer:
             self._keeper.keep(step)
         finally:
             if asked:
-                self._fault_handler.answer(save)
+                self._fault_handler.securer.answer(save)
         self._session.errors.raise_pending()
         return save
 
@@ -274,7 +274,7 @@ class Checkpointer:
             try:
                 return self._restoring.restore(default, step, strict)
             finally:
-                self._fault_handler.went_back()
+                self._fault_handler.securer.went_back()
 
     # -- the end --
 

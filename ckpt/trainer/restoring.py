@@ -129,7 +129,7 @@ class Restoring:
         result.seconds = time.monotonic() - began
         _say_restored(result)
         reading = session.capture.read()
-        supervisor.memory.prepare(reading.layout.arrangement.data_size, len(json.dumps(reading.values)))
+        supervisor.memory.next.prepare(reading.layout.arrangement.data_size, len(json.dumps(reading.values)))
 
     def _tell(self, began: float) -> None:
         """For the ledger, and whoever has subscribed."""

@@ -240,7 +240,7 @@ class Saves:
         while True:
             if self._progress.closed:  # by a signal handler
                 self._progress.check_usable()
-            supervisor.memory.prepare(data_size, values_size, again=must)
+            supervisor.memory.next.prepare(data_size, values_size, again=must)
             try:
                 supervisor.memory.take_prepared(max(0.0, end - time.monotonic()))
             except CheckpointError as error:
@@ -248,7 +248,7 @@ class Saves:
                     raise
                 self._session.errors.note(error)
                 return
-            if not must and supervisor.memory.refused(data_size + values_size):
+            if not must and supervisor.memory.next.refused(data_size + values_size):
                 raise SkippedError("memory is short")
             ready = self._session.fits(data_size, values_size)
             if ready or supervisor.failure is not None or time.monotonic() >= end:

@@ -240,7 +240,7 @@ class Session:
         self._keep_books()
         self._show()
         if not self.ownership.has_checkpoints:  # else after restore(), which has better use for the cores
-            self.supervisor.memory.prepare(_predicted_size(self.capture), 1 << 14)
+            self.supervisor.memory.next.prepare(_predicted_size(self.capture), 1 << 14)
 
     def _show(self) -> None:
         """Whoever wants to know what we do asks the writer: `ckpt top`, and metrics."""

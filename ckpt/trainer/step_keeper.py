@@ -240,7 +240,7 @@ class StepKeeper:
     def _has_memory(self, reading: Reading, values_size: int) -> bool:
         sizes = reading.layout.arrangement.data_size, values_size
         if not self._session.fits(*sizes):
-            self._session.supervisor.memory.prepare(*sizes)
+            self._session.supervisor.memory.next.prepare(*sizes)
             with contextlib.suppress(CheckpointError):  # the next save says so
                 self._session.supervisor.memory.take_prepared(0.0)
         return self._session.fits(*sizes)

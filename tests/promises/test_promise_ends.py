@@ -27,6 +27,7 @@ from ckpt.trainer.session import Session
 from ckpt.trainer.staging.stage import Stager
 from ckpt.trainer.step_keeper import StepKeeper
 from ckpt.trainer.supervise.memory import SnapshotMemory
+from ckpt.trainer.supervise.next_arena import NextArena
 from ckpt.trainer.supervise.writes import KnownLayouts
 from parallel import free_port, launch
 from processes import PYTHONPATH, REPO, eventually, killed, run_python, run_script
@@ -476,7 +477,7 @@ def closing(cp: ckpt.Checkpointer, patch: pytest.MonkeyPatch, owner: type, metho
 @pytest.mark.parametrize(
     ("owner", "method"),
     [
-        (SnapshotMemory, "prepare"),
+        (NextArena, "prepare"),
         (SnapshotMemory, "take_prepared"),
         (KnownLayouts, "tell"),
         (Stager, "submit"),  # what comes then is another thread's, to which no signal comes

@@ -330,7 +330,7 @@ for step in range(1, 6):
         if step == 1:
             of.stage()  # so that there is memory
 secure = Securer.secure
-Securer.secure = lambda self, *a, **k: (time.sleep(self is cp2._fault_handler._securer and 2.0), secure(self, *a, **k))
+Securer.secure = lambda self, *a, **k: (time.sleep(self is cp2._fault_handler.securer and 2.0), secure(self, *a, **k))
 say("ready")
 block()
 """

@@ -27,7 +27,6 @@ from ckpt.faults.report import Fault
 from ckpt.ipc.heartbeat import Heartbeat
 from ckpt.ipc.notes import HangNote
 from ckpt.ranks.world import World
-from ckpt.save import Save
 from ckpt.trainer.faults.incidents import SOFT_S, CaseCloser, FaultCall, Incidents, is_oom, leave
 from ckpt.trainer.faults.look_around import look_around
 from ckpt.trainer.faults.perceive import Perception
@@ -64,7 +63,7 @@ class _Excepthook:
 
 
 class FaultHandler:
-    """Of one Checkpointer. `start`, `stop` and `exception` belong to the main thread."""
+    """Of one Checkpointer. `start`, `stop` and `exception` belong to the main thread; `securer` has steps saved."""
 
     def __init__(
         self,
@@ -77,7 +76,7 @@ class FaultHandler:
     ) -> None:
         self._triggers, self._world, self._heartbeat = triggers, world, heartbeat
         self._incidents = incidents = Incidents(world, supervisor, heartbeat)
-        self._securer = Securer(actions, incidents)
+        self.securer = Securer(actions, incidents)
         self._perception = Perception(triggers, incidents)
         self._closer = CaseCloser(incidents, self._perception.decides, on_fault)
         self._excepthook = _Excepthook(self)
@@ -91,7 +90,7 @@ class FaultHandler:
             return
         _armed.add(self)
         try:
-            self._securer.start()
+            self.securer.start()
             self._perception.arm()
             self._excepthook.put_in()
             for name, target in (
@@ -119,7 +118,7 @@ class FaultHandler:
     def _disarm(self, timeout_s: float) -> None:
         perception = self._perception
         perception.stop()
-        self._securer.stop()
+        self.securer.stop()
         self._incidents.queue.put(None)
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
@@ -150,18 +149,6 @@ class FaultHandler:
         """Whether an exception ended the training."""
         return self._incidents.error is not None
 
-    def due(self, step: int) -> bool:
-        """Whether this step is to be saved out of turn. One comparison with a number in shared memory."""
-        return self._securer.due(step)
-
-    def went_back(self) -> None:
-        """Step numbers come again: what was due is not due any more."""
-        self._securer.went_back()
-
-    def answer(self, save: Save | None) -> None:
-        """The step that was due has been saved."""
-        self._securer.answer(save)
-
     def request(self, why: str) -> None:
         """Have all ranks save soon; returns at once."""
         self._incidents.request(f"asked for by the code of rank {self._world.rank}: {why}", how="call")
@@ -188,8 +175,8 @@ class FaultHandler:
         fault.advice, fault.exit_code = ("retry" if oom else "fix"), 1
         if self._heartbeat.step >= 0:
             fault.steps[str(self._world.rank)] = self._heartbeat.step
-        if self._securer.can_save:
-            self._securer.secure(call, leaving=True, at_hand=True)
+        if self.securer.can_save:
+            self.securer.secure(call, leaving=True, at_hand=True)
         self._closer.close_case(call, ends=True)
 
     def _has(self, kind: type[Trigger]) -> bool:
@@ -217,7 +204,7 @@ class FaultHandler:
                 log.exception("an incident could not be dealt with")
             if isinstance(call, FaultCall) and call.leave is not None:
                 with contextlib.suppress(Exception):
-                    self._securer.take_the_last()
+                    self.securer.take_the_last()
                 if _ending.acquire(blocking=False):  # else another run ends the process, once it has heard of ours
                     self._hear_others(time.monotonic() + min(call.left_s, OTHERS_S))
                     leave(call.leave)
@@ -231,7 +218,7 @@ class FaultHandler:
 
     def _take_the_last(self, done: threading.Event) -> None:
         try:
-            self._securer.take_the_last()
+            self.securer.take_the_last()
         finally:
             done.set()
 
@@ -239,11 +226,11 @@ class FaultHandler:
         if call.note is not None:
             self._look_around(call, call.note)
         if call.fault.kind == "memory":
-            self._securer.free_memory(call)
+            self.securer.free_memory(call)
         if self._heartbeat.step >= 0:
             call.fault.steps.setdefault(str(self._world.rank), self._heartbeat.step)
-        if self._securer.can_save:
-            self._securer.secure(call, leaving=call.leave is not None)
+        if self.securer.can_save:
+            self.securer.secure(call, leaving=call.leave is not None)
         self._closer.close_case(call, ends=call.leave is not None)
 
     def _look_around(self, call: FaultCall, note: HangNote) -> None:

@@ -54,8 +54,8 @@ class HeldElsewhere:
 
 
 class SnapshotMemory(WriterUser):
-    """Of one rank. `inherited`: of earlier incarnations, and of ranks that this job does not have; `everyone`: whether
-    every rank has sealed enough newer ones."""
+    """Of one rank. `next`: what is being made; `inherited`: of earlier incarnations, and of ranks that this job does
+    not have; `everyone`: whether every rank has sealed enough newer ones."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class SnapshotMemory(WriterUser):
         logged = any(tier.log_every_step for tier in tiers)
         slots = min(MAX_SLOTS, (memory.keep if memory is not None else 1) + max(1, len(tiers)) + logged)
         least = 1 if tiers and not logged else 2
-        self._next = NextArena(writer, stager, slots, least, world.local_size, node)
+        self.next = NextArena(writer, stager, slots, least, world.local_size, node)
         self.inherited = HeldElsewhere()
         self.everyone = False
         self._newer = 0  # snapshots sealed since the memory was inherited, outgrown or restored
@@ -113,7 +113,7 @@ class SnapshotMemory(WriterUser):
             start_thread(partial(self._await_gone, self._before), "ckpt-before")
         if (current := self._stager.arena) is not None:
             self._watch(current)
-        self._next.drop()
+        self.next.drop()
 
     # -- what earlier incarnations left --
 
@@ -192,16 +192,12 @@ class SnapshotMemory(WriterUser):
 
     # -- more memory --
 
-    def prepare(self, data_size: int, values_size: int, *, again: bool = False) -> None:
-        """See `NextArena.prepare`."""
-        self._next.prepare(data_size, values_size, again=again)
-
     def take_prepared(self, timeout_s: float) -> None:
         """Move to the memory that was prepared; waits up to `timeout_s` for it. Raises why it could not be made."""
-        if (made := self._next.wait(timeout_s)) is None:
+        if (made := self.next.wait(timeout_s)) is None:
             return
         with self._writer.lock:
-            if (arena := self._next.attach(made)) is None:
+            if (arena := self.next.attach(made)) is None:
                 return
             if (previous := self._stager.arena) is not None:
                 self._spares.append(previous)
@@ -209,11 +205,7 @@ class SnapshotMemory(WriterUser):
             self._arriving = arena  # should the writer die just now, the next one gets it
         self._use(arena)  # without the lock, which the staging thread takes when a job ends
         self._arriving = None
-        self._next.say_if_short(arena, "" if self.rings else NONE_KEPT)
-
-    def refused(self, nbytes: int) -> bool:
-        """Whether memory for snapshots of this size was asked for, and is not there."""
-        return self._next.refused(nbytes)
+        self.next.say_if_short(arena, "" if self.rings else NONE_KEPT)
 
     @property
     def rings(self) -> bool:
@@ -223,7 +215,7 @@ class SnapshotMemory(WriterUser):
         """
         arena = self._stager.arena
         if arena is None:
-            return not self._next.refused_any
+            return not self.next.refused_any
         return bool(arena.slots >= (2 if self._world.size == 1 else 3))
 
     # -- older memory --
@@ -270,12 +262,8 @@ class SnapshotMemory(WriterUser):
 
     # -- the end --
 
-    def drop_prepared(self) -> None:
-        """Nobody will move there."""
-        self._next.drop()
-
     def close(self) -> None:
-        self._next.drop()
+        self.next.drop()
         for arena in self.all_arenas():
             arena.close()
 

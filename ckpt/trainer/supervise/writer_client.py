@@ -196,14 +196,8 @@ class WriterClient:
 
     def ask(self, request: Request[R], timeout_s: float = REQUEST_S, fds: tuple[int, ...] = ()) -> R:
         """Ask and wait, for what comes without descriptors."""
-        return self.ask_for_fds(request, timeout_s, fds)[0]
-
-    def ask_for_fds(
-        self, request: Request[R], timeout_s: float = REQUEST_S, fds: tuple[int, ...] = ()
-    ) -> tuple[R, list[int]]:
-        """Ask and wait."""
         try:
-            return self.send(request, fds).result(timeout_s)
+            return self.send(request, fds).result(timeout_s)[0]
         except TimeoutError as error:
             if isinstance(error, CheckpointError):
                 raise

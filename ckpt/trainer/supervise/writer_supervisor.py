@@ -111,7 +111,7 @@ class WriterSupervisor:
         self.writer.closing = True
         self.client.send(requests.Leave() if self.memory.inherited.arenas else requests.Close())
         self._hang_up()
-        self.memory.drop_prepared()
+        self.memory.next.drop()
 
     # -- the writer --
 

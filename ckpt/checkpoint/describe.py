@@ -65,7 +65,7 @@ class Storages:
         )
         forms[RAW] = 0
         self.form = np.where(~self.own & (table.stored > 0), HELD.index("reference"), forms[table.codec])
-        self._counted: set[tuple[int, int]] = set()
+        self._counted: set[tuple[str, int]] = set()
 
     def of(self, blobs: list[int]) -> BlobStorage:
         """A range that several tensors share counts as stored for the first that is asked about."""
@@ -93,12 +93,10 @@ class Storages:
         return int(np.unique(ranges, axis=0)[:, 2].sum())
 
     def _is_counted(self, row: int) -> bool:
-        place = int(self.table.pack[row]), int(self.table.offset[row])
-        return bool(self.own[row]) and bool(self.table.stored[row]) and place in self._counted
+        return bool(self.own[row]) and bool(self.table.stored[row]) and self.table.place(row) in self._counted
 
     def _new(self, row: int) -> int:
-        place = int(self.table.pack[row]), int(self.table.offset[row])
-        size = int(self.table.stored[row])
+        place, size = self.table.place(row), int(self.table.stored[row])
         if not size or place in self._counted:
             return 0
         self._counted.add(place)

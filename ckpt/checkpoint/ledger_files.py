@@ -92,14 +92,11 @@ async def find(tiers: list[OpenTier], key: str) -> Account | None:
             return Account.from_bytes(await get_small(tiers[0].log.store, key, ledger.MAX_SIZE))
         except NotFoundError:
             return None
-        except StoreError as error:
-            if time.monotonic() > end:
+        except CheckpointError as error:
+            if not isinstance(error, StoreError) or time.monotonic() > end:
                 log.warning("what the ledger said of this start is lost: %s", error)
                 return None
             await asyncio.sleep(AGAIN_S)
-        except CheckpointError as error:
-            log.warning("what the ledger said of this start is lost: %s", error)
-            return None
     return None
 
 

@@ -21,10 +21,9 @@ import numpy as np
 from ckpt.errors import CorruptError
 from ckpt.format.boxes import Box, Effort
 from ckpt.format.columns import I64, NONE, starts_of
-from ckpt.format.find_shards import find_shards
 from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.partition import GLOBAL
-from ckpt.format.rank_index import Directory, RanksView, check_cover
+from ckpt.format.rank_index import Directory, RanksView, check_cover, find_shards
 from ckpt.format.rank_index import Key as Key
 from ckpt.format.saved_nodes import SHARED_KINDS, SavedNode, joined
 from ckpt.format.table import EMPTY, Table, merge

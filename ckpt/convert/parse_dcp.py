@@ -20,11 +20,10 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from ckpt.convert.parse_entries import AnyTensor, Chunks, at_place, from_description
+from ckpt.convert.parse_entries import AnyTensor, Chunks, TensorRef, Values, at_place, from_description
 from ckpt.convert.parse_safetensors import check_inside
 from ckpt.convert.parse_state import from_state
 from ckpt.convert.parse_torch import load, opened, told
-from ckpt.convert.parse_values import TensorRef, Values
 from ckpt.convert.source import DESCRIPTION
 from ckpt.convert.source_files import Foreign, refuse
 from ckpt.errors import CorruptError, FormatError, UsageError

@@ -1,23 +1,31 @@
 """What a nested state of another library is in our terms: modules, optimizers, objects with a state, plain values.
 
 Other libraries save only values, not what they are of, so that is told by their form: a dict of nothing but tensors is
-a module, one with `state` and `param_groups` an optimizer (`ckpt.convert.parse_optimizer`).
+a module, one with `state` and `param_groups` an optimizer. Optimizers number their parameters; what these are called is
+in the file, or follows from order and shapes, or stays unknown, and a note says which.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, TypeVar
 
-from ckpt.convert.parse_entries import AnyTensor, Parts, is_tensor
-from ckpt.convert.parse_optimizer import FLOATING, ModuleNames, ParameterNames, is_optimizer, unflattened
-from ckpt.convert.parse_values import Values
+from ckpt.convert.parse_entries import AnyTensor, Parts, Values, is_tensor
 from ckpt.convert.source import OriginEntry
 from ckpt.convert.source_files import Foreign
 from ckpt.format.values import Json, Path, show
 from ckpt.state.sharding import clean
+
+FLOATING = {"F64", "F32", "F16", "BF16", "C64", "C128", "C32"}
+_NO_PARAMETERS = ("running_mean", "running_var", "num_batches_tracked")
+_LIKE_PARAMETER = (
+    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "sum", "acc_delta",
+    "exp_inf", "prev", "step_size", "ax", "master_param",
+)  # fmt: skip
+_MANY = 1000  # ways to give names, beyond which it is not clear anyway
+_T = TypeVar("_T")
 
 
 def from_state(what: str, folder: FilePath, root: Any, at: Path, values: Values) -> Foreign:
@@ -93,7 +101,7 @@ class _Reading:
     # -- optimizers --
 
     def _optimizer(self, path: Path, saved: dict[str, Any]) -> OriginEntry:
-        saved = unflattened(saved)
+        saved = _unflattened(saved)
         groups = saved["param_groups"]
         keys = [key for group in groups for key in group["params"]]
         called = ParameterNames(self._modules, self._at, self._values.note).of(path, keys, saved)
@@ -133,7 +141,7 @@ class _Reading:
 def _kind(value: Any) -> str:
     if type(value) not in (dict, OrderedDict):
         return "plain"
-    if is_optimizer(value):
+    if _is_optimizer(value):
         return "optimizer"
     tensors = [v for v in value.values() if is_tensor(v)]
     if not tensors or not all(type(key) is str for key in value):
@@ -168,3 +176,150 @@ def _parts(value: Any) -> Iterator[Any]:
 
 def _is_scheduler(value: Any) -> bool:
     return type(value) in (dict, OrderedDict) and {"last_epoch", "_step_count"} <= value.keys()
+
+
+def _is_optimizer(value: Mapping[Any, Any]) -> bool:
+    return _is_listed(value) or _is_flat(value)
+
+
+def _is_listed(value: Mapping[Any, Any]) -> bool:
+    groups, state = value.get("param_groups"), value.get("state", {})
+    own = value.get("params", {})
+    if not value.keys() <= {"state", "param_groups", "params"} or type(groups) is not list or not groups:
+        return False
+    if type(own) is not dict or not all(type(key) is str and is_tensor(one) for key, one in own.items()):
+        return False
+    if type(state) not in (dict, OrderedDict) or not all(type(s) in (dict, OrderedDict) for s in state.values()):
+        return False
+    if not all(type(g) in (dict, OrderedDict) and type(g.get("params")) is list for g in groups):
+        return False
+    keys = [key for group in groups for key in group["params"]]
+    plain = all(type(key) in (str, int) for key in keys) and all(type(k) is str for s in state.values() for k in s)
+    return plain and len(set(keys)) == len(keys) and set(keys) >= state.keys()
+
+
+def _is_flat(value: Mapping[Any, Any]) -> bool:
+    """`state.<parameter>.<key>` and `param_groups.<parameter>.<setting>`, as torch flattens it."""
+    if not all(type(key) is str and key.startswith(("state.", "param_groups.")) for key in value):
+        return False
+    settings = [key.removeprefix("param_groups.") for key in value if key.startswith("param_groups.")]
+    params = {key.rpartition(".")[0] for key in settings}
+    states = (key.removeprefix("state.").rpartition(".")[0] for key in value if key.startswith("state."))
+    return bool(params) and "" not in params and params.issuperset(states)
+
+
+def _unflattened(value: dict[str, Any]) -> dict[str, Any]:
+    """The list form. Parameters that follow each other and have the same settings are one group."""
+    if not _is_flat(value):
+        return value
+    settings: dict[str, dict[str, Any]] = {}
+    state: dict[str, dict[str, Any]] = {}
+    for full, one in value.items():
+        form, _, rest = full.partition(".")
+        name, _, key = rest.rpartition(".")
+        (state if form == "state" else settings).setdefault(name, {})[key] = one
+    groups: list[dict[str, Any]] = []
+    for name, one in settings.items():
+        if groups and {k: v for k, v in groups[-1].items() if k != "params"} == one:
+            groups[-1]["params"].append(name)
+        else:
+            groups.append({**one, "params": [name]})
+    return {"state": state, "param_groups": groups}
+
+
+# -- the names of the parameters of an optimizer --
+
+
+class ParameterNames:
+    """What parameters are called, by the modules beside their optimizer. `at`: where bare weights belong."""
+
+    def __init__(self, modules: Sequence[ModuleNames], at: Path, note: Callable[[Path, str], None]) -> None:
+        self._modules, self._at, self._note = modules, at, note
+
+    def of(self, path: Path, keys: list[Any], saved: dict[str, Any]) -> dict[Any, str]:
+        """What its parameters are called, by the keys that the optimizer has for them."""
+        given = [group.get("param_names") for group in saved["param_groups"]]
+        own = [name for one in given if type(one) is list for name in one if type(name) is str]
+        if len(own) != len(keys) or len(set(own)) != len(own):
+            own = [str(key) for key in keys] if all(type(key) is str for key in keys) else []
+        own = [clean(name) for name in own]
+        if own:
+            having = {module.path: module for module in self._modules if all(name in module.names for name in own)}
+            chosen = self._choose(path, having)
+            if chosen is not None:
+                return dict(zip(keys, map(chosen.full, own), strict=True))
+            self._note(path, "parameters are called as the file calls them: not one module of it has these names")
+            return dict(zip(keys, own, strict=True))
+        shapes = [[_shape(saved.get("state", {}).get(key, {})) for key in g["params"]] for g in saved["param_groups"]]
+        found = self._choose(path, {m.path: names for m in self._modules if (names := m.match(shapes)) is not None})
+        if found is not None:
+            self._note(path, "parameters are numbered in the file; their names follow from order and shapes")
+            return dict(zip(keys, found, strict=True))
+        self._note(path, "parameters are numbered in the file, and their names unclear: called by their places")
+        places = (f"{i}.{j}" for i, group in enumerate(saved["param_groups"]) for j in range(len(group["params"])))
+        return dict(zip(keys, places, strict=True))
+
+    def _choose(self, path: Path, fitting: dict[Path, _T]) -> _T | None:
+        """Of what fits an optimizer, by the module's path: the only one, or that of the model, not of its average."""
+        usual = [one for one in fitting if one == self._at or one[-1:] in (("model",), ("state_dict",))]
+        if len(fitting) > 1 and len(usual) == 1:
+            self._note(path, f"several modules fit its parameters: taken for those of {show(usual[0])}")
+            return fitting[usual[0]]
+        return next(iter(fitting.values())) if len(fitting) == 1 else None
+
+
+class ModuleNames:
+    """The tensors of one module, by their names in it."""
+
+    def __init__(self, path: Path, names: dict[str, tuple[str, AnyTensor]], aliases: Mapping[str, str]) -> None:
+        self.path, self.names, self._aliases = path, names, aliases
+
+    def full(self, name: str) -> str:
+        found = self.names[name][0]
+        return self._aliases.get(found, found)
+
+    def match(self, groups: list[list[tuple[int, ...] | None]]) -> list[str] | None:
+        """Full names for the parameters of some groups, whose order in each is that of the module; None if unclear."""
+        candidates = [
+            (full, tensor.shape)
+            for name, (full, tensor) in self.names.items()
+            if full not in self._aliases and tensor.dtype in FLOATING and not name.endswith(_NO_PARAMETERS)
+        ]
+        total = sum(map(len, groups))
+        if total == 0 or total > len(candidates):
+            return None
+        # Ways to hand out the first names, by how many parameters of each group have theirs; up to two of each.
+        ways: dict[tuple[int, ...], tuple[int, Any]] = {(0,) * len(groups): (1, None)}
+        for number, (_, shape) in enumerate(candidates):
+            spare = len(candidates) - total
+            after: dict[tuple[int, ...], tuple[int, Any]] = {}
+            for done, (count, trail) in ways.items():
+                if number - sum(done) < spare:
+                    _add(after, done, count, trail)
+                for i, group in enumerate(groups):
+                    if done[i] < len(group) and group[done[i]] in (None, shape):
+                        more = (*done[:i], done[i] + 1, *done[i + 1 :])
+                        _add(after, more, count, (trail, number, i))
+            if len(after) > _MANY:
+                return None
+            ways = after
+        count, trail = ways.get(tuple(map(len, groups)), (0, None))
+        if count != 1:
+            return None
+        given: list[list[str]] = [[] for _ in groups]
+        while trail is not None:
+            trail, number, i = trail
+            given[i].append(candidates[number][0])
+        return [name for group in given for name in reversed(group)]
+
+
+def _add(ways: dict[tuple[int, ...], tuple[int, Any]], key: tuple[int, ...], count: int, trail: Any) -> None:
+    ways[key] = (min(2, ways[key][0] + count), trail) if key in ways else (count, trail)
+
+
+def _shape(state: Any) -> tuple[int, ...] | None:
+    """Of the parameter that some optimizer state belongs to, if that tells."""
+    for key in _LIKE_PARAMETER:
+        if is_tensor(state.get(key)):
+            return tuple(state[key].shape)
+    return None

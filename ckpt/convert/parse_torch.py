@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ckpt.convert.parse_entries import at_place, from_description
+from ckpt.convert.parse_entries import Container, Values, at_place, from_description
 from ckpt.convert.parse_state import from_state
-from ckpt.convert.parse_values import Container, Values
 from ckpt.convert.source import DESCRIPTION
 from ckpt.convert.source_files import Foreign
 from ckpt.errors import CorruptError, FormatError, UsageError

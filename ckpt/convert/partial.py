@@ -17,7 +17,7 @@ from ckpt.convert.output import OutFile, Output
 from ckpt.errors import FullError, StoreError, UsageError
 from ckpt.failpoints import point
 from ckpt.format.manifest import canonical
-from ckpt.format.regular_file import open_regular, read_regular
+from ckpt.format.regular_file import open_regular, read_regular, write_regular
 
 
 def check_target(target: Path, *, single: bool = False) -> None:
@@ -76,7 +76,7 @@ class Workshop:
             if any(path.name not in ("lock", "plan.new") for path in self.folder.iterdir()):
                 raise UsageError(f"{self.folder} is not ours: remove it, or choose another target") from None
             deferred = self.folder / "plan.new"
-            _write(deferred, canonical({"plan": self.plan}))
+            write_regular(deferred, canonical({"plan": self.plan}))
             deferred.rename(about)
             return
         except (OSError, ValueError, KeyError, TypeError):
@@ -182,13 +182,6 @@ def _rename_new(path: Path, target: Path) -> None:
         os.rename(path, target)
     else:
         path.unlink()
-
-
-def _write(path: Path, data: bytes) -> None:
-    with os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sync(path: Path) -> None:

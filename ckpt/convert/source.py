@@ -20,27 +20,31 @@ from typing import Annotated, Any, Protocol
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from ckpt.errors import CorruptError, UsageError
 from ckpt.format.boxes import Box, Dims, boxes_of_run, intersect, run_of, within
 from ckpt.format.digest import file_digest
 from ckpt.format.layout import TensorSpec
 from ckpt.format.manifest import canonical
-from ckpt.format.values import Json, Path, show
+from ckpt.format.values import Json, show
 
 Bytes = npt.NDArray[np.uint8]
 
 
-@dataclass(frozen=True, slots=True)
-class OriginEntry:
+class OriginEntry(msgspec.Struct, frozen=True, array_like=True):
     """One entry of a state, as a layout has it. `names`: of all its tensors, aliases too; `values`: tagged."""
 
-    path: Path
+    path: tuple[str | int, ...]
     kind: str
     facts: dict[str, Any]
     names: tuple[str, ...]
-    values: Json = None
+    values: Any = None
+
+    @property
+    def component(self) -> dict[str, Any]:
+        """As a layout has it."""
+        return {"path": list(self.path), "kind": self.kind, "facts": self.facts, "names": list(self.names)}
 
 
 @dataclass(frozen=True)
@@ -225,7 +229,7 @@ def select(view: RankView, patterns: Sequence[str], *, whole: bool = True) -> Ra
     for entry in view.entries:
         names = tuple(name for name in entry.names if matches(name, patterns))
         if names and (entry.kind == "module" or not whole or len(names) == len(entry.names)):
-            entries.append(replace(entry, names=names))
+            entries.append(structs.replace(entry, names=names))
         elif not entry.names and entry_matches(entry, patterns):
             entries.append(entry)
         elif names:
@@ -290,35 +294,19 @@ def fingerprint(root: Any, form: Callable[[Any], tuple[str, tuple[int, ...]] | N
 def describe(view: RankView, places: Mapping[str, Sequence[str | int]], seal: str = "") -> str:
     """Entries and aliases as JSON text. `places`: under which keys of the file each tensor lies; `seal`: the
     fingerprint of the file, without this text."""
-    entries = [[list(e.path), e.kind, e.facts, list(e.names), e.values] for e in view.entries]
-    data = {"entries": entries, "aliases": dict(view.aliases), "places": {n: list(p) for n, p in places.items()}}
-    return canonical({"version": 1, "step": view.step, "seal": seal, **data}).decode()
+    aliases, at = dict(view.aliases), {name: tuple(place) for name, place in places.items()}
+    return canonical(msgspec.to_builtins(Described(1, view.entries, aliases, at, view.step, seal))).decode()
 
 
-_Key = str | int
-
-
-@dataclass(frozen=True, slots=True)
-class _Described:
+class Described(msgspec.Struct, frozen=True):
     """What `describe` writes."""
 
     version: Annotated[int, Meta(le=1)]
-    entries: tuple[tuple[tuple[_Key, ...], str, dict[str, Any], tuple[str, ...], Any], ...]
-    aliases: dict[str, str]
-    places: dict[str, tuple[_Key, ...]]
-    step: Annotated[int, Meta(ge=0, lt=10**18)] | None
-    seal: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Described:
-    """What `describe` was told."""
-
     entries: tuple[OriginEntry, ...]
     aliases: dict[str, str]
-    places: dict[str, tuple[_Key, ...]]
-    step: int | None
-    seal: str
+    places: dict[str, tuple[str | int, ...]]
+    step: Annotated[int, Meta(ge=0, lt=10**18)] | None
+    seal: str = ""
 
 
 def described(text: str) -> Described:
@@ -326,7 +314,6 @@ def described(text: str) -> Described:
     try:
         if len(text) > MAX_DESCRIPTION:
             raise ValueError("implausibly large")
-        said = msgspec.convert(json.loads(text), _Described)
+        return msgspec.convert(json.loads(text), Described)
     except (ValueError, TypeError, RecursionError) as error:
         raise CorruptError(f"{DESCRIPTION} is damaged, or of a newer version: {error}") from None
-    return Described(tuple(OriginEntry(*one) for one in said.entries), said.aliases, said.places, said.step, said.seal)

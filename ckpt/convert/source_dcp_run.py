@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from ckpt.convert.parse_dcp import MAX_OBJECT, nested, paths_of
+from ckpt.convert.parse_entries import TensorRef, Values
 from ckpt.convert.parse_state import from_state
 from ckpt.convert.parse_torch import load, told
-from ckpt.convert.parse_values import TensorRef, Values
 from ckpt.convert.source import Origin, Want
 from ckpt.convert.source_files import FilesOrigin, Foreign
 from ckpt.convert.source_run import DCP, RunOrigin

@@ -107,10 +107,7 @@ class FilesOrigin:
         self.names = {**{name: name for name in self.tensors}, **foreign.aliases}
         if dangling := [a for a, name in foreign.aliases.items() if name not in self.tensors or a in self.tensors]:
             raise CorruptError(f"{dangling[0]} is another name of nothing")
-        check_components(
-            [{"path": list(e.path), "kind": e.kind, "facts": e.facts, "names": list(e.names)} for e in foreign.entries],
-            self.tensors.keys() | foreign.aliases.keys(),
-        )
+        check_components([e.component for e in foreign.entries], self.tensors.keys() | foreign.aliases.keys())
         self._stamps = {name: self._stamp(name) for name in {p.file for p in foreign.pieces} - foreign.held.keys()}
         self._before = {**self._stamps, **(before or {})}
         if any(self._before[name] != stamp for name, stamp in self._stamps.items()):

@@ -10,10 +10,10 @@ import asyncio
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from ckpt.checkpoint import read, read_repair
 from ckpt.checkpoint.describe import Entries, entries_of
@@ -71,7 +71,7 @@ class SavedOrigin(ABC):
             else:
                 tensors[name] = self._labels[name, candidates[0]]
             own.append(name)
-        kept = (replace(e, names=tuple(n for n in e.names if aliases.get(n, n) in tensors)) for e in entries)
+        kept = (structs.replace(e, names=tuple(n for n in e.names if aliases.get(n, n) in tensors)) for e in entries)
         aliases = {alias: name for alias, name in aliases.items() if name in tensors}
         return RankView(tuple(kept), tensors, aliases, tuple(self._notes(own, world)), self.step)
 

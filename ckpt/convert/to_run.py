@@ -81,9 +81,7 @@ def _rank(
             elsewhere[name] = dtype, whole.shape
             continue
         labels.append(label)
-    components = [
-        {"path": list(e.path), "kind": e.kind, "facts": e.facts, "names": list(e.names)} for e in view.entries
-    ]
+    components = [entry.component for entry in view.entries]
     layout = Layout(tuple(specs), dict(view.aliases), components, rank, world, instances, elsewhere)
     Layout.from_json(layout.to_json())  # what could not be read again is not written
     return layout, _pack(layout, labels, attempt)

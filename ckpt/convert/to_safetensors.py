@@ -8,7 +8,6 @@ tied only one copy is written, and the header says of the other names which one 
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ from ckpt.convert.output import Literal, OutFile, Output, Run, Sums
 from ckpt.convert.source import Origin, RankView
 from ckpt.errors import UsageError
 from ckpt.format.layout import BITS, MAX_HEADER, NATIVE, pages
-from ckpt.format.regular_file import open_regular
+from ckpt.format.regular_file import write_regular
 from ckpt.format.values import show
 
 SHARD = 5_000_000_000  # bytes of a file, as transformers does
@@ -97,10 +96,7 @@ def plan(
 
     def finish(folder: Path, sums: Sums) -> None:
         if index is not None:
-            with os.fdopen(open_regular(folder / INDEX, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-                file.write(index)
-                file.flush()
-                os.fsync(file.fileno())
+            write_regular(folder / INDEX, index)
 
     notes = (f"names lose {prefix!r}",) if prefix else ()
     return Output("safetensors", tuple(files), finish, bool(single), notes=notes)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from ckpt.convert.output import Literal, OutFile, Run
@@ -168,7 +169,7 @@ class Builder:
     def _known(self) -> RankView:
         """Without the names of tensors that were left out."""
         has = self._has
-        entries = tuple(replace(e, names=tuple(filter(has, e.names))) for e in self._view.entries)
+        entries = tuple(structs.replace(e, names=tuple(filter(has, e.names))) for e in self._view.entries)
         return replace(self._view, entries=entries)
 
     def _has(self, name: str) -> bool:

@@ -32,3 +32,11 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
     """All that a file holds. OSError as of `open_regular`."""
     with reading(path) as file:
         return file.read()
+
+
+def write_regular(path: str | os.PathLike[str], data: bytes) -> None:
+    """All that a file holds from now on, durably. OSError as of `open_regular`."""
+    with os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

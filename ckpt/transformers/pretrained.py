@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from ckpt.convert.to_safetensors import cast_to, plan, prefix_of, weights_of
 from ckpt.errors import UsageError
 from ckpt.events import log
 from ckpt.format.digest import blob_digest
-from ckpt.format.regular_file import open_regular, read_regular
+from ckpt.format.regular_file import read_regular, write_regular
 from ckpt.loading import load
 from ckpt.state.sharding import local
 from ckpt.state.tensors import as_bytes
@@ -220,10 +219,7 @@ def _beside(files: Mapping[str, str], finish: Callable[[Path, Sums], None]) -> C
             if folder not in target.resolve().parents:
                 raise UsageError(f"{name!r} is no name of a file in this folder")
             target.parent.mkdir(parents=True, exist_ok=True)
-            with os.fdopen(open_regular(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
+            write_regular(target, text.encode())
 
     return both
 

@@ -132,7 +132,7 @@ def test_a_description_comes_back() -> None:
     """Entries, aliases and places are the same after a way through text; damaged text is refused."""
     places = {"model.a": ("model", "a"), "optim.state.model.a.exp_avg": ("optim", "state", 0, "exp_avg")}
     text = describe(VIEW, places)
-    assert described(text) == Described(VIEW.entries, VIEW.aliases, places, 7, "")
+    assert described(text) == Described(1, VIEW.entries, VIEW.aliases, places, 7)
     for bad in ("", "[]", "{}", text[:-9], text.replace('"version":1', '"version":2'), "[" * 10**5):
         with pytest.raises(CorruptError):
             described(bad)

@@ -114,9 +114,7 @@ def saved(foreign: Foreign) -> tuple[SavedState, list[bytes]]:
     origin = FilesOrigin(foreign)
     asyncio.run(origin.aclose())
     specs, data = list(origin.tensors.values()), read(foreign)
-    components = [
-        {"path": list(e.path), "kind": e.kind, "facts": e.facts, "names": list(e.names)} for e in foreign.entries
-    ]
+    components = [entry.component for entry in foreign.entries]
     layout = Layout.from_json(Layout(tuple(specs), foreign.aliases, components).to_json())
     blobs = [data[t.name] for t in specs]
     lengths, none = np.array([len(b) for b in blobs], np.int64), np.zeros(len(specs), np.int64)

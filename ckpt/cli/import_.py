@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import click
 
-from ckpt.cli.conversion import SO_FAR, dry_option, dtype_option, make, shown, world_option
 from ckpt.cli.origins import as_option, only_option, open_files
 from ckpt.cli.quantity import ByteSize
+from ckpt.cli.restore import SO_FAR, dry_option, dtype_option, make, shown, world_option
 from ckpt.cli.terminal import act, example, json_option
 from ckpt.convert.forms import Wanted
 from ckpt.convert.output import local_path

@@ -10,7 +10,6 @@ from typing import Any
 import click
 
 from ckpt.checkpoint import losses
-from ckpt.cli.redo import redo_lines, redo_of
 from ckpt.cli.terminal import (
     count_of,
     example,
@@ -21,6 +20,8 @@ from ckpt.cli.terminal import (
     place_option,
     print_json,
     print_table,
+    redo_lines,
+    redo_of,
     safe,
     say,
 )

@@ -6,16 +6,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 
 import click
 
 from ckpt import __version__
 from ckpt.cli.reading import read_faults, read_ledger
-from ckpt.cli.report_page import refuse_existing, steps_of, write_page
-from ckpt.cli.terminal import SHOWN, example, json_option, opened, place_option, print_json, print_table, safe
+from ckpt.cli.terminal import SHOWN, example, json_option, opened, place_option, print_json, print_table, safe, say
 from ckpt.errors import CheckpointError, CorruptError, FormatError
 from ckpt.faults.report import Fault
 from ckpt.goodput.accounting import settled
@@ -24,9 +23,7 @@ from ckpt.goodput.ledger import Account
 from ckpt.report.chronicle import chronicle
 from ckpt.report.figures import INTERRUPTION, interruption, parts, summary
 from ckpt.report.page import PARTS_OF, Subject, page
-
-T = TypeVar("T")
-PARALLEL = 64  # small objects read at once
+from ckpt.runlog.records import RunState
 
 
 @click.command(epilog=example("ckpt report runs/exp1", "ckpt report runs/exp1 --json | jq .effective",
@@ -64,18 +61,16 @@ def report(
         if as_json:
             raise click.UsageError("--json and -o are two forms of the same: give one of them")
         refuse_existing(output, force)
-    url, accounts, faults, damaged = asyncio.run(_read(url))
+    url, accounts, faults, damaged, state = asyncio.run(_read(url))
     if not accounts and output is None:
         raise nothing_there(url, damaged)
     now, idle_after_s = time.time(), 3600 * (math.inf if idle_after_h is None else idle_after_h)
     run = settled(accounts, faults, now=now, idle_after_s=idle_after_s)
     found = run.statement
     if output is not None:
-        steps, problems = asyncio.run(steps_of(url))
-        problems = [*(f"{key} is damaged, and left out" for key in damaged), *problems]
-        if not accounts:
-            problems.append(str(nothing_there(url, damaged)))
-        subject = Subject(url, found, chronicle(run, faults), steps, tuple(problems), now, __version__)
+        problems = tuple(problems_of(url, damaged, state, there=bool(accounts)))
+        steps = tuple(sorted(attempt.step for attempt in state.commits))
+        subject = Subject(url, found, chronicle(run, faults), steps, problems, now, __version__)
         write_page(output, page(subject))
     elif as_json:
         print_json({"url": url, "damaged": damaged, **found.to_json()})
@@ -93,15 +88,42 @@ def nothing_there(url: str, damaged: Sequence[str]) -> CheckpointError:
     )
 
 
-# -- reading --
+def problems_of(url: str, damaged: Sequence[str], state: RunState, *, there: bool) -> Iterator[str]:
+    """What the page says beside its figures."""
+    yield from (f"{key} is damaged, and left out" for key in damaged)
+    if state.damaged:
+        shown = ", ".join(map(str, state.damaged[:SHOWN])) + ", …" * (len(state.damaged) > SHOWN)
+        yield f"log records {shown} are damaged or missing: checkpoints may be missing here"
+    if not there:
+        yield str(nothing_there(url, damaged))
 
 
-async def _read(url: str) -> tuple[str, list[Account], list[Fault], list[str]]:
-    """The run's URL, its ledger, its faults, and the names of what is damaged."""
+async def _read(url: str) -> tuple[str, list[Account], list[Fault], list[str], RunState]:
+    """The run's URL, its ledger, its faults, the names of what is damaged of these, and what its log says."""
     async with opened(url) as log:
         accounts, damaged = await read_ledger(log)
         faults, bad = await read_faults(log)
-        return log.store.url, accounts, faults, damaged + bad
+        return log.store.url, accounts, faults, damaged + bad, log.state
+
+
+# -- the page --
+
+
+def refuse_existing(output: str, force: bool) -> None:
+    """Only files are ever replaced, and only if that is wanted."""
+    if output != "-" and os.path.lexists(output) and not (force and os.path.isfile(output)):
+        raise click.UsageError(f"{output} is there already: give another name, or --force to replace a file")
+
+
+def write_page(output: str, text: str) -> None:
+    """All of it or nothing. A link stays one: what it leads to is replaced."""
+    try:
+        with click.open_file(output, "w", encoding="utf-8", atomic=True) as file:
+            file.write(text)
+    except OSError as error:
+        raise click.UsageError(f"{output} cannot be written: {error.strerror}") from None
+    if output != "-":
+        say(f"{output} is written: open it in a browser")
 
 
 # -- for people --

@@ -12,7 +12,6 @@ import click
 
 from ckpt.checkpoint import describe, ledger_files, read
 from ckpt.cli.reading import cadence_lines
-from ckpt.cli.redo import redo_lines, redo_of
 from ckpt.cli.terminal import (
     example,
     human,
@@ -21,6 +20,8 @@ from ckpt.cli.terminal import (
     place_option,
     print_json,
     print_table,
+    redo_lines,
+    redo_of,
     safe,
     short,
     step_option,

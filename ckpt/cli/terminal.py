@@ -14,6 +14,7 @@ import logging
 import re
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import click
@@ -21,9 +22,9 @@ import click
 from ckpt.checkpoint import losses
 from ckpt.checkpoint.losses import Loss
 from ckpt.errors import FormatError
-from ckpt.format.manifest import Attempt
+from ckpt.format.manifest import REDO, Attempt
 from ckpt.runlog.log import Commit, RunLog
-from ckpt.store import open_store, remember_options
+from ckpt.store import folder_of, open_store, remember_options
 
 T = TypeVar("T")
 OnBytes = Callable[[int], None] | None
@@ -139,6 +140,36 @@ def told(log: RunLog, damage: Sequence[Loss], others: Sequence[Attempt] = ()) ->
     if missed:
         return losses.in_words(missed, 0 if newest is None else newest.step)
     return f"{losses.listed(damage)}. Checkpoints may be missing"
+
+
+def redo_lines(steps: list[dict[str, Any]]) -> Iterator[str]:
+    """What the redo log leads to beyond the newest checkpoint."""
+    if steps:
+        last = steps[-1]
+        how = "is loaded" if last["from_checkpoint"] else "is read from the log"
+        size = human(sum(one["stored"] for one in steps) // len(steps))
+        yield (
+            f"redo log: steps {steps[0]['step']} to {last['step']}, {size} each; to restore the last one, step "
+            f"{last['base']} {how}, and {count_of(last['redone'], 'step')} after it redone"
+        )
+
+
+def redo_of(log: RunLog) -> list[dict[str, Any]]:
+    """What the redo log leads to. What it does not lead to any more is said on stderr."""
+    if not has_redo(log):
+        return []
+    from ckpt.restore import redo_logs
+
+    logs = redo_logs.look(log.store.url, verify=False)
+    found = redo_logs.redoable(logs, log)
+    if damage := logs.losses({**log.state.held, **log.state.commits}, log.state.acquires):
+        say(f"WARNING: {told(log, damage, [Attempt.parse(one.attempt) for one in found])}")
+    return [asdict(one) for one in found]
+
+
+def has_redo(log: RunLog) -> bool:
+    root = folder_of(log.store.url)
+    return root is not None and (root / REDO).is_dir()
 
 
 def safe(text: object) -> str:

@@ -12,10 +12,10 @@ from typing import Any
 import click
 
 from ckpt.checkpoint import losses, read
-from ckpt.cli.redo import has_redo
 from ckpt.cli.terminal import (
     OnBytes,
     example,
+    has_redo,
     json_option,
     newest_first,
     opened,

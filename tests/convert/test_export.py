@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.cli import conversion
+from ckpt.cli import restore
 from ckpt.convert import export, partial, to_run
 from ckpt.convert.output import Literal, OutFile, Output, Run
 from ckpt.convert.source import RankView
@@ -180,9 +180,9 @@ def test_what_is_chosen_and_cast_is_a_run_too(made: Path, tmp_path: Path, call: 
 
 RESTORE = """
 import sys
-from ckpt import cli; from ckpt.cli import conversion; from ckpt.convert import export, to_run
+from ckpt import cli; from ckpt.cli import restore; from ckpt.convert import export, to_run
 from ckpt.convert import partial
-export.SYNC, conversion.WINDOW = 1, 1 << 20
+export.SYNC, restore.WINDOW = 1, 1 << 20
 sys.exit(cli.main(sys.argv[1:]))
 """
 
@@ -210,7 +210,7 @@ def test_killed_at_any_moment(
     words, early = WORDS[form], WINDOWS[: 2 if form == "run" else 1]
     assert call("restore", made, "--to", tmp_path / "whole", *words).code == 0
     monkeypatch.setattr(export, "SYNC", 1)
-    monkeypatch.setattr(conversion, "WINDOW", MIB)
+    monkeypatch.setattr(restore, "WINDOW", MIB)
     for number, fail in enumerate(fails or FAILS[form]):
         target = tmp_path / str(number)
         result = run_script(RESTORE, "restore", made, "--to", target, *words, fail=fail)
@@ -260,7 +260,7 @@ def test_what_was_written_before_is_not_trusted(
     flip(file, 2 * MIB)
     journal = partial.partial_of(tmp_path / "a") / "journal"
     journal.write_bytes(journal.read_bytes() + b'["mod')
-    monkeypatch.setattr(conversion, "WINDOW", MIB)
+    monkeypatch.setattr(restore, "WINDOW", MIB)
     found = call("restore", made, "--to", tmp_path / "a", "--json")
     assert found.json["done"]["resumed"] == 3 * MIB  # four were noted
     assert same_files(tmp_path / "a", tmp_path / "whole")
@@ -482,7 +482,7 @@ def test_negative_control_without_the_bound_it_takes_more(tmp_path: Path) -> Non
     big = {"model": nn.ParameterDict({"big": nn.Parameter(torch.randn(40, MIB))})}
     with ckpt.Checkpointer(big, str(tmp_path / "run")) as cp:
         cp.save(1).committed()
-    code = PEAK.replace("status = ", "from ckpt.cli import conversion\nconversion.WINDOW = 64 << 20\nstatus = ")
+    code = PEAK.replace("status = ", "from ckpt.cli import restore\nrestore.WINDOW = 64 << 20\nstatus = ")
     result = run_script(code, "restore", tmp_path / "run", "--to", tmp_path / "a", fresh=True)
     assert result.returncode == 0 and int(result.stderr) > 150 * 1024
 

@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 
 from ckpt.convert.cast import cast
-from ckpt.convert.output import Literal, OutFile, Output, Run, Sums
+from ckpt.convert.output import Literal, OutFile, Output, Run
 from ckpt.convert.partial import Workshop, check_target, failed
 from ckpt.convert.source import Bytes, Origin, Want
 from ckpt.errors import CorruptError, UsageError
 from ckpt.failpoints import point
-from ckpt.format.digest import blob_digest, blob_hasher, file_digest
+from ckpt.format.digest import RangeHasher, blob_digest, file_digest
 from ckpt.format.layout import BITS
 from ckpt.format.manifest import canonical
 from ckpt.store import PAGE
@@ -149,14 +149,11 @@ class _Mover:
     def __init__(self, origin: Origin, output: Output, workshop: Workshop, window: int, on_bytes: OnBytes) -> None:
         self._origin, self._output, self._workshop, self._on_bytes = origin, output, workshop, on_bytes
         self._size = max(PAGE, min(window, -(-sum(f.size for f in output.files) // PAGE) * PAGE))
-        self._summers = [_Summer(file.sums) for file in output.files]
+        self._hashers = [RangeHasher(file.sums) for file in output.files]
+        self.sums: dict[str, dict[int, bytes]] = {file.name: {} for file in output.files}
         self._paths = [workshop.path(file, output) for file in output.files]
         self._written: list[tuple[str, int, int, str]] = []
         self.resumed = 0
-
-    @property
-    def sums(self) -> Sums:
-        return {file.name: s.found for file, s in zip(self._output.files, self._summers, strict=True)}
 
     async def move(self) -> None:
         buffers = [_pages(self._size), _pages(self._size)]
@@ -193,7 +190,8 @@ class _Mover:
     def _settle(self, views: Mapping[FileWindow, Bytes], missing: Mapping[FileWindow, Bytes]) -> None:
         """What comes after reading: checksums, in the order of the bytes, and writing what is not there."""
         for window, view in views.items():
-            self._summers[window.file].feed(window.start, view)
+            for (start, _), digest in self._hashers[window.file].feed(window.start, view.data):
+                self.sums[self._output.files[window.file].name][start] = digest
         self._write(missing)
 
     async def _fill(self, views: Mapping[FileWindow, Bytes]) -> None:
@@ -307,21 +305,3 @@ def _write_all(fd: int, data: memoryview, at: int) -> None:
     while data:
         count = os.pwrite(fd, data, at)
         data, at = data[count:], at + count
-
-
-class _Summer:
-    """Digests of ranges of a file whose bytes pass by in their order. `found`: by where the ranges start."""
-
-    def __init__(self, sums: Sequence[tuple[int, int]]) -> None:
-        self._sums, self._next, self.found = sorted(sums), 0, dict[int, bytes]()
-        self._hash = blob_hasher()
-
-    def feed(self, at: int, data: Bytes) -> None:
-        end = at + len(data)
-        while self._next < len(self._sums) and self._sums[self._next][0] < end:
-            start, stop = self._sums[self._next]
-            self._hash.update(data[max(start, at) - at : min(stop, end) - at].data)
-            if stop > end:
-                return
-            self.found[start] = self._hash.digest()
-            self._hash, self._next = blob_hasher(), self._next + 1

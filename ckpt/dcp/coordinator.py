@@ -34,7 +34,7 @@ from ckpt.errors import (
 from ckpt.events import log as logger
 from ckpt.format.manifest import Attempt
 from ckpt.format.manifest import owner as owner_of
-from ckpt.runlog.log import Acquire, Commit, Record, RunLog, RunState, live_packs
+from ckpt.runlog.log import Acquire, Commit, RunLog, RunState, live_packs
 from ckpt.store import Store, open_store, remember_options
 from ckpt.tiers import Tier
 
@@ -187,19 +187,17 @@ async def _clear(log: RunLog, mine: Acquire, place: Known) -> None:
         return
     listed = [info.key for prefix in ("packs/", "parts/", "index/") async for info in log.store.list(prefix)]
     used = await retention.files_of(log, log.state.commits.values())
-    aborted, doomed = set(log.state.aborted), list[str]()
+    aborted = set(log.state.aborted)
 
-    def make(state: RunState) -> Record | None:
-        doomed.clear()
+    def decide(state: RunState) -> retention.Sweep | None:
         if state.damaged or not state.commits.keys() <= used.keys():
             return None  # something that nobody can read may use them
         live = live_packs(state, listed, set[str]().union(*used.values()))
-        doomed.extend(key for key in listed if key not in live and owner_of(key) in aborted)
-        body = {"retire": [], "delete": list(doomed)}
-        return Record("PLAN", body, f"plan:{mine.nonce}:{state.next_seq}") if doomed else None
+        return retention.Sweep(delete=tuple(key for key in listed if key not in live and owner_of(key) in aborted))
 
-    await log.append(make, owner=mine)
-    await log.store.delete_many(doomed)
+    landed = await retention.land(log, mine, decide)
+    if landed:
+        await log.store.delete_many(landed.delete)
     place.cleared |= aborted
 
 
@@ -287,9 +285,7 @@ async def write(tiers: Sequence[Tier], share: RankShare, content: Content) -> Re
         if errors and not written:
             raise next(iter(errors.values()))
     except BaseException as error:
-        for tier in tiers:
-            reason = f"rank {share.rank}: {error or type(error).__name__}"
-            await give_up(tier, Acquire(attempt.epoch, attempt.nonce, None), attempt, reason)
+        await give_up_share(tiers, share, error)
         raise
     return Receipt(
         share.attempt,
@@ -311,6 +307,13 @@ async def give_up(tier: Tier, owner: Acquire, attempt: Attempt, reason: str) -> 
         known(tier.url).open.discard(attempt)
     except CheckpointError as error:
         logger.warning("attempt %s stays open in %s: %s", attempt, tier.url, error)
+
+
+async def give_up_share(tiers: Sequence[Tier], share: RankShare, error: BaseException) -> None:
+    """End the attempt everywhere, since a rank cannot write its share."""
+    attempt, reason = Attempt.parse(share.attempt), f"rank {share.rank}: {str(error) or type(error).__name__}"
+    for tier in tiers:
+        await give_up(tier, Acquire(attempt.epoch, attempt.nonce, None), attempt, reason)
 
 
 async def end(saving: Saving, receipts: Sequence[Receipt]) -> None:

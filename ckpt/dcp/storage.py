@@ -38,10 +38,9 @@ from torch.futures import Future
 from ckpt.checkpoint import read
 from ckpt.dcp import coordinator, in_flight, incarnation
 from ckpt.dcp import read as dcp_source
-from ckpt.dcp.rank_write import Content, RankShare, Receipt, content_of
+from ckpt.dcp.rank_write import RankShare, Receipt, content_of
 from ckpt.errors import PeerError, SaveError, UsageError
 from ckpt.format.manifest import Attempt
-from ckpt.runlog.log import Acquire
 from ckpt.store import remember_options
 from ckpt.tiers import Memory, Tier
 
@@ -152,8 +151,12 @@ class StorageWriter(storage.StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """On every rank; done when it returns, so that staged memory is never used later."""
         share = self._share(plan)
-        content = self._content(plan, planner, share)
         tiers = [tier for tier in self._tiers if tier.url in share.tiers]
+        try:
+            content = content_of(plan, planner, share)
+        except BaseException as error:
+            read.run(coordinator.give_up_share(tiers, share, error))
+            raise
         receipt = read.run(coordinator.write(tiers, share, content))
         sizes = {spec.key: spec.nbytes for spec in content.layout.tensors}
         results = [WriteResult(MetadataIndex(RECEIPT), sum(sizes.values()), receipt)]
@@ -162,17 +165,6 @@ class StorageWriter(storage.StorageWriter):
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
-
-    def _content(self, plan: SavePlan, planner: SavePlanner, share: RankShare) -> Content:
-        try:
-            return content_of(plan, planner, share)
-        except BaseException as error:
-            attempt = Attempt.parse(share.attempt)
-            owner = Acquire(attempt.epoch, attempt.nonce, None)
-            for tier in self._tiers:
-                if tier.url in share.tiers:
-                    read.run(coordinator.give_up(tier, owner, attempt, f"rank {share.rank}: {error}"))
-            raise
 
     def _share(self, plan: SavePlan) -> RankShare:
         """What the coordinator says of this save. A planner that keeps plans brings that of an older one: then the log

@@ -10,6 +10,7 @@ are small and use SHA-256, which any tool can check.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Iterator
 
 import xxhash
 
@@ -26,6 +27,27 @@ def blob_digest(data: Buffer) -> bytes:
 def blob_hasher() -> xxhash.xxh3_128:
     """For bytes that come in pieces: `update` with each, then `digest` is that of `blob_digest`."""
     return xxhash.xxh3_128()
+
+
+class RangeHasher:
+    """Digests of ranges (from, to) of a file whose bytes come by in their order. Ranges may overlap."""
+
+    def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
+        self._waiting = sorted(ranges, reverse=True)  # the next is the last
+        self._open: list[tuple[int, int, xxhash.xxh3_128]] = []
+
+    def feed(self, start: int, view: memoryview) -> Iterator[tuple[tuple[int, int], bytes]]:
+        """The ranges that end in these bytes, and their digests."""
+        end, still = start + len(view), list[tuple[int, int, xxhash.xxh3_128]]()
+        while self._waiting and self._waiting[-1][0] < end:
+            self._open.append((*self._waiting.pop(), blob_hasher()))
+        for low, high, hasher in self._open:
+            hasher.update(view[max(low, start) - start : min(high, end) - start])
+            if high <= end:
+                yield (low, high), hasher.digest()
+            else:
+                still.append((low, high, hasher))
+        self._open = still
 
 
 def file_digest(data: Buffer) -> str:

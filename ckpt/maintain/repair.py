@@ -14,19 +14,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ckpt.checkpoint.concurrent import all_of
 from ckpt.checkpoint.parts import about_reaching, read_header
 from ckpt.checkpoint.write import CHUNK, page_aligned
 from ckpt.errors import CorruptError, StoreError
 from ckpt.failpoints import point
-from ckpt.format.digest import blob_hasher
+from ckpt.format.digest import RangeHasher
 from ckpt.format.manifest import owner
 from ckpt.maintain.audit import Audit, OnBytes
-from ckpt.maintain.damage import DamagedRange, PackDamage, SoundCopy
+from ckpt.maintain.damage import PackDamage, SoundCopy
 from ckpt.maintain.find_copies import CopyFinder
 from ckpt.store import Store
 
@@ -118,8 +116,12 @@ class _Rewrite:
         self.store, self.pack, self.info = repair.store, pack, pack.info
         self._others = [other.store for other in repair.others]
         self._fallbacks: list[Store] | None = None
-        self._checks = _Checks(repair.ranges_of(pack.info.key), pack.lost)
-        self._named = [(p.offset, p.offset + p.stored) for p in repair.ranges_of(pack.info.key)]
+        gone = {(p.offset, p.offset + p.stored) for p in pack.lost}  # which nobody expects to be right
+        self._digests: dict[tuple[int, int], set[bytes]] = {}
+        for piece in repair.ranges_of(pack.info.key):
+            self._digests.setdefault((piece.offset, piece.offset + piece.stored), set()).add(piece.digest)
+        self._named = list(self._digests)
+        self._hasher = RangeHasher(named for named in self._named if named not in gone)
         self._patches: list[tuple[int, int, SoundCopy]] = [
             (p.offset, p.offset + p.stored, p.cure) for p in pack.cured if p.cure
         ]
@@ -136,7 +138,7 @@ class _Rewrite:
             most = upload.part or CHUNK
             for start in range(0, self.info.size, most):
                 view = await self._range(start, min(most, self.info.size - start))
-                await asyncio.to_thread(self._checks.feed, start, view)
+                await asyncio.to_thread(self._check, start, view)
                 await upload.write_at(start, view)
                 if on_bytes is not None:
                     on_bytes(len(view))
@@ -144,6 +146,13 @@ class _Rewrite:
         except BaseException:
             await upload.abort()
             raise
+
+    def _check(self, start: int, view: memoryview) -> None:
+        """CorruptError if a range that ends here is not what it has to be."""
+        for (low, high), digest in self._hasher.feed(start, view):
+            if self._digests[low, high] != {digest}:
+                where = f"{high - low} bytes at {low} of {self.info.key}"
+                raise CorruptError(f"{where} came out wrong while they were copied, so the old file stays")
 
     async def _range(self, start: int, length: int) -> memoryview:
         view = page_aligned(length)
@@ -203,30 +212,3 @@ class _Rewrite:
                 except (CorruptError, StoreError):
                     continue
         return self._fallbacks
-
-
-class _Checks:
-    """Digests of ranges, as their bytes come by. `lost`: those that nobody expects to be right."""
-
-    def __init__(self, pieces: Sequence[DamagedRange], lost: Sequence[DamagedRange]) -> None:
-        gone = {(piece.offset, piece.stored) for piece in lost}
-        self._waiting = [p for p in pieces if (p.offset, p.stored) not in gone]
-        self._waiting.sort(key=lambda p: p.offset, reverse=True)  # the next is the last
-        self._open: list[tuple[DamagedRange, Any]] = []
-
-    def feed(self, start: int, view: memoryview) -> None:
-        """CorruptError if a range is not what it has to be."""
-        end = start + len(view)
-        while self._waiting and self._waiting[-1].offset < end:
-            self._open.append((self._waiting.pop(), blob_hasher()))
-        still = []
-        for piece, hasher in self._open:
-            low, high = max(piece.offset, start), min(piece.offset + piece.stored, end)
-            hasher.update(view[low - start : high - start])
-            if high == piece.offset + piece.stored:
-                if hasher.digest() != piece.digest:
-                    where = f"{piece.stored} bytes at {piece.offset} of {piece.pack}"
-                    raise CorruptError(f"{where} came out wrong while they were copied, so the old file stays")
-            else:
-                still.append((piece, hasher))
-        self._open = still

@@ -186,6 +186,12 @@ def untied(kind: Callable[..., torch.optim.Optimizer]) -> dict[str, Any]:
     return {"model": model, "optim": optimizer}
 
 
+def groups_of(state: dict[str, Any]) -> list[list[str]]:
+    """The names of the parameters of each group."""
+    names = {id(p): f"model.{n}" for n, p in state["model"].named_parameters()}
+    return [[names[id(p)] for p in group["params"]] for group in state["optim"].param_groups]
+
+
 def train(state: dict[str, Any], steps: int) -> None:
     for step in range(steps):
         state["optim"].zero_grad()
@@ -601,37 +607,30 @@ def test_a_distributed_checkpoint_restores(tmp_path: Path, kind: str, flat: bool
 
 def test_every_tensor_of_a_distributed_checkpoint(tmp_path: Path) -> None:
     """Each dtype and form that torch can write this way, and plain values of every kind."""
-    state = {"z": zoo(), "l": [1, {"a": (1, 2)}], "n": {"x": torch.ones(2), "s": "t", "arr": np.arange(3)}, "e": 7}
+    tensors_in = zoo()
+    state = {"z": tensors_in, "l": [1, {"a": (1, 2)}], "n": {"x": torch.ones(2), "s": "t", "arr": np.arange(3)}, "e": 7}
     dcp.save(state, checkpoint_id=tmp_path)
     foreign = parse_dcp.parse(tmp_path)
     found = tensors_of(foreign)
-    for name, tensor in zoo_like(state["z"]).items():
+    for name, tensor in tensors_in.items():
         assert same(found[f"z.{name}"], tensor), name
     values = plain(foreign)
     assert values["l"] == [1, {"a": (1, 2)}] and values["e"] == 7 and values["n"]["s"] == "t"
     assert (values["n"]["arr"] == np.arange(3)).all()
 
 
-def zoo_like(state: Any) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = state
-    return found
-
-
 def test_the_state_dict_of_an_optimizer_alone(tmp_path: Path) -> None:
     """torch turns the numbers of parameters into text on the way; and where there is no state, nothing is written."""
     state = untied(torch.optim.AdamW)
     dcp.save({"optim": state["optim"].state_dict(), "model": state["model"].state_dict()}, checkpoint_id=tmp_path / "a")
-    names = {id(p): f"model.{n}" for n, p in state["model"].named_parameters()}
-    groups = [[names[id(p)] for p in group["params"]] for group in state["optim"].param_groups]
     foreign = parse_dcp.parse(tmp_path / "a")
     optimizer = next(e for e in foreign.entries if e.kind == "optimizer")
-    assert optimizer.facts["with_state"] == groups[0] + groups[1]
+    assert optimizer.facts["with_state"] == [name for group in groups_of(state) for name in group]
     bare = trained(torch.optim.SGD)
-    names = {id(p): f"model.{n}" for n, p in bare["model"].named_parameters()}
-    groups = [[names[id(p)] for p in group["params"]] for group in bare["optim"].param_groups]
     dcp.save(state_dicts(bare, False), checkpoint_id=tmp_path / "b")
     optimizer = next(e for e in parse_dcp.parse(tmp_path / "b").entries if e.path == ("optim",))
-    assert (optimizer.kind, optimizer.facts["params"], optimizer.facts["with_state"]) == ("optimizer", groups, [])
+    facts = optimizer.facts
+    assert (optimizer.kind, facts["params"], facts["with_state"]) == ("optimizer", groups_of(bare), [])
 
 
 def test_a_model_beside_everything_else(tmp_path: Path) -> None:
@@ -641,9 +640,7 @@ def test_a_model_beside_everything_else(tmp_path: Path) -> None:
     dcp.save({**found["model"], "optimizer": found["optim"], "train_state": {"step": 3}}, checkpoint_id=tmp_path)
     foreign = parse_dcp.parse(tmp_path)
     assert kinds(foreign) == {"model": "module", "optimizer": "optimizer", "train_state": "stateful"}
-    names = {id(p): f"model.{n}" for n, p in state["model"].named_parameters()}
-    groups = [[names[id(p)] for p in group["params"]] for group in state["optim"].param_groups]
-    assert foreign.entries[1].facts["params"] == groups
+    assert foreign.entries[1].facts["params"] == groups_of(state)
 
 
 def _old(metadata: Any) -> None:
@@ -666,9 +663,7 @@ def test_metadata_without_a_planner(tmp_path: Path) -> None:
     assert b"sharded_tensor" in (tmp_path / ".metadata").read_bytes()
     foreign = parse_dcp.parse(tmp_path)
     assert kinds(foreign) == {"model": "module", "optim": "optimizer"}
-    names = {id(p): f"model.{n}" for n, p in state["model"].named_parameters()}
-    groups = [[names[id(p)] for p in group["params"]] for group in state["optim"].param_groups]
-    assert foreign.entries[1].facts["params"] == groups
+    assert foreign.entries[1].facts["params"] == groups_of(state)
 
 
 RANKS = """
@@ -732,14 +727,6 @@ def forged(folder: Path, change: Callable[[Any], None]) -> None:
         pickle.dump(metadata, file)
 
 
-def _elsewhere(to: str) -> Callable[[Any], None]:
-    def change(metadata: Any) -> None:
-        for info in metadata.storage_data.values():
-            info.relative_path = to
-
-    return change
-
-
 def _first_chunk(**fields: Any) -> Callable[[Any], None]:
     def change(metadata: Any) -> None:
         for key, value in fields.items():
@@ -758,10 +745,10 @@ def _all_places(**fields: Any) -> Callable[[Any], None]:
 
 
 FORGED: dict[str, tuple[Callable[[Any], None], str]] = {
-    "above": (_elsewhere("../x.distcp"), "outside"),
-    "absolute": (_elsewhere("/etc/passwd"), "outside"),
-    "missing": (_elsewhere("none.distcp"), "missing"),
-    "folder": (_elsewhere("."), "missing"),
+    "above": (_all_places(relative_path="../x.distcp"), "outside"),
+    "absolute": (_all_places(relative_path="/etc/passwd"), "outside"),
+    "missing": (_all_places(relative_path="none.distcp"), "missing"),
+    "folder": (_all_places(relative_path="."), "missing"),
     "compressed": (_all_places(transform_descriptors=("zstd",)), "zstd"),
     "behind": (_all_places(offset=2**50), "cut off"),
     "negative": (_all_places(offset=-1), "impossible"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from ckpt.checkpoint.open_tier import OpenTier
 from ckpt.checkpoint.retention import ALWAYS, Keep, choose, why_kept
 from ckpt.checkpoint.settle import settle
 from ckpt.checkpoint.write import RankSnapshot, WrittenPart, write_part
-from ckpt.errors import CheckpointError, FencedError, SaveError, StoreError, UsageError
+from ckpt.errors import FencedError, SaveError, StoreError, UsageError
 from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.manifest import Attempt, new_nonce, owner, pack_key
 from ckpt.ipc.notes import SaidNote
@@ -215,6 +215,20 @@ async def opened(store: MemoryStore) -> tuple[RunLog, Acquire]:
     return log, await commit.acquire(log, new_nonce())
 
 
+def on_a_run(work: Callable[[MemoryStore, RunLog, Acquire], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """A test that begins with a new run, and its owner."""
+
+    def test() -> None:
+        async def scenario() -> None:
+            store = MemoryStore()
+            await work(store, *await opened(store))
+
+        asyncio.run(scenario())
+
+    test.__doc__ = work.__doc__
+    return test
+
+
 def snapshot(mine: Acquire, step: int) -> RankSnapshot:
     return RankSnapshot(Attempt(mine.epoch, step, mine.nonce), LAYOUT, memoryview(f"{step:016d}".encode()), [])
 
@@ -245,25 +259,22 @@ async def sound(store: MemoryStore) -> list[int]:
 WHOLE = 4  # files of a checkpoint: pack, part, table, index
 
 
-def test_retire_deletes_the_files_of_what_it_gives_up_and_no_others() -> None:
+@on_a_run
+async def test_retire_deletes_the_files_of_what_it_gives_up_and_no_others(
+    store: MemoryStore, log: RunLog, mine: Acquire
+) -> None:
     """All four files of each goes; the rest can still be read; a second call finds nothing to do."""
-
-    async def scenario() -> None:
-        store = MemoryStore()
-        log, mine = await opened(store)
-        attempts = await save(log, mine, 1, 2, 3, 4, 5)
-        store.objects["notes/mine.txt"] = b"the user's"
-        store.objects["packs/notes.txt"] = b"the user's"
-        gone = await retention.retire(log, mine, Keep(2), {attempts[-1]})
-        assert gone == set(attempts[:3])
-        assert await files(store) == {4: WHOLE, 5: WHOLE}
-        assert await sound(store) == [5, 4]
-        assert {"notes/mine.txt", "packs/notes.txt"} <= store.objects.keys()
-        records = log.state.next_seq
-        assert await retention.retire(log, mine, Keep(2), {attempts[-1]}) == set()
-        assert log.state.next_seq == records
-
-    asyncio.run(scenario())
+    attempts = await save(log, mine, 1, 2, 3, 4, 5)
+    store.objects["notes/mine.txt"] = b"the user's"
+    store.objects["packs/notes.txt"] = b"the user's"
+    gone = await retention.retire(log, mine, Keep(2), {attempts[-1]})
+    assert gone == set(attempts[:3])
+    assert await files(store) == {4: WHOLE, 5: WHOLE}
+    assert await sound(store) == [5, 4]
+    assert {"notes/mine.txt", "packs/notes.txt"} <= store.objects.keys()
+    records = log.state.next_seq
+    assert await retention.retire(log, mine, Keep(2), {attempts[-1]}) == set()
+    assert log.state.next_seq == records
 
 
 def test_what_another_retires_meanwhile_is_not_called_damage() -> None:
@@ -291,18 +302,15 @@ def test_what_another_retires_meanwhile_is_not_called_damage() -> None:
     asyncio.run(scenario())
 
 
-def test_nothing_goes_before_something_that_stays_was_verified() -> None:
+@on_a_run
+async def test_nothing_goes_before_something_that_stays_was_verified(
+    store: MemoryStore, log: RunLog, mine: Acquire
+) -> None:
     """With nothing verified, or only what is not live any more, clean-up waits."""
-
-    async def scenario() -> None:
-        store = MemoryStore()
-        log, mine = await opened(store)
-        await save(log, mine, 1, 2, 3, 4)
-        for verified in (set[Attempt](), {Attempt(1, 99, "0" * 8)}):
-            assert await retention.retire(log, mine, Keep(1), verified) == set()
-        assert await sound(store) == [4, 3, 2, 1]
-
-    asyncio.run(scenario())
+    await save(log, mine, 1, 2, 3, 4)
+    for verified in (set[Attempt](), {Attempt(1, 99, "0" * 8)}):
+        assert await retention.retire(log, mine, Keep(1), verified) == set()
+    assert await sound(store) == [4, 3, 2, 1]
 
 
 def test_leftovers_of_aborted_attempts_and_other_tries_are_swept() -> None:
@@ -351,24 +359,19 @@ def test_what_an_open_attempt_builds_on_stays(end: str) -> None:
     asyncio.run(scenario())
 
 
-def test_what_is_built_on_is_taken_back_by_force() -> None:
+@on_a_run
+async def test_what_is_built_on_is_taken_back_by_force(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
     """`retract` knows that it is wrong, whoever builds on it; that one is no checkpoint then, and its files go."""
-
-    async def scenario() -> None:
-        store = MemoryStore()
-        log, mine = await opened(store)
-        attempts = await save(log, mine, 1, 2, 3)
-        of = Attempt(mine.epoch, 4, mine.nonce)
-        await commit.begin(log, mine, of, attempts[:1])
-        written = await increment(log, mine, 4, await commit.load_part(store, attempts[0], 0, 0))
-        await commit.retract(log, mine, attempts[0], "it mixes two moments")
-        with pytest.raises(SaveError, match="step 1, which was retired"):
-            await settle(log, lambda: mine, written, commit.Role(), deadline_s=1000)
-        await retention.retire(log, mine, Keep(1), {attempts[-1]})
-        assert await files(store) == {2: WHOLE, 3: WHOLE}
-        assert await sound(store) == [3, 2]
-
-    asyncio.run(scenario())
+    attempts = await save(log, mine, 1, 2, 3)
+    of = Attempt(mine.epoch, 4, mine.nonce)
+    await commit.begin(log, mine, of, attempts[:1])
+    written = await increment(log, mine, 4, await commit.load_part(store, attempts[0], 0, 0))
+    await commit.retract(log, mine, attempts[0], "it mixes two moments")
+    with pytest.raises(SaveError, match="step 1, which was retired"):
+        await settle(log, lambda: mine, written, commit.Role(), deadline_s=1000)
+    await retention.retire(log, mine, Keep(1), {attempts[-1]})
+    assert await files(store) == {2: WHOLE, 3: WHOLE}
+    assert await sound(store) == [3, 2]
 
 
 async def increment(log: RunLog, mine: Acquire, step: int, base: WrittenPart) -> WrittenPart:
@@ -430,22 +433,19 @@ def test_negative_control_a_missing_pack_of_an_older_one_is_seen(monkeypatch: py
         check_shared_packs()
 
 
-def test_an_increment_that_cannot_be_read_keeps_everything_while_it_stays() -> None:
+@on_a_run
+async def test_an_increment_that_cannot_be_read_keeps_everything_while_it_stays(
+    store: MemoryStore, log: RunLog, mine: Acquire
+) -> None:
     """Which packs of older ones it refers to is unknown, so none is deleted."""
-
-    async def scenario() -> None:
-        store = MemoryStore()
-        log, mine = await opened(store)
-        attempts = await chain(log, mine, 1, 2)
-        later = await save(log, mine, 3, 4, 5)
-        key = next(k for k in store.objects if k.startswith("parts/") and str(attempts[1]) in k and k.endswith("json"))
-        store.objects[key] = b"damaged"
-        retention._cache.clear()
-        before = set(store.objects)
-        assert await retention.retire(log, mine, Keep(4), {later[-1]}) == set()
-        assert set(store.objects) == before
-
-    asyncio.run(scenario())
+    attempts = await chain(log, mine, 1, 2)
+    later = await save(log, mine, 3, 4, 5)
+    key = next(k for k in store.objects if k.startswith("parts/") and str(attempts[1]) in k and k.endswith("json"))
+    store.objects[key] = b"damaged"
+    retention._cache.clear()
+    before = set(store.objects)
+    assert await retention.retire(log, mine, Keep(4), {later[-1]}) == set()
+    assert set(store.objects) == before
 
 
 # -- by hand --
@@ -462,25 +462,20 @@ async def swept(store: MemoryStore, *, abort_open: bool = False) -> tuple[prune.
     return plan, log
 
 
-def test_gc_counts_packs_of_retired_ones_among_the_live() -> None:
+@on_a_run
+async def test_gc_counts_packs_of_retired_ones_among_the_live(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
     """What a live increment refers to is no leftover, though nothing else of its owner is there."""
-
-    async def scenario() -> None:
-        store = MemoryStore()
-        log, mine = await opened(store)
-        attempts = await chain(log, mine, 1, 2, 3)
-        await commit.retract(log, mine, attempts[0], "for the test")
-        await commit.retract(log, mine, attempts[1], "for the test")
-        plan, _ = await swept(store)
-        # Their parts and indexes went at once.
-        assert {item.attempt: item.files for item in plan.doomed} == {attempts[1]: 1}
-        kept = {key for key in store.objects if owner(key) is not None}
-        assert plan.live.files == len(kept) == WHOLE + 1
-        assert plan.live.size == sum(len(store.objects[key]) for key in kept)
-        assert await sound(store) == [3]
-        assert not (await swept(store))[0].delete
-
-    asyncio.run(scenario())
+    attempts = await chain(log, mine, 1, 2, 3)
+    await commit.retract(log, mine, attempts[0], "for the test")
+    await commit.retract(log, mine, attempts[1], "for the test")
+    plan, _ = await swept(store)
+    # Their parts and indexes went at once.
+    assert {item.attempt: item.files for item in plan.doomed} == {attempts[1]: 1}
+    kept = {key for key in store.objects if owner(key) is not None}
+    assert plan.live.files == len(kept) == WHOLE + 1
+    assert plan.live.size == sum(len(store.objects[key]) for key in kept)
+    assert await sound(store) == [3]
+    assert not (await swept(store))[0].delete
 
 
 def test_prune_keeps_what_increments_refer_to() -> None:
@@ -503,39 +498,19 @@ def test_prune_keeps_what_increments_refer_to() -> None:
     asyncio.run(scenario())
 
 
-def test_gc_can_end_what_has_only_begun() -> None:
+@on_a_run
+async def test_gc_can_end_what_has_only_begun(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
     """With --abort-open, once its epoch is over: else it would pin for ever what it would have been built on."""
-
-    async def scenario() -> None:
-        store = MemoryStore()
-        log, mine = await opened(store)
-        attempts = await save(log, mine, 1, 2, 3)
-        of = Attempt(mine.epoch, 4, mine.nonce)
-        await commit.begin(log, mine, of, attempts[:1])
-        assert (await swept(store, abort_open=True))[0].ending == ()  # it may be being written
-        again, later = await opened(store)
-        shown, _ = await swept(store)
-        assert [(item.attempt, item.files) for item in shown.opened] == [(of, 0)] and shown.ending == ()
-        plan, found = await swept(store, abort_open=True)
-        assert plan.ending == (of,) and not found.state.pins and of in found.state.aborted
-        assert await retention.retire(again, later, Keep(1), {attempts[-1]}) == {attempts[0]}
-
-    asyncio.run(scenario())
-
-
-def test_keep_protects_for_ever() -> None:
-    """A KEEP outlives every policy."""
-
-    async def scenario() -> None:
-        store = MemoryStore()
-        log, mine = await opened(store)
-        attempts = await save(log, mine, 1, 2, 3, 4, 5)
-        kept = Record("KEEP", {"attempt": str(attempts[1]), "note": "the good one"}, "keep")
-        await log.append(lambda state: kept, owner=mine)
-        await retention.retire(log, mine, Keep(1), {attempts[-1]})
-        assert await sound(store) == [5, 4, 2]
-
-    asyncio.run(scenario())
+    attempts = await save(log, mine, 1, 2, 3)
+    of = Attempt(mine.epoch, 4, mine.nonce)
+    await commit.begin(log, mine, of, attempts[:1])
+    assert (await swept(store, abort_open=True))[0].ending == ()  # it may be being written
+    again, later = await opened(store)
+    shown, _ = await swept(store)
+    assert [(item.attempt, item.files) for item in shown.opened] == [(of, 0)] and shown.ending == ()
+    plan, found = await swept(store, abort_open=True)
+    assert plan.ending == (of,) and not found.state.pins and of in found.state.aborted
+    assert await retention.retire(again, later, Keep(1), {attempts[-1]}) == {attempts[0]}
 
 
 def test_a_crash_at_any_moment_of_the_deletions_leaves_no_live_record_without_its_files() -> None:
@@ -559,18 +534,13 @@ def test_a_crash_at_any_moment_of_the_deletions_leaves_no_live_record_without_it
     asyncio.run(scenario())
 
 
-def test_negative_control_deleting_without_a_plan_is_seen() -> None:
+@on_a_run
+async def test_negative_control_deleting_without_a_plan_is_seen(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
     """The check above does notice a live record whose file is gone."""
-
-    async def scenario() -> None:
-        store = MemoryStore()
-        log, mine = await opened(store)
-        attempts = await save(log, mine, 1, 2)
-        await store.delete(pack_key(attempts[0], 0, 0))
-        with pytest.raises(AssertionError):
-            await sound(store)
-
-    asyncio.run(scenario())
+    attempts = await save(log, mine, 1, 2)
+    await store.delete(pack_key(attempts[0], 0, 0))
+    with pytest.raises(AssertionError):
+        await sound(store)
 
 
 def test_an_older_incarnation_deletes_nothing() -> None:
@@ -612,24 +582,21 @@ def test_a_damaged_log_deletes_nothing(damage: bytes | None) -> None:
     asyncio.run(scenario())
 
 
-def test_a_checkpoint_that_cannot_be_read_keeps_everything_while_it_stays() -> None:
+@on_a_run
+async def test_a_checkpoint_that_cannot_be_read_keeps_everything_while_it_stays(
+    store: MemoryStore, log: RunLog, mine: Acquire
+) -> None:
     """Which packs it needs is unknown, so none is deleted; once it is given up itself, clean-up goes on."""
-
-    async def scenario() -> None:
-        store = MemoryStore()
-        log, mine = await opened(store)
-        attempts = await save(log, mine, 1, 2, 3, 4)
-        part = next(k for k in store.objects if k.startswith("parts/") and str(attempts[2]) in k and k.endswith("json"))
-        whole, store.objects[part] = store.objects[part], b"damaged"
-        assert await retention.retire(log, mine, Keep(1), {attempts[-1]}) == set()
-        assert await files(store) == dict.fromkeys((1, 2, 3, 4), WHOLE)
-        store.objects[part] = whole
-        assert {a.step for a in await retention.retire(log, mine, Keep(1), {attempts[-1]})} == {1, 2}
-        more = await save(log, mine, 5, 6)
-        store.objects[part] = b"damaged"
-        assert {a.step for a in await retention.retire(log, mine, Keep(1), {more[-1]})} == {3, 4}
-
-    asyncio.run(scenario())
+    attempts = await save(log, mine, 1, 2, 3, 4)
+    part = next(k for k in store.objects if k.startswith("parts/") and str(attempts[2]) in k and k.endswith("json"))
+    whole, store.objects[part] = store.objects[part], b"damaged"
+    assert await retention.retire(log, mine, Keep(1), {attempts[-1]}) == set()
+    assert await files(store) == dict.fromkeys((1, 2, 3, 4), WHOLE)
+    store.objects[part] = whole
+    assert {a.step for a in await retention.retire(log, mine, Keep(1), {attempts[-1]})} == {1, 2}
+    more = await save(log, mine, 5, 6)
+    store.objects[part] = b"damaged"
+    assert {a.step for a in await retention.retire(log, mine, Keep(1), {more[-1]})} == {3, 4}
 
 
 def test_a_commit_that_comes_in_between_makes_clean_up_think_again() -> None:
@@ -657,23 +624,5 @@ def test_a_commit_that_comes_in_between_makes_clean_up_think_again() -> None:
         await retention.retire(log, mine, Keep(1), {attempts[-1]})
         assert (await sound(store))[0] == 5
         assert (await files(store))[5] == WHOLE
-
-    asyncio.run(scenario())
-
-
-def test_errors_of_clean_up_are_ours() -> None:
-    """Whatever a store answers while cleaning up, the error is a CheckpointError."""
-
-    class Odd(MemoryStore):
-        async def delete(self, key: str) -> None:
-            raise StoreError("no")
-
-    async def scenario() -> None:
-        store = Odd()
-        log, mine = await opened(store)
-        attempts = await save(log, mine, 1, 2, 3)
-        with pytest.raises(CheckpointError):
-            await retention.retire(log, mine, Keep(1), {attempts[-1]})
-        assert await sound(store) == [3, 2]
 
     asyncio.run(scenario())

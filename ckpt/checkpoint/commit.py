@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from ckpt.checkpoint import commit_checks
 from ckpt.checkpoint.commit_checks import check_fit as check_fit
@@ -27,7 +28,7 @@ from ckpt.format.digest import file_digest
 from ckpt.format.manifest import MAX_FORMAT, Attempt, by_owner, index_key, needs_texts, new_format
 from ckpt.runlog.log import RunLog, infer_root
 from ckpt.runlog.records import MAX_DOUBTS, Acquire, Commit, Record, RunState, commit_body
-from ckpt.store import Store, get_small
+from ckpt.store import Store, get_small, open_store
 
 PROBES = 3  # whoever repeats a request whose answer was lost finds these bytes, and may take them for his own
 LEFT_OUT = "was left out in"  # so says a reason for an ABORT that is no failure: the place cannot keep up
@@ -59,6 +60,19 @@ async def create_run(store: Store) -> None:
         raise created_twice(store)
     if store.remote:
         await check_ranges(store, "FORMAT.json", there)
+
+
+@contextlib.asynccontextmanager
+async def written_run(url: str | Path) -> AsyncIterator[RunLog]:
+    """The log of a run that is written to; it is created if it is not there."""
+    store = open_store(url, writable=True)
+    try:
+        await create_run(store)
+        log = RunLog(store)
+        await log.open()
+        yield log
+    finally:
+        await store.aclose()
 
 
 async def acquire(

@@ -94,6 +94,7 @@ def show_copy(found: Found) -> None:
 
 
 async def _copy(src: str, dst: str, step: int | None, every: bool, take_over: bool, yes: bool, as_json: bool) -> Found:
+    from ckpt.checkpoint.commit import written_run
     from ckpt.maintain import copy_run
 
     async with opened(src) as source:
@@ -106,12 +107,9 @@ async def _copy(src: str, dst: str, step: int | None, every: bool, take_over: bo
         if not as_json:
             show_copy(found)
         if yes and plan.copy:
-            far = await copy_run.open_target(dst)
-            try:
+            async with written_run(dst) as far:
                 with progress("copying", sum(item.size for item in plan.copy)) as on_bytes:
                     failed = await copy_run.copy(source, far, plan, go_on=every, on_bytes=on_bytes)
-            finally:
-                await far.store.aclose()
             out = {item.attempt for item in failed}
             copied = [str(item.attempt) for item in plan.copy if item.attempt not in out]
             found["done"] = {"copied": copied, "failed": list(map(item_json, failed))}

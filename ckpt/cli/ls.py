@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from ckpt.checkpoint import losses
+from ckpt.checkpoint.concurrent import of_each
 from ckpt.cli.terminal import (
     count_of,
     example,
@@ -30,8 +31,6 @@ from ckpt.format.digest import file_digest
 from ckpt.format.manifest import MAX_JSON, owner, part_key, rank_and_try
 from ckpt.runlog.log import Commit, RunLog
 from ckpt.store import get_small
-
-PARALLEL = 64  # small files read at once
 
 
 @click.command(epilog=example("ckpt ls runs/exp1", "ckpt ls runs/exp1 --json | jq '.checkpoints[0].step'"))
@@ -67,9 +66,8 @@ def ls(url: str, as_json: bool) -> int:
 
 async def _ls(url: str) -> dict[str, Any]:
     async with opened(url) as log:
-        commits, created = newest_first(log), []
-        for start in range(0, len(commits), PARALLEL):
-            created += await asyncio.gather(*(created_at(log, c) for c in commits[start : start + PARALLEL]))
+        commits = newest_first(log)
+        created = await of_each(commits, lambda commit: created_at(log, commit))
         history = {c.attempt: i for i, c in enumerate(log.state.lineage())}
         sizes, in_files = await sizes_of(log, commits)
         rows = [

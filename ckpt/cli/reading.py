@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import TypeVar
 
+from ckpt.checkpoint.concurrent import of_each
 from ckpt.cli.terminal import say
 from ckpt.errors import CheckpointError, NotFoundError
 from ckpt.faults import report
@@ -18,7 +18,6 @@ from ckpt.runlog.log import RunLog
 from ckpt.store import Store, get_small
 
 T = TypeVar("T")
-PARALLEL = 64  # small objects read at once
 
 
 async def read_ledger(log: RunLog) -> tuple[list[Account], list[str]]:
@@ -50,11 +49,8 @@ async def read_each(
         except (CheckpointError, ValueError, RecursionError) as error:
             return error
 
-    found = dict[str, T | Exception]()
-    for start in range(0, len(keys), PARALLEL):
-        some = keys[start : start + PARALLEL]
-        found |= zip(some, await asyncio.gather(*map(read_one, some)), strict=True)
-    return {key: one for key, one in found.items() if not isinstance(one, NotFoundError)}
+    found = zip(keys, await of_each(keys, read_one), strict=True)
+    return {key: one for key, one in found if not isinstance(one, NotFoundError)}
 
 
 async def read_faults(log: RunLog) -> tuple[list[Fault], list[str]]:

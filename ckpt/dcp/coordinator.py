@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt.checkpoint import commit, retention
+from ckpt.checkpoint.concurrent import of_each
 from ckpt.checkpoint.in_use import check_free
 from ckpt.checkpoint.open_tier import LIST_EVERY, READ_BACK_EVERY
 from ckpt.checkpoint.write import WrittenPart
@@ -38,7 +39,6 @@ from ckpt.runlog.log import Acquire, Commit, RunLog, RunState, live_packs
 from ckpt.store import Store, open_store, remember_options
 from ckpt.tiers import Tier
 
-AT_ONCE = 64  # parts that are read
 PATIENCE_S = 60.0  # for each request to a remote place: all ranks wait meanwhile
 
 
@@ -365,20 +365,16 @@ async def _commit(tier: Tier, saving: Saving, receipts: Sequence[Receipt]) -> No
 
 
 async def _parts(store: Store, attempt: Attempt, receipts: Sequence[Receipt], url: str) -> list[WrittenPart]:
-    found: list[WrittenPart] = []
-    for start in range(0, len(receipts), AT_ONCE):
-        some = receipts[start : start + AT_ONCE]
-        work = [commit.load_part(store, attempt, r.rank, TRY, expected=r.parts[url]) for r in some]
-        for receipt, result in zip(some, await asyncio.gather(*work, return_exceptions=True), strict=True):
-            if isinstance(result, NotFoundError):
-                raise SaveError(
-                    f"what rank {receipt.rank} wrote to {url} cannot be seen from here: DCP needs a place that all "
-                    "ranks share, not a disk of each node"
-                )
-            if isinstance(result, BaseException):
-                raise result
-            found.append(result)
-    return found
+    async def of(receipt: Receipt) -> WrittenPart:
+        try:
+            return await commit.load_part(store, attempt, receipt.rank, TRY, expected=receipt.parts[url])
+        except NotFoundError:
+            raise SaveError(
+                f"what rank {receipt.rank} wrote to {url} cannot be seen from here: DCP needs a place that all ranks "
+                "share, not a disk of each node"
+            ) from None
+
+    return await of_each(receipts, of)
 
 
 async def _tidy(log: RunLog, mine: Acquire, tier: Tier, place: Known) -> None:

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 import torch
 
 from ckpt.checkpoint import read, retention
-from ckpt.checkpoint.commit import acquire, commit, create_run
+from ckpt.checkpoint.commit import acquire, commit, written_run
 from ckpt.checkpoint.in_use import check_free
 from ckpt.checkpoint.write import RankSnapshot, page_aligned, write_part
 from ckpt.errors import UsageError
@@ -33,7 +33,6 @@ from ckpt.events import log as logger
 from ckpt.format.manifest import Attempt, new_nonce
 from ckpt.lightning.trainer_state import to_device
 from ckpt.loading import load
-from ckpt.runlog.log import RunLog
 from ckpt.state.capture import Capture
 from ckpt.state.tensors import TORCH_DTYPE
 from ckpt.store import normalise, open_store, remember_options
@@ -180,20 +179,14 @@ def _freeze(checkpoint: dict[str, Any]) -> Any:
 
 async def _write(url: str, frozen: Any, step: int) -> None:
     layout, data, values = frozen
-    store = open_store(url, writable=True)
-    try:
-        await create_run(store)
-        log = RunLog(store)
-        await log.open()
+    async with written_run(url) as log:
         await check_free(log, lambda text: logger.warning("%s", text))  # a Checkpointer may train there
         mine = await acquire(log, new_nonce())
         attempt = Attempt(mine.epoch, step, mine.nonce)
-        written = await write_part(store, RankSnapshot(attempt, layout, data, values))
+        written = await write_part(log.store, RankSnapshot(attempt, layout, data, values))
         await commit(log, mine, [written])
         if len(log.state.commits) > retention.ALWAYS:  # a path that is written again and again, such as last.ckpt
             await retention.retire(log, mine, retention.Keep(last=1), {attempt})
-    finally:
-        await store.aclose()
 
 
 async def _remove(url: str) -> None:

@@ -6,13 +6,13 @@ does a copy take one over. It may be stopped at any moment and called again: wha
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 from ckpt.checkpoint import promote
-from ckpt.checkpoint.commit import acquire, create_run
+from ckpt.checkpoint.commit import acquire
 from ckpt.checkpoint.commit import commit as append_commit
+from ckpt.checkpoint.concurrent import of_each
 from ckpt.checkpoint.parts import load_part
 from ckpt.checkpoint.retention import files_of
 from ckpt.checkpoint.store_trial import check_empty
@@ -31,7 +31,7 @@ from ckpt.format.manifest import Attempt, new_nonce
 from ckpt.maintain.prune import Item, some
 from ckpt.runlog.log import RunLog
 from ckpt.runlog.records import Acquire, Commit, RunState, in_history
-from ckpt.store import Store, open_store
+from ckpt.store import Store
 
 PARTS = 4  # ranks' parts copied at once
 COPIED = "copy:"  # so begins the nonce of an ACQUIRE that a copy has made: no job trains under it
@@ -166,19 +166,6 @@ async def _being_written(target: RunLog | None, attempt: Attempt, take_over: boo
     return "a job may be writing it there right now: repeat this later, or with --take-over if no job trains there"
 
 
-async def open_target(url: str) -> RunLog:
-    """The run to copy to, created if it is not there."""
-    store = open_store(url, writable=True)
-    try:
-        await create_run(store)
-        log = RunLog(store)
-        await log.open()
-    except BaseException:
-        await store.aclose()
-        raise
-    return log
-
-
 async def copy(
     source: RunLog, target: RunLog, plan: CopyPlan, *, go_on: bool = False, on_bytes: OnBytes = None
 ) -> list[Item]:
@@ -247,21 +234,14 @@ async def _blame(
 async def _copy_files(
     source: Store, target: Store, commit: Commit, used: Set[str], on_bytes: OnBytes
 ) -> list[WrittenPart]:
-    window = asyncio.Semaphore(PARTS)
+    async def one(part: tuple[int, int, str]) -> WrittenPart:
+        rank, number, digest = part
+        await promote.copy_part(
+            source, target, commit.attempt, rank, number, expected=digest, used=used, on_bytes=on_bytes
+        )
+        return await load_part(target, commit.attempt, rank, number, expected=digest)  # with packs of their size
 
-    async def one(rank: int, number: int, digest: str) -> WrittenPart:
-        async with window:
-            await promote.copy_part(
-                source, target, commit.attempt, rank, number, expected=digest, used=used, on_bytes=on_bytes
-            )
-            return await load_part(target, commit.attempt, rank, number, expected=digest)  # with packs of their size
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(*part)) for part in commit.parts]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
+    return await of_each(commit.parts, one, PARTS)
 
 
 async def _lead(log: RunLog, after: Acquire | None, attempt: Attempt) -> Acquire:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import re
@@ -11,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,21 +45,9 @@ DATA = bytes(range(256)) * 64
 # -- runs made by hand --
 
 
-@contextlib.asynccontextmanager
-async def opened(place: Path | str) -> AsyncIterator[RunLog]:
-    store = open_store(str(place), writable=True)
-    try:
-        await commit.create_run(store)
-        log = RunLog(store)
-        await log.open()
-        yield log
-    finally:
-        await store.aclose()
-
-
 def work(place: Path | str, do: Callable[[RunLog], Coroutine[Any, Any, Any]]) -> Any:
     async def scenario() -> Any:
-        async with opened(place) as log:
+        async with commit.written_run(place) as log:
             return await do(log)
 
     return asyncio.run(scenario())
@@ -159,7 +146,7 @@ def test_options_reach_the_place(call: Call, run: Path, monkeypatch: pytest.Monk
         told[Path(url).name] = dict(options_of(url))
         return open_store(url, **settings)
 
-    for module in ("ckpt.cli.copy", "ckpt.maintain.copy_run", "ckpt.cli.terminal"):
+    for module in ("ckpt.cli.copy", "ckpt.checkpoint.commit", "ckpt.cli.terminal"):
         monkeypatch.setattr(f"{module}.open_store", look, raising=False)
     call("copy", run, f"{run}2", "--option", "a=1", "--src-option", "a=2", "--dst-option", "b=3")
     assert told == {"run": {"a": 2}, "run2": {"a": 1, "b": 3}}
@@ -401,10 +388,9 @@ def test_files_of_several_count_once(call: Call, tmp_path: Path, monkeypatch: py
 
     async def do(source: RunLog) -> None:
         wanted = source.state.lineage()
-        target = await copy_run.open_target(str(there))
-        decided = await copy_run.plan_copy(source, target, wanted, take_over=False)
-        assert await copy_run.copy(source, target, decided, on_bytes=seen.append) == []
-        await target.store.aclose()
+        async with commit.written_run(there) as target:
+            decided = await copy_run.plan_copy(source, target, wanted, take_over=False)
+            assert await copy_run.copy(source, target, decided, on_bytes=seen.append) == []
 
     work(run, do)
     assert sum(seen) == plan["bytes"] and steps(there) == [5, 4, 3, 2, 1]
@@ -626,7 +612,7 @@ def test_a_commit_in_between_is_taken_into_account(
     async def and_a_commit(log: RunLog) -> prune.RunFiles:
         stock = await real(log)
         if left:
-            async with opened(run) as other:
+            async with commit.written_run(run) as other:
                 await save(other, mine, left.pop(0))
         return stock
 
@@ -749,7 +735,7 @@ def test_a_keep_that_comes_too_late_says_so(run: Path) -> None:
 
     async def late(log: RunLog) -> None:
         first = min(log.state.commits)
-        async with opened(run) as other:
+        async with commit.written_run(run) as other:
             await retention.retire(other, None, Keep(1), {max(log.state.commits)})
         with pytest.raises(NoCheckpointError, match="a moment ago"):
             await retention.set_keep(log, first, "x")

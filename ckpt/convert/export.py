@@ -282,14 +282,9 @@ def _write(path: Path, at: int, data: Bytes, *, direct: bool) -> None:
 
 def _read(path: Path, at: int, view: Bytes) -> bool:
     """False if there is not as much."""
-    done = 0
-    with _opened(path, os.O_RDONLY) as fd:
-        while done < len(view):
-            count = os.preadv(fd, [view[done:].data], at + done)
-            if not count:
-                return False
-            done += count
-    return True
+    with path.open("rb") as file:
+        file.seek(at)
+        return file.readinto(view.data) == len(view)
 
 
 @contextlib.contextmanager

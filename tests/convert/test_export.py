@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import safetensors
 import safetensors.torch
@@ -25,10 +24,9 @@ import ckpt
 from ckpt.cli import restore
 from ckpt.convert import export, partial, to_run
 from ckpt.convert.output import Literal, OutFile, Output, Run
-from ckpt.convert.source import RankView
 from ckpt.errors import CheckpointError, FullError, StoreError, UsageError
-from ckpt.format.layout import TensorSpec
 from commands import call, flip, increments
+from memory_origin import MemoryOrigin
 from peak import PEAK
 from processes import killed, run_script
 
@@ -540,41 +538,7 @@ def test_dtypes_that_safetensors_cannot_hold(tmp_path: Path, call: Any) -> None:
 # -- the engine by itself --
 
 
-class Memory:
-    """Tensors in memory as an origin."""
-
-    def __init__(self, tensors: dict[str, np.ndarray[Any, Any]]) -> None:
-        self._tensors, self.title, self.identity, self.about = tensors, "memory", "memory", dict[str, Any]()
-        self.tensors = {n: TensorSpec(n, "F32", t.shape) for n, t in tensors.items()}
-        self.names = {name: name for name in tensors}
-        self.fail_after, self.keep = -1, 0
-
-    def plain(self) -> dict[str, Any]:
-        return {}
-
-    def view(self, rank: int = 0, world: int = 1) -> RankView:
-        return RankView((), self.names, {})
-
-    def same(self, label: str, other: Any, theirs: str) -> bool:
-        return False
-
-    async def read(self, wants: Any) -> None:
-        for want in wants:
-            self.fail_after -= 1
-            if self.fail_after == 0:
-                raise ckpt.CorruptError(f"{want.label} is damaged")
-            box = tuple(slice(i, i + n) for i, n in zip(*want.box, strict=True))
-            flat = np.ascontiguousarray(self._tensors[want.label][box]).reshape(-1)
-            want.into[:] = flat[want.start : want.stop].view(np.uint8)
-
-    async def unchanged(self) -> None:
-        pass
-
-    async def aclose(self) -> None:
-        pass
-
-
-def output_of(origin: Memory, draw: random.Random) -> tuple[Output, dict[str, bytes]]:
+def output_of(origin: MemoryOrigin, draw: random.Random) -> tuple[Output, dict[str, bytes]]:
     """Files of literals and tensors in any mixture, and what has to come out."""
     files, expected = [], {}
     for number in range(draw.randrange(1, 4)):
@@ -590,8 +554,7 @@ def output_of(origin: Memory, draw: random.Random) -> tuple[Output, dict[str, by
                 at = tuple(draw.randrange(n) for n in shape)
                 sizes = tuple(draw.randrange(1, n - i + 1) for i, n in zip(at, shape, strict=True))
                 parts.append(Run(len(raw), label, (at, sizes), "F32"))
-                box = tuple(slice(i, i + n) for i, n in zip(at, sizes, strict=True))
-                raw += np.ascontiguousarray(origin._tensors[label][box]).tobytes()
+                raw += origin.part(label, (at, sizes)).numpy().tobytes()
         ends = sorted(draw.sample(range(1, len(raw)), min(3, len(raw) - 1)))
         sums = tuple(zip(ends, [*ends[1:], len(raw)], strict=True))
         files.append(OutFile(f"f{number}", len(raw), tuple(parts), sums))
@@ -605,8 +568,7 @@ def test_any_plan_with_any_window(tmp_path: Path, seed: int) -> None:
     from ckpt.format.digest import blob_digest
 
     draw = random.Random(seed)
-    arrays = {f"t{i}": np.random.default_rng(seed).random((draw.randrange(1, 60), 50), np.float32) for i in range(3)}
-    origin = Memory(arrays)
+    origin = MemoryOrigin({f"t{i}": torch.randn(draw.randrange(1, 60), 50) for i in range(3)})
     output, expected = output_of(origin, draw)
     found: dict[str, dict[int, bytes]] = {}
     output = Output(output.kind, output.files, lambda f, s: found.update({k: dict(v) for k, v in s.items()}),

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from ckpt.convert import tensor_diff
-from ckpt.format.boxes import boxes_of_run
-from ckpt.format.layout import TensorSpec
 from commands import call, save
+from memory_origin import MemoryOrigin
 
 __all__ = ["call"]  # the fixture
 
@@ -23,23 +22,9 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
           "C64": torch.complex64, "BOOL": torch.bool}  # fmt: skip
 
 
-class Memory:
-    """Tensors in memory as an origin."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor], dtype: str) -> None:
-        self._tensors = tensors
-        self.tensors = {n: TensorSpec(n, dtype, tuple(t.shape)) for n, t in tensors.items()}
-
-    async def read(self, wants: Any) -> None:
-        for want in wants:
-            assert boxes_of_run(want.box[1], want.start, want.stop)
-            flat = self._tensors[want.label].contiguous().reshape(-1)[want.start : want.stop]
-            want.into[:] = flat.view(torch.uint8).numpy()
-
-
 def compared(a: torch.Tensor, b: torch.Tensor, dtype: str, other: str, window: int) -> tensor_diff.Difference | None:
-    one: Any = Memory({"x": a, "y": a}, dtype)
-    two: Any = Memory({"x": b, "y": a.to(b.dtype)}, other)
+    one = MemoryOrigin({"x": a, "y": a}, dtype)
+    two = MemoryOrigin({"x": b, "y": a.to(b.dtype)}, other)
     pairs = [tensor_diff.Pair("x", "x", "x"), *([tensor_diff.Pair("y", "y", "y")] if dtype == other else [])]
     found = asyncio.run(tensor_diff.differences(one, two, pairs, window=window))
     assert [f.name for f in found] in (["x"], [])

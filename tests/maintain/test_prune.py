@@ -313,25 +313,22 @@ async def test_nothing_goes_before_something_that_stays_was_verified(
     assert await sound(store) == [4, 3, 2, 1]
 
 
-def test_leftovers_of_aborted_attempts_and_other_tries_are_swept() -> None:
+@on_a_run
+async def test_leftovers_of_aborted_attempts_and_other_tries_are_swept(
+    store: MemoryStore, log: RunLog, mine: Acquire
+) -> None:
     """Files of an ended attempt that no checkpoint uses go with the next clean-up; those of an open attempt never."""
-
-    async def scenario() -> None:
-        store = MemoryStore()
-        log, mine = await opened(store)
-        await write_part(store, snapshot(mine, 2), number=0)  # a first try, written again below
-        await save(log, mine, 1)
-        written = await write_part(store, snapshot(mine, 2), number=1)
-        await commit.commit(log, mine, [written])
-        await write_part(store, snapshot(mine, 3))
-        await commit.abort(log, mine, Attempt(mine.epoch, 3, mine.nonce), "for the test")
-        await write_part(store, snapshot(mine, 4))  # open
-        assert await retention.retire(log, mine, Keep(5), {Attempt(mine.epoch, 2, mine.nonce)}) == set()
-        assert await files(store) == {1: WHOLE, 2: WHOLE, 4: WHOLE - 1}
-        assert pack_key(Attempt(mine.epoch, 2, mine.nonce), 0, 0) not in store.objects
-        assert await sound(store) == [2, 1]
-
-    asyncio.run(scenario())
+    await write_part(store, snapshot(mine, 2), number=0)  # a first try, written again below
+    await save(log, mine, 1)
+    written = await write_part(store, snapshot(mine, 2), number=1)
+    await commit.commit(log, mine, [written])
+    await write_part(store, snapshot(mine, 3))
+    await commit.abort(log, mine, Attempt(mine.epoch, 3, mine.nonce), "for the test")
+    await write_part(store, snapshot(mine, 4))  # open
+    assert await retention.retire(log, mine, Keep(5), {Attempt(mine.epoch, 2, mine.nonce)}) == set()
+    assert await files(store) == {1: WHOLE, 2: WHOLE, 4: WHOLE - 1}
+    assert pack_key(Attempt(mine.epoch, 2, mine.nonce), 0, 0) not in store.objects
+    assert await sound(store) == [2, 1]
 
 
 @pytest.mark.parametrize("end", ["COMMIT", "ABORT"])
@@ -478,24 +475,19 @@ async def test_gc_counts_packs_of_retired_ones_among_the_live(store: MemoryStore
     assert not (await swept(store))[0].delete
 
 
-def test_prune_keeps_what_increments_refer_to() -> None:
+@on_a_run
+async def test_prune_keeps_what_increments_refer_to(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
     """`ckpt prune` gives up the one they came from, and not the pack."""
-
-    async def scenario() -> None:
-        store = MemoryStore()
-        log, mine = await opened(store)
-        await chain(log, mine, 1, 2, 3)
-        await save(log, mine, 4, 5)
-        await chain(log, mine, 6, 7)
-        stock = await prune.take_stock(log)
-        plan = prune.plan_prune(log, stock, Keep(5))
-        assert [item.attempt.step for item in plan.give_up] == [2, 1]
-        assert [item.files for item in plan.give_up] == [WHOLE, WHOLE - 1]
-        landed = await prune.prune(log, stock, Keep(5), plan.check.attempt)
-        await prune.delete(store, stock.files(landed.delete), grace_s=0.0)
-        assert await sound(store) == [7, 6, 5, 4, 3]
-
-    asyncio.run(scenario())
+    await chain(log, mine, 1, 2, 3)
+    await save(log, mine, 4, 5)
+    await chain(log, mine, 6, 7)
+    stock = await prune.take_stock(log)
+    plan = prune.plan_prune(log, stock, Keep(5))
+    assert [item.attempt.step for item in plan.give_up] == [2, 1]
+    assert [item.files for item in plan.give_up] == [WHOLE, WHOLE - 1]
+    landed = await prune.prune(log, stock, Keep(5), plan.check.attempt)
+    await prune.delete(store, stock.files(landed.delete), grace_s=0.0)
+    assert await sound(store) == [7, 6, 5, 4, 3]
 
 
 @on_a_run
@@ -543,19 +535,14 @@ async def test_negative_control_deleting_without_a_plan_is_seen(store: MemorySto
         await sound(store)
 
 
-def test_an_older_incarnation_deletes_nothing() -> None:
+@on_a_run
+async def test_an_older_incarnation_deletes_nothing(store: MemoryStore, log: RunLog, mine: Acquire) -> None:
     """A fenced job's clean-up ends at its PLAN."""
-
-    async def scenario() -> None:
-        store = MemoryStore()
-        log, mine = await opened(store)
-        attempts = await save(log, mine, 1, 2, 3, 4)
-        await opened(store)
-        with pytest.raises(FencedError):
-            await retention.retire(log, mine, Keep(1), {attempts[-1]})
-        assert await files(store) == dict.fromkeys((1, 2, 3, 4), WHOLE)
-
-    asyncio.run(scenario())
+    attempts = await save(log, mine, 1, 2, 3, 4)
+    await opened(store)
+    with pytest.raises(FencedError):
+        await retention.retire(log, mine, Keep(1), {attempts[-1]})
+    assert await files(store) == dict.fromkeys((1, 2, 3, 4), WHOLE)
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", None])

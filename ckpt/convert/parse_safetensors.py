@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -28,15 +28,6 @@ MAX_INDEX = 256 << 20
 _INDEX = ".safetensors.index.json"
 _SHARDING = "DCP_SHARDING_INFO"
 _DTYPES = BITS.keys() - {"F4_E2M1X2", "C128", "C32"}
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    dtype: str
-    shape: tuple[int, ...]
-    file: str
-    at: int
-    offsets: tuple[int, ...] | None  # of a piece, in its tensor
 
 
 def sniff(path: FilePath) -> bool:
@@ -109,7 +100,7 @@ def check_inside(folder: FilePath, file: str) -> None:
 
 
 def _foreign(folder: FilePath, files: list[str], weights: dict[str, str] | None, at: Path) -> Foreign:
-    found: dict[str, list[_Tensor]] = {}
+    found: dict[str, list[FilePiece]] = {}
     metadata: dict[str, str] = {}
     notes: list[str] = []
     for file in files:
@@ -123,7 +114,7 @@ def _foreign(folder: FilePath, files: list[str], weights: dict[str, str] | None,
     if weights is not None and (missing := sorted(weights.keys() - found.keys())):
         raise CorruptError(f"{folder}: {missing[0]} is not in {weights[missing[0]]}, where the index says it is")
     names = {name: show((*at, name)) for name in found}
-    pieces = [piece for name, parts in found.items() for piece in _pieces(folder, names[name], name, parts)]
+    pieces = [piece for name, parts in found.items() for piece in _pieces(folder, names[name], parts)]
     aliases = {
         show((*at, removed)): names[kept]
         for removed, kept in metadata.items()
@@ -137,24 +128,25 @@ def _few(notes: list[str]) -> list[str]:
     return notes if len(notes) <= 10 else [*notes[:10], f"and {len(notes) - 10} more"]
 
 
-def _pieces(folder: FilePath, full: str, name: str, parts: list[_Tensor]) -> list[FilePiece]:
-    if len(parts) == 1 and not any(parts[0].offsets or ()):
-        one = parts[0]
-        return [FilePiece(full, one.dtype, one.shape, (0,) * len(one.shape), one.shape, one.file, one.at)]
-    if any(part.offsets is None or len(part.offsets) != len(parts[0].shape) for part in parts):
+def _pieces(folder: FilePath, full: str, parts: list[FilePiece]) -> list[FilePiece]:
+    """What the files have of one tensor, in its place."""
+    name, first = parts[0].name, parts[0]
+    if len(parts) == 1 and not any(first.offsets):
+        return [replace(first, name=full, offsets=(0,) * len(first.sizes))]
+    if any(not part.offsets or len(part.offsets) != len(first.sizes) for part in parts):
         files = ", ".join(sorted({part.file for part in parts})[:5])
         raise CorruptError(f"{folder}: {name} is in several files ({files}), and no index says in which")
-    if any(len(part.shape) != len(parts[0].shape) for part in parts):
+    if any(len(part.sizes) != len(first.sizes) for part in parts):
         raise CorruptError(f"{folder}: the pieces of {name} do not fit together")
-    ends = [[i + n for i, n in zip(part.offsets or (), part.shape, strict=True)] for part in parts]
+    ends = [[i + n for i, n in zip(part.offsets, part.sizes, strict=True)] for part in parts]
     whole = tuple(max(places) for places in zip(*ends, strict=True))
-    return [FilePiece(full, part.dtype, whole, part.offsets or (), part.shape, part.file, part.at) for part in parts]
+    return [replace(part, name=full, whole=whole) for part in parts]
 
 
 # -- one file --
 
 
-def _read(folder: FilePath, file: str) -> tuple[dict[str, _Tensor], dict[str, str]]:
+def _read(folder: FilePath, file: str) -> tuple[dict[str, FilePiece], dict[str, str]]:
     """The tensors and the metadata of a file, which the format's own library has found to be whole."""
     path = folder / file
     if not path.exists():
@@ -178,13 +170,13 @@ def _read(folder: FilePath, file: str) -> tuple[dict[str, _Tensor], dict[str, st
         raise UsageError(f"{path}: {error}") from None
 
 
-def _tensor(file: str, name: str, one: Any, start: int, places: dict[str, tuple[int, ...]]) -> _Tensor:
+def _tensor(file: str, name: str, one: Any, start: int, places: dict[str, tuple[int, ...]]) -> FilePiece:
     dtype, shape, (low, _) = one["dtype"], one["shape"], one["data_offsets"]
     if dtype == "F4" and shape and shape[-1] % 2 == 0:  # torch keeps two to a byte, and calls those its elements
         dtype, shape = "F4_E2M1X2", [*shape[:-1], shape[-1] // 2]
     elif dtype not in _DTYPES:
         raise refuse((name,), f"has dtype {str(dtype)[:20]}, which cannot be kept: convert it")
-    return _Tensor(dtype, tuple(shape), file, start + low, places.get(name))
+    return FilePiece(name, dtype, tuple(shape), places.get(name, ()), tuple(shape), file, start + low)
 
 
 def _offsets(metadata: dict[str, str]) -> dict[str, tuple[int, ...]]:

@@ -13,15 +13,13 @@ from ckpt.cli.terminal import (
     count_of,
     example,
     human,
-    json_option,
     opened,
     parse_options,
-    place_option,
+    plan_options,
     print_json,
     print_table,
     progress,
     safe,
-    yes_option,
 )
 from ckpt.cli.upkeep import TITLES, Found, cells, item_json, show_end
 from ckpt.errors import UsageError
@@ -46,9 +44,7 @@ if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
               help="The same for SRC alone.")  # fmt: skip
 @click.option("--dst-option", "dst_options", metavar="KEY=VALUE", multiple=True, callback=parse_options,
               help="The same for DST alone.")  # fmt: skip
-@place_option
-@yes_option
-@json_option
+@plan_options
 def copy(
     src: str,
     dst: str,

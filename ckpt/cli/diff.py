@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt.cli.origins import as_option, only_option, open_either
-from ckpt.cli.terminal import act, example, json_option, place_option, print_json, print_table, progress, short
+from ckpt.cli.terminal import act, example, look_options, print_json, print_table, progress, short
 from ckpt.errors import UsageError
 
 if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
@@ -28,8 +28,7 @@ Found = dict[str, Any]
 @click.argument("b")
 @only_option
 @as_option
-@place_option
-@json_option
+@look_options
 def diff(a: str, b: str, only: tuple[str, ...], at: tuple[str, ...], as_json: bool) -> int:
     """Compare two checkpoints, each given as URL or URL@STEP, or files as `ckpt import` takes them.
 

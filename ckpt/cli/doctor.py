@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt.cli.terminal import example, json_option, place_option, print_json, print_table, progress, safe
+from ckpt.cli.terminal import example, look_options, print_json, print_table, progress, safe
 from ckpt.units import duration
 
 if TYPE_CHECKING:  # other commands need not wait for it
@@ -35,8 +35,7 @@ UNREACHABLE = 2
 @click.option("--state-gb", type=click.FloatRange(min=0, min_open=True), help="The whole job's state, in 10**9 bytes.")
 @click.option("--step-s", type=click.FloatRange(min=0, min_open=True), help="How long a training step takes.")
 @click.option("--world", type=click.IntRange(min=1), default=1, help="How many ranks the job has.")
-@place_option
-@json_option
+@look_options
 def doctor(
     urls: tuple[str, ...],
     size: int,

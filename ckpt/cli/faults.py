@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ckpt.cli.reading import read_faults
-from ckpt.cli.terminal import example, json_option, opened, place_option, print_json, print_table, safe
+from ckpt.cli.terminal import example, look_options, opened, print_json, print_table, safe
 from ckpt.faults.report import ADVICE, incidents
 
 
@@ -18,8 +18,7 @@ from ckpt.faults.report import ADVICE, incidents
 )
 @click.argument("url")
 @click.option("--last", type=click.IntRange(min=1), help="Only so many of the newest incidents.")
-@place_option
-@json_option
+@look_options
 def faults(url: str, last: int | None, as_json: bool) -> int:
     """What went wrong in a run: who saw it first, where every rank stood, what was saved, what to do.
 

@@ -11,14 +11,12 @@ from ckpt.cli.terminal import (
     count_of,
     example,
     human,
-    json_option,
     opened,
-    place_option,
+    plan_options,
     print_few,
     print_json,
     print_table,
     safe,
-    yes_option,
 )
 from ckpt.cli.upkeep import TITLES, Found, cells, delete_files, grace_option, item_json, patience_text, show_end, sum_of
 
@@ -35,9 +33,7 @@ if TYPE_CHECKING:  # what `ls` need not wait for is imported where it is used
     " never be completed then, so let no job and no copy be at work there.",
 )
 @grace_option
-@place_option
-@yes_option
-@json_option
+@plan_options
 def gc(url: str, abort_open: bool, grace_s: float | None, yes: bool, as_json: bool) -> int:
     """Delete files that no checkpoint needs: of attempts that have ended, and of those given up.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ckpt.cli.terminal import act, example, json_option, opened, place_option, print_json, safe, yes_option
+from ckpt.cli.terminal import act, example, opened, plan_options, print_json, safe
 from ckpt.cli.upkeep import Found, show_end
 
 
@@ -15,9 +15,7 @@ from ckpt.cli.upkeep import Found, show_end
 @click.argument("step", type=click.IntRange(min=0))
 @click.option("--note", help="Why; stays with the checkpoint.")
 @click.option("--undo", is_flag=True, help="It may go again, as its age demands.")
-@place_option
-@yes_option
-@json_option
+@plan_options
 def keep(
     url: str,
     step: int,

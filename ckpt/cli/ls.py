@@ -15,10 +15,9 @@ from ckpt.cli.terminal import (
     count_of,
     example,
     human,
-    json_option,
+    look_options,
     newest_first,
     opened,
-    place_option,
     print_json,
     print_table,
     redo_lines,
@@ -35,8 +34,7 @@ from ckpt.store import get_small
 
 @click.command(epilog=example("ckpt ls runs/exp1", "ckpt ls runs/exp1 --json | jq '.checkpoints[0].step'"))
 @click.argument("url")
-@place_option
-@json_option
+@look_options
 def ls(url: str, as_json: bool) -> int:
     """List the checkpoints of a run, newest first.
 

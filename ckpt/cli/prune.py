@@ -11,15 +11,13 @@ from ckpt.cli.terminal import (
     count_of,
     example,
     human,
-    json_option,
     opened,
-    place_option,
+    plan_options,
     print_few,
     print_json,
     print_table,
     progress,
     safe,
-    yes_option,
 )
 from ckpt.cli.upkeep import TITLES, Found, cells, delete_files, grace_option, item_json, patience_text, show_end, sum_of
 
@@ -44,9 +42,7 @@ def number_or_all(context: click.Context, parameter: click.Parameter, text: str)
 )
 @click.option("--keep-every", type=click.IntRange(min=1), help="And every one whose step is a multiple of this.")
 @grace_option
-@place_option
-@yes_option
-@json_option
+@plan_options
 def prune(
     url: str,
     keep_last: int | str,

@@ -19,16 +19,14 @@ from ckpt.cli.terminal import (
     example,
     from_option,
     human,
-    json_option,
     opened,
-    place_option,
+    plan_options,
     print_few,
     print_json,
     print_table,
     progress,
     safe,
     say,
-    yes_option,
 )
 from ckpt.store import normalise
 
@@ -49,9 +47,7 @@ NAMES = 2  # tensors of one damaged piece that a person gets to see
 @click.argument("url")
 @from_option("Where sound bytes may be had besides: another tier of the run")
 @click.option("--step", type=click.IntRange(min=0), help="Only what the checkpoint of this step needs.")
-@place_option
-@yes_option
-@json_option
+@plan_options
 def repair(url: str, others: Sequence[str], step: int | None, yes: bool, as_json: bool) -> int:
     """Put damaged or missing files right again, bit for bit. A job may be training there.
 

@@ -14,7 +14,7 @@ import click
 
 from ckpt import __version__
 from ckpt.cli.reading import read_faults, read_ledger
-from ckpt.cli.terminal import SHOWN, example, json_option, opened, place_option, print_json, print_table, safe, say
+from ckpt.cli.terminal import SHOWN, example, look_options, opened, print_json, print_table, safe, say
 from ckpt.errors import CheckpointError, CorruptError, FormatError
 from ckpt.faults.report import Fault
 from ckpt.goodput.accounting import settled
@@ -37,8 +37,7 @@ from ckpt.runlog.records import RunState
               help="Write a page with pictures into this file, for any browser: it needs no network and no other file. "
                    "- is stdout.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace FILE if it is there.")
-@place_option
-@json_option
+@look_options
 def report(
     url: str,
     idle_after_h: float | None,

@@ -22,8 +22,7 @@ from ckpt.cli.terminal import (
     example,
     from_option,
     human,
-    json_option,
-    place_option,
+    look_options,
     print_json,
     print_table,
     progress,
@@ -89,8 +88,7 @@ dry_option = click.option("--dry-run", is_flag=True, help="Only say what would b
 @memory_option
 @from_option("Another location that has the same checkpoint, for what is damaged")
 @dry_option
-@place_option
-@json_option
+@look_options
 def restore(
     url: str,
     step: int | None,

@@ -15,9 +15,8 @@ from ckpt.cli.reading import cadence_lines
 from ckpt.cli.terminal import (
     example,
     human,
-    json_option,
+    look_options,
     opened,
-    place_option,
     print_json,
     print_table,
     redo_lines,
@@ -36,8 +35,7 @@ RECENT = 4  # incarnations
 @click.argument("url")
 @step_option
 @click.option("--only", metavar="PATTERN", help="Only tensors whose name matches this shell pattern.")
-@place_option
-@json_option
+@look_options
 def show(url: str, step: int | None, only: str | None, as_json: bool) -> int:
     """Say what a checkpoint consists of, and how that is stored: tensors, plain values, files.
 

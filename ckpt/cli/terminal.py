@@ -94,6 +94,16 @@ step_option = click.option("--step", type=click.IntRange(min=0), help="This step
 yes_option = click.option("--yes", is_flag=True, help="Do it. Without this, only the plan is shown.")
 
 
+def look_options(command: Callable[..., T]) -> Callable[..., T]:
+    """Of commands that look at a place."""
+    return place_option(json_option(command))
+
+
+def plan_options(command: Callable[..., T]) -> Callable[..., T]:
+    """Of commands that say what they would change in a place, and do it if they are told to."""
+    return place_option(yes_option(json_option(command)))
+
+
 def from_option(what: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Further places of a run."""
     return click.option("--from", "others", metavar="URL", multiple=True, help=f"{what}; repeatable.")

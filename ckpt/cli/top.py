@@ -15,7 +15,7 @@ import click
 from rich.console import Console, Group
 from rich.live import Live
 
-from ckpt.cli.terminal import SAYING, example, json_option, place_option, print_json
+from ckpt.cli.terminal import SAYING, example, look_options, print_json
 from ckpt.cli.top_data import RunWatch
 from ckpt.cli.top_view import TopView, lines
 from ckpt.events import log as logger
@@ -27,8 +27,7 @@ from ckpt.store import normalise
 @click.option("--once", is_flag=True, help="One look, as text.")
 @click.option("--interval", "interval_s", type=click.FloatRange(min=0.1), default=1.0, show_default=True,
               metavar="SECONDS", help="Between two looks.")  # fmt: skip
-@place_option
-@json_option
+@look_options
 def top(run: str, once: bool, interval_s: float, as_json: bool) -> int:
     """Watch a run: steps, what saving costs, what is in memory, and how far each tier is behind. Ctrl-C leaves.
 

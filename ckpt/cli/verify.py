@@ -16,10 +16,9 @@ from ckpt.cli.terminal import (
     OnBytes,
     example,
     has_redo,
-    json_option,
+    look_options,
     newest_first,
     opened,
-    place_option,
     print_few,
     print_json,
     print_table,
@@ -47,8 +46,7 @@ NAMED = re.compile(r"\b(packs|parts|index)/[\w.-]+\.(safetensors|json)\b")  # a 
     " --no-data: only the log, the parts and tables, and the headers and sizes of the packs; quick, and blind to damage"
     " in tensors.",
 )
-@place_option
-@json_option
+@look_options
 def verify(url: str, step: int | None, every: bool, data: bool, as_json: bool) -> int:
     """Read every byte of a checkpoint and check it. Exit code 1 if anything is damaged, the log included.
 

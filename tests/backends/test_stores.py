@@ -228,7 +228,7 @@ def using(make: Open, work: Callable[[Store], Awaitable[None]]) -> None:
 
 
 @given(st.text(max_size=60))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_key_that_passes_stays_below_the_root(key: str) -> None:
     """Whatever passes the check is the name of something below the folder, and hides nothing."""
     try:

@@ -30,13 +30,6 @@ SLOW = (
     "test_jobs", "test_surprises", "test_incremental", "test_waits", "test_first_contact", "test_process_groups",
     "test_flight_recorder",
 )  # fmt: skip
-# Of the others those that take longest.
-LONGER = (
-    "test_simulated",
-    "test_unchanged", "test_preemption", "test_source_files", "test_save_rounds", "test_step_log", "test_world",
-    "test_accounting", "test_doctor", "test_promise_provenance", "test_events", "test_imports", "test_hang",
-    "test_promises", "test_quarantine", "test_survival", "test_increment_promises", "test_in_place", "test_to_torch",
-)  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,8 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """One part of the files, the longest first, so that two processes that share them out end at the same time. (xdist
-    would sort them by their number of tests, which says little: see --no-loadscope-reorder in the Makefile.)"""
+    """One part of the files, the longest first, so that two processes that share them out end at the same time: of the
+    quick ones those that start processes. (xdist would sort them by their number of tests, which says little: see
+    --no-loadscope-reorder in the Makefile.)"""
     for item in items:
         item.add_marker("process" if _starts_processes(item.path) else "unit")
     part = config.getoption("part")
@@ -70,8 +64,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = [item for item in items if (item.path.stem in SLOW) == (part == "slow")]
         config.hook.pytest_deselected(items=[item for item in items if (item.path.stem in SLOW) != (part == "slow")])
         items[:] = chosen
-    place = {name: number for number, name in enumerate(SLOW + LONGER)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    place = {name: number for number, name in enumerate(SLOW)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place) + (not _starts_processes(item.path))))
 
 
 @functools.cache

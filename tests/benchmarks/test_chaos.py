@@ -206,12 +206,13 @@ def test_noise_is_told() -> None:
 # -- all of it, with real processes --
 
 
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> Json:
-    """A run of two contenders, a minute long."""
+@pytest.fixture(scope="module", params=[1, pytest.param(3, marks=pytest.mark.long)])
+def quick(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Json:
+    """A run of two contenders with so many faults."""
     folder = tmp_path_factory.mktemp("chaos")
     path = os.pathsep.join([str(REPO), str(REPO / "backends")])
     command = [sys.executable, str(REPO / "benchmarks" / "chaos.py"), "--quick", "--only", *NAMES]
+    command += ["--faults", str(request.param)]
     done = subprocess.run(
         [*command, "--folder", str(folder), "--json", str(folder / "found.json")],
         env={**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"},

@@ -121,6 +121,7 @@ def check_that_changes_are_noticed(folder: Path) -> None:
     assert judge_changed(folder, "rounds.json", lambda c: c[2].update(tier="memory"))[0] == 1
 
 
+@pytest.mark.long
 def test_one_wrong_bit_after_restore_fails_it(tmp_path: Path) -> None:
     """A restore that gets a single bit of one weight wrong ends in exit code 1, and the weight is named."""
     tmp, path = tmp_path / "tmp", tmp_path / "path"
@@ -135,6 +136,7 @@ def test_one_wrong_bit_after_restore_fails_it(tmp_path: Path) -> None:
     assert not left(tmp)
 
 
+@pytest.mark.long
 def test_interrupted_it_leaves_nothing(tmp_path: Path) -> None:
     """Ctrl-C while writers outlive their trainers ends them too, and removes the folder."""
     process = start("--ranks", "2,1", "--steps-per-round", 4, tmp=tmp_path)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,20 @@ def sparse(run: str) -> list[Any]:
     return [ckpt.Memory(every=10), ckpt.Tier(run, every=100), ckpt.Tier(run + "-far", every=1000)]
 
 
+def trained(run: str, steps: int, *, memory_every: int = 10) -> tuple[dict[str, Any], ckpt.Checkpointer]:
+    """A state after so many steps, and its Checkpointer, which has the last one nowhere yet."""
+    state = toy.build()
+    cp = ckpt.Checkpointer(state, [ckpt.Memory(every=memory_every), ckpt.Tier(run, every=100)], close_timeout_s=30)
+    train_to(cp, state, steps)
+    return state, cp
+
+
+def train_to(cp: ckpt.Checkpointer, state: dict[str, Any], last: int) -> None:
+    for step in range(cp.restore(default=0), last):
+        toy.train_step(state)
+        cp.step(step + 1)
+
+
 def newest(place: str) -> int:
     """The newest step that is durable there, -1 if there is none."""
     with contextlib.suppress(ckpt.CheckpointError):
@@ -101,9 +115,7 @@ def test_leaving_the_block_keeps_the_last_step(run_dir: str, error: type[BaseExc
     state = toy.build()
     tiers: Any = {"tiers": run_dir, "every": "auto"} if auto else {"tiers": sparse(run_dir)}
     with contextlib.suppress(error or ZeroDivisionError), ckpt.Checkpointer(state, **tiers) as cp:
-        for step in range(cp.restore(default=0), STEPS):
-            toy.train_step(state)
-            cp.step(step + 1)
+        train_to(cp, state, STEPS)
         if error is not None:
             state["model"](torch.randn(8, toy.WIDTH))  # random numbers and buffers move on
             raise error("enough")
@@ -192,9 +204,7 @@ def test_an_update_that_has_begun_is_said(run_dir: str, caplog: pytest.LogCaptur
     kept, and one warning says which it is, why, and what that costs."""
     state = toy.build()
     with caplog.at_level(logging.WARNING, "ckpt"), ckpt.Checkpointer(state, sparse(run_dir)) as cp:
-        for step in range(cp.restore(default=0), STEPS):
-            toy.train_step(state)
-            cp.step(step + 1)
+        train_to(cp, state, STEPS)
         toy.train_step(state)
     said = [record.getMessage() for record in caplog.records if "was the last one" in record.getMessage()]
     assert said == [
@@ -214,9 +224,7 @@ def test_weights_that_are_others_at_the_end_are_not_saved(run_dir: str, swapped:
             state["model"][0].weight.zero_()
 
     with contextlib.suppress(ValueError), ckpt.Checkpointer(state, sparse(run_dir)) as cp:
-        for step in range(cp.restore(default=0), STEPS):
-            toy.train_step(state)
-            cp.step(step + 1)
+        train_to(cp, state, STEPS)
         with cp.pause(changes_state=swapped == "pause"):
             swap()
             raise ValueError("enough")
@@ -403,9 +411,7 @@ def test_never_more_snapshots_than_an_arena_takes(tmp_path: Path) -> None:
     state = toy.build()
     tiers = [ckpt.Tier(str(tmp_path / str(n)), log_every_step=n == 0) for n in range(4)]
     with ckpt.Checkpointer(state, [ckpt.Memory(keep=12), *tiers]) as cp:
-        for step in range(cp.restore(default=0), 5):
-            toy.train_step(state)
-            cp.step(step + 1)
+        train_to(cp, state, 5)
     for tier in tiers:
         assert restored(tier.url) == (5, toy.reference(5))
 
@@ -458,20 +464,31 @@ CLOSING = [
 ]
 
 
-def closing(cp: ckpt.Checkpointer, patch: pytest.MonkeyPatch, owner: type, method: str, *, before: bool = True) -> None:
-    """Have a signal handler close it, the first time that this method is called."""
-    original, left = getattr(owner, method), [signal.SIGUSR1]
-    signal.signal(signal.SIGUSR1, lambda *_: cp.close())
+def interrupt_at(
+    patch: pytest.MonkeyPatch, owner: type, method: str, act: Callable[[], None], *, before: bool = True
+) -> None:
+    """Have this happen the first time that this method is called, before or after what it does."""
+    original, left = getattr(owner, method), [act]
 
     def interrupted(*a: Any, **k: Any) -> Any:
         if before and left:
-            signal.raise_signal(left.pop())
+            left.pop()()
         found = original(*a, **k)
         if left:
-            signal.raise_signal(left.pop())
+            left.pop()()
         return found
 
     patch.setattr(owner, method, interrupted)
+
+
+def closes(cp: ckpt.Checkpointer) -> Callable[[], None]:
+    """A signal whose handler closes it."""
+    signal.signal(signal.SIGUSR1, lambda *_: cp.close())
+    return lambda: signal.raise_signal(signal.SIGUSR1)
+
+
+def interrupt(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(
@@ -483,7 +500,7 @@ def closing(cp: ckpt.Checkpointer, patch: pytest.MonkeyPatch, owner: type, metho
         (Stager, "submit"),  # what comes then is another thread's, to which no signal comes
     ],
 )
-@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("before", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_closed_by_a_handler_within_a_step(
     run_dir: str, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, before: bool
 ) -> None:
@@ -493,7 +510,7 @@ def test_closed_by_a_handler_within_a_step(
     cp = ckpt.Checkpointer(state, run_dir, close_timeout_s=30)
     cp.restore(default=0)
     toy.train_step(state)
-    closing(cp, monkeypatch, owner, method, before=before)
+    interrupt_at(monkeypatch, owner, method, closes(cp), before=before)
     began = time.monotonic()
     with contextlib.suppress(ckpt.ClosedError):
         cp.step(1)
@@ -504,52 +521,27 @@ def test_closed_by_a_handler_within_a_step(
     assert restored(run_dir) == (1, toy.reference(1))
 
 
+@pytest.mark.parametrize("how", ["handler", "close", "exit"])
 @pytest.mark.parametrize(("owner", "method"), CLOSING)
-@pytest.mark.parametrize("before", [True, False])
-def test_closed_by_a_handler_within_close(
-    run_dir: str, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, before: bool
+@pytest.mark.parametrize("before", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_interrupted_within_close(
+    run_dir: str, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, before: bool, how: str
 ) -> None:
-    """Neither waits for the other, and the last step stays."""
-    state = toy.build()
-    cp = ckpt.Checkpointer(state, [ckpt.Memory(every=10), ckpt.Tier(run_dir, every=100)], close_timeout_s=30)
-    cp.restore(default=0)
-    for step in range(7):
-        toy.train_step(state)
-        cp.step(step + 1)
-    closing(cp, monkeypatch, owner, method, before=before)
-    began = time.monotonic()
-    cp.close()
-    assert time.monotonic() - began < 15
-    monkeypatch.undo()
-    assert restored(run_dir) == (7, toy.reference(7))
-
-
-@pytest.mark.parametrize("exiting", [False, True], ids=["close", "exit"])
-@pytest.mark.parametrize(("owner", "method"), CLOSING)
-@pytest.mark.parametrize("before", [True, False])
-def test_ctrl_c_within_close(
-    run_dir: str, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, before: bool, exiting: bool
-) -> None:
-    """As in a notebook: closed again, or opened again, the last step is there. At the exit nobody closes again."""
-    state = toy.build()
-    cp = ckpt.Checkpointer(state, [ckpt.Memory(every=10), ckpt.Tier(run_dir, every=100)], close_timeout_s=30)
-    cp.restore(default=0)
-    for step in range(7):
-        toy.train_step(state)
-        cp.step(step + 1)
-    original = getattr(owner, method)
-
-    def interrupted(*a: Any, **k: Any) -> Any:
-        if not before:
-            original(*a, **k)
-        monkeypatch.setattr(owner, method, original)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(owner, method, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        cp._close_at_exit() if exiting else cp.close()
-    if not exiting:
+    """A handler that closes too: neither waits for the other. Ctrl-C, as in a notebook: closed again, or opened again;
+    at the exit nobody closes again. The last step is there in any case."""
+    _, cp = trained(run_dir, 7)
+    if how == "handler":
+        interrupt_at(monkeypatch, owner, method, closes(cp), before=before)
+        began = time.monotonic()
         cp.close()
+        assert time.monotonic() - began < 15
+    else:
+        interrupt_at(monkeypatch, owner, method, interrupt, before=before)
+        with pytest.raises(KeyboardInterrupt):
+            cp._close_at_exit() if how == "exit" else cp.close()
+        if how == "close":
+            cp.close()
+    monkeypatch.undo()
     assert restored(run_dir) == (7, toy.reference(7))
 
 
@@ -557,18 +549,9 @@ def test_a_second_ctrl_c_at_the_exit_says_what_is_lost(
     run_dir: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whoever insists is let go; which step is kept is said."""
-    state = toy.build()
-    cp = ckpt.Checkpointer(state, [ckpt.Memory(every=5), ckpt.Tier(run_dir, every=100)], close_timeout_s=30)
-    cp.restore(default=0)
-    for step in range(7):
-        toy.train_step(state)
-        cp.step(step + 1)
-
-    def interrupted(*a: Any, **k: Any) -> Any:
-        raise KeyboardInterrupt
-
+    _, cp = trained(run_dir, 7, memory_every=5)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(StepKeeper, "stage_last", interrupted)
+        patch.setattr(StepKeeper, "stage_last", interrupt)
         cp._close_at_exit()
     assert "step 7 was the last one, and step 5 is kept: it was interrupted" in caplog.text
     cp.close()
@@ -609,10 +592,7 @@ def test_an_optimizer_of_something_else_begins_no_further_step(run_dir: str, sha
     has memory of what is saved, that is a further step."""
     state = toy.build()
     with ckpt.Checkpointer(state, [ckpt.Memory(every=10), ckpt.Tier(run_dir, every=100)]) as cp:
-        cp.restore(default=0)
-        for step in range(13):
-            toy.train_step(state)
-            cp.step(step + 1)
+        train_to(cp, state, 13)
         probe = torch.nn.Linear(4, 1)
         params = [next(iter(state["model"].parameters())).detach().view(-1)[:1]] if shared else probe.parameters()
         probe(torch.randn(2, 4)).sum().backward()
@@ -638,26 +618,25 @@ def test_ctrl_c_while_a_step_is_asked_for_elsewhere(run_dir: str, monkeypatch: p
     assert restored(run_dir) == (1, toy.reference(1))
 
 
-def interrupt(*_: Any, **__: Any) -> None:
-    raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize(
-    ("owner", "method"), [(Session, "introduce"), (Session, "_show"), (Session, "_prepare"), (FaultHandler, "start")]
-)
-def test_ctrl_c_while_it_is_made(run_dir: str, monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> None:
+def test_ctrl_c_while_it_is_made(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a notebook: it can be made again at once, and has what was there."""
     state = toy.build()
     with ckpt.Checkpointer(state, run_dir) as cp:
         cp.restore(default=0)
         toy.train_step(state)
         cp.step(1)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(owner, method, interrupt)
-        ckpt.Checkpointer(state, run_dir)
-    began = time.monotonic()
-    assert restored(run_dir) == (1, toy.reference(1))
-    assert time.monotonic() - began < 20
+    for owner, method in (
+        (Session, "introduce"),
+        (Session, "_show"),
+        (Session, "_prepare"),
+        (FaultHandler, "start"),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(owner, method, interrupt)
+            ckpt.Checkpointer(state, run_dir)
+        began = time.monotonic()
+        assert restored(run_dir) == (1, toy.reference(1)), method
+        assert time.monotonic() - began < 20, method
 
 
 def test_a_step_is_in_memory_when_its_layout_is_too(own_sockets: Path) -> None:

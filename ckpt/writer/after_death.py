@@ -18,7 +18,7 @@ from ckpt.faults.report import Fault, SavedStep
 from ckpt.format.manifest import Attempt
 from ckpt.ipc.requests import Close, Leave
 from ckpt.writer.dispatch import Background, Caller, handles
-from ckpt.writer.fault_reports import FaultReporter, TrainerWatch
+from ckpt.writer.fault_reports import FaultReporter
 from ckpt.writer.held_run import LOST_S, HeldRun, PresentTrainer
 from ckpt.writer.memory import HAND_OVER_S, HeldMemory
 from ckpt.writer.persist import Drain, Persister
@@ -43,7 +43,6 @@ class AfterDeath:
     drain: Drain
     reporter: FaultReporter
     observers: Observers
-    watch: TrainerWatch
     server: Server
     background: Background
 
@@ -72,7 +71,7 @@ class AfterDeath:
 
     async def _outlive(self, adoptions: int) -> None:
         failpoints.point("drain.started")
-        began, watchdog, drained = time.monotonic(), self.watch.watchdog, asyncio.Event()
+        began, watchdog, drained = time.monotonic(), self.reporter.watchdog, asyncio.Event()
         deadline = began + self.run.linger_s
         if watchdog is not None:
             if not self.trainer.announced:
@@ -165,7 +164,7 @@ class AfterDeath:
             return  # another one has come in its place
         adoptions, owed = trainer.adoptions, self.persister.begun()
         trainer.announced = trainer.left = trainer.closed = True
-        self.watch.stop()
+        self.reporter.stop()
         self.observers.ended("left" if request.failed else "closed")
         if owed:
             trainer.dead = True

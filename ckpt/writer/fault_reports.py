@@ -44,14 +44,20 @@ GOING_S = 20.0  # for it to leave, once it said that it would
 
 @dataclass(eq=False)
 class FaultReporter:
-    """The accounts of one writer. `on_kept`: called with each; `faults`: those that no trainer has been told yet."""
+    """Everything runs in the writer's event loop. `faults`: those that no trainer has been told yet. `on_crash`: called
+    when the trainer is seen to crash; with a large process or a core dump its death takes a while."""
 
     key: str
+    trainer: PresentTrainer
     run: HeldRun
     held_memory: HeldMemory
     drain: Drain
-    on_kept: Callable[[Fault], None]
+    observers: Observers
+    background: Background
+    on_crash: Callable[[], None]
     faults: list[Fault] = field(default_factory=list)
+    watchdog: Watchdog | None = None
+    _heard: asyncio.Event = field(default_factory=asyncio.Event)  # the fault handler deals with what it was told last
 
     def open(self, watchdog: Watchdog, kind: str, **fields: Any) -> Fault:
         """An account, begun now."""
@@ -66,7 +72,7 @@ class FaultReporter:
     async def keep(self, fault: Fault, *, untold: bool = True) -> None:
         """Say it, and write it into the nearest tier; another location is not tried, since nobody would look there."""
         log.warning("%s", fault.line)
-        self.on_kept(fault)
+        self.observers.fault(fault)
         if untold:
             self.faults = [*self.faults, fault][-MAX_FAULTS:]
         for tier in self.run.tiers[:1]:
@@ -150,35 +156,7 @@ class FaultReporter:
         fault.stacks[str(watchdog.rank)] = list(await watchdog.stack())
         await self.keep(fault)
 
-
-def _verb(what: str) -> str:
-    return what if what.startswith(("died", "killed")) else f"crashed ({what})"
-
-
-def stall_text(stall: Stall) -> str:
-    return f"no step for {stall.idle_s:.1f} s, where {stall.usual_s:.2f} s are usual"
-
-
-def end(watchdog: Watchdog, why: str) -> None:
-    """By SIGKILL, which a stopped process does not outlive either, so that the launcher need not wait for it."""
-    log.warning("rank %d is ended (%s); exit code %d would have been its own", watchdog.rank, why, RETRY_CODE)
-    with contextlib.suppress(OSError):
-        if watchdog.process.alive:  # else another may have its number
-            os.kill(watchdog.pid, signal.SIGKILL)
-
-
-@dataclass(eq=False)
-class TrainerWatch:
-    """Everything runs in the writer's event loop. `on_crash`: called when the trainer is seen to crash; with a large
-    process or a core dump its death takes a while."""
-
-    trainer: PresentTrainer
-    reporter: FaultReporter
-    observers: Observers
-    background: Background
-    on_crash: Callable[[], None]
-    watchdog: Watchdog | None = None
-    _heard: asyncio.Event = field(default_factory=asyncio.Event)  # the fault handler deals with what it was told last
+    # -- a trainer that lives --
 
     @handles(watch.Arm)
     def arm(self, request: watch.Arm, caller: Caller) -> None:
@@ -218,9 +196,9 @@ class TrainerWatch:
         watchdog, began = self.watchdog, time.monotonic()
         if watchdog is None or self.trainer.dead:
             return
-        fault = self.reporter.signal(watchdog, number)
+        fault = self.signal(watchdog, number)
         if not await self._hears(notes.SignalNote(number), AWAKE_S):
-            await self.reporter.held_up(fault, watchdog, began)
+            await self.held_up(fault, watchdog, began)
 
     def _on_stall(self, stall: Stall) -> None:
         self.background.spawn(self._stall(stall))
@@ -233,7 +211,7 @@ class TrainerWatch:
         evidence = stall.evidence.to_json()
         note = notes.HangNote(stall.idle_s, stall.limit_s, stall.usual_s, stall.timings, evidence)
         if not await self._hears(note, HEARD_S):
-            await self.reporter.hang(watchdog, stall)
+            await self.hang(watchdog, stall)
         elif watchdog.hang is not None and watchdog.hang.action == "exit":
             await asyncio.sleep(GOING_S)
             present = self.watchdog is watchdog and not self.trainer.dead
@@ -250,7 +228,7 @@ class TrainerWatch:
         fault = Fault.from_json(request.fault)
         if request.ends:
             self.trainer.announced = True
-        await self.reporter.keep(fault, untold=False)
+        await self.keep(fault, untold=False)
         return fault.key
 
     @handles(watch.Sample)
@@ -258,8 +236,8 @@ class TrainerWatch:
         return None if self.watchdog is None else (await self.watchdog.sample()).to_json()
 
     @handles(watch.AskEvidence)
-    async def evidence(self, request: watch.AskEvidence) -> list[requests.Json]:
-        found = [] if self.watchdog is None else await self.reporter.evidence(self.watchdog)
+    async def on_evidence(self, request: watch.AskEvidence) -> list[requests.Json]:
+        found = [] if self.watchdog is None else await self.evidence(self.watchdog)
         return [one.to_json() for one in found]
 
     @handles(watch.PeerDied)
@@ -274,3 +252,19 @@ class TrainerWatch:
         self.trainer.tell(notes.TriggerNote(request.why[:200]))
         beat = self.watchdog.heartbeat.read()
         return watch.TriggerSaveReply(self.trainer.pid, self.watchdog.rank, beat.step, beat.doing)
+
+
+def _verb(what: str) -> str:
+    return what if what.startswith(("died", "killed")) else f"crashed ({what})"
+
+
+def stall_text(stall: Stall) -> str:
+    return f"no step for {stall.idle_s:.1f} s, where {stall.usual_s:.2f} s are usual"
+
+
+def end(watchdog: Watchdog, why: str) -> None:
+    """By SIGKILL, which a stopped process does not outlive either, so that the launcher need not wait for it."""
+    log.warning("rank %d is ended (%s); exit code %d would have been its own", watchdog.rank, why, RETRY_CODE)
+    with contextlib.suppress(OSError):
+        if watchdog.process.alive:  # else another may have its number
+            os.kill(watchdog.pid, signal.SIGKILL)

@@ -32,7 +32,7 @@ from ckpt.ipc.protocol import failure
 from ckpt.writer.after_death import AfterDeath
 from ckpt.writer.bookkeeper import Bookkeeper
 from ckpt.writer.dispatch import Background, Dispatch
-from ckpt.writer.fault_reports import FaultReporter, TrainerWatch
+from ckpt.writer.fault_reports import FaultReporter
 from ckpt.writer.held_run import HeldRun, PresentTrainer
 from ckpt.writer.memory import HeldMemory
 from ckpt.writer.opening import TierOpener
@@ -62,15 +62,14 @@ async def serve(
     redo = RedoKeeper(trainer, run, memory, parts)
     opener = TierOpener(trainer, run, promoter, books, throttle)
     observers = Observers(trainer, run, memory, drain, books)
-    reporter = FaultReporter(key, run, memory, drain, observers.fault)
-    watch = TrainerWatch(trainer, reporter, observers, background, on_crash=lambda: after_death.died(trainer.adoptions))
-    after_death = AfterDeath(trainer, run, memory, persister, drain, reporter, observers, watch, server, background)
-    succession = Succession(
-        trainer, run, memory, parts, opener, reporter, observers, watch, after_death, server, background
+    reporter = FaultReporter(
+        key, trainer, run, memory, drain, observers, background, on_crash=lambda: after_death.died(trainer.adoptions)
     )
+    after_death = AfterDeath(trainer, run, memory, persister, drain, reporter, observers, server, background)
+    succession = Succession(trainer, run, memory, parts, opener, reporter, observers, after_death, server, background)
     await server.run(
         Dispatch(
-            run, settler, promoter, persister, drain, redo, opener, observers, watch, after_death, succession, memory
+            run, settler, promoter, persister, drain, redo, opener, observers, reporter, after_death, succession, memory
         )
     )
     await observers.exporter.finish()

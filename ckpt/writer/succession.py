@@ -23,7 +23,7 @@ from ckpt.ipc.notes import GoneNote
 from ckpt.ipc.process import Process
 from ckpt.writer.after_death import AfterDeath
 from ckpt.writer.dispatch import Answer, Background, Caller, check_version, handles
-from ckpt.writer.fault_reports import FaultReporter, TrainerWatch
+from ckpt.writer.fault_reports import FaultReporter
 from ckpt.writer.held_run import HeldRun, PresentTrainer
 from ckpt.writer.memory import HeldMemory
 from ckpt.writer.opening import TierOpener
@@ -46,7 +46,6 @@ class Succession:
     opener: TierOpener
     reporter: FaultReporter
     observers: Observers
-    watch: TrainerWatch
     after_death: AfterDeath
     server: Server
     background: Background
@@ -148,7 +147,7 @@ class Succession:
         if self._lingering and not gone:
             self.background.spawn(self._await_let_go(self.trainer.adoptions))
         self.reporter.faults = []
-        self.watch.stop()
+        self.reporter.stop()
         self.background.thread(self._wait_gone, process)
 
     def _unlocked(self) -> bool:
@@ -171,7 +170,7 @@ class Succession:
             f"process {taker} has taken this run over (takeover=True). Stop this one, or give it another location"
         )
         self.held_memory.disown()
-        self.watch.stop()
+        self.reporter.stop()
         self.observers.ended("left")
 
     @handles(requests.Lose)

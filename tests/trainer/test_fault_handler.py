@@ -456,7 +456,7 @@ def test_everything_is_put_back(run_dir: str, enabled: bool, own_sockets: Path) 
             run.cp.request("something to do")
             run.fault("request")
         assert surroundings() == before
-        assert eventually(lambda: descriptors() <= fds, 5.0), os.listdir("/proc/self/fd")
+        assert eventually(lambda: descriptors() <= fds), os.listdir("/proc/self/fd")
         assert eventually(lambda: not writers(own_sockets))
     finally:
         (faulthandler.enable if was else faulthandler.disable)()
@@ -493,7 +493,7 @@ def test_ctrl_c_while_it_arms_leaves_nothing_armed(run_dir: str, monkeypatch: py
         ckpt.Checkpointer(toy.build(), run_dir)
     monkeypatch.undo()
     assert eventually(lambda: surroundings() == before, 20.0), surroundings()
-    assert eventually(lambda: descriptors() <= fds, 5.0), os.listdir("/proc/self/fd")
+    assert eventually(lambda: descriptors() <= fds), os.listdir("/proc/self/fd")
     with training(run_dir) as run:
         run.go(2)
     assert eventually(lambda: surroundings() == before, 20.0)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt.cli.terminal import opened, say, split_step
+from ckpt.cli.terminal import has_redo, opened, say, split_step
 from ckpt.convert.output import local_path
 from ckpt.errors import FormatError, UsageError
 from ckpt.store import normalise
@@ -71,12 +71,12 @@ async def open_run(
 def _redone(
     log: RunLog, step: int | None, newest: bool, max_memory: int | None, others: Sequence[str]
 ) -> RedoneOrigin | None:
-    from ckpt.convert import export, source_redo
+    history = log.state.lineage()
+    if not has_redo(log) or (any(commit.step == step for commit in history) if step is not None else not newest):
+        return None
+    from ckpt.convert import export, source_redo  # which need torch
     from ckpt.faults.memory_pressure import available_memory
 
-    history = log.state.lineage()
-    if any(commit.step == step for commit in history) if step is not None else not newest:
-        return None
     room = available_memory() if max_memory is None else min(available_memory(), max_memory - export.resident())
     try:
         return source_redo.redone(log, step, max(0, room - export.SPARE - export.SHARES * export.SMALLEST), others)

@@ -31,7 +31,7 @@ from ckpt.checkpoint import read, retention
 from ckpt.checkpoint.read import load_manifest, verify
 from ckpt.checkpoint.retention import Keep
 from ckpt.checkpoint.write import RankSnapshot, WrittenPart, write_part
-from ckpt.errors import StoreError
+from ckpt.errors import CorruptError, FencedError, StoreError
 from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.manifest import Attempt, new_nonce, owner
 from ckpt.runlog.log import Acquire, RunLog
@@ -366,6 +366,42 @@ def test_a_run_from_start_to_end(rgw: Rgw, engine: str) -> None:
     assert unfinished(rgw, place) == 1, "retention does not drop uploads, which others may be writing"
     using(place, sweep)
     assert unfinished(rgw, place) == 0
+
+
+def test_negative_control_a_changed_byte_is_seen(rgw: Rgw) -> None:
+    """One bit of a pack, changed in the bucket: restoring fails, and says which file."""
+    place, of = new_place(rgw), layout({"w": 3 * MIB})
+
+    async def work(store: Store) -> None:
+        log, mine = await opened_run(store)
+        pack = (await save(log, mine, 1, of)).part.packs[0]
+        assert await restored(store, log, 1) == content(of, 1)
+        data = bytearray(await store.get(pack.key))
+        data[-5] ^= 1
+        await store.put(pack.key, data)
+        with pytest.raises(CorruptError, match=pack.key):
+            await restored(store, log, 1)
+        assert await verify(store, read.choose(log)) != []
+
+    using(place, work)
+
+
+def test_two_owners_of_one_run(rgw: Rgw) -> None:
+    """The older one is fenced by the log, however real the server: it can write, and commit nothing."""
+    place, of = new_place(rgw), layout({"w": 1000})
+
+    async def work(store: Store) -> None:
+        log, old = await opened_run(store)
+        await save(log, old, 1, of)
+        other, new = await opened_run(store)
+        assert new.epoch > old.epoch
+        with pytest.raises(FencedError):
+            await save(log, old, 2, of)
+        await save(other, new, 2, of)
+        await other.refresh()
+        assert [commit.attempt.epoch for commit in other.state.commits.values()] == [old.epoch, new.epoch]
+
+    using(place, work)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -495,9 +495,11 @@ def test_a_folder_that_cannot_be_written_harms_nothing(
     """One warning; steps are saved; when it can be written to, scalars come, also after it was deleted."""
     blocked = tmp_path / "blocked"
     blocked.write_text("a file")
-    metrics = Metrics(tensorboard=blocked / "tb", every_s=0.05)
-    with training(run_dir, metrics=metrics) as (_, go), caplog.at_level(logging.WARNING, "ckpt"):
+    taken = socket.create_server(("127.0.0.1", 0))  # and beside it a port that cannot be had
+    metrics = Metrics(taken.getsockname()[1], tensorboard=blocked / "tb", every_s=0.05)
+    with taken, training(run_dir, metrics=metrics) as (_, go), caplog.at_level(logging.WARNING, "ckpt"):
         go(10)
+        assert eventually(lambda: "no metrics are served" in caplog.text, PATIENCE_S)
 
         def said() -> list[str]:
             return [one.getMessage() for one in caplog.records if "no scalars are written" in one.getMessage()]

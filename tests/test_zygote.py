@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+import ckpt
 from processes import Forked, eventually, run_python, start_python
 
 STARTS = pytest.mark.parametrize("run", (subprocess.run, run_python), ids=("spawned", "forked"))
@@ -122,3 +123,41 @@ def test_children_differ_in_what_is_drawn() -> None:
 def test_torch_works() -> None:
     code = "import torch; x = torch.ones(300, 300, requires_grad=True); (x @ x).sum().backward(); print(x.grad.sum())"
     assert python(run_python, code) == (0, "tensor(54000000.)\n", "")
+
+
+def facts(process: psutil.Process) -> dict[str, Any]:
+    """What others may see of a process."""
+    line = [word for word in process.cmdline() if word]
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return {
+        "line": [*line[:4], *line[5:7], *line[8:]],  # without the number of a descriptor, and when its trainer started
+        "name": process.name(), "parent": process.ppid(), "session": os.getsid(process.pid) == process.pid,
+        "nice": process.nice(), "folder": process.cwd(), "io": process.ionice(),
+        "ignored": [int(x[8:], 16) & 0x7FFFFFFF for x in status.splitlines() if x.startswith("SigIgn")],
+        "standard": [os.readlink(f"/proc/{process.pid}/fd/{fd}") for fd in range(3)],
+        "open": sorted(os.readlink(path).partition(":")[0] for path in Path(f"/proc/{process.pid}/fd").iterdir()),
+    }  # fmt: skip
+
+
+def test_a_writer_is_like_one_that_was_spawned(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that others see of it, and what it is armed with."""
+    found = []
+    for forked in (True, False):
+        if not forked:
+            monkeypatch.setenv("PYTHONHASHSEED", "1")  # an interpreter looks at it when it starts
+        with ckpt.Checkpointer({"x": 1}, [ckpt.Memory(), ckpt.Tier(run_dir, every=1)]) as cp:
+            writer = psutil.Process(cp.writer_pid)
+            cp.restore(default=0)
+            cp.save(1 + len(found)).committed(60)
+            found.append(facts(writer))
+        writer.wait(30)
+    assert found[0] == found[1]
+
+
+def test_a_writer_that_is_forked_is_armed(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail points are those of its own environment."""
+    monkeypatch.setenv("CKPT_FAIL", "writer/pack.written:enospc:1")
+    with ckpt.Checkpointer({"x": 1}, run_dir, on_error="warn") as cp:
+        cp.restore(default=0)
+        with pytest.raises(ckpt.SaveError, match=r"[Nn]o space"):
+            cp.save(1).committed(60)

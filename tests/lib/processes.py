@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from writer_zygote import Writers
 from zygote import NUMBER
 
 LIB = Path(__file__).parent
@@ -72,6 +73,8 @@ class Zygote:
     def fork(self, request: dict[str, Any], files: list[int]) -> int:
         """The pid of a child that has these files."""
         message = json.dumps(request).encode()
+        if WRITERS is not None:
+            WRITERS.start()  # which it may ask for one
         with self.lock:
             if self.process is None:
                 self._start()
@@ -106,6 +109,7 @@ def _at_start(environment: Any) -> dict[str, str]:
 
 
 ZYGOTE: Zygote | None = None  # of pytest; what tests start does not start so many that it would pay
+WRITERS: Writers | None = None
 
 
 @contextlib.contextmanager

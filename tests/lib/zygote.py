@@ -22,9 +22,12 @@ import selectors
 import signal
 import socket
 import struct
+import subprocess
 import sys
 from types import CodeType, ModuleType
 from typing import Any
+
+import writer_zygote
 
 # What nearly every training process imports sooner or later: constructing an optimizer imports torch._dynamo.
 WARM = (
@@ -126,6 +129,8 @@ def _become(request: dict[str, Any], files: list[int], path: list[str]) -> Progr
     if "OMP_NUM_THREADS" in environment:
         sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
     sys.modules["numpy"].random.seed()
+    if writer_zygote.VARIABLE in environment:
+        subprocess.run = writer_zygote.run
     sys.orig_argv = request["words"]
     sys.path[:] = [*filter(None, environment.get("PYTHONPATH", "").split(":")), *path]
     importlib.invalidate_caches()

@@ -29,6 +29,7 @@ from transformers import (
 
 import ckpt.transformers
 
+EXAMPLES, EPOCH = 30, 8  # of one epoch: examples, and steps, of which the last is smaller
 UNLIKE = ("runtime", "per_second")  # parts of names in the log that say how quick it was
 
 
@@ -127,8 +128,8 @@ def run(
     *,
     kill: tuple[str, int] | None = None,
     every: int = 5,
-    examples: int = 58,
-    epochs: float = 3,
+    examples: int = EXAMPLES,
+    epochs: float = 2,
     lora: bool = False,
     tied: bool = False,
     width: int = 32,
@@ -197,14 +198,15 @@ def run(
 
 
 def main() -> None:
+    """Each run that is asked for, one after the other. Several ranks leave at once: some of gloo's threads do not."""
     for text in sys.argv[1:]:
         found = run(**json.loads(text))
         found.pop("weights", None)
         os.write(1, f"\n{json.dumps(found)}\n".encode())  # whole, whatever other ranks print
+    if torch.distributed.is_initialized():
+        sys.stdout.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":
     main()
-    if torch.distributed.is_initialized():
-        sys.stdout.flush()
-        os._exit(0)

@@ -117,29 +117,17 @@ async def search(ops: list[Op], states: int, seed: int, *, enough: int) -> tuple
     return drawn, len(seen), wrong
 
 
-def expect_none(ops: list[Op], states: int, seed: int, record: Callable[[str, object], None]) -> None:
-    drawn, distinct, wrong = asyncio.run(search(ops, states, seed, enough=5))
-    print(f"{drawn} disks after {len(ops)} moments of power cut, {distinct} distinct: {len(wrong)} violations")
-    record("disks", drawn)
-    record("distinct", distinct)
-    assert not wrong, wrong
+OFTEN = [pytest.mark.long, pytest.mark.timeout(7200)]
 
 
-def test_no_acknowledged_checkpoint_is_lost_by_a_power_cut(
-    recording: list[Op], record_property: Callable[[str, object], None]
-) -> None:
+@pytest.mark.parametrize(
+    ("states", "seed"), [(4_000, 1), *(pytest.param(110_000, seed, marks=OFTEN) for seed in range(10, 15))]
+)
+def test_no_acknowledged_checkpoint_is_lost_by_a_power_cut(recording: list[Op], states: int, seed: int) -> None:
     """Whatever of the unsynced pages and names survives, at whatever moment: all acknowledged is there, bit for bit."""
-    expect_none(recording, 20_000, 1, record_property)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("seed", range(10, 15))
-def test_no_acknowledged_checkpoint_is_lost_by_a_power_cut_long(
-    recording: list[Op], seed: int, record_property: Callable[[str, object], None]
-) -> None:
-    """The same, half a million times."""
-    expect_none(recording, 110_000, seed, record_property)
+    drawn, distinct, wrong = asyncio.run(search(recording, states, seed, enough=5))
+    print(f"{drawn} disks after {len(recording)} moments of power cut, {distinct} distinct: {len(wrong)} violations")
+    assert not wrong, wrong
 
 
 def without_sync(ops: list[Op], what: str) -> list[Op]:
@@ -227,8 +215,8 @@ async def respawn_and_write_again(base: Path, disk: RecordingDisk, before: Run) 
 GoOn = Callable[[Path, RecordingDisk, Run], Coroutine[Any, Any, None]]
 
 
-def killed_everywhere(folder: Path, go_on: GoOn, draws: int = 40) -> tuple[int, list[str]]:
-    """Kill at every operation of a save, go on, cut the power. How many disks, and what was wrong."""
+def killed_everywhere(folder: Path, go_on: GoOn, draws: int, *, enough: int) -> list[str]:
+    """Kill at every operation of a save, go on, cut the power in so many ways. What was wrong."""
     rng, wrong = random.Random(4), []
 
     async def one(base: Path, at: int | None) -> RecordingDisk:
@@ -245,15 +233,16 @@ def killed_everywhere(folder: Path, go_on: GoOn, draws: int = 40) -> tuple[int, 
         found = check_disk(disk, rng, draws)
         if found:
             wrong.append(f"killed at operation {at}: {found}")
-    return operations * draws, wrong
+        if len(wrong) >= enough:
+            break
+    return wrong
 
 
+@pytest.mark.parametrize("draws", [8, pytest.param(40, marks=pytest.mark.long)])
 @pytest.mark.parametrize("go_on", [restart_and_recover, respawn_and_write_again])
-def test_kill_then_power_cut(tmp_path: Path, go_on: GoOn, record_property: Callable[[str, object], None]) -> None:
+def test_kill_then_power_cut(tmp_path: Path, go_on: GoOn, draws: int) -> None:
     """A writer killed at any operation leaves names that nobody synced; its successor must not build on sand."""
-    disks, wrong = killed_everywhere(tmp_path, go_on)
-    print(f"{disks} disks after a kill and a power cut: {len(wrong)} violations")
-    record_property("disks", disks)
+    wrong = killed_everywhere(tmp_path, go_on, draws, enough=5)
     assert not wrong, wrong
 
 
@@ -261,7 +250,7 @@ def test_kill_then_power_cut(tmp_path: Path, go_on: GoOn, record_property: Calla
 def test_negative_control_kill_then_power_cut(tmp_path: Path, go_on: GoOn, monkeypatch: pytest.MonkeyPatch) -> None:
     """A successor that takes what it finds for durable loses it."""
     monkeypatch.setattr(LocalStore, "_sync_folders", lambda store: None)
-    assert killed_everywhere(tmp_path, go_on, draws=20)[1]
+    assert killed_everywhere(tmp_path, go_on, 20, enough=1)
 
 
 # -- real file systems --
@@ -311,30 +300,18 @@ def cut_and_look(place: Volume, rng: random.Random, *, lazy: bool = False) -> tu
     return len(acked), asyncio.run(what_is_lost(place, acked))
 
 
-def many_cuts(folder: Path, kind: str, cuts: int, record: Callable[[str, object], None]) -> None:
+@pytest.mark.parametrize("cuts", [8, pytest.param(300, marks=OFTEN)])
+@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+def test_real_power_cut(tmp_path: Path, kind: str, cuts: int) -> None:
+    """The file system stops at a random operation, unflushed; after the next mount all acknowledged restores."""
     rng, acknowledged = random.Random(cuts), 0
-    with volume(folder, kind, 400 if kind == "xfs" else 64) as place:
+    with volume(tmp_path, kind, 400 if kind == "xfs" else 64) as place:
         for number in range(cuts):
             saved, lost = cut_and_look(place, rng)
             acknowledged += saved
             assert lost is None, f"cut {number}: {lost}"
     print(f"{cuts} cuts on {kind}, {acknowledged} checkpoints acknowledged: none lost")
-    record("cuts", cuts)
     assert acknowledged
-
-
-@pytest.mark.parametrize("kind", ["ext4", "xfs"])
-def test_real_power_cut(tmp_path: Path, kind: str, record_property: Callable[[str, object], None]) -> None:
-    """The file system stops at a random operation, unflushed; after the next mount all acknowledged restores."""
-    many_cuts(tmp_path, kind, 8, record_property)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("kind", ["ext4", "xfs"])
-def test_real_power_cut_long(tmp_path: Path, kind: str, record_property: Callable[[str, object], None]) -> None:
-    """The same, 300 times."""
-    many_cuts(tmp_path, kind, 300, record_property)
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])

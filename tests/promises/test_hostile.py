@@ -59,7 +59,8 @@ from ckpt.format.values import decode
 from ckpt.ipc import channel as link
 from ckpt.ipc.protocol import MOST_BYTES
 from ckpt.ranks.world import World
-from ckpt.restore.restore_first import Restored, gather, restore_first
+from ckpt.restore.candidates import gather
+from ckpt.restore.restore_first import Restored, restore_first
 from ckpt.restore.sources import RestoreSource
 from ckpt.runlog.log import RunLog, record_key
 from ckpt.state.capture import Capture

@@ -36,8 +36,8 @@ from ckpt.format.manifest import Attempt, new_nonce
 from ckpt.ranks.world import World
 from ckpt.redo.frame_file import StoredFrame
 from ckpt.restore import redo_logs
-from ckpt.restore.redo_logs import look
 from ckpt.restore.candidates import gather
+from ckpt.restore.redo_logs import look
 from ckpt.restore.restore_first import Restored, restore_first
 from ckpt.runlog.log import Commit, RunLog
 from ckpt.state.capture import Capture

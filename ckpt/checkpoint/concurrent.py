@@ -19,13 +19,10 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def all_of(works: Iterable[Awaitable[T]]) -> list[T]:
-    """What they return. The first error as it is, when all have ended."""
-    found: list[T] = []
-    for result in await asyncio.gather(*works, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result
-        found.append(result)
-    return found
+    """What they return, be it an error. The first error that one raises as it is, when all have ended."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return [task.result() for task in tasks]
 
 
 async def of_each(items: Sequence[S], work: Callable[[S], Awaitable[T]], at_once: int = AT_ONCE) -> list[T]:

@@ -53,6 +53,7 @@ class SaveRounds:
         self.look_s = max(LOOK_S, size / LOOKS_PER_S) if size > 1 else 0.0
         self.pause_s = self.look_s  # between two looks at present
         self._next = 0
+        self._mine: Round | None = None  # the last one that we have called, or tried to
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self.reachable = True
@@ -72,25 +73,26 @@ class SaveRounds:
             return mine
         if not self.reachable:
             raise PeerError("the store of the job cannot be reached, so that the other ranks do not hear of it")
+        self._mine = mine
         try:
             found = self._store.compare_set(f"{self._prefix}{mine.number}", "", json.dumps(asdict(mine)))
         except (RuntimeError, OSError) as error:
             self.reachable = False
             raise PeerError(f"the store of the job cannot be reached: {str(error).partition(chr(10))[0]}") from error
-        return self._heard(found, mine)
+        return self._heard(found)
 
     def stop(self) -> None:
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(2.0)
 
-    def _heard(self, raw: bytes, mine: Round | None = None) -> Round:
-        """Take note of a round, once."""
+    def _heard(self, raw: bytes) -> Round:
+        """Take note of a round, once. Our own may be seen by a look before `call` knows that it is ours."""
         found = Round(**json.loads(raw))
         with self._lock:
             new = found.number >= self._next
             self._next = max(self._next, found.number + 1)
-        if new and found != mine:
+        if new and found != self._mine:
             self._on_round(found)
         return found
 

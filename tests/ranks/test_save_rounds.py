@@ -78,8 +78,9 @@ def settled(rallies: list[SaveRounds]) -> None:
     time.sleep(4 * max(save_rounds.look_s for save_rounds in rallies))
 
 
-def test_two_that_call_at_once_have_one_round(ranks: Ranks) -> None:
+def test_two_that_call_at_once_have_one_round(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """One wins, both know who and what; the loser is told of it as of any other's, the winner is not."""
+    monkeypatch.setattr(rounds, "LOOK_S", 0.5)  # a look between the two calls would make two rounds of them
     rallies = [ranks.add(3) for _ in range(3)]
     for turn in range(4):
         barrier, found = threading.Barrier(2), dict[int, Round]()
@@ -104,6 +105,24 @@ def test_two_that_call_at_once_have_one_round(ranks: Ranks) -> None:
     for rank in (0, 1):
         numbers = [one.number for one in ranks.heard[rank]]
         assert numbers == sorted(set(numbers)) and all(one.rank != rank for one in ranks.heard[rank])
+
+
+def test_a_look_that_is_quicker_than_the_call_is_not_told_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The round is in the store before the caller knows that it has won: whoever looks then has called it himself."""
+    monkeypatch.setattr(rounds, "LOOK_S", 60.0)
+    store, heard = HashStore(), list[Round]()
+
+    class Slow:
+        def compare_set(self, *arguments: Any) -> Any:
+            found = store.compare_set(*arguments)
+            calling._heard(store.get("x/0"))  # what the looking thread does
+            return found
+
+    calling = SaveRounds(Slow(), "x/", 0, 2, heard.append)
+    mine = calling.call(5, "request", "why", 1.0)
+    calling.stop()
+    assert heard == [] and mine.number == 0
+    assert calling._next == 1
 
 
 def test_every_rank_hears_of_a_round_once(ranks: Ranks) -> None:

@@ -121,7 +121,6 @@ def check_that_changes_are_noticed(folder: Path) -> None:
     assert judge_changed(folder, "rounds.json", lambda c: c[2].update(tier="memory"))[0] == 1
 
 
-@pytest.mark.long
 def test_one_wrong_bit_after_restore_fails_it(tmp_path: Path) -> None:
     """A restore that gets a single bit of one weight wrong ends in exit code 1, and the weight is named."""
     tmp, path = tmp_path / "tmp", tmp_path / "path"

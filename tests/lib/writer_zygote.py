@@ -31,6 +31,15 @@ ROOM = 1 << 14  # for the command line of a writer
 _AT_START = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC", "GLIBC")
 
 _run = subprocess.run
+_PYTHON = sys.executable  # before a test says that it is something else
+
+
+def namespaces() -> list[str]:
+    """What this process sees of the machine: its mounts, networks and processes."""
+    return [os.readlink(f"/proc/self/ns/{name}") for name in ("mnt", "net", "pid")]
+
+
+_NAMESPACES = namespaces()
 
 
 def at_start(environment: Any) -> dict[str, str]:
@@ -86,7 +95,8 @@ def _wanted(arguments: tuple[Any, ...], settings: dict[str, Any]) -> bool:
         VARIABLE in environment
         and isinstance(words, list)
         and len(words) > 15
-        and words[0] == words[5] == sys.executable
+        and words[0] == words[5] == _PYTHON
+        and namespaces() == _NAMESPACES
         and "ckpt.writer.main" in words[8]
         and sorted(words[14:]) == sorted(HOMES)
         and not any(Path(path, "sitecustomize.py").exists() for path in environment.get("PYTHONPATH", "").split(":"))

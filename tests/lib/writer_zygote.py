@@ -34,12 +34,14 @@ _run = subprocess.run
 _PYTHON = sys.executable  # before a test says that it is something else
 
 
-def namespaces() -> list[str]:
-    """What this process sees of the machine: its mounts, networks and processes."""
-    return [os.readlink(f"/proc/self/ns/{name}") for name in ("mnt", "net", "pid")]
+def inherited() -> list[object]:
+    """What a process has from the one that starts it: the machine as it sees it, its user, umask and limits."""
+    umask = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask"))
+    spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("mnt", "net", "pid")]
+    return [umask, os.getuid(), os.getgid(), Path("/proc/self/limits").read_text(), *spaces]
 
 
-_NAMESPACES = namespaces()
+_INHERITED = inherited()
 
 
 def at_start(environment: Any) -> dict[str, str]:
@@ -96,7 +98,7 @@ def _wanted(arguments: tuple[Any, ...], settings: dict[str, Any]) -> bool:
         and isinstance(words, list)
         and len(words) > 15
         and words[0] == words[5] == _PYTHON
-        and namespaces() == _NAMESPACES
+        and inherited() == _INHERITED
         and "ckpt.writer.main" in words[8]
         and sorted(words[14:]) == sorted(HOMES)
         and not any(Path(path, "sitecustomize.py").exists() for path in environment.get("PYTHONPATH", "").split(":"))

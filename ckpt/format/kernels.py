@@ -1,0 +1,163 @@
+"""Loops over large memory in C, kernels.c, or by numpy where that was not compiled: always the same bytes.
+
+    copy(into, data, streamed=True)           a copy
+    copy_digest(into, data, streamed=True)    a copy, and the digest of what was copied, in one pass over memory
+    copy_digests([(into, data), ...])         several of these, by several threads
+
+`streamed`: written past the caches, without reading what was there before. For much that is not read again soon; then
+copy and digest together take less time than memcpy does. Buffers are of any alignment, and must not overlap. The
+interpreter's lock is let go of, any thread may call, and nothing is kept.
+
+The library is compiled when everystep is installed (hatch_build.py). It is taken only if it was made of the very source
+that lies here, and does as Python does when it is tried.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import platform
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ckpt.errors import UsageError
+from ckpt.events import log
+from ckpt.format.digest import DIGEST_SIZE, blob_digest, blob_hasher
+from ckpt.store import Buffer
+
+T = TypeVar("T")
+R = TypeVar("R")
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+SMALL = 4096  # bytes; less is done without the library, which takes digests of more than 240
+PIECE = 256 << 10  # bytes that stay in a core's own cache from the copy to the digest
+SHARE = 4 << 20  # bytes at least that are worth a thread of their own
+
+_TRIED = (241, 256, 1024, 1025, 2048, 4099, 12345)  # bytes
+
+
+def copy(into: Buffer, data: Buffer, *, streamed: bool = False, threads: int = 1) -> None:
+    """Copy `data` into memory of the same size, by so many threads at most. UsageError if the sizes differ."""
+    target, source = _both(into, data)
+    share = max(SHARE, -(-len(source) // max(threads, 1) // 64) * 64)
+    starts = range(0, len(source), share)
+    _in_threads(lambda at: _copy(target[at : at + share], source[at : at + share], streamed), starts, threads)
+
+
+def copy_digest(into: Buffer, data: Buffer, *, streamed: bool = False) -> bytes:
+    """Copy `data`, and the digest of it (`blob_digest`). UsageError if the sizes differ."""
+    target, source = _both(into, data)
+    library = find() if len(source) >= SMALL else None
+    if library is not None:
+        return library.copy_digest(target, source, streamed)
+    hasher = blob_hasher()
+    for at in range(0, len(source), PIECE):
+        piece = source[at : at + PIECE]
+        np.copyto(target[at : at + PIECE], piece)
+        hasher.update(piece.data)
+    return hasher.digest()
+
+
+def copy_digests(pairs: Sequence[tuple[Buffer, Buffer]], *, streamed: bool = False, threads: int = 1) -> list[bytes]:
+    """`copy_digest` of pairs (into, data), by so many threads at most, each of which takes the next one."""
+    return _in_threads(lambda pair: copy_digest(*pair, streamed=streamed), pairs, threads)
+
+
+def _both(into: Buffer, data: Buffer) -> tuple[Bytes, Bytes]:
+    target, source = np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8)
+    if len(target) != len(source) or not target.flags.writeable:
+        raise UsageError(f"{len(source)} bytes do not go into {len(target)} that can be written")
+    return target, source
+
+
+def _copy(target: Bytes, source: Bytes, streamed: bool) -> None:
+    library = find() if streamed and len(source) >= SMALL else None
+    if library is not None:
+        library.copy_streamed(target, source)
+    else:
+        np.copyto(target, source)
+
+
+def _in_threads(do: Callable[[T], R], each: Iterable[T], threads: int) -> list[R]:
+    work = list(each)
+    if threads <= 1 or len(work) <= 1:
+        return list(map(do, work))
+    with ThreadPoolExecutor(min(threads, len(work)), "ckpt-kernels") as pool:
+        return list(pool.map(do, work))
+
+
+# -- the library --
+
+
+class Kernels:
+    """The functions of a library. AttributeError if it lacks one."""
+
+    def __init__(self, loaded: Any) -> None:
+        pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        self._copy_streamed = _declared(loaded.everystep_copy_streamed, pointer, pointer, size)
+        self._copy_digest = _declared(loaded.everystep_copy_digest, pointer, pointer, size, pointer, number)
+
+    def copy_streamed(self, target: Bytes, source: Bytes) -> None:
+        self._copy_streamed(target.ctypes.data, source.ctypes.data, len(source))
+
+    def copy_digest(self, target: Bytes, source: Bytes, streamed: bool) -> bytes:
+        digest = ctypes.create_string_buffer(DIGEST_SIZE)
+        self._copy_digest(target.ctypes.data, source.ctypes.data, len(source), digest, int(streamed))
+        return digest.raw
+
+
+def _declared(function: Any, *arguments: Any) -> Callable[..., None]:
+    function.argtypes, function.restype = arguments, None
+    found: Callable[..., None] = function
+    return found
+
+
+@functools.cache
+def find() -> Kernels | None:
+    """The library that was compiled of this source for this machine, if it does as it should."""
+    path = library_path()
+    try:
+        found = Kernels(ctypes.CDLL(str(path)))
+    except (OSError, AttributeError):
+        log.info("no compiled kernels at %s: numpy does the same, more slowly. Install with a C compiler at hand", path)
+        return None
+    if not does_as_python(found):
+        log.warning("the compiled kernels at %s do not what they should: numpy does it, more slowly", path)
+        return None
+    return found
+
+
+def library_path() -> Path:
+    """Where it is, if it was compiled."""
+    source = Path(__file__).with_suffix(".c")
+    try:
+        made_of = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
+    except OSError:
+        made_of = "none"
+    return source.with_name(f"kernels-{platform.machine()}-{made_of}.so")
+
+
+def does_as_python(library: Kernels) -> bool:
+    """Whether copies and digests are right: of odd sizes, from and to any address, and nothing else is written."""
+    noise = np.random.default_rng(0).integers(0, 256, max(_TRIED) + 3, np.uint8)
+    return all(
+        _does_one(library, noise[at : at + size], at * 21, streamed)
+        for size in _TRIED
+        for at in range(3)
+        for streamed in (False, True)
+    )
+
+
+def _does_one(library: Kernels, source: Bytes, at: int, streamed: bool) -> bool:
+    room, again = np.zeros(len(source) + 128, np.uint8), np.zeros(len(source) + 128, np.uint8)
+    there = slice(at, at + len(source))
+    digest = library.copy_digest(room[there], source, streamed)
+    library.copy_streamed(again[there], source)
+    right = digest == blob_digest(source.data) and bool((room == again).all() and (room[there] == source).all())
+    room[there] = 0
+    return right and not room.any()

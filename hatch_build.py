@@ -1,0 +1,88 @@
+"""Compiles ckpt/format/kernels.c for a wheel, or in place for an editable install.
+
+Where that fails, for whatever reason, the install goes on without it: ckpt/format/kernels.py then has numpy do it.
+By hand, in place: python hatch_build.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+try:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+except ImportError:  # by hand it is not needed
+    BuildHookInterface = object
+
+SOURCE = Path(__file__).parent / "ckpt" / "format" / "kernels.c"
+# Sums and products of floats stay two roundings, as in numpy; what signals and errno would tell nobody asks.
+FLAGS = "-O3 -fPIC -shared -std=gnu11 -fvisibility=hidden -ffp-contract=off -fno-math-errno -fno-trapping-math -s"
+WAYS = ("", "-DNO_CLONES")  # the second for where functions cannot be chosen at the start
+LIMIT_S = 120
+
+
+def library_name() -> str:
+    """As ckpt/format/kernels.py looks for it: one of another source is never taken."""
+    return f"kernels-{platform.machine()}-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]}.so"
+
+
+def compiled(folder: Path) -> Path:
+    """The library, in a folder. Raises whatever keeps it from being made."""
+    found = [os.environ.get("CC"), *map(shutil.which, ("cc", "gcc", "clang"))]
+    compiler = next((shlex.split(one) for one in found if one), None)
+    if compiler is None:
+        raise FileNotFoundError("there is no C compiler")
+    unfinished = folder / f".{library_name()}.{os.getpid()}"
+    said = ""
+    for way in WAYS:
+        command = [*compiler, *FLAGS.split(), *way.split(), str(SOURCE), "-o", str(unfinished)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        if ended.returncode == 0:
+            return unfinished.rename(folder / library_name())
+        said = ended.stderr.strip()[-500:]
+    raise RuntimeError(f"{shlex.join(compiler)} failed: {said}")
+
+
+def compile_in_place() -> Path:
+    made = compiled(SOURCE.parent)
+    for old in SOURCE.parent.glob(f"kernels-{platform.machine()}-*.so"):
+        if old != made:
+            old.unlink(missing_ok=True)
+    return made
+
+
+class KernelsHook(BuildHookInterface):  # type: ignore[misc, valid-type, unused-ignore]
+    """What hatchling calls before it makes a wheel."""
+
+    _folder: str | None = None
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        try:
+            if version == "editable":
+                compile_in_place()
+                return
+            self._folder = tempfile.mkdtemp(prefix="kernels-")
+            made = compiled(Path(self._folder))
+        except Exception as error:
+            self.app.display_warning(f"no compiled kernels, numpy will do instead: {error}")
+            return
+        build_data["force_include"][str(made)] = f"ckpt/format/{made.name}"
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{compile_in_place()}\n")

@@ -1,0 +1,35 @@
+"""The kernels of this very source, compiled for the tests wherever there is a compiler, whatever is installed."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ckpt.format import kernels
+from processes import REPO
+
+
+def build() -> Any:
+    """The module hatch_build.py."""
+    spec = importlib.util.spec_from_file_location("hatch_build", REPO / "hatch_build.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def compiled_kernels() -> kernels.Kernels | None:
+    """None without a compiler. A source that does not compile is an error."""
+    try:
+        made = build().compiled(Path(tempfile.mkdtemp(prefix="kernels-")))
+    except FileNotFoundError:
+        return None
+    found = kernels.Kernels(ctypes.CDLL(str(made)))
+    made.unlink()
+    made.parent.rmdir()
+    return found

@@ -147,6 +147,11 @@ class Layout:
         return file_digest(canonical(self.to_json()))
 
     @cached_property
+    def made_of_it(self) -> dict[type, object]:
+        """What others have made of it, and want to make once: by what it is."""
+        return {}
+
+    @cached_property
     def sizes(self) -> list[int]:
         """Bytes of each tensor."""
         return [t.nbytes for t in self.tensors]

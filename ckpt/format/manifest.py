@@ -23,7 +23,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from ckpt.errors import CorruptError, FormatError
@@ -163,13 +163,13 @@ def unseal(raw: bytes | bytearray | memoryview, what: str) -> dict[str, Any]:
     raw = bytes(raw)
     try:
         data = json.loads(raw)
-        fields = {key: canonical(key) + b":" + canonical(value) for key, value in sorted(data.items())}
-        whole = b"{" + b",".join(fields.values()) + b"}" == raw
+        texts = {key: canonical(key) + b":" + canonical(value) for key, value in sorted(data.items())}
+        whole = b"{" + b",".join(texts.values()) + b"}" == raw
         claimed = data.pop("digest")
-        del fields["digest"]
+        del texts["digest"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CorruptError(f"{what} is damaged: not readable as JSON") from None
-    if not whole or claimed != file_digest(b"{" + b",".join(fields.values()) + b"}"):
+    if not whole or claimed != file_digest(b"{" + b",".join(texts.values()) + b"}"):
         raise CorruptError(f"{what} is damaged: its digest does not match")
     assert isinstance(data, dict)
     return data
@@ -236,7 +236,8 @@ class Part:
     full: str = ""
 
     def to_bytes(self) -> bytes:
-        data = asdict(self)
+        data = {one.name: getattr(self, one.name) for one in fields(self)}  # asdict() would copy the layout, row by row
+        data["packs"] = [asdict(pack) for pack in self.packs]
         if not self.needs:  # a full one says what it has always said
             del data["needs"], data["chain"], data["full"]
         return seal(data)

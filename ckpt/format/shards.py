@@ -77,8 +77,13 @@ class Shards(Sequence[Shard]):
     @classmethod
     def of_layout(cls, layout: Layout) -> Shards:
         """What a rank stages, in the order of its pack."""
-        pieces = (layout.tensors[i] for i in layout.arrangement.order)
-        return cls.of(Shard(t.name, t.dtype, t.full, t.at, t.shape, layout.rank, t.instance) for t in pieces)
+        found = layout.made_of_it.get(cls)
+        if found is None:
+            pieces = (layout.tensors[i] for i in layout.arrangement.order)
+            rows = (Shard(t.name, t.dtype, t.full, t.at, t.shape, layout.rank, t.instance) for t in pieces)
+            found = layout.made_of_it[cls] = cls.of(rows)
+        assert isinstance(found, Shards)
+        return found
 
     @classmethod
     def join(cls, parts: Sequence[Shards]) -> Shards:

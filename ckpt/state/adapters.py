@@ -84,6 +84,9 @@ class Collector:
 
 
 _FORM = attrgetter("shape", "dtype")
+_TOGETHER = (
+    256  # tensors of which all is asked before any of the next: what torch keeps of them stays near the processor
+)
 
 
 class Places:
@@ -108,30 +111,51 @@ class Memories:
         self._wrapped = [(t, sign(t)) for t in tensors if is_wrapped(t)]
         if self._wrapped:
             tensors = [one for t in tensors for one in (inside(t) if is_wrapped(t) else [t])]
-        self._plain = [t for t in tensors if not is_dtensor(t)]
-        self._others = [t for t in tensors if is_dtensor(t)]
-        self._were, self._forms, self._guards = self._places(), self._shapes(), guards(self._all())
-
-    def _places(self) -> list[int]:
-        return list(map(Tensor.data_ptr, self._all()))
-
-    def _shapes(self) -> list[object]:
-        asked = (_FORM, Tensor.stride, Tensor.is_conj, Tensor.is_neg)
-        return [ask(one) for one in self._all() for ask in asked]
-
-    def _all(self) -> list[Tensor]:
-        return [*self._plain, *map(local, self._others)] if self._others else self._plain
+        plain = [t for t in tensors if not is_dtensor(t)]
+        others = [t for t in tensors if is_dtensor(t)]
+        self._some = [_Some(plain[i : i + _TOGETHER]) for i in range(0, len(plain), _TOGETHER)]
+        self._some += [_SomeDTensors(others[i : i + _TOGETHER]) for i in range(0, len(others), _TOGETHER)]
 
     def changed(self) -> bool:
-        if self._places() != self._were or any(sign(one) != was for one, was in self._wrapped):
+        return any(some.changed() for some in self._some) or any(sign(one) != was for one, was in self._wrapped)
+
+
+class _Some:
+    """Some of these tensors."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        now = self._now()
+        self._were, self._forms, self._guards = _places(now), _shapes(now), guards(now)
+
+    def _now(self) -> Sequence[Tensor]:
+        return self._tensors
+
+    def changed(self) -> bool:
+        now = self._now()
+        if _places(now) != self._were:
             return True
         # Another view of the same memory, or more of it: `.data` was set, or `t_()` or `resize_()` called.
-        if self._guards is not None and self._guards(*self._all()):
+        if self._guards is not None and self._guards(*now):
             return False
-        if self._shapes() != self._forms:
+        if _shapes(now) != self._forms:
             return True
-        self._guards = guards(self._all())  # they tell modes of torch and frozen tensors apart, too
+        self._guards = guards(now)  # they tell modes of torch and frozen tensors apart, too
         return False
+
+
+class _SomeDTensors(_Some):
+    def _now(self) -> Sequence[Tensor]:
+        return list(map(local, self._tensors))
+
+
+def _places(tensors: Sequence[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
+
+
+def _shapes(tensors: Sequence[Tensor]) -> list[object]:
+    asked = (_FORM, Tensor.stride, Tensor.is_conj, Tensor.is_neg)
+    return [ask(one) for one in tensors for ask in asked]
 
 
 def guards(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:

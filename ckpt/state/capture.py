@@ -36,7 +36,8 @@ from ckpt.state.wrappers import inside, is_wrapped
 
 @dataclass(frozen=True)
 class Reading:
-    """`tensors[i]` is `layout.tensors[i]`, live: what this rank stages. `guarded[i]`: only optimizer steps change it.
+    """`tensors[i]` is `layout.tensors[i]`, live: what this rank stages. `guarded[i]`: only optimizer steps change it;
+    `early`: the numbers of all others.
 
     The tensors are detached: they hold on to the memory itself, so `p.data = ...` cannot free what is being copied.
     `counters`: of each tensor, what counts the writes to it: itself, and what is around it if it is a part of another.
@@ -46,6 +47,7 @@ class Reading:
     layout: Layout
     tensors: list[Tensor]
     guarded: list[bool]
+    early: list[int]
     values: list[Json]
     counters: Sequence[Versioned]
     spots: list[SampledPlaces] = field(default_factory=list)
@@ -208,8 +210,8 @@ class Capture:
     def _reading(self, known: Structure, pieces: list[Contents]) -> Reading:
         tensors = known.tensors(pieces)
         values = [piece.values for piece in pieces]
-        guarded, counters = known.guards(self._silent()).guarded, known.counters(tensors, pieces)
-        return Reading(known.layout, tensors, guarded, values, counters, known.spots(tensors))
+        guards, counters = known.guards(self._silent()), known.counters(tensors, pieces)
+        return Reading(known.layout, tensors, guards.guarded, guards.early, values, counters, known.spots(tensors))
 
     def _pieces(self) -> list[Contents]:
         """Modules and plain tensors first: optimizers need to know what parameters are called."""

@@ -35,6 +35,7 @@ class OptimizerNode:
         self._names: Names | None = None
         self._piece: Contents | None = None
         self._state: object = None
+        self._params, self._dicts = list[Tensor](), list[dict[str, Any]]()  # which have state, and what
         self._groups: list[list[Tensor]] = []
         self._there, self._memories = Places(), Memories()
         self._others: list[tuple[str, dict[str, Any], str]] = []
@@ -66,7 +67,10 @@ class OptimizerNode:
         """Whether the optimizer has other tensors than were read, or has them elsewhere."""
         optimizer = self.optimizer
         state: MutableMapping[Any, Any] = optimizer.state
-        if state is not self._state:
+        if state is not self._state or len(state) != len(self._params):
+            return True
+        # In the order in which they came, since to look a tensor up runs Python.
+        if not (all(map(is_, state, self._params)) and all(map(is_, state.values(), self._dicts))):
             return True
         if len(self._groups) != len(optimizer.param_groups):
             return True
@@ -83,7 +87,7 @@ class OptimizerNode:
         self._names, self._state = names, self.optimizer.state
         self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
         self._others, self._there, self._memories = [], Places(), Memories()
-        dicts: list[tuple[Any, Tensor, dict[str, Any]]] = []
+        self._params, self._dicts = list(self.optimizer.state), list(self.optimizer.state.values())
         places: list[tuple[dict[str, Any], str, Tensor]] = []
         state: list[StateEntry] = []
         called = self.param_names(names)
@@ -91,7 +95,6 @@ class OptimizerNode:
             name = called.get(id(param))
             if name is None:
                 raise StateError(f"{show(self.path)}: holds state of a tensor that is in none of its groups")
-            dicts.append((self._state, param, values))
             for key, value in values.items():
                 if type(key) is not str:
                     raise StateError(f"{show(self.path)}: the key {key!r} in the state of {name} is not a str")
@@ -108,10 +111,10 @@ class OptimizerNode:
         own = [StateEntry(show((*self.path, "params", place)), p, True) for place, p, _ in mine]
         (fixed, forms), (params_too, more) = take_all_apart(state), take_all_apart(own)
         self._own = {entry.name: entry for entry in params_too}
-        self._there = Places([*dicts, *places], [self._state, *(values for _, _, values in dicts)])
+        self._there = Places(places, self._dicts)
         self._memories = Memories([*(tensor for _, _, tensor in places), *(p for _, p, _ in self._nameless)])
         params = [[called[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
-        facts = {"params": params, "with_state": [called[id(p)] for _, p, _ in dicts]}
+        facts = {"params": params, "with_state": [called[id(p)] for p in self._params]}
         self._piece = Contents([*fixed, *params_too], facts=facts | facts_of([*forms, *more]))
 
     def _is_held(self, names: Names) -> list[bool]:

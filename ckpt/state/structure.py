@@ -29,10 +29,11 @@ MOST_GUARDS = 16  # with many optimizers that step now and then there are too ma
 
 @dataclass(frozen=True)
 class Guards:
-    """What may be copied beside training while some optimizers are not trusted. `guarded`: as in a `Reading`;
+    """What may be copied beside training while some optimizers are not trusted. `guarded`, `early`: as in a `Reading`;
     `replicated`: what of it other ranks hold as well."""
 
     guarded: list[bool]
+    early: list[int]
     replicated: list[LocalPiece]
 
 
@@ -130,8 +131,12 @@ class Structure:
         if silent not in self._guards:
             if len(self._guards) == MOST_GUARDS:
                 self._guards.clear()
+            guarded = [
+                one and not steppers & silent for one, steppers in zip(self._guarded, self._steppers, strict=True)
+            ]
             self._guards[silent] = Guards(
-                [one and not steppers & silent for one, steppers in zip(self._guarded, self._steppers, strict=True)],
+                guarded,
+                [number for number, one in enumerate(guarded) if not one],
                 [piece for piece, steppers in self._shared if not steppers & silent],
             )
         return self._guards[silent]

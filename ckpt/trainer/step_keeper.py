@@ -218,8 +218,7 @@ class StepKeeper:
         """
         reading = self._session.capture.read()
         self._progress.moment = self._moments.take(step, reading, self._session.capture)
-        apart = [t for t, guarded in zip(reading.tensors, reading.guarded, strict=True) if not guarded]
-        if sum(t.nbytes for t in apart) > DEFERRED:
+        if sum(reading.layout.sizes[n] for n in reading.early) > DEFERRED:
             return
         values = json.dumps(reading.values, separators=(",", ":")).encode()
         if not self._has_memory(reading, len(values)):

@@ -688,6 +688,26 @@ def untie(state: State) -> None:
     state["optim"].add_param_group({"params": [state["model"].head.weight]})
 
 
+def exchange_states(state: State) -> None:
+    """Two parameters have each other's moments."""
+    first, second = list(state["optim"].state)[:2]
+    mine = state["optim"].state[first]
+    state["optim"].state[first] = state["optim"].state[second]
+    state["optim"].state[second] = mine
+
+
+def renew_states(state: State) -> None:
+    """Other dicts, in the same places, with more in them."""
+    kept = state["optim"].state
+    kept.update({param: {**held, "late": torch.ones(1)} for param, held in kept.items()})
+
+
+def reorder_states(state: State) -> None:
+    """The same, but for the order in which they came."""
+    first = next(iter(state["optim"].state))
+    state["optim"].state[first] = state["optim"].state.pop(first)
+
+
 def moment(state: State) -> Tensor:
     """A square one, of what Adam keeps."""
     found = state["optim"].state[state["model"].body[0].weight]["exp_avg"]
@@ -723,6 +743,9 @@ CHANGES: dict[str, Callable[[State], Any]] = {
     "data negated by its view": lambda s: set_data(s, torch._neg_view(s["model"].body[0].weight.data)),
     "optimizer state added": lambda s: s["optim"].state[s["model"].embed.weight].update(late=torch.ones(2)),
     "optimizer state replaced": lambda s: next(iter(s["optim"].state.values())).update(step=torch.tensor(9.0)),
+    "optimizer states exchanged": exchange_states,
+    "optimizer states in another order": reorder_states,
+    "optimizer state of another dict": renew_states,
     "optimizer state cleared": lambda s: s["optim"].state.clear(),
     "optimizer state loaded": lambda s: s["optim"].load_state_dict(copy.deepcopy(s["optim"].state_dict())),
     "loose shape": lambda s: s["loose"].update(t=torch.ones(4)),
@@ -762,6 +785,21 @@ def test_forms_are_compared_also_where_torch_offers_no_guards(change: str, monke
     assert adapters.guards([torch.ones(2)]) is not None, "with this torch they are there"
     monkeypatch.setattr(adapters, "guards", lambda tensors: None)
     test_every_change_of_structure_is_seen(change)
+
+
+@pytest.mark.parametrize("number", [0, 255, 256, 599])
+def test_one_change_among_many_tensors_is_seen(number: int) -> None:
+    """They are asked in batches; each tensor of each counts, for its memory and for its form."""
+    params = [nn.Parameter(torch.randn(2, 2)) for _ in range(600)]
+    capture = Capture({"model": nn.ParameterList(params)})
+    before = capture.read().layout
+    assert capture.read().layout is before
+    params[number].data = params[number].data.t()
+    transposed = capture.read()
+    where = next(i for i, t in enumerate(before.tensors) if t.name == f"model.{number}")
+    assert raw(transposed.tensors[where]) == raw(params[number])
+    params[number].data = torch.ones(2, 2)
+    assert raw(capture.read().tensors[where]) == raw(torch.ones(2, 2))
 
 
 def test_a_conjugate_view_is_another_tensor() -> None:

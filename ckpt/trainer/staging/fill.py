@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
+from math import prod
 from typing import Any
 
 import torch
@@ -51,7 +53,7 @@ class SlotFiller:
         """What may change before the next optimizer step."""
         streams = self._streams.of(job.streams)
         device.queue_behind(streams, job.ready)
-        self.copy(self._pairs(arena, slot, job, guarded=False), streams)
+        self._copy_part(arena, slot, job, guarded=False)
         start = pages(job.reading.layout.arrangement.data_size)
         arena.data(slot)[start : start + len(job.values)] = job.values
         for pack in job.early:
@@ -67,7 +69,7 @@ class SlotFiller:
         for pack in job.late:
             with device.on(streams):
                 pack.gather(job.sources)
-        self.copy(self._pairs(arena, slot, job, guarded=True), streams, job.bus_share)
+        self._copy_part(arena, slot, job, guarded=True)
         for pack in job.late:
             pack.fetch(streams)
         job.check_sources()
@@ -91,17 +93,29 @@ class SlotFiller:
         """The bytes of a slot."""
         return torch.frombuffer(arena.data(slot), dtype=torch.uint8)
 
-    def _pairs(self, arena: Arena, slot: int, job: PendingSnapshot, *, guarded: bool) -> list[Pair]:
+    def _copy_part(self, arena: Arena, slot: int, job: PendingSnapshot, *, guarded: bool) -> None:
+        """Those that only optimizers change, or all others."""
+        views, sources = self._slot_views(arena, slot, job.reading.layout), job.sources
+        numbers = compress(range(len(views)), job.reading.guarded) if guarded else iter(job.reading.early)
+        if job.streams:
+            pairs = self._pairs(views, numbers, job, PIECE if guarded and job.bus_share < 1.0 else LOCK)
+            self.copy(pairs, self._streams.of(job.streams), job.bus_share if guarded else 1.0)
+            return
+        little, large = list[int](), list[Pair]()
+        for n in numbers:  # most are little, and nothing else is asked of these
+            if job.reading.layout.sizes[n] < LARGE:
+                little.append(n)
+            else:
+                large.append((views[n], sources[n], n))
+        if little:
+            device.copy_batch([views[n] for n in little], [sources[n] for n in little], {})
+        self.copy(large, {})
+
+    def _pairs(self, views: list[Tensor], numbers: Iterable[int], job: PendingSnapshot, piece: int) -> list[Pair]:
         """Where each of these tensors goes, and what goes there."""
-        views = self._slot_views(arena, slot, job.reading.layout)
-        found, packed = zip(views, job.sources, job.reading.guarded, strict=True), job.packed
-        pairs = [
-            (view, source, i)
-            for i, (view, source, one) in enumerate(found)
-            if one is guarded and not (packed and i in packed)
-        ]
-        piece = PIECE if guarded and job.bus_share < 1.0 else LOCK
-        if not job.streams or job.reading.layout.arrangement.data_size <= piece:
+        packed = job.packed
+        pairs = [(views[n], job.sources[n], n) for n in numbers if n not in packed]
+        if job.reading.layout.arrangement.data_size <= piece:
             return pairs
         offsets = job.reading.layout.arrangement.offsets
         return [cut for pair in pairs for cut in _cut(*pair, offsets[pair[2]], piece)]
@@ -113,8 +127,9 @@ class SlotFiller:
         if cached is not None and cached[0] is layout:
             return cached[1]
         whole = self.whole(arena, slot)
+        typed = {dtype: whole.view(TORCH_DTYPE[dtype]) for dtype in {t.dtype for t in layout.tensors}}
         views = [
-            whole[offset : offset + t.nbytes].view(TORCH_DTYPE[t.dtype]).view(t.shape)
+            typed[t.dtype].as_strided(t.shape, _strides(t.shape), offset // typed[t.dtype].itemsize)
             for t, offset in zip(layout.tensors, layout.arrangement.offsets, strict=True)
         ]
         self._views[key] = (layout, views)
@@ -150,6 +165,11 @@ class SlotFiller:
                 device.copy_batch(some, theirs, streams)
             device.wait_for(device.events_behind(streams))
             time.sleep((time.monotonic() - began) * (1.0 / bus_share - 1.0))
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    """Of a tensor without gaps."""
+    return [prod(shape[i + 1 :]) for i in range(len(shape))]
 
 
 def _batches(targets: list[Tensor], sources: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from operator import attrgetter, not_
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -96,7 +96,7 @@ class DeferredSteps:
         if reading.layout is not self._layout:
             self._layout, self._where, self._spots = reading.layout, [], []
         tensors, others, too_large, room = list(reading.tensors), list[int](), "", self._most
-        for n in compress(range(len(tensors)), map(not_, reading.guarded)):
+        for n in reading.early:
             size = tensors[n].nbytes
             if capture.parameters[n] and self._most - room + size > LITTLE:
                 others.append(n)
@@ -176,8 +176,10 @@ class PendingSnapshot:
         if self.taken is not None:
             self.fingerprints, self.watched = list(self.taken.fingerprints), self.taken.watched
         self.sources = reading.tensors
-        self.numbers = list(self.watched or compress(range(len(reading.guarded)), reading.guarded))
-        self.overlapped = [reading.counters[n] for n in self.numbers]
+        if self.watched:
+            self.overlapped = [reading.counters[n] for n in self.watched]
+        else:
+            self.overlapped = list(compress(reading.counters, reading.guarded))
         self.versions = list(self.watched.values() or map(_VERSION, self.overlapped))
         self.fingerprints = self.fingerprints or [spots.look() for spots in reading.spots]
         if reading.layout.accelerated:
@@ -193,12 +195,12 @@ class PendingSnapshot:
         """Clone what may change before the next optimizer step, where it is, if it is little; whether that is done.
         `all_of_it`: what is on devices in any case, for then an optimizer need not wait for copies."""
         sizes, guarded = self.reading.layout.sizes, self.reading.guarded
-        if not self.streams and sum(compress(sizes, map(not_, guarded))) > LITTLE:
+        if not self.streams and sum(sizes[n] for n in self.reading.early) > LITTLE:
             return False
         if not self.streams:
-            if not all(guarded):
-                pairs = zip(self.sources, guarded, strict=True)
-                self.sources = [source if kept else source.clone() for source, kept in pairs]
+            self.sources = list(self.sources)
+            for n in self.reading.early:
+                self.sources[n] = self.sources[n].clone()
             return True
         here = [n for n, one in enumerate(self.sources) if one.device.type == "cpu" and not guarded[n]]
         there = [n for n, one in enumerate(self.sources) if one.device.type != "cpu" and (all_of_it or not guarded[n])]
@@ -236,6 +238,11 @@ class PendingSnapshot:
     def mark_ready(self) -> None:
         """What is on the caller's streams by now comes before the copies."""
         self.ready = events_behind(self.streams)
+
+    @property
+    def numbers(self) -> list[int]:
+        """Which tensors are `overlapped`."""
+        return list(self.watched or compress(range(len(self.reading.guarded)), self.reading.guarded))
 
     @property
     def packed(self) -> set[int]:

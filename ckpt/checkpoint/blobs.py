@@ -20,6 +20,7 @@ import numpy as np
 from ckpt.checkpoint.concurrent import all_of
 from ckpt.errors import CorruptError, StoreError
 from ckpt.format.codec import BF16, RAW, decode
+from ckpt.format.columns import I64, starts_of
 from ckpt.format.digest import blob_digest
 from ckpt.format.layout import pages
 from ckpt.format.table import Table
@@ -75,12 +76,31 @@ def plan_reads(table: Table, blobs: Iterable[int], *, far: bool = False) -> list
     ends = offset + table.stored[at]
     order = np.lexsort((wanted, derived, ends, offset, pack))
     nbytes = table.length[wanted] * np.where(table.base[wanted] >= table.owned, 2, 1)
-    rows = zip(*(column[order].tolist() for column in (pack, offset, ends, nbytes, wanted)), strict=True)
-    groups: Iterable[tuple[int, int, int, list[int]]] = near(rows, most)
+    columns = [column[order] for column in (pack, offset, ends, nbytes, wanted)]
+    if (table.base[wanted] < 0).all() and (columns[1][1:] >= columns[2][:-1])[np.diff(columns[0]) == 0].all():
+        return list(_apart(table, columns, most))
+    groups = near(zip(*(column.tolist() for column in columns), strict=True), most)
     if (table.base[wanted] >= 0).any():
         return [Batch(tuple(_with_bases(table, group, most)), tuple(group)) for _, _, _, group in groups]
-    reads = (Read(table.packs[pack], start, end - start, tuple(group)) for pack, start, end, group in groups)
-    return [Batch((read,) if read.length else (), read.blobs) for read in reads]
+    return [_batch(table, pack, start, end, tuple(group)) for pack, start, end, group in groups]
+
+
+def _batch(table: Table, pack: int, start: int, end: int, blobs: tuple[int, ...]) -> Batch:
+    return Batch((Read(table.packs[pack], start, end - start, blobs),) if end > start else (), blobs)
+
+
+def _apart(table: Table, columns: Sequence[I64], most: int) -> Iterator[Batch]:
+    """Of ranges that do not overlap what `near` says, without looking at each of them."""
+    pack, low, high, nbytes, blobs = columns
+    total = starts_of(np.cumsum(nbytes))
+    breaks = np.flatnonzero((np.diff(pack) != 0) | (low[1:] > high[:-1] + GAP)) + 1
+    for begin, end in itertools.pairwise([0, *breaks.tolist(), len(pack)]):
+        while begin < end:
+            far = begin + int(np.searchsorted(high[begin:end], low[begin] + most, "right"))
+            stop = max(begin + 1, min(far, int(np.searchsorted(total, total[begin] + most, "right")) - 1))
+            group = tuple(blobs[begin:stop].tolist())
+            yield _batch(table, int(pack[begin]), int(low[begin]), int(high[stop - 1]), group)
+            begin = stop
 
 
 def near(rows: Iterable[tuple[int, int, int, int, T]], most: int) -> Iterator[tuple[int, int, int, list[T]]]:
@@ -262,14 +282,19 @@ def deliver(
             sink(blob, plain[blob])
 
 
+def not_its_digest(table: Table, blob: int) -> CorruptError:
+    """What is stored of a blob is not what was."""
+    pack, offset = table.place(blob)
+    where = f"{int(table.stored[blob])} bytes at {offset} of {pack}"
+    return CorruptError(f"{table.name_of(blob)} is damaged: {where} do not match their digest")
+
+
 def _plain_of(
     table: Table, blob: int, stored: memoryview, plain: Mapping[int, memoryview], room: memoryview | None
 ) -> memoryview:
     """The plain bytes of one blob. CorruptError unless both its digests are right."""
     if stored and blob_digest(stored) != table.stored_digest[blob].tobytes():
-        pack, offset = table.place(blob)
-        where = f"{len(stored)} bytes at {offset} of {pack}"
-        raise CorruptError(f"{table.name_of(blob)} is damaged: {where} do not match their digest")
+        raise not_its_digest(table, blob)
     if room is None:
         return stored
     needed = [plain[b] for b in table.needed(blob)]

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from ckpt.checkpoint.blobs import Batch, OnDamage, Read, Scratch, Sink, deliver
+from ckpt.checkpoint.blobs import Batch, OnDamage, Read, Scratch, Sink, deliver, not_its_digest
 from ckpt.checkpoint.concurrent import all_of
+from ckpt.checkpoint.put import Room, memory_at, put
 from ckpt.errors import CorruptError, StoreError
 from ckpt.format.codec import RAW
 from ckpt.format.table import Table
@@ -28,9 +29,6 @@ from ckpt.store import Store
 
 STREAMS = max(2, min(8, len(os.sched_getaffinity(0))))
 LEAST = 64 << 10  # bytes of a piece that is worth a place of its own in a read
-
-Room = Callable[[int], memoryview | None]
-"""`room(blob)`: memory that shall hold the plain bytes of a blob, all of them and nothing else, if there is such."""
 
 
 async def fetch(
@@ -68,17 +66,30 @@ def _run(
 ) -> None:
     scratch = Scratch()
     for batch in batches:
-        places = _places(table, batch, room)
+        places, small = _places(table, batch, room)
         stored: dict[int, memoryview] = {}
         lost: dict[int, CorruptError | StoreError] = {}
         for read, spare in zip(batch.reads, scratch.take(batch), strict=True):
-            views, found = _views(table, read, spare, places)
+            views, found = _views(table, read, spare, places, small)
             try:
                 _scatter(store, read, views)
             except StoreError:  # of a place that cannot be read, or is not there: the rest may be
-                found = _one_by_one(store, table, read, found, lost)
+                small.clear()
+                found = _one_by_one(store, table, read, _views(table, read, spare, places, small)[1], lost)
             stored.update(found)
-        deliver(table, batch.blobs, stored, lost, scratch, sink, on_damage, places)
+            _put(table, read, spare, small, on_damage)
+        blobs = [blob for blob in batch.blobs if blob not in small] if small else batch.blobs
+        deliver(table, blobs, stored, lost, scratch, sink, on_damage, places)
+
+
+def _put(table: Table, read: Read, spare: memoryview, small: dict[int, int], on_damage: OnDamage) -> None:
+    """Bring what is small to its places."""
+    blobs = np.fromiter(small, np.int64, len(small))
+    places = np.fromiter(small.values(), np.int64, len(small))
+    starts = table.offset[blobs] - read.start
+    for i in put(spare, starts, table.stored[blobs], table.stored_digest[blobs], places):
+        blob = int(blobs[i])
+        on_damage((blob,), not_its_digest(table, blob))
 
 
 def _one_by_one(
@@ -106,17 +117,27 @@ def _scatter(store: Store, read: Read, views: Sequence[memoryview]) -> None:
     near.scatter(read.pack, read.start, views)
 
 
-def _places(table: Table, batch: Batch, room: Room | None) -> dict[int, memoryview]:
+def _places(table: Table, batch: Batch, room: Room | None) -> tuple[dict[int, memoryview], dict[int, int]]:
+    """Where blobs belong: large ones, as memory to read or decode into; and small ones, by the address, which are
+    copied there out of one long read."""
     if room is None:
-        return {}
-    large = [blob for blob in batch.blobs if table.length[blob] >= LEAST]
-    return {blob: place for blob in large if (place := room(blob)) is not None}
+        return {}, {}
+    blobs = np.array(batch.blobs, np.int64)
+    found, length = room(blobs), table.length[blobs]
+    large, alone = length >= LEAST, len(batch.reads) == 1 and bool((table.base[blobs] < 0).all())
+    big = (found > 0) & large
+    small = (found > 0) & ~large & (table.codec[blobs] == RAW) & alone
+    places = zip(blobs[big].tolist(), found[big].tolist(), length[big].tolist(), strict=True)
+    return (
+        {blob: memory_at(address, size) for blob, address, size in places},
+        dict(zip(blobs[small].tolist(), found[small].tolist(), strict=True)),
+    )
 
 
 def _views(
-    table: Table, read: Read, spare: memoryview, places: dict[int, memoryview]
+    table: Table, read: Read, spare: memoryview, places: dict[int, memoryview], small: Container[int]
 ) -> tuple[list[memoryview], dict[int, memoryview]]:
-    """Where the bytes of one read go, one piece after another, and where each blob lies then.
+    """Where the bytes of one read go, one piece after another, and where each blob lies then that is not small.
 
     Raw blobs go to their places, and what lies between them to the spare memory, at the same offset as in the read.
     What several blobs are stored as (equal pieces are stored once) goes there too, and loses its places.
@@ -134,6 +155,8 @@ def _views(
     sizes = table.stored[blobs].tolist()
     raw = (table.codec[blobs] == RAW).tolist()
     for blob, offset, size, plain, several in zip(blobs, starts.tolist(), sizes, raw, shared.tolist(), strict=True):
+        if blob in small:
+            continue
         at = offset - read.start
         if plain and several:
             places.pop(blob, None)  # it is handed to the sink

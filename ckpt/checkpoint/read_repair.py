@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from ckpt.checkpoint import read, read_local
 from ckpt.checkpoint.blobs import Sink, closure, plan_reads
 from ckpt.checkpoint.blobs import fetch as fetch_blobs
+from ckpt.checkpoint.put import Room
 from ckpt.errors import CorruptError, FormatError, StoreError
 from ckpt.events import log as logger
 from ckpt.format.manifest import Attempt
@@ -39,7 +40,7 @@ async def fetch(
     blobs: Sequence[int],
     sink: Sink,
     others: Sequence[str] = (),
-    room: read_local.Room | None = None,
+    room: Room | None = None,
 ) -> ReadRepair:
     """Hand all of these blobs to `sink`, each verified. CorruptError or StoreError if one cannot be had anywhere.
 

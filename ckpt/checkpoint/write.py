@@ -224,21 +224,21 @@ def digest_blobs(layout: Layout, data: memoryview) -> bytes:
     return b"".join(blob_digest(data[b.offset : b.offset + b.length]) for b in layout.arrangement.blobs)
 
 
-def build_table(layout: Layout, pack: str, digests: bytes | None) -> Table:
-    """The table of one rank's pieces in one raw pack. `digests`: None if nobody has digested them, then zeros."""
+def build_table(layout: Layout, pack: str, digests: bytes | None, begin: int | None = None) -> Table:
+    """The table of one rank's pieces in one raw pack. `digests`: None if nobody has digested them, then zeros. `begin`:
+    where the data begins there, if not behind the header of the pack."""
     arrangement = layout.arrangement
-    blobs = arrangement.blobs
-    length = np.array([b.length for b in blobs], np.int64)
-    raw = bytes(len(blobs) * DIGEST_SIZE) if digests is None else digests[: len(blobs) * DIGEST_SIZE]
+    offset, length = arrangement.blob_columns
+    raw = bytes(len(length) * DIGEST_SIZE) if digests is None else digests[: len(length) * DIGEST_SIZE]
     return Table(
         shards=Shards.of_layout(layout),
         starts=np.array(arrangement.blob_starts, np.int64),
-        pack=np.zeros(len(blobs), np.int64),
-        offset=np.array([b.offset for b in blobs], np.int64) + len(arrangement.header),
+        pack=np.zeros(len(length), np.int64),
+        offset=offset + (len(arrangement.header) if begin is None else begin),
         stored=length,
         length=length,
-        codec=np.zeros(len(blobs), np.int64),
-        base=np.full(len(blobs), -1, np.int64),
+        codec=np.zeros(len(length), np.int64),
+        base=np.full(len(length), -1, np.int64),
         digest=np.frombuffer(raw, np.uint8).reshape(-1, DIGEST_SIZE),
         stored_digest=np.frombuffer(raw, np.uint8).reshape(-1, DIGEST_SIZE),
         packs=(pack,),

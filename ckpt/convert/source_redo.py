@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from ckpt.checkpoint import losses
 from ckpt.checkpoint.losses import Loss
+from ckpt.checkpoint.put import Room
 from ckpt.checkpoint.read import Sink
-from ckpt.checkpoint.read_local import Room
 from ckpt.convert.source import RankView
 from ckpt.convert.source_run import SavedOrigin
 from ckpt.errors import CheckpointError, CorruptError, FormatError, StoreError, UsageError

@@ -17,10 +17,11 @@ from msgspec import structs
 
 from ckpt.checkpoint import read, read_repair
 from ckpt.checkpoint.describe import Entries, entries_of
+from ckpt.checkpoint.put import Room, address_of
 from ckpt.checkpoint.read import Manifest, Sink
-from ckpt.checkpoint.read_local import Room
 from ckpt.convert.source import Assembly, Origin, OriginEntry, RankView, Want, canonical_names
 from ckpt.errors import CorruptError
+from ckpt.format.columns import I64
 from ckpt.format.manifest import Attempt
 from ckpt.format.saved_state import SavedState
 from ckpt.runlog.log import RunLog
@@ -116,10 +117,14 @@ class SavedOrigin(ABC):
             if blob in partly:
                 self._keep(blob, bytes(data))
 
-        def room(blob: int) -> memoryview | None:
+        def place(blob: int) -> int:
             start = int(saved.position[blob])
             stop = start + int(table.length[blob])
-            return None if blob in partly else assembly.room(int(saved.shard_of_blob[blob]), start, stop)
+            found = None if blob in partly else assembly.room(int(saved.shard_of_blob[blob]), start, stop)
+            return 0 if found is None else address_of(found)
+
+        def room(blobs: I64) -> I64:
+            return np.array([place(blob) for blob in blobs.tolist()], np.int64)
 
         def again() -> None:
             for blob in kept:

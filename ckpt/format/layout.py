@@ -20,7 +20,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from ckpt.errors import CorruptError, StateError
+from ckpt.format.columns import I64
 from ckpt.format.digest import file_digest
 from ckpt.format.manifest import MAX_WORLD, canonical
 from ckpt.store import PAGE
@@ -233,6 +236,16 @@ class Arrangement:
     def blob_starts(self) -> list[int]:
         """Where the blobs of each tensor begin, in pack order, and how many there are in all."""
         return list(itertools.accumulate((-(-self.tensors[i].nbytes // BLOB) for i in self.order), initial=0))
+
+    @cached_property
+    def blob_columns(self) -> tuple[I64, I64]:
+        """Offset and length of each blob."""
+        starts = np.array(self.blob_starts, np.int64)
+        counts = np.diff(starts)
+        sizes = np.array([self.tensors[i].nbytes for i in self.order], np.int64)
+        ends = np.cumsum(sizes)
+        offsets = np.repeat(ends - sizes - starts[:-1] * BLOB, counts) + np.arange(starts[-1]) * BLOB
+        return offsets, np.minimum(np.repeat(ends, counts) - offsets, BLOB)
 
     @cached_property
     def header(self) -> bytes:

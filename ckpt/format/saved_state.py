@@ -11,9 +11,10 @@ all names and forms at once, and no blobs: `narrowed` reads the tables of those 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -26,6 +27,7 @@ from ckpt.format.partition import GLOBAL
 from ckpt.format.rank_index import Directory, RanksView, check_cover, find_shards
 from ckpt.format.rank_index import Key as Key
 from ckpt.format.saved_nodes import SHARED_KINDS, SavedNode, joined
+from ckpt.format.shards import DTYPE_NUMBER, Shards
 from ckpt.format.table import EMPTY, Table, merge
 from ckpt.format.values import Json, Path, unlike
 
@@ -47,6 +49,47 @@ class SavedTensor:
 
     spec: TensorSpec
     shards: Sequence[int]
+
+
+class _Tensors(Mapping[Key, SavedTensor]):
+    """Made when they are asked for: a state that is as it was saved asks for none."""
+
+    def __init__(
+        self, rows: dict[Key, tuple[int, ...]], specs: dict[Key, TensorSpec], on_device: Container[Key]
+    ) -> None:
+        self._rows, self._specs, self._on_device = rows, specs, on_device
+
+    def __getitem__(self, key: Key) -> SavedTensor:
+        spec, accelerator = self._specs[key], key in self._on_device
+        if spec.whole is not None or spec.accelerator != accelerator:
+            spec = TensorSpec(spec.name, spec.dtype, spec.full, accelerator, instance=spec.instance)
+        return SavedTensor(spec, self._rows[key])
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._rows
+
+
+def _check_forms(shards: Shards, specs: Sequence[TensorSpec]) -> None:
+    """CorruptError unless each shard is of a tensor of this dtype and shape, by the layout of some rank."""
+    dims = np.fromiter((len(t.full) for t in specs), np.int64, len(specs))
+    wrong = (np.diff(shards.dim_starts) != 3 * dims) | (shards.dtype != [DTYPE_NUMBER.get(t.dtype, -1) for t in specs])
+    if not wrong.any():
+        ends = np.cumsum(dims)
+        at = np.arange(int(dims.sum())) + np.repeat(shards.dim_starts[:-1] - (ends - dims), dims)
+        odd = np.flatnonzero(shards.dims[at] != np.fromiter(chain.from_iterable(t.full for t in specs), np.int64))
+        wrong[np.searchsorted(ends, odd, "right")] = True
+    if wrong.any():
+        shard, spec = shards[int(np.argmax(wrong))], specs[int(np.argmax(wrong))]
+        raise CorruptError(
+            f"{spec.name} is of shape {list(spec.full)} and dtype {spec.dtype} for one rank, and of "
+            f"{list(shard.global_shape)} and {shard.dtype} for rank {shard.rank}: they disagree"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +120,18 @@ class SavedState:
             for la, mine in zip(layouts, values, strict=True)
         ]
         self._view_of: Sequence[int] = range(self.world)
-        self.tensors = self._collect(layouts)
-        self._note_instances()
+        self.layout = layouts[0] if self.world == 1 else None
+        self.tensors: Mapping[Key, SavedTensor] = self._collect(layouts)
         for layout in layouts:
             for name, instance in layout.instances.items():
                 if (name, instance) not in self.tensors:
                     raise CorruptError(f"{name}: what rank {layout.rank} has of it was saved by nobody")
+        known = set(self.table.columns.names)
         for view in self.views:
-            for name in view.names():
-                if view.aliases.get(name, name) not in self._instances:
-                    raise CorruptError(f"{name} is not in the table of the checkpoint")
+            if lost := {view.aliases.get(name, name) for name in view.names()} - known:
+                raise CorruptError(f"{min(lost)} is not in the table of the checkpoint")
 
+    layout: Layout | None  # of the one rank that saved, if it was one
     directory: Directory | None
     _fetch_values: Fetch[list[Json]]
     _fetch_tables: Fetch[Table]
@@ -98,47 +142,53 @@ class SavedState:
         """By a directory. What the parts and tables of some ranks say is read when it is needed."""
         self = cls.__new__(cls)
         self.directory, self.world, self.digested = directory, directory.world, True
-        self.table = EMPTY
+        self.table, self.layout = EMPTY, None
         self.views, self._view_of = list(directory.views), directory.columns["view"].tolist()
         self._fetch_values, self._fetched, self._fetch_tables = values, {}, tables
         self.tensors = {key: SavedTensor(spec, ()) for key, spec in zip(directory.keys, directory.specs(), strict=True)}
-        self._note_instances()
         return self
 
-    def _note_instances(self) -> None:
-        self._instances: dict[str, list[int]] = {}
+    @cached_property
+    def _instances(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
         for name, instance in sorted(self.tensors):
-            self._instances.setdefault(name, []).append(instance)
+            found.setdefault(name, []).append(instance)
+        return found
 
-    def _collect(self, layouts: Sequence[Layout]) -> dict[Key, SavedTensor]:
-        found: dict[Key, list[int]] = {}
-        for i, shard in enumerate(self.table.shards):
-            found.setdefault((shard.name, shard.instance), []).append(i)
+    @cached_property
+    def accelerated(self) -> bool:
+        """Whether any of it was on an accelerator."""
+        return any(tensor.spec.accelerator for tensor in self.tensors.values())
+
+    def _collect(self, layouts: Sequence[Layout]) -> Mapping[Key, SavedTensor]:
+        shards = self.table.columns
+        keys = list(zip(shards.names, shards.instance.tolist(), strict=True))
+        rows: dict[Key, tuple[int, ...]] = {key: (i,) for i, key in enumerate(keys)}
+        if several := len(rows) < len(keys):
+            gathered: dict[Key, list[int]] = {}
+            for i, key in enumerate(keys):
+                gathered.setdefault(key, []).append(i)
+            rows = {key: tuple(numbers) for key, numbers in gathered.items()}
         specs = {(t.name, t.instance): t for layout in layouts for t in layout.tensors}
-        on_device = {(t.name, t.instance) for layout in layouts for t in layout.tensors if t.accelerator}
-        if specs.keys() != found.keys():
-            name, _ = min(specs.keys() ^ found.keys())
+        if specs.keys() != rows.keys():
+            name, _ = min(specs.keys() ^ rows.keys())
             raise CorruptError(f"{name} is not in both the layouts and the table of the checkpoint")
-        tensors: dict[Key, SavedTensor] = {}
-        effort = Effort(Effort.left + 4 * len(self.table.shards))
-        for key, numbers in found.items():
-            spec = specs[key]
-            for shard in (self.table.shards[i] for i in numbers):
-                if (shard.dtype, shard.global_shape) != (spec.dtype, spec.full):
-                    raise CorruptError(
-                        f"{key[0]} is of shape {list(spec.full)} and dtype {spec.dtype} for one rank, and of "
-                        f"{list(shard.global_shape)} and {shard.dtype} for rank {shard.rank}: they disagree"
-                    )
-            check_cover(spec.full, [self.table.shards[i].box for i in numbers], key[0], effort)
-            whole = TensorSpec(spec.name, spec.dtype, spec.full, key in on_device, instance=spec.instance)
-            tensors[key] = SavedTensor(whole, tuple(numbers))
+        _check_forms(shards, [specs[key] for key in keys])
+        effort, alone = Effort(Effort.left + 4 * len(shards)), shards.whole
+        for key, numbers in rows.items() if several or not alone.all() else ():
+            if len(numbers) > 1 or not alone[numbers[0]]:
+                check_cover(specs[key].full, [shards[i].box for i in numbers], key[0], effort)
+        on_device = {(t.name, t.instance) for layout in layouts for t in layout.tensors if t.accelerator}
+        tensors = _Tensors(rows, specs, on_device)
         self._check_alike(tensors, layouts)
         return tensors
 
-    def _check_alike(self, tensors: dict[Key, SavedTensor], layouts: Sequence[Layout]) -> None:
+    def _check_alike(self, tensors: Mapping[Key, SavedTensor], layouts: Sequence[Layout]) -> None:
         """What all ranks hold together, all of them must know, and in the same form, whoever staged it."""
+        if self.world == 1:
+            return
         alike = {name: t.spec for (name, instance), t in tensors.items() if instance == GLOBAL}
-        for view, layout in zip(self.views, layouts, strict=True) if self.world > 1 else ():
+        for view, layout in zip(self.views, layouts, strict=True):
             for name in sorted(alike.keys() - set(view.names())):
                 raise CorruptError(f"{name} is not in the state of rank {layout.rank}, and others hold it together")
             for name, (dtype, shape) in layout.elsewhere.items():
@@ -188,7 +238,6 @@ class SavedState:
         if self.directory is None:
             return self
         found = copy.copy(self)
-        found.tensors = dict(self.tensors)
         found.attach(self._fetch_tables(found.missing(wanted)))
         return found
 
@@ -227,8 +276,8 @@ class SavedState:
         for one in ("numbers", "position", "shard_of_blob"):
             self.__dict__.pop(one, None)
         places = find_shards(self.directory, self._wanted, self.table.columns)
-        for (key, _, _), shards in zip(self._wanted, places, strict=True):
-            self.tensors[key] = SavedTensor(self.tensors[key].spec, shards)
+        attached = zip(self._wanted, places, strict=True)
+        self.tensors = {**self.tensors, **{k: SavedTensor(self.tensors[k].spec, rows) for (k, _, _), rows in attached}}
 
     # -- names --
 

@@ -11,16 +11,18 @@ from itertools import chain
 from typing import overload
 
 import numpy as np
+import numpy.typing as npt
 
 from ckpt.errors import CorruptError
 from ckpt.format.boxes import Box
-from ckpt.format.columns import I64, NONE, ZERO
+from ckpt.format.columns import I64, NONE, ZERO, starts_of
 from ckpt.format.layout import BITS, MAX_DIMS, Layout
 
 DTYPES = (
     "F64", "I64", "U64", "C64", "F32", "I32", "U32", "F16", "BF16", "I16", "U16", "F8_E4M3", "F8_E5M2", "I8", "U8",
     "BOOL", "C128", "C32", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4_E2M1X2",
 )  # fmt: skip
+DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
 MAX_DIM = 2**62
 
 ITEM_SIZES = np.array([BITS[dtype] // 8 for dtype in DTYPES], np.int64)
@@ -65,25 +67,37 @@ class Shards(Sequence[Shard]):
     def of(cls, shards: Iterable[Shard]) -> Shards:
         rows = list(shards)
         dims = [(*s.global_shape, *s.offsets, *s.sizes) for s in rows]
-        return cls(
-            tuple(s.name for s in rows),
-            np.array([DTYPES.index(s.dtype) for s in rows], np.int64),
-            np.array([s.rank for s in rows], np.int64),
-            np.array([s.instance for s in rows], np.int64),
-            np.array(list(chain.from_iterable(dims)), np.int64),
-            np.cumsum([0, *map(len, dims)], dtype=np.int64),
-        )
+        ranks = np.array([s.rank for s in rows], np.int64)
+        return cls._of_rows([s.name for s in rows], [s.dtype for s in rows], ranks, [s.instance for s in rows], dims)
 
     @classmethod
     def of_layout(cls, layout: Layout) -> Shards:
         """What a rank stages, in the order of its pack."""
         found = layout.made_of_it.get(cls)
         if found is None:
-            pieces = (layout.tensors[i] for i in layout.arrangement.order)
-            rows = (Shard(t.name, t.dtype, t.full, t.at, t.shape, layout.rank, t.instance) for t in pieces)
-            found = layout.made_of_it[cls] = cls.of(rows)
+            rows = [layout.tensors[i] for i in layout.arrangement.order]
+            dims = [(*t.full, *t.at, *t.shape) for t in rows]
+            names, instances, ranks = (
+                [t.name for t in rows],
+                [t.instance for t in rows],
+                np.full(len(rows), layout.rank),
+            )
+            found = layout.made_of_it[cls] = cls._of_rows(names, [t.dtype for t in rows], ranks, instances, dims)
         assert isinstance(found, Shards)
         return found
+
+    @classmethod
+    def _of_rows(
+        cls, names: list[str], dtypes: list[str], ranks: I64, instances: list[int], dims: list[tuple[int, ...]]
+    ) -> Shards:
+        return cls(
+            tuple(names),
+            np.array([DTYPE_NUMBER[dtype] for dtype in dtypes], np.int64),
+            ranks,
+            np.array(instances, np.int64),
+            np.fromiter(chain.from_iterable(dims), np.int64),
+            starts_of(np.cumsum(np.fromiter(map(len, dims), np.int64))),
+        )
 
     @classmethod
     def join(cls, parts: Sequence[Shards]) -> Shards:
@@ -139,6 +153,14 @@ class Shards(Sequence[Shard]):
         for length in np.unique(count).tolist():
             rows = np.flatnonzero(count == length)
             yield length // 3, rows, self.dims[self.dim_starts[rows][:, None] + np.arange(length)]
+
+    @property
+    def whole(self) -> npt.NDArray[np.bool_]:
+        """Which of them are all of their tensors."""
+        found = np.ones(len(self), np.bool_)
+        for k, rows, dims in self.by_dims():
+            found[rows] = (dims[:, k : 2 * k] == 0).all(1) & (dims[:, 2 * k :] == dims[:, :k]).all(1)
+        return found
 
     def nbytes(self) -> I64:
         """Of each, -1 where it is beyond all measure."""

@@ -16,11 +16,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from ckpt.checkpoint import losses
 from ckpt.checkpoint.losses import Loss, Skipped, passed_over
 from ckpt.errors import CheckpointError, CorruptError, DeadlineError, PeerError, StoreError, TransferError, UsageError
 from ckpt.events import log as logger
 from ckpt.failpoints import point
+from ckpt.format.columns import I64
 from ckpt.format.manifest import Attempt
 from ckpt.format.saved_state import SavedState
 from ckpt.format.values import Json
@@ -189,10 +192,12 @@ class _Try:
         source, world, strict = self._source, self._world, self._strict
         source.open(described)
         self.placement = placement = _place(self._capture, source.saved, strict)
-        if not strict and world.size == 1 and source.saved.tensors and not placement.fills:
+        filled = placement.fills or placement.lying
+        if not strict and world.size == 1 and source.saved.tensors and not filled:
             raise mismatch([*placement.problems, "nothing of it fits, also with strict=False"])
-        source.narrow({key: [target.box for target in targets] for key, targets in placement.fills.items()})
-        self._filler = filler = Filler(source.saved, placement.fills, in_place=strict)
+        if source.saved.directory is not None:
+            source.narrow({key: [target.box for target in targets] for key, targets in placement.fills.items()})
+        self._filler = filler = Filler(source.saved, placement.fills, placement.lying, in_place=strict)
         told: dict[str, Json] = {"problems": placement.problems if strict else []}
         if world.size > 1:
             self._exchange = Exchange(world.rank, verified(source.saved, filler))
@@ -205,7 +210,7 @@ class _Try:
         """Read this rank's share, keep what it wants, pass on what others want, and wait for what they pass on."""
         lengths, exchange = self._source.saved.table.length, self._exchange
         if exchange is None:
-            self._source.read(self._filler.blobs, self._filler.add, self._filler.room)
+            self._source.read(self._filler.blobs, self._filler.add, self._filler.places)
             result.nbytes = int(lengths[self._filler.blobs].sum())
             return
         # With `direct` nobody passes anything on that all can read: the network between the ranks did not work.
@@ -231,8 +236,12 @@ class _Try:
             for rank in work.recipients[number_of[blob]]:
                 exchange.send(rank, number_of[blob], data)
 
-        def room(blob: int) -> memoryview | None:
-            return filler.room(blob) if blob in mine and not work.recipients[number_of[blob]] else None
+        def room(blobs: I64) -> I64:
+            found = np.zeros(len(blobs), np.int64)
+            only = [blob in mine and not work.recipients[number_of[blob]] for blob in blobs.tolist()]
+            here = np.array(only, np.bool_)
+            found[here] = filler.places(blobs[here])
+            return found
 
         exchange.expect(work.expects)
         others = {rank for each in work.recipients.values() for rank in each}

@@ -10,7 +10,7 @@ import base64
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.checkpoint import read, read_repair
-from ckpt.checkpoint.read_local import Room
+from ckpt.checkpoint.put import Room, put
 from ckpt.checkpoint.write import build_table
 from ckpt.errors import CorruptError
 from ckpt.format.boxes import Box
+from ckpt.format.columns import I64
 from ckpt.format.digest import DIGEST_SIZE, blob_digest
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt, pack_key, rank_and_try
@@ -34,7 +35,6 @@ from ckpt.runlog.log import Commit
 from ckpt.state.filler import Filler, Target
 
 MEMORY_THREADS = max(2, min(8, len(os.sched_getaffinity(0))))
-LARGE = 64 << 10  # bytes that are worth asking where they belong
 
 Mask = npt.NDArray[np.bool_]
 Sink = Callable[[int, memoryview], None]
@@ -140,18 +140,17 @@ class MemorySource(RestoreSource):
     def open(self, described: Sequence[Json]) -> None:
         for snapshot in self._here.values():
             snapshot.check()
+        own = ((s.layout, s.values(), s.digests) for s in self._here.values())
         seen: dict[int, tuple[Layout, list[Any], bytes | None]] = {}
-        for one in [d for each in described or [self.describe()] for d in each or ()]:
-            layout = Layout.from_json(one["layout"])
-            digests = None if one["digests"] is None else base64.b64decode(one["digests"])
+        for layout, values, digests in _told(described) if described else own:
             known = seen.get(layout.rank)
             if known is None or (known[2] is None and digests is not None):
-                seen[layout.rank] = (layout, _values(one["values"], digests, layout), digests)
+                seen[layout.rank] = (layout, _values(values, digests, layout), digests)
         world = max(layout.world for layout, _, _ in seen.values())
         if missing := sorted(set(range(world)) - seen.keys()):
             raise CorruptError(f"the snapshots of ranks {', '.join(map(str, missing[:8]))} are not in memory any more")
         ranks = [seen[rank] for rank in range(world)]
-        tables = [build_table(la, pack_key(self.attempt, la.rank, 0), digests) for la, _, digests in ranks]
+        tables = [build_table(la, pack_key(self.attempt, la.rank, 0), digests, 0) for la, _, digests in ranks]
         self._digested = {la.rank for la, _, digests in ranks if digests is not None}
         digested = len(self._digested) == world
         layouts = [layout for layout, _, _ in ranks]
@@ -166,40 +165,41 @@ class MemorySource(RestoreSource):
         return here[table.pack]
 
     def read(self, blobs: Sequence[int], sink: Sink, room: Room | None = None) -> None:
-        ends = np.cumsum(self.saved.table.length[list(blobs)])
-        cuts = np.searchsorted(ends, np.linspace(0, ends[-1] if len(ends) else 0, MEMORY_THREADS + 1)[1:-1])
-        parts = np.split(np.array(blobs, np.int64), cuts)
+        numbers, table = np.array(blobs, np.int64), self.saved.table
+        ranks = np.array([rank_and_try(key)[0] for key in table.packs], np.int64)[table.pack[numbers]]
         with ThreadPoolExecutor(MEMORY_THREADS, "ckpt-restore") as pool:
-            list(pool.map(lambda part: self._read(part.tolist(), sink, room), parts))
+            works = [
+                pool.submit(self._read, self._here[rank], part, sink, room)
+                for rank in np.unique(ranks).tolist()
+                for part in _shares(numbers[ranks == rank], table.length)
+            ]
+            for work in works:
+                work.result()
         for snapshot in self._here.values():
             snapshot.check()  # another process's memory may have moved on while we read it
 
-    def _read(self, blobs: list[int], sink: Sink, room: Room | None) -> None:
-        table = self.saved.table
-        ranks = [rank_and_try(key)[0] for key in table.packs]
-        rows = zip(
-            blobs,
-            table.pack[blobs].tolist(),
-            table.offset[blobs].tolist(),
-            table.length[blobs].tolist(),
-            map(bytes, table.digest[blobs]),
-            strict=True,
-        )
-        for blob, pack, offset, length, digest in rows:
-            snapshot = self._here[ranks[pack]]
-            at = offset - len(snapshot.layout.arrangement.header)
-            data = snapshot.arena.data(snapshot.slot)[at : at + length]
-            if snapshot.layout.accelerated and at // LOCK != (at + length - 1) // LOCK:
+    def _read(self, snapshot: HeldSnapshot, blobs: I64, sink: Sink, room: Room | None) -> None:
+        table, memory = self.saved.table, snapshot.arena.data(snapshot.slot)
+        digested = snapshot.layout.rank in self._digested
+        places = np.zeros(len(blobs), np.int64) if room is None else room(blobs)
+        there = blobs[places > 0]
+        offsets, lengths = table.offset[there], table.length[there]
+        for i in put(memory, offsets, lengths, table.digest[there] if digested else None, places[places > 0]):
+            raise self._damaged(int(there[i]))
+        others = blobs[places == 0]
+        rows = zip(others.tolist(), table.offset[others].tolist(), table.length[others].tolist(), strict=True)
+        for blob, offset, length in rows:
+            data = memory[offset : offset + length]
+            if snapshot.layout.accelerated and offset // LOCK != (offset + length - 1) // LOCK:
                 # A device would refuse to copy what is page-locked in two parts.
                 data = memoryview(bytearray(data))
-            if ranks[pack] in self._digested and blob_digest(data) != digest:
-                name = table.shards[int(self.saved.shard_of_blob[blob])].name
-                raise CorruptError(f"{name} is damaged in memory: its bytes do not match their digest")
-            place = room(blob) if room is not None and length >= LARGE else None
-            if place is None:
-                sink(blob, data)
-            else:  # without the GIL, and without torch's threads on top of these
-                np.copyto(np.frombuffer(place, np.uint8), np.frombuffer(data, np.uint8))
+            if digested and blob_digest(data) != table.digest[blob].tobytes():
+                raise self._damaged(blob)
+            sink(blob, data)
+
+    def _damaged(self, blob: int) -> CorruptError:
+        name = self.saved.table.name_of(blob)
+        return CorruptError(f"{name} is damaged in memory: its bytes do not match their digest")
 
     @property
     def world(self) -> int:
@@ -212,15 +212,29 @@ class MemorySource(RestoreSource):
         return None if found is None else (found.arena, found.slot)
 
 
-def _values(text: str, digests: bytes | None, layout: Layout) -> list[Any]:
+def _told(described: Sequence[Json]) -> Iterator[tuple[Layout, bytes, bytes | None]]:
+    """What ranks have described: layout, plain values and digests of each snapshot."""
+    for one in (one for each in described for one in each or ()):
+        digests = None if one["digests"] is None else base64.b64decode(one["digests"])
+        yield Layout.from_json(one["layout"]), one["values"].encode(), digests
+
+
+def _shares(blobs: I64, length: I64) -> list[I64]:
+    """Of about as many bytes each, one for each thread."""
+    ends = np.cumsum(length[blobs])
+    cuts = np.searchsorted(ends, np.linspace(0, ends[-1], MEMORY_THREADS + 1)[1:-1])
+    return [part for part in np.split(blobs, cuts) if len(part)]
+
+
+def _values(text: bytes, digests: bytes | None, layout: Layout) -> list[Any]:
     if digests is not None:
         if len(digests) != (len(layout.arrangement.blobs) + 1) * DIGEST_SIZE:
             raise CorruptError("the digests of the snapshot in memory are of another layout")
-        if digests[-DIGEST_SIZE:] != blob_digest(text.encode()):
+        if digests[-DIGEST_SIZE:] != blob_digest(text):
             raise CorruptError("the plain values of the snapshot in memory do not match their digest")
     try:
         values = json.loads(text)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
         raise CorruptError("the plain values of the snapshot in memory are damaged") from None
     if not isinstance(values, list):
         raise CorruptError("the plain values do not belong to the layout")
@@ -311,5 +325,5 @@ async def fill_from_store(
     names the tensor that cannot be had anywhere; what came before it is filled by then."""
     filler = Filler(saved, fills)
     async with read.opened(url) as store:
-        await read_repair.fetch(store, attempt, saved.table, filler.blobs, filler.add, others, filler.room)
+        await read_repair.fetch(store, attempt, saved.table, filler.blobs, filler.add, others, filler.places)
     filler.finish()

@@ -60,6 +60,10 @@ class StateNode(Protocol):
     def prepare(self, saved: SavedNode, placement: Placement) -> None:
         """Say where tensors go. Problems are noted in the placement, not raised."""
 
+    def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
+        """The same where the whole state is as it was saved: its fixed tensors are filled as they lie, nobody looks at
+        each. False if there is more to it."""
+
 
 class Collector:
     """Takes tensors and arrays out of plain values, leaving references."""
@@ -202,6 +206,9 @@ class StatefulNode:
             build = placement.build(saved.values, like={entry.name: entry for entry in own})
             placement.finish(self.path, lambda: target.load_state_dict(build()), last=last)
 
+    def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
+        return False
+
     def _is_alike(self, values: Json, placement: Placement) -> bool:
         """Whether what was saved is of the kind that it says of itself now: a dict, as a rule."""
         if (found := kind_of(values)) == self._said:
@@ -233,6 +240,9 @@ class PlainNode:
             self.parent[self.key] = _write_back(self.parent[self.key], build())
 
         placement.finish(self.path, finish)
+
+    def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
+        return False
 
 
 def _write_back(live: Any, value: Any) -> Any:

@@ -193,6 +193,12 @@ class Capture:
 
     def read(self) -> Reading:
         """The state as it is now."""
+        reading = self._reading(*self._look())
+        self._unfinished = False
+        return reading
+
+    def _look(self) -> tuple[Structure, list[Contents]]:
+        """What is known of the state, as it is now; the caller says when it is through with that."""
         # Ctrl-C, or a signal handler that is in here, may have come into a reading.
         if self._unfinished or self._walk.moved():
             self._walk_again()
@@ -203,9 +209,7 @@ class Capture:
             self._holds = False
             known = self._structure = Structure(self.nodes, pieces, self.seat, self.apart, self.eager)
             self._holds = True
-        reading = self._reading(known, pieces)
-        self._unfinished = False
-        return reading
+        return known, pieces
 
     def _reading(self, known: Structure, pieces: list[Contents]) -> Reading:
         tensors = known.tensors(pieces)
@@ -242,10 +246,11 @@ class Capture:
 
     def place(self, saved: SavedState, *, strict: bool = True) -> Placement:
         """Where the tensors of a saved state go. Changes nothing; what does not fit is among its `problems`."""
-        if self._walk.moved():
-            self._walk_again()
-        self._pieces()
+        known, pieces = self._look()
+        self._unfinished = False
         placement = Placement(saved, strict, self._names, self.seat)
+        as_saved, lying = known.is_as_saved(saved), set[str]()
+        fixed = {node.path: piece.fixed for node, piece in zip(self.nodes, pieces, strict=True)}
         live = {node.path: node for node in self.nodes}
         found = saved.nodes(self.seat.rank)
         if found and all(one.kind == BY_DCP for one in found):
@@ -261,10 +266,16 @@ class Capture:
                 placement.problem(f"{show(one.path)} is in the checkpoint, and not in the state")
             elif node.kind != one.kind and not _plain_again(node, one) and not {node.kind, one.kind} <= MODULES:
                 placement.problem(f"{show(one.path)} is a {one.kind} in the checkpoint and a {node.kind} here")
+            elif as_saved and node.prepare_as_saved(one, placement):
+                lying.update(entry.name for entry in fixed[node.path])
             else:
                 node.prepare(one, placement)
         for path in live:
             placement.problem(f"{show(path)} is not in the checkpoint")
+        if lying:
+            rows = {name: row for row, name in enumerate(saved.table.columns.names)}
+            live_tensors = zip(known.layout.tensors, known.tensors(pieces), strict=True)
+            placement.lying = [(rows[of.name], tensor) for of, tensor in live_tensors if of.name in lying]
         placement.check_sharing()
         return placement
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
@@ -61,28 +61,54 @@ class Filler:
     `blobs`: the numbers of all that are wanted, ascending.
     """
 
-    def __init__(self, saved: SavedState, fills: Mapping[Key, list[Target]], *, in_place: bool = True) -> None:
-        self._saved, self._in_place = saved, in_place
+    def __init__(
+        self,
+        saved: SavedState,
+        fills: Mapping[Key, list[Target]],
+        lying: Sequence[tuple[int, Tensor]] = (),
+        *,
+        in_place: bool = True,
+    ) -> None:
+        """`lying`: shards by their numbers, and tensors of the same form, each of which takes all of its shard."""
+        self._saved = saved
         self._later: list[tuple[Tensor, Tensor]] = []
         self._met: list[tuple[I64, Target]] = []  # shards, and a target that they meet
+        self._whole = list(lying)
         self._overlaps: dict[int, list[_Overlap]] = {}
+        self._filled = [tensor for _, tensor in lying] + [one.tensor for targets in fills.values() for one in targets]
         wanted: list[I64] = [np.zeros(0, np.int64)]
-        every: list[Target] = []
         for key, targets in fills.items():
             tensor = saved.tensors[key]
-            ready = [self._ready(target, tensor.spec) for target in targets]
-            every += ready
-            numbers = np.asarray(tensor.shards, np.int64)
-            if len(numbers):
-                wanted += [self._blobs_for(target, numbers, len(tensor.spec.shape)) for target in ready]
-        found = np.unique(np.concatenate(wanted))
+            for target in targets:
+                ready = self._ready(target, tensor.spec)
+                if saved.directory is None and len(tensor.shards) == 1 and _is_whole(ready, tensor.spec):
+                    self._whole.append((tensor.shards[0], ready.tensor))
+                elif len(tensor.shards):
+                    numbers = np.asarray(tensor.shards, np.int64)
+                    wanted.append(self._blobs_for(ready, numbers, len(tensor.spec.shape)))
+        numbers = np.array([number for number, _ in self._whole], np.int64)
+        found = np.unique(np.concatenate([*wanted, _ranges(saved.table.starts, numbers)]))
         self.blobs: list[int] = found[saved.table.length[found] > 0].tolist()
-        self._crowded = _crowded([target.tensor for target in every])
-        self._filled = [target.tensor for targets in fills.values() for target in targets]
+        self._crowded, self._address = set[int](), np.zeros(len(saved.table.shards), np.int64)
+        self._in_place = in_place
+        if in_place:
+            self._find_addresses(numbers)
+
+    def _find_addresses(self, numbers: I64) -> None:
+        """Where whole shards (`numbers`: of `_whole`) may be put as they are: in host memory, each in one place."""
+        tensors = [tensor for _, tensor in self._whole]
+        places = [*tensors, *(target.tensor for _, target in self._met)]
+        crowded = _crowded(places)
+        self._crowded = {id(one) for one, several in zip(places, crowded.tolist(), strict=True) if several}
+        here = np.fromiter((one.is_cpu and one.is_contiguous() for one in tensors), np.bool_, len(tensors))
+        times = np.bincount(np.concatenate([numbers, *(met for met, _ in self._met)]), minlength=len(self._address))
+        alone = here & ~crowded[: len(tensors)] & (times[numbers] == 1)
+        addresses = np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
+        self._address[numbers[alone]] = addresses[alone]
 
     def _blobs_for(self, target: Target, numbers: I64, k: int) -> I64:
         """The blobs of these shards, of `k` dimensions, that have something of a target."""
-        shards, starts = self._saved.table.columns, self._saved.table.starts
+        shards = self._saved.table.columns
         dims = shards.dims[shards.dim_starts[numbers][:, None] + np.arange(k, 3 * k)] if k else numbers[:, None][:, :0]
         low, high = dims[:, :k], dims[:, :k] + dims[:, k:]
         first = np.array(target.box[0], np.int64)
@@ -91,15 +117,15 @@ class Filler:
         self._met.append((numbers[hit], target))
         whole = (low[hit] >= first).all(1) & (high[hit] <= last).all(1)
         inside, across = numbers[hit][whole], numbers[hit][~whole]
-        counts = starts[inside + 1] - starts[inside]
-        blobs = np.repeat(starts[inside] - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
         parts = [b for n in across.tolist() if (o := self._overlap(n, target)) is not None for b in self._needed(n, o)]
-        return np.concatenate([blobs, np.array(parts, np.int64)])
+        return np.concatenate([_ranges(self._saved.table.starts, inside), np.array(parts, np.int64)])
 
     @cached_property
     def _hits(self) -> dict[int, list[Target]]:
-        """The targets of each shard. Made when the first blob comes: a plan does without."""
+        """The targets of each shard. Made when the first blob comes that has no place of its own."""
         found: dict[int, list[Target]] = {}
+        for number, tensor in self._whole:
+            found.setdefault(number, []).append(Target.whole(tensor))
         for numbers, target in self._met:
             for number in numbers.tolist():
                 found.setdefault(number, []).append(target)
@@ -141,22 +167,29 @@ class Filler:
                     found.append(blob)
         return found
 
-    def room(self, blob: int) -> memoryview | None:
-        """Where the bytes of a blob may be put instead of adding them: if all of it belongs in one place, in host
-        memory, and nowhere else.
+    def places(self, blobs: I64) -> I64:
+        """Where the bytes of blobs may be put instead of adding them, 0 for nowhere: if all of a blob belongs in one
+        place, in host memory, and nowhere else.
         """
-        number = int(self._saved.shard_of_blob[blob])
+        shards = self._saved.shard_of_blob[blobs]
+        found = self._address[shards]
+        found[found > 0] += self._saved.position[blobs][found > 0]
+        if self._met and self._in_place:
+            for i in np.flatnonzero(found == 0).tolist():
+                found[i] = self._place(int(blobs[i]), int(shards[i]))
+        return found
+
+    def _place(self, blob: int, number: int) -> int:
+        """Of a blob of a shard that is divided otherwise than the tensors here."""
         overlaps = self._overlaps_of(number)
-        if not self._in_place or len(overlaps) != 1 or id(self._hits[number][0].tensor) in self._crowded:
-            return None
+        if len(overlaps) != 1 or id(self._hits[number][0].tensor) in self._crowded:
+            return 0
         if overlaps[0].run is None or overlaps[0].view.device.type != "cpu":
-            return None
+            return 0
         low, high = overlaps[0].run
         start = int(self._saved.position[blob])
         stop = start + int(self._saved.table.length[blob])
-        if start < low or stop > high:
-            return None
-        return overlaps[0].view.numpy()[start - low : stop - low].data
+        return overlaps[0].view.data_ptr() + start - low if start >= low and stop <= high else 0
 
     def add(self, blob: int, data: memoryview) -> None:
         number = int(self._saved.shard_of_blob[blob])
@@ -183,21 +216,40 @@ class Filler:
                 torch.autograd.graph.increment_version(tensor)
 
 
-def _crowded(views: list[Tensor]) -> set[int]:
-    """Those of which another shares memory, by id: while one is verified, the other must not be written."""
-    spans = []
-    for view in views:
-        last = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
-        if view.numel() and view.device.type == "cpu":
-            spans.append((view.data_ptr(), view.data_ptr() + (last + 1) * view.element_size(), id(view)))
-    found: set[int] = set()
-    end = widest = 0
-    for start, stop, view_id in sorted(spans):
-        if start < end:
-            found |= {widest, view_id}
-        if stop > end:
-            end, widest = stop, view_id
+def _is_whole(target: Target, spec: TensorSpec) -> bool:
+    """Whether all of a saved tensor is one run of bytes in its target."""
+    return target.box[1] == spec.shape and target.tensor.is_contiguous() and target.tensor.numel() > 0
+
+
+def _ranges(starts: I64, numbers: I64) -> I64:
+    """The blobs of these shards."""
+    counts = starts[numbers + 1] - starts[numbers]
+    found: I64 = np.repeat(starts[numbers] - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
     return found
+
+
+def _crowded(views: Sequence[Tensor]) -> npt.NDArray[np.bool_]:
+    """Those of which another shares memory: while one is verified, the other must not be written."""
+    starts = np.fromiter(map(Tensor.data_ptr, views), np.int64, len(views))
+    ends = starts + np.fromiter(map(_reach, views), np.int64, len(views))
+    there = np.flatnonzero(ends > starts)
+    order = there[np.argsort(starts[there], kind="stable")]
+    widest = np.maximum.accumulate(ends[order])
+    met = np.flatnonzero(starts[order][1:] < widest[:-1]) + 1
+    found = np.zeros(len(views), np.bool_)
+    if met.size:
+        reached = np.maximum.accumulate(np.where(ends[order] == widest, np.arange(len(order)), 0))
+        found[order[met]] = found[order[reached[met - 1]]] = True
+    return found
+
+
+def _reach(view: Tensor) -> int:
+    """Bytes of host memory from its first element to behind its last."""
+    if not view.is_cpu or not view.numel():
+        return 0
+    if view.is_contiguous():
+        return view.nbytes
+    return (sum((size - 1) * step for size, step in zip(view.shape, view.stride(), strict=True)) + 1) * view.itemsize
 
 
 _ITEM = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}

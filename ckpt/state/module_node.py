@@ -139,6 +139,15 @@ class ModuleNode:
             else:
                 placement.watch(name, said[name])
         self._prepare_words(state, said, placement)
+        self._hand_back(placement)
+
+    def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
+        if self._words.spoken:
+            return False
+        self._hand_back(placement)
+        return True
+
+    def _hand_back(self, placement: Placement) -> None:
         for module in self._words.loaders.values():
             placement.finish(self.path, partial(hand_back, module))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from operator import is_
 from typing import Any
 
@@ -146,8 +146,7 @@ class OptimizerNode:
         fresh: dict[str, dict[str, Any]] = {name: {} for name in saved.facts["with_state"] if name in params}
         self._begin_anew(fresh, params, placement)
         self._place_state(fresh, params, saved, placement)
-        settings = zip(self.optimizer.param_groups, saved.values["groups"], strict=False)
-        groups = [placement.build(self._usable(live, group, placement)) for live, group in settings]
+        groups = self._groups_of(saved, placement)
         others = [(name, key, placement.build(value)) for name, key, value in saved.values["state"] if name in fresh]
 
         def finish() -> None:
@@ -157,10 +156,26 @@ class OptimizerNode:
             if not _filled(self.optimizer.state, state):
                 self.optimizer.state.clear()
                 self.optimizer.state.update(state)
+            groups()
+
+        placement.finish(self.path, finish)
+
+    def prepare_as_saved(self, saved: SavedNode, placement: Placement) -> bool:
+        if self._others or not _is_optimizer(saved) or saved.values["state"]:
+            return False
+        placement.finish(self.path, self._groups_of(saved, placement))
+        return True
+
+    def _groups_of(self, saved: SavedNode, placement: Placement) -> Callable[[], None]:
+        """What sets the groups to what was saved of them."""
+        settings = zip(self.optimizer.param_groups, saved.values["groups"], strict=False)
+        groups = [placement.build(self._usable(live, group, placement)) for live, group in settings]
+
+        def finish() -> None:
             for group, build in zip(self.optimizer.param_groups, groups, strict=False):
                 _update_group(group, build())
 
-        placement.finish(self.path, finish)
+        return finish
 
     def _place_state(
         self,
@@ -234,7 +249,7 @@ class OptimizerNode:
         def device_of(name: str) -> torch.device:
             if key == "step" and not (group.get("capturable") or group.get("fused")):
                 return torch.device("cpu")
-            offloaded = not placement.spec(name).accelerator and placement.accelerated
+            offloaded = not placement.spec(name).accelerator and placement.saved.accelerated
             return torch.device("cpu") if offloaded else local(param).device
 
         if form is not None or (isinstance(live, Tensor) and is_wrapped(live)):

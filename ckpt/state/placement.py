@@ -26,13 +26,15 @@ from ckpt.state.wrappers import WrapperForm, differs, remake, take_apart
 
 @dataclass
 class Placement:
-    """`fills`: for every saved tensor that this rank wants, the live or new tensors that it goes to."""
+    """`fills`: for every saved tensor that this rank wants, the live or new tensors that it goes to; `lying`: by the
+    numbers of shards, live tensors that are all as they were saved, and take all of it."""
 
     saved: SavedState
     strict: bool
     names: Names = field(default_factory=Names)
     seat: Seat = field(default_factory=Seat)
     fills: dict[Key, list[Target]] = field(default_factory=dict)
+    lying: list[tuple[int, Tensor]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     apart: set[str] = field(default_factory=set)  # replicas here, of which each rank had saved its own
     finishers: list[Callable[[], object]] = field(default_factory=list)
@@ -46,9 +48,6 @@ class Placement:
     _handed: set[Key] = field(default_factory=set)  # created only to be handed to a load_state_dict, which copies
     _live: dict[Key, list[Tensor]] = field(default_factory=dict)  # what is filled, and what such a call will fill
     _called: dict[Key, set[str]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.accelerated = any(t.spec.accelerator for t in self.saved.tensors.values())
 
     @property
     def alone(self) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ckpt.errors import StateError
 from ckpt.format.layout import Layout, TensorSpec
 from ckpt.format.partition import GLOBAL, Cut, Holding, Seat, share
+from ckpt.format.saved_state import SavedState
 from ckpt.format.values import is_text, show
 from ckpt.state.adapters import Contents, StatefulNode, StateNode
 from ckpt.state.fingerprint import SampledPlaces
@@ -96,6 +97,14 @@ class Structure:
             and all(p.fixed is f for p, f in zip(pieces, self._fixed, strict=True))
             and self._sign(loose_of(pieces)) == self._signature
         )
+
+    def is_as_saved(self, saved: SavedState) -> bool:
+        """Whether one rank has saved a state of this very layout, each tensor in one piece, and this is all of it."""
+        theirs, here = saved.layout, self.layout
+        if theirs is None or self._seat.size > 1 or len(saved.table.shards) != len(here.tensors):
+            return False
+        plain = not any(map(Tensor.is_conj, self._tensors)) and not any(map(Tensor.is_neg, self._tensors))
+        return plain and (theirs is here or theirs.digest == here.digest)
 
     def _sign(self, loose: list[StateEntry]) -> object:
         """What a layout depends on in the entries that are made anew each time, sharing of memory included."""

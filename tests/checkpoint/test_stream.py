@@ -16,6 +16,7 @@ from test_incremental import HALF, KEY, columns_of, genuine
 from ckpt.checkpoint import blobs as blobs_module
 from ckpt.checkpoint import read, read_local, read_repair
 from ckpt.errors import CheckpointError, CorruptError
+from ckpt.format.columns import I64
 from ckpt.format.digest import blob_digest
 from ckpt.format.manifest import Attempt
 from ckpt.format.table import Table
@@ -39,9 +40,9 @@ class Taken:
         self.sunk: dict[int, bytes] = {}
         self.lost: dict[int, str] = {}
 
-    def room(self, blob: int) -> memoryview | None:
-        found = self.memory.get(blob)
-        return None if found is None else found[32:-32].data
+    def room(self, blobs: I64) -> I64:
+        found = [self.memory.get(blob) for blob in blobs.tolist()]
+        return np.array([0 if one is None else one[32:-32].ctypes.data for one in found], np.int64)
 
     def sink(self, blob: int, data: memoryview) -> None:
         assert blob not in self.sunk, "handed over twice"

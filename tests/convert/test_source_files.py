@@ -136,7 +136,7 @@ def restore(foreign: Foreign, state: dict[str, Any]) -> None:
     found, blobs = saved(foreign)
     placement = Capture(state).place(found)
     placement.check()
-    filler = Filler(found, placement.fills)
+    filler = Filler(found, placement.fills, placement.lying)
     for number in filler.blobs:
         filler.add(number, memoryview(blobs[number]))
     filler.finish()

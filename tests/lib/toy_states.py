@@ -77,7 +77,7 @@ class Saved:
         saved = SavedState([layout], [json.loads(self.values)], table, digested=False)
         placement = Capture(state).place(saved, strict=strict)
         placement.check()
-        filler = Filler(saved, placement.fills)
+        filler = Filler(saved, placement.fills, placement.lying)
         in_order = (layout.tensors[i] for i in layout.arrangement.order)
         shards = [self.data[spec.key] for spec in in_order]
         for blob in filler.blobs:

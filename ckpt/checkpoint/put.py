@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from ckpt.format import kernels
 from ckpt.format.columns import I64, Bytes
 from ckpt.format.digest import blob_digest
 
@@ -29,16 +30,19 @@ def memory_at(address: int, length: int) -> memoryview:
 
 
 def put(memory: memoryview, starts: I64, lengths: I64, digests: Bytes | None, places: I64) -> list[int]:
-    """Copy pieces of `memory` to addresses. The numbers of those that are not what their digests say, and were left.
+    """Copy pieces of `memory` to addresses. The numbers of those that are not what their digests say: what lies in
+    their places is nothing to be used.
 
     `digests`: None if nobody knows them.
     """
-    base, wrong = address_of(memory), list[int]()
+    base, wrong, library = address_of(memory), list[int](), kernels.find()
     expected = itertools.repeat(None) if digests is None else map(bytes, digests)
     rows = zip(starts.tolist(), lengths.tolist(), places.tolist(), expected, strict=False)
     for i, (start, length, place, digest) in enumerate(rows):
-        if digest is None or blob_digest(memory[start : start + length]) == digest:
+        if digest is not None and length >= kernels.SMALL and library is not None:
+            right = library.copy_digest_at(place, base + start, length, streamed=True) == digest
+        elif right := digest is None or blob_digest(memory[start : start + length]) == digest:
             ctypes.memmove(place, base + start, length)  # without the GIL, and while the cache still has it
-        else:
+        if not right:
             wrong.append(i)
     return wrong

@@ -106,8 +106,12 @@ class Kernels:
         self._copy_streamed(target.ctypes.data, source.ctypes.data, len(source))
 
     def copy_digest(self, target: Bytes, source: Bytes, streamed: bool) -> bytes:
+        return self.copy_digest_at(target.ctypes.data, source.ctypes.data, len(source), streamed=streamed)
+
+    def copy_digest_at(self, target: int, source: int, length: int, *, streamed: bool) -> bytes:
+        """The same of addresses, of more than 240 bytes."""
         digest = ctypes.create_string_buffer(DIGEST_SIZE)
-        self._copy_digest(target.ctypes.data, source.ctypes.data, len(source), digest, int(streamed))
+        self._copy_digest(target, source, length, digest, int(streamed))
         return digest.raw
 
 

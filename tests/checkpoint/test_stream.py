@@ -14,6 +14,7 @@ import safetensors.numpy
 from test_incremental import HALF, KEY, columns_of, genuine
 
 from ckpt.checkpoint import blobs as blobs_module
+from ckpt.checkpoint import put as put_module
 from ckpt.checkpoint import read, read_local, read_repair
 from ckpt.errors import CheckpointError, CorruptError
 from ckpt.format.columns import I64
@@ -97,6 +98,43 @@ def test_a_flipped_bit_is_told_of_those_who_need_it(placed: tuple[int, ...]) -> 
         assert taken.all() == {blob: plain[blob] for blob in EVERY if blob not in lost}
 
 
+RAW_ONES = (1, 5, 6)  # of `genuine`
+
+
+@pytest.mark.parametrize("placed", [(), (1,), (5, 6), RAW_ONES])
+def test_small_pieces_are_read_together_and_verified_one_by_one(
+    placed: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Raw pieces too small for a place of their own in a read: all come to their places, what is damaged is told of
+    and does not, and of a file that ends early what is in front of the end comes."""
+    monkeypatch.setattr(read_local, "LEAST", 1 << 30)
+    store, table, plain = genuine()
+    everything = {blob: plain[blob] for blob in RAW_ONES}
+    taken = read_all(store, table, placed, RAW_ONES)
+    assert taken.all() == everything and taken.sunk.keys() == set(RAW_ONES) - set(placed) and not taken.lost
+    whole = bytes(store.objects[KEY])
+    for hit in RAW_ONES:
+        raw = bytearray(whole)
+        raw[int(table.offset[hit]) + 3] ^= 1
+        store.objects[KEY] = bytes(raw)
+        taken = read_all(store, table, placed, RAW_ONES)
+        assert taken.lost.keys() == {hit} and "do not match their digest" in taken.lost[hit]
+        assert taken.all() == {blob: data for blob, data in everything.items() if blob != hit}
+        assert hit not in taken.memory or set(taken.memory[hit].tolist()) == {0xEE}
+    folder = LocalStore(f"file://{tmp_path}", writable=True)
+    asyncio.run(folder.put(KEY, whole[:-1]))
+    taken = read_all(folder, table, placed, RAW_ONES)
+    assert taken.lost.keys() == {6} and taken.all() == {blob: plain[blob] for blob in (1, 5)}
+
+
+def test_negative_control_small_pieces_without_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put without a look at their digests, they would be taken."""
+    monkeypatch.setattr(put_module, "blob_digest", lambda data: _Anything())
+    monkeypatch.setattr(put_module.kernels, "find", lambda: None)
+    with pytest.raises(AssertionError):
+        test_small_pieces_are_read_together_and_verified_one_by_one(RAW_ONES, Path(), monkeypatch)
+
+
 def test_no_table_puts_wrong_bytes_into_a_place() -> None:
     """Whatever numbers of a table are changed: an error of ours, or what came is what its digest says."""
     store, table, _ = genuine()
@@ -134,6 +172,11 @@ def test_negative_control_without_digests_damage_passes(monkeypatch: pytest.Monk
 
 
 class _Anything(bytes):
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
     def __ne__(self, other: object) -> bool:
         return False
 

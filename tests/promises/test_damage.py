@@ -507,7 +507,7 @@ def restored_bytes(snapshot: Sealed) -> bytes:
 def test_a_flip_in_memory_after_it_was_digested_is_noticed() -> None:
     """Data, plain values, label: a flipped bit in a sealed slot is a CorruptError, and nothing damaged is handed over.
 
-    Values and label are checked before the state is touched, data as it is filled: what of it is damaged never is.
+    Values and label are checked before the state is touched, data as it is filled: a small piece of it before it is.
     """
     snapshot = snapshot_in_memory()
     arena, slot, label, of = snapshot.arena, snapshot.slot, snapshot.label, snapshot.layout

@@ -39,6 +39,7 @@ from ckpt.format.partition import GLOBAL, Holding, Seat, share
 from ckpt.format.saved_state import Key, SavedState
 from ckpt.ipc.arena import SEALED, Arena, Label
 from ckpt.ranks.world import World
+from ckpt.restore import sources as sources_module
 from ckpt.restore.restore_first import Restored, restore_first
 from ckpt.restore.sources import HeldSnapshot, MemorySource, RestoreSource, StoreSource
 from ckpt.runlog.log import Acquire, Commit, RunLog
@@ -46,7 +47,7 @@ from ckpt.state.capture import Capture
 from ckpt.state.filler import Filler, Target
 from ckpt.state.sharding import StateEntry, indices
 from ckpt.state.sharding import pieces as of_rank
-from ckpt.state.structure import _spec
+from ckpt.state.structure import Structure, _spec
 from ckpt.state.tensors import DTYPE_NAME, TORCH_DTYPE
 from ckpt.store import Store, open_store
 from ckpt.trainer.staging.snapshot import PendingSnapshot
@@ -214,8 +215,8 @@ def flipped(snapshot: HeldSnapshot, at: int) -> HeldSnapshot:
 
 @pytest.mark.parametrize("at", ["first", "last", "values"])
 def test_one_flipped_bit_in_memory_is_seen_and_not_taken(at: str, bench: Bench) -> None:
-    """In any tensor or in the plain values. What is damaged never reaches the state, and in the values it is seen
-    before anything changes. Negative control: without digests the wrong bit comes through."""
+    """In any tensor or in the plain values. A small piece that is damaged never reaches the state, and in the values it
+    is seen before anything changes. Negative control: without digests the wrong bit comes through."""
     state, twin = build(0), build(1)
     del state["rng"], twin["rng"]  # which they share
     snapshot = bench.snapshot(state)
@@ -253,6 +254,75 @@ def test_a_damaged_snapshot_in_memory_gives_way_to_the_next_place(at: str, bench
     result = restore(in_memory(snapshot), disk, into=twin)
     assert (result.tier, [skipped.tier for skipped in result.skipped]) == (bench.url, ["memory"])
     assert differences(freeze(twin), wanted) == []
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_large_piece_is_copied_and_verified_in_one_go(strict: bool, bench: Bench) -> None:
+    """What a strict restore has copied of a damaged snapshot is gone when it says that it has restored: the next place
+    fills all of it. A lenient one, which may leave out what it cannot have, takes nothing of a damaged piece."""
+    make = [{"a": torch.randn(3 << 18), "model": nn.Linear(512, 1024)} for _ in range(2)]
+    (state, twin), wanted = make, freeze(make[0])
+    snapshot = bench.snapshot(state)
+    disk, size = bench.store(snapshot), snapshot.label.data_size
+    flipped(snapshot, size - 5)
+    name = snapshot.layout.tensors[snapshot.layout.arrangement.order[-1]].name
+    old = plain_bytes(twin, name)
+    with pytest.raises(CorruptError, match=f"{name} is damaged in memory"):
+        restore(in_memory(snapshot), into=twin, strict=strict)
+    if not strict:
+        assert plain_bytes(twin, name) == old
+    result = restore(in_memory(snapshot), disk, into=twin, strict=strict)
+    assert (result.tier, [skipped.tier for skipped in result.skipped]) == (bench.url, ["memory"])
+    assert differences(freeze(twin), wanted) == []
+
+
+def test_negative_control_a_large_piece_without_a_digest(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If nobody compared the digest, the flipped bit would be there, and nothing said."""
+    put = sources_module.put
+
+    def trusting(memory: Any, starts: Any, lengths: Any, digests: Any, places: Any) -> list[int]:
+        return put(memory, starts, lengths, None, places)
+
+    monkeypatch.setattr(sources_module, "put", trusting)
+    with pytest.raises(pytest.fail.Exception):
+        test_a_large_piece_is_copied_and_verified_in_one_go(True, bench)
+
+
+def test_negative_control_another_layout_is_not_taken_for_the_same(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the layouts were not compared, what does not fit would not be noticed."""
+    monkeypatch.setattr(Structure, "is_as_saved", lambda self, saved: True)
+    with pytest.raises(AssertionError, match="touched"):
+        test_what_does_not_fit_is_listed_whole_and_nothing_is_changed("memory", "groups", bench)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_state_of_the_same_layout_returns_as_any_other(
+    place: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is filled as it lies is the same as what is placed tensor by tensor, in every bit, and autograd is told of
+    it; modules and optimizers lie so, other objects are asked."""
+    state, source = build(0), getattr(bench, place)(build(0))
+    seen: list[list[Any]] = []
+    fill = Filler.__init__
+
+    def noting(self: Filler, saved: Any, fills: Any, lying: Any = (), **options: Any) -> None:
+        seen.append([saved.table.shards[number].name for number, _ in lying])
+        fill(self, saved, fills, lying, **options)
+
+    monkeypatch.setattr(Filler, "__init__", noting)
+    found = []
+    for as_saved in (True, False):
+        if not as_saved:
+            monkeypatch.setattr(Structure, "is_as_saved", lambda self, saved: False)
+        twin = build(1)
+        versions = [p._version for p in twin["model"].parameters()]
+        restore(source, into=twin)
+        assert all(p._version > was for p, was in zip(twin["model"].parameters(), versions, strict=True))
+        found.append(freeze(twin))
+    assert differences(found[0], found[1]) == [] and differences(found[0], freeze(state)) == []
+    assert {name.partition(".")[0] for name in seen[0]} == {"model", "optim"} and not seen[1]
 
 
 def test_a_snapshot_that_is_overwritten_meanwhile_is_not_taken(bench: Bench) -> None:

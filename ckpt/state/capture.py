@@ -193,12 +193,6 @@ class Capture:
 
     def read(self) -> Reading:
         """The state as it is now."""
-        reading = self._reading(*self._look())
-        self._unfinished = False
-        return reading
-
-    def _look(self) -> tuple[Structure, list[Contents]]:
-        """What is known of the state, as it is now; the caller says when it is through with that."""
         # Ctrl-C, or a signal handler that is in here, may have come into a reading.
         if self._unfinished or self._walk.moved():
             self._walk_again()
@@ -209,7 +203,9 @@ class Capture:
             self._holds = False
             known = self._structure = Structure(self.nodes, pieces, self.seat, self.apart, self.eager)
             self._holds = True
-        return known, pieces
+        reading = self._reading(known, pieces)
+        self._unfinished = False
+        return reading
 
     def _reading(self, known: Structure, pieces: list[Contents]) -> Reading:
         tensors = known.tensors(pieces)
@@ -246,10 +242,12 @@ class Capture:
 
     def place(self, saved: SavedState, *, strict: bool = True) -> Placement:
         """Where the tensors of a saved state go. Changes nothing; what does not fit is among its `problems`."""
-        known, pieces = self._look()
-        self._unfinished = False
+        if self._walk.moved():
+            self._walk_again()
+        pieces = self._pieces()
         placement = Placement(saved, strict, self._names, self.seat)
-        as_saved, lying = known.is_as_saved(saved), set[str]()
+        known = self._structure if self._holds and not self._unfinished else None
+        as_saved, lying = known is not None and known.is_as_saved(saved, pieces), set[str]()
         fixed = {node.path: piece.fixed for node, piece in zip(self.nodes, pieces, strict=True)}
         live = {node.path: node for node in self.nodes}
         found = saved.nodes(self.seat.rank)
@@ -272,7 +270,7 @@ class Capture:
                 node.prepare(one, placement)
         for path in live:
             placement.problem(f"{show(path)} is not in the checkpoint")
-        if lying:
+        if known is not None and lying:
             rows = {name: row for row, name in enumerate(saved.table.columns.names)}
             live_tensors = zip(known.layout.tensors, known.tensors(pieces), strict=True)
             placement.lying = [(rows[of.name], tensor) for of, tensor in live_tensors if of.name in lying]

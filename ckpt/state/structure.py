@@ -98,13 +98,13 @@ class Structure:
             and self._sign(loose_of(pieces)) == self._signature
         )
 
-    def is_as_saved(self, saved: SavedState) -> bool:
+    def is_as_saved(self, saved: SavedState, pieces: Sequence[Contents]) -> bool:
         """Whether one rank has saved a state of this very layout, each tensor in one piece, and this is all of it."""
         theirs, here = saved.layout, self.layout
         if theirs is None or self._seat.size > 1 or len(saved.table.shards) != len(here.tensors):
             return False
         plain = not any(map(Tensor.is_conj, self._tensors)) and not any(map(Tensor.is_neg, self._tensors))
-        return plain and (theirs is here or theirs.digest == here.digest)
+        return plain and (theirs is here or theirs.digest == here.digest) and self.same(pieces)
 
     def _sign(self, loose: list[StateEntry]) -> object:
         """What a layout depends on in the entries that are made anew each time, sharing of memory included."""

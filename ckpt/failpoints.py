@@ -50,6 +50,11 @@ INCREMENT_POINTS = (  # of a writer that stores an increment, or compresses
     "begin.landed",  # the log says what it builds on
     "packs.stored",  # all of its packs are durable
 )
+FOLLOW_POINTS = (  # of a writer that writes a slot while it is being filled
+    "follow.begun",  # nothing of it is written
+    "follow.sealed",  # it is whole, and not all of it is written
+    "follow.stored",  # all of it is durable, and nothing names it
+)
 REDO_POINTS = (  # of a writer that logs every step
     "frame.writing",  # some bytes of a step are in the file
     "frame.written",  # all of them, but the head, without which it is none
@@ -61,7 +66,7 @@ OFFLINE_POINTS = (  # of a command that makes something new of a checkpoint
     "export.whole",  # all is there, and nothing has its name yet
     "export.appeared",  # it has, and what it was made in is still there
 )
-POINTS = TRAINER_POINTS + WRITER_POINTS + INCREMENT_POINTS + REDO_POINTS + OFFLINE_POINTS
+POINTS = TRAINER_POINTS + WRITER_POINTS + INCREMENT_POINTS + FOLLOW_POINTS + REDO_POINTS + OFFLINE_POINTS
 
 process = "trainer"  # the writer sets this to "writer" when it starts
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,11 +19,11 @@ import numpy as np
 from ckpt.checkpoint.byte_source import Bases, ByteSource, InMemory, InStore, no_bases
 from ckpt.checkpoint.commit_checks import vouches
 from ckpt.checkpoint.encode_part import LEAST, WORTH, Learnt, OnNeeds, PartEncoder
-from ckpt.checkpoint.incremental import Policy, Previous, plan_blobs
+from ckpt.checkpoint.incremental import Digests, Policy, Previous, plan_blobs
 from ckpt.checkpoint.parts import load_part
 from ckpt.checkpoint.upload_stats import UploadStats
-from ckpt.checkpoint.write import RankSnapshot, WrittenPart, write_part
-from ckpt.errors import CorruptError, FormatError, StoreError
+from ckpt.checkpoint.write import Arriving, RankSnapshot, WrittenPart, write_part
+from ckpt.errors import CorruptError, FormatError, SaveError, StoreError
 from ckpt.events import log as logger
 from ckpt.format.digest import blob_digest
 from ckpt.format.layout import Layout
@@ -60,6 +60,7 @@ class Encoder:
     kinds: dict[str, Learnt] = field(default_factory=dict)
     compressing: bool = False
     sampled: bool = False  # whether deltas have ever been tried
+    shared: bool = True  # whether the last one had, or might have had, enough of the one before
     _written: dict[tuple[Attempt, int], WrittenPart] = field(default_factory=dict)
 
     # -- what to build on --
@@ -104,23 +105,46 @@ class Encoder:
         on_needs: OnNeeds | None = None,
         bases: Bases = no_bases,
         check: Callable[[], None] = lambda: None,
+        arriving: Arriving | None = None,
     ) -> WrittenPart:
         """Store one rank's share of an attempt; see `ckpt.checkpoint.write.write_part`.
 
         `on_needs` is told which older checkpoint is built on, before anything is stored; False: that it cannot be.
+        SaveError for what is `arriving` yet, if it should not be stored raw.
         """
         nbytes = snapshot.layout.arrangement.data_size
         compress = self._decide(store, nbytes)
-        if isinstance(source, InMemory) and not compress and not await self._shares(source, previous):
-            began = time.monotonic()
-            on_bytes = self.flow.add
-            written = await write_part(store, snapshot, number=number, reason=reason, on_bytes=on_bytes, check=check)
-            self._learn_sink(nbytes, time.monotonic() - began)
+        if arriving is not None and (compress or (previous is not None and self.shared)):
+            raise SaveError("it is encoded when all of it is there")
+        if isinstance(source, InMemory) and not compress and (arriving or not await self._shares(source, previous)):
+            written = await self._write_raw(store, snapshot, previous, number, reason, check, arriving)
             self.remember(written)
             return written
+        self.shared = True
         work = PartEncoder(self, store, snapshot, source, previous, number, bases if compress else no_bases, compress)
         written = await work.run(reason, on_needs, check)
         self.remember(written)
+        return written
+
+    async def _write_raw(
+        self,
+        store: Store,
+        snapshot: RankSnapshot,
+        previous: Previous | None,
+        number: int,
+        reason: str,
+        check: Callable[[], None],
+        arriving: Arriving | None,
+    ) -> WrittenPart:
+        began, on_bytes = time.monotonic(), self.flow.add
+        written = await write_part(
+            store, snapshot, number=number, reason=reason, on_bytes=on_bytes, check=check, arriving=arriving
+        )
+        seconds = time.monotonic() - began - (0.0 if arriving is None else arriving.waited_s)
+        self._learn_sink(snapshot.layout.arrangement.data_size, seconds)
+        if previous is not None:
+            digests = written.table.digest[: written.table.owned]
+            self.shared = arriving is not None and _is_shared(snapshot.layout, previous, digests)
         return written
 
     def _decide(self, store: Store, nbytes: int) -> bool:
@@ -157,9 +181,7 @@ class Encoder:
 
         def probe() -> bool:
             alike = [blob_digest(source.peek(b)) == previous.table.digest[rows[b]].tobytes() for b in some]
-            sizes = [source.layout.arrangement.blobs[b].length for b in some]
-            share = sum(n for n, same in zip(sizes, alike, strict=True) if same) / max(1, sum(sizes))
-            return bool(share > WORTH and share * source.layout.arrangement.data_size > LEAST)
+            return _is_enough(source.layout, some, alike)
 
         return await asyncio.to_thread(probe)
 
@@ -172,6 +194,20 @@ class Encoder:
         self._learn_sink(stored, upload_s)
         if plain >= MEASURED and encode_s > 0:
             self.rate = _mixed(self.rate, plain / encode_s)
+
+
+def _is_shared(layout: Layout, previous: Previous, digests: Digests) -> bool:
+    """Whether enough is what it was, going by all blobs."""
+    rows = previous.rows(layout)
+    there = np.flatnonzero(rows >= 0)
+    alike = (digests[there] == previous.table.digest[rows[there]]).all(axis=1)
+    return _is_enough(layout, there.tolist(), alike.tolist())
+
+
+def _is_enough(layout: Layout, blobs: Sequence[int], alike: Sequence[bool]) -> bool:
+    sizes = [layout.arrangement.blobs[b].length for b in blobs]
+    share = sum(n for n, same in zip(sizes, alike, strict=True) if same) / max(1, sum(sizes))
+    return bool(share > WORTH and share * layout.arrangement.data_size > LEAST)
 
 
 def _mixed(old: float | None, new: float) -> float:

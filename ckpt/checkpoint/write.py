@@ -11,7 +11,7 @@ import mmap
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -50,6 +50,25 @@ class WrittenPart:
     table: Table
 
 
+class Arriving(Protocol):
+    """Bytes of a snapshot that come while they are written, in their order. Whatever waits here raises if they will not
+    all come."""
+
+    waited_s: float  # for bytes that were not there yet
+
+    async def until(self, nbytes: int) -> None:
+        """Until so many are there."""
+
+    async def sealed(self) -> None:
+        """Until all are there, and stay."""
+
+    async def wanted(self) -> None:
+        """Until somebody wants a part of them."""
+
+    def stop(self) -> None:
+        """No more of them is wanted."""
+
+
 async def write_part(
     store: Store,
     snapshot: RankSnapshot,
@@ -58,24 +77,43 @@ async def write_part(
     reason: str = "due",
     on_bytes: Callable[[int], None] | None = None,
     check: Callable[[], None] = lambda: None,
+    arriving: Arriving | None = None,
 ) -> WrittenPart:
     """Store one rank's share of an attempt, all of it raw. After an error nothing of it counts; write again with a
     higher `number`.
 
-    `check` raises if the snapshot has changed meanwhile; it is called before anything counts.
+    `check` raises if the snapshot has changed meanwhile; it is called before anything counts. `arriving`: its data is
+    not all there yet. It is digested when it is, and nothing but a pack is stored before.
     """
     layout, rank = snapshot.layout, snapshot.layout.rank
     key = pack_key(snapshot.attempt, rank, number)
     header = layout.arrangement.header
-    digesting = asyncio.ensure_future(asyncio.to_thread(digest_blobs, layout, snapshot.data))  # meanwhile
+    digesting = asyncio.ensure_future(_digests(snapshot, arriving))  # meanwhile
+    digesting.add_done_callback(lambda done: done.cancelled() or done.exception())  # what was written may fail first
     try:
-        await _write_pack(store, key, header, snapshot.data, on_bytes)
+        await _write_pack(store, key, header, snapshot.data, on_bytes, arriving)
     except BaseException:
+        if arriving is not None:
+            arriving.stop()
         await asyncio.wait((digesting,))  # it reads memory that is somebody else's from then on
         raise
+    try:
+        digests = await digesting
+        if arriving is not None:
+            await arriving.wanted()
+    except BaseException:
+        await drop(store, [key])
+        raise
     pack = PackInfo(key, len(header) + len(snapshot.data), len(header), file_digest(header))
-    table = build_table(layout, key, await digesting)
+    table = build_table(layout, key, digests)
     return await finish_part(store, snapshot, table, [pack], number=number, reason=reason, check=check)
+
+
+async def _digests(snapshot: RankSnapshot, arriving: Arriving | None) -> bytes:
+    """Of what is sealed, whatever was written before."""
+    if arriving is not None:
+        await arriving.sealed()
+    return await asyncio.to_thread(digest_blobs, snapshot.layout, snapshot.data)
 
 
 async def finish_part(
@@ -146,12 +184,19 @@ async def drop(store: Store, packs: Iterable[str]) -> None:
 
 
 async def _write_pack(
-    store: Store, key: str, header: bytes, data: memoryview, on_bytes: Callable[[int], None] | None
+    store: Store,
+    key: str,
+    header: bytes,
+    data: memoryview,
+    on_bytes: Callable[[int], None] | None,
+    arriving: Arriving | None,
 ) -> None:
     """Header and data as one object, in ranges as the store wants them."""
 
     async def piece(offset: int, length: int) -> memoryview:
         start = offset - len(header)
+        if arriving is not None:
+            await arriving.until(start + length)
         if start >= 0:
             return data[start : start + length]
         return _page_aligned(header[offset:] + data[: max(0, start + length)])

@@ -9,7 +9,8 @@ next, and its size is sealed, so that no reader can ever be hit by SIGBUS.
     2 MiB        slot 0, slot 1, ...
 
 A slot is EMPTY, FILLING, EAGER (all of it is there that cannot be had later: what optimizers change is missing) or
-SEALED. One thread of the trainer makes all transitions while the trainer lives.
+SEALED. One thread of the trainer makes all transitions while the trainer lives. Behind the label stands the fill mark:
+of a slot that is being filled, so many bytes from the beginning are there, if the snapshot is sealed in the end.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ _KEEPER = 512
 LOCK = 64 << 20  # bytes of a slot that are page-locked for a device in one call; no copy may reach over the end of one
 _TABLE = PAGE
 _ENTRY = PAGE // MAX_SLOTS
+_MARK = 128  # of an entry, from its beginning: the fill mark
 _DATA = 2 << 20
 _HUGE = 2 << 20
 _MBIND = {"x86_64": 237, "aarch64": 235}  # of system calls
@@ -194,6 +196,8 @@ class Arena:
         at = _TABLE + slot * _ENTRY
         number: int = _SEQUENCE.unpack_from(self.memory, at)[0] | 1
         _SEQUENCE.pack_into(self.memory, at, number)
+        if label.state == FILLING:
+            self.mark(slot, 0)  # before anybody can take the mark of the last snapshot for one of this
         attempt = label.attempt or Attempt(0, 0, "0" * 8)
         fields = (
             label.order,
@@ -209,6 +213,22 @@ class Arena:
         rest = _LABEL.pack(state, 0, *fields)[8:]
         _LABEL.pack_into(self.memory, at + 8, state, zlib.crc32(rest, state), *fields)
         _SEQUENCE.pack_into(self.memory, at, number + 1)
+
+    def mark(self, slot: int, nbytes: int) -> None:
+        """So much of a slot that is being filled is there, and nothing is stored to it any more. Only for the thread
+        that holds `mutex`."""
+        _SEQUENCE.pack_into(self.memory, _TABLE + slot * _ENTRY + _MARK, nbytes)
+
+    def filled(self, slot: int, of: Label) -> int | None:
+        """How many bytes are there, from the beginning, of the snapshot that had this label while it was being filled;
+        None if it was dropped, or its place was taken."""
+        found: int = _SEQUENCE.unpack_from(self.memory, _TABLE + slot * _ENTRY + _MARK)[0]
+        label = self.label(slot)  # after the mark: whatever has been claimed since has another
+        if label is None:
+            return 0  # it is being changed: look again
+        if (label.order, label.attempt, label.layout) != (of.order, of.attempt, of.layout):
+            return None
+        return of.data_size if label.state == SEALED else min(found, of.data_size)
 
     def give_up(self, slot: int) -> int:
         """Empty a slot and return its pages to the system; how many bytes. Only for the thread that holds `mutex`."""

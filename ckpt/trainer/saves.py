@@ -24,6 +24,8 @@ from ckpt.trainer.staging.snapshot import DeferredStep, PendingSnapshot
 from ckpt.trainer.supervise.writes import WriteInFlight
 from ckpt.units import decimal, duration
 
+FOLLOWED = 32 << 20  # bytes of a snapshot, from which on it is worth while to write it as it is filled
+
 
 class TierWrites:
     """Of one Checkpointer. Any thread may call."""
@@ -63,6 +65,11 @@ class TierWrites:
 
         write = WriteInFlight(attempt, *place, tier, done)
         self._session.supervisor.writes.write(write)
+
+    def announce(self, job: PendingSnapshot, tiers: Sequence[int]) -> None:
+        """Have the writer begin with what is there already, in the nearest of these tiers."""
+        if tiers and job.slot is not None and job.reading.layout.arrangement.data_size >= FOLLOWED:
+            self._session.supervisor.writes.announce(job.attempt, *job.slot, min(tiers))
 
     def write_also(self, save: Save, attempt: Attempt, place: tuple[Arena, int], tier: int) -> None:
         """To a tier that it was not on its way to. Cut off by Ctrl-C, nobody waits for it, and close() tries again."""
@@ -176,6 +183,7 @@ class Saves:
             finite=self._progress.finite,
             busy="wait" if explicit else self._session.settings.on_busy,
             deadline=time.monotonic() + wait_s,
+            on_eager=lambda job: self._writes.announce(job, tiers),
             on_end=lambda job: self.on_ended(save, job, tiers, settings),
             taken=taken,
         )

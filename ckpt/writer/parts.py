@@ -18,8 +18,9 @@ from ckpt.checkpoint.byte_source import Bases, ByteSource, InMemory, bases_in, b
 from ckpt.checkpoint.open_tier import OpenTier
 from ckpt.checkpoint.retention import remember_packs
 from ckpt.checkpoint.settle import settle
-from ckpt.checkpoint.write import RankSnapshot, WrittenPart
+from ckpt.checkpoint.write import Arriving, RankSnapshot, WrittenPart
 from ckpt.errors import CheckpointError, CorruptError, FencedError, FullError, SaveError, StoreError
+from ckpt.failpoints import point
 from ckpt.format.digest import blob_digest
 from ckpt.format.layout import Layout
 from ckpt.format.manifest import Attempt, part_key, table_key
@@ -29,6 +30,7 @@ from ckpt.ipc.arena import Arena, Label
 from ckpt.ipc.notes import HeldNote, UnpinnedNote
 from ckpt.ipc.requests import KeepSteps, Retract
 from ckpt.writer.dispatch import Background, handles
+from ckpt.writer.follow import Following
 from ckpt.writer.held_run import HeldRun, PresentTrainer
 from ckpt.writer.memory import HeldMemory
 
@@ -191,6 +193,7 @@ class PartWriter:
     settler: Settler
     reads: dict[tuple[str, int], int] = field(default_factory=dict)
     stored: dict[tuple[str, Attempt], asyncio.Future[bool]] = field(default_factory=dict)
+    following: dict[str, Following] = field(default_factory=dict)  # by tier
 
     @contextlib.contextmanager
     def reading(self, arena: Arena, slot: int) -> Iterator[None]:
@@ -219,7 +222,8 @@ class PartWriter:
         tier.in_flight.add(attempt)
         try:
             with self.reading(arena, slot):
-                written = await self._store(tier, arena, slot, label, layout, attempt, reason)
+                written = await self._followed(tier, arena, slot, label, reason)
+                written = written or await self._store(tier, arena, slot, label, layout, attempt, reason)
         except BaseException as error:
             tier.in_flight.discard(attempt)
             if last and reason == "due":
@@ -231,12 +235,53 @@ class PartWriter:
             tier.in_flight.discard(attempt)
         return written
 
+    def follow(self, tier: OpenTier, arena: Arena, slot: int, label: Label) -> None:
+        """Begin to write a slot that is being filled, if nobody else writes there, and it is as quick as memory."""
+        if tier.store.remote or tier.busy.locked() or tier.waiting or not tier.opened:
+            return
+        trainer, begun = self.trainer, self.trainer.adoptions
+        one = Following(arena, slot, label, lambda: not trainer.dead and trainer.adoptions == begun)
+        self.following[tier.url] = one
+        one.task = asyncio.ensure_future(self._follow(tier, one))
+
+    async def _follow(self, tier: OpenTier, one: Following) -> WrittenPart | None:
+        arena, slot, label, attempt = one.arena, one.slot, one.label, one.label.attempt
+        assert attempt is not None
+        try:
+            point("follow.begun")
+            with self.reading(arena, slot):
+                layout = self.held_memory.layouts[label.layout]
+                return await self._store(tier, arena, slot, label, layout, attempt, "due", one)
+        except Exception as error:  # it is written when it is sealed
+            events.log.debug("step %d is not written while it is copied: %s", attempt.step, error)
+            return None
+        finally:
+            if self.following.get(tier.url) is one:
+                del self.following[tier.url]
+
+    async def _followed(self, tier: OpenTier, arena: Arena, slot: int, label: Label, reason: str) -> WrittenPart | None:
+        """What has come of following this slot. Any other that is followed makes room, if it is only hoped for."""
+        one = self.following.get(tier.url)
+        if one is not None and reason == "due" and one.is_of(arena, slot, label):
+            return await one.want()
+        if one is not None and not one.is_wanted:
+            one.stop()
+        return None
+
     async def _store(
-        self, tier: OpenTier, arena: Arena, slot: int, label: Label, layout: Layout, attempt: Attempt, reason: str
+        self,
+        tier: OpenTier,
+        arena: Arena,
+        slot: int,
+        label: Label,
+        layout: Layout,
+        attempt: Attempt,
+        reason: str,
+        following: Following | None = None,
     ) -> WrittenPart | None:
         def check(problem: str = "was overwritten in memory while it was written") -> None:
             # A trainer that lives may go round the ring: before it changes a byte it changes the label.
-            if arena.label(slot) != label:
+            if arena.label(slot) != (label if following is None else following.label):
                 raise SaveError(f"step {attempt.step} {problem}")
 
         memory, run = self.held_memory, self.run
@@ -252,7 +297,7 @@ class PartWriter:
                 run.succeed(tier.log)
                 tier.log.check_owner(run.mine())
             source = InMemory(layout, snapshot.data)
-            written = await self.encode(tier, snapshot, source, number, reason=reason, check=check)
+            written = await self.encode(tier, snapshot, source, number, reason=reason, check=check, arriving=following)
             if attempt in memory.retracted:
                 raise SaveError(f"step {attempt.step} was taken back while it was written")
         digests = written.table.digest[: written.table.owned].tobytes()
@@ -268,9 +313,10 @@ class PartWriter:
         *,
         reason: str,
         check: Callable[[], None] = lambda: None,
+        arriving: Arriving | None = None,
     ) -> WrittenPart:
         """The part as this tier stores its parts: what is new, and in which form. `check` raises if the source is not
-        what it was any more."""
+        what it was any more; `arriving`: it is not all there yet."""
         attempt, layout, near = snapshot.attempt, snapshot.layout, self.run.near(tier)
         previous = await tier.encoder.previous(tier.log, attempt, layout)
         with tier.flow.writing(attempt.step, layout.arrangement.data_size):
@@ -284,6 +330,7 @@ class PartWriter:
                 on_needs=functools.partial(self._pin, tier, attempt),
                 bases=_bases(tier, near, layout.rank, reason),
                 check=check,
+                arriving=arriving,
             )
         if near is not None:
             _anchor(tier, near, written)

@@ -70,7 +70,7 @@ def spins(monkeypatch: pytest.MonkeyPatch) -> Spins:
         fill(self, arena, slot, job)
         begun.clear()
 
-    def late(self: SlotFiller, pairs: Any, streams: Any, bus_share: float = 1.0) -> None:
+    def late(self: SlotFiller, pairs: Any, streams: Any, *more: Any) -> None:
         for stream in streams.values() if (spins.overlapped if begun else spins.eager) else ():
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(LONG)
@@ -391,9 +391,9 @@ def test_many_small_tensors_cross_the_bus_together(open_run: Any, monkeypatch: p
     copies, run = list[int](), small()
     copy = SlotFiller.copy
 
-    def counted(self: SlotFiller, pairs: Any, streams: Any, bus_share: float = 1.0) -> None:
+    def counted(self: SlotFiller, pairs: Any, streams: Any, *more: Any) -> None:
         copies.append(sum(source.device.type == "cuda" for _, source, _ in pairs))
-        copy(self, pairs, streams, bus_share)
+        copy(self, pairs, streams, *more)
 
     monkeypatch.setattr(SlotFiller, "copy", counted)
     cp = open_run(run.state, tiers=ckpt.Memory(stage=stage))

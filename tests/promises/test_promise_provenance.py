@@ -264,7 +264,7 @@ cp.step(1).staged(30.0)
 move()
 copy, first = SlotFiller.copy, weight.detach().view(-1)
 
-def in_the_middle(self, pairs, streams):
+def in_the_middle(self, pairs, streams, *more):
     while pairs and float(first[0]) == 2.0:
         time.sleep(0.0001)
     copy(self, pairs, streams)
@@ -490,7 +490,7 @@ def test_a_write_past_the_counters_on_a_device(open_run: Any, monkeypatch: pytes
     """The copy is held up on its stream, and a kernel that torch does not count comes first."""
     run, copy, late = on_device(fused=True), SlotFiller.copy, threading.Event()
 
-    def held(self: SlotFiller, pairs: Any, streams: Any, bus_share: float = 1.0) -> None:
+    def held(self: SlotFiller, pairs: Any, streams: Any, *more: Any) -> None:
         for stream in streams.values() if late.is_set() else ():
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(2_000_000_000)

@@ -356,7 +356,7 @@ def failing(open_run: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     cp = open_run(state, on_error="warn")
     copy, failed = SlotFiller.copy, list[int]()
 
-    def rubbish(self: SlotFiller, pairs: Any, streams: Any, bus_share: float = 1.0) -> None:
+    def rubbish(self: SlotFiller, pairs: Any, streams: Any, *more: Any) -> None:
         copy(self, pairs, streams)
         if failed and failed[-1] > 0:
             failed.append(0)

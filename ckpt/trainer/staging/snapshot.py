@@ -139,6 +139,7 @@ class PendingSnapshot:
     values: bytes
     busy: str = "wait"  # or "skip"
     deadline: float = float("inf")  # of waiting for a slot, monotonic
+    on_eager: Callable[[PendingSnapshot], None] = lambda job: None  # `slot` says EAGER: what is left comes in its order
     on_end: Callable[[PendingSnapshot], None] = lambda job: None
     beside: Callable[[], None] | None = None  # to be done as well while the guarded tensors do not change
     submitted: bool = False  # or just about to be

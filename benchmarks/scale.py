@@ -1,6 +1,7 @@
 """A checkpoint of thousands of ranks: what planning, committing and restoring cost one of them.
 
     make bench-scale     or: python benchmarks/scale.py [--quick] [--worlds RANKS ...] [--folder DIR] [--json FILE]
+    python benchmarks/scale.py --growth                  how each cost grows instead, see growth.py
 
 The ranks are simulated, one at a time: the measured ones hold real DTensors on a mesh of all ranks (torch's fake
 process group sends nothing), the others are described by the same pure functions, and all write the real files. Packs
@@ -48,6 +49,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import growth
 from ckpt.checkpoint import commit as commits
 from ckpt.checkpoint import parts as parts_of
 from ckpt.checkpoint import read, write
@@ -67,6 +69,7 @@ from ckpt.store import open_store
 
 Json = dict[str, Any]
 RESULTS = Path(__file__).parent / "results" / "scale.json"
+GROWTH = RESULTS.with_name("growth.json")
 ATTEMPT = Attempt(1, 1000, "0badcafe")
 ROUNDS = 3
 GOALS = {"cold_s": 2.0, "cached_s": 0.1, "record_mb": 64.0, "reshard_s": 2.0}
@@ -430,6 +433,7 @@ TASKS: dict[str, Callable[[Json], Json]] = {
     "commit": lambda a: take_over(Path(a["root"])),
     "reshard": lambda a: reshard(Path(a["root"]), World(**a["world"]), a["rank"]),
     "names": lambda a: names_of_a_stage(Path(a["root"]), a["layers"]),
+    **growth.TASKS,
 }
 
 
@@ -450,8 +454,9 @@ def task(name: str, **arguments: Any) -> Json:
 
 
 def run_task(asked: Json) -> None:
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    torch.set_num_threads(1)
+    if asked["name"] != "save":  # which has a writer beside it
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+        torch.set_num_threads(1)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = TASKS[asked["name"]](asked)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -556,6 +561,18 @@ def show_all(found: Json) -> None:
     show("What one rank does before it reads the first tensor", head, reshards)
 
 
+def show_growth(found: Json) -> None:
+    for curve, points in found.items():
+        names = [name for name in next(iter(points.values())) if not name.endswith("_mb")]
+        rows = [
+            [f"{int(n):,}", *(f"{one[k]:,}" if k.endswith("bytes") else f"{1000 * one[k]:,.2f} ms" for k in names)]
+            for n, one in points.items()
+        ]
+        show(curve, ["", *names], rows)
+    for text in growth.too_steep(found):
+        print(f"faster than its work: {text}")
+
+
 def judged(found: Json) -> list[str]:
     """The goals that are missed."""
     missed = []
@@ -575,6 +592,7 @@ def main() -> None:
     parser.add_argument("--worlds", type=int, nargs="+", default=[64, 256, 1024, 4096], metavar="RANKS")
     parser.add_argument("--folder", metavar="DIR", help="where the files are kept; default: thrown away")
     parser.add_argument("--json", metavar="FILE", help="write all figures there instead of to benchmarks/results")
+    parser.add_argument("--growth", action="store_true", help="how costs grow with bytes, tensors, checkpoints, ranks")
     parser.add_argument("--task", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.task:
@@ -587,6 +605,11 @@ def main() -> None:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+    if arguments.growth:
+        curves = growth.measure(task, lambda text: print(text, flush=True), quick=arguments.quick)
+        show_growth(curves)
+        put_down(arguments, GROWTH, {"machine": about, "curves": curves, "steep": growth.too_steep(curves)})
+        return
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         folder = Path(arguments.folder or scratch)
         folder.mkdir(parents=True, exist_ok=True)
@@ -595,9 +618,13 @@ def main() -> None:
     for text in judged(found):
         print(f"missed: {text}")
     print(f"{time.monotonic() - started:.0f} s in all")
-    target = Path(arguments.json) if arguments.json else None if arguments.quick else RESULTS
+    put_down(arguments, RESULTS, {"machine": about, "goals": GOALS, "worlds": found})
+
+
+def put_down(arguments: argparse.Namespace, usual: Path, found: Json) -> None:
+    target = Path(arguments.json) if arguments.json else None if arguments.quick else usual
     if target is not None:
-        target.write_text(json.dumps({"machine": about, "goals": GOALS, "worlds": found}, indent=1) + "\n")
+        target.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

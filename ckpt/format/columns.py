@@ -1,23 +1,29 @@
-"""Columns of numbers out of files that anybody may have written: each is checked before anything is allocated by it."""
+"""Columns of numbers in files that anybody may have written: each is checked before anything is allocated by it.
+
+Such a file is a safetensors file whose entries are zstd frames, one a column; `counts` (JSON) says how many numbers
+each has. Columns of digests, which nothing makes smaller, stand there as they are: no file has more rows than bytes.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import safetensors
+import safetensors.numpy
 import zstandard
 
 from ckpt.errors import CorruptError
 from ckpt.format.digest import DIGEST_SIZE
-from ckpt.format.manifest import owner
+from ckpt.format.manifest import canonical, owner
 
 I64 = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
+FEW = 1 << 18  # entries of a column that any file may have; more only if it is as large
 ZERO = np.zeros(1, np.int64)
 NONE = np.zeros(0, np.int64)
 
@@ -32,6 +38,63 @@ def reading(what: str) -> Iterator[None]:
         yield
     except (safetensors.SafetensorError, zstandard.ZstdError, *ODD) as error:
         raise CorruptError(f"{what} is damaged: {error}") from None
+
+
+@dataclass(frozen=True)
+class Pressed:
+    """How columns become a file, and such a file columns again.
+
+    `kinds`: of their numbers. `most`: bytes of all columns together. `rows`: columns of which each number becomes an
+    object; `spoken`: of JSON. `whole`: those that are no frames. `folds`: how many times its size a file may become.
+    """
+
+    kinds: Mapping[str, Any]
+    level: int
+    most: int
+    rows: tuple[str, ...]
+    spoken: tuple[str, ...]
+    whole: tuple[str, ...] = ()
+    folds: int = 1 << 20
+
+    def to_bytes(self, columns: Mapping[str, npt.NDArray[Any]]) -> bytes:
+        press = zstandard.ZstdCompressor(level=self.level, write_content_size=True)
+        files = {"counts": np.frombuffer(canonical({n: c.size for n, c in columns.items()}), np.uint8)}
+        for name, column in columns.items():
+            raw = np.ascontiguousarray(column).tobytes()
+            files[name] = np.frombuffer(raw if name in self.whole else press.compress(raw), np.uint8)
+        return bytes(safetensors.numpy.save(files))
+
+    def from_bytes(self, raw: bytes | memoryview, what: str) -> dict[str, npt.NDArray[Any]]:
+        """The columns, within `reading`. CorruptError unless each is what was declared, and all are plausible."""
+        frames = safetensors.numpy.load(bytes(raw))
+        counts = json.loads(frames.pop("counts").tobytes())
+        if counts.keys() != self.kinds.keys() or frames.keys() != self.kinds.keys():
+            raise CorruptError(f"{what} has other columns than it should")
+        if not all(type(n) is int and 0 <= n <= self.most for n in counts.values()):
+            raise CorruptError(f"{what} declares impossible sizes")
+        sizes = {name: n * np.dtype(self.kinds[name]).itemsize for name, n in counts.items()}
+        stored = {name: frames[name].reshape(-1).view(np.uint8).tobytes() for name in sizes}
+        few = FEW + sum(map(len, stored.values()))
+        if sum(sizes.values()) > min(self.most, self.folds * few):
+            raise CorruptError(f"{what} declares {sum(sizes.values())} bytes, which is implausibly large")
+        if max(counts[name] for name in self.rows) > few:
+            raise CorruptError(f"{what} declares more of something than a file of its size has")
+        for name, size in sizes.items():
+            if size != (len(stored[name]) if name in self.whole else zstandard.frame_content_size(stored[name])):
+                raise CorruptError(f"{what}: column {name} does not hold what it declares")
+        reader = zstandard.ZstdDecompressor(max_window_size=1 << 27)
+        found = {}
+        for name, size in sizes.items():
+            plain = stored[name]
+            if name not in self.whole:
+                plain = reader.decompress(plain, max_output_size=size, allow_extra_data=False)
+            if len(plain) != size:
+                raise CorruptError(f"{what}: column {name} does not hold what it declares")
+            found[name] = np.frombuffer(plain, self.kinds[name])
+            # What is said in a few bytes may be very much once it is made into objects.
+            if name in self.spoken and sum(plain.count(mark) for mark in b",[{") > 8 * few:
+                raise CorruptError(f"{what}: column {name} says more than a file of its size has to say")
+        return found
 
 
 class Columns:

@@ -18,19 +18,24 @@ anywhere is noticed.
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
 from typing import Any
+
+import zstandard
 
 from ckpt.errors import CorruptError, FormatError
 from ckpt.format.digest import file_digest
 
-MAJOR, MINOR = 1, 0
+MAJOR, MINOR = 2, 0
 MAX_JSON = 256 << 20  # bytes; refused before parsing
+FEW_BYTES, MOST_FOLDS = 16 << 20, 500  # what is pressed may say so much, and more only so many times its size
 MAX_FORMAT = 1 << 20
 MAX_EPOCH = 10**12
 MAX_WORLD = 1 << 20
@@ -175,6 +180,32 @@ def unseal(raw: bytes | bytearray | memoryview, what: str) -> dict[str, Any]:
     return data
 
 
+# -- what is large and says the same at each checkpoint --
+
+
+def press(text: bytes) -> str:
+    """JSON, to stand as a text in other JSON: a zstd frame in base64."""
+    return base64.b64encode(zstandard.ZstdCompressor(level=3, write_content_size=True).compress(text)).decode()
+
+
+@lru_cache(4)
+def unpress(text: str) -> dict[str, Any]:
+    """What was pressed, an object; to be looked at only, since who reads the same gets the same. ValueError if it is
+    not one, or implausibly large."""
+    try:
+        frame = base64.b64decode(text, validate=True)
+        size = zstandard.frame_content_size(frame)
+        if not 0 <= size <= min(MAX_JSON, FEW_BYTES + MOST_FOLDS * len(frame)):
+            raise ValueError(f"implausibly large: {size} bytes")
+        plain = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompress(frame, allow_extra_data=False)
+        found = json.loads(plain)
+    except (zstandard.ZstdError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+    if type(found) is not dict:
+        raise ValueError("no object")
+    return found
+
+
 # -- FORMAT.json --
 
 
@@ -188,10 +219,11 @@ def read_format(raw: bytes | memoryview) -> str:
     data = unseal(raw, "FORMAT.json")
     if data.get("format") != "everystep" or not isinstance(data.get("root"), str):
         raise FormatError("not a run of everystep: FORMAT.json says otherwise")
-    if data.get("major") != MAJOR:
+    if (major := data.get("major")) != MAJOR:
+        older = type(major) is int and major < MAJOR
         raise FormatError(
-            f"this run has format {data.get('major')}.{data.get('minor')}, this version reads {MAJOR}.x: "
-            "upgrade with `pip install -U everystep`"
+            f"this run has format {major}.{data.get('minor')}, this version reads {MAJOR}.x: "
+            + ("use the version that wrote it" if older else "upgrade with `pip install -U everystep`")
         )
     return str(data["root"])
 
@@ -211,8 +243,8 @@ class PackInfo:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's share of one attempt. `layout` is as `ckpt.format.layout.Layout.to_json`, `values` tagged plain
-    values.
+    """One rank's share of one attempt. `layout` is as `ckpt.format.layout.Layout.to_json`, to be looked at only,
+    `pressed` the same as it is kept, if that is known; `values` tagged plain values.
 
     `packs`: all that its table names, also those of older attempts. `needs`: the older attempts that it was built on,
     in their order: what it uses of still older ones, these used too. `chain`: how many increments lie between it and
@@ -234,10 +266,12 @@ class Part:
     needs: list[str] = field(default_factory=list)
     chain: int = 0
     full: str = ""
+    pressed: str = field(default="", compare=False, repr=False)
 
     def to_bytes(self) -> bytes:
         data = {one.name: getattr(self, one.name) for one in fields(self)}  # asdict() would copy the layout, row by row
         data["packs"] = [asdict(pack) for pack in self.packs]
+        data["layout"] = data.pop("pressed") or press(canonical(self.layout))
         if not self.needs:  # a full one says what it has always said
             del data["needs"], data["chain"], data["full"]
         return seal(data)
@@ -274,8 +308,10 @@ class Part:
     def from_bytes(cls, raw: bytes | memoryview, what: str) -> Part:
         data = unseal(raw, what)
         try:
-            packs = [PackInfo(**pack) for pack in data.pop("packs")]
-            part = cls(packs=packs, **data)
+            packs, pressed = [PackInfo(**pack) for pack in data.pop("packs")], data.pop("layout")
+            if type(pressed) is not str or "pressed" in data:
+                raise ValueError("its layout is not one")
+            part = cls(packs=packs, layout=unpress(pressed), pressed=pressed, **data)
             part.check(what)
         except (TypeError, KeyError, ValueError) as error:
             raise CorruptError(f"{what} is not a part: {error}") from None

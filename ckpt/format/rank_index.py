@@ -4,7 +4,7 @@ It is the index where all tables together would be large (`ckpt.checkpoint.commi
 the COMMIT record, this, and then only the tables of the ranks that hold what it wants. Digests go on without a gap: the
 record names the directory, the directory names the tables, the tables name the blobs.
 
-Kept as a safetensors file whose entries are zstd frames, one a column; `counts` (JSON) says how many numbers each has.
+Kept as columns in a file, see `ckpt.format.columns`.
 
     names, name_ends                  all names once, as UTF-8 text, and where each ends
     tensor_name, tensor_instance      a row a tensor, ascending: place in the names; whose it is, -1: all ranks together
@@ -34,15 +34,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import safetensors.numpy
-import zstandard
 
 from ckpt.errors import CorruptError
 from ckpt.format.boxes import Box, Dims, Effort, TangledError, times_covered
-from ckpt.format.columns import I64, NONE, Columns, reading, starts_of
+from ckpt.format.columns import I64, NONE, Columns, Pressed, reading, starts_of
 from ckpt.format.digest import DIGEST_SIZE
 from ckpt.format.layout import MAX_DIMS, TensorSpec, check_components
-from ckpt.format.manifest import MAX_JSON, MAX_WORLD, canonical
+from ckpt.format.manifest import MAX_JSON, MAX_WORLD
 from ckpt.format.partition import GLOBAL
 from ckpt.format.shards import DTYPES, MAX_DIM, Shards
 from ckpt.format.table import texts
@@ -51,8 +49,6 @@ OWN = -1  # in a view: the instance is the rank itself
 TABLE_DIGEST = 32
 MAX_DIRECTORY = 1 << 29  # bytes, decompressed
 MAX_DIRECTORY_HEADER = 1 << 16
-FEW = 1 << 18  # entries of a column that any file may have; more only if it is as large
-LEVEL = 9
 
 COLUMNS = {
     "names": np.uint8, "name_ends": np.int64, "tensor_name": np.int32, "tensor_instance": np.int32,
@@ -61,6 +57,7 @@ COLUMNS = {
     "piece_dims": np.int64, "tables": np.uint8, "owned": np.int64, "view": np.int32, "packs": np.uint8,
     "views": np.uint8,
 }  # fmt: skip
+PRESSED = Pressed(COLUMNS, 9, MAX_DIRECTORY, ("name_ends", "tensor_name", "pattern_ends"), ("packs", "views"))
 
 Key = tuple[str, int]
 
@@ -222,11 +219,7 @@ class Directory:
     # -- as a file --
 
     def to_bytes(self) -> bytes:
-        press = zstandard.ZstdCompressor(level=LEVEL, write_content_size=True)
-        files = {"counts": np.frombuffer(canonical({n: len(c) for n, c in self.columns.items()}), np.uint8)}
-        for name, column in self.columns.items():
-            files[name] = np.frombuffer(press.compress(np.ascontiguousarray(column).tobytes()), np.uint8)
-        return bytes(safetensors.numpy.save(files))
+        return PRESSED.to_bytes(self.columns)
 
     @classmethod
     def from_bytes(cls, raw: bytes | memoryview, what: str, world: int) -> Directory:
@@ -234,43 +227,13 @@ class Directory:
         if len(raw) > MAX_DIRECTORY or int.from_bytes(raw[:8], "little") > MAX_DIRECTORY_HEADER:
             raise CorruptError(f"{what} is no directory: it is implausibly large")
         with reading(what):
-            return _checked(_decompressed(safetensors.numpy.load(bytes(raw)), what), what, world)
+            return _checked(PRESSED.from_bytes(raw, what), what, world)
 
 
 def is_directory(raw: bytes | memoryview) -> bool:
     """Whether an index is one, going by its header alone; else it is a table."""
     size = int.from_bytes(raw[:8], "little")
-    return size <= MAX_DIRECTORY_HEADER and b'"counts"' in bytes(raw[8 : 8 + size])
-
-
-def _decompressed(frames: dict[str, npt.NDArray[Any]], what: str) -> dict[str, npt.NDArray[Any]]:
-    """The columns. CorruptError unless each is one frame of exactly what was declared, and all are plausible."""
-    counts = json.loads(frames.pop("counts").tobytes())
-    if counts.keys() != COLUMNS.keys() or frames.keys() != COLUMNS.keys():
-        raise CorruptError(f"{what} has other columns than a directory")
-    if not all(type(n) is int and 0 <= n <= MAX_DIRECTORY for n in counts.values()):
-        raise CorruptError(f"{what} declares impossible sizes")
-    sizes = {name: n * np.dtype(COLUMNS[name]).itemsize for name, n in counts.items()}
-    if sum(sizes.values()) > MAX_DIRECTORY:
-        raise CorruptError(f"{what} declares {sum(sizes.values())} bytes, which is implausibly large")
-    few = FEW + sum(frame.nbytes for frame in frames.values())
-    if max(counts[name] for name in ("name_ends", "tensor_name", "pattern_ends")) > few:
-        raise CorruptError(f"{what} declares more names, tensors or patterns than a file of its size has")
-    stored = {name: frames[name].reshape(-1).view(np.uint8).tobytes() for name in sizes}
-    for name, size in sizes.items():
-        if zstandard.frame_content_size(stored[name]) != size:
-            raise CorruptError(f"{what}: column {name} does not hold what it declares")
-    reader = zstandard.ZstdDecompressor(max_window_size=1 << 27)
-    found = {}
-    for name, size in sizes.items():
-        plain = reader.decompress(stored[name], max_output_size=size, allow_extra_data=False)
-        if len(plain) != size:
-            raise CorruptError(f"{what}: column {name} does not hold what it declares")
-        found[name] = np.frombuffer(plain, COLUMNS[name])
-        # What is said in a few bytes may be very much once it is made into objects.
-        if name in ("packs", "views") and sum(plain.count(mark) for mark in b",[{") > 8 * few:
-            raise CorruptError(f"{what}: column {name} says more than a file of its size has to say")
-    return found
+    return size <= MAX_DIRECTORY_HEADER and b'"piece_rank"' in bytes(raw[8 : 8 + size])
 
 
 def _pattern_starts(columns: dict[str, npt.NDArray[Any]]) -> tuple[I64, I64, I64]:

@@ -1,7 +1,7 @@
 """The table of a checkpoint: which shards there are and where the blobs of each lie.
 
-Kept as columns in a safetensors file, so that millions of rows load at once and any safetensors tool can look at them.
-In memory it stays columns too.
+Kept as columns in a file (`ckpt.format.columns`), so that millions of rows load at once, and take little more room than
+their digests. In memory it stays columns too.
 
     names, name_ends          UTF-8 text of all names joined, and where each ends
     dtypes                    one byte a shard: its place in `ckpt.format.shards.DTYPES`
@@ -12,7 +12,7 @@ In memory it stays columns too.
     pack, offset, stored      which file, where in it (bytes from its start), bytes stored
     length, codec, base       plain bytes, codec (0: raw, see `ckpt.format.codec`), base blob (-1: none)
     digest                    16 bytes a blob, of the plain bytes
-    stored_digest             16 bytes of each blob that is not raw, of the bytes stored; left out if all are
+    stored_digest             16 bytes of each blob that is not raw, of the bytes stored
     packs                     JSON list of pack keys, those of older attempts too
 
 Behind the blobs of the shards come *bases*: whole blobs of older checkpoints, against which deltas were taken. So a
@@ -30,17 +30,25 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import safetensors.numpy
 
 from ckpt.errors import CorruptError, FormatError
 from ckpt.format.codec import BF16, CODECS, RAW
-from ckpt.format.columns import I64, NONE, ZERO, Bytes, Columns, reading, starts_of
+from ckpt.format.columns import I64, NONE, ZERO, Bytes, Columns, Pressed, reading, starts_of
 from ckpt.format.digest import DIGEST_SIZE
 from ckpt.format.manifest import MAX_WORLD
 from ckpt.format.shards import DTYPES, Shard, Shards, check_shards
 
 MAX_TABLE = 1 << 30
-MAX_TABLE_HEADER = 1 << 16  # of fifteen columns
+MAX_TABLE_HEADER = 1 << 16  # of eighteen entries
+COLUMNS = {
+    "names": np.uint8, "name_ends": np.int64, "dtypes": np.uint8, "ranks": np.int32, "instances": np.int32,
+    "dims": np.int64, "dim_ends": np.int64, "blob_ends": np.int64, "pack": np.int32, "offset": np.int64,
+    "stored": np.int64, "length": np.int64, "codec": np.uint8, "base": np.int64, "digest": np.uint8,
+    "stored_digest": np.uint8, "packs": np.uint8,
+}  # fmt: skip
+PRESSED = Pressed(
+    COLUMNS, 3, MAX_TABLE, ("name_ends", "dtypes", "length"), ("packs",), ("digest", "stored_digest"), folds=256
+)
 MAX_BLOB = 64 << 20  # bytes read at once; we cut at 4 MiB
 MAX_MASTERS = 8  # blobs that one may be derived from; as we cut there are two
 Content = tuple[bytes, int]
@@ -133,11 +141,10 @@ class Table:
             "codec": self.codec.astype(np.uint8),
             "base": self.base,
             "digest": self.digest,
+            "stored_digest": self.stored_digest[self.codec != RAW],
             "packs": np.frombuffer(json.dumps(self.packs).encode(), np.uint8),
         }
-        if self.codec.any():
-            columns["stored_digest"] = self.stored_digest[self.codec != RAW]
-        return bytes(safetensors.numpy.save(columns))
+        return PRESSED.to_bytes(columns)
 
     @classmethod
     def from_bytes(cls, raw: bytes | memoryview, what: str) -> Table:
@@ -147,7 +154,13 @@ class Table:
         if int.from_bytes(raw[:8], "little") > MAX_TABLE_HEADER:
             raise CorruptError(f"{what} is not a table: its header is implausibly large")
         with reading(what):
-            return _checked(safetensors.numpy.load(bytes(raw)), what)
+            return _checked(columns_of(raw, what), what)
+
+
+def columns_of(raw: bytes | memoryview, what: str) -> dict[str, npt.NDArray[Any]]:
+    """As they are kept, before anything is made of them; digests row by row."""
+    found = PRESSED.from_bytes(raw, what)
+    return found | {name: found[name].reshape(-1, DIGEST_SIZE) for name in PRESSED.whole}
 
 
 def merge(tables: Sequence[Table]) -> Table:
@@ -193,7 +206,7 @@ def _texts(text: bytes, ends: bytes) -> tuple[str, ...]:
 _remembered = lru_cache(16)(_texts)
 
 
-def _checked(raw: dict[str, npt.NDArray[np.generic]], what: str) -> Table:
+def _checked(raw: dict[str, npt.NDArray[Any]], what: str) -> Table:
     columns = Columns(raw, what)
     shards, blobs, packs = raw["dtypes"].size, raw["length"].size, columns.packs()
     text, dims = raw["names"].tobytes(), raw["dims"].astype(np.int64, casting="safe")
@@ -213,8 +226,7 @@ def _checked(raw: dict[str, npt.NDArray[np.generic]], what: str) -> Table:
             f"{what} uses codec {unknown[0]}, which this version does not know: upgrade with `pip install -U everystep`"
         )
     stored_digest = digest.copy()
-    if codec.any() or "stored_digest" in raw:
-        stored_digest[codec != RAW] = columns.digests("stored_digest", int(np.count_nonzero(codec)))
+    stored_digest[codec != RAW] = columns.digests("stored_digest", int(np.count_nonzero(codec)))
     table = Table(
         shards=rows,
         starts=starts_of(columns.ends("blob_ends", shards, owned)),

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.numpy
 from test_incremental import HALF, KEY, columns_of, genuine
 
 from ckpt.checkpoint import blobs as blobs_module
@@ -20,7 +19,7 @@ from ckpt.errors import CheckpointError, CorruptError
 from ckpt.format.columns import I64
 from ckpt.format.digest import blob_digest
 from ckpt.format.manifest import Attempt
-from ckpt.format.table import Table
+from ckpt.format.table import PRESSED, Table
 from ckpt_backends.local import LocalStore
 from ckpt_backends.memory import MemoryStore
 
@@ -151,7 +150,7 @@ def test_no_table_puts_wrong_bytes_into_a_place() -> None:
             column[dice.randrange(len(column))] = min(max(value, info.min), info.max)
             columns[name] = column
         try:
-            found = Table.from_bytes(safetensors.numpy.save(columns), "a table")
+            found = Table.from_bytes(PRESSED.to_bytes(columns), "a table")
             taken = read_all(store, found, dice.sample(EVERY, dice.randint(0, 5)), range(len(found.length)))
         except CheckpointError:
             continue

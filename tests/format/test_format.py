@@ -89,4 +89,4 @@ def test_the_reader_is_a_strangers() -> None:
     tree = ast.parse((REPO / "tests" / "lib" / "stranger.py").read_text())
     names = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     assert not any(isinstance(node, ast.ImportFrom) and node.module != "pathlib" for node in ast.walk(tree))
-    assert names <= {"hashlib", "json", "math", "re", "struct", "numpy", "safetensors", "xxhash", "zstandard"}
+    assert names <= {"base64", "hashlib", "json", "math", "re", "struct", "numpy", "safetensors", "xxhash", "zstandard"}

@@ -2,12 +2,14 @@
 # ruff: noqa
 """Reads a checkpoint by docs/format.md alone: nothing of the library is imported. `read(folder)` gives names to arrays,
 of bytes where numpy lacks the type, and the plain values of rank 0. Replicas and instances: the last rank's win."""
-import hashlib, json, math, re, struct
+import base64, hashlib, json, math, re, struct
 from pathlib import Path
 import numpy as np, safetensors.numpy, xxhash, zstandard
 DTYPES = "F64 I64 U64 C64 F32 I32 U32 F16 BF16 I16 U16 F8_E4M3 F8_E5M2 I8 U8 BOOL C128 C32".split()
 NUMPY = dict(zip(DTYPES, "<f8 <i8 <u8 <c8 <f4 <i4 <u4 <f2 - <i2 <u2 - - i1 u1 ? <c16".split()))
 SIZES = dict(BF16=2, C32=4)  # of what numpy lacks, if not 1
+COLUMNS = dict.fromkeys("name_ends dims dim_ends blob_ends offset stored length base".split(), "<i8")
+COLUMNS |= dict.fromkeys("ranks instances pack".split(), "<i4")  # all others: u1
 def sealed(path):
     data = json.loads(path.read_bytes())
     claimed = data.pop("digest")
@@ -55,16 +57,18 @@ def read(folder):
         path = run / "parts" / f"{commit['attempt']}.{rank}.{number}.json"
         part, raw = sealed(path), path.with_suffix(".safetensors").read_bytes()
         claims = [hashlib.sha256(path.read_bytes()).hexdigest(), hashlib.sha256(raw).hexdigest(), major]
-        assert claims == [digest, part["table"], 1], path
-        t = {name: column.tolist() if name != "digest" else column for name, column in safetensors.numpy.load(raw).items()}
-        packs, names = json.loads(bytes(t["packs"])), bytes(t["names"]).decode()
+        assert claims == [digest, part["table"], 2], path
+        t = {name: bytes(column) for name, column in safetensors.numpy.load(raw).items()}
+        t = {n: c if "digest" in n or n == "counts" else zstandard.decompress(c) for n, c in t.items()}
+        t = {n: c if COLUMNS.get(n, "u1") == "u1" else np.frombuffer(c, COLUMNS[n]).tolist() for n, c in t.items()}
+        packs, names = json.loads(t["packs"]), t["names"].decode()
         def blob(i):
             file, base, at = np.memmap(run / packs[t["pack"][i]], np.uint8, "r"), b"", t["base"][i]
             while at >= 0 and len(base) < t["length"][i] * (2 if t["codec"][i] == 5 else 1):
                 base, at = base + blob(at), at + 1
             stored = bytes(file[t["offset"][i] : t["offset"][i] + t["stored"][i]])
             plain = decode(t["codec"][i], stored, t["length"][i], base)
-            assert xxhash.xxh3_128_digest(plain) == bytes(np.ravel(t["digest"])[16 * i : 16 * i + 16]), (path, i)
+            assert xxhash.xxh3_128_digest(plain) == t["digest"][16 * i : 16 * i + 16], (path, i)
             return plain
         for i in range(len(t["name_ends"])):
             start = lambda column: t[column][i - 1] if i else 0
@@ -74,6 +78,6 @@ def read(folder):
             data = np.frombuffer(b"".join(map(blob, range(start("blob_ends"), t["blob_ends"][i]))), dtype)
             box = tuple(slice(o, o + s) for o, s in zip(offsets, sizes))
             found.setdefault(name, np.zeros((*shape, *tail), dtype))[box] = data.reshape((*sizes, *tail))
-        aliases |= part["layout"]["aliases"]
+        aliases |= json.loads(zstandard.decompress(base64.b64decode(part["layout"])))["aliases"]
         values = part["values"] if rank == 0 else values
     return found | {alias: found[name] for alias, name in aliases.items()}, values

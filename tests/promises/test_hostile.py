@@ -9,6 +9,7 @@ like over any other damaged one and takes the older.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import copy
 import io
@@ -33,6 +34,7 @@ import psutil
 import pytest
 import safetensors.numpy
 import torch
+import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -52,9 +54,21 @@ from ckpt.errors import (
 from ckpt.format.boxes import Box
 from ckpt.format.digest import blob_digest, file_digest
 from ckpt.format.layout import Layout, TensorSpec
-from ckpt.format.manifest import Attempt, index_key, new_nonce, part_key, seal, table_key
+from ckpt.format.manifest import (
+    Attempt,
+    Part,
+    canonical,
+    index_key,
+    new_nonce,
+    part_key,
+    press,
+    seal,
+    table_key,
+    unpress,
+)
 from ckpt.format.saved_state import SavedState
-from ckpt.format.table import Shard, Table, merge
+from ckpt.format.table import COLUMNS as COLUMNS_OF
+from ckpt.format.table import PRESSED, Shard, Table, columns_of, merge
 from ckpt.format.values import decode
 from ckpt.ipc import channel as link
 from ckpt.ipc.protocol import MOST_BYTES
@@ -149,7 +163,15 @@ def of_two() -> Run:
 
 
 def sealed(document: Json) -> bytes:
+    if isinstance(document.get("layout"), dict):
+        document = document | {"layout": press(canonical(document["layout"]))}
     return seal({k: v for k, v in document.items() if k != "digest"})
+
+
+def opened(raw: bytes) -> Json:
+    """A part, with its layout to be changed."""
+    document: Json = json.loads(raw)
+    return document | {"layout": json.loads(canonical(unpress(document["layout"])))}
 
 
 def indexed(tables: list[bytes]) -> bytes:
@@ -174,11 +196,11 @@ def forge(
     """The run with its newest checkpoint changed as told, in what one rank saved, and every digest made anew."""
     objects, attempt = dict(run[0]), run[1]
     keys = part_key(attempt, rank, 0), table_key(attempt, rank, 0)
-    found = safetensors.numpy.load(objects[keys[1]])
+    found = {k: v.copy() for k, v in columns_of(objects[keys[1]], "a table").items()}
     columns(found)
     if table is None:
-        table = safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in found.items()})
-    document = json.loads(objects[keys[0]])
+        table = PRESSED.to_bytes(found)
+    document = opened(objects[keys[0]])
     before = document["layout_digest"]
     document["table"] = file_digest(table)
     part(document)
@@ -627,7 +649,7 @@ WRONG_KINDS: dict[str, Callable[[Any], Any]] = {
 }
 COLUMNS = (
     "names", "name_ends", "dtypes", "ranks", "instances", "dims", "dim_ends", "blob_ends", "pack", "offset", "stored",
-    "length", "codec", "base", "digest", "packs",
+    "length", "codec", "base", "digest", "stored_digest", "packs",
 )  # fmt: skip
 
 
@@ -641,18 +663,21 @@ def test_an_evil_table_is_passed_over(genuine: Run, name: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("name", COLUMNS)
 def test_a_column_of_another_kind_is_an_error_of_ours(genuine: Run, name: str, tmp_path: Path) -> None:
-    """Missing, of another dtype, shape or length: CorruptError, or a table with the same meaning."""
+    """Missing, of another dtype, shape or length: CorruptError, or a table with the same meaning. The file does not say
+    what its numbers are, so those of another kind that fill the same bytes are just other numbers."""
     objects, attempt = genuine
     raw = objects[table_key(attempt, 0, 0)]
     whole = Table.from_bytes(raw, "the table")
     for kind, change in {"missing": None, **WRONG_KINDS}.items():
-        columns = safetensors.numpy.load(raw)
+        columns = columns_of(raw, "a table")
         if change is None:
             del columns[name]
         else:
-            columns[name] = np.ascontiguousarray(change(columns[name]))
+            was, columns[name] = columns[name], np.ascontiguousarray(change(columns[name]))
+            if columns[name].nbytes == was.nbytes and columns[name].tobytes() != was.tobytes():
+                continue
         try:
-            found = Table.from_bytes(safetensors.numpy.save(columns), kind)
+            found = Table.from_bytes(PRESSED.to_bytes(columns), kind)
         except CorruptError:
             continue
         assert found.shards == whole.shards and found.packs == whole.packs, kind
@@ -1417,7 +1442,7 @@ def test_mutated_documents_long(genuine: Run, of_two: Run, data: st.DataObject, 
 @settings(max_examples=1000, deadline=None)
 def test_mutated_layouts_and_values(of_two: Run, data: st.DataObject) -> None:
     """The same for the parsers alone, which is faster."""
-    document = json.loads(of_two[0][part_key(of_two[1], 1, 0)])
+    document = opened(of_two[0][part_key(of_two[1], 1, 0)])
     subject = data.draw(st.sampled_from([document["layout"], document["values"]]))
     mutate(data.draw, subject)
     with contextlib.suppress(CheckpointError):
@@ -1432,6 +1457,72 @@ def test_random_bytes_are_no_table(raw: bytes) -> None:
     """CorruptError whatever they are."""
     with pytest.raises(CorruptError):
         Table.from_bytes(raw, "rubbish")
+
+
+def pressed(raw: bytes) -> str:
+    return base64.b64encode(raw).decode()
+
+
+FRAME = zstandard.ZstdCompressor(write_content_size=True)
+ODD_LAYOUTS: dict[str, Any] = {
+    "a list of its own": [],
+    "nothing": "",
+    "no base64": "layout!",
+    "no frame": pressed(b"{}"),
+    "a frame that does not say its size": pressed(zstandard.ZstdCompressor(write_content_size=False).compress(b"{}")),
+    "two frames": pressed(FRAME.compress(b"{}") + FRAME.compress(b"{}")),
+    "half a frame": pressed(FRAME.compress(b"{}" * 100)[:-4]),
+    "no JSON": pressed(FRAME.compress(b"{")),
+    "a list": pressed(FRAME.compress(b"[]")),
+    "a deep list": pressed(FRAME.compress(b"[" * 100_000 + b"]" * 100_000)),
+    "a bomb": pressed(FRAME.compress(b'{"tensors":[' + bytes(200 << 20))),
+}
+
+
+@pytest.mark.parametrize("name", ODD_LAYOUTS)
+def test_a_layout_that_is_none_is_an_error_of_ours(genuine: Run, name: str, tmp_path: Path) -> None:
+    """Whatever stands in its place: the part is CorruptError, and the older step is restored."""
+    folder = put(forge(genuine, part=lambda d: d.update(layout=ODD_LAYOUTS[name])), tmp_path / "run")
+    with pytest.raises(CorruptError):
+        Part.from_bytes((folder / part_key(genuine[1], 0, 0)).read_bytes(), "a part")
+    assert restored(folder) == 10
+
+
+def odd_tables(raw: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Files of the entries of a table, each wrong in one thing."""
+    files = safetensors.numpy.load(raw)
+
+    def entry(data: bytes) -> np.ndarray[Any, Any]:
+        return np.frombuffer(data, np.uint8)
+
+    def counts(**changed: object) -> dict[str, Any]:
+        return files | {"counts": entry(canonical(json.loads(files["counts"].tobytes()) | changed))}
+
+    yield "without counts", {name: column for name, column in files.items() if name != "counts"}
+    yield "with a column more", files | {"more": files["base"]}
+    yield "of more than there is", counts(offset=1 << 20)
+    yield "of rows without end", counts(length=1 << 40)
+    yield "of half a row", counts(offset=1.5)
+    yield "of less than nothing", counts(base=-1)
+    yield "plain", files | {"offset": entry(bytes(64))}
+    yield "in two frames", files | {"offset": np.concatenate([files["offset"], files["offset"]])}
+    yield "cut off", files | {"offset": files["offset"][:-1]}
+    names = 300 << 20
+    bomb = entry(FRAME.compress(bytes(names)))
+    yield "a bomb", counts(names=names) | {"names": bomb}
+    rows = 4 << 20
+    many = {name: FRAME.compress(np.zeros(rows, COLUMNS_OF[name]).tobytes()) for name in ("name_ends", "dtypes")}
+    yield "of many rows in few bytes", counts(name_ends=rows, dtypes=rows) | {n: entry(c) for n, c in many.items()}
+
+
+def test_a_file_of_odd_columns_is_no_table(genuine: Run) -> None:
+    """CorruptError, before anything is made by what it declares. The genuine one is read."""
+    raw = genuine[0][table_key(genuine[1], 0, 0)]
+    assert len(Table.from_bytes(raw, "the table").shards)
+    for name, files in odd_tables(raw):
+        with pytest.raises(CorruptError):
+            Table.from_bytes(safetensors.numpy.save(files), name)
+            pytest.fail(name)
 
 
 # -- a real restore --

@@ -1,0 +1,82 @@
+"""What a checkpoint takes beside its tensors."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckpt.checkpoint.write import build_table
+from ckpt.format.layout import Layout, TensorSpec
+from ckpt.format.manifest import Part, canonical, press, unpress
+from ckpt.format.table import Table
+
+TENSORS, MOST = 4_000, 200  # bytes a tensor and checkpoint
+KINDS = ("model.transformer.h.{}.mlp.c_fc{}.weight", "optim.state.transformer.h.{}.mlp.c_fc{}.weight.exp_avg_sq")
+
+
+def a_layout(count: int = TENSORS, shape: tuple[int, ...] = (16, 4)) -> Layout:
+    names = [KINDS[i % 2].format(i // 20, i % 20 // 2) for i in range(count)]
+    component = {"path": ["model"], "kind": "module", "facts": {}, "names": names}
+    return Layout(tuple(TensorSpec(name, "F32", shape) for name in names), {}, [component])
+
+
+def sizes_of(layout: Layout) -> dict[str, int]:
+    table = build_table(layout, "packs/1.0badcafe-1.0.0.safetensors", os.urandom(16 * len(layout.arrangement.blobs)))
+    part = Part("1.0badcafe-1", 0, 0, 1, layout.as_json, [None], "", [], 0.0, pressed=layout.pressed)
+    table_size = len(table.to_bytes())  # the index of one rank is the same once more
+    return {
+        "header": len(layout.arrangement.header), "table": table_size, "index": table_size, "part": len(part.to_bytes())
+    }  # fmt: skip
+
+
+def test_a_checkpoint_takes_little_beside_its_tensors() -> None:
+    """Of names as long as they usually are: less than 200 bytes a tensor, most of it the header of the pack, which any
+    safetensors tool reads. Negative control: what is not pressed takes more than twice that."""
+    layout = a_layout()
+    found = sizes_of(layout)
+    assert sum(found.values()) < MOST * TENSORS, found
+    plain = 2 * sum(column.nbytes for column in plain_columns(layout).values()) + len(canonical(layout.as_json))
+    assert found["header"] + plain > 2 * MOST * TENSORS
+
+
+def plain_columns(layout: Layout) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
+    from ckpt.format.table import columns_of
+
+    return dict(columns_of(build_table(layout, "packs/1.0badcafe-1.0.0.safetensors", None).to_bytes(), "a table"))
+
+
+def test_a_layout_is_worked_out_once() -> None:
+    """However many checkpoints have it: a part of the next one takes the text that is there, and whoever reads a second
+    one gets what he has read already."""
+    layout = a_layout(10)
+    assert layout.pressed is layout.pressed and layout.as_json is layout.as_json
+    first, second = (
+        Part(f"1.0badcafe-{step}", 0, 0, 1, layout.as_json, [None], "", [], 0.0, pressed=layout.pressed).to_bytes()
+        for step in (1, 2)
+    )
+    a, b = Part.from_bytes(first, "a part"), Part.from_bytes(second, "a part")
+    assert a.layout is b.layout and Layout.from_json(a.layout) == layout
+    assert Layout.from_json(a.layout).digest == layout.digest
+    assert a.to_bytes() == first and Part.from_bytes(a.to_bytes(), "a part") == a
+
+
+@pytest.mark.parametrize("count", [0, 1, 300_000])
+def test_what_is_written_is_read(count: int) -> None:
+    """Also where nearly all bytes are alike, and a file is much smaller than what it says: tensors without any."""
+    layout = a_layout(count, shape=(0,))
+    table = build_table(layout, "packs/1.0badcafe-1.0.0.safetensors", b"")
+    again = Table.from_bytes(table.to_bytes(), "a table")
+    assert again.shards == table.shards and len(again.length) == 0
+    assert unpress(press(canonical(layout.as_json))) == layout.as_json
+
+
+def test_equal_digests_take_no_less_than_others(tmp_path: Path) -> None:
+    """Blobs of zeros, as of fresh moments: their rows are counted by their digests, which stand there as they are."""
+    layout = a_layout(20_000, shape=(1,))
+    table = build_table(layout, "packs/1.0badcafe-1.0.0.safetensors", None)
+    raw = table.to_bytes()
+    assert len(raw) > 16 * 20_000
+    assert np.array_equal(Table.from_bytes(raw, "a table").digest, table.digest)

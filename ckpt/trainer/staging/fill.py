@@ -117,7 +117,7 @@ class SlotFiller:
             if guarded:  # all others are there
                 arena.mark(slot, target.data_ptr() - start)
 
-        self.copy(large, {}, on_next=mark)
+        self.copy(large, {}, 1.0, mark)
 
     def _pairs(self, views: list[Tensor], numbers: Iterable[int], job: PendingSnapshot, piece: int) -> list[Pair]:
         """Where each of these tensors goes, and what goes there."""

@@ -13,7 +13,6 @@ same moment either way, and what guards the copy against other writers guards th
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from statistics import median
 
 from torch import Tensor
 
+from ckpt.format import kernels
 from ckpt.format.digest import blob_digest
 from ckpt.format.layout import Layout
 from ckpt.state.tensors import as_bytes, version_of
@@ -29,9 +29,6 @@ PROBE = 4 << 20  # bytes of a tensor, from its beginning, that must be alike twi
 MOST_REST = 64  # fills for which a tensor that keeps changing is left alone
 FRESH = 64  # one fill in so many is a copy, or a digest, whatever pays: to know what each costs now
 SAMPLES = 9  # of each rate; their median counts
-
-_memmove = ctypes.CDLL(None).memmove
-_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 @dataclass
@@ -148,8 +145,9 @@ class Frozen:
             past.changed()
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
+        there, here = as_bytes(target).numpy().data, as_bytes(source).numpy().data
         started = time.perf_counter()
-        _memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
+        kernels.copy(there, here, streamed=True)  # training has its own use for the caches
         self.rates.copying.append(target.nbytes / max(time.perf_counter() - started, 1e-9))
 
     def _digest(self, tensor: Tensor, size: int) -> bytes:

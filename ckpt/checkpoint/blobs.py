@@ -20,7 +20,7 @@ import numpy as np
 from ckpt.checkpoint.concurrent import all_of
 from ckpt.errors import CorruptError, StoreError
 from ckpt.format.codec import BF16, RAW, decode
-from ckpt.format.columns import I64, starts_of
+from ckpt.format.columns import I64, distinct, starts_of
 from ckpt.format.digest import blob_digest
 from ckpt.format.layout import pages
 from ckpt.format.table import Table
@@ -69,7 +69,7 @@ def plan_reads(table: Table, blobs: Iterable[int], *, far: bool = False) -> list
     What is derived goes with what it is derived from, so that this is not read twice.
     """
     most = FAR_READ if far else READ
-    wanted = np.unique(np.fromiter(blobs, np.int64))
+    wanted = distinct(np.fromiter(blobs, np.int64))
     derived = table.codec[wanted] == BF16
     at = np.where(derived, table.base[wanted], wanted)  # where it lies, or what it is derived from
     pack, offset = table.pack[at], table.offset[at]

@@ -58,16 +58,18 @@ class Manifest:
     def attempt(self) -> Attempt:
         return self.commit.attempt
 
-    def layout(self, rank: int = 0) -> Layout:
+    def layout(self, rank: int = 0, known: Layout | None = None) -> Layout:
+        """`known`: what is taken for it if it is the same."""
         part = next(part for part in self.parts if part.rank == rank)
-        layout = Layout.from_json(part.layout)
+        same = known is not None and known.digest == part.layout_digest and known.as_json == part.layout
+        layout = known if known is not None and same else Layout.from_json(part.layout)
         if layout.digest != part.layout_digest:
             raise CorruptError(f"the layout of rank {rank} at step {self.commit.step} does not match its digest")
         if len(layout.components) != len(part.values):
             raise CorruptError(f"the plain values of rank {rank} at step {self.commit.step} are not of its layout")
         return layout
 
-    def saved(self) -> SavedState:
+    def saved(self, known: Layout | None = None) -> SavedState:
         """The checkpoint as one state. CorruptError if only some of the ranks' parts are in this place."""
         if len(self.parts) != self.commit.world:
             raise CorruptError(
@@ -75,7 +77,7 @@ class Manifest:
                 "others are on the disks of other nodes"
             )
         return SavedState(
-            [self.layout(part.rank) for part in self.parts], [part.values for part in self.parts], self.table
+            [self.layout(part.rank, known) for part in self.parts], [part.values for part in self.parts], self.table
         )
 
 
@@ -115,18 +117,23 @@ def choose(log: RunLog, step: int | None = None) -> Commit:
 
 
 async def load_saved(
-    store: Store, commit: Commit, others: Sequence[str] = (), note: Callable[[str], None] = lambda text: None
+    store: Store,
+    commit: Commit,
+    others: Sequence[str] = (),
+    note: Callable[[str], None] = lambda text: None,
+    known: Layout | None = None,
 ) -> SavedState:
     """A checkpoint as one state. What a directory leaves to further files is read when it is wanted.
 
     `others`: URLs of places that have the same checkpoint, for such files that are lost here; `note` is told then.
+    `known`: a layout that need not be read once more if it is that of a part.
     """
     try:
         index = await load_index(store, commit)
     except (CorruptError, NotFoundError):
         index = None  # the parts and their tables make up for it
     if not isinstance(index, Directory):
-        return (await load_manifest(store, commit, index)).saved()
+        return (await load_manifest(store, commit, index)).saved(known)
     directory, urls = index, (store.url, *others)
 
     def values(ranks: Sequence[int]) -> dict[int, list[Any]]:

@@ -131,6 +131,13 @@ class Columns:
         return tuple(found)
 
 
+def distinct(numbers: I64) -> I64:
+    """Each of them once, ascending. (`np.unique` imports much that nothing else here needs.)"""
+    ordered = np.sort(numbers)
+    found: I64 = ordered[np.diff(ordered, prepend=ordered[:1] - 1) != 0]
+    return found
+
+
 def starts_of(ends: I64) -> I64:
     """Where each begins, and where the last ends."""
     return np.concatenate([ZERO, ends])

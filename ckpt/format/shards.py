@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ckpt.errors import CorruptError
 from ckpt.format.boxes import Box
-from ckpt.format.columns import I64, NONE, ZERO, starts_of
+from ckpt.format.columns import I64, NONE, ZERO, distinct, starts_of
 from ckpt.format.layout import BITS, MAX_DIMS, Layout
 
 DTYPES = (
@@ -150,7 +150,7 @@ class Shards(Sequence[Shard]):
     def by_dims(self) -> Iterator[tuple[int, I64, I64]]:
         """(dimensions, shards of so many, their rows of `dims`), for each number of dimensions that there is."""
         count = np.diff(self.dim_starts)
-        for length in np.unique(count).tolist():
+        for length in distinct(count).tolist():
             rows = np.flatnonzero(count == length)
             yield length // 3, rows, self.dims[self.dim_starts[rows][:, None] + np.arange(length)]
 

@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from ckpt.errors import CorruptError, FormatError
 from ckpt.format.codec import BF16, CODECS, RAW
-from ckpt.format.columns import I64, NONE, ZERO, Bytes, Columns, Pressed, reading, starts_of
+from ckpt.format.columns import I64, NONE, ZERO, Bytes, Columns, Pressed, distinct, reading, starts_of
 from ckpt.format.digest import DIGEST_SIZE
 from ckpt.format.manifest import MAX_WORLD
 from ckpt.format.shards import DTYPES, Shard, Shards, check_shards
@@ -221,7 +221,7 @@ def _checked(raw: dict[str, npt.NDArray[Any]], what: str) -> Table:
     )
     check_shards(rows, what)
     codec, digest = columns.numbers("codec", blobs, RAW, 255), columns.digests("digest", blobs)
-    if unknown := sorted(set(np.unique(codec).tolist()) - CODECS.keys()):
+    if unknown := sorted(set(distinct(codec).tolist()) - CODECS.keys()):
         raise FormatError(
             f"{what} uses codec {unknown[0]}, which this version does not know: upgrade with `pip install -U everystep`"
         )

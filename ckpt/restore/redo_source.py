@@ -65,9 +65,9 @@ class RedoSource(MemorySource):
         self._redo()
         return super().describe()
 
-    def open(self, described: Sequence[Json]) -> None:
+    def open(self, described: Sequence[Json], known: Layout | None = None) -> None:
         self._redo()
-        super().open(described)
+        super().open(described, known)
 
     def _redo(self) -> None:
         for rank in self._mine:

@@ -190,7 +190,7 @@ class _Try:
     def prepare(self, described: list[Json]) -> Json:
         """Open the source and say where its tensors go, without changing anything; what the other ranks must know."""
         source, world, strict = self._source, self._world, self._strict
-        source.open(described)
+        source.open(described, self._capture.layout)
         self.placement = placement = _place(self._capture, source.saved, strict)
         filled = placement.fills or placement.lying
         if not strict and world.size == 1 and source.saved.tensors and not filled:

@@ -59,8 +59,9 @@ class RestoreSource(ABC):
         """What this rank sees, for those who do not."""
 
     @abstractmethod
-    def open(self, described: Sequence[Json]) -> None:
-        """With what all ranks described. CorruptError or StoreError if this source cannot be used."""
+    def open(self, described: Sequence[Json], known: Layout | None = None) -> None:
+        """With what all ranks described. CorruptError or StoreError if this source cannot be used. `known`: the layout
+        of the state as it is, which is not read once more if it was saved so."""
 
     @property
     def saved(self) -> SavedState:
@@ -97,6 +98,10 @@ class HeldSnapshot:
     def attempt(self) -> Attempt:
         assert self.label.attempt is not None
         return self.label.attempt
+
+    def layout_or(self, known: Layout | None) -> Layout:
+        """What it says, or the one that is known if it is that."""
+        return known if known is not None and known.digest == self.label.layout else self.layout
 
     def values(self) -> bytes:
         return bytes(self.arena.values(self.slot, self.label))
@@ -137,14 +142,14 @@ class MemorySource(RestoreSource):
             for snapshot in self._here.values()
         ]
 
-    def open(self, described: Sequence[Json]) -> None:
+    def open(self, described: Sequence[Json], known: Layout | None = None) -> None:
         for snapshot in self._here.values():
             snapshot.check()
-        own = ((s.layout, s.values(), s.digests) for s in self._here.values())
+        own = ((s.layout_or(known), s.values(), s.digests) for s in self._here.values())
         seen: dict[int, tuple[Layout, list[Any], bytes | None]] = {}
         for layout, values, digests in _told(described) if described else own:
-            known = seen.get(layout.rank)
-            if known is None or (known[2] is None and digests is not None):
+            before = seen.get(layout.rank)
+            if before is None or (before[2] is None and digests is not None):
                 seen[layout.rank] = (layout, _values(values, digests, layout), digests)
         world = max(layout.world for layout, _, _ in seen.values())
         if missing := sorted(set(range(world)) - seen.keys()):
@@ -170,7 +175,7 @@ class MemorySource(RestoreSource):
         with ThreadPoolExecutor(MEMORY_THREADS, "ckpt-restore") as pool:
             works = [
                 pool.submit(self._read, self._here[rank], part, sink, room)
-                for rank in np.unique(ranks).tolist()
+                for rank in sorted(set(ranks.tolist()))
                 for part in _shares(numbers[ranks == rank], table.length)
             ]
             for work in works:
@@ -228,7 +233,7 @@ def _shares(blobs: I64, length: I64) -> list[I64]:
 
 def _values(text: bytes, digests: bytes | None, layout: Layout) -> list[Any]:
     if digests is not None:
-        if len(digests) != (len(layout.arrangement.blobs) + 1) * DIGEST_SIZE:
+        if len(digests) != (layout.arrangement.blob_starts[-1] + 1) * DIGEST_SIZE:
             raise CorruptError("the digests of the snapshot in memory are of another layout")
         if digests[-DIGEST_SIZE:] != blob_digest(text):
             raise CorruptError("the plain values of the snapshot in memory do not match their digest")
@@ -267,9 +272,9 @@ class StoreSource(RestoreSource):
         parts = [{"layout": manifest.layout(part.rank).to_json(), "values": part.values} for part in manifest.parts]
         return {"parts": parts, "table": base64.b64encode(manifest.table.to_bytes()).decode()}
 
-    def open(self, described: Sequence[Json]) -> None:
+    def open(self, described: Sequence[Json], known: Layout | None = None) -> None:
         if not self.partial:
-            self._saved = read.run(self._open())
+            self._saved = read.run(self._open(known))
             return
         parts, tables = dict[int, Json](), dict[bytes, Table]()
         for one in described:
@@ -289,13 +294,13 @@ class StoreSource(RestoreSource):
         async with read.opened(self.tier) as store:
             return await read.load_manifest(store, commit)
 
-    async def _open(self) -> SavedState:
+    async def _open(self, known: Layout | None) -> SavedState:
         async with read.opened(self.tier) as store:
             if self._commit is None:  # another rank saw it committed, a moment after this one had looked
                 self._commit = (await read.open_run(self.tier, store)).state.commits.get(self.attempt)
             if self._commit is None:
                 raise CorruptError(f"step {self.attempt.step} is not in {self.tier} any more")
-            return await read.load_saved(store, self._commit, self._others, self.repaired.append)
+            return await read.load_saved(store, self._commit, self._others, self.repaired.append, known)
 
     def narrow(self, wanted: Mapping[Key, Iterable[Box]]) -> None:
         self._saved = self.saved.narrowed(wanted)

@@ -83,6 +83,11 @@ class Capture:
         return [node.optimizer for node in self._walk.optimizers]
 
     @property
+    def layout(self) -> Layout | None:
+        """As the state was when it was last read, if it is known."""
+        return self._structure.layout if self._structure is not None and self._holds else None
+
+    @property
     def weights(self) -> list[bool]:
         """Of each tensor last read: whether optimizers step it, and do not only remember it."""
         return [] if self._structure is None else self._structure.weights

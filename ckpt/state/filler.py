@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ckpt.format.boxes import Box, boxes_of_run, intersect, run_of, within
+from ckpt.format.columns import distinct
 from ckpt.format.layout import BITS, TensorSpec
 from ckpt.format.saved_state import Key, SavedState
 from ckpt.state.sharding import slices
@@ -87,7 +88,7 @@ class Filler:
                     numbers = np.asarray(tensor.shards, np.int64)
                     wanted.append(self._blobs_for(ready, numbers, len(tensor.spec.shape)))
         numbers = np.array([number for number, _ in self._whole], np.int64)
-        found = np.unique(np.concatenate([*wanted, _ranges(saved.table.starts, numbers)]))
+        found = distinct(np.concatenate([*wanted, _ranges(saved.table.starts, numbers)]))
         self.blobs: list[int] = found[saved.table.length[found] > 0].tolist()
         self._crowded, self._address = set[int](), np.zeros(len(saved.table.shards), np.int64)
         self._in_place = in_place
@@ -211,8 +212,12 @@ class Filler:
         """Tensors that could not take bytes as they are."""
         for target, whole in self._later:
             target.copy_(whole)
-        for tensor in self._filled:  # autograd must know, though torch has not seen who wrote
-            if not tensor.is_inference():
+        # Autograd must know, though torch has not seen who wrote.
+        filled = [tensor for tensor in self._filled if not tensor.is_inference()]
+        try:
+            torch.autograd.graph.increment_version(filled)
+        except TypeError:  # of a torch that takes one at a time
+            for tensor in filled:
                 torch.autograd.graph.increment_version(tensor)
 
 

@@ -126,6 +126,7 @@ class SnapshotMemory(WriterUser):
         usable = [arena for arena in self.inherited.arenas if arena.id not in self._foreign]
         self._arriving = usable[-1] if usable else None
         self._spares = [arena for arena in self.inherited.arenas if arena is not self._arriving]
+        start_thread(partial(_touch_newest, self.inherited.arenas), "ckpt-touch")
         if not hello.gone:
             self._before = Process.of(hello.trainer)
             self._stager.slots.hold(1)
@@ -278,6 +279,15 @@ class SnapshotMemory(WriterUser):
                 with contextlib.suppress(OSError):
                     if os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:ckpt-"):
                         os.dup2(nothing.fileno(), int(name), inheritable=False)
+
+
+def _touch_newest(arenas: list[Arena]) -> None:
+    """Have the pages of the newest snapshot at hand when a restore comes, which would meet each of them by a fault."""
+    found = [(label.order, number, slot) for number, one in enumerate(arenas) for slot, label in one.sealed()[:1]]
+    if found:
+        _, number, slot = max(found)
+        arena = arenas[number]
+        arena.touch(slot, lambda: arena.fd >= 0)
 
 
 NONE_KEPT = ", so none is kept there: only steps that are due in a tier are saved"

@@ -163,7 +163,6 @@ def _part(
         number=number,
         world=layout.world,
         layout=layout.as_json,
-        pressed=layout.pressed,
         layout_digest=layout.digest,
         values=snapshot.values,
         table=table,

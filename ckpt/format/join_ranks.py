@@ -60,7 +60,7 @@ class Slim:
             layout["instances"] = _relative(layout["instances"], part.rank)
             for name in ("tensors", "components", "aliases", "instances", "elsewhere"):
                 layout[name] = self._once(layout[name])
-            return replace(part, layout=layout, pressed="", packs=[])
+            return replace(part, layout=layout, packs=[])
 
     def _once(self, thing: Any) -> Any:
         return self._known.setdefault(repr(thing), thing)

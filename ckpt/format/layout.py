@@ -25,7 +25,7 @@ import numpy as np
 from ckpt.errors import CorruptError, StateError
 from ckpt.format.columns import I64
 from ckpt.format.digest import file_digest
-from ckpt.format.manifest import MAX_WORLD, canonical, press
+from ckpt.format.manifest import MAX_WORLD, Pressed, canonical, press
 from ckpt.store import PAGE
 
 BLOB = 4 << 20
@@ -151,17 +151,12 @@ class Layout:
 
     @cached_property
     def _text(self) -> bytes:
-        return canonical(self.as_json)
+        return canonical(self.to_json())
 
     @cached_property
-    def as_json(self) -> dict[str, Any]:
-        """`to_json`, once, to be looked at only."""
-        return self.to_json()
-
-    @cached_property
-    def pressed(self) -> str:
-        """As a part has it, see `ckpt.format.manifest`."""
-        return press(self._text)
+    def as_json(self) -> Pressed:
+        """`to_json`, once, as a part has it."""
+        return Pressed(self.to_json(), press(self._text))
 
     @cached_property
     def made_of_it(self) -> dict[type, object]:

@@ -183,15 +183,24 @@ def unseal(raw: bytes | bytearray | memoryview, what: str) -> dict[str, Any]:
 # -- what is large and says the same at each checkpoint --
 
 
+class Pressed(dict[str, Any]):
+    """A JSON object, and the text that it is kept as in other JSON. To be looked at only."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, fields: Mapping[str, Any], text: str = "") -> None:
+        super().__init__(fields)
+        self.text = text or press(canonical(self))
+
+
 def press(text: bytes) -> str:
     """JSON, to stand as a text in other JSON: a zstd frame in base64."""
     return base64.b64encode(zstandard.ZstdCompressor(level=3, write_content_size=True).compress(text)).decode()
 
 
 @lru_cache(4)
-def unpress(text: str) -> dict[str, Any]:
-    """What was pressed, an object; to be looked at only, since who reads the same gets the same. ValueError if it is
-    not one, or implausibly large."""
+def unpress(text: str) -> Pressed:
+    """The object. ValueError if it is not one, or implausibly large. Who reads the same again gets the same."""
     try:
         frame = base64.b64decode(text, validate=True)
         size = zstandard.frame_content_size(frame)
@@ -203,7 +212,7 @@ def unpress(text: str) -> dict[str, Any]:
         raise ValueError(str(error)) from None
     if type(found) is not dict:
         raise ValueError("no object")
-    return found
+    return Pressed(found, text)
 
 
 # -- FORMAT.json --
@@ -243,8 +252,8 @@ class PackInfo:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's share of one attempt. `layout` is as `ckpt.format.layout.Layout.to_json`, to be looked at only,
-    `pressed` the same as it is kept, if that is known; `values` tagged plain values.
+    """One rank's share of one attempt. `layout` is as `ckpt.format.layout.Layout.to_json`, best `as_json`;
+    `values` tagged plain values.
 
     `packs`: all that its table names, also those of older attempts. `needs`: the older attempts that it was built on,
     in their order: what it uses of still older ones, these used too. `chain`: how many increments lie between it and
@@ -266,12 +275,11 @@ class Part:
     needs: list[str] = field(default_factory=list)
     chain: int = 0
     full: str = ""
-    pressed: str = field(default="", compare=False, repr=False)
 
     def to_bytes(self) -> bytes:
         data = {one.name: getattr(self, one.name) for one in fields(self)}  # asdict() would copy the layout, row by row
         data["packs"] = [asdict(pack) for pack in self.packs]
-        data["layout"] = data.pop("pressed") or press(canonical(self.layout))
+        data["layout"] = (self.layout if isinstance(self.layout, Pressed) else Pressed(self.layout)).text
         if not self.needs:  # a full one says what it has always said
             del data["needs"], data["chain"], data["full"]
         return seal(data)
@@ -309,9 +317,9 @@ class Part:
         data = unseal(raw, what)
         try:
             packs, pressed = [PackInfo(**pack) for pack in data.pop("packs")], data.pop("layout")
-            if type(pressed) is not str or "pressed" in data:
+            if type(pressed) is not str:
                 raise ValueError("its layout is not one")
-            part = cls(packs=packs, layout=unpress(pressed), pressed=pressed, **data)
+            part = cls(packs=packs, layout=unpress(pressed), **data)
             part.check(what)
         except (TypeError, KeyError, ValueError) as error:
             raise CorruptError(f"{what} is not a part: {error}") from None

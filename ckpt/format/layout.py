@@ -25,7 +25,7 @@ import numpy as np
 from ckpt.errors import CorruptError, StateError
 from ckpt.format.columns import I64
 from ckpt.format.digest import file_digest
-from ckpt.format.manifest import MAX_WORLD, Pressed, canonical, press
+from ckpt.format.manifest import MAX_WORLD, PressedObject, canonical, press
 from ckpt.store import PAGE
 
 BLOB = 4 << 20
@@ -154,9 +154,9 @@ class Layout:
         return canonical(self.to_json())
 
     @cached_property
-    def as_json(self) -> Pressed:
+    def as_json(self) -> PressedObject:
         """`to_json`, once, as a part has it."""
-        return Pressed(self.to_json(), press(self._text))
+        return PressedObject(self.to_json(), press(self._text))
 
     @cached_property
     def made_of_it(self) -> dict[type, object]:

@@ -183,7 +183,7 @@ def unseal(raw: bytes | bytearray | memoryview, what: str) -> dict[str, Any]:
 # -- what is large and says the same at each checkpoint --
 
 
-class Pressed(dict[str, Any]):
+class PressedObject(dict[str, Any]):
     """A JSON object, and the text that it is kept as in other JSON. To be looked at only."""
 
     __slots__ = ("text",)
@@ -199,7 +199,7 @@ def press(text: bytes) -> str:
 
 
 @lru_cache(4)
-def unpress(text: str) -> Pressed:
+def unpress(text: str) -> PressedObject:
     """The object. ValueError if it is not one, or implausibly large. Who reads the same again gets the same."""
     try:
         frame = base64.b64decode(text, validate=True)
@@ -212,7 +212,7 @@ def unpress(text: str) -> Pressed:
         raise ValueError(str(error)) from None
     if type(found) is not dict:
         raise ValueError("no object")
-    return Pressed(found, text)
+    return PressedObject(found, text)
 
 
 # -- FORMAT.json --
@@ -279,7 +279,7 @@ class Part:
     def to_bytes(self) -> bytes:
         data = {one.name: getattr(self, one.name) for one in fields(self)}  # asdict() would copy the layout, row by row
         data["packs"] = [asdict(pack) for pack in self.packs]
-        data["layout"] = (self.layout if isinstance(self.layout, Pressed) else Pressed(self.layout)).text
+        data["layout"] = (self.layout if isinstance(self.layout, PressedObject) else PressedObject(self.layout)).text
         if not self.needs:  # a full one says what it has always said
             del data["needs"], data["chain"], data["full"]
         return seal(data)

@@ -23,7 +23,7 @@ from ckpt.checkpoint.incremental import Digests, Policy, Previous, plan_blobs
 from ckpt.checkpoint.parts import load_part
 from ckpt.checkpoint.upload_stats import UploadStats
 from ckpt.checkpoint.write import Arriving, RankSnapshot, WrittenPart, write_part
-from ckpt.errors import CorruptError, FormatError, SaveError, StoreError
+from ckpt.errors import CorruptError, FormatError, StoreError
 from ckpt.events import log as logger
 from ckpt.format.digest import blob_digest
 from ckpt.format.layout import Layout
@@ -110,13 +110,10 @@ class Encoder:
         """Store one rank's share of an attempt; see `ckpt.checkpoint.write.write_part`.
 
         `on_needs` is told which older checkpoint is built on, before anything is stored; False: that it cannot be.
-        SaveError for what is `arriving` yet, if it should not be stored raw.
+        What is `arriving` yet is stored raw: see `surely_raw`.
         """
-        nbytes = snapshot.layout.arrangement.data_size
-        compress = self._decide(store, nbytes)
-        if arriving is not None and (compress or (previous is not None and self.shared)):
-            raise SaveError("it is encoded when all of it is there")
-        if isinstance(source, InMemory) and not compress and (arriving or not await self._shares(source, previous)):
+        compress = self._decide(store, snapshot.layout.arrangement.data_size)
+        if arriving or (isinstance(source, InMemory) and not compress and not await self._shares(source, previous)):
             written = await self._write_raw(store, snapshot, previous, number, reason, check, arriving)
             self.remember(written)
             return written
@@ -125,6 +122,10 @@ class Encoder:
         written = await work.run(reason, on_needs, check)
         self.remember(written)
         return written
+
+    def surely_raw(self, store: Store, layout: Layout, previous: Previous | None) -> bool:
+        """Whether a snapshot is stored raw, as far as can be said before it is there."""
+        return not self._decide(store, layout.arrangement.data_size) and (previous is None or not self.shared)
 
     async def _write_raw(
         self,

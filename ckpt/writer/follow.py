@@ -59,13 +59,13 @@ class Following:
         """Until so many bytes are there. SaveError if they never will be."""
         began = time.monotonic()
         async with self._turn:
-            while self._look() < nbytes:
+            while self.look() < nbytes:
                 await asyncio.sleep(LOOK_S)
             self.waited_s += time.monotonic() - began
 
     async def sealed(self) -> None:
         """Until all is there, and stays."""
-        while self._look() < self.label.data_size or self.label.state != SEALED:
+        while self.look() < self.label.data_size or self.label.state != SEALED:
             await asyncio.sleep(LOOK_S)
         point("follow.sealed")
 
@@ -74,7 +74,7 @@ class Following:
         point("follow.stored")
         self._moved = time.monotonic()
         while not self.is_wanted:
-            self._look()
+            self.look()
             await asyncio.sleep(LOOK_S)
         self.check()
 
@@ -83,7 +83,7 @@ class Following:
         if self.label.state != SEALED or self.arena.label(self.slot) != self.label:
             raise self._gone()
 
-    def _look(self) -> int:
+    def look(self) -> int:
         """How much is there."""
         found, now = self.arena.filled(self.slot, self.label), self.arena.label(self.slot)
         if found is None or self._stopped or not (self.is_wanted or self.alive()):

@@ -248,9 +248,12 @@ class PartWriter:
         arena, slot, label, attempt = one.arena, one.slot, one.label, one.label.attempt
         assert attempt is not None
         try:
+            layout = self.held_memory.layouts[label.layout]
+            previous = await tier.encoder.previous(tier.log, attempt, layout)
+            if not tier.encoder.surely_raw(tier.store, layout, previous):
+                return None
             point("follow.begun")
             with self.reading(arena, slot):
-                layout = self.held_memory.layouts[label.layout]
                 return await self._store(tier, arena, slot, label, layout, attempt, "due", one)
         except Exception as error:  # it is written when it is sealed
             events.log.debug("step %d is not written while it is copied: %s", attempt.step, error)
@@ -281,7 +284,9 @@ class PartWriter:
     ) -> WrittenPart | None:
         def check(problem: str = "was overwritten in memory while it was written") -> None:
             # A trainer that lives may go round the ring: before it changes a byte it changes the label.
-            if arena.label(slot) != (label if following is None else following.label):
+            if following is not None:
+                following.check()
+            elif arena.label(slot) != label:
                 raise SaveError(f"step {attempt.step} {problem}")
 
         memory, run = self.held_memory, self.run
@@ -289,8 +294,11 @@ class PartWriter:
             await tier.prepare()
             if attempt in tier.log.state.commits:
                 return None  # a predecessor did it, and could not say so
+            if following is None:
+                check("is not in memory any more")
+            else:
+                following.look()
             number = memory.next_try(attempt, run.first_try)
-            check("is not in memory any more")
             values = json.loads(bytes(arena.values(slot, label)))
             snapshot = RankSnapshot(attempt, layout, arena.data(slot, label.data_size), values, label.finite)
             async with run.taking:

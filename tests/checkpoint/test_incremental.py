@@ -1201,11 +1201,12 @@ def replace_encoders(job: Job) -> Job:
 
 async def save_followed(job: Job, step: int, state: State) -> bool:
     """Whether it was written while it was filled; else it was written when it was sealed."""
-    try:
-        written = await job.write(step, state, arriving=Arrived())
-    except SaveError:
+    encoder, layout = job.encoders[0], layout_of(state)
+    previous = await encoder.previous(job.log, Attempt(job.mine.epoch, step, job.mine.nonce), layout)
+    if not encoder.surely_raw(job.log.store, layout, previous):
         await job.save(step, state)
         return False
+    written = await job.write(step, state, arriving=Arrived())
     found = await commits.commit(job.log, job.mine, [written])
     job.saved[found.attempt] = dict(state)
     return True
